@@ -1,5 +1,6 @@
 """Several models into one: members that run in a single forward pass, or one model of their mean weights."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -32,6 +33,7 @@ from .model.stem_readout import Projections, linear, projection_config
 Fusion = Literal["mean", "separate"]
 StemFusion = Literal["shared", "mean", "separate"]
 How = Mapping[str, StemFusion]  # by group of parameters
+KIN = 0.5  # cosine of two models' weights in a layer: fine-tunings of one start have 0.9 and more, strangers about 0
 
 
 @checked
@@ -134,12 +136,14 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
     states, heads, metadata = singles(given)
     if len(set(heads)) > 1:
         raise ConfigError("soup averages models with the same heads; these lost different ones: fuse them instead")
+    _warn_of_strangers(states, states[0])
     mean = {name: _mean(torch.stack([state[name] for state in states]))[0] for name in states[0]}
     return Ensemble.from_state(given[0].config, mean, metadata.after(f"mean weights of {len(states)} models"))
 
 
 def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None, average: int = 0) -> Ensemble:
-    states, heads, metadata = singles(members)
+    given, heads, metadata = singles(members)
+    states = given
     if average:
         states = _with_mean_trunk(states, heads, average, members[0].num_layers)
     differing = unequal(states)
@@ -154,6 +158,7 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None, av
         trunk = common if limit is None else min(common, limit)
         config = replace(config, sharing=Sharing(**shared), trunk=trunk)
     joined = join_states(config, states)
+    _warn_of_strangers(given, [name for name in joined if copies_of(config, name) == 1])
     for name in joined:
         group, layer = place_of(name)
         in_trunk = layer is not None and layer < config.trunk
@@ -217,6 +222,43 @@ def _once(members: Sequence[tuple[Tensor, Tensor | None]], how: How) -> tuple[Te
     elif how["readout"] == "mean":
         parts = [_mean(one) for one in parts]
     return parts[0], parts[1] if biases else None
+
+
+def _warn_of_strangers(states: Sequence[Mapping[str, Tensor]], once: Iterable[str]) -> None:
+    """Say where members do not come from one start, though some of their weights are stored once: as their mean.
+
+    Each unit of such models is another one, so their mean is none. Readouts are not asked: those of one task may be
+    new in every member, and classifiers that read alike features have a mean.
+    """
+    layers: dict[int | None, list[str]] = {}
+    for name in once:
+        group, layer = place_of(name)
+        if group in ("stem", "attention", "mlp") and not name.endswith("bias"):
+            layers.setdefault(layer, []).append(name)
+    found = [
+        (_cosine([(states[0][name], state[name]) for name in names]), layer, index)
+        for layer, names in layers.items()
+        for index, state in enumerate(states[1:], start=1)
+    ]
+    least, layer, index = min(found, key=lambda one: one[0], default=(1.0, None, 0))
+    if least < KIN:
+        where = "the stem" if layer is None else f"layer {layer}"
+        warn(
+            f"the weights of members 0 and {index} that are averaged in {where} have a cosine of {least:.2f}; those of "
+            "fine-tunings of one model have 0.9 and more, and the mean of others computes what neither does. Keep such "
+            'members apart, by Ensemble.stack, or by fuse with stem="separate", mlp="separate" and no average'
+        )
+
+
+def _cosine(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The cosine between all first tensors, as one vector, and all second ones; 1 where one of the vectors is zero."""
+    products = torch.zeros(3, dtype=torch.float64)
+    for one, other in pairs:
+        if not torch.equal(one, other):
+            first, second = one.float().flatten(), other.float().flatten()
+            products += torch.stack([first @ second, first @ first, second @ second]).double().cpu()
+    inner, *squares = products.tolist()
+    return inner / math.sqrt(squares[0] * squares[1]) if all(squares) else 1.0
 
 
 def _mean(copies: Tensor) -> Tensor:

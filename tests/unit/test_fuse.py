@@ -1,5 +1,6 @@
 """Averaging, counting and refusing in `fuse`, on models built from a configuration."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -247,3 +248,38 @@ def test_a_mean_trunk_needs_layers_with_the_same_heads(heads: Any, average: int,
     members = [he.prune(small(0), heads), small(1)]
     with pytest.raises(ConfigError, match=token):
         he.fuse(members, average=average)
+
+
+@pytest.mark.parametrize(
+    ("join", "apart"),
+    [
+        (he.soup, True),
+        (lambda models: he.fuse(models, stem="separate"), True),
+        (lambda models: he.fuse(models, stem="mean", mlp="separate"), True),
+        (lambda models: he.fuse(models, mlp="separate", average=1), True),
+        (lambda models: he.fuse(models, stem="separate", mlp="separate", readout="mean"), False),
+        (he.Ensemble.stack, False),
+    ],
+)
+def test_the_mean_of_models_that_have_no_common_start_is_warned_of(join: Any, apart: bool) -> None:
+    """Where layers are averaged, and only there; one warning, however many layers and members are strangers."""
+    base = small()
+    kin = [he.Ensemble.from_state(base.config, base.state_dict()) for _ in range(3)]
+    with torch.no_grad():
+        for index, one in enumerate(kin):
+            for parameter in one.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+    for models, expected in ((kin, 0), ([*kin[:2], small(7)], int(apart))):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            join(models)
+        assert len([one for one in said if "cosine" in str(one.message)]) == expected
+
+
+def test_layers_begun_anew_in_one_member_are_strangers() -> None:
+    """Fine-tuners who draw the last block afresh have one start for the others alone."""
+    base, other = small(), small()
+    noisy_block = small(9).state_dict()
+    other.load_state_dict({name: one for name, one in noisy_block.items() if place_of(name)[1] == 2}, strict=False)
+    with pytest.warns(he.HydraWarning, match="layer 2"):
+        he.soup([base, other])

@@ -16,7 +16,7 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from .core import ACTIVATIONS, translate
 from .declared import Declaration, Part, Place, unknown_arguments
-from .own import AskedIds, MixedSamplesError, OwnIdError, require_every_id, require_samples_apart
+from .own import Asked, MixedSamplesError, OwnIdError, require_every_id, require_samples_apart, warn_of_branches
 from .probe import Both, NoAnswerError, OtherSizeError, require_same_answers
 from .reading import read_declaration, with_size
 
@@ -95,11 +95,12 @@ def _require_agreement(
     """Refuse a declaration by which the first of these copies that can answer answers otherwise."""
     for model in copies:
         both = _both(declaration, model, num_labels, metadata)
-        asked = AskedIds(both.architecture)
+        asked = Asked(both.architecture)
         both = replace(both, architecture=replace(both.architecture, answer=asked))
         try:
             require_same_answers(both)
             require_every_id(both, asked)
+            warn_of_branches(both, asked)
             return
         except NoAnswerError:
             if model is copies[-1]:

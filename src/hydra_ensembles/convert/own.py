@@ -1,13 +1,17 @@
 """What is asked of a model of one's own beside random batches: every id, samples alone, padding before texts."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._utils import warn
 from ..errors import ConversionError
 from ..model.config import TextStemConfig
 from .core import Architecture, Inputs, Source
@@ -57,29 +61,32 @@ def require_samples_apart(both: Both) -> None:
 # --- ids ------------------------------------------------------------------------------------------------------------
 
 
-class AskedIds:
-    """How a model is called, with an eye on what it asks of token ids beside the rows of its embedding.
+class Asked:
+    """How a model is called, with an eye on what it asks of token ids beside the rows of its embedding, and of values.
 
     Answers on random texts prove all that embedded tokens go through. What a model does with ids besides is seen here:
     comparisons with an id tell some ids from others, of which one of each kind has to be tried; what else is done with
-    them tells nothing, and every id has to be.
+    them tells nothing, and every id has to be. Where its Python code reads a number that comes of the inputs, it may go
+    another way than with random ones: `places` has the lines.
     """
 
     def __init__(self, architecture: Architecture) -> None:
         self.answer, self.words = architecture.answer, architecture.weights.get("stem.words")
         self.questions: list[Callable[[Tensor], Tensor]] = []
         self.unknown = False
+        self.places: list[str] = []
 
     def __call__(self, model: nn.Module, inputs: Inputs, fresh: bool) -> Tensor:
         """What the model answers."""
         ids = inputs.get("input_ids")
         if ids is None:
-            return self.answer(model, inputs, fresh)
+            with _Watch(self, inputs["pixel_values"]):
+                return self.answer(model, inputs, fresh)
         names = self.words.names if isinstance(self.words, Source) else ()
         table = model.state_dict()[names[0]] if names else torch.empty(0)
         asked = ids.as_subclass(_Ids)
         asked.watched = self
-        with _Watch(self, ids, table):
+        with _Watch(self, asked, ids, table):
             return self.answer(model, {**inputs, "input_ids": asked}, fresh)
 
     def told_apart(self, ids: Tensor) -> Tensor:
@@ -97,7 +104,7 @@ class _Ids(Tensor):
     """Token ids that tell when they become a list, which no operation shows."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    watched: AskedIds
+    watched: Asked
 
     def tolist(self) -> Any:
         self.watched.unknown = True
@@ -116,18 +123,29 @@ _SHAPES = (
 )
 _QUESTIONS = ("eq", "ne", "lt", "le", "gt", "ge", "isin", "logical_not", "_to_copy")
 _LOOKUPS = ("embedding", "index", "index_select")
+_READS = ("_local_scalar_dense", "equal", "is_nonzero")  # those that give Python a number
+_TORCH = Path(torch.__file__).parent
+_THIN = {__file__, *(str(_TORCH / name) for name in ("_tensor.py", "_ops.py", "utils/_python_dispatch.py"))}
 
 
 class _Watch(TorchDispatchMode):
-    """Follows ids through a pass, whatever calls the operations: modules, functions, scripts."""
+    """Follows inputs, and ids for themselves, through a pass, whoever calls operations: modules, functions, scripts."""
 
-    def __init__(self, asked: AskedIds, ids: Tensor, table: Tensor) -> None:
+    def __init__(self, asked: Asked, inputs: Tensor, ids: Tensor | None = None, table: Tensor | None = None) -> None:
         super().__init__()
-        self.asked, self.table, self.followed = asked, table, [ids]  # kept, so that their memory is no other's
+        self.asked, self.table = asked, torch.empty(0) if table is None else table
+        self.followed = [] if ids is None else [ids]  # kept, so that their memory is no other's
+        self.derived = WeakTensorKeyDictionary()
+        self.derived[inputs] = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = list(_tensors([*args, *(kwargs or {}).values()]))
+        if any(one in self.derived for one in given):
+            self.derived.update(dict.fromkeys(_tensors([result]), True))
+            place = _asker() if func.overloadpacket.__name__ in _READS else None
+            if place is not None and place not in self.asked.places:
+                self.asked.places.append(place)
         ids = [one for one in given if self._is_followed(one)]
         if ids:
             self._look(func.overloadpacket.__name__, partial(func, **(kwargs or {})), args, ids, result)
@@ -153,6 +171,15 @@ class _Watch(TorchDispatchMode):
         return any(_same_memory(tensor, one) for one in self.followed)
 
 
+def _asker() -> str | None:
+    """The line that asks for a number right now; None where it is one of torch, whose layers do so for speed alone."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename in _THIN:
+        frame = frame.f_back
+    file = Path(frame.f_code.co_filename)
+    return None if file.is_relative_to(_TORCH) else f"{file.name}:{frame.f_lineno}"
+
+
 def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
     """All tensors among the arguments of an operation."""
     for one in given:
@@ -168,7 +195,17 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def require_every_id(both: Both, asked: AskedIds) -> None:
+def warn_of_branches(both: Both, asked: Asked) -> None:
+    """Say where a model looks at numbers while it runs: another way that it may go with other numbers is not proved."""
+    if asked.places:
+        warn(
+            f"{both.architecture.name}: its code reads numbers that come of the inputs, {', '.join(asked.places[:3])}; "
+            "answers were compared the way that random inputs go. If others may go another way (an early exit, a scale "
+            "that depends on the image), the converted model does not follow them"
+        )
+
+
+def require_every_id(both: Both, asked: Asked) -> None:
     """Refuse a text model that takes an id for something else than a token, and name the id.
 
     Such a model finds padding, or an end, by an id that no random batch has. To be called for models whose answers

@@ -132,13 +132,16 @@ class Both:
         """One image of the size of the model, or two texts of different length; the same in every process.
 
         Of a model of the user's own nothing is known but its answers. What it says of a sample must not depend on the
-        others in its batch: two images follow, or one text, of the greatest length.
+        others in its batch: two images follow, or one text, of the greatest length. What it does may depend on the
+        range of an image, as that of one which scales bytes itself: there are images of 0 to 1 and of 0 to 255, too.
         """
         stem, found = self.ensemble.config.stem, self.samples()
         if isinstance(stem, PatchStemConfig):
             yield {name: one[:1] for name, one in found.items()}
         if isinstance(stem, TextStemConfig) or self.own:
             yield found
+        if isinstance(stem, PatchStemConfig) and self.own:
+            yield from ({name: (one[:1].sigmoid() * top) for name, one in found.items()} for top in (1.0, 255.0))
         if isinstance(stem, TextStemConfig) and self.own:
             pad, generator = (*self.paddings(), 0)[0], torch.Generator("cpu").manual_seed(1)
             ids = torch.randint(stem.vocabulary, (1, stem.max_tokens), generator=generator, device="cpu")

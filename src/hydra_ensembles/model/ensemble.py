@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._utils import warn
 from ..arguments import checked
 from ..batches import READ, Inputs, move
 from ..checkpoint import Stored, load_checkpoint, push_checkpoint, save_checkpoint
@@ -18,7 +19,7 @@ from ..preprocessing import is_raw
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
 from .contents import ENSEMBLE, Contents, ensemble_contents, read_ensemble, with_parts
 from .cost import Description, describe
-from .dropping import Droppable, dropping
+from .dropping import Droppable, dropping, drops
 from .given import (
     Arguments,
     Given,
@@ -160,6 +161,7 @@ class Ensemble(Saved, Droppable):
     """
 
     _kind = ENSEMBLE
+    _drawn = False  # whether its weights are random ones, which no metadata can be of
 
     def __init__(self, config: EnsembleConfig, metadata: Metadata | None = None) -> None:
         super().__init__()
@@ -191,6 +193,20 @@ class Ensemble(Saved, Droppable):
                     parameter.zero_()
                 else:
                     nn.init.trunc_normal_(parameter, std=0.02)
+        self._drawn = True
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *others: Any) -> None:
+        """What `load_state_dict` does here, also of a model around this one; other weights are not calibrated."""
+        pairs = ((own, state_dict.get(prefix + name)) for name, own in self.named_parameters() if not own.is_meta)
+        new = (isinstance(one, Tensor) and not torch.equal(own, one.to(own)) for own, one in pairs)
+        if self.metadata.measured and not self._drawn and any(new):
+            self.metadata = self.metadata.after("other weights loaded")
+            warn(
+                "other weights are loaded into an ensemble that was measured with those before: its calibration, "
+                "familiarity and metrics are dropped; calibrate again, or load both with from_pretrained"
+            )
+        self._drawn = False
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     # --- running -----------------------------------------------------------------------------------------
 
@@ -289,6 +305,11 @@ class Ensemble(Saved, Droppable):
         arguments = self.unpack(*given, **named)
         if not torch.compiler.is_compiling():
             require_at_home(arguments, next(self.parameters(), None))
+            if torch.is_grad_enabled() and drops(self) is True and self.metadata.measured:
+                warn(
+                    "an ensemble is trained that was calibrated or measured before, and keeps what was found: "
+                    "calibrate it again afterwards, or train it with he.finetune, which drops that"
+                )
         x, context = self.embed(*arguments)
         return self.encoder(x, context, self.readout.tokens_read()), context.key_mask, arguments[0]
 

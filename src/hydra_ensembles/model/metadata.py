@@ -224,6 +224,11 @@ class Metadata:
         """The same without what holds tensors: text side and familiarity."""
         return replace(self, text_side=None, familiarity=None)
 
+    @property
+    def measured(self) -> bool:
+        """Whether something here was found with the weights as they are, and says nothing of others."""
+        return self.calibration is not None or self.familiarity is not None or bool(self.metrics)
+
     def __post_init__(self) -> None:
         require_types(self)
 

@@ -1,5 +1,6 @@
 """What models of one's own are asked beside random batches: samples alone and together, and every id."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import hydra_ensembles as he
 from architectures_own import ENCODER_TEXT, ENCODER_VIT, OWN_VIT, WIDTH, EncoderText, EncoderViT, OwnViT, own
 from hydra_ensembles.convert.core import Architecture, copied
-from hydra_ensembles.convert.own import AskedIds
+from hydra_ensembles.convert.own import Asked
 from hydra_ensembles.errors import ConversionError
 
 IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -160,7 +161,7 @@ def _scripted(ids: Tensor) -> Tensor:
 )
 def test_ids_that_are_told_apart_are_known_by_what_is_asked_of_them(besides: Any, kinds: int) -> None:
     model = Looks(besides)
-    asked = AskedIds(
+    asked = Asked(
         Architecture(
             "",
             (),
@@ -201,3 +202,44 @@ def test_a_large_vocabulary_costs_no_more_than_a_small_one(
         with pytest.raises(ConversionError, match="the id 30000,"):
             he.convert(model, declaration=ENCODER_TEXT)
     assert model.seen < 1000
+
+
+# --- numbers that a model looks at -------------------------------------------------------------------------------
+
+
+class BytesViT(OwnViT):
+    """Scales images itself where they seem to be bytes, without Python's knowing."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(torch.where(images.amax((1, 2, 3), keepdim=True) > 100, images / 255, images))
+
+
+class EarlyExit(OwnViT):
+    """Answers otherwise where it is very sure."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        answers = super().forward(images)
+        return answers.sign() if answers.abs().max() > 1e3 else answers
+
+
+class CheckedSize(OwnViT):
+    """Looks at shapes, and at numbers of its own, which are the same for all inputs."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.shape[-1] % 4 or float(self.out.weight[0, 0]) > 1e9:
+            raise ValueError
+        return super().forward(images)
+
+
+def test_images_of_another_range_are_compared_too() -> None:
+    with pytest.raises(ConversionError, match="differ"):
+        he.convert(own(BytesViT), declaration=OWN_VIT)
+
+
+def test_a_model_that_looks_at_numbers_is_warned_of_with_the_line() -> None:
+    with pytest.warns(he.HydraWarning, match=r"test_convert_own.py:\d+"):
+        he.convert(own(EarlyExit), declaration=OWN_VIT)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "reads numbers")
+        he.convert(own(CheckedSize), declaration=OWN_VIT)
+        he.convert(own(EncoderText), declaration=ENCODER_TEXT)  # torch's own encoder looks at masks

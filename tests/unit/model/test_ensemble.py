@@ -1,5 +1,6 @@
 """An ensemble's edges: settings and inputs that it cannot take, metadata that change without its weights."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from hydra_ensembles.model.config import (
     TextStemConfig,
     all_heads,
 )
-from hydra_ensembles.model.metadata import Calibration
+from hydra_ensembles.model.metadata import Calibration, Metadata
 
 IDS = torch.ones(2, 5, dtype=torch.long)
 PIXELS = np.zeros((10, 10, 3), np.uint8)
@@ -136,3 +137,60 @@ def test_a_member_and_a_model_from_tensors_are_copies() -> None:
         assert not set(storages(copy)) & set(storages(model))
     with pytest.raises(ConfigError, match="member 1"):
         model.member(1)
+
+
+# --- weights that are not those that were measured --------------------------------------------------------------
+
+
+def measured(seed: int = 0) -> he.Ensemble:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = he.Ensemble(EnsembleConfig(STEM, ENCODER, ReadoutConfig(num_classes=3), all_heads(ENCODER)))
+    return he.Ensemble.from_state(made.config, made.state_dict(), Metadata(calibration=Calibration((2.0,), 0.5)))
+
+
+@pytest.mark.parametrize(
+    "around", [lambda one: one, torch.nn.DataParallel, lambda one: torch.nn.ModuleDict({"a": one})]
+)
+@pytest.mark.parametrize("assign", [False, True])
+def test_other_weights_are_not_calibrated(around: Any, assign: bool) -> None:
+    ours, other = measured(0), measured(1)
+    with pytest.warns(he.HydraWarning, match="calibrate again"):
+        around(ours).load_state_dict(around(other).state_dict(), assign=assign)
+    assert ours.metadata.calibration is None
+    assert torch.equal(ours.readout.classifier.weight, other.readout.classifier.weight)  # type: ignore[union-attr]
+
+
+def skeleton(one: he.Ensemble) -> he.Ensemble:
+    with torch.device("meta"):
+        return he.Ensemble(one.config, one.metadata)
+
+
+@pytest.mark.parametrize(
+    ("target", "assign"),
+    [
+        (lambda one: one, False),  # a run that goes on
+        (lambda one: he.Ensemble(one.config, one.metadata), False),  # built anew, of which nothing was measured
+        (skeleton, True),
+        (lambda one: one.with_metadata(labels=("a", "b", "c")).bfloat16(), False),
+    ],
+)
+def test_weights_that_were_measured_stay_calibrated(target: Any, assign: bool) -> None:
+    source = measured()
+    made, state = target(source), {name: one.clone() for name, one in measured().state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.load_state_dict(state, assign=assign)
+    assert made.metadata.calibration == source.metadata.calibration
+    with pytest.warns(he.HydraWarning, match="calibrate again"):  # and from now on they are what was measured
+        made.load_state_dict(measured(1).state_dict())
+
+
+def test_training_a_calibrated_ensemble_by_hand_is_warned_of() -> None:
+    ours, images = measured(), torch.randn(2, 3, 8, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours(images)  # gradients in evaluation mode: attributions, Taylor scores
+        ours.train().predict(images)
+    with pytest.warns(he.HydraWarning, match="calibrate it again"):
+        ours(images)
