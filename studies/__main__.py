@@ -140,8 +140,8 @@ def run(
 ) -> None:
     """Run a study of classifiers: choose settings on half B, open the test sets, corrupt them, measure costs, store.
 
-    Trials and short runs name rows, seeds and stages; what is finished stays, and the rest can be added later. Where
-    Single had to be trained again for rows that were added, the stage `again` says so beside what is stored.
+    Trials and short runs name rows, seeds and stages; what is finished stays, and the rest can be added later,
+    by another run too: its rows are held against its own Single.
     """
     settings = recipe()
     if name not in settings["tasks"]:
@@ -174,8 +174,6 @@ def run_study(
                     classifiers.cost(Seed(task, numbers[0], output), wanted)
                 case "store":
                     classifiers.collect(task, output, results)
-                case "again":
-                    classifiers.collect_again(task, output, results)
                 case _ if stage in classifiers.STEPS:
                     pool.run(classifiers.jobs_of(task, stage, wanted, numbers))
                 case _:

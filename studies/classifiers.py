@@ -5,6 +5,7 @@ sets, `shift` corrupts them. What is there stays, so that a stopped run goes on;
 and may run side by side.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -161,20 +162,41 @@ def cost(seed: Seed, names: Sequence[str]) -> None:
 
 
 def collect(task: Task, output: Path, results: Path) -> None:
-    """Every row and seed that is finished: columns, one file a seed, and all else in `NAME.json`."""
-    study, runs = output / task.name, dict[str, Any]()
+    """Every row and seed that is finished, beside what is stored: columns, one file a seed, all else in `study.json`.
+
+    Runs that share no models have a Single each. One with all rows of a stored seed takes its place; of another, rows
+    that are not stored yet are added, and `again-N-….npz` has the Single that they are held against.
+    """
+    study, place = output / task.name, results / task.name
+    known = read_json(place / "study.json") if (place / "study.json").exists() else {}
+    runs = dict(known.get("runs", {}))
     for number in sorted(int(folder.name.removeprefix("seed-")) for folder in study.glob("seed-*")):
-        folder, columns = study / f"seed-{number}", dict[str, Array]()
-        runs[str(number)] = {"report": {}, "shift": {}}
-        for name in rows_of(task):
-            place = folder / "report" / f"{slug(name)}.json"
-            if place.exists():
-                runs[str(number)]["report"][name] = read_json(place)
-                own = read_columns(place.with_suffix(".npz"))
-                columns |= {f"{name}|{key}": one for key, one in own.items()}
-            if (folder / "shift" / place.name).exists():
-                runs[str(number)]["shift"][name] = read_json(folder / "shift" / place.name)
-        write_columns(results / task.name / f"seed-{number}.npz", columns)
+        folder, file = study / f"seed-{number}", place / f"seed-{number}.npz"
+        found = {kind: _finished(task, folder / kind) for kind in ("report", "shift")}
+        columns = {name: read_columns(folder / "report" / f"{slug(name)}.npz") for name in found["report"]}
+        before = runs.get(str(number), {"report": {}, "shift": {}})
+        if set(before["report"]) <= set(found["report"]):
+            for older in _parts(place, number):
+                older.unlink()
+            kept, runs[str(number)] = dict[str, Array](), found
+        else:
+            kept = read_columns(file)
+            columns = {
+                name: own for name, own in columns.items() if name not in before["report"] or _same(name, own, kept)
+            }
+            if SINGLE not in columns and SINGLE in found["report"]:
+                single = _named(SINGLE, read_columns(folder / "report" / f"{slug(SINGLE)}.npz"))
+                told = hashlib.sha256(b"".join(single[key].tobytes() for key in sorted(single))).hexdigest()[:8]
+                write_columns(place / f"again-{number}-{told}.npz", {"rows": np.array(list(columns)), **single})
+            reports = {name: found["report"][name] for name in columns}
+            runs[str(number)] = {
+                "report": {**before["report"], **reports},
+                "shift": {**before["shift"], **found["shift"]},
+            }
+        for name, own in columns.items():
+            kept |= _named(name, own)
+        write_columns(file, kept)
+    choices = {one["row"]: one for one in map(read_json, sorted((study / CHOICES).glob("*.json")))}
     facts = {
         "format": FORMAT,
         "study": task.name,
@@ -182,27 +204,35 @@ def collect(task: Task, output: Path, results: Path) -> None:
         "inside": task.suite.id.name,
         "groups": task.groups("report"),
         "trainings": {name: row.trainings for name, row in rows_of(task).items()},
-        "choices": {one["row"]: one for one in map(read_json, sorted((study / CHOICES).glob("*.json")))},
-        "costs": read_json(study / COSTS) if (study / COSTS).exists() else None,
-        "runs": runs,
+        "choices": {**known.get("choices", {}), **choices},
+        "costs": read_json(study / COSTS) if (study / COSTS).exists() else known.get("costs"),
+        "runs": {number: runs[number] for number in sorted(runs, key=int)},
     }
-    write_json(results / task.name / "study.json", facts)
+    write_json(place / "study.json", facts)
 
 
-def collect_again(task: Task, output: Path, results: Path) -> None:
-    """What a second run made once more of a stored study, Single at least, and which of the stored rows are its own.
+def single_of(folder: Path, number: int) -> dict[str, dict[str, Array]]:
+    """Rows of a stored seed that came with a Single of their own, and its columns."""
+    found: dict[str, dict[str, Array]] = {}
+    for file in _parts(folder, number):
+        columns, prefix = read_columns(file), f"{SINGLE}|"
+        single = {key.removeprefix(prefix): one for key, one in columns.items() if key.startswith(prefix)}
+        found |= dict.fromkeys(columns["rows"].tolist(), single)
+    return found
 
-    A stored row is of this run where all its columns are equal.
-    """
-    for folder in sorted((output / task.name).glob("seed-*")):
-        known, own, twice = read_columns(results / task.name / f"{folder.name}.npz"), [], dict[str, Array]()
-        for name in rows_of(task):
-            place = folder / "report" / f"{slug(name)}.npz"
-            columns = read_columns(place) if place.exists() else {}
-            made = {f"{name}|{key}": one for key, one in columns.items()}
-            if made and all(key in known and np.array_equal(one, known[key]) for key, one in made.items()):
-                own.append(name)
-            else:
-                twice |= made
-        place = results / task.name / f"{folder.name.replace('seed', 'again')}.npz"
-        write_columns(place, {"rows": np.array(own), **twice})
+
+def _parts(folder: Path, number: int) -> list[Path]:
+    return sorted((*folder.glob(f"again-{number}.npz"), *folder.glob(f"again-{number}-*.npz")))
+
+
+def _finished(task: Task, folder: Path) -> dict[str, Any]:
+    places = {name: folder / f"{slug(name)}.json" for name in rows_of(task)}
+    return {name: read_json(place) for name, place in places.items() if place.exists()}
+
+
+def _named(row: str, columns: Mapping[str, Array]) -> dict[str, Array]:
+    return {f"{row}|{key}": one for key, one in columns.items()}
+
+
+def _same(row: str, columns: Mapping[str, Array], stored: Mapping[str, Array]) -> bool:
+    return all(key in stored and np.array_equal(one, stored[key]) for key, one in _named(row, columns).items())

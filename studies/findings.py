@@ -63,7 +63,7 @@ def main_table(study: Study) -> str:
     measured = ["cost ↓", "memory ↓"] if costs else []
     head = ["row", *MAIN.values(), "far FPR95 ↓", "parameters", *measured, "trainings ↓", "seeds"]
     where = f" Cost and memory: a batch of {costs['batch']} on an {costs['device']}, bfloat16." if costs else ""
-    parts = " Rows of the second part against the Single of it." if study.in_parts else ""
+    parts = " Rows that a later run added are held against the Single of that run." if study.in_parts else ""
     note = (
         "Means over seeds, in per cent but for NLL and Brier score; **better** and *worse* than Single beyond chance "
         f"(95 % intervals over seeds and test samples, paired).{parts} NLL, Brier score and ECE after calibration on "

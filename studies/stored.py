@@ -11,8 +11,8 @@ import numpy as np
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_object
 
-from .classifiers import FORMAT
-from .measures import Array, Difference, Number, numbers, plain_numbers, read_columns
+from .classifiers import FORMAT, single_of
+from .measures import Array, Difference, Number, numbers, plain_numbers
 from .rows import SINGLE
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
@@ -87,8 +87,7 @@ class Study:
     def difference(self, first: str, second: str, key: str) -> Difference | None:
         """First less second over the seeds that both have; None where there is nothing to compare.
 
-        A row is held against the Single that was trained when it was made: where a study was run in two parts,
-        `again-N.npz` has Single's columns of the second, and the rows of it.
+        A row is held against the Single that was trained when it was made, which may be of a later run.
         """
         pairs = []
         for seed in (seed for seed in self.seeds(first) if seed in self.seeds(second)):
@@ -105,12 +104,12 @@ class Study:
 
     def _again(self, seed: int) -> dict[str, dict[str, Number]]:
         if seed not in self._seconds:
-            place, self._seconds[seed] = self.folder / f"again-{seed}.npz", {}
-            if place.exists():
-                columns, prefix = read_columns(place), f"{SINGLE}|"
-                single = {key.removeprefix(prefix): one for key, one in columns.items() if key.startswith(prefix)}
-                found = numbers(single, self.facts["inside"], self.facts["groups"])
-                self._seconds[seed] = dict.fromkeys(columns["rows"].tolist(), found)
+            about, found = (self.facts["inside"], self.facts["groups"]), dict[int, dict[str, Number]]()
+            singles = single_of(self.folder, seed)
+            for single in singles.values():
+                if id(single) not in found:  # several rows have the same one
+                    found[id(single)] = numbers(single, *about)
+            self._seconds[seed] = {row: found[id(single)] for row, single in singles.items()}
         return self._seconds[seed]
 
     def parameters(self, row: str) -> str:

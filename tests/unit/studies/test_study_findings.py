@@ -123,19 +123,34 @@ def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
     assert 1 < float(study.work(HYDRA).removesuffix("x")) < 3
 
 
-def test_a_row_of_a_second_part_is_compared_with_the_single_of_that_part(study: Study, tmp_path: Path) -> None:
-    run, results = tmp_path / "run", tmp_path / "results"
+def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path) -> None:
+    """A row that a later run adds is held against the Single of that run; a run with all rows takes the place."""
+    run, results, added = tmp_path / "run", tmp_path / "results", SOUP
     shutil.copytree(study.folder, results / NAME)
-    report = run / NAME / "seed-0" / "report"
-    write_columns(report / f"{slug(MC_DROPOUT)}.npz", study.columns(MC_DROPOUT, 0))
-    write_columns(report / f"{slug(SINGLE)}.npz", study.columns(HYDRA, 0))  # stands for another Single
-    classifiers.collect_again(SmallTask(NAME), run, results)
-    again = Study(NAME, results)
-    found, before = (one.difference(MC_DROPOUT, SINGLE, "calibrated.nll") for one in (again, study))
-    assert found == study.difference(MC_DROPOUT, HYDRA, "calibrated.nll") != before
-    first = (one.difference(HYDRA, SINGLE, "accuracy") for one in (again, study))
-    assert next(first) == next(first)
-    assert "1 of 2 seeds" in findings.gains(again, MC_DROPOUT)
+    report, task = run / NAME / "seed-0" / "report", SmallTask(NAME)
+
+    def reported(row: str, like: str) -> None:
+        write_columns(report / f"{slug(row)}.npz", study.columns(like, 0))
+        write_json(report / f"{slug(row)}.json", study.facts["runs"]["0"]["report"][like])
+
+    reported(added, MC_DROPOUT)
+    reported(SINGLE, HYDRA)  # stands for another Single
+    for _ in range(2):  # what is stored already stays as it is
+        classifiers.collect(task, run, results)
+        both = Study(NAME, results)
+        assert (both.seeds(added), both.seeds(SINGLE), both.in_parts) == ([0], [0, 1], True)
+        assert both.facts["choices"] == study.facts["choices"]
+        against = both.difference(added, SINGLE, "calibrated.nll")
+        assert against == study.difference(MC_DROPOUT, HYDRA, "calibrated.nll")
+        for row in (MC_DROPOUT, HYDRA):
+            assert both.difference(row, SINGLE, "accuracy") == study.difference(row, SINGLE, "accuracy")
+    assert "1 of 2 seeds" in findings.gains(both, added)
+    for row in ROWS[1:]:
+        reported(row, row)
+    classifiers.collect(task, run, results)
+    whole = Study(NAME, results)
+    assert not whole.in_parts
+    assert whole.numbers(SINGLE, 0)["accuracy"].value == study.numbers(HYDRA, 0)["accuracy"].value
 
 
 def test_verdicts_are_a_closed_list(study: Study) -> None:
