@@ -104,11 +104,10 @@ class Study:
 
     def _again(self, seed: int) -> dict[str, dict[str, Number]]:
         if seed not in self._seconds:
-            about, found = (self.facts["inside"], self.facts["groups"]), dict[int, dict[str, Number]]()
-            singles = single_of(self.folder, seed)
+            singles, found = single_of(self.folder, seed), dict[int, dict[str, Number]]()
             for single in singles.values():
                 if id(single) not in found:  # several rows have the same one
-                    found[id(single)] = numbers(single, *about)
+                    found[id(single)] = numbers(single, self.facts["inside"], self.facts["groups"])
             self._seconds[seed] = {row: found[id(single)] for row, single in singles.items()}
         return self._seconds[seed]
 
