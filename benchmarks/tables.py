@@ -1,10 +1,11 @@
-"""Write what the documentation takes from elsewhere: tables from the files under `results/`, code from `examples/`.
+"""Write what the documentation takes from elsewhere: tables and numbers from `results/`, code from `examples/`.
 
     python benchmarks/tables.py           # rewrite
     python benchmarks/tables.py --check   # fail when a document is not what results and examples say
 
-A document marks the place with `<!-- table: NAME -->` or `<!-- code: FILE PART -->`, and `<!-- end -->`; nothing else
-in it is touched. What is written is in the document itself, so that a git host and the site show the same.
+A document marks the place with `<!-- table: NAME -->` or `<!-- code: FILE PART -->`, and `<!-- end -->`; of sentences,
+numbers are written whose sources a comment below names (`quoted.py`). Nothing else is touched. What is written is in
+the document itself, so that a git host and the site show the same.
 """
 
 import argparse
@@ -13,9 +14,11 @@ import re
 import statistics
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 import inference_report
+import quoted
 from circuit import circuit_table
 from serve import serve_table
 
@@ -26,8 +29,11 @@ from hydra_ensembles.report import to_markdown
 from hydra_ensembles.schema import from_plain
 from studies.analyses.registry import blocks
 from studies.circuit_draws import draws_table
+from studies.dual_findings import DualStudy
 from studies.dual_findings import blocks as dual_blocks
+from studies.dual_recipe import ZERO_SHOT
 from studies.findings import blocks as study_blocks
+from studies.findings import stored_studies
 from studies.price import DEEP, HYDRA, LONGER, NUMBERS, SINGLE, SOUP, price_table
 from studies.results import FIGURES, RESULTS, ROOT, load, table
 from studies.rows import HYDRA_CIRC
@@ -42,8 +48,16 @@ def documents() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def tables() -> dict[str, str]:
+def studies() -> dict[str, Study]:
+    """Every stored study by name."""
+    found = stored_studies(RESULTS / "studies")
+    return {**{one.name: one for one in found}, ZERO_SHOT: DualStudy(ZERO_SHOT, RESULTS / "studies")}
+
+
+def tables(stored: Mapping[str, Study]) -> dict[str, str]:
     """Every table by name; of the studies, those that a document shows."""
+    classifiers = [one for one in stored.values() if not isinstance(one, DualStudy)]
+    zero_shot = [one for one in stored.values() if isinstance(one, DualStudy)]
     shown = {name for path in documents() for name in re.findall(r"<!-- table: ([^\n]+) -->", path.read_text())}
     return {
         "circuits": circuit_table("circuit_dinov2_cifar10.json"),
@@ -57,13 +71,13 @@ def tables() -> dict[str, str]:
         "search": to_markdown(SearchResult.load(RESULTS / "search.json").table()),
         "price": price_table(load("price.json")),
         "gains": gains_table(),
-        "pruned": pruned_line(),
+        "pruned": pruned_line(stored["vision-cifar100"]),
         "demo_gain": demo_line(),
         "conversion": conversion_line(),
         "takes": takes_table(),
         **inference_report.tables(),
-        **study_blocks(RESULTS / "studies", shown),
-        **dual_blocks(RESULTS / "studies", shown),
+        **study_blocks(classifiers, shown),
+        **dual_blocks(zero_shot[0], shown),
         **blocks(RESULTS / "analyses", FIGURES),
     }
 
@@ -128,9 +142,8 @@ def gains_table() -> str:
     return "\n".join([*table(["method", "trainings ↓", "price ↓", *titles], rows), "", about])
 
 
-def pruned_line() -> str:
+def pruned_line(study: Study) -> str:
     """Of the README: what the paper's way, members by pruning, came to on CIFAR-100, trained on and not."""
-    study = Study("vision-cifar100", RESULTS / "studies")
     keys = {"accuracy": "accuracy", "calibrated.ece": "ECE", "near.auroc": "near *unsure*"}
     keys["mahalanobis:all.auroc"] = "*unfamiliar*"
 
@@ -215,28 +228,36 @@ def code(file: str, part: str) -> str:
     return f"```python\n{textwrap.dedent(found[1]).strip()}\n```"
 
 
-def rendered(text: str, made: dict[str, str]) -> str:
-    """A document with every marked table and piece of code written anew."""
+def rendered(text: str, made: Mapping[str, str], stored: Mapping[str, Study]) -> str:
+    """A document with every marked table and piece of code, and the numbers of its sentences, written anew."""
 
     def write(match: re.Match[str]) -> str:
         kind, what = match.groups()
         return f"<!-- {kind}: {what} -->\n{made[what] if kind == 'table' else code(*what.split())}\n<!-- end -->"
 
-    return re.sub(r"<!-- (table|code): ([^\n]+) -->\n.*?<!-- end -->", write, text, flags=re.DOTALL)
+    text = re.sub(r"<!-- (table|code): ([^\n]+) -->\n.*?<!-- end -->", write, text, flags=re.DOTALL)
+    return quoted.written(text, stored, RESULTS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    made, stale = tables(), []
+    stored, stale, wrong = studies(), [], []
+    made = tables(stored)
     for path in documents():
         before = path.read_text()
-        after = rendered(before, made)
+        try:
+            after = rendered(before, made, stored)
+        except quoted.UnbackedError as error:
+            wrong.append(f"{path.relative_to(ROOT)}: {error}")
+            continue
         if after != before:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(after)
+    if wrong:
+        sys.exit("\n".join(["sentences that the results do not bear out:", *wrong]))
     if check and stale:
         sys.exit(f"not what results and examples say: {', '.join(stale)}; run python benchmarks/tables.py")
 

@@ -9,9 +9,8 @@ import torch
 import typer
 
 from hydra_ensembles.errors import ConfigError, HydraError
-from hydra_ensembles.files import read_object
 
-from . import classifiers, dual_findings, dual_study, paper_task, price
+from . import classifiers, dual_findings, dual_study, gain_figure, paper_task
 from .analyses import registry
 from .analyses.registry import with_analyses
 from .dual_recipe import SUITES, DualRecipe, load_dual_recipe
@@ -87,11 +86,11 @@ def analyse(
 def tables(
     name: Annotated[str, typer.Argument(help="Study of classifiers.")],
     results: Folder = RESULTS,
-    figures: Annotated[Path | None, typer.Option(help="Folder to draw the figure of prices in.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Folder to draw the figure of all studies in.")] = None,
 ) -> None:
     """Make every table of a study of classifiers again from its stored columns, on a CPU."""
     if figures is not None:
-        price.draw(read_object(results.parent / "price.json"), figures / "gain_against_price.svg")
+        gain_figure.draw(results, figures / "gain_against_price.svg")
     print(written(Study(name, results), TABLES))
 
 

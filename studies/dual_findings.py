@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
-from pathlib import Path
 from statistics import mean
 from typing import Any, get_args
 
 from hydra_ensembles.metrics.distance import LearnedName
 
-from .dual_recipe import ZERO_SHOT
 from .findings import claim_cells, marked, printed, tested
 from .measures import Number, numbers, plain_numbers
 from .paper import read_csv, zero_shot_numbers
@@ -216,7 +214,7 @@ TABLES: Mapping[str, Callable[[DualStudy], str]] = {
 """Every table by its name in the documents."""
 
 
-def blocks(results: Path, shown: Collection[str]) -> dict[str, str]:
+def blocks(study: DualStudy, shown: Collection[str]) -> dict[str, str]:
     """Tables of the stored study by their names in the documents, `study_zero_shot_main` and so on, where shown."""
-    study, named = DualStudy(ZERO_SHOT, results), {f"study_zero_shot_{name}": table for name, table in TABLES.items()}
+    named = {f"study_zero_shot_{name}": table for name, table in TABLES.items()}
     return {name: table(study) for name, table in named.items() if name in shown}

@@ -406,10 +406,19 @@ def gains(study: Study, row: str) -> str:
 
 
 def gains_table(studies: Sequence[Study]) -> str:
-    """What the main rows gain over Single on every task."""
-    rows = [row for row in GAINING if any(row in study.rows for study in studies)]
-    lines = [[row, *(gains(study, row) for study in studies)] for row in rows]
-    return markdown(["row", *(TITLES[study.name] for study in studies)], lines, GAINED)
+    """What the main rows take on the first task that has them, and what they gain over Single on every task."""
+    lines = []
+    for row in GAINING:
+        if having := [study for study in studies if row in study.rows]:
+            first = having[0]
+            cost = first.cost(row)
+            price = f"{cost['latency_ratio']:.2f}x" if cost else f"*{first.work(row)}*"
+            lines.append([row, f"{first.facts['trainings'][row]:g}", price, *(gains(study, row) for study in studies)])
+    note = (
+        f"{GAINED} Trainings of a whole model, Single's among them. Price: time of a batch on a GPU over Single's; in "
+        "italics multiply-adds over Single's, where no time was measured."
+    )
+    return markdown(["row", "trainings ↓", "price ↓", *(TITLES[study.name] for study in studies)], lines, note)
 
 
 def methods_table(studies: Sequence[Study]) -> str:
@@ -433,9 +442,8 @@ def stored_studies(folder: Path = RESULTS) -> list[Study]:
     return [Study(name, folder) for name in recipe()["tasks"] if (folder / name / "study.json").exists()]
 
 
-def blocks(folder: Path, shown: Collection[str]) -> dict[str, str]:
+def blocks(studies: Sequence[Study], shown: Collection[str]) -> dict[str, str]:
     """Tables of stored studies by their names in the documents, `study_NAME_TABLE`, where shown; those of all."""
-    studies = stored_studies(folder)
     named = {f"study_{study.name}_{name}": (table, study) for study in studies for name, table in TABLES.items()}
     each = {name: table(study) for name, (table, study) in named.items() if name in shown}
     return {**each, "study_gains": gains_table(studies), "study_methods": methods_table(studies)}

@@ -5,10 +5,7 @@ made by the code of its time (`python -m studies price`, commit a138193); its ro
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-from .results import pyplot, save_figure
 
 SINGLE, LONGER, DEEP, SOUP, HYDRA = "Single", "Single, trained twice as long", "Deep Ensemble", "Soup", "Hydra"
 NUMBERS = {  # what is reported, by the names of an evaluation
@@ -53,25 +50,3 @@ def price_table(found: Mapping[str, Any]) -> str:
 def seeds_of(settings: Mapping[str, Any], task: str) -> int:
     """How many seeds a task has in the report."""
     return len(settings["tasks"][task].get("seeds", settings["seeds"]))
-
-
-def draw(found: Mapping[str, Any], path: Path) -> None:
-    """What each method gains over Single in OOD AUROC by the largest probability, against its price; by task."""
-    canvas, axes = pyplot().subplots(figsize=(6.4, 3.6))
-    colours = dict(zip(found["tables"], ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=True))
-    for task, rows in found["tables"].items():
-        costs = found["costs"]["tasks"][task]
-        for name, mark in {LONGER: "v", SOUP: "s", HYDRA: "*", DEEP: "D"}.items():
-            gain, price = rows[name]["auroc_msp"], costs.get(name, costs[SINGLE])["ratio"]
-            place, spread = (price, 100 * gain["difference"]), 100 * gain["half_width"]
-            size = 10 if name == HYDRA else 5
-            axes.errorbar(*place, yerr=spread, fmt=mark, color=colours[task], markersize=size, capsize=2, alpha=0.85)
-    axes.axhline(0, color="0.5", linewidth=1)
-    for name, mark in {LONGER: "v", SOUP: "s", HYDRA: "*", DEEP: "D"}.items():
-        axes.plot([], [], mark, color="0.4", label=name)
-    for task, colour in colours.items():
-        axes.plot([], [], "o", color=colour, label=task)
-    axes.set(xlabel="price of a batch, over that of Single", ylabel="gain in OOD AUROC (points)")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
-    save_figure(canvas, path)

@@ -93,6 +93,7 @@ class Study:
         for seed in (seed for seed in self.seeds(first) if seed in self.seeds(second)):
             ours, theirs = self.numbers(first, seed), self.numbers(second, seed)
             theirs = self._again(seed).get(first, theirs) if second == SINGLE else theirs
+            ours = self._again(seed).get(second, ours) if first == SINGLE else ours
             if key in ours and key in theirs:
                 pairs.append((ours[key], theirs[key]))
         return Difference.of([ours for ours, _ in pairs], [theirs for _, theirs in pairs]) if pairs else None

@@ -13,8 +13,11 @@ import circuit  # noqa: E402
 import inference  # noqa: E402
 import inference_models  # noqa: E402
 import inference_report  # noqa: E402
+import quoted  # noqa: E402
 import serve  # noqa: E402
 import tables  # noqa: E402
+
+from studies.measures import Difference  # noqa: E402
 
 del sys.path[:2]
 
@@ -100,9 +103,89 @@ def test_figures_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_tables_of_the_documents_are_those_of_the_results() -> None:
-    made = tables.tables()
+    stored = tables.studies()
+    made = tables.tables(stored)
     for path in tables.documents():
-        assert tables.rendered(path.read_text(), made) == path.read_text(), f"{path.name}: run benchmarks/tables.py"
+        text = path.read_text()
+        assert tables.rendered(text, made, stored) == text, f"{path.name}: run benchmarks/tables.py"
+
+
+QUOTING = [ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "price.md"]
+QUOTING += [ROOT / "docs" / "concepts" / "members.md", ROOT / "docs" / "how-to" / "which_method.md"]
+QUOTING += sorted((ROOT / "docs").glob("study_*.md"))
+
+
+@pytest.mark.parametrize("path", QUOTING, ids=lambda path: path.name)
+def test_no_number_of_a_sentence_is_without_its_source(path: Path) -> None:
+    assert quoted.without_source(path.read_text()) == []
+
+
+class MadeUp:
+    """A stored study of three rows: B is 2 ± 1 points better than A, C no better than chance."""
+
+    def __init__(self) -> None:
+        self.name, self.rows = "small", ["A", "B", "C"]
+        report = {"A": {"multiply_adds": 2}, "B": {"multiply_adds": 3}}
+        self.facts = {"trainings": {"A": 1, "B": 3}, "runs": {"0": {"report": report}}}
+
+    def mean(self, row: str, key: str) -> float | None:
+        return {"A": 0.5, "B": 0.52, "C": 0.51}[row] if key == "accuracy" else None
+
+    def seeds(self, row: str) -> list[int]:
+        return [0, 1]
+
+    def difference(self, first: str, second: str, key: str) -> Difference:
+        value = {"A": 0.0, "B": 0.02, "C": 0.005}[first] - {"A": 0.0, "B": 0.02, "C": 0.005}[second]
+        return Difference(-value if key == "calibrated.nll" else value, 0.01, 2)
+
+
+def sentence(text: str, *sources: str, results: Path = ROOT) -> str:
+    """The text as it is written again."""
+    lines = "\n".join(sources)
+    again = quoted.written(f"{text}\n<!-- numbers:\n{lines}\n-->\n", {"small": MadeUp()}, results)
+    return again.partition("\n<!-- numbers")[0]
+
+
+def test_numbers_of_sentences_are_written_from_results(tmp_path: Path) -> None:
+    (tmp_path / "some.json").write_text(
+        json.dumps({"a/b": {"x": 1234.6, "y": 2.0}, "list": [{"z": 0.25}, {"z": 0.75}]})
+    )
+    assert sentence("B of CIFAR-10 has 9.9 % (`77` [1](2.md)), D.2", "small | B | accuracy") == (
+        "B of CIFAR-10 has 52.0 % (`77` [1](2.md)), D.2"
+    )
+    assert sentence(
+        "+1 and −1.00 ± 9.0", "small | B - A | accuracy", "small | A - B | accuracy", "small | B - A | ± accuracy"
+    ) == ("+2 and −2.00 ± 1.0")
+    assert sentence("0.5 and 3.0", "small | B / A | work", "small | B | trainings") == "1.5 and 3.0"
+    assert sentence("9 to 9", "small | least | accuracy", "small | most | accuracy") == "50 to 52"
+    files = [
+        "some.json | a~1b/x",
+        "some.json | list/*/z | %",
+        "some.json | list/*/z | most",
+        "some.json | a~1b/x / a~1b/y",
+    ]
+    assert sentence("9, 9.0, 9.00, 9.0", *files, results=tmp_path) == "1,235, 50.0, 0.75, 617.3"
+    assert sentence("1.5 | 72", "given 1.5 72") == "1.5 | 72"
+    assert sentence("9", "paper | CIFAR-100 | Single | accuracy") == "92"
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "token"),
+    [
+        ("2 points less", "small | A - B | accuracy", "no sign"),
+        ("2", "small | A - B | accuracy | better", "better"),
+        ("+2", "small | B - A | calibrated.nll | worse", "worse"),
+        ("1", "small | C - A | accuracy | better", "± 1.000"),
+        ("2", "small | B - A | accuracy | chance", "chance"),
+        ("", "! small | B - A | accuracy | lower", "lower"),
+        ("2 of 3", "small | B - A | accuracy", "2 numbers"),
+        ("3", "given 4", "given"),
+        ("3", "small | B | aurc", "no aurc"),
+    ],
+)
+def test_a_sentence_that_results_do_not_bear_out_is_refused(text: str, source: str, token: str) -> None:
+    with pytest.raises(quoted.UnbackedError, match=token):
+        sentence(text, source)
 
 
 # --- circuits --------------------------------------------------------------------------------------------------------

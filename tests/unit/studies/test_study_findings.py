@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json, write_json
-from studies import classifiers, findings
+from studies import classifiers, findings, gain_figure
 from studies import rows as study_rows
 from studies.__main__ import app
 from studies.findings import judged
@@ -107,11 +107,17 @@ def test_every_row_is_told_and_its_setting_too(study: Study) -> None:
 def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
     assert set(findings.TITLES) == set(recipe()["tasks"])
     head, _, *lines = findings.gains_table([study, study]).splitlines()
-    assert head == "| row | CIFAR-100 | CIFAR-100 |"
+    assert head == "| row | trainings ↓ | price ↓ | CIFAR-100 | CIFAR-100 |"
     (hydra,) = (line for line in lines if line.startswith(f"| {HYDRA} |"))
     gains = [study.difference(HYDRA, SINGLE, key) for key in findings.GAINS]
     told = [f"{100 * one.value:+.2f}" if place != 1 else f"{one.value:+.3f}" for place, one in enumerate(gains) if one]
-    assert hydra.replace("*", "").split(" | ")[1] == " / ".join(told)
+    assert hydra.replace("*", "").split(" | ")[1:4] == [
+        "3",
+        f"{study.cost(HYDRA)['latency_ratio']:.2f}x",
+        " / ".join(told),
+    ]
+    (paper,) = (line for line in lines if line.startswith("| Hydra (Circ) |"))
+    assert paper.split(" | ")[2] == f"*{study.work('Hydra (Circ)')}*"  # of which no time was measured
     assert not any(line.startswith(f"| {SOUP} |") for line in lines)  # not run
     lines = [line[2:].split(" | ")[:5] for line in findings.methods_table([study]).splitlines()[2:5]]
     assert [line[:4] for line in lines] == [
@@ -121,6 +127,21 @@ def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
     ]
     assert lines[1][4].removesuffix(" |") == findings.gains(study, HYDRA)
     assert 1 < float(study.work(HYDRA).removesuffix("x")) < 3
+
+
+def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path) -> None:
+    """Of a field the marks: price and gain of a row, filled where its time was measured."""
+    pytest.importorskip("matplotlib")
+    (field,) = gain_figure.figure([study]).axes
+    rows = [row for row in gain_figure.MARKS if row in study.rows]
+    marks = {row: bar.lines[0] for row, bar in zip(rows, field.containers, strict=True)}
+    assert list(marks) == ["Hydra", "Hydra (Circ)", "CircAvg"]
+    gain = study.difference(HYDRA, SINGLE, "all.auroc")
+    assert gain is not None
+    assert marks[HYDRA].get_xdata() == pytest.approx(study.cost(HYDRA)["latency_ratio"])
+    assert marks[HYDRA].get_ydata() == pytest.approx(100 * gain.value)
+    assert [row for row, mark in marks.items() if mark.get_markerfacecolor() != "white"] == [HYDRA]
+    assert gain_figure.draw(study.folder.parent, tmp_path / "figure.svg").stat().st_size > 0
 
 
 def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path) -> None:
@@ -142,6 +163,8 @@ def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path) -> None
         assert both.facts["choices"] == study.facts["choices"]
         against = both.difference(added, SINGLE, "calibrated.nll")
         assert against == study.difference(MC_DROPOUT, HYDRA, "calibrated.nll")
+        turned = both.difference(SINGLE, added, "calibrated.nll")
+        assert turned == study.difference(HYDRA, MC_DROPOUT, "calibrated.nll")  # whichever stands first
         for row in (MC_DROPOUT, HYDRA):
             assert both.difference(row, SINGLE, "accuracy") == study.difference(row, SINGLE, "accuracy")
     assert "1 of 2 seeds" in findings.gains(both, added)

@@ -1,0 +1,244 @@
+"""Numbers in the sentences of documents, each from a file under `results/`, and what the words about them claim.
+
+Below a paragraph, or several, a comment names where their numbers come from, one line for a number, in order:
+
+    Hydra is 0.65 points more accurate, at 1.33 times the work; the soup is not told from it.
+    <!-- numbers:
+    vision-cifar100 | Hydra - Single | accuracy | better
+    vision-cifar100 | Hydra / Single | work
+    ! vision-cifar100 | Soup - Hydra | accuracy | chance
+    -->
+
+`tables.py` writes the numbers anew, with as many decimals as they have. What it cannot write is words: it fails where a
+number without a sign is negative, and where a claim is wrong: `better` or `worse` beyond chance, within `chance`, on
+average `higher` or `lower`. A line that begins with `!` is a claim without a number.
+
+Lines, their parts with ` | ` between:
+
+- `STUDY | ROW | KEY`, `STUDY | ROW - ROW | KEY`: a mean, a paired difference (`± KEY`: half its interval), of a stored
+  study; `cost`, `work`, `parameters`, `trainings`, `seeds` of `ROW`, or of `ROW / ROW`. `most`, `least` in place of
+  a row: of all rows. `ROW again`: of the second part of a study that was run in two.
+- `FILE | PATH`: of a JSON file, in per cent with ` | %`; `*` in the path is each entry there, and the number is their
+  mean, or `most`, `least` (`~1` is a `/` in a name). `PATH - PATH` and `PATH / PATH` are what they say.
+- `paper | TASK | ROW | KEY`: what the paper prints.
+- `given 3 0.5`: numbers, just these, that are no results: settings, definitions, sizes of sets.
+"""
+
+import json
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from studies.findings import LOWER, PLAIN
+from studies.measures import Difference, Number, numbers, read_columns
+from studies.paper import paper_numbers
+from studies.stored import Study
+
+COMMENT = re.compile(r"<!-- numbers:\n(.*?)\n *-->", re.DOTALL)
+NUMBER = re.compile(r"(?<![\w./,-])([+−-]?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?![\w/-]|\.\d|,\d)")
+NO_PROSE = re.compile(  # code, targets of links, generated parts, tables, headings, and numbers of tables and figures
+    r"```.*?```|`[^`]+`|!\[[^\]]*\]|\]\([^)]*\)|<!-- (?:table|code): .*?<!-- end -->|^\|[^\n]*|^ {4}[^\n]*|^#[^\n]*"
+    r"|(?:Tables?|Figures?|Appendix|section|Python|Part) \d+(?:(?:, | and | to )\d+)*|<!--.*?-->|^\d+\. ",
+    re.DOTALL | re.MULTILINE,
+)
+GIVEN, AGAIN = "given", " again"
+OF_ALL: Mapping[str, Callable[[Sequence[float]], float]] = {"most": max, "least": min}
+BETWEEN: Mapping[str, Callable[[float, float], float]] = {" - ": operator.sub, " / ": operator.truediv}
+PRICES = ("cost", "work", "parameters", "trainings", "seeds")
+CLAIMS = ("better", "worse", "chance", "higher", "lower")
+
+
+class UnbackedError(Exception):
+    """A sentence that results do not bear out."""
+
+
+def written(text: str, studies: Mapping[str, Study], results: Path) -> str:
+    """A document with the numbers of its sentences as the files have them."""
+    parts, start = [], 0
+    for comment in COMMENT.finditer(text):
+        before = text[start : comment.start()]
+        lines = [line.strip() for line in comment[1].splitlines() if line.strip()]
+        for line in lines:
+            if line.startswith("!"):
+                number_of(line.removeprefix("!").strip(), studies, results)
+        sources = [one for line in lines if not line.startswith("!") for one in listed(line)]
+        parts += [filled(before, sources, studies, results), comment[0]]
+        start = comment.end()
+    return "".join([*parts, text[start:]])
+
+
+def listed(line: str) -> list[str]:
+    """A source for each number of a line."""
+    word, *rest = line.split(" ")
+    return [f"{GIVEN} {one}" for one in rest] if word == GIVEN else [line]
+
+
+def filled(text: str, sources: Sequence[str], studies: Mapping[str, Study], results: Path) -> str:
+    """Prose with its numbers, one for each source."""
+    found = numbers_in(text)
+    if len(found) != len(sources):
+        there = ", ".join(one[0] for one in found)
+        raise UnbackedError(f"{len(found)} numbers ({there}) have {len(sources)} sources: {'; '.join(sources)}")
+    parts, start = [], 0
+    for one, source in zip(found, sources, strict=True):
+        if source.startswith(GIVEN):
+            new = source.removeprefix(f"{GIVEN} ")
+            if new != one[0]:
+                raise UnbackedError(f"{one[0]} stands where {new} is given")
+        else:
+            new = formatted(number_of(source, studies, results), one, source)
+        parts += [text[start : one.start()], new]
+        start = one.end()
+    return "".join([*parts, text[start:]])
+
+
+def numbers_in(text: str) -> list[re.Match[str]]:
+    """Numbers in the prose of a text."""
+    prose = NO_PROSE.sub(lambda found: re.sub(r"[^\n]", "x", found[0]), text)
+    return list(NUMBER.finditer(prose))
+
+
+def without_source(text: str) -> list[str]:
+    """Numbers of a document below the last comment, which none speaks of."""
+    *_, end = [0, *(one.end() for one in COMMENT.finditer(text))]
+    return [one[0] for one in numbers_in(text[end:])]
+
+
+def formatted(value: float, place: re.Match[str], source: str) -> str:
+    """A number in the form of the one that stands there."""
+    sign, _, decimals = place.groups()
+    text = f"{abs(value):,.{len(decimals or '.') - 1}f}"
+    if sign:
+        return f"{'+' if value >= 0 else '−' if sign == '+' else sign}{text}"
+    if value < 0 and float(text.replace(",", "")):
+        raise UnbackedError(f"{source} is {value:.3f}, and the sentence has no sign")
+    return text
+
+
+def number_of(source: str, studies: Mapping[str, Study], results: Path) -> float:
+    """What a line names, as documents write it."""
+    first, *rest = (part.strip() for part in source.split(" | "))
+    if first == "paper":
+        task, row, key = rest
+        return scaled(paper_numbers("classifier", task)[row][key], key)
+    if first.endswith(".json"):
+        return of_file(results / first, rest)
+    claim = rest.pop() if rest[-1] in CLAIMS else None
+    rows, key = rest
+    value = of_study(studies[first], rows, key)
+    if isinstance(value, Difference):
+        if claim and not holds(value, key, claim):
+            raise UnbackedError(f"{source}: {scaled(value.value, key):+.3f} ± {scaled(value.half_width, key):.3f}")
+        value = value.half_width if key.startswith("± ") else value.value
+    elif claim:
+        raise UnbackedError(f"{source}: only differences are better or worse")
+    return scaled(value, key)
+
+
+def scaled(value: float, key: str) -> float:
+    """In per cent, but for what is no share."""
+    last = key.removeprefix("± ").rpartition(".")[2]
+    return value if last in (*PLAIN, *PRICES) else 100 * value
+
+
+def holds(found: Difference, key: str, claim: str) -> bool:
+    """Whether a claim about a difference is borne out."""
+    if claim in ("higher", "lower"):
+        return (found.value > 0) == (claim == "higher")
+    if claim == "chance":
+        return not found.certain
+    improved = (found.value < 0) == (key.removeprefix("± ").rpartition(".")[2] in LOWER)
+    return found.certain and improved == (claim == "better")
+
+
+def of_study(study: Study, rows: str, key: str) -> float | Difference:
+    """A number of one row, of two, or the most or least of all."""
+    if rows in OF_ALL:
+        return OF_ALL[rows]([value for row in study.rows if (value := study.mean(row, key)) is not None])
+    if " - " in rows:
+        first, second = rows.split(" - ")
+        found = difference(study, first, second, key.removeprefix("± "))
+        if found is None:
+            raise UnbackedError(f"{study.name} has no {key} of {rows}")
+        return found
+    if " / " in rows:
+        first, second = rows.split(" / ")
+        return price(study, first, key) / price(study, second, key)
+    if key in PRICES:
+        return price(study, rows, key)
+    value = study.mean(rows, key) if rows in study.rows else None
+    if value is None:
+        raise UnbackedError(f"{study.name} has no {key} of {rows}")
+    return value
+
+
+def price(study: Study, row: str, key: str) -> float:
+    """What a row takes."""
+    report = study.facts["runs"][str(study.seeds(row)[0])]["report"][row]
+    match key:
+        case "cost":
+            return float(study.cost(row)["latency_ratio"])
+        case "work":
+            return float(report["multiply_adds"])
+        case "parameters":
+            return float(report["parameters"]) / 1e6
+        case "trainings":
+            return float(study.facts["trainings"][row])
+    return len(study.seeds(row))
+
+
+def difference(study: Study, first: str, second: str, key: str) -> Difference | None:
+    """First less second, either or both of them of the second part."""
+    if AGAIN not in first + second:
+        return study.difference(first, second, key)
+    seeds = [seed for seed in study.seeds(first.removesuffix(AGAIN)) if (study.folder / f"again-{seed}.npz").exists()]
+    ours, theirs = (
+        [
+            (again(study, row.removesuffix(AGAIN), seed) if row.endswith(AGAIN) else study.numbers(row, seed))[key]
+            for seed in seeds
+        ]
+        for row in (first, second)
+    )
+    return Difference.of(ours, theirs) if seeds else None
+
+
+@cache
+def again(study: Study, row: str, seed: int) -> dict[str, Number]:
+    """Numbers of a row that the second part made once more."""
+    prefix, columns = f"{row}|", read_columns(study.folder / f"again-{seed}.npz")
+    own = {key.removeprefix(prefix): one for key, one in columns.items() if key.startswith(prefix)}
+    return numbers(own, study.facts["inside"], study.facts["groups"])
+
+
+def of_file(path: Path, rest: Sequence[str]) -> float:
+    """A number of a JSON file."""
+    place, *how = rest
+    content, joined = read(path), OF_ALL.get(how[0] if how else "", mean)
+    for between, both in BETWEEN.items():
+        if between in place:
+            first, second = (joined(at(content, one.split("/"))) for one in place.split(between))
+            value = both(first, second)
+            break
+    else:
+        value = joined(at(content, place.split("/")))
+    return 100 * value if "%" in how else value
+
+
+def at(content: Any, steps: Sequence[str]) -> list[float]:
+    """Every number at a path."""
+    if not steps:
+        return [float(content)]
+    step, *rest = steps
+    if step == "*":
+        return [one for each in (content.values() if isinstance(content, dict) else content) for one in at(each, rest)]
+    return at(content[int(step)] if isinstance(content, list) else content[step.replace("~1", "/")], rest)
+
+
+@cache
+def read(path: Path) -> Any:
+    """A file, read once."""
+    return json.loads(path.read_text(encoding="utf-8"))
