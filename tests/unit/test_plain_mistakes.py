@@ -4,10 +4,10 @@ The table is made, not written: each function has a call that works, and each of
 every value of a common list, whatever its annotation says.
 """
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -37,6 +37,7 @@ class Unreadable:
     """An object that nothing can be made of."""
 
 
+PLAIN = int | float | str | tuple | None  # kinds of defaults that are values
 X, Y = cases.samples(6, seed=9)
 VALUES: dict[str, Callable[[], Any]] = {  # made anew for every call: generators are used up
     "None": lambda: None,
@@ -105,13 +106,6 @@ BATCHES: dict[str, Callable[[], Any]] = {  # what may go wrong within batches
 }
 OWN = {"ensemble = type", "ensemble = module"}  # of `evaluate`: what the user's own model raises passes through
 DATA = {"train", "pairs", "batches", "id", "ood", "validation", "id_batches", "ood_batches", "id_data"}
-SCORES = torch.arange(6.0)
-LABELLED: dict[str, Any] = {"probs": torch.full((6, 3), 1 / 3), "labels": Y}
-OOD = {"id_scores": SCORES, "ood_scores": SCORES + 1}
-RISK = {"scores": SCORES, "errors": Y > 0}
-LOGITS = {"threshold": None, "class_names": None, "check_finite": True, "calibrates": "logits", "reference": None}
-CLASSES = {"class_names": ["red", "green"], "templates": ["a {label}"]}
-Call = tuple[Callable[..., Any], Callable[[], dict[str, Any]]]  # a function, and arguments that it takes
 
 
 def data(seed: int = 1, shift: float = 0.0) -> list[Any]:
@@ -126,25 +120,21 @@ def dual() -> he.DualEncoder:
     return he.DualEncoder(*towers, he.Projections.fresh(*(output_width(one.config) for one in towers), 4)).eval()
 
 
-@cache
-def small_atlas() -> he.Atlas:
-    return he.atlas(MODEL, data(1), layers=[0], inputs=0, progress=False)
-
-
 def entered(**given: Any) -> None:
     with he.masked(**given):
         pass
 
 
-def settings(kind: type) -> dict[str, Any]:
-    """The settings of a dataclass that have a plain default, with it."""
-    return {one.name: one.default for one in fields(kind) if isinstance(one.default, int | float | str | tuple | None)}
-
-
-MODEL = cases.image_model()
-TRAINED = he.HydraConfig(prune=1, members=1, method="naive", recipe=cases.recipe(steps=1))
-PRUNED = he.prune(MODEL, [(0, 1)])
-BASELINES = he.baselines
+BASELINES, MODEL, DUAL = he.baselines, cases.image_model(), tiny_dual()
+PRUNED, RECIPE, SCORES = he.prune(MODEL, [(0, 1)]), cases.recipe(steps=1), torch.arange(6.0)
+LABELLED: dict[str, Any] = {"probs": torch.full((6, 3), 1 / 3), "labels": Y}
+MEMBERS = {"member_probs": LABELLED["probs"][None]}
+OOD = {"id_scores": SCORES, "ood_scores": SCORES + 1}
+RISK = {"scores": SCORES, "errors": Y > 0}
+CLASSES = {"class_names": ["red", "green"], "templates": ["a {label}"]}
+ZERO_SHOT = he.zero_shot(DUAL, **CLASSES)
+TRAINED = he.HydraConfig(prune=1, members=1, method="naive", recipe=RECIPE)
+WIDTHS = {"width": 8, "layers": 2, "heads": 2, "head_dim": 4, "mlp_width": 8}
 METHODS: dict[str, Any] = {  # small settings of the baselines that train
     "batch_ensemble": BASELINES.BatchEnsemble(members=2),
     "lora_ensemble": BASELINES.LoRA(members=1, rank=1),
@@ -152,80 +142,39 @@ METHODS: dict[str, Any] = {  # small settings of the baselines that train
     "oba": BASELINES.OBA(steps=1, batches=1),
     "packed_ensemble": BASELINES.Packed(members=1, alpha=1.0),
 }
-DUAL = tiny_dual()
-ZERO_SHOT = he.zero_shot(DUAL, **CLASSES)
-FEW_WORDS = BASELINES.NegLabel(share=1.0, groups=1)
-PAIRS = [(X, ["cat"] * 6)]
-MEASURED = {"score": "msp", "scores": (), "convention": "openood", "calibration": None, "bootstrap": 0}
-CALLS: dict[str, Call] = {
+SETTINGS: dict[type, dict[str, Any]] = {  # what has no default
+    **{one: {} for one in (he.HydraConfig, Calibration, ReadoutConfig)},
+    **{getattr(BASELINES, one): {} for one in ("BatchEnsemble", "BayesVLM", "LoRA", "Laplace", "MIMO", "NegLabel")},
+    **{getattr(BASELINES, one): {} for one in ("OBA", "Packed", "ViLU")},
+    he.Recipe: {"learning_rate": 0.1, "steps": 1},
+    he.HeadRanking: {"heads": [(0, 0)], "scores": [1.0], "method": "m", "score": "acc", "provenance": {}},
+    he.ImagePreprocessing: {"size": (8, 8)},
+    he.TextPreprocessing: {"max_length": 8},
+    EncoderConfig: WIDTHS,
+    PatchStemConfig: {"patch_size": (2, 2), "grid": (2, 2)},
+    ImageDataset: {"source": [1, 2], "labels": [0, 1], "class_names": ("a", "b")},
+}
+Call = tuple[Callable[..., Any], Callable[[], dict[str, Any]]]  # a function, and arguments that it takes
+CALLS: dict[str, Call] = {  # of a partial function, what is given is looked at; of others also what has a default
+    **{kind.__name__: (kind, lambda given=given: given) for kind, given in SETTINGS.items()},
     "build": (
         he.build,
-        lambda: {
-            "model": MODEL,
-            "config": he.HydraConfig(prune=1, members=2, strategy="random"),
-            "id": data(2),
-            "validation": None,
-            "output": None,
-            "device": None,
-            "progress": False,
-            "class_names": None,
-        },
+        lambda: {"model": MODEL, "config": he.HydraConfig(prune=1, members=2, strategy="random"), "id": data(2)},
     ),
     "build, trained": (
         partial(he.build, MODEL, TRAINED, id=data(2), validation=data(4), progress=False),
         lambda: {"train": data(1), "ood": data(3, 1.5)},
     ),
-    "calibrate": (
-        he.calibrate,
-        lambda: {
-            "ensemble": MODEL,
-            "validation": data(),
-            "share": 0.9,
-            "score": "msp",
-            "per_member": False,
-            "temperature": True,
-        },
-    ),
-    "compare": (
-        he.compare,
-        lambda: {"evaluations": [evaluation()], "costs": costs(), "columns": (), "allow_mismatch": False},
-    ),
-    "convert": (he.convert, lambda: {"model": torch.nn.Linear(2, 2), "processor": None}),
+    "calibrate": (he.calibrate, lambda: {"ensemble": MODEL, "validation": data(), "share": 0.9}),
+    "compare": (he.compare, lambda: {"evaluations": [evaluation()], "costs": costs(), "columns": ()}),
+    "convert": (he.convert, lambda: {"model": torch.nn.Linear(2, 2)}),
     "atlas": (
         he.atlas,
-        lambda: {
-            "ensemble": MODEL,
-            "id_data": data(1),
-            "ood": {"far": data(2, 1.5)},
-            "name": "m",
-            "id_name": "x",
-            "score": "msp",
-            "inputs": 1,
-            "layers": [0],
-            "preprocess": None,
-            "batch_size": 2,
-            "num_workers": 0,
-            "progress": False,
-        },
+        lambda: {"ensemble": MODEL, "id_data": data(1), "ood": {"far": data(2, 1.5)}, "inputs": 1, "layers": [0]},
     ),
     "evaluate": (
         he.evaluate,
-        lambda: {
-            "ensemble": MODEL,
-            "id_data": data(1),
-            "ood": {"far": data(2, 1.5)},
-            "shift": {"s": data(3)},
-            "name": "m",
-            "id_name": "x",
-            "preprocess": None,
-            "batch_size": 2,
-            "num_workers": 0,
-            "device": None,
-            "gallery": 0,
-            "keep_logits": False,
-            "progress": False,
-            **MEASURED,
-        },
+        lambda: {"ensemble": MODEL, "id_data": data(1), "ood": {"far": data(2, 1.5)}, "shift": {"s": data(3)}},
     ),
     "evaluate_logits": (
         evaluate_logits,
@@ -234,12 +183,6 @@ CALLS: dict[str, Call] = {
             "labels": Y,
             "ood": {"x": torch.randn(2, 5, 3)},
             "shift": {"s": (torch.randn(2, 6, 3), Y)},
-            "name": "m",
-            "id_name": "x",
-            "keep_logits": False,
-            "model": None,
-            "provenance": None,
-            **MEASURED,
         },
     ),
     "extract_circuit": (
@@ -252,16 +195,6 @@ CALLS: dict[str, Call] = {
             "budget": 1,
             "method": "exact",
             "layers": [0],
-            "removed": (),
-            "dtype": None,
-            "device": None,
-            "max_memory": None,
-            "batch_size": None,
-            "journal": None,
-            "progress": False,
-            "screen_size": None,
-            "audit_steps": 2,
-            "seed": 0,
         },
     ),
     "extract_circuit of towers": (
@@ -270,205 +203,114 @@ CALLS: dict[str, Call] = {
     ),
     "finetune": (
         he.finetune,
-        lambda: {
-            "member": MODEL,
-            "train": data(1),
-            "recipe": cases.recipe(steps=1),
-            "validation": data(2),
-            "output": None,
-            "progress": False,
-            "device": None,
-            "index": 0,
-            "checkpoint_every": 1,
-        },
+        lambda: {"member": MODEL, "train": data(1), "recipe": RECIPE, "validation": data(2), "checkpoint_every": 1},
     ),
-    "fit_calibration": (
-        he.fit_calibration,
-        lambda: {
-            "member_logits": torch.randn(2, 6, 3),
-            "labels": Y,
-            "share": 0.9,
-            "score": "msp",
-            "per_member": False,
-            "temperature": True,
-        },
-    ),
-    "fuse": (
-        he.fuse,
-        lambda: {"members": [MODEL, PRUNED], "stem": "shared", "mlp": "mean", "norms": "mean", "readout": "mean"},
-    ),
+    "fit_calibration": (he.fit_calibration, lambda: {"member_logits": torch.randn(2, 6, 3), "labels": Y}),
+    "fuse": (he.fuse, lambda: {"members": [MODEL, PRUNED], "norms": "mean", "readout": "mean"}),
     **{
         method: (
             partial(getattr(BASELINES, method), validation=data(2), progress=False),
-            lambda small=small: {"model": MODEL, "train": data(1), "recipe": cases.recipe(steps=1), "settings": small},
+            lambda small=small: {"model": MODEL, "train": data(1), "recipe": RECIPE, "settings": small},
         )
         for method, small in METHODS.items()
     },
-    **{
-        kind: (getattr(BASELINES, kind), lambda kind=kind: settings(getattr(BASELINES, kind)))
-        for kind in ("BatchEnsemble", "BayesVLM", "LoRA", "Laplace", "MIMO", "NegLabel", "OBA", "Packed", "ViLU")
-    },
-    "bayes_vlm": (BASELINES.bayes_vlm, lambda: {"dual": DUAL, "pairs": PAIRS, "settings": BASELINES.BayesVLM()}),
+    "bayes_vlm": (BASELINES.bayes_vlm, lambda: {"dual": DUAL, "pairs": [(X, ["cat"] * 6)]}),
     "bayes_vlm, published": (BASELINES.published_bayes_vlm, lambda: {"dual": DUAL, "folder": "folder"}),
     "deep_ensemble": (
         partial(BASELINES.deep_ensemble, progress=False),
-        lambda: {"model": MODEL, "train": data(1), "recipe": cases.recipe(steps=1), "members": 1},
+        lambda: {"model": MODEL, "train": data(1), "recipe": RECIPE, "members": 1},
     ),
     "laplace": (
         BASELINES.laplace,
         lambda: {"model": MODEL, "batches": data(1), "settings": BASELINES.Laplace(members=2)},
     ),
     "masked": (entered, lambda: {"ensemble": MODEL, "heads": [(0, 0)], "member": None}),
-    "mc_dropout": (he.mc_dropout, lambda: {"ensemble": MODEL, "p": 0.1, "passes": 2, "seed": 0}),
+    "mc_dropout": (he.mc_dropout, lambda: {"ensemble": MODEL, "p": 0.1, "passes": 2}),
     "prune": (he.prune, lambda: {"ensemble": MODEL, "heads": [(0, 0)]}),
-    "taylor": (
-        he.taylor,
+    "taylor": (he.taylor, lambda: {"ensemble": MODEL, "batches": data(), "budget": 3, "calibration_batches": 1}),
+    "neg_label": (
+        partial(BASELINES.neg_label, ZERO_SHOT),
         lambda: {
-            "ensemble": MODEL,
-            "batches": data(),
-            "budget": 3,
-            "scope": "layer",
-            "layers": None,
-            "removed": (),
-            "seed": 0,
-            "calibration_batches": 1,
-            "dtype": None,
-            "device": None,
-            "progress": False,
+            "words": ["cat", "dog", "bus"],
+            "templates": None,
+            "settings": BASELINES.NegLabel(share=1.0, groups=1),
         },
     ),
-    "neg_label": (
-        BASELINES.neg_label,
-        lambda: {"ensemble": ZERO_SHOT, "words": ["cat", "dog", "bus"], "templates": None, "settings": FEW_WORDS},
-    ),
     "vilu": (
-        partial(BASELINES.vilu, progress=False),
+        partial(BASELINES.vilu, ZERO_SHOT, progress=False, validation=None),
         lambda: {
-            "ensemble": ZERO_SHOT,
             "train": [(X, Y % 2)],
             "recipe": BASELINES.ViLU.recipe(epochs=1),
             "settings": BASELINES.ViLU(hidden=(4,)),
-            "validation": None,
         },
     ),
-    "write_atlas": (
-        he.write_atlas,
-        lambda: {"path": "atlas.html", "atlas": small_atlas(), "title": "t"},
-    ),
-    "write_report": (
-        he.write_report,
-        lambda: {
-            "path": "report.html",
-            "evaluations": [],
-            "costs": None,
-            "title": "t",
-            "focus": None,
-            "baseline": None,
-            "allow_mismatch": False,
-        },
-    ),
-    "Recipe": (he.Recipe, lambda: {"learning_rate": 0.1, "steps": 1, **settings(he.Recipe)}),
-    "HydraConfig": (he.HydraConfig, lambda: {**settings(he.HydraConfig), "prune": 1}),
-    "HeadRanking": (
-        he.HeadRanking,
-        lambda: {"heads": [(0, 0)], "scores": [1.0], "method": "m", "score": "acc", "provenance": {}, "only": None},
-    ),
+    "write_atlas": (he.write_atlas, lambda: {"path": "atlas.html", "atlas": small_atlas()}),
+    "write_report": (he.write_report, lambda: {"path": "report.html", "evaluations": []}),
     "HeadRanking.load": (he.HeadRanking.load, lambda: {"path": "missing.json"}),
     "HeadRanking.save": (he.HeadRanking(((0, 0),), (1.0,), "m", "acc").save, lambda: {"path": "saved.json"}),
-    "Evaluation.load": (he.Evaluation.load, lambda: {"path": "missing.json", "with_logits": False}),
+    "Evaluation.load": (he.Evaluation.load, lambda: {"path": "missing.json"}),
     "Evaluation.save": (evaluation().save, lambda: {"path": "saved.json"}),
-    "load": (
-        load,
-        lambda: {
-            "name_or_path": "folder",
-            "split": None,
-            "root": None,
-            "columns": None,
-            "labels": "required",
-            "class_names": None,
-            "config": None,
-            "images": None,
-        },
-    ),
-    "ImageDataset": (
-        ImageDataset,
-        lambda: {"source": [1, 2], "labels": [0, 1], "class_names": ("a", "b"), "name": "x", "rows": None},
-    ),
-    "subset": (subset, lambda: {"dataset": ImageDataset([1, 2], [0, 1]), "n": 1, "seed": 0, "stratified": False}),
-    "split": (
-        split,
-        lambda: {"dataset": ImageDataset([1, 2], [0, 1]), "fractions": 0.5, "seed": 0, "stratified": False},
-    ),
+    "load": (load, lambda: {"name_or_path": "folder"}),
+    "subset": (subset, lambda: {"dataset": ImageDataset([1, 2], [0, 1]), "n": 1, "seed": 0}),
+    "split": (split, lambda: {"dataset": ImageDataset([1, 2], [0, 1]), "fractions": 0.5, "seed": 0}),
     "measure_costs": (measure_costs, lambda: {"models": {"m": MODEL}, "inputs": X, "repeats": 1, "warmup": 0}),
     "zero_shot": (he.zero_shot, lambda: {"dual": dual(), **CLASSES}),
     "fit_familiarity": (
         he.fit_familiarity,
-        lambda: {
-            "ensemble": MODEL,
-            "id_batches": data(),
-            "score": "knn",
-            "held_out": 0.2,
-            "shrinkage": None,
-            "neighbours": 1,
-            "principal": None,
-            "stored": 10,
-            "seed": 0,
-        },
+        lambda: {"ensemble": MODEL, "id_batches": data(), "score": "knn", "neighbours": 1, "stored": 10},
     ),
     "soup": (he.soup, lambda: {"models": [MODEL]}),
-    "optimize": (MODEL.optimize, lambda: {"plans": ["batched"], "compiled_shapes": 1, "graphs": None, "dtype": None}),
-    "from_pretrained": (
-        he.Ensemble.from_pretrained,
-        lambda: {"source": "folder", "revision": None, "device": None, "dtype": None, "token": None},
+    "optimize": (
+        partial(MODEL.optimize),
+        lambda: {"plans": ["batched"], "compiled_shapes": 1, "graphs": None, "dtype": None},
     ),
+    "from_pretrained": (he.Ensemble.from_pretrained, lambda: {"source": "folder"}),
     "save_pretrained": (MODEL.save_pretrained, lambda: {"folder": "saved"}),
     "member": (MODEL.member, lambda: {"index": 0}),
     "with_metadata": (
         MODEL.with_metadata,
         lambda: {"labels": (), "preprocessing": None, "calibration": None, "history": (), "metrics": {}, "source": ""},
     ),
-    "Prediction": (
-        he.Prediction.from_logits,
-        lambda: {"member_logits": torch.randn(2, 6, 3), "temperature": 1.0, "score": "msp", **LOGITS},
-    ),
+    "Prediction": (he.Prediction.from_logits, lambda: {"member_logits": torch.randn(2, 6, 3), "temperature": 1.0}),
     "Prediction.concat": (he.Prediction.concat, lambda: {"predictions": [MODEL.predict(X)]}),
     "Recipe.preset": (he.Recipe.preset, lambda: {"name": "sst2"}),
-    "Calibration": (Calibration, lambda: settings(Calibration)),
-    "ImagePreprocessing": (he.ImagePreprocessing, lambda: {"size": (8, 8), **settings(he.ImagePreprocessing)}),
-    "TextPreprocessing": (he.TextPreprocessing, lambda: {"max_length": 8, **settings(he.TextPreprocessing)}),
-    "EncoderConfig": (
-        EncoderConfig,
-        lambda: {"width": 8, "layers": 2, "heads": 2, "head_dim": 4, "mlp_width": 8, **settings(EncoderConfig)},
-    ),
-    "PatchStemConfig": (
-        PatchStemConfig,
-        lambda: {"patch_size": (2, 2), "grid": (2, 2), **settings(PatchStemConfig)},
-    ),
-    "ReadoutConfig": (ReadoutConfig, lambda: settings(ReadoutConfig)),
-    "bootstrap_ood": (
-        metrics.bootstrap_ood,
-        lambda: {"metric": "auroc", **OOD, "convention": "openood", "resamples": 2, "level": 0.9, "seed": 0},
-    ),
-    "fit_sets": (metrics.fit_sets, lambda: {**LABELLED, "share": 0.9, "kind": "lac", "by_class": False}),
-    "ece": (metrics.ece, lambda: {**LABELLED, "bins": 3}),
-    "adaptive_ece": (metrics.adaptive_ece, lambda: {**LABELLED, "bins": 3}),
-    **{name: (getattr(metrics, name), lambda: LABELLED) for name in ("accuracy", "brier", "nll", "top_label")},
-    **{name: (getattr(metrics, name), lambda: OOD) for name in ("auroc", "aupr", "fpr95", "discordance", "roc_curve")},
-    **{name: (getattr(metrics, name), lambda: RISK) for name in ("aurc", "risk_coverage", "risk_at_coverage")},
-    "mutual_information": (metrics.mutual_information, lambda: {"member_probs": LABELLED["probs"][None]}),
-    "disagreement": (metrics.disagreement, lambda: {"member_probs": LABELLED["probs"][None]}),
+    "bootstrap_ood": (metrics.bootstrap_ood, lambda: {"metric": "auroc", **OOD, "resamples": 2}),
+    "fit_sets": (metrics.fit_sets, lambda: {**LABELLED, "share": 0.9}),
+    **{
+        name: (getattr(metrics, name), lambda given=given: given)
+        for given, names in (
+            (LABELLED, "accuracy brier nll top_label ece adaptive_ece"),
+            (OOD, "auroc aupr fpr95 discordance roc_curve"),
+            (RISK, "aurc risk_coverage risk_at_coverage"),
+            (MEMBERS, "mutual_information disagreement"),
+        )
+        for name in names.split()
+    },
     "conformal_threshold": (metrics.conformal_threshold, lambda: {"scores": SCORES, "share": 0.9}),
     "p_values": (metrics.p_values, lambda: {"reference": SCORES, "scores": SCORES}),
 }
 
 
+@cache
+def small_atlas() -> he.Atlas:
+    return he.atlas(MODEL, data(1), layers=[0], inputs=0, progress=False)
+
+
+def arguments(name: str) -> dict[str, Any]:
+    """Of a call that works: what the table gives, and the defaults of everything else."""
+    function, make = CALLS[name]
+    known = {} if isinstance(function, partial) else inspect.signature(function).parameters
+    usual = {key: one.default for key, one in known.items() if isinstance(one.default, PLAIN)}
+    return usual | ({"progress": False} if "progress" in known else {}) | make()
+
+
 def mistakes(name: str, every: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Every nth wrong call of a function, other values for each argument: what is wrong about it, and the call."""
-    function, arguments = CALLS[name]
-    for place, argument in enumerate(arguments()):
+    function, _ = CALLS[name]
+    for place, argument in enumerate(arguments(name)):
         values = VALUES | BATCHES if argument in DATA else VALUES
         for title, make in islice(values.items(), place % every, None, every):
-            yield f"{argument} = {title}", lambda a=argument, m=make: function(**{**arguments(), a: m()})
+            yield f"{argument} = {title}", lambda a=argument, m=make: function(**{**arguments(name), a: m()})
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
@@ -500,7 +342,7 @@ def test_every_mistake_is_answered_or_refused_in_our_words(name: str, every: int
         (he.ImagePreprocessing, {"size": (8, 8), "interpolation": "nonsense"}, "interpolation"),
         (he.TextPreprocessing, {"max_length": 8, "pad_to_max": "no"}, "pad_to_max"),
         (he.TextPreprocessing, {"max_length": 8, "pad_id": 1.5}, "pad_id"),
-        (EncoderConfig, {"width": 8, "layers": 1.5, "heads": 2, "head_dim": 4, "mlp_width": 8}, "layers"),
+        (EncoderConfig, {**WIDTHS, "layers": 1.5}, "layers"),
         (ReadoutConfig, {"eot_token": "2"}, "eot_token"),
         (MODEL.with_metadata, {"calibration": 1.5}, "calibration"),
         (MODEL.with_metadata, {"metrics": 2}, "metrics"),
@@ -511,7 +353,7 @@ def test_every_mistake_is_answered_or_refused_in_our_words(name: str, every: int
         (he.taylor, {"ensemble": MODEL, "batches": [], "budget": 3, "seed": 2**70}, "seed"),
         (
             he.tune_text,
-            {"dual": dual().member(0), "train": [], "recipe": cases.recipe(steps=1), "projection_rate": math.inf},
+            {"dual": dual().member(0), "train": [], "recipe": RECIPE, "projection_rate": math.inf},
             "projection_rate",
         ),
     ],

@@ -48,6 +48,7 @@ Judges = Mapping[str, list[Batch]]  # held-out sets by name: the first is labell
 
 
 @checked
+@torch.inference_mode(False)
 def search(
     model: nn.Module,
     *,

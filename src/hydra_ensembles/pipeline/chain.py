@@ -40,6 +40,7 @@ SPARE = 2  # heads that a circuit goes further where it repeats another member
 
 
 @checked
+@torch.inference_mode(False)  # a caller's own would leave Taylor scores and fine-tuning no gradients
 def build(
     model: nn.Module,
     config: HydraConfig,

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
-from circuit_models import Problem, by_two_ranks, evidence, random_problem
+from circuit_models import by_two_ranks, evidence, random_problem
 from hydra_ensembles.circuit import extract
 from hydra_ensembles.circuit.journal import Journal, Step
 from hydra_ensembles.errors import CheckpointError, HydraWarning, StorageError
@@ -192,26 +191,6 @@ def test_a_file_that_is_no_journal_is_refused_and_kept(tmp_path: Path, content: 
     with pytest.raises(CheckpointError, match="not a journal"):
         random_problem().extract(budget=2, journal=path)
     assert path.read_text() == content
-
-
-def test_shuffling_loaders_give_the_same_samples_again(tmp_path: Path) -> None:
-    """Also one that draws from a generator of its own; random numbers are left as they were."""
-    problem, generator = random_problem(), torch.Generator().manual_seed(3)
-
-    def shuffled(batches: list, generator: torch.Generator | None) -> DataLoader:
-        data = TensorDataset(*(torch.cat(part) for part in zip(*batches, strict=True)))
-        return DataLoader(data, batch_size=4, shuffle=True, generator=generator)
-
-    loaders = Problem(problem.model, shuffled(problem.id_batches, None), shuffled(problem.ood_batches, generator))
-    path, states = tmp_path / "journal.json", (torch.get_rng_state(), generator.get_state())
-    first = loaders.extract(budget=2, journal=path, seed=3)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert torch.equal(generator.get_state(), states[1])
-    torch.rand(5)
-    torch.rand(2, generator=generator)
-    assert loaders.extract(budget=4, journal=path, seed=3).heads[:2] == first.heads
-    with pytest.raises(CheckpointError, match="data was"):
-        loaders.extract(budget=4, journal=path, seed=4)
 
 
 @pytest.mark.parametrize("method", ["naive", "exact", "screened"])

@@ -37,14 +37,6 @@ def test_it_comes_close_to_the_exact_method(problem: Problem, score: Score) -> N
             assert naive.result[-2:] == expected
 
 
-def test_it_has_gradients_whatever_the_caller_switched_off() -> None:
-    problem = random_problem()
-    expected = problem.extract(method="screened", budget=2, screen_size=2)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert problem.extract(method="screened", budget=2, screen_size=2) == expected
-
-
 def measured(exact: Exact) -> Shifts:
     """Shifts of all heads, measured on all samples."""
     shifts = Shifts(exact)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
 from hydra_ensembles.data.synthetic import IMAGE_WAYS, TEXT_WAYS
@@ -95,16 +94,6 @@ def test_the_vocabulary_of_a_model_is_used() -> None:
     assert made["input_ids"].max() < model.config.stem.vocabulary
     assert made["input_ids"].max() > 14
     assert model(made["input_ids"], made["attention_mask"]).isfinite().all()
-
-
-def test_a_shuffling_loader_is_read_alike_and_left_as_it_was() -> None:
-    generator = torch.Generator().manual_seed(3)
-    data = TensorDataset(pictures(), torch.arange(20) % 2)
-    loader = DataLoader(data, batch_size=6, shuffle=True, generator=generator)
-    state = generator.get_state()
-    first, second = (torch.cat([one for (one,) in he.data.synthetic_ood(loader, seed=2)]) for _ in range(2))
-    assert torch.equal(first, second)
-    assert torch.equal(generator.get_state(), state)
 
 
 @pytest.mark.parametrize(

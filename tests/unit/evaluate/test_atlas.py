@@ -1,6 +1,5 @@
 """The head atlas: its numbers are those of the masked and of the pruned ensemble; saved, read, and shown."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -144,17 +143,6 @@ def test_zero_shot_classifiers_have_one_too_dual_encoders_have_none():
         assert found.heads[0].without.log_likelihood == -he.evaluate(model, data, progress=False).id.nll
     with pytest.raises(ConfigError, match="zero_shot"):
         atlas(dual, data)  # type: ignore[arg-type]
-
-
-def test_it_is_saved_and_read(of_images, tmp_path):
-    of_images.save(tmp_path / "atlas.json")
-    assert Atlas.load(tmp_path / "atlas.json") == of_images
-    plain = json.loads((tmp_path / "atlas.json").read_text())
-    (tmp_path / "changed.json").write_text(json.dumps(plain | {"name": "other"}))
-    (tmp_path / "strange.json").write_text('{"format": "hydra_ensembles.evaluation"}')
-    for name, token in (("changed", "changed"), ("strange", "atlas"), ("missing", "missing")):
-        with pytest.raises(DataError, match=token):
-            Atlas.load(tmp_path / f"{name}.json")
 
 
 def test_parts_that_do_not_fit_each_other_are_refused(of_images):

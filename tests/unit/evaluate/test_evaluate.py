@@ -211,25 +211,6 @@ def test_the_gallery_holds_the_extremes():
     assert found.gallery[0].confidence == pytest.approx(prediction.confidence[order[0]].item(), abs=1e-6)
 
 
-def test_labels_of_ood_sets_are_not_read():
-    inputs = OOD["far"]["noise"][0][0]  # [7, 3, 8, 8]
-    names = tuple(f"{row}.png" for row in range(7))
-    forms = {
-        "bare": [inputs],
-        "file names": [(inputs, names)],
-        "floating point": [(inputs, torch.rand(7))],
-        "masks": [(inputs, torch.zeros(7, 8, 8, dtype=torch.long))],
-        "in a mapping": [{"pixel_values": inputs, "label": names}],
-        "none": DataLoader(TensorDataset(inputs), batch_size=7),
-    }
-    found = [
-        evaluate(tiny_ensemble(), image_batches(), {"x": form}, progress=False, gallery=1) for form in forms.values()
-    ]
-    assert len({one.ood["x"].detection["msp"] for one in found}) == 1
-    with pytest.raises(DataError, match="batch 0 of set 'id'"):
-        evaluate(tiny_ensemble(), forms["file names"], progress=False)
-
-
 def broken(model, batch):
     """The model, but its answer to one batch holds a NaN."""
     calls = iter(range(100))
@@ -252,8 +233,6 @@ def with_labels(label):
     [
         (None, (image_batches(), {"void": []}), "'void' has no batches"),
         (None, (with_labels(1),), "'id'.*27 labels are 1"),
-        (None, (with_labels(CLASSES),), "batch 0 of set 'id'.*4 classes"),
-        (None, ([x for x, _ in image_batches()],), "batch 0 of set 'id' has no labels"),
         (broken(tiny_ensemble(), 2), (image_batches(),), "'id'.*1 of 96 member logits.*batch 2"),
         (broken(tiny_ensemble(), 5), (image_batches(), OOD), "'close'.*1 of 72 member logits.*batch 1"),
         (lambda x: x[:, 0, 0, :2].T, (image_batches(),), "'id'.*batch 0"),
@@ -284,7 +263,6 @@ def never(inputs):
         (never, {"scores": ("energy", "doubt")}, "doubt"),
         (never, {"convention": "mine"}, "convention.*'mine'"),
         (never, {"gallery": -1}, "gallery.*-1"),
-        (tiny_ensemble(classes=0), {}, "no classifier"),
     ],
 )
 def test_unknown_settings_are_refused_before_the_run(model, settings, token):

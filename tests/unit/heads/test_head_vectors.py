@@ -7,11 +7,10 @@ from scipy.spatial.distance import mahalanobis
 from torch.nn import functional as F
 
 from circuit_models import random_problem
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.heads.vectors import centroid_distance, head_vectors
-from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.prune import prune
 
 
@@ -53,14 +52,6 @@ def test_heads_that_are_pruned_are_not_there_and_layers_are_as_asked() -> None:
     assert {head.layer for head in both} == {0, last}
     assert Head(0, 1) not in both
     assert both[Head(0, 0)].shape == (11, problem.model.config.encoder.head_dim)
-
-
-def test_several_members_and_empty_data_are_refused() -> None:
-    problem = random_problem()
-    with pytest.raises(ConfigError, match="member"):
-        head_vectors(Ensemble.stack([problem.model, problem.model]), problem.id_batches)
-    with pytest.raises(DataError, match="no batches"):
-        head_vectors(problem.model, [])
 
 
 def test_distances_are_those_of_scipy() -> None:

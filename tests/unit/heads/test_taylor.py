@@ -1,6 +1,5 @@
 """Taylor scores against plain autograd, the data they are computed on, and everything a caller may get wrong."""
 
-import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.ranking import data_fingerprint, model_fingerprint
 from hydra_ensembles.heads.taylor import taylor
 from hydra_ensembles.model.ensemble import Ensemble
-from random_ensembles import CLASSES, HEADS, LAYERS, SHAPES, Batch, random_batches, random_ensemble, without_heads
+from random_ensembles import HEADS, LAYERS, SHAPES, Batch, random_batches, random_ensemble, without_heads
 
 SCOPES = ["layer", "global"]
 
@@ -173,11 +172,10 @@ class TestCalibrationData:
         ("kind", "count"), [("global", 2), ("shuffle", None), ("sampler", 2), ("batch_sampler", None), ("library", 2)]
     )
     def test_a_shuffling_loader_follows_the_seed(self, kind: str, count: int | None) -> None:
-        """Whether it draws from PyTorch's random numbers or from its own, and they are left as they were."""
+        """Whether it draws from PyTorch's random numbers or from its own."""
         ensemble = random_ensemble()
         images, labels = joined(random_batches(ensemble, (30,)))
         data = TensorDataset(images, labels)  # type: ignore[arg-type]
-        numbered = list(zip(images, labels.tolist(), strict=True))
         generator = torch.Generator().manual_seed(3)
         sampler = RandomSampler(data, generator=generator)
         source = {
@@ -185,33 +183,13 @@ class TestCalibrationData:
             "shuffle": DataLoader(data, batch_size=4, shuffle=True, generator=generator),
             "sampler": DataLoader(data, batch_size=4, sampler=sampler),
             "batch_sampler": DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=False)),
-            "library": data_batches(numbered, torch.stack, 4, shuffle=True),
+            "library": data_batches(list(zip(images, labels.tolist(), strict=True)), torch.stack, 4, shuffle=True),
         }[kind]
-
-        def rank(seed: int) -> Any:
-            return taylor(ensemble, source, budget=3, seed=seed, calibration_batches=count)
-
-        states = torch.get_rng_state(), generator.get_state()
-        first = rank(0)
-        assert torch.equal(torch.get_rng_state(), states[0])
-        assert torch.equal(generator.get_state(), states[1])
-        torch.rand(5), torch.rand(2, generator=generator)
-        assert rank(0) == first
-        assert rank(1).provenance["data"] != first.provenance["data"]
-
-    @pytest.mark.parametrize("scope", SCOPES)
-    def test_random_numbers_are_put_back_after_an_error(self, scope: Any) -> None:
-        ensemble = random_ensemble()
-        ((images, labels),) = random_batches(ensemble, (30,))
-        bad = (images, labels + 100)
-        generator = torch.Generator().manual_seed(3)
-        source = DataLoader(TensorDataset(*bad), batch_size=4, shuffle=True, generator=generator)
-        states = torch.get_rng_state(), generator.get_state()
-        with pytest.raises(DataError, match="batch 0") as caught:
-            taylor(ensemble, source, budget=3, scope=scope)
-        assert caught.tb is not None  # its frames are alive, so nothing was put back by their end
-        assert torch.equal(torch.get_rng_state(), states[0])
-        assert torch.equal(generator.get_state(), states[1])
+        first, again, other = (
+            taylor(ensemble, source, budget=3, seed=seed, calibration_batches=count) for seed in (0, 0, 1)
+        )
+        assert again == first
+        assert other.provenance["data"] != first.provenance["data"]
 
     def test_a_loader_reads_only_what_is_drawn(self) -> None:
         ensemble, batches = model_and_batches((3,) * 6)
@@ -231,35 +209,6 @@ class TestCalibrationData:
         assert ranking == taylor(ensemble, batches, budget=3, seed=1, calibration_batches=2)
         chosen = ranking.provenance["batches"]
         assert read == [3 * batch + sample for batch in chosen for sample in range(3)]
-
-    def test_works_under_no_grad_and_inference_mode(self) -> None:
-        ensemble, batches = model_and_batches()
-        expected = taylor(ensemble, batches, budget=3)
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                assert taylor(ensemble, batches, budget=3) == expected
-
-
-def test_the_ensemble_is_left_alone() -> None:
-    ensemble = random_ensemble("image-mean-layerscale").train()
-    ensemble.encoder.layers[1].eval()
-    ensemble.readout.requires_grad_(False)
-    batches = random_batches(ensemble)
-    ensemble(batches[0][0]).sum().backward()
-    parameters = dict(ensemble.named_parameters())
-    before = {name: (p.clone(), p.requires_grad, p.grad, copy.deepcopy(p.grad)) for name, p in parameters.items()}
-    modes = [module.training for module in ensemble.modules()]
-    taylor(ensemble, batches, budget=6)
-    with pytest.raises(DataError):
-        taylor(ensemble, [*batches, (batches[0][0], batches[0][1] + CLASSES)], budget=6)
-    assert modes == [module.training for module in ensemble.modules()]
-    for name, parameter in ensemble.named_parameters():
-        value, requires_grad, grad, gradient = before[name]
-        assert parameter is parameters[name]
-        assert torch.equal(parameter, value)
-        assert parameter.requires_grad == requires_grad
-        assert parameter.grad is grad
-        assert grad is None or torch.equal(grad, gradient)
 
 
 def test_dropout_is_off() -> None:
@@ -294,38 +243,12 @@ def test_settings_that_cannot_work(settings: dict[str, Any], error: type[Excepti
         taylor(ensemble, random_batches(ensemble), **{"budget": 3} | settings)
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-def test_data_that_cannot_be_used(scope: Any) -> None:
+def test_a_model_that_is_not_finite_cannot_be_ranked() -> None:
     ensemble = random_ensemble()
-    good = random_batches(ensemble)
-    images, labels = good[1]
-    for count in (None, 1):
-        for empty in ([], iter([]), DataLoader([])):  # type: ignore[arg-type]
-            with pytest.raises(DataError, match="no samples"):
-                taylor(ensemble, empty, budget=3, scope=scope, calibration_batches=count)
-    bad: list[tuple[Any, str]] = [
-        ([(images, labels + CLASSES)], "batch 0"),
-        ([*good, (images, labels - 2)], "batch 3"),
-        ([good[0], images], "batch 1"),
-        ([good[0], (images, labels[:2])], "batch 1"),
-        ([good[0], (images * torch.nan, labels)], "batch 1.*nan"),
-    ]
-    for batches, token in bad:
-        with pytest.raises(DataError, match=token):
-            taylor(ensemble, batches, budget=3, scope=scope)
-
-
-def test_models_that_cannot_be_ranked() -> None:
-    ensemble = random_ensemble()
-    batches, config = random_batches(ensemble), ensemble.config
-    headless = Ensemble(dataclasses.replace(config, readout=dataclasses.replace(config.readout, num_classes=0)))
-    for model, token in ((Ensemble.stack([ensemble] * 2), "2 members"), (headless, "no classifier")):
-        with pytest.raises(ConfigError, match=token):
-            taylor(model, batches, budget=3)
     with torch.no_grad():
         ensemble.encoder.layers[0].attention.qkv[0, 0] = torch.nan
     with pytest.raises(DataError, match="nan"):
-        taylor(ensemble, batches, budget=3)
+        taylor(ensemble, random_batches(ensemble), budget=3)
 
 
 @pytest.mark.parametrize(("scope", "passes"), [("global", 1), ("layer", LAYERS)])

@@ -15,7 +15,6 @@ from build_cases import (
     same,
     samples,
     sets,
-    shuffled,
     text_model,
     text_sets,
 )
@@ -166,20 +165,6 @@ def test_a_models_own_library_is_fine_too() -> None:
     assert hydra.metadata.history[0].startswith("converted from timm")
 
 
-def test_the_model_and_the_data_are_left_alone() -> None:
-    base, loader = image_model(), shuffled(40)
-    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    base.train()
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
-    settings = config(members=2, recipe=recipe(), strategy="taylor")
-    he.build(base, settings, device="cpu", **sets(train=loader))
-    assert torch.equal(torch.rand(1), expected)
-    assert base.training
-    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
-
-
 def test_taylor_passes_over_a_seed_that_repeats_a_member(tmp_path: Path) -> None:
     """Two batches to draw one from: some seeds must draw the same."""
     settings = config(strategy="taylor", members=2, seed=3)
@@ -268,18 +253,13 @@ def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def test_only_one_classifier_can_be_the_start() -> None:
+def test_settings_are_a_config_on_a_device_for_the_classes_of_the_model() -> None:
     settings = config(strategy="random", calibrate=False)
     assert he.build(image_model(), settings, progress=False).metadata.calibration is None
-    headless = VISION_CASES[0].build()
-    headless.reset_classifier(0)
-    for model, options, token in (
-        (he.Ensemble.stack([image_model(), image_model(1)]), {}, "2 members"),
-        (headless, {}, "0 classes"),
-        (image_model(), {"device": "gpu"}, "gpu"),
-        (image_model(), {"class_names": ["a", "b"]}, "class_names"),
+    for given_, options, token in (
+        (settings, {"device": "gpu"}, "gpu"),
+        (settings, {"class_names": ["a", "b"]}, "class_names"),
+        ({"prune": 4}, {}, "dict"),
     ):
         with pytest.raises(ConfigError, match=token):
-            he.build(model, settings, **options)
-    with pytest.raises(ConfigError, match="dict"):
-        he.build(image_model(), {"prune": 4})
+            he.build(image_model(), given_, **options)

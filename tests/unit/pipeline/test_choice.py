@@ -1,14 +1,10 @@
 """Which candidate a search chooses, from rows that are given: price, numbers, ties, fronts, files, table, figure."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-import hydra_ensembles as he
-from hydra_ensembles.errors import CheckpointError
 from hydra_ensembles.pipeline.choice import YOURS, SearchResult, SearchRow, dominates
 from hydra_ensembles.report import figures
 from hydra_ensembles.report.compare import to_markdown
@@ -70,18 +66,6 @@ def test_the_fronts_have_who_is_not_beaten_at_their_price() -> None:
 def test_domination_is_worse_in_every_number() -> None:
     assert dominates((1.0, 1.0), (2.0, 2.0))
     assert not dominates((1.0, 2.0), (2.0, 2.0))
-
-
-def test_a_result_is_saved_and_read_and_a_changed_file_is_refused(tmp_path) -> None:
-    config = he.HydraConfig(prune=2, training="together")
-    found = result(replace(row("better", 1.2, 0.8), config=config), SearchRow("dear", 4.0, "too dear"))
-    found.save(tmp_path / "search.json")
-    assert SearchResult.load(tmp_path / "search.json") == found
-    plain = json.loads((tmp_path / "search.json").read_text())
-    for changed, token in (({**plain, "choice": "dear"}, "digest"), ({"format": "else"}, "digest"), ([], "list")):
-        (tmp_path / "other.json").write_text(json.dumps(changed))
-        with pytest.raises(CheckpointError, match=token):
-            SearchResult.load(tmp_path / "other.json")
 
 
 def test_the_table_has_all_rows_and_says_what_became_of_those_without_numbers() -> None:

@@ -1,0 +1,198 @@
+"""What holds for every function that reads a model and batches: it leaves them alone, and names what it cannot use."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import hydra_ensembles as he
+from checkpoint_models import ensemble, single, text
+from hydra_ensembles.batches import tensors_digest
+from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.heads.vectors import head_vectors
+from hydra_ensembles.model.config import output_width
+from unit.pipeline import build_cases as cases
+
+CIRCUIT: dict[str, Any] = {"score": "acc", "budget": 2, "progress": False, "screen_size": 2}
+TAYLOR: dict[str, Any] = {"strategy": "taylor", "prune": 3, "members": 2, "calibration_batches": 2}
+STEPS = he.Recipe(learning_rate=0.1, steps=3, dropout=0.2)
+Function = Callable[[Any, Any], Any]
+FUNCTIONS: dict[str, Function] = {
+    "evaluate": lambda model, data: he.evaluate(model, data, progress=False, gallery=1).numbers(),
+    "atlas": lambda model, data: he.atlas(model, data, layers=[0], progress=False).whole,
+    "calibrate": lambda model, data: he.calibrate(model, data, familiarity=None),
+    "fit_familiarity": lambda model, data: he.fit_familiarity(model, data),
+    "finetune": lambda model, data: he.finetune(model, data, STEPS, progress=False),
+    "taylor": lambda model, data: he.taylor(model, data, budget=3),
+    "taylor of all layers": lambda model, data: he.taylor(model, data, budget=3, scope="global", calibration_batches=2),
+    **{
+        method: lambda model, data, method=method: he.extract_circuit(model, data, method=method, **CIRCUIT)
+        for method in ("naive", "exact", "screened")
+    },
+    "build": lambda model, data: he.build(model, he.HydraConfig(**TAYLOR), id=data, progress=False),
+    "head_vectors": lambda model, data: head_vectors(model, data),
+    "synthetic_ood": lambda model, data: he.data.synthetic_ood(data, model=model),
+}
+LABELLED = [name for name in FUNCTIONS if name not in ("head_vectors", "synthetic_ood")]
+AS_IT_COMES = ("evaluate", "atlas", "calibrate", "fit_familiarity", "head_vectors")  # the order is the loader's own
+ONE_MEMBER = ("taylor", "naive", "build", "head_vectors")
+X, Y = cases.samples(8, seed=5)
+
+
+def by_name(found: Any) -> bool:
+    return isinstance(found, dict) and all(isinstance(one, Tensor) for one in found.values())
+
+
+def content(found: Any) -> Any:
+    """What an answer says, such that equal answers are equal."""
+    if isinstance(found, nn.Module):
+        return tensors_digest(found.state_dict()), found.metadata
+    if isinstance(found, he.HeadRanking):
+        return found.heads, found.scores, found.provenance["data"]
+    if isinstance(found, list):
+        return [content({"pixels": one}) for (one,) in found]
+    return tensors_digest(found) if by_name(found) else found
+
+
+def state(model: he.Ensemble) -> list[Any]:
+    """Everything about a model that its owner may rely on."""
+    parts = [(one, one.requires_grad, one.grad, tensors_digest({"": one})) for one in model.parameters()]
+    gradients = [tensors_digest({"": one.grad}) for one in model.parameters() if one.grad is not None]
+    return [*parts, *gradients, *(module.training for module in model.modules())]
+
+
+def alike(one: list[Any], other: list[Any]) -> bool:
+    return all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(flat(one), flat(other), strict=True))
+
+
+def flat(items: Any) -> list[Any]:
+    return [each for item in items for each in (item if isinstance(item, tuple) else (item,))]
+
+
+@pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_model_loader_and_random_numbers_are_left_alone_and_the_answer_is_the_same_again(name: str) -> None:
+    """Whatever was drawn before, whether gradients are switched off, and also after an error."""
+    model, generator = cases.image_model().train(), torch.Generator().manual_seed(3)
+    model.encoder.layers[1].eval()
+    model.readout.requires_grad_(False)
+    model(X).sum().backward()
+    data = TensorDataset(*cases.samples(24, seed=1))
+    own: Any = DataLoader(data, 4, shuffle=True, generator=generator)
+    own = cases.batches() if name in AS_IT_COMES else own
+
+    def surroundings() -> list[Any]:
+        numbers = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), generator.get_state().tolist()
+        return [*state(model), numbers, random.getstate()]
+
+    before = surroundings()
+    first = content(FUNCTIONS[name](model, own))
+    assert alike(surroundings(), before)
+    torch.rand(5), torch.rand(2, generator=generator), random.random()
+    before = surroundings()
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert content(FUNCTIONS[name](model, own)) == first
+    if name in LABELLED and name not in AS_IT_COMES:
+        bad = TensorDataset(X, Y + 100)
+        with pytest.raises(DataError, match="batch") as caught:
+            FUNCTIONS[name](model, DataLoader(bad, 2, shuffle=True, generator=generator))
+        assert caught.tb is not None  # its frames are alive, so nothing was put back by their end
+    assert alike(surroundings(), before)
+
+
+BAD: dict[str, tuple[list[Any], str]] = {
+    "nothing": ([], "no batches|no samples"),
+    "no samples": ([(X[:0], Y[:0])] * 3, "sample|empty|sets"),
+    "labels too large": ([(X, Y), (X + 1, Y + 3)], "batch 1 of .* labels from"),
+    "negative labels": ([(X, Y - 3)] * 3, r"batch \d of .* labels from"),
+    "no labels": ([(X, Y), X + 1], "batch 1 of .* no labels"),
+    "too few labels": ([(X, Y), (X + 1, Y[:2])], "batch 1 of .* whole numbers"),
+    "labels that are no numbers": ([(X, tuple("abcdefgh"))] * 3, r"batch \d of"),
+    "not finite": ([(X, Y), *[(X * torch.nan, Y)] * 7], r"batch \d"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("name", LABELLED)
+def test_batches_that_cannot_be_used_are_named(name: str, case: str) -> None:
+    data, token = BAD[case]
+    with pytest.raises(DataError, match=token):
+        FUNCTIONS[name](cases.image_model(), data)
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_models_without_classes_or_with_several_members_are_refused(name: str) -> None:
+    model = cases.image_model()
+    headless = he.Ensemble(replace(model.config, readout=replace(model.config.readout, num_classes=0)))
+    with pytest.raises(ConfigError, match="class"):
+        FUNCTIONS[name](headless, cases.batches())
+    if name in ONE_MEMBER:
+        with pytest.raises(ConfigError, match="2 members"):
+            FUNCTIONS[name](he.Ensemble.stack([model, cases.image_model(1)]), cases.batches())
+
+
+WITH_OOD: dict[str, Callable[[Any], Any]] = {
+    "evaluate": lambda ood: he.evaluate(cases.image_model(), [(X, Y)], {"x": ood}, progress=False).numbers(),
+    "atlas": lambda ood: he.atlas(cases.image_model(), [(X, Y)], {"x": ood}, layers=[0], progress=False).whole,
+    "extract_circuit": lambda ood: (
+        he.extract_circuit(cases.image_model(), [(X, Y)], ood, score="avg", budget=1, progress=False).scores
+    ),
+    "build": lambda ood: he.build(
+        cases.image_model(), he.HydraConfig(prune=1, members=1, calibrate=False), id=[(X, Y)], ood=ood, progress=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_OOD)
+def test_labels_of_ood_data_are_not_read(name: str) -> None:
+    images, names = cases.samples(7, seed=6, shift=1.5)[0], tuple(f"{row}.png" for row in range(7))
+    others = (names, torch.rand(7), torch.zeros(7, 8, 8, dtype=torch.long))  # names of files, numbers, masks
+    mapping = [{"pixel_values": images, "label": names}]
+    forms = [[images], *([(images, one)] for one in others), mapping, DataLoader(TensorDataset(images), 7)]
+    first, *rest = (content(WITH_OOD[name](form)) for form in forms)
+    assert all(one == first for one in rest)
+
+
+class Folders(Dataset[tuple[Tensor, int]]):
+    """As torchvision's: names of classes in the order of folders."""
+
+    classes = ("blue", "green", "red")
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return X[index], int(Y[index])
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_classes_in_another_order_than_the_models_are_refused(name: str) -> None:
+    with pytest.raises(DataError, match=r"class 0 of .* is 'blue', .* class 2"):
+        FUNCTIONS[name](cases.image_model(), DataLoader(Folders(), 4))
+
+
+OF_ENSEMBLES = {name: FUNCTIONS[name] for name in ("finetune", "taylor", "calibrate", "fit_familiarity", "atlas")} | {
+    "mc_dropout": lambda model, _: he.mc_dropout(model, 0.1, 2),
+    "retarget": lambda model, _: he.retarget(model, ["one", "two"]),
+}
+
+
+@pytest.mark.parametrize("name", OF_ENSEMBLES)
+def test_what_is_no_classifier_is_told_how_to_become_one(name: str) -> None:
+    widths = [output_width(config) for config in (single(), text())]
+    dual = he.DualEncoder(ensemble(single()), ensemble(text()), he.Projections.fresh(*widths, 4))
+    for model, token in (
+        (dual, r"zero_shot\(\w+, class_names\)"),
+        (nn.Linear(2, 2), f"{name} takes.*Linear.*convert"),
+        ("run", f"{name} takes.*load.*run"),
+        (he.mc_dropout(ensemble(single()), 0.1, 2), f"{name} takes.*MCDropout"),
+    ):
+        with pytest.raises(ConfigError, match=token):
+            OF_ENSEMBLES[name](model, cases.batches())

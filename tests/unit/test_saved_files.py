@@ -1,0 +1,46 @@
+"""Results in files: they come back equal, no change goes unnoticed, those of before digests are read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hydra_ensembles as he
+from hydra_ensembles.errors import CheckpointError, DataError, HeadError, HydraError
+from hydra_ensembles.pipeline.choice import YOURS, SearchResult, SearchRow
+from sample_evaluations import evaluation
+from unit.pipeline import build_cases as cases
+
+ROWS = (
+    SearchRow(YOURS, 1.0, "judged", numbers={"nll": 0.5}),
+    SearchRow("dear", 4.0, "too dear", config=he.HydraConfig(prune=2, training="together")),
+)
+SAVED: dict[str, tuple[Any, type[HydraError]]] = {
+    "ranking": (he.HeadRanking(((0, 0), (1, 1)), (0.25, 0.5), "m", "acc", {"seed": 1}), HeadError),
+    "evaluation": (evaluation(), DataError),
+    "atlas": (he.atlas(cases.image_model(), cases.batches(), layers=[0], inputs=1, progress=False), DataError),
+    "search": (SearchResult(ROWS, 1.3, "latency", ("all.auroc",), {"ID": 9}, choice=YOURS), CheckpointError),
+}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_every_change_of_a_file_is_noticed(kind: str, tmp_path: Path) -> None:
+    (saved, error), path = SAVED[kind], tmp_path / "file.json"
+    saved.save(path)
+    assert type(saved).load(path) == saved
+    text = path.read_text()
+    written = json.loads(text)
+    changes = [{name: "other"} for name in written] + [{"more": 1}]
+    contents = [json.dumps(one) for one in (*({**written, **change} for change in changes), {}, [], {"format": "x"})]
+    contents += [json.dumps({key: written[key] for key in written if key != name}) for name in written]
+    for content in (*contents, text[:-40]):
+        path.write_text(content)
+        if content == contents[-1] and kind != "search":  # the digest, which is the last field
+            assert type(saved).load(path) == saved
+        else:
+            with pytest.raises(error, match=path.name):
+                type(saved).load(path)
+    for wrong in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(error, match=wrong.name):
+            type(saved).load(wrong)
