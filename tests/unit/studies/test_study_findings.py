@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from sklearn.metrics import auc, roc_auc_score, roc_curve
+from other_code import assert_printed, by_other_code
 from small_studies import SmallTask
 from typer.testing import CliRunner
 
@@ -181,54 +180,37 @@ def test_verdicts_are_a_closed_list(study: Study) -> None:
     assert {one["verdict"] for one in findings.claims(study)} <= known
 
 
-def by_other_code(study: Study, row: str, seed: int) -> list[float]:
-    """The numbers of the main table and far FPR95, from the stored columns with numpy, scikit-learn, torchmetrics."""
-    from torchmetrics.functional.classification import binary_calibration_error
-
-    own, (near, far) = study.facts["inside"], (study.facts["groups"][name] for name in ("near", "far"))
-    columns = {key: one.astype(float) for key, one in study.columns(row, seed).items()}
-    correct, doubt = columns[f"{own}|correct"], torch.from_numpy(columns[f"{own}|calibrated.doubt"])
-    wrong = 1 - correct[np.argsort(columns[f"{own}|msp"], kind="stable")]
-    answered = np.arange(1, len(wrong) + 1)
-
-    def sides(name: str, score: str) -> tuple[np.ndarray, np.ndarray]:
-        inside, outside = columns[f"{own}|{score}"], columns[f"{name}|{score}"]
-        return np.repeat([0, 1], [len(inside), len(outside)]), np.concatenate([inside, outside])
-
-    def area(names: list[str], score: str) -> float:
-        return float(np.mean([roc_auc_score(*sides(name, score)) for name in names]))
-
-    def false(name: str) -> float:
-        positive, found, _ = roc_curve(*sides(name, "msp"), drop_intermediate=False)
-        return float(positive[np.argmax(found >= 0.95)])
-
-    large = [false(name) for name in far if len(columns[f"{name}|msp"]) >= 1000]
-    return [
-        correct.mean(),
-        columns[f"{own}|calibrated.nll"].mean(),
-        columns[f"{own}|calibrated.brier"].mean(),
-        float(binary_calibration_error(1 - doubt, torch.from_numpy(correct).int(), n_bins=15)),
-        auc(answered / len(wrong), np.cumsum(wrong) / answered) / (1 - 1 / len(wrong)),
-        area(near, "msp"),
-        area(far, "msp"),
-        area([*near, *far], "entropy"),
-        area([*near, *far], "mahalanobis"),
-        *([np.mean(large)] if large else []),
-    ]
-
-
-@pytest.mark.parametrize("name", ["small", *STORED])
-def test_the_main_table_by_other_code(name: str, request: pytest.FixtureRequest) -> None:
-    """Of every stored study, and a small one, two rows as they are printed: means over all of their seeds."""
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("small", ROWS),
+        *((name, [SINGLE, HYDRA]) for name in STORED),
+        *(pytest.param(name, None, marks=pytest.mark.slow, id=f"{name}, all rows") for name in STORED),
+    ],
+)
+def test_the_main_table_by_other_code(name: str, rows: list[str] | None, request: pytest.FixtureRequest) -> None:
+    """Of every stored study, and a small one, rows as they are printed: means over all of their seeds."""
     study: Study = request.getfixturevalue("study") if name == "small" else Study(name, RESULTS)
     few = Study(study.name, study.folder.parent)
-    few.rows = [SINGLE, HYDRA]
-    lines = [line.split(" | ") for line in findings.main_table(few).splitlines()[2 : 2 + len(few.rows)]]
-    for row, (_, *cells) in zip(few.rows, lines, strict=True):
-        found = np.mean([by_other_code(few, row, seed) for seed in few.seeds(row)], axis=0)
-        for value, cell, key in zip(found, cells, [*findings.MAIN, "far.fpr95"][: len(found)], strict=False):
-            scale = 1 if key in ("calibrated.nll", "calibrated.brier") else 100
-            assert scale * value == pytest.approx(float(cell.strip("*")), abs=0.0006 if scale == 1 else 0.006), key
+    few.rows = rows or study.rows
+    head, _, *lines = (line.strip("| ").split(" | ") for line in findings.main_table(few).splitlines())
+    keys = {title: key for key, title in [*findings.MAIN.items(), ("far.fpr95", "far FPR95 ↓")]}
+    for row, cells in zip(few.rows, lines[: len(few.rows)], strict=True):
+        sets = (few.facts["inside"], few.facts["groups"])
+        found = [by_other_code(few.columns(row, seed), *sets) for seed in few.seeds(row)]
+        report, cost = few.facts["runs"][str(few.seeds(row)[0])]["report"][row], few.cost(row)
+        told = dict(zip(head, cells, strict=True))
+        for title, key in keys.items():
+            assert_printed(told.pop(title), [one[key] for one in found if key in one], key)
+        count, memory = report.get("parameters"), cost.get("peak_memory_bytes")
+        assert told.pop("parameters") == (f"{count / 1e6:.1f} M" if count else "–")
+        if few.facts["costs"]:
+            assert told.pop("cost ↓") == (
+                f"{cost['latency_ms'] / few.cost(SINGLE)['latency_ms']:.2f}x" if cost else "–"
+            )
+            assert told.pop("memory ↓") == (f"{memory / 2**20:.0f} MiB" if memory else "–")
+        trained = f"{few.facts['trainings'][row]:g}"
+        assert told == {"row": row, "trainings ↓": trained, "seeds": str(len(found))}
 
 
 def test_a_study_goes_on_where_it_stopped_and_choices_stay(study: Study, tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""The numbers of a model in a study, from its stored columns with numpy, scikit-learn and torchmetrics alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.metrics import auc, roc_auc_score, roc_curve
+
+Columns = Mapping[str, Any]  # by `set|column`
+SCORES = {"": "msp", "entropy:": "entropy", "mahalanobis:": "mahalanobis"}
+LEARNED = ("vilu", "neglabel")
+
+
+def by_other_code(stored: Columns, own: str, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Every number of the tables of a study that columns give, by its key."""
+    columns = {key: one.astype(float) for key, one in stored.items()}
+    correct = columns[f"{own}|correct"]
+    wrong = 1 - correct[np.argsort(columns[f"{own}|msp"], kind="stable")]
+    answered = np.arange(1, len(wrong) + 1)
+    found = {
+        "accuracy": float(correct.mean()),
+        "aurc": auc(answered / len(wrong), np.cumsum(wrong) / answered) / (1 - 1 / len(wrong)),
+    }
+    for prefix, doubt in {"": "msp", "calibrated.": "calibrated.doubt"}.items():
+        if f"{own}|{doubt}" in columns:
+            found |= {f"{prefix}{key}": float(columns[f"{own}|{prefix}{key}"].mean()) for key in ("nll", "brier")}
+            found[f"{prefix}ece"] = _ece(1 - columns[f"{own}|{doubt}"], correct)
+    every = [name for names in groups.values() for name in names]
+    learned = next((name for name in LEARNED if f"{own}|{name}" in columns), "msp")
+    for prefix, score in {**SCORES, "own:": learned}.items():
+        if f"{own}|{score}" in columns and every:
+            area = {name: float(roc_auc_score(*_sides(columns, own, name, score))) for name in every}
+            for group, names in {**groups, "all": every}.items():
+                found[f"{prefix}{group}.auroc"] = float(np.mean([area[name] for name in names]))
+    for group, names in groups.items():
+        large = [_false(*_sides(columns, own, name, "msp")) for name in names if len(columns[f"{name}|msp"]) >= 1000]
+        found |= {f"{group}.fpr95": float(np.mean(large))} if large else {}
+    return found
+
+
+def _ece(confidence: Any, correct: Any) -> float:
+    from torchmetrics.functional.classification import binary_calibration_error
+
+    return float(binary_calibration_error(torch.from_numpy(confidence), torch.from_numpy(correct).int(), n_bins=15))
+
+
+def _sides(columns: Columns, own: str, name: str, score: str) -> tuple[Any, Any]:
+    inside, outside = columns[f"{own}|{score}"], columns[f"{name}|{score}"]
+    return np.repeat([0, 1], [len(inside), len(outside)]), np.concatenate([inside, outside])
+
+
+def _false(labels: Any, scores: Any) -> float:
+    """False positives at the first threshold that finds 95 %."""
+    positive, found, _ = roc_curve(labels, scores, drop_intermediate=False)
+    return float(positive[np.argmax(found >= 0.95)])
+
+
+def assert_printed(cell: str, values: Sequence[float], key: str) -> None:
+    """A cell of a table has the mean of these numbers, a dash where there are none."""
+    if not values:
+        assert cell == "–", key
+        return
+    scale, within = (1, 0.0006) if key.rpartition(".")[2] in ("nll", "brier") else (100, 0.006)
+    assert abs(scale * float(np.mean(values)) - float(cell.strip("*"))) < within, (key, cell, values)
