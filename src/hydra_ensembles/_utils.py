@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -50,6 +50,15 @@ def require_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         cause = error
     raise ConfigError(f"device {str(device)!r} cannot be used here; PyTorch finds the CPU and {gpus} GPUs") from cause
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside `torch.compile`, `DataParallel` or `DistributedDataParallel`."""
+    wrappers = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
+    while type(model).__name__ in wrappers:
+        inner: Any = getattr(model, "_orig_mod", None) or model.module
+        model = cast(nn.Module, inner)
+    return model
 
 
 def warn(message: str) -> None:

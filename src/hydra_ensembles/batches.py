@@ -187,10 +187,14 @@ def require_labels(labels: Tensor | None, classes: int, name: str = "data", inde
 def require_same_classes(batches: Batches, labels: Sequence[str], name: str) -> None:
     """Refuse data with classes of the names that the model has, but of other numbers, as folders in another order give.
 
-    Names are those of a data set of ours, or of torchvision's, inside the source; without names nothing is known.
+    Names are those of a data set of ours, of torchvision's or of `datasets`, inside the source; without names nothing
+    is known.
     """
-    for part in parts_of(batches):
-        names = getattr(part, "class_names", None) or getattr(part, "classes", None)
+    for part in _all_parts(batches):
+        features = getattr(part, "features", None)  # of `datasets`
+        known = features if isinstance(features, Mapping) else {}
+        column = known.get("labels", known.get("label"))
+        names = getattr(part, "class_names", None) or getattr(part, "classes", None) or getattr(column, "names", None)
         if not isinstance(names, list | tuple) or getattr(part, "target_transform", None) is not None:
             continue
         numbers = {one: number for number, one in enumerate(labels)}
@@ -271,6 +275,15 @@ def parts_of(batches: Batches | None) -> list[Any]:
     return found
 
 
+def _all_parts(batches: Batches) -> list[Any]:
+    """`parts_of` a source, and what is joined in a `ConcatDataset`."""
+    parts: list[Any] = []
+    for part in parts_of(batches):
+        joined = getattr(part, "datasets", None)
+        parts += [part, *(joined if isinstance(joined, list | tuple) else ())]
+    return parts
+
+
 def fingerprint(batches: Batches, name: str, seed: int) -> str:
     """A short name for a data source, from what can be had without reading an epoch; the source is left as it was.
 
@@ -313,11 +326,7 @@ def _content(batch: Any) -> dict[str, Tensor]:
 
 def _at_hand(batches: Batches) -> Iterator[tuple[str, Tensor]]:
     """What a source holds in memory that tells its items apart, by name."""
-    parts: list[Any] = []
-    for part in parts_of(batches):
-        joined = getattr(part, "datasets", None)  # of a `ConcatDataset`
-        parts += [part, *(joined if isinstance(joined, list | tuple) else ())]
-    for number, part in enumerate(parts):
+    for number, part in enumerate(_all_parts(batches)):
         for attribute in ("labels", "targets", "rows", "indices"):
             values = _as_tensor(getattr(part, attribute, None))
             if values is not None:

@@ -16,7 +16,7 @@ from .errors import ConfigError, DataError
 from .familiarity import Answered, FitOptions, Fitting, answers, digests, require_fresh
 from .metrics.conformal import Reference, check_share, conformal_threshold, samples_for
 from .metrics.distance import FamiliarityChoice, FamiliarityName
-from .metrics.inputs import check_labels, mean
+from .metrics.inputs import check_labels, mean, warn_of_probabilities
 from .metrics.ood import aurc
 from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
@@ -28,6 +28,7 @@ _GRID = 24
 _PRECISION, _AT_BOUND = 1e-5, 1e-3  # of logarithms of temperatures: how well found, how close to a bound is at it
 _WORTHWHILE = 1e-6  # a gain in NLL below this is rounding, and 1 stays
 _SWEEPS = 20  # over the members, when each has a temperature of its own
+_COPIES = 0.05  # share of samples that may be copies of others, as short texts are, without a word
 _ROWS = 8192  # samples whose logits are raised to float64 at a time
 _AT_COLDEST = "the model gets all of these samples right; unless the task is easy, calibrate on more held-out data"
 _AT_HOTTEST = "the labels do not fit the answers; check that data and model number the classes alike"
@@ -91,12 +92,17 @@ def calibrate(
     require_ensemble(weights, "calibrate")
     _require_members_for(score, ensemble.num_members)
     check_share(share)
-    known, parts, seen = ensemble.metadata.familiarity, list[Answered](), list[str]()
+    known, parts, seen = ensemble.metadata.familiarity, list[Answered](), list[str]()  # seen: a name of each sample
     fitted = known if known is not None and familiarity in ("auto", known.settings.scores[0]) else None
     for inputs, some in answers(ensemble, validation, "validation", labelled=True):
         parts.append(some if familiarity is not None else some._replace(features=some.features[..., :0]))
-        seen += [] if fitted is None else digests(inputs)
-    samples = Answered.join(parts)
+        seen += digests(inputs)
+    samples, again = Answered.join(parts), len(seen) - len(set(seen))
+    if again > _COPIES * len(seen):
+        warn(
+            f"{again} of the {len(seen)} samples of validation are copies of others, as draws with replacement have "
+            "them: thresholds promise their share for such data alone; give every sample once"
+        )
     settings: dict[str, Any] = {"share": share, "score": score, "per_member": per_member, "temperature": temperature}
     fit = fit_calibration(samples.logits, samples.labels, **settings)
     degrees = ", ".join(f"{value:.4g}" for value in fit.calibration.temperature)
@@ -118,7 +124,7 @@ def calibrate(
                 found, held = fitted, samples
             else:
                 wanted: FamiliarityName = "mahalanobis" if familiarity == "auto" else familiarity
-                found, held = _half_fitted(ensemble, samples, wanted, share)
+                found, held = _half_fitted(ensemble, samples, seen, wanted, share)
             known, both = _with_threshold(found, held, fit.calibration, share)
             metrics |= both
             line += f", {known.settings.scores[0]} threshold {both['validation/familiar_share']:.2%}; both accept "
@@ -140,15 +146,20 @@ def calibrate(
 
 
 def _half_fitted(
-    ensemble: Ensemble, samples: Answered, score: FamiliarityName, share: float
+    ensemble: Ensemble, samples: Answered, names: Sequence[str], score: FamiliarityName, share: float
 ) -> tuple[Familiarity, Answered]:
-    """Familiarity from a random half of the samples, and the other half, which can set its threshold."""
+    """Familiarity from a random half of the samples, and the other half, which can set its threshold.
+
+    Samples of one name are copies, and go together: a copy of what was fitted looks more familiar than new data.
+    """
     draws = np.random.default_rng(0)
     fits = torch.from_numpy(draws.random(len(samples.labels)) < 0.5)
     for label in samples.labels.unique().tolist():  # by chance all samples of a rare class may be in one half
         own = (samples.labels == label).nonzero()[:, 0]
         if not bool(fits[own].any()):
             fits[own[0]] = True
+    first: dict[str, int] = {}
+    fits = fits[torch.tensor([first.setdefault(name, place) for place, name in enumerate(names)])]
     held = samples.pick(~fits)
     if len(held.labels) < max(samples_for(share), 1):
         few = f"a half of {len(samples.labels)} samples is too few to promise a share of {share:.4g} of familiar inputs"
@@ -214,6 +225,7 @@ def fit_calibration(
     check_share(share)
     member_logits = scale_logits(member_logits).detach()
     _require_members_for(score, len(member_logits))
+    warn_of_probabilities(member_logits)
     samples, classes = member_logits.shape[1:]
     if samples < 2:
         raise DataError(f"calibration needs at least two samples (better hundreds), got {samples}")

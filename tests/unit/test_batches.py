@@ -96,6 +96,20 @@ def test_labels_of_any_integer_type_are_read() -> None:
 
 
 @pytest.mark.parametrize(
+    "data",
+    [
+        SimpleNamespace(features={"image": object(), "label": SimpleNamespace(names=["dog", "cat"])}),  # as `datasets`
+        SimpleNamespace(datasets=[SimpleNamespace(classes=["cat", "dog"]), SimpleNamespace(classes=["dog", "cat"])]),
+    ],
+)
+def test_names_of_classes_are_found_wherever_libraries_keep_them(data: Any) -> None:
+    source: Any = SimpleNamespace(dataset=data)
+    with pytest.raises(DataError, match=r"class 0 of data is 'dog', .* class 1"):
+        require_same_classes(source, ("cat", "dog"), "data")
+    require_same_classes(source, ("ant", "bee"), "data")
+
+
+@pytest.mark.parametrize(
     ("classes", "transform", "labels"),
     [
         (["cat", "dog", "ant", "bee"], None, "cat dog ant bee"),

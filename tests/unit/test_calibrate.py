@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hydra_ensembles.calibrate import COLDEST, HOTTEST, calibrate, fit_calibration
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.heads.masking import masked
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.ensemble import Ensemble
@@ -286,3 +286,35 @@ def test_labels_may_be_a_list_or_an_array_and_what_is_neither_is_named():
             fit_calibration(logits, wrong)
     with pytest.raises(DataError, match="ndarray"):
         fit_calibration(logits.numpy(), labels)
+
+
+def test_copies_of_a_sample_are_said_and_do_not_fit_what_they_are_held_against():
+    """Draws with replacement: a copy of what was fitted looks familiar, and the threshold would refuse new data."""
+    data = validation(200)
+    images, labels = (torch.cat(parts) for parts in zip(*data, strict=True))
+    ensemble = tiny()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*copies")
+        once = calibrate(ensemble, data)
+    with pytest.warns(HydraWarning, match="copies"):
+        thrice = calibrate(ensemble, [(images, labels)] * 3)
+    alone, several = once.metadata.familiarity, thrice.metadata.familiarity
+    fitted = several.settings.samples
+    assert fitted % 3 == 0  # whole samples, with all their copies
+    assert several.settings.threshold > 0.8 * alone.settings.threshold
+
+
+def test_probabilities_in_place_of_logits_are_said():
+    logits, labels = sample(2, 60, 4, 1.0, 0)
+    with pytest.warns(HydraWarning, match="probabilities"):
+        fit_calibration(logits.softmax(-1), labels)
+
+
+def test_distances_are_exact_under_autocast():
+    """Features in half precision are what they are; the distances of them are not computed so."""
+    calibrated = calibrate(tiny(), validation(200))
+    features, logits = torch.randn(2, 50, 8), torch.randn(2, 50, 4)
+    known = calibrated.metadata.familiarity
+    with torch.autocast("cpu", torch.bfloat16):
+        found = known.scores(features, logits)
+    assert torch.equal(found, known.scores(features, logits))

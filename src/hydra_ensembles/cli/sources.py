@@ -1,6 +1,6 @@
 """Models and data by name: folders and files, the Hugging Face hub, timm, torchvision, suites; classes made to fit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from .._utils import require, require_device
+from .._utils import require, require_device, warn
 from ..convert.convert import convert, require_supported
 from ..convert.processors import IMAGE_SETTINGS, TEXT_SETTINGS, with_preprocessing
 from ..convert.refusals import explained, in_lines, refusal
@@ -371,19 +371,23 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
         raise DataError(f"{data.name} has samples of {len(present)} class; at least two classes are needed")
     names, labels, classes = data.class_names, model.metadata.labels, model.num_classes
     numbers = {label: label for label in present}
+    both_count = bool(names) and _are_numbers(names) and _are_numbers(labels)
+    alike: Callable[[str], str | int] = int if both_count else str  # 1 is what the model calls 001
+    known = {alike(one): index for index, one in enumerate(labels)}
     if settings.by_position or names == labels:
         names = labels or names
-    elif labels and not (_are_numbers(names) and set(names).isdisjoint(labels)):
-        unknown = [names[index] for index in present if names[index] not in labels]
+    elif labels and (both_count or not _are_numbers(names) or not known.keys().isdisjoint(names)):
+        unknown = [names[index] for index in present if alike(names[index]) not in known]
         if unknown:
             raise DataError(
                 f"{data.name} has the classes {_some(unknown)}, which the model does not have (it has {_some(labels)})"
                 f"{did_you_mean(unknown[0], labels)}; rename them, or set by_position if they are in the model's order"
             )
-        numbers, names = {index: labels.index(names[index]) for index in present}, labels
+        numbers, names = {index: known[alike(names[index])] for index in present}, labels
     elif _are_numbers(names):  # called 0, 1, 10, 2: the names are the numbers, not their order
         numbers = {label: int(names[label]) if names else label for label in present}
         names = tuple(str(index) for index in range(classes))
+        _warn_of_numbers(data, numbers)
     elif len(names) != classes:
         raise DataError(
             f"{data.name} has {len(names)} classes ({_some(names)}), the model {classes} without names; if these are "
@@ -393,6 +397,22 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
         raise DataError(f"{data.name} has labels up to {max(numbers.values())}, but the model has {classes} classes")
     unchanged = names == data.class_names and all(old == new for old, new in numbers.items())
     return data if unchanged else data.relabel(numbers, names)
+
+
+def _warn_of_numbers(data: AnyDataset, numbers: Mapping[int, int]) -> None:
+    """Say where nothing but a number tells classes, and it may be another one than the model's."""
+    other = next((place for place, number in numbers.items() if place != number), None)
+    if other is not None:
+        warn(
+            f"{data.name} has classes called by numbers, and {numbers[other]} is taken for the model's class of that "
+            f"number, though it is at place {other} of the sorted names: if the model was trained on such folders by "
+            "torchvision, which counts places, set by_position"
+        )
+    elif min(numbers.values()) == 1:
+        warn(
+            f"{data.name} has no sample of class 0, and some of class 1: the model counts classes from 0; if the data "
+            "count them from 1, every label is wrong by one"
+        )
 
 
 def with_labels_of(model: Ensemble, data: AnyDataset) -> Ensemble:

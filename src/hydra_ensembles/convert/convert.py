@@ -6,10 +6,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
+from .._utils import unwrapped
 from ..arguments import checked
 from ..errors import ConversionError, HydraWarning
 from ..model.config import EnsembleConfig, PatchStemConfig
@@ -92,7 +93,7 @@ def convert(
         >>> torch.allclose(base(images)[0], model(images), atol=1e-5)
         True
     """
-    given, model = model, _unwrapped(model)
+    given, model = model, unwrapped(model)
     if declaration is not None:
         declaration = with_size(declaration, model, size_of_images(processor, preprocessing))
         architecture: Architecture | DualArchitecture = _read_own(declaration, model)
@@ -177,15 +178,6 @@ def _parts_as_known(architecture: Architecture) -> Iterator[None]:
                 f"a release of {library} that is tested, pip install -U 'hydra-ensembles[{extra}]'",
             )
         ) from error
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile`, `DataParallel` or `DistributedDataParallel`."""
-    wrappers = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
-    while type(model).__name__ in wrappers:
-        inner: Any = getattr(model, "_orig_mod", None) or model.module
-        model = cast(nn.Module, inner)
-    return model
 
 
 def supported() -> dict[str, list[str]]:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._distributed import current_ranks
-from .._utils import require_device
+from .._utils import require_device, unwrapped
 from ..arguments import checked, require_whole
 from ..batches import Batches
 from ..data.batching import BatchLoader, Preprocess
@@ -115,6 +115,9 @@ def evaluate(
         raise ConfigError(
             f"evaluate takes an Ensemble, or anything to call with inputs, got a {type(ensemble).__name__}"
         )
+    inner = unwrapped(ensemble) if isinstance(ensemble, nn.Module) else ensemble
+    if isinstance(inner, Ensemble) and (inner.metadata.familiarity is not None or not hasattr(ensemble, "metadata")):
+        ensemble = inner  # what is around it passes logits on, and neither calibration nor features
     remembered = getattr(ensemble, "metadata", None)
     known = remembered if isinstance(remembered, Metadata) else Metadata()
     calibration = calibration or known.calibration

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .._distributed import check_unsharded, current_ranks
-from .._utils import require, warn
+from .._utils import require
 from ..baselines.mc_dropout import MCDropout
 from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, require_same_classes, size_of
 from ..errors import ConfigError, DataError
-from ..metrics.inputs import at_least_float32, check_finite, where
+from ..metrics.inputs import at_least_float32, check_finite, warn_of_probabilities, where
 from ..model.dropping import evaluating
 from ..model.ensemble import Ensemble
 from ..optimize.runner import OptimizedEnsemble
@@ -176,11 +176,7 @@ def member_logits(answer: Any, name: str, of: str = "", like: Tensor | None = No
     logits = at_least_float32(answer.detach().cpu())
     logits = logits.unsqueeze(0) if logits.ndim == 2 else logits  # [B, C] -> [1, B, C]
     check_finite(logits, f"member logits [M, B, C]{of}", name)
-    if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-3).all()):
-        warn(
-            f"{where(name)}the answers look like probabilities, and are taken for logits: give what is before the "
-            "softmax, or probabilities.log()"
-        )
+    warn_of_probabilities(logits, name)
     if like is not None:
         require_like(logits, like, name)
     return logits

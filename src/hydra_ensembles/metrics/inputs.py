@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._utils import warn
 from ..errors import DataError
 
 Labels = Tensor | Sequence[int]
@@ -41,6 +42,15 @@ def check_finite(values: Tensor, what: str, name: str | None = None) -> None:
         f"{where(name)}{len(bad)} of {values.numel()} {what} are NaN or infinite, the first at index {first} "
         f"(value {values[first].item()}); every value must be finite: look for overflow in what produced them"
     )
+
+
+def warn_of_probabilities(logits: Tensor, name: str | None = None) -> None:
+    """Say so where all rows of what is taken for logits sum to one, and none is negative."""
+    if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-3).all()):
+        warn(
+            f"{where(name)}the answers look like probabilities, and are taken for logits: give what is before the "
+            "softmax, or probabilities.log()"
+        )
 
 
 def check_same_length(lengths: dict[str, int], name: str | None = None) -> int:

@@ -29,6 +29,7 @@ from .given import (
     gathered,
     require_at_home,
     require_dense,
+    warn_of_other_size,
     warn_of_raw_pixels,
     warn_of_untold_padding,
 )
@@ -289,6 +290,8 @@ class Ensemble(Saved, Droppable):
             raise DataError("the inputs are on the device 'meta', where tensors have no values; give real ones")
         if ready and self.kind == "image":
             warn_of_raw_pixels(arguments[0], self.metadata.preprocessing)
+            if isinstance(self.config.stem, PatchStemConfig) and self.config.encoder.rotary is None:
+                warn_of_other_size(self.config.stem, arguments[0], self.metadata.preprocessing)
         present = {name: tensor for name, tensor in zip(READ[self.kind], arguments, strict=False) if tensor is not None}
         return move(arguments[0] if self.kind == "image" else present, home.device, home.dtype)
 

@@ -112,6 +112,17 @@ def warn_of_raw_pixels(images: Tensor, known: object) -> None:
         )
 
 
+def warn_of_other_size(config: PatchStemConfig, images: Tensor, known: object) -> None:
+    """Warn of images of another size than the model has, or `known`, its preprocessing: positions are fitted to it."""
+    size = images.shape[2], images.shape[3]
+    sizes = [config.image_size, *([known.size] if isinstance(known, ImagePreprocessing) else [])]
+    if size not in sizes and not torch.compiler.is_compiling():
+        warn(
+            f"images are {size[0]}x{size[1]}, and the model has positions for {sizes[0][0]}x{sizes[0][1]}, which are "
+            "fitted: answers change, and a calibration is of images as large as those it was made with"
+        )
+
+
 def fitting_tokens(config: TextStemConfig, ids: Tensor, mask: Tensor | None, segments: Tensor | None) -> Arguments:
     """Token ids and segments as int32 or int64 and a mask of 0 and 1, provided they fit each other and the stem."""
     if ids.dim() != 2 or not _whole(ids) or ids.dtype == torch.bool:
@@ -144,13 +155,13 @@ def _fitting_mask(mask: Tensor) -> Tensor:
 
 
 def warn_of_untold_padding(ids: Tensor, mask: Tensor | None, known: object) -> None:
-    """Warn, where it can be seen, of texts that end with padding and have no mask, though the tokenizer gives one."""
+    """Warn, where it can be seen, of texts with padding at an end and no mask, though the tokenizer gives one."""
     if mask is not None or not isinstance(known, TextPreprocessing) or not known.attention_mask:
         return
-    if _visible(ids) and bool((ids[:, -1] == known.pad_id).any()):
+    if _visible(ids) and bool((ids[:, [0, -1]] == known.pad_id).any()):
         warn(
-            f"some texts end with the id {known.pad_id}, which is padding, and there is no attention_mask: the model "
-            "takes padding for tokens; give all that the tokenizer gives, model(**batch)"
+            f"some texts begin or end with the id {known.pad_id}, which is padding, and there is no attention_mask: "
+            "the model takes padding for tokens; give all that the tokenizer gives, model(**batch)"
         )
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -170,7 +171,10 @@ class Familiarity:
     def scores(self, features: Tensor, logits: Tensor) -> Tensor:
         """Every score of every member, `[S, M, B]`, from features `[M, B, d]` and logits `[M, B, C]`."""
         known, neighbours = self._on(features.device), self.settings.neighbours
-        found = [unfamiliarity(name, known[name], features, logits, neighbours) for name in self.settings.scores]
+        kind = features.device.type  # distances need all digits, whatever the layers are computed in
+        exact = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+        with exact:
+            found = [unfamiliarity(name, known[name], features, logits, neighbours) for name in self.settings.scores]
         return torch.stack(found)
 
     def nearest_class(self, features: Tensor) -> Tensor | None:

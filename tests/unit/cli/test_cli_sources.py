@@ -3,11 +3,13 @@
 import json
 import shutil
 import sys
+import warnings
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 import hydra_ensembles as he
@@ -22,8 +24,11 @@ from hydra_ensembles.cli.sources import (
     require_different,
     with_labels_of,
 )
+from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import ConfigError, DataError, MissingExtraError
 from hydra_ensembles.evaluation.evaluation import Evaluation
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.metadata import Metadata
 
 SMALL = [f"--model-option={name}={value}" for name, value in VIT_OPTIONS.items()]
 
@@ -206,6 +211,34 @@ def test_folders_called_by_numbers_are_those_numbers(world, tmp_path):
     assert with_labels_of(model, data).metadata.labels == ()
     named = model.with_metadata(labels=tuple(map(str, range(11))))
     assert fit_to_model(data, named, DataSettings(by_position=True)).class_names == named.metadata.labels
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "found", "token"),
+    [
+        ((), ("10", "2"), [2, 10], "by_position"),  # torchvision would count places
+        ((), ("0", "1", "2"), [1, 2], "from 1"),  # a table with whole numbers, and none of the first class
+        ((), ("0", "1", "2"), [0, 2], None),
+        (("001", "002", "003"), ("0", "1", "2", "3"), [0, 2], None),  # 1 and 3 of a table, where zeros are lost
+        (("001", "002", "003"), ("0", "1"), None, "classes 0"),
+    ],
+)
+def test_classes_that_are_numbers_are_the_models_or_said_to_be_doubtful(labels, names, found, token):
+    count = len(labels) or 11
+    encoder = EncoderConfig(width=8, layers=1, heads=2, head_dim=4, mlp_width=8)
+    readout = ReadoutConfig(num_classes=count)
+    config = EnsembleConfig(PatchStemConfig((4, 4), (2, 2)), encoder, readout, all_heads(encoder))
+    model = he.Ensemble(config, Metadata(labels=labels, preprocessing=he.ImagePreprocessing((8, 8))))
+    present = [0, 1] if found is None or names == ("10", "2") else [one + bool(labels) for one in found]
+    data = ImageDataset([Image.new("RGB", (8, 8))] * 2, present, names)
+    if found is None:
+        with pytest.raises(DataError, match=token):
+            fit_to_model(data, model, DataSettings())
+        return
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert sorted(fit_to_model(data, model, DataSettings()).labels.tolist()) == found
+    assert [token in str(one.message) for one in said] == ([] if token is None else [True])
 
 
 CODE = "import pathlib\npathlib.Path({mark!r}).touch()\nclass Own:\n    pass\n"

@@ -4,6 +4,7 @@ import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from threading import Barrier, local
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from hydra_ensembles.evaluation import kept
 from hydra_ensembles.evaluation.evaluate import evaluate, evaluate_logits
 from hydra_ensembles.evaluation.kept import Kept
 from hydra_ensembles.evaluation.running import Runner, running
+from hydra_ensembles.familiarity import fit_familiarity
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.overlap import sample_keys
 
@@ -130,6 +132,17 @@ def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
         pass
     with pytest.raises(ConfigError, match="meta"):
         evaluate(calibrated, data, progress=False, device="meta")
+
+
+@pytest.mark.parametrize("around", [torch.nn.DataParallel, partial(torch.compile, backend="eager")])
+def test_what_lies_around_an_ensemble_takes_nothing_from_it(around):
+    """Calibration and familiarity belong to the ensemble inside."""
+    data = image_batches()
+    calibrated = fit_familiarity(tiny_ensemble(), data, "knn").with_metadata(calibration=CALIBRATION)
+    expected = evaluate(calibrated, data, OOD, scores=("knn",), progress=False)
+    found = evaluate(around(calibrated), data, OOD, scores=("knn",), progress=False)
+    assert found.numbers() == expected.numbers()
+    assert found.model == expected.model
 
 
 def test_any_callable_with_two_axes_counts_as_one_member():

@@ -238,7 +238,17 @@ def test_padding_without_a_mask_is_warned_of_where_the_tokenizer_gives_one(masks
         one(IDS)
         assert not caught
         one(padded)
-    assert [issubclass(each.category, HydraWarning) for each in caught] == [True] * said
+        one(padded.flip(1))
+    assert [issubclass(each.category, HydraWarning) for each in caught] == [True, True] * said
+
+
+@pytest.mark.parametrize(("size", "said"), [((4, 6), False), ((8, 6), True), ((8, 12), False)])
+def test_images_of_another_size_are_warned_of_unless_the_preprocessing_makes_them(size: Any, said: bool) -> None:
+    one = model(IMAGE).with_metadata(preprocessing=he.ImagePreprocessing(size=(8, 12)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        one.predict(torch.randn(2, 3, *size))
+    assert ["positions" in str(each.message) for each in caught] == [True] * said
 
 
 @pytest.mark.parametrize(
