@@ -9,12 +9,11 @@ the document itself, so that a git host and the site show the same.
 """
 
 import argparse
-import math
 import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import inference_report
@@ -32,15 +31,34 @@ from studies.circuit_draws import draws_table
 from studies.dual_findings import DualStudy
 from studies.dual_findings import blocks as dual_blocks
 from studies.dual_recipe import ZERO_SHOT
+from studies.findings import LOWER, PRICED, TITLES, marked, price_cell, stored_studies
 from studies.findings import blocks as study_blocks
-from studies.findings import stored_studies
-from studies.price import DEEP, HYDRA, LONGER, NUMBERS, SINGLE, SOUP, price_table
+from studies.price import price_table
 from studies.results import FIGURES, RESULTS, ROOT, load, table
-from studies.rows import HYDRA_CIRC
+from studies.rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, SINGLE, SOUP
 from studies.stored import Study
 from studies.tower_scores import tower_table
 
-UNPRUNED = "Single, D.2, nothing pruned"  # the control of the paper's rows
+COMPARED = (  # rows of the README
+    SINGLE,
+    "Single, trained as long",
+    "Laplace (last layer)",
+    SOUP,
+    DEEP,
+    HYDRA,
+    "Single, D.2, nothing pruned",
+    "Random heads",
+    HYDRA_TAYLOR,
+    HYDRA_CIRC,
+)
+WINS = {
+    "accuracy": "accuracy ↑",
+    "calibrated.nll": "NLL ↓",
+    "calibrated.ece": "ECE ↓",
+    "aurc": "own mistakes, AURC ↓",
+    "all.auroc": "foreign, unsure ↑",
+    "mahalanobis:all.auroc": "foreign, unfamiliar ↑",
+}
 
 
 def documents() -> list[Path]:
@@ -70,8 +88,8 @@ def tables(stored: Mapping[str, Study]) -> dict[str, str]:
         "serve": serve_table(),
         "search": to_markdown(SearchResult.load(RESULTS / "search.json").table()),
         "price": price_table(load("price.json")),
-        "gains": gains_table(),
-        "pruned": pruned_line(stored["vision-cifar100"]),
+        "winners": winners_table(classifiers),
+        "pruned": pruned_line(),
         "demo_gain": demo_line(),
         "conversion": conversion_line(),
         "takes": takes_table(),
@@ -106,62 +124,46 @@ def demo_table() -> str:
     return "\n".join([*words, "", to_markdown(shown.table).rstrip(), "From `results/demo.json`."])
 
 
-def gains_table() -> str:
-    """Of the README: what each method brings and what it costs, the mean over the tasks of the price."""
-    found = load("price.json")
-    tasks, costs, count = found["tables"], found["costs"]["tasks"], found["recipe"]["members"]
-    trainings = {SINGLE: 1, LONGER: 2, SOUP: count, DEEP: count, HYDRA: count}
-
-    def number(name: str, key: str) -> str:
-        value = statistics.fmean(rows[name][key]["mean"] for rows in tasks.values())
-        return f"{value:.3f}" if key == "nll" else f"{100 * value:.1f}"
-
-    columns = []
-    for key in NUMBERS:
-        cells = [number(name, key) for name in trainings]
-        best = (min if key in ("nll", "ece", "aurc") else max)(cells, key=float)
-        columns.append([f"**{cell}**" if cell == best else cell for cell in cells])
-    prices = [
-        f"{statistics.fmean(costs[task].get(name, costs[task][SINGLE])['ratio'] for task in tasks):.2f}×"
-        for name in trainings
-    ]
-    names = [*list(trainings)[:-1], f"{HYDRA}, {count} fine-tunings, nothing pruned"]
-    rows = [list(row) for row in zip(names, map(str, trainings.values()), prices, *columns, strict=True)]
-    titles = ["accuracy ↑", "NLL ↓", "ECE ↓", "own mistakes, AURC ↓", "foreign, unsure ↑", "foreign, unfamiliar ↑"]
-    lower = [
-        f"{task} ({100 * one[HYDRA]['accuracy']['mean']:.1f} against {100 * one[SINGLE]['accuracy']['mean']:.1f})"
-        for task, one in tasks.items()
-        if one[HYDRA]["accuracy"]["mean"] < one[SINGLE]["accuracy"]["mean"]
-    ]
-    below = f"; in accuracy it is below {SINGLE} on {', '.join(lower)}" if lower else ""
+def winners_table(studies: Sequence[Study]) -> str:
+    """Of the README: what methods take and give on the first task, and which of them wins what on every task."""
+    first, wins = studies[0], dict[str, list[str]]()
+    rows = [row for row in COMPARED if row in first.rows]
+    for study in studies:
+        won: dict[str, list[str]] = {}
+        for key, title in WINS.items():
+            means = {row: value for row in rows if row in study.rows and (value := study.mean(row, key)) is not None}
+            best = (min if key.rpartition(".")[2] in LOWER else max)(means, key=means.__getitem__)
+            found = study.difference(best, SINGLE, key)
+            if best != SINGLE and found is not None and found.certain:
+                won.setdefault(best, []).append(title.rpartition(", ")[2].rstrip(" ↑↓"))
+        for row, titles in won.items():
+            wins.setdefault(row, []).append(f"{TITLES[study.name]}: {', '.join(titles)}")
+    lines = []
+    for row in rows:
+        taken = [f"{first.facts['trainings'][row]:g}", price_cell(first, row)]
+        cells = [marked(first, row, key) for key in WINS]
+        lines.append([row, *taken, *cells, "; ".join(wins.get(row, ["–"]))])
+    seeds = ", ".join(f"{TITLES[study.name]} {len(study.seeds(SINGLE))}" for study in studies)
     about = (
-        f"Means over {len(tasks)} tasks ({', '.join(tasks)}) and their seeds, {count} members, calibrated; per cent "
-        f"but for NLL; bold: the best number, whether or not the difference is chance. {HYDRA} here: {count} "
-        f"fine-tunings fused above the mean of their first layers{below}. From `results/price.json`."
+        f"Numbers: {TITLES[first.name]}, means over seeds, calibrated, per cent but for NLL; **better** and *worse* "
+        "than Single beyond chance (95 % intervals over seeds and test samples). Wins: the best of these rows, where "
+        f"it is better than Single beyond chance, on every task (seeds of Single: {seeds}); what nobody wins is not "
+        f"named. {PRICED} From `results/studies/`."
     )
-    return "\n".join([*table(["method", "trainings ↓", "price ↓", *titles], rows), "", about])
+    head = ["method", "trainings ↓", "price ↓", *WINS.values(), "wins"]
+    return "\n".join([*table(head, lines), "", about])
 
 
-def pruned_line(study: Study) -> str:
-    """Of the README: what the paper's way, members by pruning, came to on CIFAR-100, trained on and not."""
-    keys = {"accuracy": "accuracy", "calibrated.ece": "ECE", "near.auroc": "near *unsure*"}
-    keys["mahalanobis:all.auroc"] = "*unfamiliar*"
-
-    def numbers(row: str) -> list[str]:
-        return [f"{100 * (study.mean(row, key) or math.nan):.1f}" for key in keys]
-
-    rows = zip(keys.values(), *map(numbers, (HYDRA_CIRC, SINGLE, UNPRUNED)), strict=True)
-    told = ", ".join(f"{what} {ours} ({single}; {unpruned})" for what, ours, single, unpruned in rows)
+def pruned_line() -> str:
+    """Of the README: what one model loses by pruning alone."""
     seeds = load("analyses/untrained-vision-cifar100.json")["seeds"].values()
     left = [
         f"{100 * statistics.fmean(one['rows'][row]['accuracy'] for one in seeds):.1f}"
         for row in (SINGLE, "Taylor", "CircAvg")
     ]
     return (
-        f"**Members by pruning**, the paper's way, on CIFAR-100: {HYDRA_CIRC}, three pruned models trained on, has "
-        f"{told}; in brackets {SINGLE}, and {SINGLE} trained on alike, unpruned (`results/studies/vision-cifar100/`). "
-        f"Without 12 of 72 heads and not trained on, one model falls from {left[0]} to {left[1]} (Taylor scores) or "
-        f"{left[2]} (circuits; `results/analyses/untrained-vision-cifar100.json`)."
+        f"Without 12 of 72 heads and not trained on, one model falls from {left[0]} % to {left[1]} % (Taylor scores) "
+        f"or {left[2]} % of right answers (circuits; `results/analyses/untrained-vision-cifar100.json`)."
     )
 
 

@@ -396,6 +396,9 @@ GAINED = (
 )
 
 
+PRICED = "Price: time of a batch on a GPU over Single's, in brackets multiply-adds, where no time was measured."
+
+
 def gains(study: Study, row: str) -> str:
     """What a row gains over Single in a study, and of how many seeds, where Single has more."""
     found = [(study.difference(row, SINGLE, key), key) for key in GAINS]
@@ -405,19 +408,21 @@ def gains(study: Study, row: str) -> str:
     return f"{told} ({len(study.seeds(row))} of {len(study.seeds(SINGLE))} seeds)" if told and few else told or "–"
 
 
+def price_cell(study: Study, row: str) -> str:
+    """Time of a batch over Single's where it was measured, else multiply-adds over Single's in brackets."""
+    cost = study.cost(row)
+    return f"{cost['latency_ratio']:.2f}x" if cost else f"({study.work(row)})"
+
+
 def gains_table(studies: Sequence[Study]) -> str:
     """What the main rows take on the first task that has them, and what they gain over Single on every task."""
     lines = []
     for row in GAINING:
         if having := [study for study in studies if row in study.rows]:
             first = having[0]
-            cost = first.cost(row)
-            price = f"{cost['latency_ratio']:.2f}x" if cost else f"*{first.work(row)}*"
-            lines.append([row, f"{first.facts['trainings'][row]:g}", price, *(gains(study, row) for study in studies)])
-    note = (
-        f"{GAINED} Trainings of a whole model, Single's among them. Price: time of a batch on a GPU over Single's; in "
-        "italics multiply-adds over Single's, where no time was measured."
-    )
+            taken = [f"{first.facts['trainings'][row]:g}", price_cell(first, row)]
+            lines.append([row, *taken, *(gains(study, row) for study in studies)])
+    note = f"{GAINED} Trainings of a whole model, Single's among them. {PRICED}"
     return markdown(["row", "trainings ↓", "price ↓", *(TITLES[study.name] for study in studies)], lines, note)
 
 

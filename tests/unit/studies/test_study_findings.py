@@ -116,7 +116,7 @@ def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
         " / ".join(told),
     ]
     (paper,) = (line for line in lines if line.startswith("| Hydra (Circ) |"))
-    assert paper.split(" | ")[2] == f"*{study.work('Hydra (Circ)')}*"  # of which no time was measured
+    assert paper.split(" | ")[2] == f"({study.work('Hydra (Circ)')})"  # of which no time was measured
     assert not any(line.startswith(f"| {SOUP} |") for line in lines)  # not run
     lines = [line[2:].split(" | ")[:5] for line in findings.methods_table([study]).splitlines()[2:5]]
     assert [line[:4] for line in lines] == [
