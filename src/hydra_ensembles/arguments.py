@@ -25,6 +25,7 @@ Positive = Annotated[float, (math.ulp(0.0), math.inf)]
 NotNegative = Annotated[float, (0.0, math.inf)]
 Rate = Annotated[float, (0.0, 1.0)]
 Share = Annotated[float, (0.0, math.nextafter(1.0, 2.0))]  # 1 too
+PositiveShare = Annotated[float, (math.ulp(0.0), math.nextafter(1.0, 2.0))]
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -124,7 +124,8 @@ def settle_checkpoint(folder: Path) -> None:
 def _settle(folder: Path) -> None:
     """Finish a save that was cut short after its `config.json`, remove what is left of others; under the lock."""
     if (folder / CONFIG).exists():
-        whole = _whole(folder, _own_config(folder / CONFIG).get(DIGEST))
+        with _reading(folder / CONFIG), _open(folder / CONFIG, folder) as file:  # another library's is not written over
+            whole = _whole(folder, _parse_config(file).get(DIGEST))
         for path in whole.iterdir() if whole.is_dir() and not whole.is_symlink() else ():
             os.replace(path, folder / path.name)
     for leftover in (*folder.glob(f"{SAVING}*"), *folder.glob(f"{SAVED}*")):
@@ -394,12 +395,6 @@ def _mapped(file: BufferedReader) -> safe_open:
         raise CheckpointError(
             f"it does not fit into memory ({first_line(error)}); free some, or look at the size of the file"
         ) from error
-
-
-def _own_config(path: Path) -> dict[str, Any]:
-    """The content of a `config.json` that this library wrote; another one is not written over."""
-    with _reading(path), _open(path, path.parent) as file:
-        return _parse_config(file)
 
 
 def _parse_config(file: BufferedReader) -> dict[str, Any]:

@@ -165,7 +165,9 @@ def locked(folder: Path, what: str, *, file: str | None = None, wait: bool = Fal
         _held.discard(handle)
         with writing(place, "the work itself is done"):
             lock.unlink(missing_ok=True)  # while it is held: whoever waits for it looks at the name again
-            _unlock(handle)
+            if sys.platform != "win32":
+                fcntl.flock(handle, fcntl.LOCK_UN)  # also where a child process still has it open
+            os.close(handle)
 
 
 @contextmanager
@@ -199,12 +201,6 @@ def _lock(path: Path, wait: bool) -> int | None:
             os.close(handle)
             raise
         os.close(handle)
-
-
-def _unlock(handle: int) -> None:
-    if sys.platform != "win32":
-        fcntl.flock(handle, fcntl.LOCK_UN)  # also where a child process still has it open
-    os.close(handle)
 
 
 def _holder(path: Path) -> str:

@@ -9,25 +9,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ._utils import require, warn
+from .arguments import END, Checked, Positive, PositiveShare
 from .errors import ConfigError, DataError
-from .schema import require_types
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 TextCleaning = Literal["none", "whitespace", "lower", "canonicalize"]
+Pixels = Annotated[int, (1, (1 << 16) + 1)]
 
 
 @dataclass(frozen=True)
-class ImagePreprocessing:
+class ImagePreprocessing(Checked):
     """Resize, crop and normalise images.
 
     `resize_mode="shortest"` scales the short side to `size / crop_fraction`, `"squash"` scales both sides to
@@ -45,25 +46,18 @@ class ImagePreprocessing:
 
     kind: ClassVar[str] = "image"
 
-    size: tuple[int, int]
+    size: tuple[Pixels, Pixels]
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    std: tuple[Positive, ...] = (0.229, 0.224, 0.225)
     interpolation: Interpolation = "bicubic"
-    crop_fraction: float = 1.0
+    crop_fraction: PositiveShare = 1.0
     resize_mode: Literal["shortest", "squash"] = "shortest"
     crop_corner: Literal["round", "floor"] = "round"
 
     def __post_init__(self) -> None:
-        """Check types, sizes, channels and the crop."""
-        require_types(self)
-        if min(self.size) < 1 or max(self.size) > 1 << 16:
-            raise ConfigError(f"preprocessing size must be between 1 and 65536 pixels, got {self.size}")
-        if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std) or min(self.std) <= 0:
-            raise ConfigError(
-                f"mean and std must have one or three entries each, std positive; got {self.mean}, {self.std}"
-            )
-        if not 0.0 < self.crop_fraction <= 1.0:
-            raise ConfigError(f"crop_fraction must be in (0, 1], got {self.crop_fraction}")
+        super().__post_init__()
+        if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std):
+            raise ConfigError(f"mean and std must have one or three entries each; got {self.mean}, {self.std}")
 
     def __call__(self, images: "Image | Sequence[Image]") -> Tensor:
         """Turn PIL images into a tensor `[B, channels, height, width]`, ready for the model."""
@@ -113,7 +107,7 @@ class ImagePreprocessing:
 
 
 @dataclass(frozen=True)
-class TextPreprocessing:
+class TextPreprocessing(Checked):
     """Tokenise strings with the `tokenizers` library alone.
 
     `tokenizer` is the content of a `tokenizer.json`. It is saved as a file of its own, not in the config.
@@ -131,22 +125,14 @@ class TextPreprocessing:
 
     kind: ClassVar[str] = "text"
 
-    max_length: int
-    pad_id: int = 0
+    max_length: Annotated[int, (1, (1 << 20) + 1)]
+    pad_id: Annotated[int, (0, END)] = 0
     pad_token: str = "[PAD]"
     pad_to_max: bool = False
     attention_mask: bool = True
     segments: bool = False
     cleaning: TextCleaning = "none"
     tokenizer: str = field(default="", repr=False)
-
-    def __post_init__(self) -> None:
-        """Check types, the length and the padding."""
-        require_types(self)
-        if not 1 <= self.max_length <= 1 << 20:
-            raise ConfigError(f"max_length must be between 1 and 1048576 tokens, got {self.max_length}")
-        if self.pad_id < 0:
-            raise ConfigError(f"pad_id must not be negative, got {self.pad_id}")
 
     def __call__(self, texts: "str | Sequence[str | tuple[str, str]]") -> dict[str, Tensor]:
         """Turn strings (or pairs of strings) into `input_ids` and what else the model takes, `[B, T]` each."""

@@ -260,14 +260,13 @@ class VLMPosterior:
         require_whole("members", members, 1)
         require_whole("seed", seed, 0)
         base = zero_shot(self.dual, class_names, templates, keep_text)
-        sides = self.image, self.text
-        of_image, of_text = (
-            _weights(side.draw(members, derive_seed(seed, kind)), projection)
-            for side, kind, projection in zip(sides, ("image", "text"), _projections(self.dual), strict=True)
-        )
+        image, text = _projections(self.dual)
+        of_image = _weights(self.image.draw(members, derive_seed(seed, "image")), image)
+        maps = self.text.draw(members, derive_seed(seed, "text"))  # [S, e, d (+ 1)]
+        of_text = _weights(maps, text)
         names, sentences = checked_names(class_names), checked_templates(templates)
         seen = self._texts(prompts_of(names, sentences))  # [C·templates, d]
-        embedded = seen @ self.text.draw(members, derive_seed(seed, "text")).mT  # [S, C·templates, e]
+        embedded = seen @ maps.mT  # [S, C·templates, e]
         classes = average_templates(F.normalize(embedded, dim=-1), len(sentences))
         many = joined([base] * members, Sharing(stem=True, attention=True, mlp=True, norms=True))
         state = many.state_dict()

@@ -12,7 +12,6 @@ from ..model.config import EnsembleConfig
 from ..model.dropping import Droppable, dropping
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, built_around
-from ..model.given import Given
 from ..prediction import Prediction
 
 
@@ -61,18 +60,12 @@ class MCDropout(Droppable):
         self.num_classes = ensemble.num_classes
         self.eval()
 
-    def forward(
-        self,
-        inputs: Given | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **named: Any,
-    ) -> Tensor:
+    def forward(self, *given: Any, **named: Any) -> Tensor:
         """Member logits `[M·passes, B, C]`, of what an ensemble takes; the passes of a member lie together."""
-        given = self.model.unpack(inputs, attention_mask, token_type_ids, **named)
+        arguments = self.model.unpack(*given, **named)
         if self.p == 0.0:  # every pass is the same
-            return cast(Tensor, self.model(*given)).repeat_interleave(self.passes, dim=0)
-        many = (None if one is None else torch.cat([one] * self.passes) for one in given)  # [passes·B, …] each
+            return cast(Tensor, self.model(*arguments)).repeat_interleave(self.passes, dim=0)
+        many = (None if one is None else torch.cat([one] * self.passes) for one in arguments)  # [passes·B, …] each
         with dropping(torch.Generator(self.device).manual_seed(self.seed)):
             logits = cast(Tensor, self.model(*many))  # [M, passes·B, C]
         return logits.unflatten(1, (self.passes, -1)).flatten(0, 1)  # [M·passes, B, C]
@@ -87,16 +80,6 @@ class MCDropout(Droppable):
     def prepare(self, inputs: Any = None, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""
         return self.model.prepare(inputs, **named)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
-        return self.model.dtype
 
 
 def _with_dropout(config: EnsembleConfig, p: float) -> EnsembleConfig:

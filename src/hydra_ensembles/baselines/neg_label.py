@@ -1,16 +1,14 @@
 """NegLabel: words that are no classes, beside the classes of a zero-shot model; what they attract looks foreign."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed
-from ..arguments import Checked, Seed, Share, Whole, checked
+from ..arguments import Checked, PositiveShare, Seed, Share, Whole, checked
 from ..errors import ConfigError, DataError
 from ..familiarity import with_score
 from ..model.dual_encoder import Templates, checked_templates, class_embeddings, text_tower
@@ -30,7 +28,7 @@ class NegLabel(Checked):
         seed: Draws the groups.
     """
 
-    share: Annotated[float, (math.ulp(0.0), math.nextafter(1.0, 2.0))] = 0.15  # above 0, and 1 too
+    share: PositiveShare = 0.15
     percentile: Share = 0.95
     groups: Whole = 100
     seed: Seed = 0

@@ -1,10 +1,11 @@
 """Optimal Brain Apoptosis: single weights are removed by what the curvature of the loss says of them."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ..model.ensemble import Ensemble
 from ..model.states import place_of
 from ..schema import to_plain
 from ..training.finetune import Parametrised, train_parametrised
-from ..training.loop import Job, Running, Runtime, training_runtime, trains
+from ..training.loop import Job, Running, training_runtime, trains
 from ..training.recipe import Recipe, trainable_state
 from ..training.saved import Position, RunState, read_state, read_tensors, require_layout, usable, write_state
 from .start import require_single
@@ -165,50 +166,41 @@ def pruned_masks(
     model: Ensemble, train: Batches, settings: OBA, seed: int, folder: Path | None, device: torch.device | str | None
 ) -> dict[str, Tensor]:
     """What is left of every removable tensor, step by step; with a folder, after every step it can be stopped."""
-    with borrowed(train), training_runtime(device, model.device) as runtime:
-        run = _fingerprint(model, train, settings, seed) if folder is not None else {}
-        if folder is None:
-            return _prune(model, train, settings, seed, None, RunState(run), runtime)
-        with runtime.ranks.locked(folder, "pruning"):
-            return _prune(model, train, settings, seed, folder, RunState(run), runtime)
-
-
-def _prune(
-    model: Ensemble, train: Batches, settings: OBA, seed: int, folder: Path | None, state: RunState, runtime: Runtime
-) -> dict[str, Tensor]:
-    copy = Ensemble.from_state(model.config, trainable_state(model, runtime.device))
-    weights = removable(copy)
-    masks = {name: torch.ones_like(one, dtype=torch.bool) for name, one in weights.items()}
-    saved = None if folder is None else read_state(folder, state.fingerprint)
-    if saved is not None and folder is not None:
-        with usable(folder):
-            state, tensors = read_tensors(folder, saved, masks)
-            found = tensors["result" if saved.finished else "current"]
-            require_layout(found, masks)
-        masks = {name: found[name].to(runtime.device) for name in masks}
-    total = sum(one.numel() for one in copy.parameters())
-    fixed = total - sum(one.numel() for one in weights.values())
-    for step in range(state.position.step, settings.steps):
-        with torch.no_grad():
-            for name, one in weights.items():
-                one *= masks[name]
-        with epoch_of(train, step, seed, runtime.device):
-            curved = curvature(copy, islice(_labelled(copy, train), settings.batches), weights)
-        scores = importances(curved, {name: one.detach() for name, one in weights.items()}, settings.rule)
-        masks = kept(scores, masks, round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed)
-        last = step + 1 == settings.steps
-        state = replace(state, position=Position(step + 1), finished=last)
-        if folder is not None and runtime.ranks.rank == 0:
-            state = replace(state, files={}, checksums={})
-            state = write_state(folder, state, {"result" if last else "current": masks})
-    return {name: mask.cpu() for name, mask in masks.items()}
+    with borrowed(train), training_runtime(device, model.device) as runtime, ExitStack() as alone:
+        state = RunState({})
+        if folder is not None:
+            data = fingerprint(train, "train", derive_seed(seed, "fingerprint"))
+            about = {"method": "oba", "settings": to_plain(settings)}
+            state = RunState({**about, "train": data, "model": model_fingerprint(model)})
+            alone.enter_context(runtime.ranks.locked(folder, "pruning"))
+        copy = Ensemble.from_state(model.config, trainable_state(model, runtime.device))
+        weights = removable(copy)
+        masks = {name: torch.ones_like(one, dtype=torch.bool) for name, one in weights.items()}
+        saved = None if folder is None else read_state(folder, state.fingerprint)
+        if saved is not None and folder is not None:
+            with usable(folder):
+                state, tensors = read_tensors(folder, saved, masks)
+                found = tensors["result" if saved.finished else "current"]
+                require_layout(found, masks)
+            masks = {name: found[name].to(runtime.device) for name in masks}
+        total = sum(one.numel() for one in copy.parameters())
+        fixed = total - sum(one.numel() for one in weights.values())
+        for step in range(state.position.step, settings.steps):
+            with torch.no_grad():
+                for name, one in weights.items():
+                    one *= masks[name]
+            with epoch_of(train, step, seed, runtime.device):
+                curved = curvature(copy, islice(_labelled(copy, train), settings.batches), weights)
+            scores = importances(curved, {name: one.detach() for name, one in weights.items()}, settings.rule)
+            masks = kept(scores, masks, round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed)
+            last = step + 1 == settings.steps
+            state = replace(state, position=Position(step + 1), finished=last)
+            if folder is not None and runtime.ranks.rank == 0:
+                state = replace(state, files={}, checksums={})
+                state = write_state(folder, state, {"result" if last else "current": masks})
+        return {name: mask.cpu() for name, mask in masks.items()}
 
 
 def _labelled(model: Ensemble, train: Batches) -> Iterable[tuple[Inputs, Tensor]]:
     for index, (inputs, labels) in enumerate(iterate(train, "train")):
         yield inputs, require_labels(labels, model.num_classes, "train", index)
-
-
-def _fingerprint(model: Ensemble, train: Batches, settings: OBA, seed: int) -> dict[str, Any]:
-    data = fingerprint(train, "train", derive_seed(seed, "fingerprint"))
-    return {"method": "oba", "settings": to_plain(settings), "train": data, "model": model_fingerprint(model)}

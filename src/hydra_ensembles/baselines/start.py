@@ -67,7 +67,4 @@ def embedding_statistics(model: object, caller: str) -> dict[str, Tensor]:
         }
     weight, bias = readout.projection.weight.detach().float().cpu(), readout.projection.bias
     shift = torch.zeros(len(weight), weight.shape[1]) if bias is None else bias.detach().float().cpu()
-    return {
-        "projection": weight.expand(members, -1, -1).contiguous(),
-        "shift": shift.expand(members, -1).contiguous(),
-    }
+    return {"projection": weight.expand(members, -1, -1).contiguous(), "shift": shift.expand(members, -1).contiguous()}

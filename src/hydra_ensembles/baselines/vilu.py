@@ -123,10 +123,8 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
         if runtime.ranks.size > 1:
             raise ConfigError(f"vilu trains a small network; start it in one process instead of {runtime.ranks.size}")
         self.rows = rows.to(runtime.device)  # [M, C, e]
-        self.fixed, (members, _, width) = (
-            {"texts": F.normalize(self.rows, dim=-1), "scale": scale_of(self.rows)},
-            rows.shape,
-        )
+        self.fixed = {"texts": F.normalize(self.rows, dim=-1), "scale": scale_of(self.rows)}
+        members, _, width = rows.shape
         self.model, drawn = nn.ParameterDict(), torch.Generator().manual_seed(derive_seed(recipe.seed, "vilu"))
         for layer, (inputs, outputs) in enumerate(pairwise((3 * width, *settings.hidden, 1))):
             for name, shape in ((f"weight{layer}", (outputs, inputs)), (f"bias{layer}", (outputs,))):

@@ -395,7 +395,7 @@ class Extraction:
             warn(
                 f"the circuit for {self.objective.score!r} ends after {steps} of {self.budget} heads: without any "
                 f"further one the accuracy, {1 - now / count:.4f} (at first {1 - journal.start['errors'] / count:.4f}),"
-                f" would fall below {1 - most / count:.4f} (max_accuracy_loss={self.max_accuracy_loss})",
+                f" would fall below {1 - most / count:.4f} (max_accuracy_loss={self.max_accuracy_loss})"
             )
 
     def _start(self, done: Sequence[Head]) -> Naive | Exact | JointExact | Screened:

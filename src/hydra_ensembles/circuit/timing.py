@@ -5,13 +5,14 @@ blocks from that of its head on, and bounds end most candidates early; by how mu
 """
 
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from tqdm import tqdm
 
 from ..heads.ranking import Head
+from ..model.cost import times_in_turn
 from ..model.ensemble import Ensemble
 from .cache import forward_cost, sample_cost
 from .scores import Method, Objective, Samples
@@ -55,11 +56,7 @@ def speed_of(model: Ensemble, samples: Samples, batch_size: int) -> float:
     """Multiply-adds a second: how fast the device runs blocks."""
     group = max(samples.groups, key=len)
     rows = min(len(group), batch_size, _TIMED["cuda" if model.device.type == "cuda" else "cpu"])
-    taken = []
-    for _ in range(_PASSES):
-        start = time.perf_counter()
-        model(*group.take(slice(0, rows))).sum().item()  # waits for a GPU
-        taken.append(time.perf_counter() - start)
+    taken = times_in_turn({"pass": partial(model, *group.take(slice(0, rows)))}, _PASSES, model.device)["pass"]
     return rows * sample_cost(model, group) / max(min(taken), 1e-6)
 
 

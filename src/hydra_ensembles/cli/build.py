@@ -26,7 +26,7 @@ from ..run_folder import IDENTITY, RESULT, SETTINGS, require_own_folder
 from ..schema import to_plain
 from ..training.recipe import Recipe
 from . import sources as source
-from .command import Json, command, emit, emit_json, parse_yaml, read_recipe, write_settings
+from .command import Json, Quiet, command, emit, emit_json, parse_yaml, read_recipe, write_settings
 from .evaluations import read_named
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 from .use import preprocessing_of
@@ -57,8 +57,7 @@ class BuildSources(DataSettings, ModelSettings):
 
     def __post_init__(self) -> None:
         """Check what can be checked without loading anything."""
-        ModelSettings.__post_init__(self)
-        DataSettings.__post_init__(self)
+        super().__post_init__()
         if not self.output:
             raise ConfigError("output is empty; name the folder that the build goes to")
         if SYNTHETIC in self.ood and len(self.ood) > 1:
@@ -75,12 +74,7 @@ def ood_sources(specs: tuple[str, ...]) -> list[tuple[str | None, str]]:
 
 
 @command
-def build(
-    sources: BuildSources,
-    hydra: HydraConfig,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
-    as_json: Json = False,
-) -> None:
+def build(sources: BuildSources, hydra: HydraConfig, quiet: Quiet = False, as_json: Json = False) -> None:
     """Make a Hydra Ensemble from one trained model.
 
     Ranks heads, prunes a copy per member, fine-tunes if asked, fuses, calibrates. Every stage leaves its product in the
@@ -161,8 +155,7 @@ class SearchSources(DataSettings, ModelSettings):
 
     def __post_init__(self) -> None:
         """Check what can be checked without loading anything."""
-        ModelSettings.__post_init__(self)
-        DataSettings.__post_init__(self)
+        super().__post_init__()
         if not self.output:
             raise ConfigError("output is empty; name the folder that the search goes to")
         if not self.ood or SYNTHETIC in (*self.ood, *self.judge_ood):
@@ -178,7 +171,7 @@ class SearchSources(DataSettings, ModelSettings):
 def search(
     sources: SearchSources,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what the candidates would cost.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Find the best ensemble for a price.

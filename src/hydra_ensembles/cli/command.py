@@ -58,6 +58,10 @@ Changes = Annotated[
     list[str] | None, typer.Option("--set", help="Any setting, as recipe.epochs=3.", metavar="NAME=VALUE")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+NamedColumns = Annotated[
+    list[str] | None, typer.Option(help="Column of a table, as text=sentence.", metavar="ROLE=NAME")
+]
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -28,7 +28,7 @@ from ..report.compare import compare as compare_evaluations
 from ..report.html import write_atlas, write_report
 from ..schema import to_plain
 from . import sources as source
-from .command import Json, command, emit, emit_json, write_settings
+from .command import Json, Quiet, command, emit, emit_json, write_settings
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
 KEPT = ".run"  # suffix of the folder that keeps what is done until all is
@@ -57,11 +57,16 @@ class MeasuredSettings(DataSettings, ModelSettings):
 
     def __post_init__(self) -> None:
         """Check that there is something to measure on."""
-        ModelSettings.__post_init__(self)
-        DataSettings.__post_init__(self)
+        super().__post_init__()
         if self.id is None and self.suite is None:
             raise ConfigError("no data to evaluate on; give id (and ood, as near:NAME=DATA), or a suite")
         source.require_different(("id", self.id), *(("ood", data) for _, _, data in read_named(self.ood)))
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What `evaluate` and `atlas` take alike."""
+        about = {"name": self.name or self.own_name, "score": self.score}
+        return {**about, "batch_size": self.batch_size or USUAL_BATCH, "num_workers": self.workers}
 
 
 @dataclass(frozen=True)
@@ -155,11 +160,7 @@ def _read(spec: str, settings: MeasuredSettings, model: Ensemble, labelled: bool
 
 
 @command
-def evaluate(
-    settings: EvaluateSettings,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
-    as_json: Json = False,
-) -> None:
+def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = False) -> None:
     """Measure a model on its task and on OOD data.
 
     Accuracy, calibration, OOD detection and selective risk are printed and written as JSON, for compare and report,
@@ -179,12 +180,9 @@ def evaluate(
         test,
         groups,
         shifts,
-        name=settings.name or settings.own_name,
-        score=settings.score,
+        **settings.common,
         scores=settings.scores,
         convention=settings.convention,
-        batch_size=settings.batch_size or USUAL_BATCH,
-        num_workers=settings.workers,
         bootstrap=settings.bootstrap,
         gallery=GALLERY,
         keep_logits=settings.keep_logits,
@@ -253,10 +251,7 @@ def report(
 
 
 @command
-def atlas(
-    settings: AtlasSettings,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
-) -> None:
+def atlas(settings: AtlasSettings, quiet: Quiet = False) -> None:
     """See what every head of a model is good for, on one HTML page.
 
     Each head is switched off by itself: what that costs in accuracy, likelihood and OOD separation, which members keep
@@ -272,12 +267,9 @@ def atlas(
         model,
         test,
         groups,
-        name=settings.name or settings.own_name,
-        score=settings.score,
+        **settings.common,
         inputs=settings.inputs,
         layers=settings.layers or None,
-        batch_size=settings.batch_size or USUAL_BATCH,
-        num_workers=settings.workers,
         output=settings.page.with_suffix(KEPT),
         progress=not quiet,
     )

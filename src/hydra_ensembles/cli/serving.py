@@ -21,7 +21,7 @@ from ..serve.export import export as write_export
 from ..serve.scoring import SHARD, UNREADABLE, Scorer, score_archive
 from ..serve.service import API_KEY, ServeSettings
 from ..serve.telemetry import log_to_stdout
-from .command import Json, command, emit_json
+from .command import Json, NamedColumns, command, emit_json
 from .sources import USUAL_BATCH, ModelSettings, load_classifier
 from .use import find_inputs, named_columns
 
@@ -167,9 +167,7 @@ def score(
     model: ModelSettings,
     source: Annotated[Path, typer.Argument(metavar="IN", help="Folder, table, tar file, lines of text.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the shards; made if it does not exist.")],
-    column: Annotated[
-        list[str] | None, typer.Option(help="Column of a table, as text=sentence.", metavar="ROLE=NAME")
-    ] = None,
+    column: NamedColumns = None,
     keep: Annotated[list[str] | None, typer.Option(help="Column of tables that comes along, once for each.")] = None,
     wide: Annotated[bool, typer.Option("--wide", help="Write probabilities and member logits, too.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples a batch.")] = USUAL_BATCH,

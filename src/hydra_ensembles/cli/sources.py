@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from .._utils import require, require_device, warn
+from ..arguments import END, Checked, Whole
 from ..convert.convert import convert, require_supported
 from ..convert.processors import IMAGE_SETTINGS, TEXT_SETTINGS, with_preprocessing
 from ..convert.refusals import explained, in_lines, refusal
@@ -38,7 +39,7 @@ SHOWN = 6  # names in an error
 
 
 @dataclass(frozen=True)
-class ModelSettings:
+class ModelSettings(Checked):
     """Which model, and how it is made where its name alone does not say so.
 
     Attributes:
@@ -67,6 +68,7 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         """Check what can be checked without loading anything."""
+        super().__post_init__()
         if not self.model:
             raise ConfigError("model is empty; name a folder, timm:NAME or hub:OWNER/NAME")
         for reserved in self.model_options.keys() & {"pretrained", "checkpoint_path"}:
@@ -253,7 +255,7 @@ def _require_no_code(source: str, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class DataSettings:
+class DataSettings(Checked):
     """How data are read.
 
     Attributes:
@@ -268,16 +270,9 @@ class DataSettings:
     root: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     by_position: bool = False
-    limit: int | None = None
-    batch_size: int | None = None
-    workers: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        for name, least in (("limit", 2), ("batch_size", 1), ("workers", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} must be at least {least}, got {value}")
+    limit: Annotated[int, (2, END)] | None = None
+    batch_size: Whole | None = None
+    workers: Annotated[int, (0, END)] = 0
 
 
 def load_data(spec: str, settings: DataSettings, labelled: bool = True) -> AnyDataset:

@@ -29,7 +29,7 @@ from ..prediction import Prediction
 from ..preprocessing import TextPreprocessing
 from ..report.compare import csv_text, save_costs
 from ..schema import from_plain, to_plain
-from .command import Json, assign, command, did_you_mean, emit, emit_json
+from .command import Json, NamedColumns, assign, command, did_you_mean, emit, emit_json
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model
 
 NUMBERS = ("confidence", "epistemic", "entropy", "disagreement")
@@ -67,9 +67,7 @@ def predict(
     format: Annotated[OutputFormat, typer.Option("--format", "-f", help="How to write it.")] = "table",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
     threshold: Annotated[float | None, typer.Option(help="Abstain where the score is above this.")] = None,
-    column: Annotated[
-        list[str] | None, typer.Option(help="Column of a table, as text=sentence.", metavar="ROLE=NAME")
-    ] = None,
+    column: NamedColumns = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples a batch.")] = USUAL_BATCH,
 ) -> None:
     """Label images or texts, or abstain.
@@ -202,10 +200,7 @@ def _short(text: str) -> str:
 
 
 @command
-def info(
-    model: ModelSettings,
-    as_json: Json = False,
-) -> None:
+def info(model: ModelSettings, as_json: Json = False) -> None:
     """Show what is in a model, with a map of its heads.
 
     Examples:

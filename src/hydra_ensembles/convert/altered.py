@@ -98,16 +98,9 @@ _CLASSES = {place: classes for classes, places in _PARTS for place in places.spl
 # Settings that do not change an answer, or that are read off the tensors.
 _FREE = frozenset(
     [
-        *(
-            "training",
-            "inplace",
-            "init_values",
-            "fused_attn",
-            "layer_idx",
-            "gradient_checkpointing",
-            "grad_checkpointing",
-        ),
-        *("name_or_path", "loss_type", "kernel_config", "in_features", "out_features", "num_embeddings", "num_labels"),
+        *("training", "inplace", "init_values", "fused_attn", "layer_idx", "num_labels", "name_or_path", "loss_type"),
+        *("gradient_checkpointing", "grad_checkpointing", "kernel_config", "in_features", "out_features"),
+        "num_embeddings",
     ]
 )
 

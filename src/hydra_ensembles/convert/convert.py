@@ -2,7 +2,6 @@
 
 import re
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from .._utils import unwrapped
+from .._utils import unwrapped, warn
 from ..arguments import checked
-from ..errors import ConversionError, HydraWarning
+from ..errors import ConversionError
 from ..model.config import EnsembleConfig, PatchStemConfig
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
@@ -128,21 +127,17 @@ def convert(
     elif probe:
         require_same_answers(both)
     if probe and both.own and not same_when_padded_left(both):
-        warnings.warn(
+        warn(
             f"{architecture.name}: the answers agree on texts with padding behind them, but not on texts with padding "
-            "before them, where the model counts tokens in a way of its own: pad on the right (padding_side='right')",
-            HydraWarning,
-            stacklevel=3,
+            "before them, where the model counts tokens in a way of its own: pad on the right (padding_side='right')"
         )
     if not probe or not both.own or (declaration is not None and declaration.dropout is not None):
         return both.ensemble
     trained, whole = read_dropout(both)
     if not whole:
-        warnings.warn(
+        warn(
             f"{architecture.name}: in training the model drops something at random that could not be read off it, and "
-            "the converted one does not: if it is to be trained, say dropout= in the declaration",
-            HydraWarning,
-            stacklevel=3,
+            "the converted one does not: if it is to be trained, say dropout= in the declaration"
         )
     return both.ensemble if trained == config else Ensemble.from_state(trained, state, metadata)
 
@@ -250,11 +245,9 @@ def _supported_inside(model: nn.Module) -> str:
 def _read_own(declaration: Declaration, model: nn.Module) -> Architecture:
     """The declaration of a model of the user's own; says so where its images are taken for square."""
     if "patch" in declaration.names and "position" in declaration.names and declaration.image_size is None:
-        warnings.warn(
+        warn(
             f"{type(model).__name__}: nothing says which shape its images have, and a square is assumed; say so with "
-            "image_size= in the declaration, or give the preprocessing",
-            HydraWarning,
-            stacklevel=4,
+            "image_size= in the declaration, or give the preprocessing"
         )
     return read_declaration(declaration, model)
 

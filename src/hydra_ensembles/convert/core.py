@@ -69,15 +69,11 @@ def attention(out: str, *qkv: str, order: Order | None = None, place: str = "enc
         order: How the numbers of queries and keys lie in a head, where pairs that rotate together are not halves.
         place: Whose attention it is: that of the blocks, or the one that pools (`POOLING`).
     """
-
-    def read_out(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        return tensors[0].t().reshape(shape)  # [H, d_k, d]
-
     weights, biases = (tuple(name.replace("*", leaf) for name in qkv) for leaf in ("weight", "bias"))
     return {
         f"{place}qkv": into_heads(*weights, order=order),
         f"{place}qkv_bias": into_heads(*biases, order=order),
-        f"{place}out": Source((f"{out}.weight",), read_out),
+        f"{place}out": Source((f"{out}.weight",), lambda tensors, shape: tensors[0].t().reshape(shape)),  # [H, d_k, d]
         f"{place}out_bias": f"{out}.bias",
     }
 
@@ -242,7 +238,9 @@ def translate(
         if source is None or not foreign.keys() >= set(source.names):
             if may_be_fresh and name.startswith(_FRESH):
                 fresh |= name.startswith("readout.classifier")
-                state[name] = _fresh(name, shape, next(iter(stored.values())))
+                state[name] = next(iter(stored.values())).new_zeros(shape)
+                if not name.endswith("bias"):
+                    nn.init.trunc_normal_(state[name], std=0.02)
                 continue
             missing |= dict.fromkeys([name] if source is None else set(source.names) - foreign.keys(), name)
             continue
@@ -317,12 +315,6 @@ def _source_of(weights: Weights, name: str, foreign: Mapping[str, Tensor]) -> So
     entries = [copied(one + tail) if isinstance(one, str) else one for one in _alternatives(weights[head])]
     sources = [replace(one, names=tuple(part.replace("{i}", layer) for part in one.names)) for one in entries]
     return next((source for source in sources if foreign.keys() >= set(source.names)), sources[0])
-
-
-def _fresh(name: str, shape: torch.Size, like: Tensor) -> Tensor:
-    """Initial values of a new classifier, in the dtype and on the device of the model."""
-    tensor = torch.zeros(shape, dtype=like.dtype, device=like.device)
-    return tensor if name.endswith("bias") else nn.init.trunc_normal_(tensor, std=0.02)
 
 
 # --- readings that declarations share ----------------------------------------------------------------------

@@ -146,7 +146,7 @@ class _Watch(TorchDispatchMode):
             place = _asker() if func.overloadpacket.__name__ in _READS else None
             if place is not None and place not in self.asked.places:
                 self.asked.places.append(place)
-        ids = [one for one in given if self._is_followed(one)]
+        ids = [one for one in given if any(_same_memory(one, known) for known in self.followed)]
         if ids:
             self._look(func.overloadpacket.__name__, partial(func, **(kwargs or {})), args, ids, result)
         return result
@@ -166,9 +166,6 @@ class _Watch(TorchDispatchMode):
                 self.asked.questions.append(lambda new: func(*(new if one is None else one for one in given)))
                 return
         self.asked.unknown = True
-
-    def _is_followed(self, tensor: Tensor) -> bool:
-        return any(_same_memory(tensor, one) for one in self.followed)
 
 
 def _asker() -> str | None:

@@ -6,16 +6,7 @@ from typing import Any
 from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
-from .core import (
-    Architecture,
-    activation_of,
-    attention,
-    dropout_rate,
-    first_of,
-    norm_eps,
-    read_classifier,
-    refuse,
-)
+from .core import Architecture, activation_of, attention, dropout_rate, first_of, norm_eps, read_classifier, refuse
 
 _NAME = "torchvision VisionTransformer"
 _LAYER = "encoder.layers.encoder_layer_{i}"

@@ -111,12 +111,7 @@ def _answer(model: Any, inputs: Inputs, fresh: bool, with_mean: bool = False) ->
 
 READOUT: Weights = {
     "readout.hidden": (
-        "classifier.dense",
-        "pre_classifier",
-        "pooler.dense",
-        "bert.pooler.dense",
-        "albert.pooler",
-        "pooler",
+        *("classifier.dense", "pre_classifier", "pooler.dense", "bert.pooler.dense", "albert.pooler", "pooler"),
     ),
     "readout.classifier": ("classifier", "classifier.out_proj", "cls_classifier"),
     "readout.distillation_classifier": "distillation_classifier",
@@ -180,10 +175,7 @@ _ATTENTION = attention("attention.o_proj", *(f"attention.{part}_proj.*" for part
 _OLD_ATTENTION = attention(
     "attention.output.dense", *(f"attention.attention.{part}.*" for part in ("query", "key", "value"))
 )
-_VIT_NORMS: Weights = {
-    "encoder.layers.{i}.norm1": "layernorm_before",
-    "encoder.layers.{i}.norm2": "layernorm_after",
-}
+_VIT_NORMS: Weights = {"encoder.layers.{i}.norm1": "layernorm_before", "encoder.layers.{i}.norm2": "layernorm_after"}
 _VIT_LAYER: Weights = {
     **_ATTENTION,
     **_VIT_NORMS,

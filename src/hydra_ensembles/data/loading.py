@@ -264,9 +264,7 @@ def _read_delimited(file: Path, texts: dict[str, Any]) -> Any:
         # one block for the whole file, so that a long text cannot straddle two
         read_options=csv.ReadOptions(block_size=max(1 << 20, file.stat().st_size + 1)),
         parse_options=csv.ParseOptions(
-            delimiter=DELIMITERS[file.suffix.lower()],
-            quote_char='"' if quoted else False,
-            newlines_in_values=quoted,
+            delimiter=DELIMITERS[file.suffix.lower()], quote_char='"' if quoted else False, newlines_in_values=quoted
         ),
         convert_options=csv.ConvertOptions(strings_can_be_null=False, column_types=texts),
     )

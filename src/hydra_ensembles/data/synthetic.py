@@ -64,7 +64,8 @@ def synthetic_ood(id_batches: Batches, *, seed: int = 0, model: Ensemble | None 
     images = {key.dim() == 4 for _, key in tensors}
     if len(images) > 1:
         raise DataError("id_batches has images [B, C, H, W] in some batches and token ids [B, T] in others; give one")
-    draws = (torch.Generator().manual_seed(derive_seed(seed, number)) for number in range(_samples(tensors)))
+    samples = sum(len(key) for _, key in tensors)
+    draws = (torch.Generator().manual_seed(derive_seed(seed, number)) for number in range(samples))
     if images == {True}:
         spoilt = _spoilt_images([key for _, key in tensors], draws)
     else:
@@ -85,10 +86,6 @@ def _main(inputs: Inputs, index: int) -> tuple[str, Tensor]:
     raise DataError(
         f"batch {index} of id_batches holds {got}; OOD data is made from images [B, C, H, W] or token ids [B, T]"
     )
-
-
-def _samples(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    return sum(len(tensor) for _, tensor in tensors)
 
 
 # --- images ----------------------------------------------------------------------------------------------------------

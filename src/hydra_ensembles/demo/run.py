@@ -1,20 +1,21 @@
 """The demo from start to end: build a Hydra Ensemble from the embedded backbone, compare it, write everything down."""
 
+import math
 import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from ..arguments import END, Checked, Whole
 from ..calibrate import calibrate, fit_calibration
 from ..data.batching import BatchLoader, batches
 from ..data.dataset import subset
-from ..errors import ConfigError
 from ..evaluation.evaluate import evaluate, evaluate_logits
 from ..evaluation.evaluation import Evaluation, describe_model
 from ..familiarity import fit_familiarity
@@ -40,7 +41,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class DemoSettings:
+class DemoSettings(Checked):
     """How the demo is run: few settings, chosen on images that it does not report on (`results/demo_choice.json`).
 
     Attributes:
@@ -70,21 +71,16 @@ class DemoSettings:
     learning_rate: float = 1e-4
     new_classifiers: bool = True
     classifier_rate: float = 20.0
-    share: float = 0.9
-    draws: int = 20
-    limit: int | None = None
-    batch_size: int = 32
-    latency_batch: int = 16
-    latency_repeats: int = 7
+    share: Annotated[float, (math.ulp(0.0), 1.0)] = 0.9
+    draws: Annotated[int, (2, END)] = 20
+    limit: Annotated[int, (28, END)] | None = None
+    batch_size: Whole = 32
+    latency_batch: Whole = 16
+    latency_repeats: Whole = 7
 
     def __post_init__(self) -> None:
         """Check what a user can change, and by making the build's settings, what is checked there."""
-        least = {"draws": 2, "batch_size": 1, "latency_batch": 1, "latency_repeats": 1}
-        for name, smallest in (least if self.limit is None else {**least, "limit": 28}).items():
-            if getattr(self, name) < smallest:
-                raise ConfigError(f"DemoSettings.{name} must be at least {smallest}, got {getattr(self, name)}")
-        if not 0.0 < self.share < 1.0:
-            raise ConfigError(f"DemoSettings.share must be above 0 and below 1, got {self.share}")
+        super().__post_init__()
         _ = self.build
 
     @property

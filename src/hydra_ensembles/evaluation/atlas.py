@@ -1,8 +1,8 @@
 """A head atlas: what every head of an ensemble is good for, found by switching it off and nothing else."""
 
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,6 +24,7 @@ from ..heads.ranking import Head
 from ..metrics.inputs import mean
 from ..metrics.ood import auroc
 from ..metrics.probabilities import at_labels
+from ..model.cost import times_in_turn
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
@@ -282,7 +283,8 @@ def atlas(
                 stored = kept_answers.get(batch)
                 if not said and stored is None:
                     said, bar.total = True, inputs_of(given.values(), size_of(read))
-                    seconds = sweep.blocks / ensemble.num_layers * seconds_of_a_pass(sweep.copy, prepared)
+                    *_, warm = times_in_turn({"pass": partial(sweep.copy, prepared)}, 2, ensemble.device)["pass"]
+                    seconds = sweep.blocks / ensemble.num_layers * warm
                     words = "" if bar.total is None else f": {in_words(seconds * bar.total / size_of(read))}"
                     say(f"{len(sweep.heads)} heads, each switched off by itself{words}")
                 if stored is None:
@@ -360,16 +362,6 @@ def inputs_of(given: Collection[Data], batch: int) -> int | None:
     counts = [len(one) if isinstance(one, Dataset) else length_of(one) for one in given]
     sizes = [1 if isinstance(one, Dataset) else batch for one in given]
     return None if None in counts else sum(count * size for count, size in zip(counts, sizes, strict=True) if count)
-
-
-def seconds_of_a_pass(ensemble: Ensemble, inputs: Inputs) -> float:
-    """How long a batch takes the whole ensemble, once it is warm."""
-    taken = 0.0
-    for _ in range(2):
-        start = time.perf_counter()
-        ensemble(inputs).sum().item()  # waits for a GPU
-        taken = time.perf_counter() - start
-    return taken
 
 
 class Swept(NamedTuple):

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -61,13 +60,11 @@ class Kept:
                     self._known.setdefault(key, {})[what] = tensor
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         try:
             self._write()
         finally:
-            self._open.__exit__(kind, error, trace)
+            self._open.__exit__(*raised)
             place = None if self._run is None else self._run.path
             if place is not None and not self._parts:  # nothing came of it: the place is free for something else
                 (place / IDENTITY).unlink(missing_ok=True)

@@ -159,11 +159,7 @@ class Measure:
         return Detection(**{key: of_counts(key, fp, tp, self.convention).item() for key in get_args(OodMetric)})
 
     def _intervals(
-        self,
-        prediction: Prediction,
-        labels: Tensor,
-        answers: Mapping[str, Prediction],
-        averaged: dict[str, list[str]],
+        self, prediction: Prediction, labels: Tensor, answers: Mapping[str, Prediction], averaged: dict[str, list[str]]
     ) -> dict[str, Interval]:
         """95 % intervals under the names of `Evaluation.numbers`; `averaged` names the sets that each mean is over."""
         id_scores = prediction.score(self.score)

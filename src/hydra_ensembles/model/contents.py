@@ -74,9 +74,7 @@ def dual_encoder_contents(
     return Contents(DUAL_ENCODER, to_plain(config), plain, state, card)
 
 
-def read_ensemble(
-    record: Record,
-) -> tuple[EnsembleConfig, Metadata, TextSettings | None, FamiliaritySettings | None]:
+def read_ensemble(record: Record) -> tuple[EnsembleConfig, Metadata, TextSettings | None, FamiliaritySettings | None]:
     """Configuration and metadata of a stored ensemble; settings of its text side and of its familiarity."""
     texts, fitted, data = None, None, dict(record.metadata)
     config = from_plain(EnsembleConfig, record.model, "config.model", complete=True)

@@ -148,7 +148,7 @@ def measure_costs(
         raise ConfigError("got no models to measure; give {name: model}")
     if repeats < 1 or warmup < 0:
         raise ConfigError(f"repeats={repeats} and warmup={warmup} measure nothing; use at least 1 and 0")
-    example = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))
+    example = tensors[0]
     if not len(example):
         raise DataError("the batch to measure on is empty; give at least one input")
     modules = {name: model for name, model in models.items() if isinstance(model, nn.Module)}

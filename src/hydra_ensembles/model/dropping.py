@@ -36,6 +36,16 @@ def drops(module: nn.Module) -> bool | torch.Generator:
 class Droppable(nn.Module):
     """A model all of whose layers do what `dropping` says."""
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return next(self.parameters()).dtype
+
 
 @contextmanager
 def evaluating(*models: object) -> Iterator[None]:

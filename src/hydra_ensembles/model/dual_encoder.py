@@ -348,10 +348,7 @@ _CLASSIFIER, _PROJECTION, _CLASSES = "readout.classifier.", "readout.projection.
 
 @checked
 def zero_shot(
-    dual: DualEncoder,
-    class_names: Sequence[str],
-    templates: Templates = DEFAULT_TEMPLATES,
-    keep_text: bool = True,
+    dual: DualEncoder, class_names: Sequence[str], templates: Templates = DEFAULT_TEMPLATES, keep_text: bool = True
 ) -> Ensemble:
     """An image classifier out of a dual encoder and the names of its classes; nothing is trained.
 

@@ -231,15 +231,9 @@ class Ensemble(Saved, Droppable):
         """
         return self._per_member(self.readout(*self._encoded(inputs, attention_mask, token_type_ids, **named)))
 
-    def features(
-        self,
-        inputs: Given | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **named: Any,
-    ) -> Tensor:
-        """Pooled features `[M, B, d]`, as the classifier (or its hidden layer) sees them."""
-        return self._per_member(self.readout.pool(*self._encoded(inputs, attention_mask, token_type_ids, **named)))
+    def features(self, *given: Any, **named: Any) -> Tensor:
+        """Pooled features `[M, B, d]`, as classifier or hidden layer see them; takes what `forward` takes."""
+        return self._per_member(self.readout.pool(*self._encoded(*given, **named)))
 
     @torch.no_grad()
     def predict(self, inputs: Any = None, check_finite: bool = True, **named: Any) -> Prediction:
@@ -431,16 +425,6 @@ class Ensemble(Saved, Droppable):
         return cls.from_state(config, own, metadata)
 
     # --- looking at it -----------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
-        return next(self.parameters()).dtype
 
     def describe(self) -> Description:
         """Parameters, multiply-adds and heads kept; print it."""

@@ -10,18 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..arguments import trusted
+from ..arguments import Checked, PositiveShare, trusted
 from ..errors import ConfigError
 from ..metrics.conformal import Reference, check_share
-from ..metrics.distance import (
-    BY_CLASS,
-    FittedName,
-    Statistics,
-    is_relative,
-    nearest_class,
-    ready,
-    unfamiliarity,
-)
+from ..metrics.distance import BY_CLASS, FittedName, Statistics, is_relative, nearest_class, ready, unfamiliarity
 from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import ADDED_LATER, require_types
@@ -32,7 +24,7 @@ Copied = TypeVar("Copied", Tensor, tuple[float, ...])  # something with one entr
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Checked):
     """A temperature (one, or one per member) and a threshold on an uncertainty score.
 
     Inputs whose score is above `threshold` are to be abstained from; `accepted_share` is the share of
@@ -43,14 +35,13 @@ class Calibration:
     temperature: tuple[float, ...] = (1.0,)
     threshold: float | None = None
     score: ScoreName = "msp"
-    accepted_share: float = 0.95
+    accepted_share: PositiveShare = 0.95
     calibrates: Calibrates = field(default="logits", metadata=ADDED_LATER)
     reference: Reference | None = field(default=None, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
-        require_types(self)
+        super().__post_init__()
         check_temperature(self.temperature)
-        check_share(self.accepted_share, "accepted_share")
 
     @property
     def brief(self) -> "Calibration":

@@ -108,15 +108,9 @@ class OptimizedEnsemble:
             self(example_inputs)
 
     @torch.inference_mode()
-    def __call__(
-        self,
-        inputs: Given | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **named: Any,
-    ) -> Tensor:
+    def __call__(self, *given: Any, **named: Any) -> Tensor:
         """Member logits `[M, B, C]`; takes what `Ensemble.forward` takes."""
-        return self.answers(inputs, attention_mask, token_type_ids, **named)[0]
+        return self.answers(*given, **named)[0]
 
     @torch.inference_mode()
     def answers(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ from ..arguments import checked
 from ..errors import CheckpointError
 from ..files import read_sealed, write_sealed
 from ..model.ensemble import Ensemble
-from ..report.compare import Cell, Column, Comparison, Row, rank_cells
+from ..report.compare import Cell, Column, Comparison, tabulated
 from ..report.figures import Front, draw_fronts
 from ..schema import from_plain, to_plain
 from .settings import HydraConfig
@@ -86,25 +86,21 @@ class SearchResult:
             Column("accuracy", "Acc %", better="higher", digits=1, scale=100),
             Column("nll", "NLL", better="lower", digits=3),
             Column("aurc", "AURC", better="lower", digits=4),
-            *(Column(key, _score(key), "AUROC", "higher", 1, 100) for key in self.scores),
+            *(Column(key, key.rpartition(":")[0] or "msp", "AUROC", "higher", 1, 100) for key in self.scores),
         )
-        shown = []
-        for column in columns:
-            values = [row.price if column.key == "price" else row.numbers.get(column.key) for row in self.rows]
-            cells = [Cell("–") if value is None else Cell(column.write(value), value) for value in values]
-            if any(value is not None for value in values):
-                shown.append((column, rank_cells(cells, column)))
-        rows = tuple(
-            Row(f"→ {row.name}" if row.name == self.choice else row.name, tuple(cells[index] for _, cells in shown))
-            for index, row in enumerate(self.rows)
-        )
+
+        def cell(column: Column, row: SearchRow) -> Cell:
+            value = row.price if column.key == "price" else row.numbers.get(column.key)
+            return Cell("–") if value is None else Cell(column.write(value), value)
+
+        rows = {f"→ {row.name}" if row.name == self.choice else row.name: row for row in self.rows}
         judges = ", ".join(f"{name} ({count:,} samples)" for name, count in self.samples.items())
         notes = [f"Judges: {judges}. Price: {self.measured}, at most {self.cost:g}×."]
         notes += [f"Choice: {self.choice}, because {self.why}."] if self.choice else []
         for row in self.rows:
             if row.state not in ("planned", "judged"):
                 notes.append(f"{row.name}: {row.state}{f' ({row.note})' if row.note else ''}.")
-        return Comparison(tuple(column for column, _ in shown), rows, tuple(notes))
+        return tabulated(columns, rows, cell, tuple(notes))
 
     def figure(self) -> str:
         """Price against NLL and against the mean of the OOD AUROCs, with both fronts, as an SVG file."""
@@ -155,11 +151,6 @@ class SearchResult:
         if plain.pop("format", None) != FORMAT:
             raise CheckpointError(f'{path} is not the result of a search: it lacks "format": "{FORMAT}"')
         return from_plain(cls, plain, str(path))
-
-
-def _score(key: str) -> str:
-    """The score behind the name of an AUROC."""
-    return key.partition(":")[0] if ":" in key else "msp"
 
 
 def _front(prices: Mapping[str, float], values: Mapping[str, float]) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
+from ..arguments import Checked, PositiveShare, Share
 from ..batches import length_of
 from ..circuit.scores import Method, Ties
 from ..errors import ConfigError, DataError
@@ -11,7 +12,7 @@ from ..fuse import Fusion, StemFusion
 from ..heads.members import CIRCUIT_ORDER
 from ..heads.taylor import Scope
 from ..metrics.distance import FamiliarityChoice
-from ..schema import ADDED_LATER, require_types
+from ..schema import ADDED_LATER
 from ..training.recipe import Recipe
 from .material import BuildData, StartingModel
 
@@ -22,10 +23,12 @@ PAPER_POOL = 100 / 48  # the paper samples 48 heads to prune out of the first 10
 TRUNK = 5 / 6  # of the layers, and of heads 8 % of all and at most a quarter of those above: our own defaults
 PRUNED, PRUNED_ABOVE = 0.08, 0.25
 LARGEST_SEED = 2**62  # what every random generator behind a build accepts, with room for one seed per member
+Number = Annotated[int, (0, LARGEST_SEED + 1)]
+Some = Annotated[int, (1, LARGEST_SEED + 1)]
 
 
 @dataclass(frozen=True)
-class HydraConfig:
+class HydraConfig(Checked):
     """How to make a Hydra Ensemble out of one model.
 
     Attributes:
@@ -73,19 +76,19 @@ class HydraConfig:
         >>> together = he.HydraConfig(training="together", recipe=he.Recipe.preset("hydra"), whole=True)
     """
 
-    prune: int | None = None
-    members: int = 3
+    prune: Number | None = None
+    members: Some = 3
     strategy: Strategy = "circuit"
     whole: bool = False
     training: Training | None = None
     method: Method = "auto"
     ties: Ties = "likelihood"
-    max_accuracy_loss: float | None = field(default=None, metadata=ADDED_LATER)
+    max_accuracy_loss: Share | None = field(default=None, metadata=ADDED_LATER)
     pool: int | None = None
     taylor_scope: Scope = "layer"
-    calibration_batches: int = 8
+    calibration_batches: Some = 8
     recipe: Recipe | None = None
-    shared_layers: int | None = None
+    shared_layers: Number | None = None
     average_trunk: bool = field(default=False, metadata=ADDED_LATER)
     stem: StemFusion = "shared"
     mlp: Fusion = "mean"
@@ -93,28 +96,23 @@ class HydraConfig:
     readout: Fusion = "separate"
     calibrate: bool = True
     per_member_temperature: bool = False
-    accepted_share: float = 0.95
+    accepted_share: PositiveShare = 0.95
     familiarity: FamiliarityChoice | None = field(default="auto", metadata=ADDED_LATER)
-    seed: int = 0
+    seed: Number = 0
 
     def __post_init__(self) -> None:
         """Check each setting, and those that only make sense together."""
-        require_types(self)
+        super().__post_init__()
         branches = self.strategy == "branches"
-        smallest = {"prune": 0 if branches else 1, "members": 1 + self.whole, "calibration_batches": 1}
-        for name, least in {**smallest, "shared_layers": 0, "seed": 0}.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= LARGEST_SEED:
-                raise ConfigError(f"HydraConfig.{name} must be from {least} to 2**62, got {value}")
+        if self.prune == 0 and not branches:
+            raise ConfigError("HydraConfig.prune must be at least 1, got 0; strategy='branches' is what prunes nothing")
+        if self.members == 1 and self.whole:
+            raise ConfigError("HydraConfig.members must be at least 2 where the last one is whole, got 1")
         if branches and (self.prune or (self.training is None and self.recipe is None)):
             raise ConfigError(
                 f"HydraConfig.strategy 'branches' keeps all heads, and training makes members differ: leave out prune "
                 f"(got {self.prune}), and give training='together' or a recipe"
             )
-        if not 0.0 < self.accepted_share <= 1.0:
-            raise ConfigError(f"HydraConfig.accepted_share must be above 0 and at most 1, got {self.accepted_share}")
-        if self.max_accuracy_loss is not None and not 0.0 <= self.max_accuracy_loss <= 1.0:
-            raise ConfigError(f"HydraConfig.max_accuracy_loss must be from 0 to 1, got {self.max_accuracy_loss}")
         if self.pool is not None and self.pool <= self.lost:
             raise ConfigError(f"HydraConfig.pool is {self.pool}; draws differ only if it is above prune ({self.lost})")
         if self.training is not None and self.recipe is None:

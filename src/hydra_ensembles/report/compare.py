@@ -4,12 +4,12 @@ import csv
 import io
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from .._utils import require
 from ..arguments import checked
@@ -18,6 +18,8 @@ from ..evaluation.evaluation import Evaluation, read_json
 from ..files import write_sealed
 from ..model.cost import Cost
 from ..schema import from_plain, to_plain
+
+T = TypeVar("T")
 
 Direction = Literal["higher", "lower", "neither"]
 
@@ -183,13 +185,21 @@ def compare(
     methods = group_runs(evaluations)
     notes = _describe(methods, allow_mismatch)
     by_name = {cost.name: cost for cost in (() if costs is None else costs)}
+    found = {name: (runs, by_name.get(name)) for name, runs in methods.items()}
+    return tabulated(columns, found, lambda column, one: _cell(column, *one), notes)
+
+
+def tabulated(
+    columns: Sequence[Column], rows: Mapping[str, T], cell: Callable[[Column, T], Cell], notes: tuple[str, ...]
+) -> Comparison:
+    """A table of what `cell` makes of each row, ranked; a column without a number is left out."""
     shown: list[tuple[Column, list[Cell]]] = []  # each column with its cells from top to bottom
     for column in columns:
-        cells = [_cell(column, runs, by_name.get(name)) for name, runs in methods.items()]
-        if any(cell.text != "–" for cell in cells):
+        cells = [cell(column, one) for one in rows.values()]
+        if any(one.text != "–" for one in cells):
             shown.append((column, rank_cells(cells, column)))
-    rows = tuple(Row(name, tuple(cells[i] for _, cells in shown)) for i, name in enumerate(methods))
-    return Comparison(tuple(column for column, _ in shown), rows, notes)
+    lines = tuple(Row(name, tuple(cells[index] for _, cells in shown)) for index, name in enumerate(rows))
+    return Comparison(tuple(column for column, _ in shown), lines, notes)
 
 
 def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:

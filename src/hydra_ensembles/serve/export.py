@@ -277,12 +277,7 @@ def _write_onnx(
     names: dict[str, Any] = {"input_names": [one.name for one in inputs], "output_names": [one.name for one in outputs]}
     shapes = {one.name: dict(enumerate(("batch", "tokens")[: 1 + one.shape.count(-1)])) for one in inputs}
     made = torch.onnx.export(
-        program,
-        dynamo=True,
-        verbose=False,
-        dynamic_shapes=shapes,
-        custom_translation_table=_translations(),
-        **names,
+        program, dynamo=True, verbose=False, dynamic_shapes=shapes, custom_translation_table=_translations(), **names
     )
     assert made is not None
     made.model.metadata_props.update({key: json.dumps(value, ensure_ascii=False) for key, value in about.items()})
@@ -306,14 +301,6 @@ def _translations() -> dict[Any, Any]:
     return {aten.special_entr.default: entropy, aten.searchsorted.Tensor: below}
 
 
-def _write_pt2(program: Any, file: Path, *_: Any) -> None:
-    torch.export.save(program, file)
-
-
-def _write_aoti(program: Any, file: Path, *_: Any) -> None:
-    torch._inductor.aoti_compile_and_package(program, package_path=str(file))
-
-
 def _run_onnx(file: Path) -> Run:
     library = require("onnxruntime", extra="onnx")
     options = library.SessionOptions()
@@ -323,18 +310,21 @@ def _run_onnx(file: Path) -> Run:
     return lambda inputs: dict(zip(names, session.run(None, _arrays(inputs)), strict=True))
 
 
-def _run_pt2(file: Path) -> Run:
-    module = torch.export.load(file).module()
-    return lambda inputs: _arrays(module(**inputs))
-
-
-def _run_aoti(file: Path) -> Run:
-    model = torch._inductor.aoti_load_package(str(file))
+def _run_torch(file: Path, load: Callable[[str], Any]) -> Run:
+    model = load(str(file))
     return lambda inputs: _arrays(model(**inputs))
 
 
-_WRITERS = {"onnx": _write_onnx, "pt2": _write_pt2, "aoti": _write_aoti}
-_RUNNERS = {"onnx": _run_onnx, "pt2": _run_pt2, "aoti": _run_aoti}
+_WRITERS: Mapping[Format, Callable[..., object]] = {
+    "onnx": _write_onnx,
+    "pt2": lambda program, file, *_: torch.export.save(program, file),
+    "aoti": lambda program, file, *_: torch._inductor.aoti_compile_and_package(program, package_path=str(file)),
+}
+_RUNNERS: Mapping[Format, Callable[[Path], Run]] = {
+    "onnx": _run_onnx,
+    "pt2": lambda file: _run_torch(file, lambda path: torch.export.load(path).module()),
+    "aoti": lambda file: _run_torch(file, torch._inductor.aoti_load_package),
+}
 
 
 # --- what lies beside the file --------------------------------------------------------------------------------------

@@ -54,10 +54,6 @@ def input_fields(ensemble: Ensemble) -> tuple[Field, ...]:
     return tuple(Field(name, (-1,), "int64", meaning) for name, meaning in named if given[name])
 
 
-def _p_value(prediction: Prediction) -> Tensor | None:
-    return None if prediction.reference is None else prediction.p_value()
-
-
 def _familiarity(prediction: Prediction) -> Tensor | None:
     known = prediction.unfamiliarity
     return None if known is None or known.reference is None else prediction.familiarity
@@ -74,7 +70,7 @@ _OUTPUTS: Mapping[str, tuple[str, Callable[[Prediction], Tensor | None]]] = {
     "epistemic": ("What members differ about: mutual information, in nats.", lambda p: p.epistemic),
     "disagreement": ("Share of member pairs with different labels.", lambda p: p.disagreement),
     "score": ("The score that `unsure` is decided by; higher = more uncertain.", lambda p: p.score()),
-    "p_value": ("How rare a score this high is among held-out data.", _p_value),
+    "p_value": ("How rare a score this high is among held-out data.", lambda p: p.p_value() if p.reference else None),
     "familiarity": ("How rare features this strange are among familiar data; near 0 for foreign inputs.", _familiarity),
     "accept": ("Whether every score is within its threshold.", lambda p: p.accept),
     "reason": (f"Why not: {_codes}.", lambda p: p.doubt),

@@ -199,7 +199,8 @@ class Service:
             return [Sample({self._main: one}, nearest) for one in main.to(self.ensemble.dtype)]
         named: dict[str, Tensor | None] = {"input_ids": main, "attention_mask": mask, "token_type_ids": segments}
         if self._masked:
-            length = self._length(main.shape[1])
+            tokens = main.shape[1]
+            length = next((one for one in self.lengths() if one >= tokens), tokens)  # that a plan is warm for
             named["attention_mask"] = torch.ones_like(main) if mask is None else mask.long()
             if len(self.inputs) > 2 and segments is None:
                 named["token_type_ids"] = torch.zeros_like(main)
@@ -252,10 +253,6 @@ class Service:
     def _most_tokens(self) -> int:
         most: int = self.ensemble.config.stem.max_tokens
         return min(most, getattr(self.preprocessing, "max_length", most))
-
-    def _length(self, tokens: int) -> int:
-        """The length that so many tokens are padded to: of those that plans are warm for, or as they are."""
-        return next((length for length in self.lengths() if length >= tokens), tokens)
 
     def lengths(self) -> list[int]:
         """Lengths that texts are padded to; none for a model of images, or one that cannot tell padding from text."""

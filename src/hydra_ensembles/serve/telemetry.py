@@ -26,6 +26,7 @@ ANYWHERE = (-1000.0, -300.0, -100.0, -30.0, -10.0, -3.0, -1.0, 0.0, 1.0, 3.0, 10
 BINS = 20  # of a score with a reference
 MOST_LABELS = 1000  # classes up to which each has a counter
 UNCALIBRATED = "no verdict"
+OUTCOMES = tuple(word or "accepted" for word in REASON_WORDS)
 
 
 class Telemetry:
@@ -60,7 +61,7 @@ class Telemetry:
             told = "Answers by the class that was predicted, accepted or not."
             self._labels = counter("hydra_labels", told, ["label"], **own)
         self._names = service.labels
-        for word in (UNCALIBRATED,) if "accept" not in {one.name for one in service.outputs} else _outcome_words():
+        for word in (UNCALIBRATED,) if "accept" not in {one.name for one in service.outputs} else OUTCOMES:
             self._outcomes.labels(word)  # so that it is there, as zero, before the first answer
 
     def batch(self, rows: int, seconds: float) -> None:
@@ -95,11 +96,7 @@ class Telemetry:
 
 def outcome_of(answer: Answer) -> str:
     """Accepted, or the reason why not; `no verdict` where the model has no threshold."""
-    return (REASON_WORDS[int(answer["reason"])] or "accepted") if "reason" in answer else UNCALIBRATED
-
-
-def _outcome_words() -> tuple[str, ...]:
-    return tuple(word or "accepted" for word in REASON_WORDS)
+    return OUTCOMES[int(answer["reason"])] if "reason" in answer else UNCALIBRATED
 
 
 def _score_bins(service: Service) -> list[tuple[str, str, Sequence[float]]]:
