@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from baseline_cases import KINDS, QUICK, assert_an_ensemble, assert_resumes, single, some, weights
+from baseline_cases import KINDS, QUICK, assert_an_ensemble, single, some, weights
 from torch.nn import functional as F
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.batch_ensemble import BatchEnsemble, Scaled, batch_ensemble
 from hydra_ensembles.baselines.start import joined
-from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.states import member_state
 from hydra_ensembles.training.recipe import Recipe, make_optimizer
@@ -138,29 +137,3 @@ def test_a_zero_classifier_stays_one_weight_for_all():
     found = train(base, recipe=recipe)
     first, second = (found.member(index).readout.classifier.weight[0] for index in range(2))
     assert torch.linalg.matrix_rank(first / second, tol=1e-8) == 1
-
-
-def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
-    base = single()
-    assert_resumes(lambda **options: train(base, **options), tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("settings", "token"),
-    [
-        ({"members": 1}, "members"),
-        ({"deviation": -0.1}, "deviation"),
-        ({"last_layers": 4}, "last_layers"),
-        ({"last_layers": 0}, "last_layers"),
-        ({"rate": 0.0}, "rate"),
-        ({"start": "ones"}, "start"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings, token):
-    with pytest.raises(ConfigError, match=token):
-        train(single(), BatchEnsemble(**settings))
-
-
-def test_scales_cannot_be_folded_into_a_norm_that_comes_after():
-    with pytest.raises(ConfigError, match="norm"):
-        train(single("text-post-norm"), BatchEnsemble(scales="inputs"))

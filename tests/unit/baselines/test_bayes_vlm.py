@@ -17,7 +17,7 @@ from hydra_ensembles.baselines.bayes_vlm import (
     published_bayes_vlm,
     published_prior,
 )
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.model.dual_encoder import DualEncoder, Projections
 from hydra_ensembles.training.text import image_features
 from unit.training.training_cases import NAMES, pair_samples, pairs, tiny_dual
@@ -223,20 +223,3 @@ def test_published_factors_are_read(tmp_path):
     (tmp_path / "A_img_analytic.pt").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="A_img"):
         published_bayes_vlm(model, tmp_path)
-
-
-def test_bad_settings_models_and_pairs_are_refused():
-    bad = ({"pseudo_count": 0.0}, "pseudo"), ({"negatives": 1}, "negatives"), ({"prior_precision": -1.0}, "prior")
-    for settings, token in bad:
-        with pytest.raises(ConfigError, match=token):
-            BayesVLM(**settings)
-    model = dual()
-    with pytest.raises(ConfigError, match="single"):
-        bayes_vlm(he.fuse([model, tiny_dual(seed=1, dtype=torch.float64)], stem="separate"), double_pairs())
-    with pytest.raises(ConfigError, match="DualEncoder"):
-        bayes_vlm(model.image, double_pairs())
-    with pytest.raises(DataError, match="two"):
-        bayes_vlm(model, [])
-    broken = [(torch.full_like(images, math.nan), texts) for images, texts, _ in double_pairs()]
-    with pytest.raises(DataError, match="finite"):
-        bayes_vlm(model, broken)

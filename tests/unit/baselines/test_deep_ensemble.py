@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from baseline_cases import QUICK, assert_an_ensemble, assert_resumes, single, some
+from baseline_cases import QUICK, assert_an_ensemble, single, some
 
 from hydra_ensembles.baselines.deep_ensemble import deep_ensemble
-from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.training.finetune import finetune
 
@@ -47,14 +46,3 @@ def test_snapshots_go_on_from_each_other():
         for name, tensor in alone.state_dict().items():
             assert torch.equal(found.member(index).state_dict()[name], tensor)
     assert found.config.trunk == base.num_layers - 1
-
-
-@pytest.mark.parametrize("snapshots", [False, True])
-def test_a_stopped_run_goes_on(snapshots, tmp_path, monkeypatch):
-    base = single()
-    assert_resumes(lambda **options: train(base, snapshots=snapshots, **options), tmp_path, monkeypatch, stop=6)
-
-
-def test_no_members_are_refused():
-    with pytest.raises(ConfigError, match="members"):
-        train(single(), members=0)

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from baseline_cases import KINDS, QUICK, assert_an_ensemble, assert_resumes, single, some, weights
+from baseline_cases import KINDS, QUICK, assert_an_ensemble, single, some, weights
 
 import hydra_ensembles as he
 from architectures_transformers import TEXT, VISION, token_batch, transformers_model
 from hydra_ensembles.baselines.lora import LoRA, LowRank, lora_ensemble
-from hydra_ensembles.errors import CheckpointError, ConfigError
 from hydra_ensembles.training.recipe import Recipe
 
 SMALL = LoRA(members=2, rank=2)
@@ -103,15 +102,6 @@ def test_blocks_that_do_not_train_are_a_trunk_and_chosen_projections_alone_move(
     assert torch.equal(found.member(1).encoder.layers[-1].attention.out, base.encoder.layers[-1].attention.out)
 
 
-@pytest.mark.parametrize("settings", [SMALL, TOGETHER], ids=["apart", "together"])
-def test_a_stopped_run_goes_on(settings, tmp_path, monkeypatch):
-    base = single()
-    stop = 6 if settings.training == "apart" else 3  # within the second member
-    assert_resumes(lambda **options: train(base, settings, **options), tmp_path, monkeypatch, stop)
-    with pytest.raises(CheckpointError, match="rank"):
-        train(base, replace(settings, rank=1), output=tmp_path)
-
-
 def test_half_precision_comes_back_and_mixed_precision_is_near():
     base = single().to(torch.bfloat16)
     assert train(base, TOGETHER).dtype == torch.bfloat16
@@ -127,29 +117,3 @@ def test_the_settings_of_the_public_code():
     assert LoRA().scale == 2.0
     wide = LowRank(single(), LoRA.joint(rank=2), QUICK, seed=0).down["0_query"]
     assert wide.abs().max() > 10 * (6 / 12) ** 0.5 * 0.8  # xavier's bound times the gain
-
-
-@pytest.mark.parametrize(
-    ("settings", "token"),
-    [
-        ({"rank": 10}, "rank"),
-        ({"rank": 0}, "rank"),
-        ({"members": 0}, "members"),
-        ({"alpha": -1.0}, "alpha"),
-        ({"projections": ()}, "projections"),
-        ({"projections": ("query", "query")}, "projections"),
-        ({"training": "both"}, "training"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings, token):
-    base = single()
-    with pytest.raises(ConfigError, match=token):
-        train(base, LoRA(**settings))
-
-
-def test_models_and_recipes_that_do_not_fit_are_refused():
-    base = single()
-    with pytest.raises(ConfigError, match="member"):
-        train(he.Ensemble.stack([base, base]))
-    with pytest.raises(ConfigError, match="train_groups"):
-        train(base, recipe=replace(QUICK, train_groups=("readout",)))

@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from baseline_cases import QUICK, assert_an_ensemble, assert_resumes, single, some
+from baseline_cases import QUICK, assert_an_ensemble, single, some
 
-import hydra_ensembles as he
 from hydra_ensembles.baselines.mimo import MIMO, MimoLearner, mimo, summed, wide
-from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.training.loop import Runtime
 
 SMALL = MIMO(members=3, batch_repeat=2)
@@ -30,19 +28,15 @@ def test_the_summed_kernel_answers_as_the_wide_network_for_equal_images():
     assert (expected[0] - expected[1]).abs().min() > 0
 
 
-def test_members_really_see_images_of_their_own():
-    start = wide(single(), SMALL, seed=0)
-    images = torch.randn(2, 9, 4, 6, dtype=torch.float64)
-    other = images.clone()
-    other[:, 3:6] += 1.0
-    assert not torch.allclose(start(images), start(other))
-
-
-def test_a_pretrained_start_is_the_model_itself():
+def test_a_pretrained_start_is_the_model_itself_and_members_see_images_of_their_own():
     base, images = single(), some(single())[0][0]
     start = wide(base, SMALL, seed=0)
     torch.testing.assert_close(start(images.repeat(1, 3, 1, 1)), base(images).expand(3, -1, -1))
     torch.testing.assert_close(summed(start, start.state_dict(), base, start.metadata)(images)[2], base(images)[0])
+    own = torch.randn(2, 9, 4, 6, dtype=torch.float64)
+    other = own.clone()
+    other[:, 3:6] += 1.0  # the image of the second member
+    assert not torch.allclose(start(own), start(other))
 
 
 @pytest.mark.parametrize(("rho", "same"), [(0.0, 0), (0.5, 6), (1.0, 12)])
@@ -72,6 +66,10 @@ def test_a_trained_one_shares_all_but_classifiers_and_costs_one_model(start, tmp
     assert_an_ensemble(found, base, tmp_path / "saved")
 
 
+def test_a_small_rest_of_an_epoch_is_no_mistake():
+    mimo(single(), some(single(), (6, 1)), QUICK, SMALL, progress=False)
+
+
 def test_validation_shows_all_members_the_same_image():
     base, data = single(), some(single(), seed=5)
     found = train(base, recipe=QUICK, validation=data)
@@ -79,22 +77,3 @@ def test_validation_shows_all_members_the_same_image():
     probs = found(images).softmax(-1).mean(0)
     accuracy = (probs.argmax(1) == labels).double().mean().item()
     assert found.metadata.metrics["validation/accuracy"] == pytest.approx(accuracy)
-
-
-def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
-    base = single()
-    assert_resumes(lambda **options: train(base, **options), tmp_path, monkeypatch)
-
-
-def test_bad_settings_models_and_batches_are_refused():
-    base = single()
-    for settings, token in (({"members": 1}, "members"), ({"rho": 1.5}, "rho"), ({"batch_repeat": 0}, "batch_repeat")):
-        with pytest.raises(ConfigError, match=token):
-            MIMO(**settings)
-    with pytest.raises(ConfigError, match="image"):
-        train(single("text-post-norm"))
-    with pytest.raises(DataError, match="members"):
-        mimo(base, some(base, (2, 6)), QUICK, SMALL, progress=False)
-    mimo(base, some(base, (6, 1)), QUICK, SMALL, progress=False)  # a small rest of an epoch is no mistake
-    with pytest.raises(ConfigError, match="single"):
-        train(he.Ensemble.stack([base, base]))

@@ -6,9 +6,8 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.neg_label import NegLabel, least_alike, neg_label
-from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.dual_encoder import DualEncoder, Projections
-from unit.training.training_cases import NAMES, pair_samples, tiny, tiny_dual
+from unit.training.training_cases import NAMES, pair_samples, tiny_dual
 
 WORDS = [f"{one} {two}" for one in ("cat", "dog", "red", "the", "photo") for two in ("tree", "bus", "of", "picture")]
 IMAGES = pair_samples(6, seed=3)[0]
@@ -76,16 +75,3 @@ def test_every_member_has_its_own_words_embedded_and_all_travels_with_the_model(
     loaded = he.Ensemble.from_pretrained(tmp_path / "saved")
     torch.testing.assert_close(loaded.predict(IMAGES).score("neglabel"), score)
     torch.testing.assert_close(found.optimize(compile=False).predict(IMAGES).score("neglabel"), score)
-
-
-def test_what_it_cannot_work_with_is_refused():
-    bad = ({"share": 0.0}, "share"), ({"percentile": 1.5}, "percentile"), ({"groups": 0}, "groups")
-    for settings, token in bad:
-        with pytest.raises(ConfigError, match=token):
-            NegLabel(**settings)
-    with pytest.raises(ConfigError, match="zero-shot"):
-        neg_label(tiny(), WORDS)
-    with pytest.raises(ConfigError, match="keep_text"):
-        neg_label(he.zero_shot(tiny_dual(), NAMES, keep_text=False), WORDS)
-    with pytest.raises(DataError, match="groups"):
-        neg_label(he.zero_shot(tiny_dual(), NAMES), WORDS)

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from baseline_cases import KINDS, QUICK, assert_an_ensemble, assert_resumes, assert_same, single, some, weights
+from baseline_cases import KINDS, QUICK, assert_an_ensemble, assert_same, single, some, weights
 from torch.nn import functional as F
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.oba import OBA, curvature, importances, kept, oba, removable
-from hydra_ensembles.errors import CheckpointError, ConfigError
+from hydra_ensembles.errors import ConfigError
 from random_ensembles import ALL_SHAPES
 
 SMALL = OBA(keep=0.8, steps=3, batches=2)
@@ -95,13 +95,6 @@ def test_norms_tokens_embeddings_and_classifier_are_never_removed():
     assert "readout.hidden.weight" in names
 
 
-def test_a_stopped_training_goes_on(tmp_path, monkeypatch):
-    model = single()
-    assert_resumes(lambda **options: train(model, **options), tmp_path, monkeypatch)
-    with pytest.raises(CheckpointError, match="keep"):
-        train(model, replace(SMALL, keep=0.9), output=tmp_path)
-
-
 def test_a_stopped_pruning_goes_on(tmp_path, monkeypatch):
     model, calls = single(), []
     module = sys.modules[oba.__module__]  # the package has a function of this name
@@ -121,15 +114,6 @@ def test_a_stopped_pruning_goes_on(tmp_path, monkeypatch):
         assert_same(train(model, recipe=None, output=tmp_path), whole)
         assert len(calls) == 2
         assert_same(train(model, recipe=None, output=tmp_path), whole)  # finished: nothing is computed any more
-
-
-@pytest.mark.parametrize(
-    ("settings", "token"),
-    [({"keep": 1.0}, "keep"), ({"keep": 0.01}, "keep"), ({"steps": 0}, "steps"), ({"rule": "size"}, "rule")],
-)
-def test_settings_that_cannot_work_are_refused(settings, token):
-    with pytest.raises(ConfigError, match=token):
-        train(single(), OBA(**settings))
 
 
 def test_keywords_that_all_trainings_take_are_checked_though_they_are_written_once():

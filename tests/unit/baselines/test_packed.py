@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from baseline_cases import KINDS, QUICK, assert_an_ensemble, assert_resumes, single, some
+from baseline_cases import KINDS, QUICK, assert_an_ensemble, single, some
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.packed import Packed, packed_ensemble
@@ -71,23 +71,3 @@ def test_a_trained_one_is_an_ensemble_and_the_seed_draws_it(kind, tmp_path):
     assert_an_ensemble(found, base, tmp_path / "saved")
     other = train(base, recipe=replace(QUICK, seed=1))
     assert not torch.equal(found.encoder.layers[0].mlp.up.weight, other.encoder.layers[0].mlp.up.weight)
-
-
-def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
-    base = single()
-    assert_resumes(lambda **options: train(base, **options), tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("settings", "token"),
-    [
-        ({"members": 0}, "members"),
-        ({"alpha": 0.0}, "alpha"),
-        ({"members": 3, "alpha": 1.0}, "width"),
-        ({"members": 2, "alpha": 1.0, "heads": 2}, "heads"),
-        ({"members": 2, "alpha": 1.0}, "heads of width 3"),
-    ],
-)
-def test_sizes_that_do_not_divide_are_refused(settings, token):
-    with pytest.raises(ConfigError, match=token):
-        train(single(), Packed(**settings))

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from baseline_cases import QUICK, assert_an_ensemble, assert_resumes, single, some
+from baseline_cases import QUICK, assert_an_ensemble, single, some
 
 from hydra_ensembles.baselines.swag import SWAG, Visited, swag
-from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.training.finetune import finetune
 
 
@@ -53,14 +52,3 @@ def test_what_does_not_train_is_stored_once():
     assert found.config.sharing.attention
     assert torch.equal(found.encoder.layers[0].mlp.up.weight, base.encoder.layers[0].mlp.up.weight)
     assert not torch.equal(*found.readout.classifier.weight)
-
-
-def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
-    base = single()
-    assert_resumes(lambda **options: train(base, **options), tmp_path, monkeypatch, stop=6)
-
-
-@pytest.mark.parametrize("settings", [{"points": 1}, {"rank": 1}, {"points": 3, "rank": 4}, {"scale": -1.0}])
-def test_bad_settings_are_refused(settings):
-    with pytest.raises(ConfigError, match="SWAG"):
-        SWAG(**settings)

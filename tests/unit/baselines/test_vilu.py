@@ -1,19 +1,19 @@
 """ViLU: the network and its loss are the published ones, and its score travels with the model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from baseline_cases import assert_resumes
-from torch import nn
 from torch.nn import functional as F
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.neg_label import NegLabel, neg_label
 from hydra_ensembles.baselines.vilu import ViLU, ViLULearner, mistakes_weigh, vilu
-from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.metrics.distance import log_odds
 from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
-from unit.training.training_cases import NAMES, pair_samples, tiny, tiny_dual
+from unit.training.training_cases import NAMES, pair_samples, tiny_dual
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=2)
 SMALL = ViLU(hidden=(8, 4), batch_size=8)
@@ -34,53 +34,48 @@ def fitted(ensemble, recipe=RECIPE, settings=SMALL, **options):
     return vilu(ensemble, data(), recipe, settings, progress=False, **options)
 
 
-def test_the_score_is_what_the_published_network_computes():
+def by_hand(found, images, member):
+    """The log odds of the published network that a member is wrong, layer by layer."""
+    state = {key.removeprefix("vilu."): one[member] for key, one in found.metadata.familiarity.state.items()}
+    alone = found.member(member)
+    v = alone.readout.embedding(alone.features(images))[0]  # [B, e]
+    rows = alone.readout.class_embeddings.weight[0]
+    t, scale = F.normalize(rows, dim=-1), rows.norm(dim=-1).mean()
+    probs, shares, keys = (scale * v @ t.T).softmax(-1), None, t
+    if "image_map" in state:  # as the public code has it
+        keys = t @ state["text_map"].T
+        shares = (scale * (v @ state["image_map"].T) @ keys.T).softmax(-1)
+        assert not torch.allclose(state["image_map"], torch.eye(len(keys.T)), atol=1e-6)  # it was trained
+    # image, classes by their probabilities, predicted class
+    x = torch.cat([v, (probs if shares is None else shares) @ keys, t[probs.argmax(-1)]], dim=1)
+    for layer in range(3):
+        x = F.linear(x if layer == 0 else x.relu(), state[f"weight{layer}"], state[f"bias{layer}"])
+    return -x[:, 0]
+
+
+@pytest.mark.parametrize("projections", [False, True])
+def test_the_score_is_what_the_published_network_computes_and_travels_with_the_model(projections, tmp_path):
     ensemble, images = zero_shot(members=2), pair_samples(5, seed=3)[0]
-    found = fitted(ensemble)
-    state = {key.removeprefix("vilu."): one for key, one in found.metadata.familiarity.state.items()}
+    found = fitted(ensemble, settings=replace(SMALL, projections=projections))
     prediction = found.predict(images)
     for member in range(2):
-        alone = found.member(member)
-        v = alone.readout.embedding(alone.features(images))[0]  # [B, e]
-        t = F.normalize(alone.readout.class_embeddings.weight[0], dim=-1)
-        probs = (alone.readout.class_embeddings.weight[0].norm(dim=-1).mean() * v @ t.T).softmax(-1)
-        x = torch.cat(
-            [v, probs @ t, t[probs.argmax(-1)]], dim=1
-        )  # image, classes by their probabilities, predicted class
-        layers = []
-        for layer in range(3):
-            weight, bias = state[f"weight{layer}"][member], state[f"bias{layer}"][member]
-            linear = nn.Linear(*weight.T.shape)
-            linear.weight.data, linear.bias.data = weight, bias
-            layers += [linear, nn.ReLU()]
-        expected = -nn.Sequential(*layers[:-1])(x)[:, 0]
+        expected = by_hand(found, images, member)
         torch.testing.assert_close(prediction.unfamiliarity.members[0, member], expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(prediction.member_logits, ensemble.predict(images).member_logits)  # answers stay
-
-
-def test_maps_of_image_and_classes_train_from_the_identity_on(tmp_path):
-    ensemble, images = zero_shot(members=2), pair_samples(5, seed=3)[0]
-    mapped, start = ViLU(hidden=(8, 4), batch_size=8, projections=True), Recipe(learning_rate=1e-12, epochs=1)
-    plain = fitted(ensemble, start).predict(images).score("vilu")
-    torch.testing.assert_close(fitted(ensemble, start, mapped).predict(images).score("vilu"), plain)
-    found = fitted(ensemble, settings=mapped)
-    state = {key.removeprefix("vilu."): one for key, one in found.metadata.familiarity.state.items()}
-    alone = found.member(1)
-    v = alone.readout.embedding(alone.features(images))[0]
-    t = F.normalize(alone.readout.class_embeddings.weight[0], dim=-1)
-    scale = alone.readout.class_embeddings.weight[0].norm(dim=-1).mean()
-    probs, keys = (scale * v @ t.T).softmax(-1), t @ state["text_map"][1].T
-    shares = (scale * (v @ state["image_map"][1].T) @ keys.T).softmax(-1)  # as the public code has it
-    x = torch.cat([v, shares @ keys, t[probs.argmax(-1)]], dim=1)
-    for layer in range(3):
-        x = F.linear(x if layer == 0 else x.relu(), state[f"weight{layer}"][1], state[f"bias{layer}"][1])
-    torch.testing.assert_close(found.predict(images).unfamiliarity.members[0, 1], -x[:, 0], atol=1e-5, rtol=1e-4)
-    assert not torch.allclose(state["image_map"][1], torch.eye(len(keys.T)), atol=1e-6)
+    score = prediction.score("vilu")
     found.save_pretrained(tmp_path / "saved")
     again = he.Ensemble.from_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(again.predict(images).score("vilu"), found.predict(images).score("vilu"))
+    torch.testing.assert_close(again.predict(images).score("vilu"), score)
+    torch.testing.assert_close(found.optimize(compile=False).predict(images).score("vilu"), score, atol=1e-4, rtol=1e-4)
     third = neg_label(again, [f"{one} tree" for one in ("cat", "red", "the")], settings=NegLabel(share=1.0, groups=1))
-    torch.testing.assert_close(third.predict(images).score("vilu"), found.predict(images).score("vilu"))
+    torch.testing.assert_close(third.predict(images).score("vilu"), score)
+
+
+def test_maps_of_image_and_classes_train_from_the_identity_on():
+    ensemble, images = zero_shot(members=2), pair_samples(5, seed=3)[0]
+    start = Recipe(learning_rate=1e-12, epochs=1)
+    plain, mapped = (fitted(ensemble, start, replace(SMALL, projections=one)) for one in (False, True))
+    torch.testing.assert_close(mapped.predict(images).score("vilu"), plain.predict(images).score("vilu"))
 
 
 def test_the_loss_is_the_published_one():
@@ -116,12 +111,8 @@ def test_it_learns_to_tell_right_from_wrong():
     assert "validation accuracy" in validated.metadata.history[-1]
 
 
-def test_it_travels_with_the_model(tmp_path):
+def test_it_is_calibrated_and_evaluated():
     found, images = fitted(zero_shot(members=2)), pair_samples(5, seed=3)[0]
-    score = found.predict(images).score("vilu")
-    found.save_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(he.Ensemble.from_pretrained(tmp_path / "saved").predict(images).score("vilu"), score)
-    torch.testing.assert_close(found.optimize(compile=False).predict(images).score("vilu"), score, atol=1e-4, rtol=1e-4)
     calibrated = he.calibrate(found, data(40, seed=5), share=0.8)
     assert calibrated.metadata.familiarity.settings.threshold is not None
     assert calibrated.predict(images).accept is not None
@@ -162,15 +153,3 @@ def test_the_recipe_is_the_published_one():
     recipe = ViLU.recipe()
     assert (recipe.optimizer, recipe.learning_rate, recipe.weight_decay, recipe.momentum) == ("sgd", 0.01, 5e-4, 0.9)
     assert (recipe.epochs, recipe.schedule, recipe.no_decay_on_bias_and_norm) == (300, "cosine", False)
-
-
-def test_what_it_cannot_work_with_is_refused():
-    for settings, token in (({"hidden": (0,)}, "hidden"), ({"batch_size": 0}, "batch_size")):
-        with pytest.raises(ConfigError, match=token):
-            ViLU(**settings)
-    with pytest.raises(ConfigError, match="zero-shot"):
-        fitted(tiny())
-    with pytest.raises(ConfigError, match="baselines"):
-        zero_shot().predict(pair_samples(2)[0]).score("vilu")
-    with pytest.raises(ConfigError, match="score"):
-        he.fit_familiarity(zero_shot(), data(), "vilu")

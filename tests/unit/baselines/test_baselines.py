@@ -1,0 +1,230 @@
+"""All baselines by one table: every shape of model, pruned and zero-shot ones, interruptions, refusals, a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from baseline_cases import QUICK, assert_resumes, single, some
+
+import hydra_ensembles as he
+from hydra_ensembles import baselines
+from hydra_ensembles.baselines import MIMO, OBA, SWAG, BatchEnsemble, BayesVLM, Laplace, LoRA, NegLabel, Packed, ViLU
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from random_ensembles import ALL_SHAPES, SHAPES
+from unit.training.training_cases import NAMES, pair_samples, pairs, tiny, tiny_dual
+
+ONE = replace(QUICK, steps=1)
+METHODS = {
+    "lora": (baselines.lora_ensemble, LoRA(members=2, rank=2, training="together")),
+    "batch": (baselines.batch_ensemble, BatchEnsemble(members=2)),
+    "deep": (baselines.deep_ensemble, 2),
+    "swag": (baselines.swag, SWAG(2, points=2, rank=2)),
+    "mimo": (baselines.mimo, MIMO(members=2, batch_repeat=1)),
+    "oba": (baselines.oba, OBA(keep=0.9, steps=1, batches=1)),
+}
+PACKED = (baselines.packed_ensemble, Packed(members=2, alpha=2.0, heads=5))  # which fit the smallest model
+
+
+def assert_runs(found, inputs):
+    logits = found(inputs)
+    assert logits.isfinite().all()
+    torch.testing.assert_close(found.optimize(compile=False)(inputs), logits)
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(one, marks=[pytest.mark.slow] * (one not in SHAPES)) for one in ALL_SHAPES]
+)
+def test_every_shape(shape):
+    base = single(shape)
+    data = some(base, (4,))
+    for name, (make, settings) in METHODS.items():
+        if name != "mimo" or base.kind == "image":
+            assert_runs(make(base, data, ONE, settings, progress=False), data[0][0])
+    if shape != "image-distilled-registers":  # two classifiers
+        assert_runs(baselines.laplace(base, data), data[0][0])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_pruned_models_keep_their_heads_and_zero_shot_ones_their_text_side(name):
+    gone = [(0, 1), (0, 3), *((2, head) for head in range(4))]  # one layer has no head left
+    make, settings = METHODS[name]
+    base = he.prune(single(), gone)
+    found = make(base, some(base, (4,)), ONE, settings, progress=False)
+    assert set(found.heads) == {base.heads[0]}
+    assert_runs(found, some(base, (4,))[0][0])
+    base, data = he.zero_shot(tiny_dual(), NAMES), [pair_samples(8)]
+    if name == "mimo":
+        with pytest.raises(ConfigError, match="zero-shot"):
+            make(base, data, ONE, settings, progress=False)
+        return
+    found = make(base, data, ONE, settings, progress=False)
+    assert he.retarget(found, ("boat", "cat"))(data[0][0]).shape == (found.num_members, 8, 2)
+
+
+# --- interruptions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "stop", "other"),
+    [
+        (baselines.lora_ensemble, LoRA(members=2, rank=2), 6, {"rank": 1}),  # within the second member
+        (*METHODS["lora"], 3, {"rank": 1}),
+        (*METHODS["batch"], 3, None),
+        (*METHODS["deep"], 6, None),
+        (lambda *given, **options: baselines.deep_ensemble(*given, snapshots=True, **options), 2, 6, None),
+        (baselines.swag, SWAG(2, points=3, rank=2), 6, None),
+        (baselines.mimo, MIMO(members=3, batch_repeat=2), 3, None),
+        (*PACKED, 3, None),
+        (baselines.oba, OBA(keep=0.8, steps=3, batches=2), 3, {"keep": 0.9}),
+    ],
+)
+def test_a_stopped_run_goes_on_and_another_one_does_not(make, settings, stop, other, tmp_path, monkeypatch):
+    base = single()
+
+    def run(settings=settings, **options):
+        return make(base, some(base), QUICK, settings, progress=False, **options)
+
+    assert_resumes(run, tmp_path, monkeypatch, stop)
+    if other is not None:
+        with pytest.raises(CheckpointError, match=next(iter(other))):
+            run(replace(settings, **other), output=tmp_path)
+
+
+# --- refusals ------------------------------------------------------------------------------------------------
+
+TRAINED_BY = {
+    LoRA: baselines.lora_ensemble,
+    BatchEnsemble: baselines.batch_ensemble,
+    Packed: baselines.packed_ensemble,
+    OBA: baselines.oba,
+}
+REFUSED = {  # the last of the settings is named
+    LoRA: [{"rank": 10}, {"rank": 0}, {"members": 0}, {"alpha": -1.0}, {"projections": ()}, {"training": "both"}],
+    BatchEnsemble: [{"members": 1}, {"deviation": -0.1}, {"last_layers": 4}, {"last_layers": 0}, {"rate": 0.0}],
+    Packed: [{"members": 0}, {"alpha": 0.0}, {"members": 2, "alpha": 1.0, "heads": 2}],
+    OBA: [{"keep": 1.0}, {"keep": 0.01}, {"steps": 0}, {"rule": "size"}],
+    Laplace: [{"members": 0}, {"samples": 0}, {"prior_precision": 0.0}, {"structure": "x"}],
+    MIMO: [{"members": 1}, {"rho": 1.5}, {"batch_repeat": 0}],
+    SWAG: [{"points": 1}, {"rank": 1}, {"points": 3, "rank": 4}, {"scale": -1.0}],
+    BayesVLM: [{"pseudo_count": 0.0}, {"negatives": 1}, {"prior_precision": -1.0}],
+    NegLabel: [{"share": 0.0}, {"percentile": 1.5}, {"groups": 0}],
+    ViLU: [{"hidden": (0,)}, {"batch_size": 0}],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "token"),
+    [
+        *((kind, one, [*one][-1]) for kind, settings in REFUSED.items() for one in settings),
+        (LoRA, {"projections": ("query", "query")}, "projections"),
+        (BatchEnsemble, {"start": "ones"}, "start"),
+        (Packed, {"members": 3, "alpha": 1.0}, "width"),
+        (Packed, {"members": 2, "alpha": 1.0}, "heads of width 3"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(kind, settings, token):
+    base = single()
+    with pytest.raises(ConfigError, match=token):
+        made = kind(**settings)  # most are refused here, some need the model
+        TRAINED_BY[kind](base, some(base), QUICK, made, progress=False)
+
+
+def trained(name, base, data=None, recipe=QUICK, **settings):
+    make, usual = METHODS[name]
+    usual = replace(usual, **settings) if settings else usual
+    return make(base, some(base) if data is None else data, recipe, usual, progress=False)
+
+
+def two():
+    return he.Ensemble.stack([single()] * 2)
+
+
+def zero_shot(**options):
+    return he.zero_shot(tiny_dual(), NAMES, **options)
+
+
+HEAD = replace(QUICK, train_groups=("readout",))
+WORDS = [f"{one} {two}" for one in ("cat", "dog", "red") for two in ("tree", "bus", "of")]
+
+
+@pytest.mark.parametrize(
+    ("work", "error", "token"),
+    [
+        *(
+            (lambda name=name: trained(name, he.Ensemble.stack([single()] * 2)), ConfigError, "single")
+            for name in METHODS
+        ),
+        (lambda: baselines.laplace(he.Ensemble.stack([single()] * 2), some(single())), ConfigError, "single"),
+        (
+            lambda: trained("lora", single(), recipe=replace(QUICK, train_groups=("readout",))),
+            ConfigError,
+            "train_groups",
+        ),
+        (lambda: trained("batch", single("text-post-norm"), scales="inputs"), ConfigError, "norm"),  # it comes after
+        (lambda: trained("mimo", single("text-post-norm")), ConfigError, "image"),
+        (lambda: trained("mimo", single(), some(single(), (1, 6))), DataError, "members"),
+        (lambda: baselines.laplace(single("image-distilled-registers"), some(single())), ConfigError, "classifier"),
+        (lambda: baselines.laplace(single(), []), DataError, "batches"),
+        (
+            lambda: baselines.bayes_vlm(he.fuse([tiny_dual(), tiny_dual(1)], stem="separate"), pairs()),
+            ConfigError,
+            "single",
+        ),
+        (lambda: baselines.bayes_vlm(tiny_dual().image, pairs()), ConfigError, "DualEncoder"),
+        (lambda: baselines.bayes_vlm(tiny_dual(), []), DataError, "two"),
+        (lambda: baselines.bayes_vlm(tiny_dual(), [(x * torch.nan, t) for x, t, _ in pairs()]), DataError, "finite"),
+        (lambda: baselines.neg_label(tiny(), WORDS), ConfigError, "zero-shot"),
+        (lambda: baselines.neg_label(zero_shot(keep_text=False), WORDS), ConfigError, "keep_text"),
+        (lambda: baselines.neg_label(zero_shot(), WORDS), DataError, "groups"),
+        (lambda: baselines.vilu(tiny(), [pair_samples(8)], QUICK, progress=False), ConfigError, "zero-shot"),
+        (lambda: zero_shot().predict(pair_samples(2)[0]).score("vilu"), ConfigError, "baselines"),
+        (lambda: he.fit_familiarity(zero_shot(), [pair_samples(8)], "vilu"), ConfigError, "score"),
+    ],
+)
+def test_models_and_data_that_do_not_fit_are_refused(work, error, token):
+    with pytest.raises(error, match=token):
+        work()
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------
+
+NO_DROPOUT = replace(QUICK, dropout=None)
+
+
+def on_a_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+
+
+@on_a_gpu
+@pytest.mark.parametrize("there", [False, True], ids=["asked for", "already there"])
+@pytest.mark.parametrize(("make", "settings"), [*METHODS.values(), PACKED])
+def test_training_on_a_gpu_is_that_of_the_cpu(make, settings, there):
+    base = single()
+    data = some(base)
+    expected = make(base, data, NO_DROPOUT, settings, progress=False)
+    found = make(base.to("cuda") if there else base, data, NO_DROPOUT, settings, progress=False, device="cuda")
+    assert found.device.type == ("cuda" if there else "cpu")
+    torch.testing.assert_close(found.cpu()(data[0][0]), expected(data[0][0]), atol=1e-6, rtol=1e-6)
+
+
+@on_a_gpu
+def test_classifiers_of_a_posterior_and_zero_shot_methods_on_a_gpu():
+    base = single()
+    data = some(base)
+    expected = baselines.laplace(base, data)(data[0][0])
+    found = baselines.laplace(base.to("cuda"), data)(data[0][0].cuda())
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-6, rtol=1e-6)
+    images, words = pair_samples(5)[0], ["cat of", "dog of", "the the", "red photo", "tree bus", "boat of"]
+
+    def answers(device):
+        dual = tiny_dual().to(device)
+        posterior = baselines.bayes_vlm(dual, pairs())
+        scored = baselines.neg_label(he.zero_shot(dual, NAMES), words, settings=NegLabel(share=1.0, groups=2))
+        recipe, labelled = ViLU.recipe(epochs=2), [(images, pair_samples(5)[1])]
+        scored = baselines.vilu(scored, labelled, recipe, ViLU(hidden=(8,)), progress=False)
+        prediction = scored.predict(images.to(device))
+        parts = posterior.probit(NAMES)(images.to(device)), posterior.zero_shot(NAMES, members=3)(images.to(device))
+        return [one.cpu() for one in (*parts, prediction.score("neglabel"), prediction.score("vilu"))]
+
+    for found, expected in zip(answers("cuda"), answers("cpu"), strict=True):
+        torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
