@@ -6,16 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from convert_cases import vit
 
 import hydra_ensembles as he
-from architectures import timm_model, torchvision_model
+from architectures import torchvision_model
 from architectures_transformers import TEXT, VISION, transformers_model
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
-
-
-def vit(**settings: Any) -> Any:
-    return timm_model("vit_tiny_patch16_224", **settings)
 
 
 def unknown() -> Any:

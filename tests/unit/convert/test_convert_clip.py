@@ -1,4 +1,4 @@
-"""CLIP: what is refused, where preprocessing comes from, and a tokenizer with the ids of open_clip and transformers."""
+"""CLIP: where preprocessing comes from, and a tokenizer with the ids of open_clip and transformers."""
 
 import warnings
 from functools import cache
@@ -6,59 +6,31 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from convert_cases import refused
 
 import hydra_ensembles as he
-from architectures_clip import open_clip_from_timm, open_clip_model, transformers_clip
+from architectures_clip import (
+    END,
+    SIGLIP_TEXT,
+    DualCase,
+    open_clip_from_timm,
+    open_clip_model,
+    texts,
+    transformers_clip,
+    transformers_metaclip,
+    transformers_siglip,
+)
+from architectures_transformers import transformers_model
 from hydra_ensembles.convert.processors import read_open_clip_tokenizer
 from hydra_ensembles.errors import ConversionError
 from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, clean_text
-
-# --- refused ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("build", "token"),
-    [
-        (lambda: open_clip_model({"patch_dropout": 0.5}), "patch_dropout"),
-        (lambda: open_clip_model({"attentional_pool": True}), "attentional_pool"),
-        (lambda: open_clip_model({"pool_type": "none"}), "pool_type is 'none'"),
-        (lambda: open_clip_model({"scale_heads": True}), "scale_heads"),
-        (lambda: open_clip_model({"scale_fc": True}), "norm of its own"),
-        (lambda: open_clip_model({"layers": (1, 1, 1, 1)}), "the image tower is a .*ModifiedResNet"),
-        (lambda: open_clip_model(text={"embed_cls": True}, custom=True), "embed_cls"),
-        (lambda: open_clip_model(text={"pool_type": "none"}), "pool_type is 'none'"),
-        (lambda: open_clip_model(text={"output_tokens": True}, custom=True), "output_tokens"),
-        (lambda: open_clip_model(text={"scaled_cosine_attn": True}), "scale_heads"),
-        (lambda: open_clip_from_timm("vit_base_patch16_224", "token", "mlp"), r"head is made of \['mlp'\]"),
-        (lambda: transformers_clip({"hidden_act": "tanh"}, {}), "'tanh'"),
-    ],
-)
-def test_what_cannot_be_represented_is_refused(build: Any, token: str) -> None:
-    with pytest.raises(ConversionError, match=token):
-        he.convert(build())
+from zero_shot_models import NAMES, word_tokenizer
 
 
 def test_outputs_are_named_whatever_the_configuration_says() -> None:
     model = transformers_clip({}, {}, return_dict=False)
     assert isinstance(he.convert(model), he.DualEncoder)
     assert model.config.return_dict is False
-
-
-def test_changed_models_are_refused() -> None:
-    models = [open_clip_model(custom=custom) for custom in (False, True, True, False, False)]
-    for model in models[:2]:
-        model.register_parameter("adapter", nn.Parameter(torch.zeros(3)))
-    models[2].text, models[3].logit_scale = nn.Linear(2, 2), None
-    models[4].visual.ln_post.to(torch.bfloat16)  # type: ignore[union-attr]
-    left = r"no canonical place: \['adapter'\]"
-    tokens = (left, left, "text tower is a .*Linear", "logit_scale", r"different types.*model\.float\(\)")
-    for model, token in zip(models, tokens, strict=True):
-        with pytest.raises(ConversionError, match=token):
-            he.convert(model)
-    for settings in ({"num_labels": 3}, {"labels": ["a"]}):
-        with pytest.raises(ConversionError, match="no classifier"):
-            he.convert(open_clip_model(), **settings)  # type: ignore[arg-type]
 
 
 # --- preprocessing ---------------------------------------------------------------------------------------
@@ -208,8 +180,7 @@ def test_a_model_with_clips_vocabulary_gets_clips_tokenizer_or_the_given_one() -
         assert (dual.encode_text(tuple(texts))[0] - expected).abs().max() < 1e-5
     given = he.convert(model, processor=open_clip_tokenizer(context_length=10)).text.metadata.preprocessing
     assert given.max_length == 10
-    with pytest.raises(ConversionError, match="16"):
-        he.convert(model, processor=open_clip_tokenizer())
+    refused(model, "16", processor=open_clip_tokenizer())
 
 
 def test_transformers_tokenizer_and_processor() -> None:
@@ -234,3 +205,50 @@ def test_transformers_tokenizer_and_processor() -> None:
     separate = he.convert(model, processor=[tokenizer, images])
     assert separate.text.metadata == dual.text.metadata
     assert separate.image.metadata == dual.image.metadata
+
+
+# --- SigLIP, MetaCLIP 2 and towers of timm --------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_metaclip_is_a_clip() -> None:
+    model, pixels, given = transformers_metaclip(), DualCase.pixels(), texts(END, 1, mask=True)
+    expected = model(pixel_values=pixels, **given).logits_per_image
+    found = he.convert(model)(pixels, given)[0]
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@torch.no_grad()
+def test_zero_shot_logits_have_the_scale_and_the_bias_of_the_sigmoid() -> None:
+    model, pixels = transformers_siglip(), DualCase.pixels()
+    dual = he.convert(model, processor=word_tokenizer(mask=True))
+    classifier = he.zero_shot(dual, NAMES)
+    prompts = [f"A photo of a {name}." for name in NAMES]
+    ids = word_tokenizer()(prompts)["input_ids"]  # padded to one length, without a mask: as SigLIP was trained
+    expected = model(pixel_values=pixels, input_ids=ids).logits_per_image
+    found = classifier(pixels)[0]
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert torch.allclose(found.sigmoid(), expected.sigmoid(), atol=1e-5)
+    assert dual.config.logit_bias
+
+
+def test_texts_are_padded_to_the_length_that_is_read_at_the_end() -> None:
+    import transformers
+    from tokenizers import Tokenizer
+
+    core = Tokenizer.from_str(word_tokenizer().tokenizer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[END]", model_max_length=64)
+    for model in (transformers_siglip(), transformers_model("SiglipTextModel", "SiglipTextConfig", SIGLIP_TEXT)):
+        converted = he.convert(model, processor=tokenizer)
+        preprocessing = getattr(converted, "text", converted).metadata.preprocessing
+        assert (preprocessing.pad_to_max, preprocessing.attention_mask) == (True, False)
+        assert {name: list(one.shape) for name, one in preprocessing(["a cat"]).items()} == {"input_ids": [1, 12]}
+
+
+@torch.no_grad()
+def test_an_eva_inside_a_tower_of_open_clip_is_read() -> None:
+    model: Any = open_clip_from_timm("vit_pe_core_tiny_patch16_384", "map", "none", heads=2)
+    dual, pixels = he.convert(model), DualCase.pixels()
+    expected = model.encode_image(pixels)
+    found = dual.encode_image(pixels, normalize=False)[0]
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -1,23 +1,30 @@
-"""What cannot be converted is refused in a few lines: what it is, why, and the nearest way that works."""
+"""What cannot be converted is refused: what it is, why, and the nearest way that works."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from convert_cases import VIT, refused, vit
 from torch import nn
 
 import hydra_ensembles as he
 from architectures import timm_model
-from architectures_transformers import TEXT, VISION, transformers_model
+from architectures_clip import SIGLIP_IMAGE, open_clip_from_timm, open_clip_model, transformers_clip
+from architectures_transformers import DINOV3, DISTILBERT, MODERNBERT, TEXT, VISION, transformers_model
 from hydra_ensembles.convert.convert import ARCHITECTURES, DUAL_ARCHITECTURES
 from hydra_ensembles.convert.refusals import refusal
 from hydra_ensembles.errors import ConversionError
 
-VIT = "vit_tiny_patch16_224"
+Rows = list[tuple[Callable[[], Any], str]]
+
+# --- kinds of models ---------------------------------------------------------------------------------------
+
 _SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1], "num_heads": [2], "window_size": 4}
 _GPT = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 60, "pad_token_id": 0}
 _T5 = {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 16, "d_kv": 8, "vocab_size": 60}
 _LLAMA = {**TEXT, "num_key_value_heads": 4, "pad_token_id": 0}
+EVA02, EVA_DINOV3, DISTILLED = "eva02_base_patch14_224", "vit_small_patch16_dinov3", "deit_tiny_distilled_patch16_224"
 
 
 def timm_tiny(name: str) -> Any:
@@ -25,6 +32,12 @@ def timm_tiny(name: str) -> Any:
 
     with torch.device("meta"):
         return timm.create_model(name, num_classes=5)
+
+
+def hf(model: str, settings: dict[str, Any], **changes: Any) -> Any:
+    """A model of transformers; its configuration is named as its family is."""
+    family = model.partition("For")[0].removesuffix("EncoderModel").removesuffix("Model")
+    return transformers_model(model, f"{family}Config", {**settings, **changes})
 
 
 class Around(nn.Module):
@@ -49,40 +62,168 @@ def subclass_of(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("build", "token"),
-    [
-        (lambda: timm_tiny("swin_tiny_patch4_window7_224"), "hierarchical"),
-        (lambda: timm_tiny("convnext_tiny"), "convolutional"),
-        (lambda: timm_tiny("resnet18"), "convolutional"),
-        (lambda: timm_tiny("mixer_s32_224"), "MLP"),
-        (lambda: transformers_model("SwinForImageClassification", "SwinConfig", _SWIN), "hierarchical"),
-        (lambda: transformers_model("T5ForSequenceClassification", "T5Config", _T5), "decoder"),
-        (lambda: transformers_model("GPT2ForSequenceClassification", "GPT2Config", _GPT), "decoder"),
-        (lambda: transformers_model("LlamaForSequenceClassification", "LlamaConfig", _LLAMA), "decoder"),
-        (lambda: transformers_model("BertForMaskedLM", "BertConfig", TEXT), "pre-training.*num_labels"),
-        (lambda: transformers_model("ViTMAEForPreTraining", "ViTMAEConfig", VISION), "pre-training.*num_labels"),
-        (lambda: transformers_model("BertForTokenClassification", "BertConfig", TEXT), "each token"),
-        (lambda: transformers_model("DebertaV2ForSequenceClassification", "DebertaV2Config", TEXT), "disentangled"),
-        (lambda: transformers_model("MPNetForSequenceClassification", "MPNetConfig", TEXT), "relative position bias"),
-        (lambda: transformers_model("T5EncoderModel", "T5Config", _T5), "relative position bias"),
-        (lambda: nn.LSTM(3, 4), r"docs/models\.md.*declaration=.*own_model"),
-        (lambda: timm_tiny("vit_relpos_small_patch16_224"), "relative position bias"),
-        (lambda: timm_tiny("naflexvit_base_patch16_gap"), "any shape"),
-        (lambda: Around(timm_model(VIT)), r"he\.convert\(model\.net\)"),
-        (lambda: nn.Sequential(timm_model(VIT)), r"model\.get_submodule\('0'\)"),
-        (lambda: subclass_of(timm_model(VIT)), "subclass of VisionTransformer"),
-        (
-            lambda: without("fc_norm", timm_model("eva02_base_patch14_224")),
-            r"fc_norm.*timm that is.*hydra-ensembles\[timm",
-        ),
-        (lambda: timm_model("eva02_base_patch14_224", rope_type="mixed"), "RotaryEmbeddingMixed.*without it"),
-    ],
-)
+KINDS: Rows = [
+    (lambda: timm_tiny("swin_tiny_patch4_window7_224"), "hierarchical"),
+    (lambda: timm_tiny("convnext_tiny"), "convolutional"),
+    (lambda: timm_tiny("resnet18"), "convolutional"),
+    (lambda: timm_tiny("mixer_s32_224"), "MLP"),
+    (lambda: hf("SwinForImageClassification", _SWIN), "hierarchical"),
+    (lambda: hf("T5ForSequenceClassification", _T5), "decoder"),
+    (lambda: hf("GPT2ForSequenceClassification", _GPT), "decoder"),
+    (lambda: hf("LlamaForSequenceClassification", _LLAMA), "decoder"),
+    (lambda: hf("BertForMaskedLM", TEXT), "pre-training.*num_labels"),
+    (lambda: hf("ViTMAEForPreTraining", VISION), "pre-training.*num_labels"),
+    (lambda: hf("BertForTokenClassification", TEXT), "BertForTokenClassification.*each token"),
+    (lambda: hf("DebertaV2ForSequenceClassification", TEXT), "disentangled"),
+    (lambda: hf("MPNetForSequenceClassification", TEXT), "relative position bias"),
+    (lambda: hf("T5EncoderModel", _T5), "relative position bias"),
+    (lambda: nn.LSTM(3, 4), r"docs/models\.md.*declaration=.*own_model"),
+    (lambda: timm_tiny("vit_relpos_small_patch16_224"), "relative position bias"),
+    (lambda: timm_tiny("naflexvit_base_patch16_gap"), "any shape"),
+    (lambda: Around(vit()), r"he\.convert\(model\.net\)"),
+    (lambda: nn.Sequential(vit()), r"model\.get_submodule\('0'\)"),
+    (lambda: subclass_of(vit()), "subclass of VisionTransformer"),
+    (lambda: without("fc_norm", timm_model(EVA02)), r"fc_norm.*timm that is.*hydra-ensembles\[timm"),
+    (lambda: timm_model(EVA02, rope_type="mixed"), "RotaryEmbeddingMixed.*without it"),
+]
+
+
+@pytest.mark.parametrize(("build", "token"), KINDS)
 def test_it_is_said_what_it_is_why_and_what_works(build: Any, token: str) -> None:
     with pytest.raises(ConversionError, match=rf"(?s){token}") as caught:
         he.convert(build())
     assert 2 < len(str(caught.value).splitlines()) <= 5
+
+
+# --- variants of known models ------------------------------------------------------------------------------
+
+
+def with_value(value: float) -> Any:
+    model = vit()
+    with torch.no_grad():
+        model.blocks[1].mlp.fc1.weight[0, 0] = value
+    return model
+
+
+def with_part(place: str, part: nn.Module, name: str = VIT) -> Any:
+    model = timm_model(name)
+    model.set_submodule(place, part)
+    return model
+
+
+def parallel_blocks() -> Any:
+    from timm.models.vision_transformer import ParallelScalingBlock
+
+    return vit(block_fn=ParallelScalingBlock)
+
+
+def bert(**changes: Any) -> Any:
+    return hf("BertForSequenceClassification", TEXT, **changes)
+
+
+def edited(model: Any, **settings: Any) -> Any:
+    """The configuration after the model was built."""
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def changed(place: str, part: Any, model: Any) -> Any:
+    above, _, leaf = place.rpartition(".")
+    setattr(model.get_submodule(above), leaf, part)
+    return model
+
+
+def adapted(custom: bool) -> Any:
+    model = open_clip_model(custom=custom)
+    model.register_parameter("adapter", nn.Parameter(torch.zeros(3)))
+    return model
+
+
+def half_norm() -> Any:
+    model: Any = open_clip_model()
+    model.visual.ln_post.to(torch.bfloat16)
+    return model
+
+
+DEEP = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, 5))
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
+ELECTRA = "ElectraForSequenceClassification"
+VARIANTS: Rows = [
+    (lambda: 3, "int"),
+    (lambda: nn.Linear(2, 2), "Linear.*timm"),
+    (lambda: vit(num_classes=1), "one output"),
+    (lambda: with_value(float("nan")), r"1 of the 4096 values of blocks\.1\.mlp\.fc1\.weight"),
+    (lambda: with_value(float("inf")), r"1 of the 4096 values of blocks\.1\.mlp\.fc1\.weight"),
+    (lambda: with_part("blocks.1.mlp.fc1", nn.Linear(32, 100)), r"blocks\.1\.mlp\.fc1\.weight.*100"),
+    (lambda: with_part("head", DEEP), "Sequential"),
+    (lambda: with_part("head", nn.Linear(32, 5).to(torch.float8_e4m3fn)), "float8_e4m3fn.*quantised"),
+    (lambda: with_part("blocks.1", vit().blocks[1].to("meta")), r"blocks\.1\..* meta device"),
+    (parallel_blocks, "ParallelScalingBlock.*nearest way"),
+    (lambda: with_part("head", DEEP, DISTILLED), "Sequential"),
+    (lambda: with_part("head_dist", DEEP, DISTILLED), "Sequential"),
+    # rotary positions
+    (lambda: timm_model(EVA02, scale_attn_inner=True), "spans all heads"),
+    (lambda: timm_model(EVA02, use_post_norm=True), "EvaBlockPostNorm"),
+    (lambda: timm_model(EVA02, rope_rotate_half=True), "in different ways"),
+    (lambda: timm_model(EVA02, use_abs_pos_emb=False, use_rot_pos_emb=False), "no position embedding"),
+    (lambda: timm_model(EVA_DINOV3, rope_grid_offset=0.5), "RotaryEmbeddingDinoV3"),
+    (lambda: timm_model(EVA_DINOV3, attn_only_layer_scale=True), "LayerScale"),
+    (lambda: timm_model(EVA_DINOV3, attn_type="rope", qkv_fused=False, num_kv_heads=2), "num_kv_heads"),
+    (lambda: hf("GteModel", TEXT, rope_parameters=LINEAR_ROPE), "linear"),
+    (lambda: hf("DINOv3ViTModel", DINOV3, value_bias=False), "bias"),
+    (lambda: hf("ModernBertForSequenceClassification", MODERNBERT, classifier_activation="silu"), "silu"),
+    # transformers
+    (lambda: bert(is_decoder=True), "decoder"),
+    (lambda: hf(ELECTRA, TEXT, is_decoder=True, add_cross_attention=True), "decoder"),
+    (lambda: bert(position_embedding_type="relative_key"), "relative_key"),
+    (lambda: bert(hidden_act="mish"), "mish"),
+    (lambda: hf("DistilBertForSequenceClassification", DISTILBERT, activation="gelu_10"), "gelu_10"),
+    (lambda: hf("Dinov2ForImageClassification", VISION, image_size=(16, 64)), "not square"),
+    (lambda: hf("ViTForImageClassification", VISION, problem_type="multi_label_classification"), "multi_label"),
+    (lambda: hf("RobertaForSequenceClassification", TEXT, problem_type="regression"), "regression"),
+    (lambda: hf(ELECTRA, TEXT, num_labels=1), "one output"),
+    (lambda: hf("Dinov2ForImageClassification", VISION, num_labels=1), "one output"),
+    (lambda: edited(bert(), pruned_heads={0: [1]}), "pruned_heads"),
+    (lambda: changed("classifier", nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 5)), bert()), "Sequential"),
+    (lambda: hf("SiglipVisionModel", SIGLIP_IMAGE, vision_use_head=False), "vision_use_head"),
+    (lambda: hf("Siglip2VisionModel", SIGLIP_IMAGE, num_patches=16), "NaFlex"),
+    # two towers
+    (lambda: open_clip_model({"patch_dropout": 0.5}), "patch_dropout"),
+    (lambda: open_clip_model({"attentional_pool": True}), "attentional_pool"),
+    (lambda: open_clip_model({"pool_type": "none"}), "pool_type is 'none'"),
+    (lambda: open_clip_model({"scale_heads": True}), "scale_heads"),
+    (lambda: open_clip_model({"scale_fc": True}), "norm of its own"),
+    (lambda: open_clip_model({"layers": (1, 1, 1, 1)}), "the image tower is a .*ModifiedResNet"),
+    (lambda: open_clip_model(text={"embed_cls": True}, custom=True), "embed_cls"),
+    (lambda: open_clip_model(text={"pool_type": "none"}), "pool_type is 'none'"),
+    (lambda: open_clip_model(text={"output_tokens": True}, custom=True), "output_tokens"),
+    (lambda: open_clip_model(text={"scaled_cosine_attn": True}), "scale_heads"),
+    (lambda: open_clip_from_timm("vit_base_patch16_224", "token", "mlp"), r"head is made of \['mlp'\]"),
+    (lambda: transformers_clip({"hidden_act": "tanh"}, {}), "'tanh'"),
+    (lambda: adapted(custom=False), r"no canonical place: \['adapter'\]"),
+    (lambda: adapted(custom=True), r"no canonical place: \['adapter'\]"),
+    (lambda: changed("text", nn.Linear(2, 2), open_clip_model(custom=True)), "text tower is a .*Linear"),
+    (lambda: changed("logit_scale", None, open_clip_model()), "logit_scale"),
+    (half_norm, r"different types.*model\.float\(\)"),
+]
+
+
+@pytest.mark.parametrize(("build", "token"), VARIANTS)
+def test_a_variant_without_canonical_form_is_refused(build: Any, token: str) -> None:
+    refused(build(), token)
+
+
+def test_settings_of_the_conversion_that_do_not_fit_the_model_are_refused() -> None:
+    refused(bert(), "5 classes", num_labels=3)
+    other = bert(problem_type="multi_label_classification").base_model
+    refused(other, "at least 2", num_labels=1)
+    assert he.convert(other, num_labels=3).num_classes == 3  # what it was trained for does not matter
+    refused(open_clip_model(), "no classifier", num_labels=3)
+    refused(open_clip_model(), "no classifier", labels=["a"])
+
+
+# --- names -------------------------------------------------------------------------------------------------
 
 
 def test_nothing_that_is_supported_has_a_row() -> None:

@@ -1,28 +1,24 @@
-"""Models with rotary positions: variants of the kinds in the contract tests, and what is refused."""
+"""Variants of the kinds in the contract tests, rotary positions and windows before all."""
 
 from typing import Any
 
 import pytest
 import torch
+from convert_cases import answers_alike, refused
 
 import hydra_ensembles as he
 from architectures import VISION_VARIANTS, ArchitectureCase, images, timm_model
+from architectures_clip import TOWER_VARIANTS
 from architectures_transformers import DINOV3, MODERNBERT, TEXT, VARIANTS, token_batch, transformers_model
-from hydra_ensembles.errors import ConversionError
 from hydra_ensembles.model.dropping import dropping
 
-CASES = [*VISION_VARIANTS, *VARIANTS]
-EVA02, EVA_DINOV3 = "eva02_base_patch14_224", "vit_small_patch16_dinov3"
+CASES = [*VISION_VARIANTS, *VARIANTS, *TOWER_VARIANTS]
+EVA_DINOV3 = "vit_small_patch16_dinov3"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@torch.no_grad()
 def test_variants_answer_like_the_originals(case: ArchitectureCase) -> None:
-    model = case.build()
-    converted = he.convert(model)
-    for inputs in (case.inputs(), *(make() for make in case.other_inputs)):
-        expected = case.logits(model, inputs)
-        assert (converted(inputs)[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+    answers_alike(case)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "dinov3" in case.name or "mean" in case.name], ids=str)
@@ -71,8 +67,7 @@ def test_a_window_is_seen_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
         return ensemble
 
     monkeypatch.setattr(he.Ensemble, "from_state", staticmethod(wider))
-    with pytest.raises(ConversionError, match=r"layers\.1"):
-        he.convert(model)
+    refused(model, r"layers\.1")
 
 
 @torch.no_grad()
@@ -84,44 +79,3 @@ def test_a_plan_runs_texts_of_any_length_and_refuses_longer_ones() -> None:
         assert torch.allclose(fast(batch), converted(batch), atol=1e-5)
     with pytest.raises(he.HydraError, match="25 tokens"):
         fast(token_batch(1, segments=False, tokens=25))
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "token"),
-    [
-        (EVA02, {"scale_attn_inner": True}, "spans all heads"),
-        (EVA02, {"use_post_norm": True}, "EvaBlockPostNorm"),
-        (EVA02, {"rope_type": "mixed"}, "RotaryEmbeddingMixed"),
-        (EVA02, {"rope_rotate_half": True}, "in different ways"),
-        (EVA02, {"use_abs_pos_emb": False, "use_rot_pos_emb": False}, "no position embedding"),
-        (EVA_DINOV3, {"rope_grid_offset": 0.5}, "RotaryEmbeddingDinoV3"),
-        (EVA_DINOV3, {"attn_only_layer_scale": True}, "LayerScale"),
-        (EVA_DINOV3, {"attn_type": "rope", "qkv_fused": False, "num_kv_heads": 2}, "num_kv_heads"),
-    ],
-)
-def test_variants_of_eva_that_do_not_fit_are_refused(name: str, settings: dict[str, Any], token: str) -> None:
-    with pytest.raises(ConversionError, match=token):
-        he.convert(timm_model(name, **settings))
-
-
-_LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("model", "config", "settings", "token"),
-    [
-        ("GteModel", "GteConfig", {**TEXT, "rope_parameters": _LINEAR}, "linear"),
-        ("DINOv3ViTModel", "DINOv3ViTConfig", {**DINOV3, "value_bias": False}, "bias"),
-        (
-            "ModernBertForSequenceClassification",
-            "ModernBertConfig",
-            {**MODERNBERT, "classifier_activation": "silu"},
-            "silu",
-        ),
-    ],
-)
-def test_variants_of_transformers_that_do_not_fit_are_refused(
-    model: str, config: str, settings: dict[str, Any], token: str
-) -> None:
-    with pytest.raises(ConversionError, match=token):
-        he.convert(transformers_model(model, config, settings))
