@@ -20,6 +20,7 @@ from .expected import alike
 
 CASES = 600
 
+Alteration = Callable[[nn.Module, float], object]
 Case = tuple[str, str, float]  # architecture, alteration, and which of the places it can be made in
 
 
@@ -112,6 +113,9 @@ class _Wrapped(nn.Module):
         return _scaled(self.inner(*given, **named))
 
 
+# --- the alterations: of a place among those that a model has, a number from 0 to 1 --------------------------
+
+
 def wrapped(model: nn.Module, place: float) -> None:
     """A part in a wrapper that scales what it gives."""
     parent, name, child = _chosen(_modules(model), place)
@@ -160,81 +164,40 @@ def method_replaced(model: nn.Module, place: float) -> None:
     object.__setattr__(part, name, lambda *given, **named: _scaled(original(*given, **named)))
 
 
-def number_edited(model: nn.Module, place: float) -> None:
-    """A number that a part keeps."""
-    found = [(part, name) for part in model.modules() for name, value in vars(part).items() if type(value) is float]
-    part, name = _chosen(found, place)
-    setattr(part, name, getattr(part, name) * 3 + 0.1)
+def edited(kind: type, change: Callable[[Any], Any]) -> Alteration:
+    """Something that a part keeps: a number, a flag, its kind of pooling, a stride."""
 
+    def alter(model: nn.Module, place: float) -> None:
+        found = [
+            (part, name)
+            for part in model.modules()
+            for name, value in vars(part).items()
+            if type(value) is kind and name != "training" and (kind is not tuple or (value and type(value[0]) is int))
+        ]
+        part, name = _chosen(found, place)
+        setattr(part, name, change(getattr(part, name)))
 
-def whole_number_edited(model: nn.Module, place: float) -> None:
-    """A whole number that a part keeps, such as its number of heads."""
-    found = [(part, name) for part in model.modules() for name, value in vars(part).items() if type(value) is int]
-    part, name = _chosen(found, place)
-    setattr(part, name, getattr(part, name) * 2)
-
-
-def flag_flipped(model: nn.Module, place: float) -> None:
-    """A flag that a part keeps."""
-    found = [
-        (part, name)
-        for part in model.modules()
-        for name, value in vars(part).items()
-        if type(value) is bool and name != "training"
-    ]
-    part, name = _chosen(found, place)
-    setattr(part, name, not getattr(part, name))
-
-
-def text_edited(model: nn.Module, place: float) -> None:
-    """A word that a part keeps, such as its kind of pooling."""
-    found = [(part, name) for part in model.modules() for name, value in vars(part).items() if type(value) is str]
-    part, name = _chosen(found, place)
-    setattr(part, name, {"token": "avg", "avg": "token", "tok": "avg"}.get(getattr(part, name), "other"))
-
-
-def pair_edited(model: nn.Module, place: float) -> None:
-    """A pair of numbers, such as a stride."""
-    found = [
-        (part, n)
-        for part in model.modules()
-        for n, v in vars(part).items()
-        if type(v) is tuple and v and type(v[0]) is int
-    ]
-    part, name = _chosen(found, place)
-    setattr(part, name, tuple(value + 1 for value in getattr(part, name)))
+    return alter
 
 
 def config_edited(model: nn.Module, place: float) -> None:
     """A setting of a transformers model, after it was built."""
     settings = getattr(model, "config", None)
-    found = (
-        [name for name, value in vars(settings).items() if type(value) in (int, float, bool, str)] if settings else []
-    )
-    name = _chosen(found, place)
+    kept = vars(settings) if settings else {}
+    name = _chosen([name for name, value in kept.items() if type(value) in (int, float, bool, str)], place)
     value = getattr(settings, name)
     changed: Any = not value if type(value) is bool else "relu" if type(value) is str else value * 2 + 1
     setattr(settings, name, changed)
 
 
-def replaced(model: nn.Module, place: float, by: Callable[[], nn.Module] = nn.Tanh) -> None:
-    """Another module in the place of one without parameters."""
-    found = [one for one in _modules(model) if not list(one[2].parameters()) and not list(one[2].children())]
-    parent, name, _ = _chosen(found, place)
-    setattr(parent, name, by())
+def put(by: Callable[[nn.Module], nn.Module], where: Callable[[nn.Module], bool]) -> Alteration:
+    """Another module in the place of one."""
 
+    def alter(model: nn.Module, place: float) -> None:
+        parent, name, child = _chosen([one for one in _modules(model) if where(one[2])], place)
+        setattr(parent, name, by(child))
 
-def identity(model: nn.Module, place: float) -> None:
-    """Nothing in the place of any part."""
-    parent, name, _ = _chosen(_modules(model), place)
-    setattr(parent, name, nn.Identity())
-
-
-def in_sequence(model: nn.Module, place: float) -> None:
-    """A linear map or a norm, followed by something."""
-    found = [one for one in _modules(model) if isinstance(one[2], nn.Linear | nn.LayerNorm | nn.Conv2d)]
-    parent, name, child = _chosen(found, place)
-    setattr(parent, name, nn.Sequential(child, nn.Tanh()))
+    return alter
 
 
 def bias_dropped(model: nn.Module, place: float) -> None:
@@ -243,26 +206,16 @@ def bias_dropped(model: nn.Module, place: float) -> None:
     _chosen(found, place).bias = None
 
 
-def parameter_added(model: nn.Module, place: float) -> None:
-    """A parameter that nobody knows."""
-    _chosen(list(model.modules()), place).register_parameter("extra", nn.Parameter(torch.ones(3)))
-
-
-def buffer_added(model: nn.Module, place: float) -> None:
-    """A buffer that nobody knows."""
-    _chosen(list(model.modules()), place).register_buffer("extra", torch.ones(3))
-
-
+@torch.no_grad()
 def weights_changed(model: nn.Module, place: float) -> None:
     """Other weights: nothing is wrong with that."""
-    with torch.no_grad():
-        _chosen(list(model.parameters()), place).mul_(1.5)
+    _chosen(list(model.parameters()), place).mul_(1.5)
 
 
+@torch.no_grad()
 def weights_not_finite(model: nn.Module, place: float) -> None:
     """A weight that is NaN."""
-    with torch.no_grad():
-        _chosen(list(model.parameters()), place).view(-1)[0] = float("nan")
+    _chosen(list(model.parameters()), place).view(-1)[0] = float("nan")
 
 
 def shape_changed(model: nn.Module, place: float) -> None:
@@ -278,40 +231,47 @@ def part_in_half(model: nn.Module, place: float) -> None:
     _chosen(parts, place).half()
 
 
-def blocks_swapped(model: nn.Module, place: float) -> None:
-    """Blocks in another order: a model like any other."""
-    blocks = _blocks(model, place)
+def with_blocks(change: Callable[[Any], None]) -> Alteration:
+    """A list of two blocks, changed."""
+    kinds = (nn.ModuleList, nn.Sequential)
+    return lambda model, place: change(
+        _chosen([part for part in model.modules() if isinstance(part, kinds) and len(part) == 2], place)
+    )
+
+
+def swap(blocks: Any) -> None:
     first = blocks[0]
     blocks[0], blocks[1] = blocks[1], first
 
 
-def block_removed(model: nn.Module, place: float) -> None:
-    """A block less than the settings say."""
-    del _blocks(model, place)[0]
-
-
-def block_repeated(model: nn.Module, place: float) -> None:
-    """One block in two places."""
-    blocks = _blocks(model, place)
-    blocks[1] = blocks[0]
-
-
-def _blocks(model: nn.Module, place: float) -> Any:
-    kinds = (nn.ModuleList, nn.Sequential)
-    return _chosen([part for part in model.modules() if isinstance(part, kinds) and len(part) == 2], place)
-
-
-def left_alone(model: nn.Module, place: float) -> None:
-    """Nothing is altered."""
-
-
-ALTERATIONS: dict[str, Callable[[nn.Module, float], None]] = {
-    one.__name__.replace("_", " "): one
-    for one in (
-        *(wrapped, hooked, hooked_before, forward_replaced, class_replaced, method_replaced),
-        *(number_edited, whole_number_edited, flag_flipped, text_edited, pair_edited, config_edited),
-        *(replaced, identity, in_sequence, bias_dropped, parameter_added, buffer_added),
-        *(weights_changed, weights_not_finite, shape_changed, part_in_half),
-        *(blocks_swapped, block_removed, block_repeated, left_alone),
-    )
+WORDS = {"token": "avg", "avg": "token", "tok": "avg"}
+ALTERATIONS: dict[str, Alteration] = {
+    **{
+        one.__name__.replace("_", " "): one
+        for one in (wrapped, hooked, hooked_before, forward_replaced, class_replaced, method_replaced)
+    },
+    "number edited": edited(float, lambda value: value * 3 + 0.1),
+    "whole number edited": edited(int, lambda value: value * 2),
+    "flag flipped": edited(bool, lambda value: not value),
+    "text edited": edited(str, lambda value: WORDS.get(value, "other")),
+    "pair edited": edited(tuple, lambda value: tuple(one + 1 for one in value)),
+    "config edited": config_edited,
+    "replaced": put(lambda part: nn.Tanh(), lambda part: not list(part.parameters()) and not list(part.children())),
+    "identity": put(lambda part: nn.Identity(), lambda part: True),
+    "in sequence": put(
+        lambda part: nn.Sequential(part, nn.Tanh()), lambda part: isinstance(part, nn.Linear | nn.LayerNorm | nn.Conv2d)
+    ),
+    "bias dropped": bias_dropped,
+    "parameter added": lambda model, place: _chosen(list(model.modules()), place).register_parameter(
+        "extra", nn.Parameter(torch.ones(3))
+    ),
+    "buffer added": lambda model, place: _chosen(list(model.modules()), place).register_buffer("extra", torch.ones(3)),
+    **{
+        one.__name__.replace("_", " "): one
+        for one in (weights_changed, weights_not_finite, shape_changed, part_in_half)
+    },
+    "blocks swapped": with_blocks(swap),  # a model like any other
+    "block removed": with_blocks(lambda blocks: blocks.__delitem__(0)),
+    "block repeated": with_blocks(lambda blocks: blocks.__setitem__(1, blocks[0])),
+    "left alone": lambda model, place: None,
 }

@@ -10,7 +10,7 @@ from hydra_ensembles.errors import StorageError
 
 from .children import Ending, confine, forked
 from .counting import Row, count
-from .jobs import JOBS, Job, files_in, folder_of, given, require_whole, undisturbed
+from .jobs import JOBS, Job, files_in, folder_of, given, require_known_state, require_whole, undisturbed
 
 CASES = 150
 
@@ -51,7 +51,7 @@ def _full(name: str, size: int) -> str:
 
         ending = forked(cramped)
         require_whole(folder)
-        _require_known_state(name, folder)
+        require_known_state(job, folder, usual.states)
         if ending.how == "refused":
             left = [file for file in files_in(folder) if file.endswith(".tmp") or ".saving-" in file]
             if left:
@@ -62,13 +62,6 @@ def _full(name: str, size: int) -> str:
                 raise AssertionError(f"does not go on as it should with more space; files left or missing: {left[:5]}")
             raise StorageError(str(ending.value))
         return "same" if given(ending) == usual.result else "other"
-
-
-def _require_known_state(name: str, folder: Path) -> None:
-    job, states = JOBS[name], undisturbed(name).states
-    ending = forked(lambda: None if job.state is None else job.state(folder))
-    if job.state is not None and ending.how != "refused" and given(ending) not in states:
-        raise AssertionError("a mixture of two can be read")
 
 
 def _read_only(name: str, size: int) -> str:

@@ -108,33 +108,27 @@ def _draw_bytes(content: bytes, source: random.Random, count: int) -> Iterator[t
 def _apply_bytes(content: bytes, what: str, *arguments: Any) -> bytes:
     if what == "whole":
         return CONTENTS[arguments[0]]
+    changed = bytearray(content)
+    start, *rest = arguments
     if what == "flip":
-        changed = bytearray(content)
-        changed[arguments[0] // 8] ^= 1 << arguments[0] % 8
+        changed[start // 8] ^= 1 << start % 8
         return bytes(changed)
-    start, rest = arguments[0], arguments[1:]
+    if what == "swap":
+        other, length = rest
+        one, two = content[start : start + length], content[other : other + length]
+        changed[start : start + len(two)] = two
+        changed[other : other + len(one)] = one
+        return bytes(changed)
     before, after = content[:start], content[start:]
-    match what:
-        case "put":
-            return before + bytes([rest[0]]) + after[1:]
-        case "cut":
-            return before
-        case "insert":
-            return before + bytes.fromhex(rest[0]) + after
-        case "double":
-            return before + after[: rest[0]] + after
-        case "zero":
-            return before + bytes(rest[0]) + after[rest[0] :]
-        case "remove":
-            return before + after[rest[0] :]
-        case "swap":
-            other, length = rest
-            changed = bytearray(content)
-            one, two = content[start : start + length], content[other : other + length]
-            changed[start : start + len(two)] = two
-            changed[other : other + len(one)] = one
-            return bytes(changed)
-    raise KeyError(what)
+    made: dict[str, Callable[[], bytes]] = {
+        "put": lambda: bytes([rest[0]]) + after[1:],
+        "cut": lambda: b"",
+        "insert": lambda: bytes.fromhex(rest[0]) + after,
+        "double": lambda: after[: rest[0]] + after,
+        "zero": lambda: bytes(rest[0]) + after[rest[0] :],
+        "remove": lambda: after[rest[0] :],
+    }
+    return before + made[what]()
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -153,7 +147,7 @@ TOKENS = {  # what may stand in place of a value, as text
     "100000 zeros": json.dumps([0] * 100_000),
     "a long text": json.dumps("x" * 500_000),
 }
-KEYS = {  # what may become of a name
+KEYS: dict[str, Callable[[str], str]] = {  # what may become of a name
     "underscore": lambda key: key + "_",
     "upper": str.upper,
     "empty": lambda key: "",
@@ -174,6 +168,13 @@ TEXTS: dict[str, Callable[[str], bytes]] = {  # what may become of the whole tex
     "single quotes": lambda text: text.replace('"', "'").encode(),
     "escaped": lambda text: json.dumps(json.loads(text)).encode(),
     "returns": lambda text: text.replace("\n", "\r\n").encode(),
+}
+LISTS: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "reversed": lambda here: here[::-1],
+    "doubled": lambda here: here + here,
+    "shorter": lambda here: here[:-1],
+    "rotated": lambda here: here[1:] + here[:1],
+    "first twice": lambda here: here[:1] + here,
 }
 HOLE = "@hole@"
 
@@ -230,9 +231,7 @@ def _draw_json(content: bytes, source: random.Random, count: int) -> Iterator[tu
         if isinstance(here, str):
             yield from (("string", path, change) for change in (here + "x", here[:-1], here.upper(), here[::-1]))
         if isinstance(here, list) and here:
-            yield from (
-                ("list", path, change) for change in ("reversed", "doubled", "shorter", "rotated", "first twice")
-            )
+            yield from (("list", path, change) for change in LISTS)
         if isinstance(here, dict):
             yield "more", path
         if isinstance(above, dict):
@@ -260,14 +259,7 @@ def _apply_json(content: bytes, what: str, *arguments: Any) -> bytes:
         case "number" | "string":
             above[key] = rest[0]
         case "list":
-            here = above[key]
-            above[key] = {
-                "reversed": here[::-1],
-                "doubled": here + here,
-                "shorter": here[:-1],
-                "rotated": here[1:] + here[:1],
-                "first twice": here[:1] + here,
-            }[rest[0]]
+            above[key] = LISTS[rest[0]](above[key])
         case "more":
             above[key]["unknown"] = 1
         case "rename":
@@ -288,9 +280,8 @@ def _apply_json(content: bytes, what: str, *arguments: Any) -> bytes:
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 LENGTHS = (0, 1, 7, 1 << 20, 100_000_001, (1 << 31) - 1, 1 << 62, (1 << 64) - 1)  # of a header, lies all
-DTYPES = {
-    name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "int32", "int64", "bool")
-}
+_DTYPES = "float64 float32 float16 bfloat16 int32 int64 bool"
+DTYPES = {name: getattr(torch, name) for name in _DTYPES.split()}
 VALUES = (float("nan"), float("inf"), -float("inf"), 0.0, 1e30, 1.0)
 
 
@@ -341,7 +332,10 @@ def _apply_tensors(content: bytes, what: str, *arguments: Any) -> bytes:
     name = arguments[0] if arguments else ""
     tensor = tensors.get(name, torch.zeros(2))
     rows = tensor.reshape(-1)
+    filler = arguments[1] if what == "fill" and tensor.is_floating_point() else 0
     changes: dict[str, Callable[[], torch.Tensor]] = {
+        "add": lambda: torch.zeros(3),
+        "copy": lambda: tensor,
         "permute": lambda: rows.flip(0).reshape(tensor.shape),
         "nudge": lambda: torch.cat([rows[:1] + 1, rows[1:]]).to(tensor.dtype).reshape(tensor.shape),
         "flat": lambda: rows,
@@ -352,22 +346,16 @@ def _apply_tensors(content: bytes, what: str, *arguments: Any) -> bytes:
         "empty": lambda: rows[:0],
         "negative": lambda: -tensor if tensor.dtype is not torch.bool else ~tensor,
         "cast": lambda: tensor.to(DTYPES[arguments[1]]),
-        "fill": lambda: torch.full(
-            tensor.shape, arguments[1] if tensor.is_floating_point() else 0, dtype=torch.float64
-        ).to(tensor.dtype),
+        "fill": lambda: torch.full(tensor.shape, filler, dtype=torch.float64).to(tensor.dtype),
     }
     if what == "drop":
         del tensors[name]
-    elif what == "add":
-        tensors["unknown"] = torch.zeros(3)
     elif what == "rename":
         tensors[name + "_"] = tensors.pop(name)
-    elif what == "copy":
-        tensors[name + ".copy"] = tensor
     elif what == "exchange":
         tensors[name], tensors[arguments[1]] = tensors[arguments[1]], tensors[name]
     else:
-        tensors[name] = changes[what]()
+        tensors[{"add": "unknown", "copy": f"{name}.copy"}.get(what, name)] = changes[what]()
     return save({key: one.clone(memory_format=torch.contiguous_format) for key, one in tensors.items()}, about)
 
 
@@ -381,53 +369,34 @@ OUTSIDE = "outside"  # a file beside the folder that is attacked: links lead the
 HUGE = 32 << 30  # bytes of a file that takes no place on the disk: whoever reads it all is slow, or out of memory
 
 
-def _draw_moves(content: bytes, source: random.Random, count: int) -> Iterator[tuple[Any, ...]]:
-    yield from ((move,) for move in MOVES)
-
-
 def _move(path: Path, what: str, outside: Path, twin: bytes | None) -> None:
     content = path.read_bytes()
     path.unlink()
-    match what:
-        case "missing":
-            pass
-        case "folder":
-            path.mkdir()
-        case "full folder":
-            path.mkdir()
-            (path / path.name).write_bytes(content)
-        case "link inside":
-            other = path.with_name(path.name + ".moved")
+    if what in THINGS:
+        _put(path, what, outside, content)
+    elif what == "link inside":
+        other = path.with_name(path.name + ".moved")
+        other.write_bytes(content)
+        path.symlink_to(other)
+    elif what == "circle":
+        path.symlink_to(path)
+    elif what == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    elif what == "twin":
+        if twin is not None:
+            path.write_bytes(twin)
+    elif what == "neighbour":  # changes places with the next file of its folder
+        others = sorted(one for one in path.parent.iterdir() if one.is_file() and one.name != "README.md")
+        if others:
+            other = next((one for one in others if one > path), others[0])
+            path.write_bytes(other.read_bytes())
             other.write_bytes(content)
-            path.symlink_to(other)
-        case "link outside":
-            outside.write_bytes(content)
-            path.symlink_to(outside)
-        case "dangling link":
-            path.symlink_to(path.with_name("nowhere"))
-        case "circle":
-            path.symlink_to(path)
-        case "pipe":
-            os.mkfifo(path)
-        case "socket":
-            os.mknod(path, stat.S_IFSOCK | 0o600)
-        case "twin":
-            if twin is not None:
-                path.write_bytes(twin)
-        case "neighbour":  # changes places with the next file of its folder
-            others = sorted(one for one in path.parent.iterdir() if one.is_file() and one.name != "README.md")
-            if others:
-                other = next((one for one in others if one > path), others[0])
-                path.write_bytes(other.read_bytes())
-                other.write_bytes(content)
-        case "upper":
-            path.with_name(path.name.upper()).write_bytes(content)
-        case "hole" | "trailing hole" | "declared hole":
-            begin = b"" if what == "hole" else content if what == "trailing hole" else _declare(content)
-            path.write_bytes(begin)
-            os.truncate(path, len(begin) + HUGE)
-        case _:
-            raise KeyError(what)
+    elif what == "upper":
+        path.with_name(path.name.upper()).write_bytes(content)
+    elif what != "missing":
+        begin = {"hole": b"", "trailing hole": content, "declared hole": _declare(content)}[what]
+        path.write_bytes(begin)
+        os.truncate(path, len(begin) + HUGE)
 
 
 def _declare(content: bytes) -> bytes:
@@ -454,12 +423,8 @@ THINGS = ("file", "folder", "full folder", "link outside", "link to a folder out
 HIDDEN = (".lock", ".{}.lock", ".{}.00000000.tmp", ".saving-0", ".saved-nothing", f".saved-{'0' * 64}")
 
 
-def _draw_beside(content: bytes, source: random.Random, count: int) -> Iterator[tuple[Any, ...]]:
-    yield from product(HIDDEN, THINGS)
-
-
-def _put(path: Path, what: str, outside: Path) -> None:
-    """Something where the library itself puts locks and unfinished files."""
+def _put(path: Path, what: str, outside: Path, content: bytes | None = None) -> None:
+    """Something that is no plain file, in the place of one or where the library puts locks and unfinished files."""
     match what:
         case "file":
             path.write_bytes(b"{}")
@@ -467,9 +432,9 @@ def _put(path: Path, what: str, outside: Path) -> None:
             path.mkdir()
         case "full folder":
             path.mkdir()
-            (path / "config.json").write_bytes(b"{}")
+            (path / ("config.json" if content is None else path.name)).write_bytes(content or b"{}")
         case "link outside":
-            outside.write_bytes(b"precious")
+            outside.write_bytes(b"precious" if content is None else content)
             path.symlink_to(outside)
         case "link to a folder outside":
             outside.with_name("folder").mkdir()
@@ -488,7 +453,7 @@ KINDS: dict[str, Callable[[bytes, random.Random, int], Iterator[tuple[Any, ...]]
     "bytes": _draw_bytes,
     "json": _draw_json,
     "tensors": _draw_tensors,
-    "folder": _draw_moves,
-    "beside": _draw_beside,
+    "folder": lambda content, source, count: ((move,) for move in MOVES),
+    "beside": lambda content, source, count: product(HIDDEN, THINGS),
 }
 APPLIED: dict[str, Callable[..., bytes]] = {"bytes": _apply_bytes, "json": _apply_json, "tensors": _apply_tensors}

@@ -257,6 +257,14 @@ def files_in(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*")))
 
 
+def require_known_state(job: Job, folder: Path, states: tuple[str, ...]) -> None:
+    """What can be read after a disturbance is what was there before, or what was to be; never a mixture."""
+    if job.state is not None:
+        ending = forked(partial(job.state, folder))
+        if ending.how != "refused" and given(ending) not in states:
+            raise AssertionError("a mixture of two can be read")
+
+
 def require_whole(folder: Path) -> None:
     """Every file that has its name is complete; what is being written has a hidden one."""
     for path in folder.rglob("*"):

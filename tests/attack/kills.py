@@ -4,7 +4,7 @@ from random import Random
 
 from .children import forked, killed_at, watch
 from .counting import Row, count
-from .jobs import JOBS, Job, files_in, folder_of, given, require_whole, undisturbed
+from .jobs import JOBS, files_in, folder_of, require_known_state, require_whole, undisturbed
 
 CASES = 150
 
@@ -46,7 +46,7 @@ def check(case: Case) -> str:
                 raise AssertionError(f"was to be killed at point {number} of {len(usual.points)}: {ending}")
             reached.append(number)
             require_whole(folder)
-            _require_known_state(job, folder, usual.states)
+            require_known_state(job, folder, usual.states)
         where = ", ".join(f"{number} ({usual.points[number]})" for number in reached)
         ending = forked(lambda: job.run(folder))
         if ending.how != "given":
@@ -57,14 +57,3 @@ def check(case: Case) -> str:
         if left:
             raise AssertionError(f"killed at {where}, files are left over or missing: {left[:5]}")
     return "same"
-
-
-def _require_known_state(job: Job, folder: object, states: tuple[str, ...]) -> None:
-    """What can be read after a kill is what was there before, or what was to be; never a mixture."""
-    if job.state is None:
-        return
-    ending = forked(lambda: job.state(folder))  # type: ignore[arg-type, misc]
-    if ending.how == "refused":
-        return
-    if given(ending) not in states:
-        raise AssertionError("a mixture of two can be read after the kill")

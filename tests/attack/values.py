@@ -47,17 +47,22 @@ VALUES: dict[str, Callable[[], Any]] = {
 # --- what a setting takes ------------------------------------------------------------------------------------
 
 
+def _plain(value: Any) -> tuple[Any, bool]:
+    """A number as Python has it, and whether it is one of numpy or torch."""
+    foreign = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+    return (value.item() if foreign else value), foreign
+
+
 def whole(least: int, most: float = math.inf, none: bool = False) -> Takes:
     """A whole number in a range; of numpy and torch it may be, and so may one that is written as a float."""
 
     def takes(value: Any) -> bool | None:
         if value is None:
             return none
-        foreign = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
-        number = value.item() if foreign else value
-        if type(number) is not int or not least <= number <= most:
+        plain, foreign = _plain(value)
+        if type(plain) is not int or not least <= plain <= most:
             return False
-        return None if foreign or number > 2**62 else True
+        return None if foreign or plain > 2**62 else True
 
     return takes
 
@@ -68,8 +73,7 @@ def number(low: float, high: float = math.inf, *, above: bool = False, below: bo
     def takes(value: Any) -> bool | None:
         if value is None:
             return none
-        foreign = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
-        plain = value.item() if foreign else value
+        plain, foreign = _plain(value)
         if type(plain) not in (int, float) or not math.isfinite(plain):
             return False
         inside = (plain > low if above else plain >= low) and (plain < high if below else plain <= high)
