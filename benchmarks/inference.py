@@ -5,7 +5,8 @@
     python benchmarks/inference.py --shape vit-s16 --dtype float32 --batches 8 --modes eager --device cpu --threads 2
     python benchmarks/inference.py --members 1 2 3 5 8 --modes graphed-eager --batches 4 128
     python benchmarks/inference.py --shape clip-b32 --modes graphed-eager --batches 4 128   # zero-shot classifiers
-    python benchmarks/inference.py --shape dinov2-s --contenders lora batch-ensemble batch-ensemble-last mimo packed
+    python benchmarks/inference.py --methods --modes graphed-eager --batches 4 128 --seconds 0.5 \\
+        --output results/inference_methods.json   # every baseline, of docs/how-to/which_method.md
     python benchmarks/inference.py --against FOLDER --contenders hydra-k0 hydra-k8 hydra-k10   # and another checkout
     python benchmarks/inference.py --conversion --device cpu --threads 1 --output results/conversion.json
 
@@ -32,8 +33,9 @@ from typing import Any
 import torch
 from common import checkouts, serve, synchronize, take_turns
 from inference_models import (
+    MEMBERS,
+    METHODS,
     NAMES,
-    ONE_MEMBER,
     SHAPES,
     ZERO_SHOT,
     Call,
@@ -301,7 +303,7 @@ def cells(options: argparse.Namespace) -> list[tuple[int, str, int]]:
         (batch, name, members)
         for batch in options.batches
         for name in options.contenders
-        for members in ((1,) if name in ONE_MEMBER else options.members)
+        for members in ((MEMBERS[name],) if name in MEMBERS else options.members)
     ]
 
 
@@ -390,6 +392,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batches", type=int, nargs="+", default=[1, 4, 128])
     add("--modes", choices=MODES, nargs="+", help="default: graphed on a GPU, eager elsewhere")
     add("--contenders", choices=tuple(dict.fromkeys((*NAMES, *ZERO_SHOT))), nargs="+", help="default: all of the shape")
+    add("--methods", action="store_true", help="contenders: every baseline beside a single model and Hydra Ensembles")
     add("--members", type=int, nargs="+", default=[3], help="several: cost against their number")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--threads", type=int, help="on a CPU")
@@ -410,6 +413,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     unknown = sorted(set(options.contenders or ()) - set(names))
     if unknown:
         parser.error(f"the shape {options.shape} has no contenders {unknown}; it has {list(names)}")
+    if options.methods:
+        options.contenders = [name for name in METHODS if name in names]
     growing = [name for name in names if name in GROWTH_CONTENDERS]
     options.contenders = options.contenders or (growing if len(options.members) > 1 else list(names))
     return options

@@ -29,10 +29,17 @@ LABELS = {
     "pruned": "pruned, a third of the heads",
     "mc-dropout": "MC Dropout, M passes",
     "lora": "LoRA-Ensemble, merged",
+    "lora-last": "LoRA-Ensemble, the last quarter of the layers",
     "batch-ensemble": "BatchEnsemble, all layers",
     "batch-ensemble-last": "BatchEnsemble, the last quarter of the layers",
+    "batch-ensemble-inputs": "BatchEnsemble, scales of inputs, folded into norms",
     "mimo": "MIMO, kernels summed",
     "packed": "Packed-Ensemble, alpha 2",
+    "oba": "OBA, zeros stored",
+    "laplace": "last-layer Laplace, 20 classifiers",
+    "classifiers": "Deep Ensemble of classifiers",
+    "swag": "SWAG or Snapshot members, stacked",
+    "deep-last": "Deep Ensemble, the last quarter of the layers",
     "deep-in-turn": "Deep Ensemble, in turn",
     "deep-vmap": "Deep Ensemble, torch.func",
     "deep-stacked": "Deep Ensemble, stacked (ours)",
@@ -43,7 +50,38 @@ LABELS = {
 ZERO_SHOT = ("single", "ours", "deep-in-turn", "hydra-joint")
 NAMES = tuple(name for name in LABELS if name != "hydra-joint")
 OF_IMAGES = ("mimo",)
-ONE_MEMBER = ("single", "ours", "pruned")
+MEMBERS = {"single": 1, "ours": 1, "pruned": 1, "oba": 1, "laplace": 20}  # of contenders that have so many always
+APART = {  # of a baseline, what its members have apart; each has its classifier
+    "lora": ("attention",),
+    "batch-ensemble": ("attention", "mlp"),
+    "batch-ensemble-inputs": ("norms",),
+    "deep": ("attention", "mlp", "norms"),
+}
+LAST = "-last"  # of a name: members differ in the last quarter of the layers alone
+_RANKED = "data to rank heads; fine-tuning optional"
+METHODS = {  # what docs/how-to/which_method.md compares: their names there, and what they need
+    "single": ("Single", "–"),
+    "hydra-k0": ("Hydra, 8 of 12 heads, no trunk", _RANKED),
+    "hydra-k8": ("Hydra, 8 of 12 heads above a trunk of 8 layers", _RANKED),
+    "deep-in-turn": ("Deep Ensemble, models in turn", "three fine-tunings"),
+    "deep-stacked": ("Deep Ensemble, `deep_ensemble`", "three fine-tunings"),
+    "deep-last": ("Deep Ensemble of the last 3 blocks", "three fine-tunings of a quarter"),
+    "classifiers": ("Deep Ensemble of classifiers", "three trainings of a linear layer"),
+    "lora": (
+        "LoRA-Ensemble, `lora_ensemble`",
+        "one fine-tuning together, or three apart; 0.3 M parameters train for each member",
+    ),
+    "lora-last": ("LoRA-Ensemble of the last 3 blocks", "the same, shorter"),
+    "batch-ensemble": ("BatchEnsemble, `batch_ensemble`", "one fine-tuning"),
+    "batch-ensemble-last": ("BatchEnsemble of the last 3 blocks", "one fine-tuning"),
+    "batch-ensemble-inputs": ('BatchEnsemble, `scales="inputs"`', "one fine-tuning; a pre-norm model"),
+    "mimo": ("MIMO, `mimo`", "long training on batches `batch_repeat` times as large; images"),
+    "packed": ("Packed-Ensemble, `packed_ensemble`", "training from scratch: pretrained weights do not fit"),
+    "oba": ("OBA, `oba`", "a pass with second derivatives per step, then fine-tuning; zeros are stored like others"),
+    "laplace": ("last-layer Laplace, `laplace`", "one pass over the training data"),
+    "swag": ("SWAG, `swag`; Snapshot", "a trained model, and to train on for a while; or one training in three cycles"),
+    "mc-dropout": ("MC Dropout, `mc_dropout`", "nothing; better trained with dropout"),
+}
 NOISE = 0.02  # what fine-tuning does, coarse enough to survive bfloat16
 DROPOUT = 0.1
 PRUNED_SHARE = 10  # of a zero-shot classifier one head in so many: 24 of the 144 + 96 of ViT-B/32
@@ -229,11 +267,11 @@ class Workshop:
     # --- models of ours ------------------------------------------------------------------------------------------
 
     def _fused(self, name: str, members: int) -> he.Ensemble:
-        if name == "ours":
+        if name in ("ours", "oba"):  # zeros are stored and multiplied like other numbers
             return self.base.member(0)
         if name == "pruned":
             return he.prune(self.base, self._heads("even", 0, 0))
-        if name == "deep-stacked":
+        if name in ("deep-stacked", "swag"):
             return he.Ensemble.stack([self._tuned(self.base.member(0), 0, member) for member in range(members)])
         if not name.startswith("hydra-"):
             return self._baseline(name, members)
@@ -251,11 +289,9 @@ class Workshop:
         if name == "packed":
             model = fresh(baselines.Packed(members).narrow(self.base.config), self.seed, self.base.metadata)
             return model.to(self.device)
-        layers = self.base.num_layers
-        trunk = layers - layers // 4 if name == "batch-ensemble-last" else 0
-        apart = {"lora": ("attention",), "mimo": ()}.get(name, ("attention", "mlp"))
-        groups = ("stem", "attention", "mlp", "norms")
-        sharing = Sharing(**{group: group not in apart for group in groups})  # each has its classifier
+        layers, apart = self.base.num_layers, APART.get(name.removesuffix(LAST), ())
+        trunk = layers - layers // 4 if name.endswith(LAST) else 0
+        sharing = Sharing(**{group: group not in apart for group in ("stem", "attention", "mlp", "norms")})
         return cast(he.Ensemble, self._noisy(joined([self.base] * members, sharing, trunk), "baseline"))
 
     def _mc_dropout(self, passes: int) -> Contender:

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import common  # noqa: F401 (finds `studies`)
-from inference_models import LABELS, ONE_MEMBER
+from inference_models import LABELS, MEMBERS, METHODS
 
-from studies.results import FIGURES, load, pyplot, save_figure, table
+from studies.results import FIGURES, RESULTS, load, pyplot, save_figure, table
 
 ORDER = list(LABELS)
 CLIP, CLIP_CPU = "clip-b32", "clip-b32-100"  # on a CPU fewer class names: their embeddings take minutes there
@@ -44,9 +44,9 @@ Rows = Sequence[Row]
 # --- which rows ------------------------------------------------------------------------------------------------------
 
 
-def measured() -> list[Row]:
+def measured(name: str = "inference.json") -> list[Row]:
     """All rows of contenders that there still are."""
-    rows = [row for row in load("inference.json")["rows"] if row["contender"] in LABELS]
+    rows = [row for row in load(name)["rows"] if row["contender"] in LABELS]
     return [Row(**row, label=LABELS[row["contender"]], place=ORDER.index(row["contender"])) for row in rows]
 
 
@@ -56,7 +56,7 @@ def chosen(rows: Rows, gpu: bool = True, usual: bool = True, **wanted: Any) -> l
         row
         for row in rows
         if row.hardware.startswith("CPU") != gpu
-        and (not usual or row.members == (1 if row.contender in ONE_MEMBER else 3))
+        and (not usual or row.members == MEMBERS.get(row.contender, 3))
         and all(getattr(row, name) == value for name, value in wanted.items())
     ]
 
@@ -149,6 +149,21 @@ def cpu_table(rows: Rows) -> list[str]:
     return [*table(header, lines, "lrl"), "", source(rows)]
 
 
+def methods_table(rows: Rows) -> list[str]:
+    """Every baseline beside a single model and Hydra Ensembles: what is stored, computed, waited for, and needed."""
+    batches, lines = sorted({row.batch for row in rows}), []
+    for name, (label, needs) in METHODS.items():
+        found = {row.batch: row for row in rows if row.contender == name}
+        if found:
+            one, most = next(iter(found.values())), found.get(batches[-1])
+            waits = [times(found[batch].ratio_to_single) if batch in found else "–" for batch in batches]
+            memory = f"{most.peak_memory_bytes / 1e9:.2f} GB" if most else "–"
+            lines.append((label, f"{one.parameters / 1e6:.1f} M", times(one.limit), *waits, memory, needs))
+    header = ["method", "parameters", "work", *(f"time, batch {one}" for one in batches)]
+    header += [f"peak memory, batch {batches[-1]}", "what it needs"]
+    return [*table(header, lines, "l" + "r" * (len(header) - 2) + "l"), "", source(rows, "inference_methods.json")]
+
+
 def growth(rows: Rows) -> dict[tuple[int, str], list[Row]]:
     """Rows of one contender at one batch size by number of members, where there are three or more."""
     groups: dict[tuple[int, str], list[Row]] = {}
@@ -176,13 +191,13 @@ def fitted_line(rows: Rows) -> tuple[float, float]:
     return fitted.intercept, fitted.slope
 
 
-def source(rows: Rows) -> str:
+def source(rows: Rows, file: str = "inference.json") -> str:
     """Where numbers come from."""
     machines, torches = sorted({row.hardware for row in rows}), sorted({row.settings["torch"] for row in rows})
     repeats, seeds = sorted(row.repeats for row in rows), sorted({row.seed for row in rows})
     return (
         f"{', '.join(machines)}; torch {', '.join(torches)}; medians of {repeats[0]} to {repeats[-1]} rounds, "
-        f"taken in turn with the user's own model; seed {', '.join(map(str, seeds))}. From `results/inference.json`."
+        f"taken in turn with the user's own model; seed {', '.join(map(str, seeds))}. From `results/{file}`."
     )
 
 
@@ -217,6 +232,8 @@ def tables() -> dict[str, str]:
         "zero_shot_cpu": of_batch(chosen(rows, gpu=False, shape=CLIP_CPU, mode="eager"), "limits"),
         "cpu": cpu_table(chosen(rows, gpu=False, shape="vit-s16", mode="eager")),
     }
+    if (RESULTS / "inference_methods.json").exists():
+        made["methods"] = methods_table(chosen(measured("inference_methods.json"), mode="graphed-eager"))
     for name, figure in FIGURE_OF.items():
         made[name] += ["", figure]
     return {f"inference_{name}": "\n".join(lines) for name, lines in made.items()}

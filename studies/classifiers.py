@@ -146,12 +146,13 @@ def sizes(model: Any) -> dict[str, Any]:
 
 
 def cost(seed: Seed, names: Sequence[str]) -> None:
-    """Latency and peak memory of every row's model side by side, each as fast as the library runs it."""
+    """Latency and peak memory of the rows that are reported, side by side, each as fast as the library runs it."""
     task, fast = seed.task, seed.task.device.type == "cuda"
     batch = task.settings["cost_batch"]
     inputs = seed.base.prepare(next(iter(SampleBatches(task.half_b, batch)))[0])
     runs: dict[str, Callable[[Any], Any]] = {}
-    for name in (SINGLE, *(name for name in names if name != SINGLE)):
+    there = [name for name in names if name != SINGLE and (seed.folder / "report" / f"{slug(name)}.json").exists()]
+    for name in (SINGLE, *there):
         model = rows_of(task)[name].model(seed, name)
         runs[name] = model.optimize(inputs, dtype=torch.bfloat16) if fast and isinstance(model, he.Ensemble) else model
     if fast and MC_DROPOUT in runs:  # draws anew with every call, and runs as it is

@@ -96,20 +96,29 @@ def main_table(study: DualStudy) -> str:
         lines.append([row, *(marked(study, row, key) for key in keys), price])
         lines += _of_paper(paper.get(row, {}), keys, 1)
     facts, first = study.facts, next(iter(study.facts["runs"].values()))
-    circuits = first["circuits"]
-    both, image = circuits["avg image+text"], circuits["avg image"]
-    ranked = [f"{one['id_samples']} + {one['ood_samples']} images, {one['pruned']} heads" for one in (both, image)]
+    named = {"avg image+text": "of both towers", "avg image": "of the image tower alone"}
+    ranked = [
+        f"{named[name]} {one['id_samples']} + {one['ood_samples']} images, {one['pruned']} heads"
+        for name, one in first["circuits"].items()
+        if name in named
+    ]
     note = (
         f"**{facts['model']['name']}.** {facts['model']['description']}\n\n"
-        f"Means over {len(facts['runs'])} seeds, in per cent but for NLL and Brier score; **better** and *worse* than "
-        "Single beyond chance (95 % intervals over seeds and test samples, paired); the paper's numbers in italics "
-        f"below. Classification: mean over {', '.join(study.counted) or 'no task'}. {left_out(study)} OOD: AUROC by "
-        "the largest probability, mean over the near and the far sets of an ID task; over all by the own score, which "
-        "ViLU and NegLabel bring. Circuits of both towers: "
-        f"{ranked[0]}; of the image tower alone: {ranked[1]}. Temperatures on {first['samples']} images. "
+        f"Means over {len(facts['runs'])} seeds{few_seeds(study)}, in per cent but for NLL and Brier score; **better** "
+        "and *worse* than Single beyond chance (95 % intervals over seeds and test samples, paired); the paper's "
+        f"numbers in italics below. Classification: mean over {', '.join(study.counted) or 'no task'}. "
+        f"{left_out(study)} OOD: AUROC by the largest probability, mean over the near and the far sets of an ID task; "
+        f"over all by the own score, which ViLU and NegLabel bring. Circuits: {'; '.join(ranked) or 'none'}. "
+        f"Temperatures on {first['samples']} images. "
         f"{facts['device']}, torch {facts['versions']['torch']}. From `results/studies/{study.name}/`."
     )
     return markdown(["row", *keys.values(), "cost"], lines, note)
+
+
+def few_seeds(study: DualStudy) -> str:
+    """Rows that some seeds have not, and how many have them."""
+    few = [f"{row} {len(found)}" for row in study.rows if len(found := study.seeds(row)) < len(study.facts["runs"])]
+    return f" ({', '.join(few)})" if few else ""
 
 
 def left_out(study: DualStudy) -> str:
@@ -196,6 +205,24 @@ def choices_table(study: DualStudy) -> str:
     return markdown(head, lines, f"{found['measured'][0]['names']} names of which no image was learnt from.", left=0)
 
 
+def settings_table(study: DualStudy) -> str:
+    """What held-out images said of the settings of a row, and how often each was taken."""
+    found: dict[tuple[str, str], list[tuple[float, bool]]] = {}
+    for run in study.facts["runs"].values():
+        for row, one in run.get("choices", {}).items():
+            for measured in one["measured"]:
+                setting = {key: measured[key] for key in one["setting"]}
+                text = ", ".join(f"{key.replace('_', ' ')} {value:g}" for key, value in setting.items())
+                found.setdefault((row, text), []).append((measured["nll"], setting == one["setting"]))
+    lines = [
+        [row, text, f"{mean(loss for loss, _ in told):.3f}", f"{sum(taken for _, taken in told)} of {len(told)}"]
+        for (row, text), told in found.items()
+    ]
+    if not lines:
+        return "*Nothing was chosen.*"
+    return markdown(["row", "setting", "NLL, held-out images", "seeds that took it"], lines, left=2)
+
+
 def not_testable_table(_: DualStudy) -> str:
     """Claims that these data and models cannot test."""
     found = [[row["claim"], row["why"]] for row in read_csv("not_testable") if row["kind"] == "dual"]
@@ -209,6 +236,7 @@ TABLES: Mapping[str, Callable[[DualStudy], str]] = {
     "sets": sets_table,
     "claims": claims_table,
     "choices": choices_table,
+    "settings": settings_table,
     "not_testable": not_testable_table,
 }
 """Every table by its name in the documents."""

@@ -59,6 +59,7 @@ class DualCounts:
     test: int | None  # of each classification task
     detection: int | None  # of each OOD set
     classes: int | None  # of every task
+    words: int | None = None  # of the tokenizer's vocabulary, that NegLabel takes
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,9 @@ class DualRecipe:
             self,
             seeds=self.seeds[:1],
             input_size=TINY_SIZE if self.suite == "shared" else self.input_size,
-            counts=DualCounts(24, 24, 6, 6, calibration=8, taylor_batches=1, test=12, detection=6, classes=6),
+            counts=DualCounts(
+                24, 24, 6, 6, calibration=8, taylor_batches=1, test=12, detection=6, classes=6, words=400
+            ),
             prune=2,
             more=1,
             image_prune=2,

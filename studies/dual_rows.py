@@ -20,6 +20,7 @@ from hydra_ensembles.model.metadata import Familiarity
 from .dual_recipe import derived_seed
 from .dual_seed import BATCH, DualRow, DualSeed
 from .samples import SampleBatches
+from .seed import CHOICES, slug
 from .sets import NamedImages
 
 BAYES_VLM, VILU, NEG_LABEL = "BayesVLM", "ViLU", "NegLabel"
@@ -42,7 +43,8 @@ def bayes_vlm(seed: DualSeed, names: Sequence[str]) -> Any:
         found = {one: baselines.bayes_vlm(seed.dual, pairs, baselines.BayesVLM(one)) for one in PSEUDO_COUNTS}
         measured = [{"pseudo_count": one, "nll": loss(posterior)} for one, posterior in found.items()]
         best = min(measured, key=lambda one: one["nll"])["pseudo_count"]
-        write_json(seed.folder / "choices" / "bayesvlm.json", {"pseudo_count": best, "measured": measured})
+        choice = {"row": BAYES_VLM, "setting": {"pseudo_count": best}, "measured": measured}
+        write_json(seed.folder / CHOICES / f"{slug(BAYES_VLM)}.json", choice)
         return found[best]
 
     return seed.once((BAYES_VLM, tuple(names)), lambda: seed.once(BAYES_VLM, chosen).probit(names))
@@ -92,13 +94,13 @@ def for_classes(trained: he.Ensemble, other: he.Ensemble) -> he.Ensemble:
 
 
 def neg_label(seed: DualSeed, names: Sequence[str]) -> he.Ensemble:
-    """Single with the score `neglabel`, whose words are those of the tokenizer's vocabulary."""
+    """Single with the score `neglabel`, whose words are those of the tokenizer's vocabulary, embedded once a seed."""
 
     def make() -> he.Ensemble:
-        words = vocabulary(seed.dual)
-        usual = baselines.NegLabel()
-        groups = max(1, min(GROUPS, int(len(words) * usual.share) // WORDS_A_GROUP))
-        return baselines.neg_label(he.zero_shot(seed.dual, names), words, settings=baselines.NegLabel(groups=groups))
+        ensemble, some = he.zero_shot(seed.dual, names), seed.recipe.counts.words
+        words = seed.once("words", lambda: baselines.embed_words(ensemble, vocabulary(seed.dual)[:some]))
+        groups = max(1, min(GROUPS, int(len(words.words) * baselines.NegLabel().share) // WORDS_A_GROUP))
+        return baselines.neg_label(ensemble, words, settings=baselines.NegLabel(groups=groups))
 
     return seed.once((NEG_LABEL, tuple(names)), make)
 

@@ -300,13 +300,16 @@ class DualSeed:
 
     def ranked(self, name: str, rank: Callable[[Path], HeadRanking]) -> HeadRanking:
         """A ranking of the folder by name; `rank` is told where it may keep a journal."""
-        place = self.folder / "rankings" / f"{name}.json"
+        place = self._ranking(name)
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             begun = time.monotonic()
             rank(place.with_suffix(".journal")).save(place)
             self._said(name, begun)
         return HeadRanking.load(place)
+
+    def _ranking(self, name: str) -> Path:
+        return self.folder / "rankings" / f"{name}.json"
 
     def _said(self, name: str, begun: float) -> None:
         print(f"{self.recipe.name} seed {self.number}: {name} {time.monotonic() - begun:.1f} s", flush=True)
@@ -382,8 +385,7 @@ class DualSeed:
 
     def circuit(self, score: Score, towers: str) -> HeadRanking:
         """A circuit of both towers, or of the image tower alone, on the images set apart for it."""
-        both = towers == "image+text"
-        budget = SPARE + (self.recipe.prune + self.recipe.more if both else self.recipe.image_prune)
+        both, (name, budget) = towers == "image+text", self._circuit(score, towers)
 
         def extract(journal: Path) -> HeadRanking:
             inside, outside, names = self.task.both_circuits if both else self.task.image_circuits
@@ -402,7 +404,17 @@ class DualSeed:
                 max_memory=CIRCUIT_MEMORY,
             )
 
-        return self.ranked(f"{score}-{towers}-{budget}", extract)
+        return self.ranked(name, extract)
+
+    def has_circuit(self, score: Score, towers: str) -> bool:
+        """Whether a circuit is there, and has not to be extracted."""
+        return self._ranking(self._circuit(score, towers)[0]).exists()
+
+    def _circuit(self, score: Score, towers: str) -> tuple[str, int]:
+        """The name of a circuit, and how many heads it ranks."""
+        both = towers == "image+text"
+        budget = SPARE + (self.recipe.prune + self.recipe.more if both else self.recipe.image_prune)
+        return f"{score}-{towers}-{budget}", budget
 
     def taylor(self) -> HeadRanking:
         """The Taylor ranking of the image tower's heads, by the zero-shot loss on the ID images of circuits."""

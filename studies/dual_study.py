@@ -43,7 +43,8 @@ from .dual_seed import (
 from .evidence import columns_of, stored
 from .measures import Array, read_columns, write_columns
 from .samples import SampleBatches, device_name
-from .seed import slug
+from .seed import CHOICES, slug
+from .workers import Failures
 
 SINGLE, HYDRA = "Single", "Hydra (Circ)"
 FIXED = "fixed.json"
@@ -77,6 +78,7 @@ def run(
     unknown = [stage for stage in stages if stage not in task.recipe.STAGES]
     if unknown:
         raise ConfigError(f"stages {unknown} do not exist; choose from {', '.join(task.recipe.STAGES)}")
+    failed = Failures()
     for stage in (one for one in task.recipe.STAGES if one in stages):
         if stage == "store":
             collect(task, output, results)
@@ -90,13 +92,13 @@ def run(
                     seed.dual  # noqa: B018 (made, and stays)
                 case "rank":
                     rank(seed)
-                case "fix":
-                    fix(seed, rows)
-                case "report":
+                case "fix" | "report":
                     for row in rows:
-                        report(seed, row)
+                        with failed.noted(f"{task.recipe.name} {stage} {row}, seed {number}"):
+                            (fix if stage == "fix" else report)(seed, row)
                 case "cost":
                     cost(seed, rows)
+    failed.raise_first()
 
 
 def choose(seed: DualSeed) -> None:
@@ -117,27 +119,33 @@ def rank(seed: DualSeed) -> None:
     seed.taylor()
 
 
-def fix(seed: DualSeed, names: Sequence[str]) -> None:
-    """Make the members of rows, fit their temperatures, and write down what they are; no test set is open.
+def fix(seed: DualSeed, name: str) -> None:
+    """Make the members of a row, fit its temperature, and write down what they are; no test set is open.
 
     Rows that come later are added; what is written stays.
     """
-    place, held, rows = seed.folder / FIXED, seed.task.held_out, rows_of(seed.recipe)
-    known: dict[str, Any] = {"heads": {}, "temperatures": {}, "samples": len(held.samples)}
-    known = read_json(place) if place.exists() else known
-    for name in (one for one in names if one not in known["temperatures"]):
-        logits = rows[name].asked(seed, held).member_logits
-        fit = fit_calibration(logits, held.samples.labels.to(logits.device))
-        known["temperatures"][name] = fit.calibration.temperature[0]
-        family = rows[name].family
-        if family is not None and not family.tuned:
-            known["heads"][family.name] = [[str(head) for head in member] for member in seed.heads(family)]
+    place, row = seed.folder / FIXED, rows_of(seed.recipe)[name]
+    known: dict[str, Any] = read_json(place) if place.exists() else {"heads": {}, "temperatures": {}}
+    if name in known["temperatures"]:
+        return
+    held = seed.task.held_out
+    known["samples"] = len(held.samples)
+    logits = row.asked(seed, held).member_logits
+    fit = fit_calibration(logits, held.samples.labels.to(logits.device))
+    known["temperatures"][name] = fit.calibration.temperature[0]
+    if row.family is not None and not row.family.tuned:
+        known["heads"][row.family.name] = [[str(head) for head in member] for member in seed.heads(row.family)]
     write_json(place, known)
+
+
+def reported(seed: DualSeed, name: str) -> Path:
+    """Where the report of a row is."""
+    return seed.folder / "report" / f"{slug(name)}.json"
 
 
 def report(seed: DualSeed, name: str) -> None:
     """Ask a row about every test set, and keep what it says; refused before its temperature is fixed."""
-    place, row = seed.folder / "report" / f"{slug(name)}.json", rows_of(seed.recipe)[name]
+    place, row = reported(seed, name), rows_of(seed.recipe)[name]
     if place.exists():
         return
     fixed = seed.folder / FIXED
@@ -160,13 +168,14 @@ def report(seed: DualSeed, name: str) -> None:
 
 
 def cost(seed: DualSeed, names: Sequence[str]) -> None:
-    """Latency and peak memory of every row's model for the classes of the main task, as fast as the library runs it."""
+    """Latency and peak memory of rows that are reported, for the classes of the main task, each as fast as can be."""
     held, fast, rows = seed.task.held_out, seed.device.type == "cuda", rows_of(seed.recipe)
     batch = seed.recipe.cost_batch
     inputs = seed.dual.image.prepare(next(iter(SampleBatches(held.samples, batch)))[0])
     runs: dict[str, Any] = {}
     about: dict[str, dict[str, Any]] = {}
-    for name in (SINGLE, *(name for name in names if name != SINGLE and not rows[name].calibrated)):
+    asked = [name for name in names if name != SINGLE and not rows[name].calibrated and reported(seed, name).exists()]
+    for name in (SINGLE, *asked):
         model = rows[name].whole(seed, held.classes)
         about[name] = sizes(model)
         runs[name] = model.optimize(inputs, dtype=torch.bfloat16) if fast and isinstance(model, he.Ensemble) else model
@@ -183,13 +192,15 @@ def collect(task: DualTask, output: Path, results: Path) -> None:
     study, runs = output / recipe.name, dict[str, Any]()
     for number in sorted(int(folder.name.removeprefix("seed-")) for folder in study.glob("seed-*")):
         seed, columns = DualSeed(task, number, output), dict[str, Array]()
-        found = [name for name in rows_of(recipe) if (seed.folder / "report" / f"{slug(name)}.json").exists()]
+        found = [name for name in rows_of(recipe) if reported(seed, name).exists()]
         for name in found:
-            own = read_columns(seed.folder / "report" / f"{slug(name)}.npz")
+            own = read_columns(reported(seed, name).with_suffix(".npz"))
             columns |= {f"{name}|{key}": one for key, one in own.items()}
         if found:
-            reports = {name: read_json(seed.folder / "report" / f"{slug(name)}.json") for name in found}
-            runs[str(number)] = {**read_json(seed.folder / FIXED), "circuits": circuit_facts(seed), "report": reports}
+            reports = {name: read_json(reported(seed, name)) for name in found}
+            chosen = {one["row"]: one for one in map(read_json, sorted((seed.folder / CHOICES).glob("*.json")))}
+            known = {**read_json(seed.folder / FIXED), "circuits": circuit_facts(seed), "choices": chosen}
+            runs[str(number)] = {**known, "report": reports}
             write_columns(results / recipe.name / f"seed-{number}.npz", columns)
     if not runs:
         raise DataError(f"{study} has no finished rows; run the stage `report`")
@@ -217,10 +228,10 @@ def collect(task: DualTask, output: Path, results: Path) -> None:
 
 
 def circuit_facts(seed: DualSeed) -> dict[str, Any]:
-    """Of every circuit: samples, the score with all heads, and the score without those that a member loses."""
+    """Of every circuit there is: samples, the score with all heads, and that without those that a member loses."""
     found = {}
     for towers, count in (("image+text", seed.recipe.prune), ("image", seed.recipe.image_prune)):
-        for score in CIRCUIT_ORDER:
+        for score in (one for one in CIRCUIT_ORDER if seed.has_circuit(one, towers)):
             ranking = seed.circuit(score, towers)
             known = {name: ranking.provenance[name] for name in ("id_samples", "ood_samples", "start")}
             found[f"{score} {towers}"] = {**known, "end": ranking.scores[count - 1], "pruned": count}

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> Non
     assert report["failures"] == {}
     assert set(rows) == set(some)
     for name, row in rows.items():
-        assert row["members"] == (1 if name in inference_models.ONE_MEMBER else 3)
+        assert row["members"] == inference_models.MEMBERS.get(name, 3)
         assert row["error"] is None if name == "mc-dropout" else row["error"] < 1e-5
         # plans are chosen by the clock; one of them stores heads that untrained members have in common once
         assert row["peak_memory_bytes"] > row["weight_bytes"] >= 4 * 0.8 * row["parameters"]
@@ -58,7 +59,11 @@ def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> Non
     [
         ("tiny", "mimo", 0.9, 1.0),  # one model, but for the classifiers and the shortcut of the last block
         ("tiny", "packed", 1.0, 1.5),  # three of two thirds of the width
+        ("tiny", "classifiers", 0.9, 1.0),
         ("tiny", "batch-ensemble-last", 1.3, 1.5),
+        ("tiny", "lora-last", 1.3, 1.5),
+        ("tiny", "deep-last", 1.3, 1.5),
+        ("tiny", "batch-ensemble-inputs", 2.5, 3.0),
         ("tiny", "lora", 2.5, 3.0),
         ("tiny", "batch-ensemble", 2.5, 3.0),
         ("tiny-bert", "lora", 2.5, 3.0),
@@ -74,6 +79,24 @@ def test_a_baseline_does_the_arithmetic_of_what_members_have_apart(
     logits = model(*inputs.values())
     assert not torch.allclose(logits[0], logits[1], atol=1e-4)
     assert "mimo" not in inference_models.names_of(inference_models.SHAPES["tiny-bert"])
+
+
+def test_the_table_of_methods_has_their_price_beside_what_they_need(tmp_path: Path) -> None:
+    path = tmp_path / "methods.json"
+    names = ["single", "oba", "laplace", "mimo"]
+    inference.main([*TINY, "--shape", "tiny", "--output", str(path), "--contenders", *names])
+    rows = [SimpleNamespace(**row) for row in json.loads(path.read_text())["rows"]]
+    lines = inference_report.methods_table(rows)
+    cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in lines[2 : 2 + len(names)]}
+    labels = {name: inference_models.METHODS[name][0] for name in names}
+    assert list(cells) == [labels[name] for name in inference_models.METHODS if name in names]
+    stored = {row.contender: f"{row.parameters / 1e6:.1f} M" for row in rows}
+    assert {name: cells[labels[name]][0].strip() for name in names} == stored
+    assert cells[labels["single"]][1:3] == ["1.00x", "1.00x"]
+    assert {row.contender: row.members for row in rows} == {"single": 1, "oba": 1, "laplace": 20, "mimo": 3}
+    assert inference.read_options(["--methods", "--shape", "tiny-bert"]).contenders == [
+        name for name in inference_models.METHODS if name != "mimo"
+    ]
 
 
 @pytest.mark.slow

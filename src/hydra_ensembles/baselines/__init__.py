@@ -7,7 +7,7 @@ from .laplace import Laplace, laplace
 from .lora import LoRA, lora_ensemble
 from .mc_dropout import mc_dropout
 from .mimo import MIMO, mimo
-from .neg_label import NegLabel, neg_label
+from .neg_label import EmbeddedWords, NegLabel, embed_words, neg_label
 from .oba import OBA, oba
 from .packed import Packed, packed_ensemble
 from .swag import SWAG, swag
@@ -16,6 +16,7 @@ from .vilu import ViLU, vilu
 __all__ = [
     "BatchEnsemble",
     "BayesVLM",
+    "EmbeddedWords",
     "Laplace",
     "LoRA",
     "MIMO",
@@ -27,6 +28,7 @@ __all__ = [
     "batch_ensemble",
     "bayes_vlm",
     "deep_ensemble",
+    "embed_words",
     "laplace",
     "lora_ensemble",
     "mc_dropout",

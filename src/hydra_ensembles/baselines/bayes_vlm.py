@@ -75,16 +75,16 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
     projections = _projections(dual)
     images, texts = _inputs_of_projections(dual, pairs)
     scale, sigmoid = dual.logit_scale.exp().item(), None if dual.logit_bias is None else dual.logit_bias.item()
+    place = dual.device if dual.device.type == "cuda" else torch.device("cpu")  # other devices lack float64
     with torch.no_grad():
         seen = [_augmented(one, projection) for one, projection in zip((images, texts), projections, strict=True)]
         means = [_matrix(projection) for projection in projections]
         embedded = [one @ mean.T for one, mean in zip(seen, means, strict=True)]
         sides = []
         for own, other in ((0, 1), (1, 0)):
-            inputs, outputs = kronecker_factors(
-                seen[own], embedded[own], embedded[other], scale, settings.negatives, sigmoid
-            )
-            sides.append(ProjectionPosterior.of(means[own], inputs, outputs, settings))
+            read, mine, theirs = (one.to(place) for one in (seen[own], embedded[own], embedded[other]))
+            inputs, outputs = kronecker_factors(read, mine, theirs, scale, settings.negatives, sigmoid)
+            sides.append(ProjectionPosterior.of(means[own], inputs.cpu(), outputs.cpu(), settings))
     return VLMPosterior(dual, sides[0], sides[1], settings.as_published)
 
 
@@ -136,10 +136,10 @@ def kronecker_factors(
         sigmoid: The logit bias where the loss is that of SigLIP, in which each pair is judged alone; None for softmax.
     """
     count, width = own.shape
-    outputs = torch.zeros(width, width, dtype=own.dtype)
-    for rows in torch.arange(count).tensor_split(math.ceil(count / negatives)):
+    outputs = own.new_zeros(width, width)
+    for rows in torch.arange(count, device=own.device).tensor_split(math.ceil(count / negatives)):
         targets = F.normalize(other[rows], dim=-1)  # Y [C, e]
-        totals = torch.zeros(len(rows), dtype=own.dtype)  # [C]
+        totals = own.new_zeros(len(rows))  # [C]
         for some in rows.split(_ROWS):
             unit, length = F.normalize(own[some], dim=-1), own[some].norm(dim=-1)  # u [B, e], |h| [B]
             cosines = unit @ targets.T  # [B, C]

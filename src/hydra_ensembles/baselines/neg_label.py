@@ -13,7 +13,7 @@ from ..errors import ConfigError, DataError
 from ..familiarity import with_score
 from ..model.dual_encoder import Templates, checked_templates, class_embeddings, text_tower
 from ..model.ensemble import Ensemble
-from ..model.metadata import Familiarity, FamiliaritySettings
+from ..model.metadata import Familiarity, FamiliaritySettings, TextSide
 from .start import embedding_statistics
 
 
@@ -34,11 +34,61 @@ class NegLabel(Checked):
     seed: Seed = 0
 
 
+@dataclass(frozen=True, eq=False)
+class EmbeddedWords:
+    """Words and what a text side makes of them, for classifiers of one dual encoder that differ in their classes.
+
+    Attributes:
+        words: Each once, no blanks.
+        templates: Sentences they were put into.
+        embeddings: `[G, N, e]`, of length one; G is 1, or the number of members whose text sides differ.
+    """
+
+    words: tuple[str, ...]
+    templates: tuple[str, ...]
+    embeddings: Tensor
+
+
+@checked
+@torch.no_grad()
+def embed_words(ensemble: Ensemble, words: Sequence[str], templates: Templates | None = None) -> EmbeddedWords:
+    """Embed words once, for `neg_label` of every ensemble that is made of the same dual encoder.
+
+    Args:
+        ensemble: Made by `he.zero_shot` with `keep_text`, for any classes.
+        words: A large list; class names may be among them.
+        templates: Sentences with `{label}`; None for those of the classes.
+
+    Raises:
+        ConfigError: An ensemble without its text side.
+        DataError: No words.
+    """
+    side = _text_side(ensemble)
+    sentences = side.settings.templates if templates is None else checked_templates(templates)
+    given = tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
+    if not given:
+        raise DataError("there are no words to embed; give a large list of them, such as WordNet's nouns")
+    return EmbeddedWords(given, sentences, _embedded(side, given, sentences, ensemble.device))
+
+
+def _text_side(ensemble: object) -> TextSide:
+    embedding_statistics(ensemble, "neg_label")  # refuses what is no zero-shot classifier
+    side = ensemble.metadata.text_side if isinstance(ensemble, Ensemble) else None
+    if side is None:
+        raise ConfigError("this ensemble kept no text towers; make it again with zero_shot(..., keep_text=True)")
+    return side
+
+
+def _embedded(side: TextSide, words: Sequence[str], sentences: Sequence[str], device: torch.device) -> Tensor:
+    tower, projection = text_tower(side, device)
+    return class_embeddings(tower, projection, words, sentences).float()  # [G, N, e], of length one
+
+
 @checked
 @torch.no_grad()
 def neg_label(
     ensemble: Ensemble,
-    words: Sequence[str],
+    words: Sequence[str] | EmbeddedWords,
     templates: Templates | None = None,
     settings: NegLabel = NegLabel(),  # noqa: B008 (frozen)
 ) -> Ensemble:
@@ -48,30 +98,28 @@ def neg_label(
 
     Args:
         ensemble: Made by `he.zero_shot` with `keep_text`; it is not changed.
-        words: A large list of nouns and adjectives, such as WordNet's; those that are class names are left out.
-        templates: Sentences with `{label}`; None for those of the classes.
+        words: A large list of nouns and adjectives, such as WordNet's; those that are class names are left out. What
+            `embed_words` made of it saves the work where several classifiers take the same words.
+        templates: Sentences with `{label}`; None for those of the classes, or of the words that are embedded already.
         settings: Which words are taken.
 
     Raises:
         ConfigError: An ensemble without its text side.
         DataError: Too few words for the groups.
     """
-    statistics = embedding_statistics(ensemble, "neg_label")
-    side = ensemble.metadata.text_side
-    if side is None:
-        raise ConfigError("this ensemble kept no text towers; make it again with zero_shot(..., keep_text=True)")
+    side, statistics = _text_side(ensemble), embedding_statistics(ensemble, "neg_label")
+    known = words if isinstance(words, EmbeddedWords) else embed_words(ensemble, words, templates)
+    if known is words:
+        _require_own(known, side, templates, ensemble.device)
     classes = {name.casefold().strip() for name in ensemble.metadata.labels}
-    given = list(dict.fromkeys(word.strip() for word in words if word.strip()))
-    given = [word for word in given if word.casefold() not in classes]
-    sentences = side.settings.templates if templates is None else checked_templates(templates)
-    count = int(len(given) * settings.share) // settings.groups * settings.groups
+    places = [place for place, word in enumerate(known.words) if word.casefold() not in classes]
+    count = int(len(places) * settings.share) // settings.groups * settings.groups
     if not count:
         raise DataError(
-            f"{len(given)} words, of which a share of {settings.share:g} is taken, cannot be put in {settings.groups} "
+            f"{len(places)} words, of which a share of {settings.share:g} is taken, cannot be put in {settings.groups} "
             "groups; give more words, or use fewer groups"
         )
-    tower, projection = text_tower(side, ensemble.device)
-    embedded = class_embeddings(tower, projection, given, sentences).float()  # [G, N, e], of length one
+    embedded = known.embeddings.to(ensemble.device)[:, places]  # [G, N, e]
     readout = ensemble.state_dict()
     rows = readout["readout.class_embeddings.weight"].float()  # [G, C, e], with the logit scale in it
     chosen = least_alike(embedded, F.normalize(rows, dim=-1), settings.percentile, count)
@@ -90,8 +138,18 @@ def neg_label(
         words=(settings.groups, count // settings.groups),
     )
     tensors = {f"neglabel.{name}": one.cpu().clone().contiguous() for name, one in state.items()}
-    line = f"NegLabel: {count} of {len(given)} words in {settings.groups} groups"
+    line = f"NegLabel: {count} of {len(places)} words in {settings.groups} groups"
     return with_score(ensemble, Familiarity(found, tensors), line)
+
+
+def _require_own(words: EmbeddedWords, side: TextSide, templates: Templates | None, device: torch.device) -> None:
+    """Refuse words that another text side embedded, or in other sentences: one of them is embedded again."""
+    if templates is not None and checked_templates(templates) != words.templates:
+        raise ConfigError(f"the words are embedded in {words.templates}; leave templates out, or embed them again")
+    again = _embedded(side, words.words[:1], words.templates, device)
+    known = words.embeddings[:, :1].to(again)
+    if again.shape != known.shape or not torch.allclose(again, known, atol=1e-3):
+        raise ConfigError("the words were embedded by another text tower; embed them with embed_words(ensemble, words)")
 
 
 def least_alike(words: Tensor, classes: Tensor, percentile: float, count: int) -> Tensor:

@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional as F
 
 import hydra_ensembles as he
-from hydra_ensembles.baselines.neg_label import NegLabel, least_alike, neg_label
+from hydra_ensembles.baselines.neg_label import NegLabel, embed_words, least_alike, neg_label
+from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.dual_encoder import DualEncoder, Projections
 from unit.training.training_cases import NAMES, pair_samples, tiny_dual
 
@@ -75,3 +76,20 @@ def test_every_member_has_its_own_words_embedded_and_all_travels_with_the_model(
     loaded = he.Ensemble.from_pretrained(tmp_path / "saved")
     torch.testing.assert_close(loaded.predict(IMAGES).score("neglabel"), score)
     torch.testing.assert_close(found.optimize(compile=False).predict(IMAGES).score("neglabel"), score)
+
+
+def test_words_that_are_embedded_once_serve_every_list_of_classes():
+    dual = tiny_dual()
+    words = embed_words(he.zero_shot(dual, NAMES), ["", *WORDS, WORDS[0]])
+    assert list(words.words) == WORDS
+    for names in (NAMES, NAMES[:2], ("red", *WORDS[:2])):
+        ensemble = he.zero_shot(dual, names)
+        expected, found = (neg_label(ensemble, one, settings=SMALL) for one in (WORDS, words))
+        torch.testing.assert_close(found.predict(IMAGES).score("neglabel"), expected.predict(IMAGES).score("neglabel"))
+        assert found.metadata.history == expected.metadata.history
+    with pytest.raises(ConfigError, match="another text tower"):
+        neg_label(he.zero_shot(tiny_dual(1), NAMES), words, settings=SMALL)
+    with pytest.raises(ConfigError, match="templates"):
+        neg_label(he.zero_shot(dual, NAMES), words, ("the {label}",), SMALL)
+    with pytest.raises(DataError, match="no words"):
+        embed_words(he.zero_shot(dual, NAMES), [" "])

@@ -4,7 +4,7 @@ import ast
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,7 @@ def test_every_row_is_asked_about_every_set(finished: Finished) -> None:
         assert all(columns[f"{row}|{task}|{name}|msp"].shape == (count,) for task, name, count in places)
         assert all(columns[f"{row}|{task}|{task}|calibrated.nll"].dtype == np.float16 for task in facts["tasks"])
     assert set(facts["costs"]["rows"]) == {name for name, row in ROWS.items() if not row.calibrated}
+    assert facts["runs"]["0"]["choices"][dual_rows.BAYES_VLM]["setting"]["pseudo_count"] in dual_rows.PSEUDO_COUNTS
 
 
 def test_a_temperature_changes_no_label_and_is_the_one_that_was_fixed(finished: Finished) -> None:
@@ -129,15 +130,39 @@ def test_rows_that_come_later_are_added_to_what_is_fixed(finished: Finished, tmp
     seed, place = dual_seed(tmp_path), tmp_path / "zero-shot" / "seed-0" / dual_study.FIXED
     whole = json.loads(place.read_text())
     place.unlink()
-    dual_study.fix(seed, [SINGLE])
+    dual_study.fix(seed, SINGLE)
     first = json.loads(place.read_text())
     assert (list(first["temperatures"]), list(first["heads"])) == ([SINGLE], ["single"])
     changed = {**first, "temperatures": {SINGLE: 7.0}}
     place.write_text(json.dumps(changed))
-    dual_study.fix(seed, [SINGLE, HYDRA])
+    for row in (SINGLE, HYDRA):
+        dual_study.fix(seed, row)
     found = json.loads(place.read_text())
     assert found["temperatures"] == {SINGLE: 7.0, HYDRA: whole["temperatures"][HYDRA]}
     assert found["heads"] == {name: whole["heads"][name] for name in ("single", "both")}
+
+
+def test_a_row_that_fails_stops_neither_the_others_nor_the_store(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished.output / "zero-shot", tmp_path / "zero-shot")
+    for name in ("fixed.json", "report"):
+        place = tmp_path / "zero-shot" / "seed-0" / name
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+    shutil.rmtree(tmp_path / "zero-shot" / "seed-0" / "rankings")  # no row below needs one, and none is made
+
+    def breaks(seed: object, names: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setitem(ROWS, dual_rows.NEG_LABEL, replace(ROWS[dual_rows.NEG_LABEL], model=breaks))
+    monkeypatch.setattr(he, "extract_circuit", breaks)
+    task, rows = SmallDual(dual_recipe(), ManyClasses(), CPU), [dual_rows.NEG_LABEL, SINGLE, "Temperature Scaling"]
+    with pytest.raises(RuntimeError, match="memory"):
+        dual_study.run(task, tmp_path, tmp_path / "results", ["fix", "report", "cost", "store"], [0], rows)
+    assert f"FAILED: zero-shot fix {dual_rows.NEG_LABEL}, seed 0" in capsys.readouterr().out
+    facts = json.loads((tmp_path / "results" / "zero-shot" / "study.json").read_text())
+    assert list(facts["runs"]["0"]["report"]) == rows[1:]
+    assert (facts["runs"]["0"]["circuits"], list(facts["costs"]["rows"])) == ({}, [SINGLE])
 
 
 def test_held_out_names_choose_how_to_learn(finished: Finished, tmp_path: Path) -> None:

@@ -46,13 +46,15 @@ def made_up(folder: Path, right: dict[str, float], hopeless: tuple[str, ...] = (
                     columns |= {f"{row}|{task}|{name}|{key}": drawn for key in ("msp", "entropy", "mutual_information")}
         write_columns(folder / "zero-shot" / f"seed-{seed}.npz", columns)
     circuit = {"id_samples": 3, "ood_samples": 4, "pruned": 2}
+    measured = [{"pseudo_count": 1.0, "nll": 0.5}, {"pseudo_count": 10.0, "nll": 0.25}]
     run = {
+        "choices": {"BayesVLM": {"row": "BayesVLM", "setting": {"pseudo_count": 10.0}, "measured": measured}},
         "report": {row: {} for row in ROWS},
         "samples": 9,
         "circuits": {"avg image+text": circuit, "avg image": circuit},
     }
     choice = {"steps": 20, "learning_rate": 1e-4, "projection_rate": 30.0}
-    measured = [{**choice, "steps": steps, "accuracy": steps / 100, "names": 7} for steps in (10, 20)]
+    tried = [{**choice, "steps": steps, "accuracy": steps / 100, "names": 7} for steps in (10, 20)]
     facts = {
         "format": "hydra_ensembles.study 3",
         "study": "zero-shot",
@@ -60,7 +62,7 @@ def made_up(folder: Path, right: dict[str, float], hopeless: tuple[str, ...] = (
         "model": {"name": "made up", "description": "It is no model."},
         "tasks": tasks,
         "trainings": dict.fromkeys(ROWS, 1),
-        "choice": {"choice": choice, "measured": measured},
+        "choice": {"choice": choice, "measured": tried},
         "costs": None,
         "runs": {str(seed): run for seed in range(5)},
         "device": "a machine",
@@ -68,6 +70,21 @@ def made_up(folder: Path, right: dict[str, float], hopeless: tuple[str, ...] = (
     }
     (folder / "zero-shot" / "study.json").write_text(json.dumps(facts))
     return DualStudy("zero-shot", folder)
+
+
+def test_settings_of_rows_are_shown_with_what_chose_them(tmp_path: Path) -> None:
+    told = TABLES["settings"](made_up(tmp_path, {}))
+    assert "| BayesVLM | pseudo count 1 | 0.500 | 0 of 5 |" in told
+    assert "| BayesVLM | pseudo count 10 | 0.250 | 5 of 5 |" in told
+
+
+def test_rows_that_some_seeds_lack_and_circuits_that_are_not_there_are_said(tmp_path: Path) -> None:
+    study = made_up(tmp_path, {})
+    study.facts["runs"]["3"] = {**study.facts["runs"]["3"], "report": {SINGLE: {}}}
+    study.facts["runs"]["0"] = {**study.facts["runs"]["0"], "circuits": {}}
+    told = TABLES["main"](study)
+    assert f"Means over 5 seeds (Temperature Scaling 4, Taylor 4, {HYDRA} 4)" in told
+    assert "Circuits: none." in told
 
 
 def test_numbers_are_those_of_another_library(tmp_path: Path) -> None:

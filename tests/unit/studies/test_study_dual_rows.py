@@ -36,7 +36,7 @@ def test_bayes_vlm_has_the_pseudo_count_that_held_out_images_choose(seed: DualSe
     assert [one["pseudo_count"] for one in choice["measured"]] == list(PSEUDO_COUNTS)
     losses = {one["pseudo_count"]: one["nll"] for one in choice["measured"]}
     assert len(set(losses.values())) == 3
-    assert choice["pseudo_count"] == min(losses, key=losses.__getitem__)
+    assert choice["setting"]["pseudo_count"] == min(losses, key=losses.__getitem__)
     assert float(nll(said.probs, held.samples.labels)) == pytest.approx(min(losses.values()))
     assert not torch.allclose(said.probs, he.zero_shot(seed.dual, held.classes).predict(images_of(seed)).probs[:1])
     assert ROWS[BAYES_VLM].whole(seed, held.classes[:3]).num_classes == 3

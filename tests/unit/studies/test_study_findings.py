@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from other_code import assert_printed, by_other_code
-from small_studies import SmallTask
+from small_studies import CPU, SmallTask
 from typer.testing import CliRunner
 
 from hydra_ensembles.errors import DataError
@@ -19,8 +19,9 @@ from studies.findings import judged
 from studies.measures import Difference, write_columns
 from studies.rows import HYDRA, MC_DROPOUT, SINGLE, SOUP
 from studies.seed import Seed, slug
+from studies.sets import DataFolder
 from studies.stored import RESULTS, Study
-from studies.task import recipe
+from studies.task import Task, recipe
 from studies.workers import Workers
 
 NAME = "vision-cifar100"
@@ -59,6 +60,17 @@ def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
     assert "| taken |" in findings.choices_table(study)
     head, *_ = findings.main_table(study).splitlines()
     assert "| parameters | cost ↓ | memory ↓ | trainings ↓ |" in head
+
+
+def test_a_job_that_fails_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = Task(NAME, recipe(), DataFolder(tmp_path), CPU)
+    pool = Workers(task, tmp_path, 1)
+    pool.run([("recover", 0, "circuits 0"), ("corrupt", 0, "")])  # no rate was chosen, there are no data
+    pool.run([("recover", 1, "circuits 0")])
+    with pytest.raises(DataError, match="CircAvg"):
+        pool.__exit__(None, None, None)
+    failed = re.findall(r"^FAILED: ([^:]+):", capsys.readouterr().out, re.MULTILINE)
+    assert failed == ["recover circuits 0, seed 0", "corrupt , seed 0", "recover circuits 0, seed 1"]
 
 
 def test_the_command_shows_every_table(study: Study) -> None:
