@@ -20,6 +20,7 @@ from .errors import CheckpointError, ConfigError, HydraWarning, MissingExtraErro
 
 _PACKAGE = Path(__file__).parent
 _flags = threading.Lock()
+_THREAD = threading.local()  # `notes`: what `noted` collects in this thread
 _evaluated: dict[nn.Module, tuple[int, bool]] = {}  # parts in `evaluation_mode`: how often, and their mode before
 __version__ = "0.1.0"
 
@@ -61,8 +62,23 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """What is warned of inside, by this thread, as a list: a server's log is not read by those whom it concerns."""
+    before, notes = getattr(_THREAD, "notes", None), list[str]()
+    _THREAD.notes = notes
+    try:
+        yield notes
+    finally:
+        _THREAD.notes = before
+
+
 def warn(message: str) -> None:
-    """Warn of something, at the first line that is not this library's."""
+    """Warn of something, at the first line that is not this library's; inside `noted`, note it."""
+    notes: list[str] | None = getattr(_THREAD, "notes", None)
+    if notes is not None:
+        notes.append(message)
+        return
     level, frame = 1, inspect.currentframe()
     while frame is not None and Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
         level, frame = level + 1, frame.f_back

@@ -76,8 +76,9 @@ class ImagePreprocessing(Checked):
                 raise DataError(f"image {index} is {image.width}x{image.height}, without a pixel; leave it out")
         turned = next((index for index, image in enumerate(batch) if _is_turned(image)), None)
         if turned is not None:
+            which = "the image" if len(batch) == 1 else f"image {turned}"
             warn(
-                f"image {turned} is stored on its side or mirrored (EXIF), and is taken as it is stored, as data sets "
+                f"{which} is stored on its side or mirrored (EXIF), and is taken as it is stored, as data sets "
                 "are: PIL.ImageOps.exif_transpose turns it upright"
             )
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
@@ -161,7 +162,8 @@ class TextPreprocessing(Checked):
                 raise DataError(f"text {index} is {cleaned[index]!r}, which has no tokens; leave it out")
         cut = next((index for index, encoding in enumerate(encodings) if encoding.overflowing), None)
         if cut is not None:
-            warn(f"text {cut} is longer than the {self.max_length} tokens that are read: what comes after has no say")
+            which = "the text" if len(batch) == 1 else f"text {cut}"
+            warn(f"{which} is longer than the {self.max_length} tokens that are read: what comes after has no say")
         return encoded
 
     def require_tokenizer(self) -> None:

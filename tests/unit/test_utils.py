@@ -1,12 +1,14 @@
-"""Small helpers: modules are left in the mode they were in."""
+"""Small helpers: modules are left in the mode they were in, warnings go to whom they concern."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 from torch import nn
 
-from hydra_ensembles._utils import evaluation_mode
+from hydra_ensembles._utils import evaluation_mode, noted, warn
+from hydra_ensembles.errors import HydraWarning
 
 
 @contextmanager
@@ -39,3 +41,15 @@ def test_who_leaves_evaluation_mode_last_puts_the_flags_back() -> None:
         first.__exit__(None, None, None)
         assert not any(module.training for module in model.modules())
         second.__exit__(None, None, None)
+
+
+def test_what_is_noted_is_not_warned_of_and_only_by_this_thread() -> None:
+    with noted() as outer:
+        warn("one")
+        with noted() as inner:
+            warn("two")
+        with ThreadPoolExecutor(1) as pool, pytest.warns(HydraWarning, match="three"):
+            pool.submit(warn, "three").result()
+    assert (outer, inner) == (["one"], ["two"])
+    with pytest.warns(HydraWarning, match="four"):
+        warn("four")

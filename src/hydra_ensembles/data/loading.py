@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .._utils import require
+from .._utils import require, warn
 from ..arguments import checked
 from ..errors import DataError
 from ..preprocessing import to_rgb
@@ -318,6 +318,9 @@ def _read_labels(
     strings = {value for value in values if isinstance(value, str) and value}
     if strings and names is None:
         names = tuple(sorted(strings))
+        _warn_of_twins(names, table.where)
+    if class_names is not None:
+        _require_one_reading(values, tuple(class_names), table.where)
     known = {class_name: number for number, class_name in enumerate(names or ())}
     found = [_label(value, known, f"row {row} of {table.where}") for row, value in enumerate(values)]
     numbers = np.maximum(np.array(found, dtype=np.int64), UNLABELLED)
@@ -328,6 +331,28 @@ def _read_labels(
     if names is None:
         names = tuple(str(label) for label in range(int(numbers.max()) + 1))
     return numbers, names
+
+
+def _warn_of_twins(names: Sequence[str], where: str) -> None:
+    """Say so where classes differ in nothing but spaces around them and in capitals."""
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(name.strip().casefold(), name)
+        if other != name:
+            warn(f"{where} has the classes {other!r} and {name!r}, which are two; make them one if one is meant")
+            return
+
+
+def _require_one_reading(values: Sequence[Any], names: tuple[str, ...], where: str) -> None:
+    """Refuse whole numbers as labels where all could be names as well as places among the names, and these differ."""
+    numbers = {value for value in values if isinstance(value, int) and not isinstance(value, bool)}
+    called = {int(name): place for place, name in enumerate(names) if name.isdecimal()}
+    doubtful = next((one for one in sorted(numbers) if called.get(one, one) != one), None)
+    if doubtful is not None and numbers <= called.keys():
+        raise DataError(
+            f"{where} has the label {doubtful}, which may be the class called {names[called[doubtful]]!r} or number "
+            f"{doubtful} of class_names {list(names)[:8]}; give names that are no numbers, or labels that are names"
+        )
 
 
 def _label(value: Any, known: dict[str, int], where: str) -> int:

@@ -295,8 +295,8 @@ class _Server:
 
     async def _answers(
         self, request: "Request", rows: Callable[[], list[Sample]], timeout: float = math.inf
-    ) -> Sequence[Answer]:
-        """Decode, queue, wait, count. The body has been read: `rows` runs in a thread of its own.
+    ) -> tuple[list[Sample], Sequence[Answer]]:
+        """Decode, queue, wait, count: rows and answers. The body has been read: `rows` runs in a thread of its own.
 
         When the client goes, the wait ends like one at its deadline, and what has not been begun is not run.
         """
@@ -324,7 +324,7 @@ class _Server:
                 raise ClientDisconnect from error
             raise RequestError("no answer within the time that was given", 504) from error
         request.state.fields |= {"rows": len(made), "outcomes": self.telemetry.answers(answers)}
-        return answers
+        return made, answers
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
@@ -372,8 +372,9 @@ class _Server:
         async with self._admitted():
             nearest = request.query_params.get("nearest", "") in ("1", "true")
             rows = await self._raw_rows(request, nearest)
-            answers = await self._answers(request, rows)
-        return _json({"model": self.settings.name, "predictions": [self.service.plain(answer) for answer in answers]})
+            made, answers = await self._answers(request, rows)
+        found = [self.service.plain(answer, row.notes) for row, answer in zip(made, answers, strict=True)]
+        return _json({"model": self.settings.name, "predictions": found})
 
     async def _raw_rows(self, request: "Request", nearest: bool) -> Callable[[], list[Sample]]:
         """What makes rows of a body: a form, JSON, an image or a text."""
@@ -442,8 +443,9 @@ class _Server:
             loop = asyncio.get_running_loop()
             asked, inputs = await loop.run_in_executor(self.decoders, protocol.read_request, *parts)
             protocol.check_asked(asked, self.service)
-            answers = await self._answers(request, lambda: self._tensor_rows(inputs), protocol.deadline_of(asked))
-        content, headers = protocol.write_answer(asked, self.service, answers)
+            deadline = protocol.deadline_of(asked)
+            rows, answers = await self._answers(request, lambda: self._tensor_rows(inputs), deadline)
+        content, headers = protocol.write_answer(asked, self.service, answers, [row.notes for row in rows])
         return Response(content, headers=headers)
 
     def _tensor_rows(self, inputs: dict[str, Any]) -> list[Sample]:

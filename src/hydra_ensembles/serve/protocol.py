@@ -139,9 +139,9 @@ def _from_binary(name: str, datatype: str, shape: tuple[int, ...], content: byte
 
 
 def write_answer(
-    request: Mapping[str, Any], service: Service, answers: Sequence[Answer]
+    request: Mapping[str, Any], service: Service, answers: Sequence[Answer], notes: Sequence[Sequence[str]] = ()
 ) -> tuple[bytes, dict[str, str]]:
-    """The body of an answer and its headers."""
+    """The body of an answer and its headers; `notes` on each sample become one text, where there are any."""
     tensors, buffers = list[dict[str, Any]](), list[bytes]()
     for field, binary in _asked(request, service.outputs):
         array = np.stack([answer[field.name] for answer in answers])  # [B, …]
@@ -154,6 +154,9 @@ def write_answer(
             tensor["data"] = array.reshape(-1).tolist()
         tensors.append(tensor)
     found: dict[str, Any] = {"model_name": service.settings.name, "model_version": "1", "outputs": tensors}
+    said = [f"sample {index}: {note}" for index, some in enumerate(notes) for note in some]
+    if said:
+        found["parameters"] = {"notes": "; ".join(said)}
     if isinstance(request.get("id"), str):
         found["id"] = request["id"]
     head = json.dumps(found).encode()

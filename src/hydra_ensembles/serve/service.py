@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._utils import require
+from .._utils import noted, require
 from ..arguments import Checked
 from ..batches import READ
 from ..data.dataset import decode_image
 from ..errors import ConfigError, DataError, HydraError, RequestError
 from ..model.ensemble import Ensemble
+from ..model.given import warn_of_raw_pixels
 from ..model.metadata import Calibration
 from ..optimize.runner import USUAL_SHAPES, OptimizedEnsemble
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
@@ -114,6 +115,7 @@ class Sample:
 
     inputs: Mapping[str, Tensor]
     nearest: bool = False  # whether the nearest class is to be found, which takes a second pass
+    notes: Sequence[str] = ()  # what whoever sent it should know: a text that was cut, an image on its side
     shape: Hashable = field(init=False)
 
     def __post_init__(self) -> None:
@@ -158,12 +160,13 @@ class Service:
         rows = []
         for index, content in enumerate(contents):
             try:
-                pixels = self.preprocessing([decode_image(content, f"image {index}", FORMATS)])[0]  # [channels, H, W]
+                with noted() as notes:
+                    pixels = self.preprocessing([decode_image(content, f"image {index}", FORMATS)])[0]  # [C, H, W]
             except HydraError:
                 raise
             except Exception as error:  # decoders raise whatever broken data lead them to
                 raise RequestError(f"image {index} ({len(content)} bytes) is broken", 415) from error
-            rows.append(Sample({self._main: pixels.to(self.ensemble.dtype)}, nearest))
+            rows.append(Sample({self._main: pixels.to(self.ensemble.dtype)}, nearest, notes))
         return rows
 
     def texts(self, texts: Sequence[str | tuple[str, str]], nearest: bool = False) -> list[Sample]:
@@ -180,7 +183,12 @@ class Service:
             count = sum(map(len, (text,) if isinstance(text, str) else text))
             if count > most:
                 raise RequestError(f"text {index} has {count} characters; at most {most} are taken", 413)
-        return [row for text in texts for row in self.tensors(self.preprocessing([text]), nearest)]
+        rows = []
+        for text in texts:
+            with noted() as notes:
+                encoded = self.preprocessing([text])
+            rows += [replace(row, notes=notes) for row in self.tensors(encoded, nearest)]
+        return rows
 
     def tensors(self, given: Mapping[str, Tensor], nearest: bool = False) -> list[Sample]:
         """Rows of inputs as the model reads them, `[B, …]` each.
@@ -188,7 +196,10 @@ class Service:
         Raises:
             RequestError, DataError: They do not fit the model.
         """
-        main, mask, segments = self.ensemble.unpack(given)
+        with noted() as notes:
+            main, mask, segments = self.ensemble.unpack(given)
+            if self.kind == "image":
+                warn_of_raw_pixels(main, self.preprocessing)
         self._require_few(len(main))
         size = self.image_size()
         if size is not None and tuple(main.shape[2:]) != size:
@@ -196,7 +207,7 @@ class Service:
         if main.is_floating_point() and not bool(main.isfinite().all()):
             raise RequestError(f"{self._main} has values that are NaN or infinite")
         if self.kind == "image":
-            return [Sample({self._main: one}, nearest) for one in main.to(self.ensemble.dtype)]
+            return [Sample({self._main: one}, nearest, notes) for one in main.to(self.ensemble.dtype)]
         named: dict[str, Tensor | None] = {"input_ids": main, "attention_mask": mask, "token_type_ids": segments}
         if self._masked:
             tokens = main.shape[1]
@@ -210,7 +221,8 @@ class Service:
                 for name, one in named.items()
             }
         present = {name: one for name, one in named.items() if one is not None}
-        return [Sample({name: one[index] for name, one in present.items()}, nearest) for index in range(len(main))]
+        split = ({name: one[index] for name, one in present.items()} for index in range(len(main)))
+        return [Sample(one, nearest, notes) for one in split]
 
     def _wanted(self, got: str) -> str:
         if self.preprocessing is None:
@@ -306,8 +318,11 @@ class Service:
         blank = [torch.zeros(1, length, dtype=torch.long) for length in self.lengths()]
         return [row for ids in blank for row in self.tensors({self._main: ids})]
 
-    def plain(self, answer: Answer) -> dict[str, Any]:
-        """An answer as plain data, with names in place of numbers; members are as sharp as all together."""
+    def plain(self, answer: Answer, notes: Sequence[str] = ()) -> dict[str, Any]:
+        """An answer as plain data, with names in place of numbers; members are as sharp as all together.
+
+        `notes` on the sample that is answered are there where it has some.
+        """
         labels, probs = self.labels, answer["probs"]
         logits = answer["member_logits"].astype(np.float64) / self._temperature  # [M, C]
         members = np.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -331,7 +346,7 @@ class Service:
         }
         if NEAREST in answer:
             found[NEAREST] = None if answer[NEAREST] < 0 else labels[answer[NEAREST]]
-        return found
+        return {**found, "notes": list(notes)} if notes else found
 
 
 @dataclass(frozen=True)

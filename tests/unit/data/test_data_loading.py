@@ -5,6 +5,7 @@ import math
 import pickle
 import struct
 import sys
+import warnings
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -378,3 +379,31 @@ def test_what_the_hub_lacks(calls: list[tuple[Any, ...]], monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match="datasets"):
         load("hub:owner/reviews", "test")
+
+
+def test_classes_that_differ_in_spaces_and_capitals_alone_are_said(tmp_path: Path) -> None:
+    for content, said in (("a, pos\nb,pos\n", True), ("a,Pos\nb,pos\n", True), ("a,neg\nb,pos\n", False)):
+        (tmp_path / "t.csv").write_text("text,label\n" + content)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load(tmp_path / "t.csv")
+        assert ["are two" in str(one.message) for one in caught] == [True] * said
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "found"),
+    [
+        ((2, 1), ("2", "1", "0"), None),  # the class called 2, or number 2?
+        ((1, 2), ("1", "2", "3"), None),
+        ((0, 1, 2), ("1", "2", "3"), [0, 1, 2]),  # none is called 0: places
+        ((0, 1), ("0", "1"), [0, 1]),
+        ((2, 1), ("a", "b", "c"), [2, 1]),
+    ],
+)
+def test_numbers_that_may_be_names_or_places_are_refused(tmp_path: Path, labels: Any, names: Any, found: Any) -> None:
+    (tmp_path / "t.csv").write_text("text,label\n" + "".join(f"a,{one}\n" for one in labels))
+    if found is None:
+        with pytest.raises(DataError, match="may be the class called"):
+            load(tmp_path / "t.csv", class_names=names)
+    else:
+        assert load(tmp_path / "t.csv", class_names=names).labels.tolist() == found

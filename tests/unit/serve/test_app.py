@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import copy
+import io
 import json
 import logging
 import random
@@ -13,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import hydra_ensembles.serve.telemetry as telemetry
 from hydra_ensembles.errors import ConfigError
@@ -71,6 +73,24 @@ def test_images_in_every_way(options: dict[str, Any]) -> None:
             alone.softmax(dim=-1).amax(dim=-1)[:, 0].tolist(), abs=2e-4
         )
         assert "nearest" not in found
+
+
+def test_whoever_sent_an_input_is_told_what_was_done_with_it() -> None:
+    """A text that is cut, a photograph on its side: the log of a server is not read by them."""
+    answer = post("text", json={"texts": ["hello", "wörld " * 30]})
+    short, cut = answer.json()["predictions"]
+    assert "notes" not in short
+    assert "tokens" in cut["notes"][0]
+    exif, photo = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    Image.new("RGB", (20, 16)).save(photo, "JPEG", exif=exif)
+    answer = post("image", files=[("file", ("a.png", picture(0))), ("file", ("b.jpg", photo.getvalue()))])
+    upright, turned = answer.json()["predictions"]
+    assert "notes" not in upright
+    assert "EXIF" in turned["notes"][0]
+    pixels = {"name": "pixel_values", "shape": [2, 3, 8, 8], "datatype": "FP32", "data": [0.0, 255.0] * 192}
+    answer = post("image", "/v2/models/model/infer", json={"inputs": [pixels]})
+    assert "sample 1: images have values from 0 to 255" in answer.json()["parameters"]["notes"]
 
 
 def test_an_image_as_it_is_and_its_nearest_class() -> None:
