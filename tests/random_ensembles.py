@@ -86,6 +86,24 @@ ALL_SHAPES = SHAPES | {  # for tests that look at every readout and stem
 }
 
 
+def small(
+    kind: str = "image",
+    classes: int = 3,
+    members: int = 1,
+    sharing: Sharing = Sharing(),  # noqa: B008 (frozen)
+    trunk: int = 0,
+    text: dict[str, Any] | None = None,
+    readout: dict[str, Any] | None = None,
+    **blocks: Any,
+) -> EnsembleConfig:
+    """A model of images of 8 x 8 pixels or of short texts, with all heads; `blocks` are settings of the encoder."""
+    made = EncoderConfig(**{"width": 16, "layers": 2, "heads": 2, "head_dim": 8, "mlp_width": 24, **blocks})
+    words = {"vocabulary": 20, "positions": 8, "embedding_width": made.width, **(text or {})}
+    stem = TextStemConfig(**words) if kind == "text" else PatchStemConfig((4, 4), (2, 2))
+    head = ReadoutConfig(num_classes=classes, **(readout or {}))
+    return EnsembleConfig(stem, made, head, all_heads(made, members), sharing, trunk)
+
+
 def random_ensemble(
     shape: str = "image-cls",
     heads: KeptHeads | None = None,

@@ -14,17 +14,14 @@ from torch.nn import functional as F
 from hydra_ensembles.calibrate import COLDEST, HOTTEST, calibrate, fit_calibration
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.heads.masking import masked
-from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
 from hydra_ensembles.prediction import Prediction
-from random_ensembles import noisy
+from random_ensembles import noisy, small
 
 
 def tiny(members: int = 2, classes: int = 4) -> Ensemble:
-    encoder = EncoderConfig(width=8, layers=1, heads=2, head_dim=4, mlp_width=8)
-    stem, readout = PatchStemConfig(patch_size=(4, 4), grid=(2, 2)), ReadoutConfig(num_classes=classes)
-    config = EnsembleConfig(stem, encoder, readout, all_heads(encoder, members))
+    config = small("image", classes, members, width=8, layers=1, heads=2, head_dim=4, mlp_width=8)
     return noisy(config, noise=0.5, metadata=Metadata(history=("made",), metrics={"kept": 1.0}))
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,20 +12,13 @@ from torch import nn
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, HeadError
-from hydra_ensembles.model.config import (
-    EncoderConfig,
-    EnsembleConfig,
-    PatchStemConfig,
-    ReadoutConfig,
-    Sharing,
-    all_heads,
-)
+from hydra_ensembles.model.config import PatchStemConfig, Sharing
 from hydra_ensembles.model.states import place_of
+from random_ensembles import small as small_config
 
 
-def small(seed: int = 0, **changes: int) -> he.Ensemble:
-    encoder = EncoderConfig(width=24, layers=3, heads=4, head_dim=6, mlp_width=48, **changes)  # type: ignore[arg-type]
-    config = EnsembleConfig(PatchStemConfig((4, 4), (2, 2)), encoder, ReadoutConfig(num_classes=5), all_heads(encoder))
+def small(seed: int = 0, **changes: Any) -> he.Ensemble:
+    config = small_config(classes=5, width=24, layers=3, heads=4, head_dim=6, mlp_width=48, **changes)
     return noisy(he.Ensemble(config), seed)
 
 
@@ -165,24 +159,23 @@ def test_members_that_look_at_inputs_in_different_ways_are_refused(join: Callabl
     assert join([first, first]).metadata.preprocessing == join([first, unknown]).metadata.preprocessing == look[0]
 
 
-# ViT-B/16 with 1,000 classes: the integers behind the paper's Table 7 (docs/paper_map.md explains them).
-VIT_BASE = EncoderConfig(width=768, layers=12, heads=12, head_dim=64, mlp_width=3072)
-PRUNED = (tuple(tuple(range(4, 12)) for _ in range(12)),)
-THREE = tuple(tuple(tuple(range(m, m + 8)) for _ in range(12)) for m in range(3))
+ALL, PRUNED = (((tuple(range(first, 12)),) * 12,) for first in (0, 4))
+THREE = tuple((tuple(range(m, m + 8)),) * 12 for m in range(3))
 
 
 @pytest.mark.parametrize(
     ("heads", "sharing", "parameters", "multiply_adds"),
     [
-        (all_heads(VIT_BASE), Sharing(), 86_567_656, 17_563_828_224),
+        (ALL, Sharing(), 86_567_656, 17_563_828_224),
         (PRUNED, Sharing(), 77_121_256, 15_466_260_480),
         (THREE, Sharing(stem=True, mlp=True, norms=True), 116_463_288, 46_167_570_432),
         (THREE, Sharing(stem=True, mlp=True), 116_540_088, 46_167_570_432),
     ],
 )
 def test_counts_of_a_configuration(heads: Any, sharing: Sharing, parameters: int, multiply_adds: int) -> None:
-    stem, readout = PatchStemConfig((16, 16), (14, 14)), ReadoutConfig(num_classes=1000)
-    config = EnsembleConfig(stem, VIT_BASE, readout, heads, sharing)
+    """ViT-B/16 with 1,000 classes: the integers behind the paper's Table 7 (docs/paper_map.md explains them)."""
+    config = small_config(classes=1000, width=768, layers=12, heads=12, head_dim=64, mlp_width=3072)
+    config = replace(config, stem=PatchStemConfig((16, 16), (14, 14)), heads=heads, sharing=sharing)
     with torch.device("meta"):
         described = he.Ensemble(config).describe()
     assert (described.parameters, described.multiply_adds) == (parameters, multiply_adds)
@@ -203,12 +196,8 @@ def test_a_soup_is_the_mean_of_all_weights() -> None:
 
 @pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")
 def test_what_cannot_be_averaged_is_refused() -> None:
-    for models in (
-        [small(), he.prune(small(), [(0, 1)])],
-        [small(), small(norm_eps=1e-3)],
-        [],
-        [he.fuse([small()] * 2)],
-    ):
+    one = small()
+    for models in ([one, he.prune(one, [(0, 1)])], [one, small(norm_eps=1e-3)], [], [he.fuse([one] * 2)]):
         with pytest.raises(ConfigError):
             he.soup(models)
 

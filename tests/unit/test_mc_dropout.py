@@ -1,34 +1,21 @@
 """MC Dropout: passes are members, the answer depends on the seed alone, the ensemble is untouched."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 
 from hydra_ensembles.baselines.mc_dropout import MCDropout, mc_dropout
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.model.config import (
-    EncoderConfig,
-    EnsembleConfig,
-    PatchStemConfig,
-    ReadoutConfig,
-    TextStemConfig,
-    all_heads,
-)
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
-from random_ensembles import noisy
+from random_ensembles import noisy, small
 
-ENCODER = EncoderConfig(width=16, layers=2, heads=2, head_dim=8, mlp_width=24, drop_path=(0.0, 0.5))
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def tiny(members: int = 1, text: bool = False, encoder: EncoderConfig = ENCODER, **readout) -> Ensemble:
-    stem: PatchStemConfig | TextStemConfig = PatchStemConfig(patch_size=(4, 4), grid=(2, 2))
-    if text:
-        stem = TextStemConfig(vocabulary=20, positions=8, embedding_width=16, segments=2)
-    config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=4, **readout), all_heads(encoder, members))
+def tiny(members: int = 1, kind: str = "image", readout=None, **blocks) -> Ensemble:
+    settings = {"drop_path": (0.0, 0.5), **blocks}
+    config = small(kind, 4, members, text={"segments": 2}, readout=readout, **settings)
     return noisy(config, metadata=Metadata(labels=("a", "b", "c", "d"), calibration=Calibration(threshold=0.5)))
 
 
@@ -88,7 +75,7 @@ def test_dropout_sits_where_the_baseline_and_the_model_have_it():
     config = view.model.config
     assert (config.encoder.attention_dropout, config.encoder.drop_path) == (0.0, ())
     assert (config.readout.dropout, config.readout.hidden_dropout) == (0.0, 0.0)
-    trained = tiny(encoder=replace(ENCODER, attention_dropout=0.1), dropout=0.1)
+    trained = tiny(attention_dropout=0.1, readout={"dropout": 0.1})
     config = MCDropout(trained, p=0.3, passes=2).model.config
     assert (config.encoder.attention_dropout, config.readout.dropout) == (0.3, 0.3)
 
@@ -98,7 +85,7 @@ def test_text_repeats_masks_and_segments_too():
     mask = torch.ones(3, 6, dtype=torch.long)
     mask[1:, 4:] = 0
     inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
-    view = mc_dropout(tiny(text=True), 0.2, 3)
+    view = mc_dropout(tiny(kind="text"), 0.2, 3)
     answer = view(inputs)
     assert answer.shape == (3, 3, 4)
     changed = ids.clone()

@@ -5,6 +5,7 @@ import functools
 import inspect
 import operator
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,55 +13,29 @@ import pytest
 import torch
 
 import hydra_ensembles as he
-from hydra_ensembles.model.config import (
-    EncoderConfig,
-    EnsembleConfig,
-    PatchStemConfig,
-    ReadoutConfig,
-    TextStemConfig,
-    all_heads,
-)
+from hydra_ensembles.model.config import PatchStemConfig
 from hydra_ensembles.model.metadata import Metadata
+from random_ensembles import small
 from zero_shot_models import word_tokenizer
 
 NAMES = [name for name in he.__all__ if name != "__version__"]
-USED = [
-    "baselines.deep_ensemble",
-    "baselines.laplace",
-    "baselines.mc_dropout",
-    "data.batches",
-    "data.load",
-    "data.only_classes",
-    "data.split",
-    "data.subset",
-    "data.suite",
-    "data.synthetic_ood",
-    "data.without_classes",
-    "demo.load_backbone",
-    "demo.load_sample",
-    "report.to_markdown",
-    "serve.make_app",
-    "metrics.accuracy",
-    "metrics.adaptive_ece",
-    "metrics.aupr",
-    "metrics.aurc",
-    "metrics.auroc",
-    "metrics.brier",
-    "metrics.ece",
-    "metrics.fpr95",
-    "metrics.nll",
-    "metrics.risk_at_coverage",
-]  # what of the rooms README, how-tos and notebooks call first
+ROOMS = {  # what of them README, how-tos and notebooks call first
+    "baselines": "deep_ensemble laplace mc_dropout",
+    "data": "batches load only_classes split subset suite synthetic_ood without_classes",
+    "demo": "load_backbone load_sample",
+    "report": "to_markdown",
+    "serve": "make_app",
+    "metrics": "accuracy adaptive_ece aupr aurc auroc brier ece fpr95 nll risk_at_coverage",
+}
+USED = [f"{room}.{name}" for room, names in ROOMS.items() for name in names.split()]
 
 
 @functools.cache
 def dual() -> he.DualEncoder:
     """What examples call `dual`; others make everything they use."""
-    encoder = EncoderConfig(width=24, layers=2, heads=4, head_dim=6, mlp_width=32)
-    text = EnsembleConfig(
-        TextStemConfig(60, 12, 24), encoder, ReadoutConfig(pool="mean", norm="none"), all_heads(encoder)
-    )
-    image = EnsembleConfig(PatchStemConfig((32, 32), (16, 16)), encoder, ReadoutConfig(), all_heads(encoder))
+    blocks: dict[str, Any] = {"classes": 0, "width": 24, "heads": 4, "head_dim": 6, "mlp_width": 32}
+    text = small("text", text={"vocabulary": 60, "positions": 12}, readout={"pool": "mean", "norm": "none"}, **blocks)
+    image = replace(small(**blocks), stem=PatchStemConfig((32, 32), (16, 16)))
     tokenizer = Metadata(preprocessing=word_tokenizer(mask=True))
     torch.manual_seed(0)
     return he.DualEncoder(he.Ensemble(image), he.Ensemble(text, tokenizer), he.Projections.fresh(24, 24, 24)).eval()

@@ -15,13 +15,8 @@ from hydra_ensembles.errors import ConfigError, DataError, HeadError, HydraError
 from zero_shot_models import NAMES, TEMPLATES, dual_of
 
 CASES = {case.name: case for case in DUAL_CASES}
-VARIED = (
-    "transformers-quickgelu",
-    "open_clip-nonscalar",
-    "open_clip-custom-siglip-text",
-    "open_clip-no-text-projection",
-    "open_clip-timm-siglip",
-)
+VARIED = ("transformers-quickgelu", "open_clip-nonscalar", "open_clip-custom-siglip-text")
+VARIED += ("open_clip-no-text-projection", "open_clip-timm-siglip")
 KNOWN, ODD = 14, 9  # samples
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -64,24 +59,15 @@ def test_exact_equals_naive(name: str, score: str) -> None:
 @pytest.mark.parametrize("options", [{"ties": "order"}, {"ties": "likelihood", "max_accuracy_loss": 0.2}], ids=str)
 def test_exact_equals_naive_on_several_sources(options: dict[str, Any]) -> None:
     dual = dual_in_float64()
-    sources = {"few": batches(dual, 8, 3), "more": batches(dual, 12, 4)}
+    known, sources = batches(dual, 20, 0), {"few": batches(dual, 8, 3), "more": batches(dual, 12, 4)}
+    common: dict[str, Any] = {"class_names": NAMES, "progress": False}
     naive, exact = (
-        he.extract_circuit(
-            dual,
-            batches(dual, 20, 0),
-            sources,
-            score="ood",
-            budget=3,
-            method=method,  # type: ignore[arg-type]
-            class_names=NAMES,
-            progress=False,
-            **options,
-        )
+        he.extract_circuit(dual, known, sources, score="ood", budget=3, method=method, **common, **options)  # type: ignore[arg-type]
         for method in ("naive", "exact")
     )
     assert evidence(exact) == evidence(naive)
     if "max_accuracy_loss" in options:
-        start = he.extract_circuit(dual, batches(dual, 20, 0), score="acc", budget=1, class_names=NAMES, progress=False)
+        start = he.extract_circuit(dual, known, score="acc", budget=1, **common)
         assert 1 - max(exact.provenance["errors"]) / 20 >= 0.8 * start.provenance["start"] - 1e-9
 
 

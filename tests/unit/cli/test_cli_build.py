@@ -44,26 +44,17 @@ def test_options_win_over_the_file_and_another_build_is_not_overwritten(run_fold
 def test_of_two_builds_that_start_at_once_one_is_told_and_the_settings_are_those_of_the_other(
     world, tmp_path, monkeypatch
 ):
-    sets = [
-        "build",
-        *vit_flags(world / "mine.safetensors"),
-        "--id",
-        world / "val",
-        "-p",
-        2,
-        "-o",
-        tmp_path / "run",
-        "-q",
-    ]
+    flags = ["--id", world / "val", "-p", 2, "-o", tmp_path / "run", "-q", "--strategy", "random"]
+    sets = ["build", *vit_flags(world / "mine.safetensors"), *flags]
     others = []
 
     def meanwhile(*given):
         if not others:
-            others.append(run(*sets, "--strategy", "random", "--members", 3))
+            others.append(run(*sets, "--members", 3))
         write_settings(*given)
 
     monkeypatch.setattr("hydra_ensembles.cli.build.write_settings", meanwhile)
-    succeed(*sets, "--strategy", "random", "--members", 2)
+    succeed(*sets, "--members", 2)
     assert (others[0].exit_code, "another build works" in others[0].stderr) == (2, True)
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["members"] == 2
     assert he.Ensemble.from_pretrained(tmp_path / "run" / "ensemble").num_members == 2
@@ -100,13 +91,8 @@ def test_several_ood_sources_or_none(world, tmp_path):
 
 
 def test_a_recipe_with_rand_augment_crops_training_images(world, tmp_path):
-    recipe = {
-        "learning_rate": 0.1,
-        "steps": 1,
-        "batch_size": 8,
-        "rand_augment": {"operations": 2, "magnitude": 9},
-        "train_groups": ["mlp"],
-    }
+    recipe = {"learning_rate": 0.1, "steps": 1, "batch_size": 8, "train_groups": ["mlp"]}
+    recipe |= {"rand_augment": {"operations": 2, "magnitude": 9}}
     (tmp_path / "build.yaml").write_text(yaml.safe_dump({"recipe": recipe}))
     flags = ["-c", tmp_path / "build.yaml", "--strategy", "random", "--members", 2, "--prune", 3, "--limit", 8]
     model, changes = vit_flags(world / "mine.safetensors"), ["--set", "recipe.steps=2", "--set", "recipe.batch_size=6"]

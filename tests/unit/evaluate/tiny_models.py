@@ -1,33 +1,27 @@
 """Tiny ensembles for images and texts, and batches for them."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from hydra_ensembles.model.config import (
-    EncoderConfig,
-    EnsembleConfig,
-    PatchStemConfig,
-    ReadoutConfig,
-    Sharing,
-    TextStemConfig,
-)
+from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
 from hydra_ensembles.preprocessing import ImagePreprocessing
+from random_ensembles import small
 
 CLASSES = 4
-ENCODER = EncoderConfig(width=12, layers=2, heads=3, head_dim=4, mlp_width=16)
 HEADS = (((0, 1), (1, 2)), ((0, 2), (0, 1, 2)), ((1,), (2,)))  # [member][layer]
 NAMES = ("ant", "bee", "cat <b>", "dog & fox")
 
 
 def tiny_ensemble(kind: str = "image", classes: int = CLASSES) -> Ensemble:
-    text = TextStemConfig(vocabulary=30, positions=8, embedding_width=12)
-    stem = text if kind == "text" else PatchStemConfig(patch_size=(4, 4), grid=(2, 2))
-    config = EnsembleConfig(stem, ENCODER, ReadoutConfig(num_classes=classes), HEADS, Sharing(stem=True, mlp=True))
+    blocks = {"width": 12, "heads": 3, "head_dim": 4, "mlp_width": 16}
+    config = small(kind, classes, sharing=Sharing(stem=True, mlp=True), text={"vocabulary": 30}, **blocks)
     preprocessing = None if kind == "text" else ImagePreprocessing((8, 8))
-    labels = NAMES[:classes]
-    ensemble = Ensemble(config, Metadata("made here", labels, preprocessing, history=("made", "tested")))
+    metadata = Metadata("made here", NAMES[:classes], preprocessing, history=("made", "tested"))
+    ensemble = Ensemble(replace(config, heads=HEADS), metadata)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in ensemble.parameters():

@@ -7,37 +7,26 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
-from hydra_ensembles.model.config import (
-    EncoderConfig,
-    EnsembleConfig,
-    PatchStemConfig,
-    ReadoutConfig,
-    TextStemConfig,
-    all_heads,
-)
+from checkpoint_models import same_state
 from hydra_ensembles.model.metadata import Metadata
-from random_ensembles import noisy
+from random_ensembles import noisy, small
 
 CLASSES = 3
 LAYERS, HEADS = 3, 4
+BLOCKS: dict[str, Any] = {"width": 12, "layers": LAYERS, "heads": HEADS, "head_dim": 3, "mlp_width": 16}
 TEXT_BATCHES = ((10, 7), (9, 9), (9, 5))  # samples and tokens of each
 
 
-def _random(config: EnsembleConfig, seed: int, labels: tuple[str, ...]) -> he.Ensemble:
-    return noisy(config, seed, metadata=Metadata(source="a test", labels=labels, history=("made",)))
-
-
 def image_model(seed: int = 4) -> he.Ensemble:
-    encoder = EncoderConfig(width=12, layers=LAYERS, heads=HEADS, head_dim=3, mlp_width=16)
-    stem, readout = PatchStemConfig(patch_size=(4, 4), grid=(2, 2)), ReadoutConfig(num_classes=CLASSES)
-    return _random(EnsembleConfig(stem, encoder, readout, all_heads(encoder)), seed, ("red", "green", "blue"))
+    metadata = Metadata(source="a test", labels=("red", "green", "blue"), history=("made",))
+    return noisy(small(**BLOCKS), seed, metadata=metadata)
 
 
 def text_model(seed: int = 0) -> he.Ensemble:
-    encoder = EncoderConfig(width=12, layers=LAYERS, heads=HEADS, head_dim=3, mlp_width=16, norm_first=False)
-    stem = TextStemConfig(vocabulary=20, positions=10, embedding_width=12)
-    readout = ReadoutConfig(num_classes=2, hidden="tanh", norm="none")
-    return _random(EnsembleConfig(stem, encoder, readout, all_heads(encoder)), seed, ("bad", "good"))
+    metadata = Metadata(source="a test", labels=("bad", "good"), history=("made",))
+    readout = {"hidden": "tanh", "norm": "none"}
+    config = small("text", 2, text={"positions": 10}, readout=readout, norm_first=False, **BLOCKS)
+    return noisy(config, seed, metadata=metadata)
 
 
 def samples(count: int, seed: int, shift: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -86,22 +75,10 @@ def text_sets(**changes: Any) -> dict[str, Any]:
 
 def recipe(**changes: Any) -> he.Recipe:
     """A short one that trains everything but the stem."""
-    settings: dict[str, Any] = {
-        "optimizer": "sgd",
-        "learning_rate": 0.05,
-        "steps": 4,
-        "dropout": 0.1,
-        "train_groups": ("attention", "mlp", "norms", "readout"),
-    }
-    return he.Recipe(**{**settings, **changes})
+    settings: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.05, "steps": 4, "dropout": 0.1}
+    return he.Recipe(**{**settings, "train_groups": ("attention", "mlp", "norms", "readout"), **changes})
 
 
 def same(one: he.Ensemble, other: he.Ensemble) -> bool:
     """Same configuration, same metadata, same bits."""
-    first, second = one.state_dict(), other.state_dict()
-    return (
-        one.config == other.config
-        and one.metadata == other.metadata
-        and first.keys() == second.keys()
-        and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-    )
+    return one.config == other.config and one.metadata == other.metadata and same_state(one, other)

@@ -8,14 +8,9 @@ from build_cases import batches, image_model, recipe, shuffled
 import hydra_ensembles as he
 from processes import end_at_write
 
-CONFIG = he.HydraConfig(
-    prune=2,
-    members=2,
-    method="naive",
-    recipe=recipe(steps=3, evaluate_every=2),
-    shared_layers=1,
-    seed=2,  # draws halves on which the two circuits differ
-)
+TUNING = recipe(steps=3, evaluate_every=2)
+CONFIG = he.HydraConfig(prune=2, members=2, method="naive", recipe=TUNING, shared_layers=1, seed=2)
+"""The seed draws halves on which the two circuits differ."""
 
 
 def run(folder: Path | None) -> he.Ensemble:

@@ -100,15 +100,9 @@ def test_members_start_from_pretrained_layers_above_the_trunk() -> None:
 def test_a_mean_trunk_is_trained_by_every_member_and_the_model_itself_is_one(tmp_path: Path) -> None:
     """Others are trained whole from the pretrained weights; it is what the parts do by hand, and resumes."""
     base, before, data = image_model(seed=4), image_model(seed=5), sets()
-    settings = he.HydraConfig(
-        strategy="branches",
-        whole=True,
-        training="apart",
-        average_trunk=True,
-        shared_layers=2,
-        calibrate=False,
-        recipe=recipe(steps=2, train_groups=EVERYTHING),
-    )
+    chosen = {"training": "apart", "average_trunk": True, "shared_layers": 2, "calibrate": False}
+    chosen["recipe"] = recipe(steps=2, train_groups=EVERYTHING)
+    settings = he.HydraConfig(strategy="branches", whole=True, **chosen)
     hydra = he.build(base, settings, pretrained=before, output=tmp_path, **data)
     members = [he.Ensemble.from_pretrained(tmp_path / "members" / str(index)) for index in range(3)]
     assert same(members[2], base)

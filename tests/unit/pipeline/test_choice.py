@@ -52,13 +52,8 @@ def test_the_choice_is_the_lowest_nll_within_the_price_that_is_nowhere_worse(row
 
 
 def test_the_fronts_have_who_is_not_beaten_at_their_price() -> None:
-    rows = [
-        row("a", 1.1, 0.8, msp=0.7),
-        row("b", 1.1, 0.85),
-        row("c", 1.2, 0.8),
-        row("d", 2.0, 0.5),
-        row("e", 1.5, 0.95, msp=0.99, far=0.99),
-    ]
+    rows = [row("a", 1.1, 0.8, msp=0.7), row("b", 1.1, 0.85), row("c", 1.2, 0.8), row("d", 2.0, 0.5)]
+    rows.append(row("e", 1.5, 0.95, msp=0.99, far=0.99))
     found = result(*rows)
     assert found.front == {"nll": (YOURS, "a", "d"), "auroc": (YOURS, "e")}
 

@@ -18,6 +18,7 @@ AFTER_PRUNING = ("attention", "mlp", "norms", "readout")
 IMAGE = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.0, "schedule": "cosine"}
 CIFAR100 = {**IMAGE, "grid": (0.001, 0.003, 0.01, 0.03), "warmup": 500, "steps": 10_000}
 PRUNED = {"floor": 1e-5, "label_smoothing": 0.1}
+LONG = {"grid": (0.003, 0.01, 0.03, 0.06), "warmup": 5_000, "steps": 120_000, "rand_augment": RandAugment(2, 12)}
 TEXT = {"optimizer": "adamw", "warmup": 0.1, "schedule": "linear", "floor": 0.0, "clip_norm": 1.0}
 APPENDIX = {  # what the paper says, and what it leaves to us
     "imagenet-base": (
@@ -30,17 +31,7 @@ APPENDIX = {  # what the paper says, and what it leaves to us
         {"betas", "batch_size"},
     ),
     "imagenet": (
-        {
-            **IMAGE,
-            **PRUNED,
-            "grid": (0.003, 0.01, 0.03, 0.06),
-            "warmup": 5_000,
-            "steps": 120_000,
-            "dropout": 0.1,
-            "rand_augment": RandAugment(operations=2, magnitude=12),
-            "train_groups": AFTER_PRUNING,
-            "reinit_classifier": None,
-        },
+        {**IMAGE, **PRUNED, **LONG, "dropout": 0.1, "train_groups": AFTER_PRUNING, "reinit_classifier": None},
         {"momentum", "weight_decay", "batch_size"},
     ),
     "cifar100-last5": (

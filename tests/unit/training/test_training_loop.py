@@ -37,17 +37,8 @@ from processes import in_a_child
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=4, schedule="constant")
 PLAIN = Recipe(optimizer="sgd", learning_rate=0.05, steps=6, schedule="linear")
-HARD = Recipe(  # everything that a checkpoint must remember
-    optimizer="adamw",
-    grid=(0.01, 0.001),
-    epochs=2,
-    warmup=2,
-    dropout=0.2,
-    evaluate_every=3,
-    gradient_accumulation=2,
-    weight_decay=0.01,
-    clip_norm=1.0,
-)
+MEANS = {"gradient_accumulation": 2, "weight_decay": 0.01, "clip_norm": 1.0, "dropout": 0.2, "evaluate_every": 3}
+HARD = Recipe(optimizer="adamw", grid=(0.01, 0.001), epochs=2, warmup=2, **MEANS)  # all that a checkpoint must remember
 
 
 def train(source, recipe=RECIPE, validation=None, member=None, **options):

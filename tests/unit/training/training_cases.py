@@ -10,18 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import hydra_ensembles as he
 from hydra_ensembles.data.batching import Batches
 from hydra_ensembles.data.batching import batches as data_batches
-from hydra_ensembles.model.config import (
-    EncoderConfig,
-    EnsembleConfig,
-    PatchStemConfig,
-    ReadoutConfig,
-    Sharing,
-    TextStemConfig,
-    all_heads,
-)
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
-from random_ensembles import noisy
+from random_ensembles import noisy, small
 from zero_shot_models import word_tokenizer
 
 CLASSES = 3
@@ -32,27 +23,14 @@ TEXT_WIDTH, IMAGE_WIDTH = 16, 24
 Pairs = tuple[Tensor, list[str], Tensor]
 
 
-def tiny(
-    seed: int = 0,
-    members: int = 1,
-    sharing: Sharing | None = None,
-    trunk: int = 0,
-    classes: int = CLASSES,
-    dropout: float = 0.0,
-) -> Ensemble:
+def tiny(seed: int = 0, dropout: float = 0.0, **shape: Any) -> Ensemble:
     rates = dict.fromkeys(("projection_dropout", "activation_dropout", "output_dropout"), dropout)
-    encoder = EncoderConfig(width=16, layers=LAYERS, heads=2, head_dim=8, mlp_width=24, **rates)
-    stem, readout = PatchStemConfig(patch_size=(4, 4), grid=(2, 2)), ReadoutConfig(num_classes=classes)
-    heads = all_heads(encoder, members)
-    config = EnsembleConfig(stem, encoder, readout, heads, sharing=sharing or Sharing(), trunk=trunk)
-    return noisy(config, seed, 0.1, Metadata(history=("made",), calibration=Calibration(), metrics={"old": 1.0}))
+    metadata = Metadata(history=("made",), calibration=Calibration(), metrics={"old": 1.0})
+    return noisy(small(**shape, **rates), seed, 0.1, metadata)
 
 
 def tiny_text(seed: int = 0) -> Ensemble:
-    encoder = EncoderConfig(width=16, layers=2, heads=2, head_dim=8, mlp_width=24, norm_first=False)
-    stem = TextStemConfig(vocabulary=20, positions=8, embedding_width=16)
-    readout = ReadoutConfig(num_classes=2, hidden="tanh", norm="none")
-    return noisy(EnsembleConfig(stem, encoder, readout, all_heads(encoder)), seed, noise=0.0)
+    return noisy(small("text", 2, readout={"hidden": "tanh", "norm": "none"}, norm_first=False), seed, noise=0.0)
 
 
 def samples(count: int = 48, seed: int = 1, noise: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -110,22 +88,18 @@ def moved(before: Any, after: Any) -> set[str]:
 
 
 def tiny_dual(seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> he.DualEncoder:
-    image = EncoderConfig(width=IMAGE_WIDTH, layers=2, heads=4, head_dim=6, mlp_width=32)
-    text = EncoderConfig(
-        width=TEXT_WIDTH, layers=3, heads=4, head_dim=4, mlp_width=24, norm_first=False, projection_dropout=dropout
-    )
-    stem = TextStemConfig(vocabulary=60, positions=12, embedding_width=TEXT_WIDTH)
-    texts = EnsembleConfig(stem, text, ReadoutConfig(pool="mean", norm="none"), all_heads(text))
-    images = EnsembleConfig(PatchStemConfig((4, 4), (2, 2)), image, ReadoutConfig(), all_heads(image))
+    images = small(classes=0, width=IMAGE_WIDTH, heads=4, head_dim=6, mlp_width=32)
+    blocks = {"width": TEXT_WIDTH, "layers": 3, "heads": 4, "head_dim": 4, "norm_first": False}
+    words, pooled = {"vocabulary": 60, "positions": 12}, {"pool": "mean", "norm": "none"}
+    texts = small("text", 0, text=words, readout=pooled, projection_dropout=dropout, **blocks)
     metadata = Metadata(preprocessing=word_tokenizer(mask=True), history=("made",))
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         towers = he.Ensemble(images, Metadata()), he.Ensemble(texts, metadata)
         dual = he.DualEncoder(*towers, he.Projections.fresh(IMAGE_WIDTH, TEXT_WIDTH, TEXT_WIDTH))
-        with torch.no_grad():
-            for parameter in dual.parameters():
-                if parameter is not dual.logit_scale:
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        for parameter in dual.parameters():
+            if parameter is not dual.logit_scale:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
     return dual.to(dtype).eval()
 
 
@@ -141,10 +115,8 @@ def pair_samples(count: int = 24, seed: int = 1) -> tuple[Tensor, Tensor]:
 def pairs(count: int = 24, size: int = 8, seed: int = 1, dtype: torch.dtype = torch.float32) -> list[Pairs]:
     images, labels = pair_samples(count, seed)
     texts = [f"a photo of a {NAMES[label]}" for label in labels.tolist()]
-    return [
-        (images[start : start + size].to(dtype), texts[start : start + size], labels[start : start + size])
-        for start in range(0, count, size)
-    ]
+    cuts = [slice(start, start + size) for start in range(0, count, size)]
+    return [(images[cut].to(dtype), texts[cut], labels[cut]) for cut in cuts]
 
 
 class ShuffledPairs:
