@@ -1,22 +1,9 @@
-"""The activations that are kept, one by one; that the working model computes right, exact == naive proves."""
+"""How memory for activations is used; that what is computed from them is right, exact == naive proves."""
 
 import numpy as np
-import pytest
 import torch
 
-from hydra_ensembles.circuit.cache import CandidateActivations, few_queries, plan_memory, worthwhile_levels
-from hydra_ensembles.model.layers import Context
-from random_ensembles import random_ensemble
-
-
-@pytest.mark.parametrize("masked_keys", [False, True])
-def test_few_queries_are_plain_attention(masked_keys: bool) -> None:
-    attention = random_ensemble("image-cls").encoder.layers[0].attention
-    x = torch.randn(5, 7, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    mask = torch.arange(7)[None] < torch.tensor([7, 3, 1, 5, 2])[:, None] if masked_keys else None
-    with torch.no_grad():
-        expected = attention.mix(x[None], Context(mask), slice(0, 2))
-        assert torch.allclose(few_queries(attention, x, mask, x[:, 0:2]), expected, atol=1e-12)
+from hydra_ensembles.circuit.cache import CandidateActivations, plan_memory, worthwhile_levels
 
 
 def activations(capacity: int = 1000) -> CandidateActivations:
@@ -27,17 +14,6 @@ def activations(capacity: int = 1000) -> CandidateActivations:
 def pairs(candidates: list[int], rows: list[int]) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
     values = torch.tensor([[10.0 * c + r] for c, r in zip(candidates, rows, strict=True)], dtype=torch.float64)
     return np.array(candidates), np.array(rows), values[:, :, None].expand(-1, 2, 5)[None]
-
-
-def test_what_is_saved_is_loaded_until_it_is_forgotten() -> None:
-    store = activations()
-    for level in (1, 2, 3):
-        store.save(level, *pairs([0, 1, 0], [2, 0, 1]))
-    store.save(3, *pairs([2], [1]))
-    assert store.deepest[[0, 1, 1, 2], [2, 0, 1, 1]].tolist() == [3, 3, 0, 3]
-    assert store.load(2, np.array([1, 0]), np.array([0, 2]))[0, :, 0, 0].tolist() == [10.0, 2.0]
-    store.forget(0, above=2)
-    assert store.deepest[[0, 1, 1, 2], [2, 0, 1, 1]].tolist() == [0, 2, 0, 0]
 
 
 def test_room_that_is_given_back_is_used_again() -> None:

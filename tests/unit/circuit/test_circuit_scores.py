@@ -27,30 +27,23 @@ STEP = quantum(torch.float64)
 
 
 def test_confidence_orders_like_the_maximum_softmax_probability() -> None:
+    def confidences(logits: torch.Tensor) -> torch.Tensor:
+        return judge(logits.double(), torch.zeros(len(logits)), STEP)[1]
+
     logits = 4 * torch.randn(200, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    _, confidence, finite = judge(logits, torch.zeros(200), STEP)
-    probability = logits.softmax(-1).amax(-1)
-    assert torch.equal(confidence.argsort(), probability.argsort())
-    assert torch.allclose(torch.sigmoid(confidence.double() * STEP), probability, atol=1e-8)
-    assert finite.all()
+    found, probability = confidences(logits), logits.softmax(-1).amax(-1)
+    assert torch.equal(found.argsort(), probability.argsort())
+    assert torch.allclose(torch.sigmoid(found.double() * STEP), probability, atol=1e-8)
+    sure = torch.tensor([[50.0, 0.0], [60.0, 0.0], [70.0, 0.0]])
+    assert sure.double().softmax(-1).amax(-1).unique().numel() == 1  # all of them round to 1, but do not pile up
+    assert confidences(sure).diff().gt(0).all()
+    noise = 1e-15 * torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
+    assert torch.equal(confidences(logits.round(decimals=2) + noise), confidences(logits.round(decimals=2)))
 
 
-def test_confident_answers_do_not_pile_up() -> None:
-    logits = torch.tensor([[50.0, 0.0], [60.0, 0.0], [70.0, 0.0]], dtype=torch.float64)
-    assert logits.softmax(-1).amax(-1).unique().numel() == 1  # all of them round to 1
-    assert judge(logits, torch.zeros(3), STEP)[1].diff().gt(0).all()
-
-
-def test_rounding_noise_breaks_no_tie() -> None:
-    logits = torch.tensor([[1.0, 0.25, 0.5]], dtype=torch.float64)
-    noisy = logits + 1e-15 * torch.tensor([[1.0, -1.0, 1.0]], dtype=torch.float64)
-    assert torch.equal(judge(logits, torch.zeros(1), STEP)[1], judge(noisy, torch.zeros(1), STEP)[1])
-
-
-def test_the_first_of_tied_classes_is_the_answer() -> None:
+def test_the_first_of_tied_classes_is_the_answer_and_what_is_not_finite_is_told() -> None:
     logits = torch.tensor([[0.0, 2.0 - 1e-14, 2.0], [0.0, 2.0, 2.0], [2.0, 0.0, 2.1]], dtype=torch.float64)
-    wrong, _, _ = judge(logits, torch.tensor([1, 2, 2]), STEP)
-    assert wrong.tolist() == [False, True, False]
+    assert judge(logits, torch.tensor([1, 2, 2]), STEP)[0].tolist() == [False, True, False]
     bad = torch.tensor([[0.0, 1.0], [torch.nan, 1.0], [torch.inf, 1.0], [-torch.inf, 1.0]])
     assert judge(bad, torch.zeros(4), STEP)[2].tolist() == [True, False, False, False]
 
