@@ -1,19 +1,12 @@
 """Models and data for the tests of circuit extraction."""
 
-import copy
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from hydra_ensembles._distributed import Ranks
-from hydra_ensembles.circuit import extract as extraction
 from hydra_ensembles.circuit.cache import CachedTower, Work, WorkingModel
 from hydra_ensembles.circuit.exact import Exact, Naive
 from hydra_ensembles.circuit.extract import extract_circuit
@@ -99,35 +92,3 @@ def evidence(ranking: HeadRanking) -> dict[str, object]:
     """What two methods that agree must agree on."""
     made = {name: ranking.provenance[name] for name in ("errors", "discordance", "start")}
     return {"heads": [str(head) for head in ranking.heads], "scores": ranking.scores, **made}
-
-
-@dataclass(frozen=True)
-class ThreadRanks(Ranks):
-    """Ranks that are threads of this process; those of real processes are tested with training."""
-
-    items: Any = None
-    barrier: Any = None
-
-    def gather(self, item: Any, error: Exception | None = None) -> list[Any]:
-        self.items[self.rank] = item
-        self.barrier.wait(600)
-        gathered = [copy.deepcopy(self.items[rank]) for rank in range(self.size)]  # as between processes
-        self.barrier.wait(600)
-        return gathered
-
-
-def by_two_ranks(extract: Callable[[], HeadRanking]) -> list[HeadRanking]:
-    """What an extraction gives to each of two ranks that share the work."""
-    local, items, barrier = threading.local(), dict[int, Any](), threading.Barrier(2)
-
-    @contextmanager
-    def all_threads(_: torch.device) -> Iterator[Ranks]:
-        yield local.ranks
-
-    def work(rank: int) -> HeadRanking:
-        local.ranks = ThreadRanks(rank, 2, items, barrier)
-        return extract()
-
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        patch.setattr(extraction, "all_ranks", all_threads)
-        return list(pool.map(work, range(2)))

@@ -1,15 +1,20 @@
-"""Child processes of tests: they import what their parent imports, and those of a group find each other."""
+"""Child processes of tests, threads in their stead, and calls that are counted or end a run."""
 
 import os
+import pickle
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import distributed
 from torch.distributed import TCPStore
 
 LIMIT = 600  # seconds, a safety net: nothing here depends on the clock
@@ -71,6 +76,48 @@ def launch(work: Callable[[], object], processes: int = 2) -> list[int]:
         work()
 
     return [_status(child) for child in [_started(lambda rank=rank: one(rank)) for rank in range(processes)]]
+
+
+def by_two_ranks(work: Callable[[int], Any]) -> list[Future[Any]]:
+    """A function of the rank, run by two threads that meet where two processes would; this thread is alone."""
+    barrier, given, own = threading.Barrier(2, timeout=LIMIT), [b"", b""], threading.local()
+
+    def exchange(found: list[Any], item: Any) -> None:
+        given[own.rank] = pickle.dumps(item)
+        barrier.wait()
+        found[:] = [pickle.loads(one) for one in given]
+        barrier.wait()
+
+    def as_rank(rank: int) -> Any:
+        own.rank = rank
+        return work(rank)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(distributed, "is_initialized", lambda: hasattr(own, "rank"))
+        patch.setattr(distributed, "get_rank", lambda: own.rank)
+        patch.setattr(distributed, "get_world_size", lambda: 2)
+        patch.setattr(distributed, "all_gather_object", exchange)
+        patch.setattr(distributed, "barrier", barrier.wait)
+        return [pool.submit(as_rank, rank) for rank in range(2)]
+
+
+def count_calls(
+    patch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    done: Callable[[], object],
+    fatal: Callable[[], bool] = lambda: False,
+) -> None:
+    """Let every call of a function be told to `done`, and end the run where `fatal` says so."""
+    original = getattr(owner, name)
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        done()
+        if fatal():
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    patch.setattr(owner, name, counted)
 
 
 def watch_replacements(act: Callable[[Path], None]) -> Callable[..., None]:

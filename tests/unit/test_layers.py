@@ -57,11 +57,7 @@ def test_no_cycle() -> None:
     assert not left
 
 
-def test_studies_and_benchmarks_stay_outside() -> None:
-    assert not [name for name in FILES if {"!studies", "!benchmarks"} & set(imports(name))]
-
-
-def test_optional_libraries_are_not_loaded_at_the_top() -> None:
+def test_optional_libraries_are_not_loaded_at_the_top_and_studies_and_benchmarks_nowhere() -> None:
     for name in FILES:
         foreign = {to[1:] for to in imports(name) if to.startswith("!")} - LIGHT - set(sys.stdlib_module_names)
         assert foreign <= ({"typer", "rich", "yaml"} if name.startswith("cli.") else set()), name

@@ -125,6 +125,16 @@ def test_by_hand():
     assert repr(p) == "Prediction(1 samples, 2 members, 2 classes, score='msp', threshold=None)"
 
 
+def test_gen_is_the_generalised_entropy_and_msp_tells_nearly_certain_samples_apart():
+    p = random_prediction(samples=5, classes=300)
+    largest = p.probs.double().sort(dim=-1, descending=True).values[:, :100]
+    torch.testing.assert_close(p.score("gen").double(), (largest * (1 - largest)).pow(0.1).sum(-1), rtol=1e-4, atol=0)
+    logits = torch.zeros(1, 3, 4)
+    logits[0, :, 0] = T([20.0, 30.0, 40.0])  # 1 - p is 0 in float32 for the last two
+    expected = 3 * torch.exp(-logits[0, :, 0])
+    assert torch.allclose(Prediction.from_logits(logits).score(), expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_are_higher_when_uncertain(name):
     sure, unsure = T([[[9.0, 0.0, 0.0]]] * 2), T([[[1.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]]])
@@ -163,12 +173,6 @@ def test_a_temperature_of_probabilities_leaves_all_else_as_it_is(temperature):
         assert torch.equal(p.score(name), plain.score(name)), name
     extreme = Prediction.from_logits(logits.float().clamp(-3, 3) * 1e38, 1e-3, calibrates="probs")
     assert extreme.probs.isfinite().all()
-
-
-def test_gen_is_the_generalised_entropy():
-    p = random_prediction(samples=5, classes=300)
-    largest = p.probs.double().sort(dim=-1, descending=True).values[:, :100]
-    torch.testing.assert_close(p.score("gen").double(), (largest * (1 - largest)).pow(0.1).sum(-1), rtol=1e-4, atol=0)
 
 
 def test_p_values_count_held_out_scores():
@@ -320,13 +324,6 @@ def test_what_is_not_known_says_how_to_make_it_known() -> None:
         p.names()
     with pytest.raises(ConfigError, match="odin"):
         p.score("odin")
-
-
-def test_msp_tells_nearly_certain_samples_apart() -> None:
-    logits = torch.zeros(1, 3, 4)
-    logits[0, :, 0] = torch.tensor([20.0, 30.0, 40.0])  # 1 - p is 0 in float32 for the last two
-    expected = 3 * torch.exp(torch.tensor([-20.0, -30.0, -40.0]))
-    assert torch.allclose(Prediction.from_logits(logits).score(), expected, rtol=1e-5, atol=0)
 
 
 def test_a_prediction_does_not_follow_the_callers_buffer():

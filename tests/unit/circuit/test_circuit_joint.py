@@ -8,10 +8,11 @@ import torch
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
-from circuit_models import by_two_ranks, evidence
+from circuit_models import evidence
 from hydra_ensembles.circuit.cache import WorkingModel
 from hydra_ensembles.circuit.joint import JointExact, of_tower
 from hydra_ensembles.errors import ConfigError, DataError, HeadError, HydraError
+from processes import by_two_ranks
 from zero_shot_models import NAMES, TEMPLATES, dual_of
 
 CASES = {case.name: case for case in DUAL_CASES}
@@ -163,7 +164,7 @@ def test_a_journal_is_continued(tmp_path: Path) -> None:
 def test_two_ranks_give_the_ranking_of_one() -> None:
     dual = dual_in_float64()
     expected = extract(dual, "exact")
-    for ranking in by_two_ranks(lambda: extract(dual, "exact")):
+    for ranking in (one.result() for one in by_two_ranks(lambda rank: extract(dual, "exact"))):
         assert (ranking.heads, ranking.scores) == (expected.heads, expected.scores)
 
 

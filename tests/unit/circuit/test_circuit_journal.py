@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from circuit_models import by_two_ranks, evidence, random_problem
+from circuit_models import evidence, random_problem
 from hydra_ensembles.circuit import extract
 from hydra_ensembles.circuit.journal import Journal, Step
 from hydra_ensembles.errors import CheckpointError, HydraWarning, StorageError
-from processes import in_a_child
+from processes import by_two_ranks, count_calls, in_a_child
 
 BUDGET = 5
 
@@ -164,21 +164,18 @@ def test_a_changed_journal_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_run_at_a_time_writes_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, path, add = random_problem(), tmp_path / "journal.json", Journal.add
-    refused: list[str] = []
+    problem, path, refused = random_problem(), tmp_path / "journal.json", []
 
-    def add_and_ask(journal: Journal, step: Step, place: Path | None) -> None:
-        add(journal, step, place)
-        if place == path:
-            with pytest.raises(StorageError) as raised:
+    def ask() -> None:
+        if not refused:
+            with pytest.raises(StorageError, match=rf"{path} \(process {os.getpid()}\)") as raised:
                 problem.extract(budget=1, journal=path)
-            refused.append(str(raised.value))
+            refused.append(raised)
             problem.extract(budget=1, journal=tmp_path / "other.json")  # beside it is free
 
-    monkeypatch.setattr(Journal, "add", add_and_ask)
+    count_calls(monkeypatch, Journal, "add", ask)
     problem.extract(budget=1, journal=path)
     assert len(refused) == 1
-    assert f"{path} (process {os.getpid()})" in refused[0]
     assert {one.name for one in tmp_path.iterdir()} == {"journal.json", "other.json"}
 
 
@@ -199,7 +196,7 @@ def test_two_ranks_give_the_ranking_of_one(tmp_path: Path, method: str) -> None:
     options = {"budget": BUDGET, "method": method, "screen_size": 3}
     expected = problem.extract(**options)
     for found in (
-        *by_two_ranks(lambda: problem.extract(**options, journal=journal)),
+        *(one.result() for one in by_two_ranks(lambda rank: problem.extract(**options, journal=journal))),
         problem.extract(**options, journal=journal),
     ):
         assert evidence(found) == evidence(expected)

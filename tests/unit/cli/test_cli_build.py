@@ -11,6 +11,7 @@ import yaml
 import hydra_ensembles as he
 from cli_cases import COLOURS, fail, run, succeed, vit_flags
 from hydra_ensembles.cli.command import write_settings
+from processes import watch_replacements
 
 
 def test_a_build_of_images_leaves_a_calibrated_ensemble_and_settings_that_run_it_again(run_folder):
@@ -148,16 +149,15 @@ def test_impossible_settings(world, tmp_path, flags, says):
 @pytest.mark.parametrize("moment", ["run.json", "rankings/acc.json"])
 def test_an_interrupted_build_goes_on_and_ends_with_the_same_bits(run_folder, world, tmp_path, moment, monkeypatch):
     """Ctrl-C when the file of that name is about to get it, so that its stage is not finished."""
-    folder, replace = tmp_path / "run", os.replace
+    folder = tmp_path / "run"
 
-    def interrupted(source, target, **options):
+    def interrupted(target):
         if str(target).endswith(moment):
             raise KeyboardInterrupt
-        replace(source, target, **options)
 
     sets = ["--id", world / "val", "--ood", world / "stripes", "--prune", 4, "--method", "naive"]
     with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", interrupted)
+        patched.setattr(os, "replace", watch_replacements(interrupted))
         result = run("build", *vit_flags(world / "mine.safetensors"), *sets, "-o", folder, "-q")
     assert result.exit_code == 130
     begun = "nothing is finished" if moment == "run.json" else f"finished stages are kept in {folder}"

@@ -15,6 +15,7 @@ from hydra_ensembles.evaluation.atlas import Atlas, Sweep
 from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.evaluation.running import Runner
 from hydra_ensembles.report.compare import save_costs
+from processes import count_calls
 from sample_evaluations import costs, evaluation, methods
 
 
@@ -173,15 +174,7 @@ def test_files_that_are_no_evaluations(saved):
 def test_an_interruption_names_the_line_that_goes_on(run_folder, world, tmp_path, monkeypatch, command, place, result):
     words = [command, run_folder, "--id", world / "test", "--batch-size", 6, "-o", tmp_path / result, "-q"]
     name, calls = "_answer" if place is Runner else "answers", []
-    answer = getattr(place, name)
-
-    def second_is_fatal(self, *given):
-        calls.append(given)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return answer(self, *given)
-
-    monkeypatch.setattr(place, name, second_is_fatal)
+    count_calls(monkeypatch, place, name, lambda: calls.append(1), lambda: len(calls) == 2)
     monkeypatch.setattr(sys, "argv", ["hydra-ensembles", *map(str, words)])
     stopped = run(*words)
     assert stopped.exit_code == 130

@@ -15,6 +15,7 @@ from hydra_ensembles.demo.gains import DEEP, HYDRA, SINGLE
 from hydra_ensembles.demo.run import METHODS
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.schema import from_plain, to_plain
+from processes import watch_replacements
 
 ROOT = Path(__file__).resolve().parents[3]
 FEW = {"limit": 28, "epochs": 2, "draws": 2, "latency_repeats": 1, "latency_batch": 2}
@@ -29,16 +30,15 @@ def without_times(folder: Path, name: str = "results.json") -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A demo on few images through the command line: interrupted when the trained members are saved, resumed."""
-    place, replace = tmp_path_factory.mktemp("demo") / "few", os.replace
+    place = tmp_path_factory.mktemp("demo") / "few"
 
-    def interrupted(source: Any, target: Any, **options: Any) -> None:
+    def interrupted(target: Path) -> None:
         if str(target).endswith("fused/config.json"):
             raise KeyboardInterrupt
-        replace(source, target, **options)
 
     command = ["demo", *(f"--set={name}={value}" for name, value in FEW.items()), "--output", place]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "replace", interrupted)
+        patched.setattr(os, "replace", watch_replacements(interrupted))
         stopped = run(*command)
     assert stopped.exit_code == 130
     assert f"kept in {place};" in stopped.stderr

@@ -12,6 +12,7 @@ from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, Head
 from hydra_ensembles.evaluation.atlas import Atlas, Sweep, atlas
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.report.html import write_atlas
+from processes import count_calls
 from random_ensembles import random_batches, random_ensemble
 from zero_shot_models import NAMES, dual_of
 
@@ -34,15 +35,8 @@ def sets(model: he.Ensemble) -> tuple[list, dict]:
 
 
 def test_an_interrupted_atlas_goes_on_and_is_the_same(of_images, tmp_path, monkeypatch) -> None:
-    model, calls, answers = hydra(), [], Sweep.answers
-
-    def counted(self, inputs, labels, where, bar):
-        calls.append(where)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return answers(self, inputs, labels, where, bar)
-
-    monkeypatch.setattr(Sweep, "answers", counted)
+    model, calls = hydra(), []
+    count_calls(monkeypatch, Sweep, "answers", lambda: calls.append(1), lambda: len(calls) == 4)
     options = {"name": "three", "inputs": 3, "progress": False, "output": tmp_path / "run"}
     with pytest.raises(KeyboardInterrupt) as stopped:
         atlas(model, *sets(model), **options)

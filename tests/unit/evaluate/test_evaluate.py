@@ -1,18 +1,15 @@
 """Running models over data: what is accepted, what is applied, what is refused; several processes as one."""
 
-import pickle
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from threading import Barrier, local
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import CLASSES, HEADS, NAMES, image_batches, text_batches, tiny_ensemble
-from torch import distributed, nn
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from hydra_ensembles._distributed import check_unsharded
@@ -26,21 +23,15 @@ from hydra_ensembles.evaluation.running import Runner, running
 from hydra_ensembles.familiarity import fit_familiarity
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.overlap import sample_keys
+from processes import by_two_ranks, count_calls
 
 OOD = {"near": {"close": image_batches((5, 6), seed=5)}, "far": {"noise": image_batches((7,), seed=6, scale=5.0)}}
 CALIBRATION = Calibration(temperature=(2.0, 1.0, 0.5), threshold=0.3)
 
 
 def test_an_interrupted_evaluation_goes_on_and_is_the_same(tmp_path, monkeypatch):
-    model, data, answer, calls = tiny_ensemble(), image_batches(), Runner._answer, []
-
-    def counted(self, inputs, name, index):
-        calls.append(name)
-        if len(calls) == 6:
-            raise KeyboardInterrupt
-        return answer(self, inputs, name, index)
-
-    monkeypatch.setattr(Runner, "_answer", counted)
+    model, data, calls = tiny_ensemble(), image_batches(), []
+    count_calls(monkeypatch, Runner, "_answer", lambda: calls.append(1), lambda: len(calls) == 6)
     options = {"progress": False, "gallery": 2, "keep_logits": True}
     with pytest.raises(KeyboardInterrupt):
         evaluate(model, data, OOD, output=tmp_path, **options)
@@ -283,59 +274,32 @@ def test_unknown_settings_are_refused_before_the_run(model, settings, token):
         evaluate(model, image_batches(), progress=False, **settings)
 
 
-@pytest.fixture
-def together(monkeypatch):
-    """Runs a function of the rank in two threads that meet where two processes would; the main thread is alone."""
-    barrier, given, own = Barrier(2, timeout=60), [b"", b""], local()
-
-    def exchange(found, item):
-        given[own.rank] = pickle.dumps(item)
-        barrier.wait()
-        found[:] = [pickle.loads(one) for one in given]
-        barrier.wait()
-
-    monkeypatch.setattr(distributed, "is_initialized", lambda: hasattr(own, "rank"))
-    monkeypatch.setattr(distributed, "get_rank", lambda: own.rank)
-    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(distributed, "all_gather_object", exchange)
-
-    def run(function):
-        def as_rank(rank):
-            own.rank = rank
-            return function(rank)
-
-        with ThreadPoolExecutor(2) as pool:
-            return [pool.submit(as_rank, rank) for rank in range(2)]
-
-    return run
-
-
-def test_two_processes_give_the_numbers_of_one(together):
+def test_two_processes_give_the_numbers_of_one():
     def run(rank):
         return evaluate(tiny_ensemble(), image_batches(), OOD, progress=False, gallery=4)
 
     alone = run(0)
-    for found in (one.result() for one in together(run)):
+    for found in (one.result() for one in by_two_ranks(run)):
         assert found.provenance.processes == 2
         assert replace(found, provenance=alone.provenance) == alone
 
 
-def test_when_one_process_fails_the_other_stops(together):
+def test_when_one_process_fails_the_other_stops():
     def run(rank):
         def failing(inputs):
             raise RuntimeError("out of memory")
 
         return evaluate(failing if rank == 1 else tiny_ensemble(), image_batches(), progress=False)
 
-    healthy, failed = (one.exception() for one in together(run))
+    healthy, failed = (one.exception() for one in by_two_ranks(run))
     assert isinstance(failed, RuntimeError)
     assert isinstance(healthy, DataError)
     assert "out of memory" in str(healthy)
 
 
-def test_a_loader_that_is_split_already_is_refused(together):
+def test_a_loader_that_is_split_already_is_refused():
     data = TensorDataset(torch.zeros(4, 2))
     loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))
     check_unsharded(loader, "alone")  # one process: nothing is split twice
-    for refused in together(lambda rank: check_unsharded(loader, "cifar")):
+    for refused in by_two_ranks(lambda rank: check_unsharded(loader, "cifar")):
         assert isinstance(refused.exception(), ConfigError)

@@ -3,7 +3,6 @@
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from hydra_ensembles.pipeline import candidates as searching
 from hydra_ensembles.pipeline import chain
 from hydra_ensembles.pipeline.choice import DEEP, SOUP, YOURS
 from hydra_ensembles.training.finetune import EnsembleLearner
-from processes import watch_replacements
+from processes import count_calls, watch_replacements
 
 PLAIN = {"shared_layers": 2, "strategy": "random", "prune": 1}
 TOGETHER = {**PLAIN, "training": "together"}
@@ -50,19 +49,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, he.SearchR
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts fine-tunings, their updates, and circuits."""
     done: Counter[str] = Counter()
-
-    def counted(owner: Any, name: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
-
-        def wrapper(*arguments: Any, **options: Any) -> Any:
-            done[name] += 1
-            return original(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, wrapper)
-
-    counted(chain, "finetune")
-    counted(chain, "extract_circuit")
-    counted(EnsembleLearner, "update")
+    for owner, name in ((chain, "finetune"), (chain, "extract_circuit"), (EnsembleLearner, "update")):
+        count_calls(monkeypatch, owner, name, lambda name=name: done.update([name]))
     return done
 
 

@@ -34,7 +34,7 @@ from hydra_ensembles.training.finetune import EnsembleLearner, finetune
 from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
 from hydra_ensembles.training.text import TextLearner, tune_text
-from processes import in_a_child
+from processes import count_calls, in_a_child
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=4, schedule="constant")
 PLAIN = Recipe(optimizer="sgd", learning_rate=0.05, steps=6, schedule="linear")
@@ -415,25 +415,22 @@ def test_steps_that_no_optimizer_can_have_counted_are_refused(step, tmp_path):
         train(Stopping(batches()), recipe, output=tmp_path)
 
 
-def test_one_training_at_a_time_works_in_a_folder(tmp_path):
-    half = tmp_path / "member-0" / "rate-0.05" / ".current.safetensors.x.tmp"
+def test_one_training_at_a_time_works_in_a_folder(tmp_path, monkeypatch):
+    half, refused = tmp_path / "member-0" / "rate-0.05" / ".current.safetensors.x.tmp", []
 
-    class Asking(Stopping):
-        """Starts the same training again while it is read."""
+    def ask():
+        if not refused:
+            half.parent.mkdir(exist_ok=True)
+            half.write_text("of the one that lives")
+            with pytest.raises(StorageError, match=rf"another training works in .*process {os.getpid()}"):
+                train(batches(), PLAIN, output=tmp_path)
+            refused.append(half.exists())
 
-        def __iter__(self):
-            for number, batch in enumerate(super().__iter__()):
-                if number == 2:
-                    half.parent.mkdir(exist_ok=True)
-                    half.write_text("of the one that lives")
-                    with pytest.raises(StorageError, match=rf"another training works in .*process {os.getpid()}"):
-                        train(Stopping(batches()), PLAIN, output=tmp_path)
-                    assert half.exists()
-                yield batch
-
-    trained = train(Asking(batches()), PLAIN, output=tmp_path)
+    count_calls(monkeypatch, EnsembleLearner, "update", ask)
+    trained = train(batches(), PLAIN, output=tmp_path)
+    assert refused == [True]
     assert same(train(batches(), PLAIN), trained)
-    assert same(train(Stopping(batches()), PLAIN, output=tmp_path), trained)
+    assert same(train(batches(), PLAIN, output=tmp_path), trained)
     assert not half.exists()  # as if a kill had left it
 
 
