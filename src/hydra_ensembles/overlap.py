@@ -80,6 +80,19 @@ def require_unlike(name: str, own: Keys, ood: Mapping[str, Keys]) -> None:
         seen[title] = keys
 
 
+def warn_if_items_shared(name: str, own: Any, title: str, other: Any, why: str) -> None:
+    """Warn of a data set of ours, `title`, with items that another has, too; sets of other kinds are not known.
+
+    Either may be a loader of such a set. Batches of both are compared by `warn_if_shared`, where they are at hand.
+    """
+    first, second = (getattr(one, "dataset", one) for one in (own, other))
+    if not all(hasattr(one, "shared_with") for one in (first, second)):
+        return
+    shared, looked_at = second.shared_with(first)
+    if shared:
+        warn(f"{shared} of {looked_at} samples of {title} that were looked at are samples of {name}, too: {why}")
+
+
 def warn_if_shared(name: str, own: Keys | None, title: str, other: Keys | None, why: str) -> None:
     """Warn of a set, `title`, with samples of another; `why` says what comes of it. None is a set that is not known."""
     shared = 0 if own is None or other is None else int(np.isin(other, own).sum())

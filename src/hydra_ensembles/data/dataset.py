@@ -1,5 +1,6 @@
 """Labelled images and texts, and parts of them."""
 
+import hashlib
 import io
 import math
 import struct
@@ -29,6 +30,7 @@ Text = str | tuple[str, str]
 Labels = npt.NDArray[np.int64]
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+LOOKED_AT = 1000  # items, about, that are looked for in another set
 UNLABELLED = -1
 """Label of an item that has none; only data sets loaded with `labels="optional"` hold it."""
 
@@ -48,6 +50,7 @@ class Rows(Generic[Item]):
     count: int
     read: Callable[[int], Item]
     place: tuple[str, ...] = ()  # files and columns that are read: two sources of the same place give the same items
+    stored: Callable[[int], bytes | Path | None] | None = None  # an item as it is stored, where that is known
 
     def __len__(self) -> int:
         return self.count
@@ -125,6 +128,30 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         one_place = bool(place) and place == getattr(other._source, "place", ())
         return (self._source is other._source or one_place) and np.array_equal(np.sort(self.rows), np.sort(other.rows))
 
+    def shared_with(self, other: "Dataset[Any]") -> tuple[int, int]:
+        """How many of so many items, some of all, lie in another set, too, as they are stored; no image is decoded.
+
+        An image that was stored anew is another one, and of images that are not stored nothing is known.
+        """
+        some = range(0, len(self), max(1, len(self) // LOOKED_AT))
+        looked_at = {one for index in some if (one := self._stored(index)) is not None}
+        sizes = {_size(one) for one in looked_at}
+        digests = {_content(one) for one in looked_at}
+        found = set[Any]()
+        for index in range(len(other)):
+            one = other._stored(index)
+            if one is not None and _size(one) in sizes and (content := _content(one)) in digests:
+                found.add(content)
+        return len(found), len(digests)
+
+    def _stored(self, index: int) -> bytes | Path | Text | None:
+        """An item as it is stored; None where that is not known."""
+        source, row = self._source, int(self.rows[index])
+        if isinstance(source, Rows) and source.stored is not None:
+            return source.stored(row)
+        item: Any = source[row] if self.kind == "text" else None
+        return item
+
     def select(self, indices: npt.ArrayLike | Iterable[int], name: str | None = None) -> Self:
         """Give the items at these positions, in this order, as a data set of their own."""
         rows = self.rows[self._positions(indices, len(self))]
@@ -165,6 +192,20 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         if count and classes and labels.max() >= classes:
             row = f"label {labels.max()} in row {int(labels.argmax())}"
             raise DataError(f"{self.name}: {row}, but there are only {classes} class names; check the class names")
+
+
+def _size(stored: bytes | Path | Text) -> int:
+    """What is known of an item before it is read: equal ones have the same."""
+    if isinstance(stored, Path):
+        return stored.stat().st_size if stored.is_file() else -1
+    return len(stored) if isinstance(stored, bytes | str) else sum(map(len, stored))
+
+
+def _content(stored: bytes | Path | Text) -> bytes | Text:
+    """What tells one item from others: a text, or a digest."""
+    if isinstance(stored, Path):
+        stored = read_file(stored, most=None) if stored.is_file() else b""
+    return hashlib.blake2b(stored, digest_size=16).digest() if isinstance(stored, bytes) else stored
 
 
 class ImageDataset(Dataset[Picture]):

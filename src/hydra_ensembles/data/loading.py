@@ -185,6 +185,12 @@ class _Table:
         what = f"{where} has no image in column {column!r} (a {type(cell).__name__}, expected bytes or {{bytes, path}})"
         raise DataError(f"{what}; remove or fill it, or name the column with columns=Columns(image=...)")
 
+    def stored(self, column: str, row: int) -> bytes | Path | None:
+        """An image as it is stored: its bytes, or its file."""
+        cell = self.cell(column, row)
+        content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+        return content if isinstance(content, bytes) else self.folder / path if path else None
+
     def text(self, columns: tuple[str, ...], row: int) -> Text:
         """Read a cell as a string, or two as a pair."""
         cells = [self.cell(column, row) for column in columns]
@@ -295,7 +301,8 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
     labels, names = _read_labels(table, columns.label, policy, class_names)
     place = (table.where, str(table.folder))
     if table.has(columns.image):
-        images = Rows(len(table), partial(table.image, columns.image), (*place, columns.image))
+        read, stored = partial(table.image, columns.image), partial(table.stored, columns.image)
+        images = Rows(len(table), read, (*place, columns.image), stored)
         return ImageDataset(images, labels, names, table.title)
     texts = (columns.text, columns.text_pair) if table.has(columns.text_pair) else (columns.text,)
     return TextDataset(Rows(len(table), partial(table.text, texts), (*place, *texts)), labels, names, table.title)

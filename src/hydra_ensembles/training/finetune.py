@@ -21,7 +21,7 @@ from ..errors import ConfigError, DataError
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
-from ..overlap import keys_at_hand, warn_if_shared
+from ..overlap import keys_at_hand, warn_if_items_shared, warn_if_shared
 from .loop import Job, Learner, Running, RunResult, Runtime, train_best, trains
 from .recipe import Recipe, trainable_state
 
@@ -249,6 +249,7 @@ def train_classifier(make_learner: Callable[[Runtime], Learner[Batch]], start: E
     if job.validation is not None:
         why = "it says little about new data"
         warn_if_shared("train", keys_at_hand(job.train), "validation", keys_at_hand(job.validation), why)
+        warn_if_items_shared("train", job.train, "validation", job.validation, why)
     return train_best(make_learner, start, job)
 
 

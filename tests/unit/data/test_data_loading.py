@@ -8,6 +8,7 @@ import sys
 import warnings
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from PIL import Image
 from datasets_stand_in import Table, stand_in_hub
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
 from hydra_ensembles.data.loading import Columns, load
-from hydra_ensembles.errors import DataError, MissingExtraError
+from hydra_ensembles.errors import DataError, HydraWarning, MissingExtraError
+from hydra_ensembles.overlap import warn_if_items_shared
 from pictures import WriteParquet, encoded, picture
 
 
@@ -407,3 +409,32 @@ def test_numbers_that_may_be_names_or_places_are_refused(tmp_path: Path, labels:
             load(tmp_path / "t.csv", class_names=names)
     else:
         assert load(tmp_path / "t.csv", class_names=names).labels.tolist() == found
+
+
+def test_items_that_two_sets_share_are_counted_as_they_are_stored(tmp_path: Path, write_parquet: WriteParquet) -> None:
+    """Texts by their letters, images by their files or bytes, wherever they lie; nothing is decoded."""
+    (tmp_path / "train.csv").write_text("text,label\na,0\nb,1\nc,0\n")
+    (tmp_path / "val.csv").write_text("text,label\nb,1\nd,1\n")
+    train, val = load(tmp_path / "train.csv"), load(tmp_path / "val.csv")
+    assert (val.shared_with(train), val.select([1]).shared_with(train)) == ((1, 2), (0, 1))
+    files = {"one/0.png": 0, "one/1.png": 1, "two/0.png": 2}
+    for folder, shift in (("a", 0), ("b", 2)):
+        for name, seed in files.items():
+            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / name).write_bytes(encoded(picture(seed + shift)))
+    (tmp_path / "b" / "two" / "broken.png").write_bytes(b"no image")
+    one, other = load(tmp_path / "a"), load(tmp_path / "b")
+    assert other.shared_with(one) == (1, 4)
+    assert ImageDataset([picture(0)], [0]).shared_with(one) == (0, 0)  # of these nothing is known
+
+
+def test_training_and_validation_that_share_items_are_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("text,label\na,0\nb,1\nc,0\n")
+    train = load(tmp_path / "train.csv")
+    loaders = [SimpleNamespace(dataset=one) for one in (train, train.select([1]), train.select([0, 2]))]
+    with pytest.warns(HydraWarning, match="1 of 1 samples of validation"):
+        warn_if_items_shared("train", loaders[0], "validation", loaders[1], "so")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_items_shared("train", loaders[1], "validation", loaders[2], "so")
+        warn_if_items_shared("train", [1], "validation", loaders[2], "so")
