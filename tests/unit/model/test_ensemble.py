@@ -22,9 +22,12 @@ from hydra_ensembles.model.config import (
     Sharing,
     TextStemConfig,
     all_heads,
+    output_width,
 )
 from hydra_ensembles.model.metadata import Calibration, Metadata
+from hydra_ensembles.model.stem_readout import Projections
 
+WIDTHS = [output_width(config) for config in (single(), text())]
 IDS = torch.ones(2, 5, dtype=torch.long)
 PIXELS = np.zeros((10, 10, 3), np.uint8)
 IMAGES, TEXTS = he.ImagePreprocessing((8, 8)), he.TextPreprocessing(8)
@@ -107,6 +110,21 @@ def test_a_column_of_images_is_a_list_of_them() -> None:
     column = np.empty(2, dtype=object)
     column[:] = [Image.fromarray(PIXELS), Image.fromarray(PIXELS + 90)]
     assert torch.equal(model.predict(column).probs, model.predict(list(column)).probs)
+
+
+def test_a_saved_model_is_loaded_and_called_with_pictures(tmp_path: Path) -> None:
+    ensemble(single()).with_metadata(preprocessing=IMAGES).save_pretrained(tmp_path / "vit")
+    he.DualEncoder(ensemble(single()), ensemble(text()), Projections.fresh(*WIDTHS, 4)).save_pretrained(
+        tmp_path / "clip"
+    )
+    picture, loaded = Image.fromarray(np.arange(300, dtype=np.uint8).reshape(10, 10, 3)), he.load(tmp_path / "vit")
+    with torch.no_grad():
+        for given in (picture, [picture, picture]):
+            assert torch.equal(loaded(given), loaded(loaded.prepare(given)))
+            assert torch.equal(loaded.optimize()(given), loaded.optimize()(loaded.prepare(given)))
+    assert isinstance(he.load(tmp_path / "clip"), he.DualEncoder)
+    with pytest.raises(he.HydraError, match=r"he\.load"):
+        he.Ensemble.from_pretrained(tmp_path / "clip")
 
 
 # --- metadata ------------------------------------------------------------------------------------------------

@@ -32,15 +32,23 @@ def model(shape: str = TEXT, members: int = 1) -> he.Ensemble:
     return single if members == 1 else he.Ensemble.stack([single, random_ensemble(shape, dtype=torch.float32, seed=1)])
 
 
+def by_name(run: Callable[..., Any], batch: Any) -> Any:
+    return run(batch) if isinstance(batch, Tensor) else run(**batch)
+
+
 WAYS: dict[str, Callable[[he.Ensemble, Any], Tensor]] = {
     "forward": lambda one, batch: one(batch),
-    "keywords": lambda one, batch: one(**batch) if not isinstance(batch, Tensor) else one(batch),
+    "keywords": lambda one, batch: by_name(one, batch),
     "features": lambda one, batch: one.features(batch),
+    "features, keywords": lambda one, batch: by_name(one.features, batch),
     "predict": lambda one, batch: one.predict(batch).member_logits,
+    "predict, keywords": lambda one, batch: by_name(one.predict, batch).member_logits,
     "optimized": lambda one, batch: one.optimize()(batch),
     "optimized predict": lambda one, batch: one.optimize().predict(batch).member_logits,
-    "optimized keywords": lambda one, batch: one.optimize()(**batch) if not isinstance(batch, Tensor) else one(batch),
+    "optimized, keywords": lambda one, batch: by_name(one.optimize(), batch),
+    "optimized predict, keywords": lambda one, batch: by_name(one.optimize().predict, batch).member_logits,
     "mc_dropout": lambda one, batch: he.mc_dropout(one, 0.1, 2)(batch),
+    "mc_dropout predict, keywords": lambda one, batch: by_name(he.mc_dropout(one, 0.1, 2).predict, batch).member_logits,
     "mc_dropout predict": lambda one, batch: he.mc_dropout(one, 0.1, 2).predict(batch).member_logits,
     "stack": lambda one, batch: he.Ensemble.stack([one, one])(batch),
 }
@@ -117,9 +125,17 @@ def test_the_keywords_of_a_tokenizer_and_of_an_image_processor() -> None:
     for arguments in ({"pixel_value": PIXELS}, {}, {"input_ids": IDS, "output_attentions": True}):
         with pytest.raises(DataError, match="pixel_values"):
             image(**arguments)
-    for arguments in ({**BATCH, "inputs": IDS}, {"inputs": BATCH, "attention_mask": MASK}):
-        with pytest.raises(DataError, match="twice"):
-            text(**arguments)
+    assert torch.equal(text.predict(IDS, attention_mask=MASK, token_type_ids=SEGMENTS).probs, text.predict(BATCH).probs)
+    for arguments, token in (
+        ({**BATCH, "inputs": IDS}, "twice"),
+        ({"inputs": BATCH, "attention_mask": MASK}, "twice"),
+        ({"attention_mask": MASK}, "input_ids"),
+        ({}, "got"),
+        ({"inputs": "a text"}, "preprocessing"),
+    ):
+        for run in (text, text.predict):
+            with pytest.raises(DataError, match=token):
+                run(**arguments)
 
 
 def test_a_mapping_with_the_inputs_of_both_towers_serves_both() -> None:
@@ -127,6 +143,11 @@ def test_a_mapping_with_the_inputs_of_both_towers_serves_both() -> None:
     dual, both = he.DualEncoder(image, text), {"pixel_values": PIXELS, "input_ids": IDS[:2], "attention_mask": MASK[:2]}
     apart = dual({"pixel_values": PIXELS}, {"input_ids": IDS[:2], "attention_mask": MASK[:2]})
     assert torch.equal(dual(both, both), apart)
+    assert torch.equal(dual(**both), apart)
+    tokens = {name: one for name, one in both.items() if name != "pixel_values"}
+    assert torch.equal(dual({"pixel_values": PIXELS}, **tokens), apart)
+    assert torch.equal(dual.encode_image(pixel_values=PIXELS), dual.encode_image(PIXELS))
+    assert torch.equal(dual.encode_text(**tokens), dual.encode_text(tokens))
     with pytest.raises(DataError, match="input_ids"):
         image(both)
 
@@ -287,27 +308,16 @@ def test_forward_names_a_dtype_that_does_not_fit_and_predict_converts_it() -> No
 @pytest.mark.parametrize(
     "labels", [LABELS.cfloat(), LABELS.to("meta"), ["cat"] * 6, LABELS.float(), LABELS > 0, LABELS[:3]]
 )
-@pytest.mark.parametrize("work", [name for name in LONG_WORK if name != "build"])
+@pytest.mark.parametrize("work", ["evaluate", "finetune"])
 def test_labels_that_are_none_are_refused(work: str, labels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "LABELS", labels)
     with pytest.raises(DataError, match="labels"):
         LONG_WORK[work](model(), BATCH)
 
 
-def test_an_empty_batch_cannot_be_trained_on_and_a_number_is_no_data() -> None:
-    none = {name: tensor[:0] for name, tensor in BATCH.items()}
-    with pytest.raises(DataError, match="no samples"):
-        he.finetune(model(), [(none, LABELS[:0])], RECIPE, progress=False)
-    data: Any = 5
-    for run in (
-        lambda: he.calibrate(model(), data),
-        lambda: he.taylor(model(), data, budget=3),
-        lambda: he.finetune(model(), data, RECIPE),
-        lambda: he.extract_circuit(model(), data, budget=2, score="acc"),
-        lambda: evaluate(model(), data, progress=False),
-    ):
-        with pytest.raises(DataError, match="DataLoader"):
-            run()
+def test_a_number_is_no_data() -> None:
+    with pytest.raises(DataError, match="DataLoader"):
+        he.calibrate(model(), 5)  # type: ignore[arg-type]
 
 
 # --- plain mistakes ------------------------------------------------------------------------------------------------
