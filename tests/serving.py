@@ -3,7 +3,9 @@
 import asyncio
 import io
 import socket
+import struct
 import threading
+import zlib
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +32,19 @@ def picture(seed: int = 0, size: tuple[int, int] = (20, 16), format: str = "PNG"
     target = io.BytesIO()
     Image.fromarray(pixels).save(target, format)
     return target.getvalue()
+
+
+def png(width: int, height: int, kind: int = 2, pixels: bytes = bytes(100)) -> bytes:
+    """A PNG whose header claims a size, colours (2) or grey (0), with these bytes behind it."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
 
 
 def opened(content: bytes) -> Image.Image:

@@ -10,18 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 from hydra_ensembles.data.loading import Columns
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.serve import archives
 from hydra_ensembles.serve.archives import Archive
-
-
-def picture(value: int = 0) -> bytes:
-    sink = io.BytesIO()
-    Image.new("RGB", (4, 4), (value, 0, 0)).save(sink, "PNG")
-    return sink.getvalue()
+from serving import picture
 
 
 def tar(path: Path, members: dict[str, bytes]) -> Path:

@@ -49,19 +49,14 @@ for batch in batches:
 """
 
 
+SLOW = [
+    *(("image", "pt2"), ("zero-shot, bare", "pt2"), ("image", "onnx"), ("text", "pt2"), ("text, bare", "onnx")),
+    *(("zero-shot", "onnx"), ("image", "aoti"), ("text", "aoti")),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "format"),
-    [
-        pytest.param("image", "pt2", marks=pytest.mark.slow),
-        ("text", "onnx"),
-        pytest.param("zero-shot, bare", "pt2", marks=pytest.mark.slow),
-        pytest.param("image", "onnx", marks=pytest.mark.slow),
-        pytest.param("text", "pt2", marks=pytest.mark.slow),
-        pytest.param("text, bare", "onnx", marks=pytest.mark.slow),
-        pytest.param("zero-shot", "onnx", marks=pytest.mark.slow),
-        pytest.param("image", "aoti", marks=pytest.mark.slow),
-        pytest.param("text", "aoti", marks=pytest.mark.slow),
-    ],
+    ("name", "format"), [("text", "onnx"), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
 )
 def test_the_file_answers_as_the_ensemble_without_this_library(name: str, format: Any, tmp_path: Path) -> None:
     one = served(name)

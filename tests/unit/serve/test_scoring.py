@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import shutil
-import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -30,6 +28,7 @@ from hydra_ensembles.serve.outputs import columns
 from hydra_ensembles.serve.scoring import Scored, Scorer, score_archive
 from processes import in_a_child
 from served_models import inputs_for, served
+from serving import POSTSCRIPT, png
 
 
 def pictures(count: int) -> list[Image.Image]:
@@ -105,24 +104,10 @@ def test_what_cannot_be_read_has_a_row_and_a_reason(good: list[int]) -> None:
         assert set(found["class_name"][bad]) == {""}
 
 
-def chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-
-def thread(width: int) -> bytes:
-    """A PNG of this width and one pixel high."""
-    header = struct.pack(">IIBBBBB", width, 1, 8, 0, 0, 0, 0)
-    pixels = zlib.compress(bytes(width + 1))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
-
-
-POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n"
-
-
 @pytest.mark.parametrize(
     ("content", "token"),
     [
-        (thread(900_000), "900000"),
+        (png(900_000, 1, 0, bytes(900_001)), "900000"),
         (Image.new("RGB", (1, 101)), "101"),
         (POSTSCRIPT, "kind"),
         ("nul\0.png", "null"),

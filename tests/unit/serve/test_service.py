@@ -1,22 +1,18 @@
 """What a server reads becomes the rows that `predict` would see, within limits; answers are those of `predict`."""
 
 import copy
-import io
-import struct
-import zlib
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from hydra_ensembles.errors import ConfigError, HydraError, RequestError
 from hydra_ensembles.preprocessing import TextPreprocessing
 from hydra_ensembles.serve.outputs import columns
 from hydra_ensembles.serve.service import NEAREST, Sample, Service, require_servable
 from served_models import SCORES, inputs_for, served
-from serving import opened, picture, settings
+from serving import POSTSCRIPT, opened, picture, png, settings
 from zero_shot_models import NAMES
 
 TEXTS = ["hello", "hello wörld", "wörld " * 7, "hello hello hello"]
@@ -64,22 +60,16 @@ def test_answers_on_a_gpu_are_those_of_the_cpu(kind: str, compile: bool) -> None
     assert run(one.tensors(inputs, nearest=True))[0][NEAREST] >= -1
 
 
-def test_texts_are_answered_as_predict_does() -> None:
-    one = service("text")
-    (run,) = one.workers()
-    pairs = [("hello", "wörld"), ("wörld", "hello hello")]
-    same(run(one.texts(TEXTS)), columns(one.ensemble.predict(TEXTS)))
-    same(run(one.texts(pairs)), columns(one.ensemble.predict(pairs)))
-
-
-def test_tensors_are_answered_as_predict_does() -> None:
+def test_texts_and_tensors_are_answered_as_predict_does() -> None:
     for kind in ("image", "text"):
         one = service(kind)
         inputs = inputs_for(one.ensemble, 6)
         (run,) = one.workers()
         same(run(one.tensors(inputs)), columns(one.ensemble.predict(inputs)))
-    del inputs["attention_mask"], inputs["token_type_ids"]
-    same(run(one.tensors(inputs)), columns(one.ensemble.predict(inputs)))
+    bare = {"input_ids": inputs["input_ids"]}
+    same(run(one.tensors(bare)), columns(one.ensemble.predict(bare)))
+    for texts in (TEXTS, [("hello", "wörld"), ("wörld", "hello hello")]):
+        same(run(one.texts(texts)), columns(one.ensemble.predict(texts)))
 
 
 def test_texts_are_padded_to_few_lengths_and_those_without_a_mask_to_none() -> None:
@@ -106,8 +96,9 @@ def test_plans_are_warm_for_every_size_they_will_run() -> None:
     for count in range(1, 7):
         run(one.images([picture()] * count))
     assert set(plan.choices) == warm
-    cold = service("image", warm_up=False)
-    assert not cold.workers()[0].__self__.plan.choices
+    cold, second = (worker.__self__.plan for worker in service("image", warm_up=False, workers=2).workers())
+    assert not cold.choices
+    assert cold is second  # workers of one device share their weights
 
 
 def test_plans_keep_what_was_recorded_for_every_shape_they_will_run() -> None:
@@ -132,11 +123,6 @@ def test_rows_of_several_shapes_keep_their_order() -> None:
         np.testing.assert_allclose(answer["member_logits"], wanted["member_logits"][0], rtol=1e-3, atol=1e-3)
 
 
-def test_workers_of_one_device_share_their_weights() -> None:
-    first, second = service("image", workers=2).workers()
-    assert first.__self__.plan is second.__self__.plan
-
-
 def test_the_nearest_class_is_that_of_the_features() -> None:
     one = service("image")
     known = one.ensemble.metadata.familiarity
@@ -158,38 +144,17 @@ def test_the_nearest_class_is_that_of_the_features() -> None:
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
-def claims(width: int, height: int) -> bytes:
-    """A PNG whose header claims a size, with next to nothing behind it."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
-    )
-
-
-def slim() -> bytes:
-    target = io.BytesIO()
-    Image.new("L", (1, 5000)).save(target, "PNG")
-    return target.getvalue()
-
-
-POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
-
-
 @pytest.mark.parametrize(
     ("content", "status", "token"),
     [
-        (claims(50_000, 50_000), 413, "pixels"),
-        (claims(9_000, 9_000), 413, "9000 x 9000"),
-        (slim(), 413, "1 x 5000"),  # scaled up to what the model reads, it would be gigabytes
+        (png(50_000, 50_000), 413, "pixels"),
+        (png(9_000, 9_000), 413, "9000 x 9000"),
+        (png(1, 5000, 0, bytes(10_000)), 413, "1 x 5000"),  # scaled up to what the model reads, it would be gigabytes
         (b"", 415, "0 bytes"),
         (b"not an image", 415, "PNG"),
         (POSTSCRIPT, 415, "PNG"),
         (picture()[:60], 400, "image 0"),
-        (claims(100, 100), 400, "image 0"),
+        (png(100, 100), 400, "image 0"),
     ],
 )
 def test_images_that_are_too_large_or_none_are_refused(content: bytes, status: int, token: str) -> None:
@@ -218,7 +183,7 @@ def test_many_images_have_one_limit_together_and_so_has_their_number() -> None:
 def test_a_large_header_is_refused_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hydra_ensembles.serve.service.decode_image", lambda *_: pytest.fail("decoded"))
     with pytest.raises(RequestError) as refused:
-        service("image").images([claims(50_000, 50_000)])
+        service("image").images([png(50_000, 50_000)])
     assert refused.value.status == 413
 
 
@@ -265,11 +230,3 @@ def test_the_wrong_kind_is_refused() -> None:
 def test_only_classifiers_are_served() -> None:
     with pytest.raises(ConfigError, match="Linear"):
         require_servable(torch.nn.Linear(2, 2))
-
-
-def test_a_row_knows_its_shape() -> None:
-    assert (
-        Sample({"a": torch.zeros(2, 3)}).shape
-        == Sample({"a": torch.ones(2, 3)}).shape
-        != Sample({"a": torch.zeros(3)}).shape
-    )
