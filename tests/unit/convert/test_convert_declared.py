@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,24 +38,88 @@ MASK = torch.arange(11)[None] < torch.tensor([11, 7, 3])[:, None]
 TEXTS = {"input_ids": IDS * MASK, "attention_mask": MASK.long()}
 BERT_TEXTS = {**TEXTS, "token_type_ids": (torch.arange(11)[None] > 4).long() * MASK}
 
+
+def but(declaration: he.Declaration, settings: dict[str, Any] | None = None, **names: Any) -> he.Declaration:
+    """The same declaration, with some names changed or (None) left out, and other settings."""
+    changed: Any = {part: place for part, place in {**declaration.names, **names}.items() if place is not None}
+    kept = {name: value for name, value in vars(declaration).items() if name != "names"}
+    return he.Declaration(changed, **{**kept, **(settings or {})})
+
+
+class OwnScale(OwnBlock):
+    """Scores are divided by the root of the whole width, as many have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.to_qkv(x).unflatten(2, (HEADS, 3, -1)).permute(3, 0, 2, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, scale=WIDTH**-0.5).transpose(1, 2).flatten(2)
+        x = self.after_attention(x + self.project(mixed))
+        return self.after_mlp(x + self.narrow(F.relu(self.wide(x))))
+
+
+class ScaledViT(OwnViT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([OwnScale(), OwnScale()])
+
+
+class NestedText(nn.Module):
+    """As most write it: batch first, and so with nested tensors inside where a text has padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(60, WIDTH, padding_idx=0), nn.Embedding(24, WIDTH)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=True), 2)
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, ids: Tensor, src_key_padding_mask: Tensor) -> Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        x = self.encoder(x, src_key_padding_mask=src_key_padding_mask)
+        kept = ~src_key_padding_mask[:, : x.shape[1], None]
+        return self.head((x * kept).sum(1) / kept.sum(1))
+
+
+class SilentMask(EncoderText):
+    """Finds the padding itself, and tells nobody."""
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(ids, ids == 0)
+
+
+class ComputedText(EncoderText):
+    """Positions that are no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = self.pe
+        del self.pe
+        self.pe = table  # type: ignore[assignment]
+
+
+NEIGHBOURS = but(ROPE_BERT, {"rotary_pairs": "neighbours"})
+NORMED = but(NEIGHBOURS, None, query_norm="layers.{i}.qn", key_norm="layers.{i}.kn")
+MEAN = but(ENCODER_VIT, {"pool": "mean", "pool_prefix": True})
+ASKED = but(ENCODER_TEXT, {"answer": lambda model, batch: model(batch["input_ids"])})
+COMPUTED = but(ENCODER_TEXT, None, position=own(ComputedText).pe)
 CASES: dict[str, tuple[Callable[[], nn.Module], he.Declaration | None, Any]] = {
     "encoder": (lambda: own(EncoderViT), ENCODER_VIT, IMAGES),
     "encoder-found": (lambda: own(EncoderViT), None, IMAGES),
     "encoder-post-relu-found": (lambda: own(EncoderViT, norm_first=False, activation="relu"), None, IMAGES),
     "encoder-sequence-first": (lambda: own(EncoderViT, batch_first=False), ENCODER_VIT, IMAGES),
     "encoder-sequence-first-found": (lambda: own(EncoderViT, batch_first=False), None, IMAGES),
-    "encoder-mean-of-all": (
-        lambda: own(EncoderViT, mean=True),
-        replace(ENCODER_VIT, pool="mean", pool_prefix=True),
-        IMAGES,
-    ),
+    "encoder-mean-of-all": (lambda: own(EncoderViT, mean=True), MEAN, IMAGES),
     "encoder-mean-of-all-found": (lambda: own(EncoderViT, mean=True), None, IMAGES),
     "text": (lambda: own(EncoderText), ENCODER_TEXT, TEXTS),
     "text-found": (lambda: own(EncoderText), None, TEXTS),
+    "text-positions-given": (lambda: own(ComputedText), COMPUTED, TEXTS),
+    "text-nested-found": (lambda: own(NestedText), None, TEXTS),
+    "text-asked": (lambda: own(SilentMask), ASKED, TEXTS),
     "multihead-found": (lambda: own(MultiheadViT), None, IMAGES),
     "vit": (lambda: own(OwnViT), OWN_VIT, IMAGES),
+    "vit-scaled": (lambda: own(ScaledViT), but(OWN_VIT, {"attention_scale": WIDTH**-0.5}), IMAGES),
     "bert": (lambda: own(OwnBert), OWN_BERT, BERT_TEXTS),
     "rope-bert": (lambda: own(RopeBert), ROPE_BERT, TEXTS),
+    "neighbours-bert": (lambda: own(RopeBert, neighbours=True), NEIGHBOURS, TEXTS),
+    "normed-neighbours-bert": (lambda: own(RopeBert, neighbours=True, normed=True), NORMED, TEXTS),
 }
 
 
@@ -71,14 +134,15 @@ def test_answers_and_gradients_are_those_of_the_original(name: str) -> None:
         answer = model(**inputs)
         expected = answer if isinstance(answer, Tensor) else answer["logits"]
     else:
-        expected = model(inputs["input_ids"], src_key_padding_mask=inputs["attention_mask"] == 0)
+        told = () if name == "text-asked" else (inputs["attention_mask"] == 0,)
+        expected = model(inputs["input_ids"], *told)
     found = ensemble(inputs)
     near(found[0], expected)
     found[0].square().sum().backward()
     expected.square().sum().backward()
     theirs = sum(float(one.grad.square().sum()) for one in model.parameters() if one.grad is not None)
     ours = sum(float(one.grad.square().sum()) for one in ensemble.parameters() if one.grad is not None)
-    if not name.startswith("text"):  # there a scale lies in the word embeddings, and with it in their gradient
+    if not name.startswith(("text", "vit-scaled")):  # a scale lies in embeddings or queries, and in their gradient
         assert math.isclose(ours, theirs, rel_tol=1e-4)
 
 
@@ -98,13 +162,6 @@ def test_what_is_done_to_library_models_is_done_to_them(name: str, tmp_path: Any
 # --- what the checker says -----------------------------------------------------------------------------------
 
 
-def but(declaration: he.Declaration, settings: dict[str, Any] | None = None, **names: Any) -> he.Declaration:
-    """The same declaration, with some names changed or (None) left out, and other settings."""
-    changed: Any = {part: place for part, place in {**declaration.names, **names}.items() if place is not None}
-    kept = {name: value for name, value in vars(declaration).items() if name != "names"}
-    return he.Declaration(changed, **{**kept, **(settings or {})})
-
-
 def test_all_that_does_not_fit_is_said_at_once_with_the_nearest_name() -> None:
     wrong = but(OWN_VIT, None, qkv="layers.{i}.qkv", down="layers.{i}.wide", class_token=None, norm2="layers.{i}.norm")
     with pytest.raises(ConversionError) as caught:
@@ -115,18 +172,24 @@ def test_all_that_does_not_fit_is_said_at_once_with_the_nearest_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "agrees"),
+    ("name", "settings", "agrees"),
     [
-        ({"heads": 8}, "heads=4"),
-        ({"head_layout": "qkv h d"}, "'h qkv d'"),
-        ({"norm_first": True}, "norm_first=False"),
-        ({"activation": None}, "'relu'"),
-        ({"pool": "mean"}, "'cls'"),
-        ({"pool": "mean", "pool_prefix": True}, "'cls', pool_prefix=False|pool_prefix=False, pool='cls'"),
+        ("vit", {"heads": 8}, "heads=4"),
+        ("vit", {"head_layout": "qkv h d"}, "'h qkv d'"),
+        ("vit", {"norm_first": True}, "norm_first=False"),
+        ("vit", {"activation": None}, "'relu'"),
+        ("vit", {"pool": "mean"}, "'cls'"),
+        ("vit", {"pool": "mean", "pool_prefix": True}, "'cls', pool_prefix=False|pool_prefix=False, pool='cls'"),
+        ("vit-scaled", {"attention_scale": None}, r"attention_scale=0\.17"),
+        ("neighbours-bert", {"rotary_pairs": "halves"}, "rotary_pairs='neighbours'"),
+        ("bert", {"activation": "silu"}, "activation='gelu'"),  # its blocks are no modules to be called
     ],
 )
-def test_a_wrong_setting_is_found_out_and_the_right_one_named(settings: dict[str, Any], agrees: str) -> None:
-    refused(own(OwnViT), f"agree with .*{agrees}", declaration=but(OWN_VIT, settings))
+def test_a_wrong_setting_is_found_out_and_the_right_one_named(name: str, settings: Any, agrees: str) -> None:
+    build, declaration, _ = CASES[name]
+    assert declaration is not None
+    where = r"somewhere: layers\.0 is not called.*" if name == "bert" else ""
+    refused(build(), f"{where}agree with .*({agrees})", declaration=but(declaration, settings))
 
 
 @pytest.mark.parametrize(
@@ -198,55 +261,6 @@ def test_what_cannot_be_found_is_refused(change: Callable[[Any], Any]) -> None:
     refused(model, "not a supported architecture")
 
 
-def test_blocks_that_are_no_modules_to_be_called_are_not_blamed() -> None:
-    refused(
-        own(OwnBert),
-        r"somewhere: layers\.0 is not called.*agree with activation='gelu'",
-        declaration=but(OWN_BERT, {"activation": "silu"}),
-    )
-
-
-class OwnScale(OwnBlock):
-    """Scores are divided by the root of the whole width, as many have it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.to_qkv(x).unflatten(2, (HEADS, 3, -1)).permute(3, 0, 2, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, scale=WIDTH**-0.5).transpose(1, 2).flatten(2)
-        x = self.after_attention(x + self.project(mixed))
-        return self.after_mlp(x + self.narrow(F.relu(self.wide(x))))
-
-
-def test_scores_may_have_a_scale_of_their_own() -> None:
-    model: Any = own(OwnViT)
-    for layer in model.layers:
-        layer.__class__ = OwnScale
-    found = he.convert(model, declaration=but(OWN_VIT, {"attention_scale": WIDTH**-0.5}))(IMAGES)[0]
-    near(found, model(IMAGES))
-    refused(model, r"agree with attention_scale=0\.17", declaration=OWN_VIT)
-
-
-class NestedText(nn.Module):
-    """As most write it: batch first, and so with nested tensors inside where a text has padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(60, WIDTH, padding_idx=0), nn.Embedding(24, WIDTH)
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=True), 2)
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, ids: Tensor, src_key_padding_mask: Tensor) -> Tensor:
-        x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
-        x = self.encoder(x, src_key_padding_mask=src_key_padding_mask)
-        kept = ~src_key_padding_mask[:, : x.shape[1], None]
-        return self.head((x * kept).sum(1) / kept.sum(1))
-
-
-def test_nested_tensors_inside_are_no_obstacle() -> None:
-    model = own(NestedText)
-    found = he.convert(model)(TEXTS)[0]
-    near(found, model(TEXTS["input_ids"], ~MASK))
-
-
 class OtherViT(EncoderViT):
     """The same modules, used in another way."""
 
@@ -254,39 +268,10 @@ class OtherViT(EncoderViT):
         return super().forward(images.flip(-1))
 
 
-class SilentMask(EncoderText):
-    """Finds the padding itself, and tells nobody."""
-
-    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(ids, ids == 0)
-
-
 def test_what_answers_otherwise_than_its_modules_say_is_refused() -> None:
-    refused(own(OtherViT), r"OtherViT is not a supported.*answers differ.*'encoder': 'encoder'")
+    refused(own(OtherViT), "OtherViT is not a supported.*answers differ.*'encoder': 'encoder'")
     refused(own(OtherViT), "differ", declaration=ENCODER_VIT)
     refused(own(SilentMask), "differ", declaration=ENCODER_TEXT)  # padding would be attended to
-
-
-def test_how_a_model_is_called_can_be_said() -> None:
-    model = own(SilentMask)
-    answer = but(ENCODER_TEXT, {"answer": lambda model, batch: model(batch["input_ids"])})
-    found = he.convert(model, declaration=answer)(TEXTS)[0]
-    near(found, model(TEXTS["input_ids"]))
-
-
-def test_numbers_that_rotate_together_may_be_neighbours() -> None:
-    model = own(RopeBert, neighbours=True)
-    found = he.convert(model, declaration=but(ROPE_BERT, {"rotary_pairs": "neighbours"}))(TEXTS)[0]
-    near(found, model(**TEXTS))
-    refused(model, "agree with rotary_pairs='neighbours'", declaration=ROPE_BERT)
-
-
-def test_neighbours_take_the_norms_of_queries_and_keys_along() -> None:
-    model: Any = own(RopeBert, neighbours=True, normed=True)
-    norms = {"query_norm": "layers.{i}.qn", "key_norm": "layers.{i}.kn"}
-    declaration = but(ROPE_BERT, {"rotary_pairs": "neighbours"}, **norms)
-    found = he.convert(model, declaration=declaration)(TEXTS)[0]
-    near(found, model(**TEXTS))
 
 
 @pytest.mark.parametrize("precise", [False, True])
@@ -303,16 +288,6 @@ def test_rotations_are_compared_as_sharply_as_their_rounding_allows(precise: boo
         close = he.convert(model, declaration=but(right, settings), probe=False)(TEXTS)[0]
         assert (close - expected).abs().max() < 1e-4 * close.abs().max()
         refused(model, says, declaration=but(right, settings))
-
-
-def test_positions_that_are_computed_are_given_as_a_tensor() -> None:
-    model = own(EncoderText)
-    table = model.pe
-    del model.pe
-    model.pe = table  # type: ignore[assignment]
-    found = he.convert(model, declaration=but(ENCODER_TEXT, None, position=table))(TEXTS)[0]
-    expected = model(TEXTS["input_ids"], src_key_padding_mask=~MASK)
-    near(found, expected)
 
 
 # --- what only many tokens, ids and sizes tell ---------------------------------------------------------------
@@ -375,9 +350,10 @@ class PaddedText(EncoderText):
         return super().forward(ids, ids == self.pad)
 
 
-@pytest.mark.parametrize(("pad", "told"), [(0, False), (2999, False), (1234, True)])
-@pytest.mark.parametrize("declaration", [ENCODER_TEXT, None])
-def test_a_model_that_masks_ids_by_itself_is_found_out(pad: int, told: bool, declaration: he.Declaration) -> None:
+@pytest.mark.parametrize(
+    ("pad", "told", "declaration"), [(0, False, ENCODER_TEXT), (2999, False, None), (1234, True, ENCODER_TEXT)]
+)
+def test_a_model_that_masks_ids_by_itself_is_found_out(pad: int, told: bool, declaration: Any) -> None:
     refused(own(PaddedText, pad=pad, told=told), "differ", declaration=declaration)
 
 

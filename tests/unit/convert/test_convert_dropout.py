@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -149,11 +148,3 @@ def test_what_cannot_be_read_is_said_and_may_be_declared(model: Any, declaration
         warnings.simplefilter("error")
         said = he.convert(model(), declaration=replace(sized, dropout=0.2))
     assert said.config.encoder.projection_dropout == said.config.stem.dropout == 0.2
-
-
-def test_what_was_read_drops_in_training_alone() -> None:
-    ensemble = he.convert(own(DroppingText))
-    ids = torch.arange(1, 11)[None]
-    assert torch.equal(ensemble(ids), ensemble(ids))
-    ensemble.train()
-    assert not torch.equal(ensemble(ids), ensemble(ids))
