@@ -18,6 +18,7 @@ Lines, their parts with ` | ` between:
 - `STUDY | ROW | KEY`, `STUDY | ROW - ROW | KEY`: a mean, a paired difference (`± KEY`: half its interval), of a stored
   study; `cost`, `work`, `parameters`, `trainings`, `seeds` of `ROW`, or of `ROW / ROW`. `most`, `least` in place of
   a row: of all rows. `ROW again`: of the second part of a study that was run in two.
+- `STUDY | claims | VERDICT`: how many of the paper's claims have it.
 - `FILE | PATH`: of a JSON file, in per cent with ` | %`; `*` in the path is each entry there, and the number is their
   mean, or `most`, `least` (`~1` is a `/` in a name). `PATH - PATH` and `PATH / PATH` are what they say.
 - `paper | TASK | ROW | KEY`: what the paper prints.
@@ -33,7 +34,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from studies.findings import LOWER, PLAIN
+from studies.dual_findings import DualStudy
+from studies.dual_findings import claims as dual_claims
+from studies.findings import LOWER, PLAIN, claims
 from studies.measures import Difference, Number, numbers, read_columns
 from studies.paper import paper_numbers
 from studies.stored import Study
@@ -49,6 +52,7 @@ GIVEN, AGAIN = "given", " again"
 OF_ALL: Mapping[str, Callable[[Sequence[float]], float]] = {"most": max, "least": min}
 BETWEEN: Mapping[str, Callable[[float, float], float]] = {" - ": operator.sub, " / ": operator.truediv}
 PRICES = ("cost", "work", "parameters", "trainings", "seeds")
+VERDICTS = ("reproduced", "not reproduced", "tie", "not run", "not testable")
 CLAIMS = ("better", "worse", "chance", "higher", "lower")
 
 
@@ -142,7 +146,7 @@ def number_of(source: str, studies: Mapping[str, Study], results: Path) -> float
 def scaled(value: float, key: str) -> float:
     """In per cent, but for what is no share."""
     last = key.removeprefix("± ").rpartition(".")[2]
-    return value if last in (*PLAIN, *PRICES) else 100 * value
+    return value if last in (*PLAIN, *PRICES, *VERDICTS) else 100 * value
 
 
 def holds(found: Difference, key: str, claim: str) -> bool:
@@ -157,14 +161,17 @@ def holds(found: Difference, key: str, claim: str) -> bool:
 
 def of_study(study: Study, rows: str, key: str) -> float | Difference:
     """A number of one row, of two, or the most or least of all."""
+    if rows == "claims":
+        found = dual_claims(study) if isinstance(study, DualStudy) else claims(study)
+        return float(sum(one["verdict"] == key for one in found))
     if rows in OF_ALL:
         return OF_ALL[rows]([value for row in study.rows if (value := study.mean(row, key)) is not None])
     if " - " in rows:
         first, second = rows.split(" - ")
-        found = difference(study, first, second, key.removeprefix("± "))
-        if found is None:
+        gap = difference(study, first, second, key.removeprefix("± "))
+        if gap is None:
             raise UnbackedError(f"{study.name} has no {key} of {rows}")
-        return found
+        return gap
     if " / " in rows:
         first, second = rows.split(" / ")
         return price(study, first, key) / price(study, second, key)

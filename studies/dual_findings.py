@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from hydra_ensembles.metrics.distance import LearnedName
 
-from .findings import claim_cells, marked, printed, tested
+from .findings import claim_cells, marked, not_testable_table, printed, tested
 from .measures import Number, numbers, plain_numbers
 from .paper import read_csv, zero_shot_numbers
 from .results import markdown
@@ -188,7 +188,7 @@ def claims(study: DualStudy) -> list[dict[str, Any]]:
 def claims_table(study: DualStudy) -> str:
     """The claims, the paper's difference beside ours."""
     lines = [[one["scope"], *claim_cells(one)] for one in claims(study)]
-    return markdown(["where", "claim", "paper", "here", "verdict"], lines, left=2)
+    return markdown(["where", "claim", "margin", "paper", "here", "verdict"], lines, left=2)
 
 
 def choices_table(study: DualStudy) -> str:
@@ -223,12 +223,6 @@ def settings_table(study: DualStudy) -> str:
     return markdown(["row", "setting", "NLL, held-out images", "seeds that took it"], lines, left=2)
 
 
-def not_testable_table(_: DualStudy) -> str:
-    """Claims that these data and models cannot test."""
-    found = [[row["claim"], row["why"]] for row in read_csv("not_testable") if row["kind"] == "dual"]
-    return markdown(["claim", "why it is not testable here"], found, left=2)
-
-
 TABLES: Mapping[str, Callable[[DualStudy], str]] = {
     "main": main_table,
     "tasks": tasks_table,
@@ -237,7 +231,7 @@ TABLES: Mapping[str, Callable[[DualStudy], str]] = {
     "claims": claims_table,
     "choices": choices_table,
     "settings": settings_table,
-    "not_testable": not_testable_table,
+    "not_testable": lambda study: not_testable_table(study, "dual"),
 }
 """Every table by its name in the documents."""
 

@@ -190,14 +190,21 @@ def judged(found: Difference, claimed: str, margin: float) -> str:
 
 def claims_table(study: Study) -> str:
     """The claims, the paper's difference beside ours."""
-    return markdown(["claim", f"paper, {study.stands_for}", "here", "verdict"], map(claim_cells, claims(study)))
+    head = ["claim", "margin", f"paper, {study.stands_for}", "here", "verdict"]
+    return markdown(head, map(claim_cells, claims(study)))
 
 
 def claim_cells(one: Mapping[str, Any]) -> list[str]:
-    """A claim in words, the paper's difference, ours, and the verdict."""
+    """A claim in words, its margin, the paper's difference, ours, and the verdict."""
     ours, metric = one["ours"], one["metric"]
-    here = "–" if ours is None else told(ours, metric)
-    return [f"{one['first']} {one['claim']}", printed(one["paper"], metric, "+"), here, one["verdict"]]
+    here, margin = "–" if ours is None else told(ours, metric), printed(float(one["margin"]), metric)
+    return [f"{one['first']} {one['claim']}", margin, printed(one["paper"], metric, "+"), here, one["verdict"]]
+
+
+def not_testable_table(_: Study, kind: str = "classifier") -> str:
+    """Claims that these data and models cannot test."""
+    found = [[row["claim"], row["why"]] for row in read_csv("not_testable") if row["kind"] == kind]
+    return markdown(["claim", "why it is not testable here"], found, left=2)
 
 
 def choices_table(study: Study) -> str:
@@ -358,6 +365,7 @@ TABLES: Mapping[str, Callable[[Study], str]] = {
     "sets": sets_table,
     "shift": shift_table,
     "choices": choices_table,
+    "not_testable": not_testable_table,
 }
 
 

@@ -169,7 +169,7 @@ def sentence(text: str, *sources: str, results: Path = ROOT) -> str:
     return again.partition("\n<!-- numbers")[0]
 
 
-def test_numbers_of_sentences_are_written_from_results(tmp_path: Path) -> None:
+def test_numbers_of_sentences_are_written_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some.json").write_text(
         json.dumps({"a/b": {"x": 1234.6, "y": 2.0}, "list": [{"z": 0.25}, {"z": 0.75}]})
     )
@@ -189,6 +189,8 @@ def test_numbers_of_sentences_are_written_from_results(tmp_path: Path) -> None:
     ]
     assert sentence("9, 9.0, 9.00, 9.0", *files, results=tmp_path) == "1,235, 50.0, 0.75, 617.3"
     assert sentence("1.5 | 72", "given 1.5 72") == "1.5 | 72"
+    monkeypatch.setattr(quoted, "claims", lambda _: [{"verdict": "tie"}, {"verdict": "tie"}, {"verdict": "not run"}])
+    assert sentence("9 are ties", "small | claims | tie") == "2 are ties"
     assert sentence("9", "paper | CIFAR-100 | Single | accuracy") == "92"
 
 
