@@ -1,5 +1,6 @@
 """A stored study of classifiers: its rows, seeds and columns, and what one row has over another."""
 
+import io
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -47,7 +48,8 @@ class Study:
         """Columns of a row, by `set|column`; those of other rows stay in the file."""
         if (row, seed) not in self._columns:
             if seed not in self._files:  # what it holds is listed once
-                self._files[seed] = np.load(self.folder / f"seed-{seed}.npz", allow_pickle=False)
+                content = io.BytesIO((self.folder / f"seed-{seed}.npz").read_bytes())  # no file stays open
+                self._files[seed] = np.load(content, allow_pickle=False)
             file, prefix = self._files[seed], f"{row}|"
             found = {key.removeprefix(prefix): file[key] for key in file.files if key.startswith(prefix)}
             self._columns[row, seed] = found
