@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from .errors import ConfigError, DataError
-from .schema import require_types, short
+from .schema import hints_of, require_types, short
 
 END = 2**63  # the first number that torch and numpy do not count, nor draw random numbers from
 
@@ -91,7 +91,7 @@ class Checked:
 
     def __post_init__(self) -> None:
         require_types(self)
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
+        for name, hint in hints_of(type(self), ranges=True).items():
             _check_range(f"{type(self).__name__}.{name}", getattr(self, name), hint)
 
 

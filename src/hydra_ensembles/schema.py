@@ -5,6 +5,7 @@ whatever does not fit is refused with the path that leads to it.
 """
 
 import dataclasses
+import functools
 import numbers
 import sys
 import types
@@ -17,6 +18,12 @@ T = TypeVar("T")
 
 ADDED_LATER: Mapping[str, bool] = types.MappingProxyType({"added_later": True})
 """Metadata of a dataclass field that files of earlier releases do not have; its default says what they meant."""
+
+
+@functools.cache
+def hints_of(cls: type, ranges: bool = False) -> dict[str, Any]:
+    """The annotations of a class, with or without the ranges of numbers in them, worked out once."""
+    return get_type_hints(cls, include_extras=ranges)
 
 
 def short(value: object) -> str:
@@ -61,7 +68,7 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path} must be an object with named fields, got {short(data)}")
-    hints, given, needed = get_type_hints(cls), dict(data), []
+    hints, given, needed = hints_of(cls), dict(data), []
     kind = getattr(cls, "kind", None)
     if isinstance(kind, str) and given.pop("kind", kind) != kind:
         raise ConfigError(f"{path}.kind is {short(data['kind'])}, expected {kind!r}")
@@ -81,7 +88,7 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
 
 def require_types(settings: Any) -> None:
     """Give every field of a dataclass its annotated type, or refuse it: for settings made in code, not read."""
-    hints = get_type_hints(type(settings))
+    hints = hints_of(type(settings))
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         plain = value if dataclasses.is_dataclass(value) else to_plain(value)
@@ -113,7 +120,7 @@ def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
             raise ConfigError(f"{path} must be an object, got {short(value)}")
         return {str(key): _read(args[1], item, f"{path}.{key}", complete) for key, item in value.items()}
     if isinstance(hint, type) and issubclass(hint, tuple):  # a named one
-        fields = types.GenericAlias(tuple, tuple(get_type_hints(hint).values()))
+        fields = types.GenericAlias(tuple, tuple(hints_of(hint).values()))
         return hint(*_read(fields, value, path, complete))
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else from_plain(hint, value, path, complete=complete)  # type: ignore[arg-type]
