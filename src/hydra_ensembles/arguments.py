@@ -91,7 +91,7 @@ class Checked:
 
     def __post_init__(self) -> None:
         require_types(self)
-        for name, hint in hints_of(type(self), ranges=True).items():
+        for name, hint in hints_of(type(self), include_extras=True).items():
             _check_range(f"{type(self).__name__}.{name}", getattr(self, name), hint)
 
 

@@ -256,12 +256,8 @@ class Stored:
         """Read the tensors that a model needs, no more and no less.
 
         On the CPU they may still lie in the mapped file: copy them before they are used, as `Ensemble.from_state` does.
-
-        Args:
-            build: Makes the model; called under the meta device, to learn names and shapes without memory.
-            device: Where the tensors go; None for the CPU.
-            dtype: Floating type to convert to; None keeps what is stored.
-            at_least: Number of tensors below which `build` is not even tried.
+        `build` makes the model, under the meta device, to learn names and shapes without memory; with fewer tensors
+        than `at_least` it is not even tried. None is the CPU, or what is stored.
         """
         place = None if device is None else require_device(device)
         if dtype is not None and dtype not in DTYPES.values():

@@ -139,16 +139,10 @@ _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # a lock is written to: not to where s
 def locked(folder: Path, what: str, *, file: str | None = None, wait: bool = False) -> Iterator[None]:
     """Work alone in `folder`, which is made if need be; where systems have no such locks (Windows), without one.
 
-    The system lets go when the process ends, however it ends. Leftovers of killed work may be removed inside.
-
-    Args:
-        folder: Where the work is done; the lock is its file `.lock`, which goes when the work ends.
-        what: The work in words, for whoever comes second: `"build"`.
-        file: The one file of the folder that is worked on; the others are free, and the lock is `.FILE.lock`.
-        wait: Wait for the other to end instead of raising.
-
-    Raises:
-        StorageError: Another one works there, or the folder cannot be written.
+    The system lets go when the process ends, however it ends. Leftovers of killed work may be removed inside. The lock
+    is the file `.lock` of the folder, which goes when the work ends; where one `file` of it is worked on and the others
+    are free, `.FILE.lock`. Where another one works there, whoever does not `wait` gets a `StorageError` with the work
+    in words, `what`.
     """
     place, lock = (folder, folder / LOCK) if file is None else (folder / file, folder / f".{file}{LOCK}")
     with writing(place):

@@ -305,10 +305,8 @@ _REPAIRS: dict[int, str | None] = {
 def clean_text(text: str, cleaning: TextCleaning) -> str:
     """Clean a string in one of the ways open_clip's tokenizers know.
 
-    Args:
-        text: Any string.
-        cleaning: `"none"` leaves the text alone; `"whitespace"` repairs it and collapses white space;
-            `"lower"` lower-cases it as well; `"canonicalize"` drops ASCII punctuation too.
+    `"none"` leaves it alone; `"whitespace"` repairs it and collapses white space; `"lower"` lower-cases it as well;
+    `"canonicalize"` drops ASCII punctuation too.
     """
     if cleaning == "none":
         return text

@@ -69,11 +69,8 @@ class RunFolder:
 
     Without a path nothing is kept and everything is made. Of several processes that work together, the first writes.
 
-    Args:
-        path: The folder, or None.
-        identity: What the work depends on, as plain data; a folder begun with another identity is refused.
-        what: The work in words, for messages: `"a build"`.
-        device: Where ensembles and tensors are read to.
+    `identity` is what the work depends on, as plain data: a folder begun with another is refused. `what` is the work
+    in words, for messages: `"a build"`; ensembles and tensors are read to the device.
     """
 
     def __init__(

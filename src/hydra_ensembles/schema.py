@@ -9,7 +9,7 @@ import functools
 import numbers
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError
@@ -20,10 +20,8 @@ ADDED_LATER: Mapping[str, bool] = types.MappingProxyType({"added_later": True})
 """Metadata of a dataclass field that files of earlier releases do not have; its default says what they meant."""
 
 
-@functools.cache
-def hints_of(cls: type, ranges: bool = False) -> dict[str, Any]:
-    """The annotations of a class, with or without the ranges of numbers in them, worked out once."""
-    return get_type_hints(cls, include_extras=ranges)
+hints_of: Callable[..., dict[str, Any]] = functools.cache(get_type_hints)
+"""The annotations of a class, with `include_extras` also the ranges of numbers in them, worked out once."""
 
 
 def short(value: object) -> str:
@@ -58,13 +56,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool = False) -> T:
-    """Build the dataclass `cls` from plain data, or raise a `ConfigError` that names the offending path.
+    """Build the dataclass `cls` from plain data, as JSON gives it, or raise a `ConfigError` that names the path.
 
-    Args:
-        cls: The dataclass; its annotations say what is accepted.
-        data: Plain data, as JSON gives it.
-        path: Name of `data` in error messages.
-        complete: Accept no default for a field, here and in nested dataclasses, unless it is `ADDED_LATER`.
+    Annotations say what is accepted. Where it has to be `complete`, no field may be left out, here and in nested
+    dataclasses, unless it is `ADDED_LATER`.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path} must be an object with named fields, got {short(data)}")

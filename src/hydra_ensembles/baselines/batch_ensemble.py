@@ -15,7 +15,7 @@ from ..model.ensemble import Ensemble
 from ..model.states import copies_of, place_of
 from ..schema import to_plain
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
-from ..training.loop import Job, Running, trains
+from ..training.loop import Job, TrainOptions, trains
 from ..training.recipe import Recipe
 from .start import joined, require_single
 
@@ -65,7 +65,7 @@ def batch_ensemble(
     recipe: Recipe,
     settings: BatchEnsemble = BatchEnsemble(),  # noqa: B008 (frozen)
     validation: Batches | None = None,
-    **run: Unpack[Running],
+    **run: Unpack[TrainOptions],
 ) -> Ensemble:
     """Members out of one model by scales of their own on shared weights; both train, every batch for all members.
 
@@ -78,7 +78,7 @@ def batch_ensemble(
         recipe: How to train; its groups say which weights and biases do, scales always do.
         settings: Which scales, and how they start.
         validation: Held-out batches with labels, as for `finetune`.
-        run: Checkpoints, progress and device, by keyword; see `Running`.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
     """
     require_single(model, "batch_ensemble")
     settings.check(model)

@@ -7,7 +7,7 @@ from ..arguments import require_whole
 from ..batches import Batches
 from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
-from ..training.loop import Running, trains
+from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
 from .start import joined, require_single, trained_apart
 
@@ -21,7 +21,7 @@ def deep_ensemble(
     validation: Batches | None = None,
     *,
     snapshots: bool = False,
-    **run: Unpack[Running],
+    **run: Unpack[TrainOptions],
 ) -> Ensemble:
     """Several fine-tunings of one model, each with an order of the data, dropout and classifier of its own.
 
@@ -37,7 +37,7 @@ def deep_ensemble(
         validation: Held-out batches with labels, as for `finetune`.
         snapshots: Each fine-tuning goes on from where the one before ended, its learning rate high again: a Snapshot
             Ensemble, for which each run may be short. A classifier starts anew in the first alone.
-        run: Checkpoints, progress and device, by keyword; see `Running`.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
 
     Examples:
         >>> import torch, hydra_ensembles as he

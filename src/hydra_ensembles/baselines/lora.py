@@ -15,7 +15,7 @@ from ..model.config import Sharing
 from ..model.ensemble import Ensemble
 from ..schema import to_plain
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
-from ..training.loop import Job, Running, trains
+from ..training.loop import Job, TrainOptions, trains
 from ..training.recipe import Recipe
 from .start import joined, require_single
 
@@ -79,7 +79,7 @@ def lora_ensemble(
     recipe: Recipe,
     settings: LoRA = LoRA(),  # noqa: B008 (frozen)
     validation: Batches | None = None,
-    **run: Unpack[Running],
+    **run: Unpack[TrainOptions],
 ) -> Ensemble:
     """Members out of one model by low-rank updates of its attention; all else but the classifiers stays as it is.
 
@@ -93,7 +93,7 @@ def lora_ensemble(
         recipe: How to train; `reinit_classifier="random"` gives every member a classifier of its own to start from.
         settings: Ranks, scales, and whether members train together.
         validation: Held-out batches with labels, as for `finetune`.
-        run: Checkpoints, progress and device, by keyword; see `Running`.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
 
     Raises:
         ConfigError: A rank that is not below the width, several members, or a recipe that does not fit.

@@ -16,7 +16,7 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from ..schema import to_plain
 from ..training.finetune import Batch, EnsembleLearner, train_classifier, trained_metadata
-from ..training.loop import Job, Running, Runtime, trains
+from ..training.loop import Job, Runtime, TrainOptions, trains
 from ..training.recipe import Recipe
 from .start import fresh, joined, require_single
 
@@ -48,7 +48,7 @@ def mimo(
     recipe: Recipe,
     settings: MIMO = MIMO(),  # noqa: B008 (frozen)
     validation: Batches | None = None,
-    **run: Unpack[Running],
+    **run: Unpack[TrainOptions],
 ) -> Ensemble:
     """One network with several answers at the price of one: M patch kernels in training, M classifiers.
 
@@ -61,7 +61,7 @@ def mimo(
         recipe: How to train; its groups mean what they mean for `finetune`.
         settings: How images are put together.
         validation: Held-out batches with labels, as for `finetune`.
-        run: Checkpoints, progress and device, by keyword; see `Running`.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
     """
     require_single(model, "mimo")
     start = wide(model, settings, recipe.seed)

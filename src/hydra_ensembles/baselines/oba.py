@@ -22,7 +22,7 @@ from ..model.ensemble import Ensemble
 from ..model.states import place_of
 from ..schema import to_plain
 from ..training.finetune import Parametrised, train_parametrised
-from ..training.loop import Job, Running, training_runtime, trains
+from ..training.loop import Job, TrainOptions, training_runtime, trains
 from ..training.recipe import Recipe, trainable_state
 from ..training.saved import Position, RunState, read_state, read_tensors, require_layout, usable, write_state
 from .start import require_single
@@ -66,7 +66,7 @@ def oba(
     recipe: Recipe | None = None,
     settings: OBA = OBA(),  # noqa: B008 (frozen)
     validation: Batches | None = None,
-    **run: Unpack[Running],
+    **run: Unpack[TrainOptions],
 ) -> Ensemble:
     """A model with many zeros: weights whose removal the second-order term of the loss says to cost least are gone.
 
@@ -80,7 +80,7 @@ def oba(
         recipe: How to train what is left; None leaves it as it is.
         settings: How much is removed, and by which rule.
         validation: Held-out batches with labels, as for `finetune`.
-        run: Checkpoints (of the pruning after every step), progress and device, by keyword; see `Running`.
+        run: `output` for checkpoints, of the pruning too, `progress`, `device`, `checkpoint_every`, as of `finetune`.
     """
     require_single(model, "oba")
     settings.check(model)

@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..model.config import EnsembleConfig, TextStemConfig, all_heads
 from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
-from ..training.loop import Running, trains
+from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
 from .start import fresh, require_single
 
@@ -70,7 +70,7 @@ def packed_ensemble(
     recipe: Recipe,
     settings: Packed = Packed(),  # noqa: B008 (frozen)
     validation: Batches | None = None,
-    **run: Unpack[Running],
+    **run: Unpack[TrainOptions],
 ) -> Ensemble:
     """Narrow members trained together from scratch, on the architecture of a model; its weights cannot be used.
 
@@ -83,7 +83,7 @@ def packed_ensemble(
         recipe: How to train; as one would the model from scratch.
         settings: How many members, and how wide.
         validation: Held-out batches with labels, as for `finetune`.
-        run: Checkpoints, progress and device, by keyword; see `Running`.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
     """
     require_single(model, "packed_ensemble")
     config = settings.narrow(model.config)

@@ -18,10 +18,10 @@ from ..training.recipe import Recipe
 
 def require_single(model: object, caller: str) -> None:
     """Refuse what is not an ensemble with one member, or has no classes; `caller` is the function that takes one."""
-    require_ensemble(model, caller)
-    if isinstance(model, Ensemble) and model.num_members != 1:
-        raise ConfigError(f"{caller} takes a single model, got {model.num_members} members; give ensemble.member(i)")
-    if isinstance(model, Ensemble) and not model.num_classes:
+    ensemble = require_ensemble(model, caller)
+    if ensemble.num_members != 1:
+        raise ConfigError(f"{caller} takes a single model, got {ensemble.num_members} members; give ensemble.member(i)")
+    if not ensemble.num_classes:
         raise ConfigError(f"{caller} takes a classifier, but this ensemble has none (num_classes is 0)")
 
 
@@ -53,13 +53,13 @@ def embedding_statistics(model: object, caller: str) -> dict[str, Tensor]:
     Raises:
         ConfigError: The model compares with no class embeddings.
     """
-    require_ensemble(model, caller)
-    readout = model.readout if isinstance(model, Ensemble) else None
-    if not isinstance(model, Ensemble) or readout is None or readout.class_embeddings is None:
+    ensemble = require_ensemble(model, caller)
+    readout = ensemble.readout
+    if readout.class_embeddings is None:
         raise ConfigError(f"{caller} takes a zero-shot classifier, as he.zero_shot makes one of a dual encoder")
     if readout.hidden is not None:
         raise ConfigError(f"{caller} takes models whose features are projected at once; this one has a hidden layer")
-    members, width = model.num_members, readout.features
+    members, width = ensemble.num_members, readout.features
     if readout.projection is None:
         return {
             "projection": torch.eye(width).expand(members, -1, -1).contiguous(),

@@ -14,7 +14,7 @@ from ..batches import Batches
 from ..errors import ConfigError
 from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
-from ..training.loop import Running, trains
+from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
 from .start import joined, require_single, trained_apart
 
@@ -47,7 +47,7 @@ def swag(
     train: Batches,
     recipe: Recipe,
     settings: SWAG = SWAG(),  # noqa: B008 (frozen)
-    **run: Unpack[Running],
+    **run: Unpack[TrainOptions],
 ) -> Ensemble:
     """Members around the mean of the points that a trained model visits when it trains on at a constant rate.
 
@@ -59,7 +59,7 @@ def swag(
         train: Batches with labels that can be read again and again.
         recipe: How to train from one point to the next; `schedule="constant"`, tens of steps or a part of an epoch.
         settings: How many points and members.
-        run: Checkpoints, progress and device, by keyword; see `Running`.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
     """
     require_single(model, "swag")
     sharing, trunk = trained_apart(model, recipe)

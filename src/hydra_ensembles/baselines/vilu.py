@@ -20,7 +20,7 @@ from ..metrics.distance import log_odds
 from ..model.ensemble import Ensemble
 from ..model.metadata import Familiarity, FamiliaritySettings
 from ..schema import to_plain
-from ..training.loop import Job, Learner, Running, Runtime, train_best, trains
+from ..training.loop import Job, Learner, Runtime, TrainOptions, train_best, trains
 from ..training.recipe import Recipe
 from .start import embedding_statistics
 
@@ -54,7 +54,7 @@ def vilu(
     recipe: Recipe | None = None,
     settings: ViLU = ViLU(),  # noqa: B008 (frozen)
     validation: Batches | None = None,
-    **run: Unpack[Running],
+    **run: Unpack[TrainOptions],
 ) -> Ensemble:
     """A copy of a zero-shot ensemble with the score `vilu`: `p.score("vilu")`, saved with the model.
 
@@ -67,7 +67,7 @@ def vilu(
         recipe: How to train; None takes `ViLU.recipe()`. Of its settings, those of blocks and groups mean nothing here.
         settings: Size of the network, and of batches.
         validation: Held-out labelled batches; the best network is that which most often knows who is right.
-        run: Checkpoints, progress and device, by keyword; see `Running`.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
 
     Raises:
         ConfigError: A model without class embeddings, or several processes: one is enough.

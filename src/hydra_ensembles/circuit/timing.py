@@ -28,14 +28,10 @@ _PASSES = 3  # that are timed; the fastest counts
 def seconds_of(
     towers: Sequence[tuple[Ensemble, Samples]], left: Sequence[Head], steps: int, objective: Objective, speed: float
 ) -> dict[Method, float]:
-    """Seconds that so many steps would take by each method, about.
+    """Seconds that so many steps would take by each method, about, at a speed in multiply-adds a second, of all ranks.
 
-    Args:
-        towers: What classifies with all samples; of a dual encoder also the text tower with the prompts.
-        left: The candidates of the first of these steps.
-        steps: How many.
-        objective: What is scored.
-        speed: Multiply-adds a second, of all ranks.
+    `towers` are what classifies with all samples, and of a dual encoder the text tower with the prompts; `left` are the
+    candidates of the first of these steps.
     """
     costs = [forward_cost(model, samples) for model, samples in towers]
     above = 0.0  # multiply-adds of the blocks from that of each candidate on

@@ -268,11 +268,8 @@ def with_settings(folder: Path, settings: Mapping[str, Any], name: str) -> Itera
 def prepared(sources: Any, hydra: HydraConfig, folder: Path, name: str) -> tuple[Ensemble, dict[str, Any], int]:
     """The model, its sets as batches by role, those that the config has a use for, and the samples of a batch.
 
-    Args:
-        sources: Settings of model and data, with a field for each set, of those in `LABELLED` and `FOREIGN`.
-        hydra: What is to be made.
-        folder: Where the command writes to: a folder of its own, and none that it reads from.
-        name: The command.
+    The settings have a field for each set, of those in `LABELLED` and `FOREIGN`. The folder is where the command of
+    this name writes to: one of its own, and none that it reads from.
     """
     begun = (folder / IDENTITY).exists()
     require_own_folder(folder, f"a {name}")

@@ -175,16 +175,9 @@ def _help(settings: type) -> dict[str, str]:
 def read_settings(
     kinds: Mapping[str, type], given: Mapping[str, Any], config: Path | None, changes: Iterable[str]
 ) -> dict[str, Any]:
-    """Settings from a YAML file, options and `--set`.
+    """Settings from a YAML file, options (None where one was not given) and `--set` (`name.name=value`).
 
-    Args:
-        kinds: Dataclass of each parameter that is one.
-        given: Options by name; None where one was not given. Those that are no settings are passed on.
-        config: The file.
-        changes: Single settings, `name.name=value`.
-
-    Raises:
-        ConfigError: A setting is unknown, missing, or cannot be what it is.
+    `kinds` has the dataclass of each parameter that is one; options that are no settings are passed on.
     """
     known: dict[str, Field[Any]] = {field.name: field for kind in kinds.values() for field in fields(kind)}
     merged = {} if config is None else parse_yaml(read_file(config), str(config)) or {}

@@ -276,16 +276,9 @@ class DataSettings(Checked):
 
 
 def load_data(spec: str, settings: DataSettings, labelled: bool = True) -> AnyDataset:
-    """Load a data set.
+    """Load a data set: a file or folder (with `:SPLIT` behind it, if need be), or by a name of the hub and its like.
 
-    Args:
-        spec: A file or folder (with `:SPLIT` behind it, if need be), `hub:NAME[:CONFIG][:SPLIT]`,
-            `torchvision:NAME[:SPLIT]`, or `suite:NAME:SET`.
-        settings: Columns, root and limit.
-        labelled: Whether it needs labels; OOD data do not.
-
-    Raises:
-        DataError: It is not there, or not as described; the message says what was tried.
+    OOD data need no labels. A `DataError` where it is not there, or not as described, says what was tried.
     """
     source, split = existing_path(spec)
     columns = from_plain(Columns, settings.columns, "columns")

@@ -21,15 +21,10 @@ _PIL_RESAMPLING: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bil
 
 
 def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> ImagePreprocessing | TextPreprocessing:
-    """Our description of what turns raw inputs into the tensors a stem takes.
+    """Our description of what turns raw inputs into the tensors a stem takes, which bounds tokens and vocabulary.
 
-    Args:
-        processor: A fast tokenizer or an image processor of transformers (or a processor that holds both), a
-            tokenizer of open_clip, the transforms of torchvision's weights, or one of our own descriptions.
-        stem: The stem the tensors are for; it bounds the number of tokens and the vocabulary.
-
-    Raises:
-        ConversionError: The object is of another kind, or does something our description cannot say.
+    It is read off what `_ACCEPTED` lists, or a processor that holds both; what does something that our description
+    cannot say is a `ConversionError`.
     """
     processor = _part_for(stem, processor)
     if isinstance(stem, TextStemConfig):

@@ -221,16 +221,8 @@ def build_models(
 ) -> dict[str, Ensemble]:
     """The backbone and the Hydra Ensemble made from it, both with familiarity fitted and thresholds set alike."""
     config, ranking = settings.build, data["circuit_id"]
-    hydra = build(
-        backbone,
-        config,
-        train=train,
-        id=ranking,
-        ood=data["circuit_ood"],
-        validation=data["calibration"],
-        output=place,
-        progress=progress,
-    )
+    sets: dict[str, Any] = {"id": ranking, "ood": data["circuit_ood"], "validation": data["calibration"]}
+    hydra = build(backbone, config, train=train, **sets, output=place, progress=progress)
     familiar = fit_familiarity(backbone, ranking, held_out=0.0, seed=settings.seed)
     return {SINGLE: calibrate(familiar, data["calibration"], share=config.accepted_share), HYDRA: hydra}
 

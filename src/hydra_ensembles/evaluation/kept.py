@@ -24,11 +24,8 @@ PART = "answers-{}"
 class Kept:
     """Answers of one ensemble by the content of the batches, in a folder of their own; entered, it is worked in.
 
-    Args:
-        folder: The folder; None keeps nothing.
-        model: What answers.
-        settings: What the answers depend on besides, as plain data; a folder with others is refused.
-        what: The work in words, for messages: `"an atlas"`.
+    A folder of another model, or with other settings than what the answers depend on besides, is refused; None keeps
+    nothing. `what` is the work in words, for messages: `"an atlas"`.
     """
 
     def __init__(self, folder: str | Path | None, model: object, settings: Mapping[str, Any], what: str) -> None:

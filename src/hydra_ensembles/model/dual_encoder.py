@@ -251,10 +251,11 @@ def _numbers(values: float | Tensor, like: Ensemble) -> nn.Parameter:
     return nn.Parameter(given.detach().clone().reshape(-1))
 
 
-def require_ensemble(model: object, caller: str) -> None:
-    """Refuse what is not an `Ensemble`; `caller` is the function that takes one."""
+def require_ensemble(model: object, caller: str) -> Ensemble:
+    """The model, refused where it is not an `Ensemble`; `caller` is the function that takes one."""
     if not isinstance(model, Ensemble):
         raise ConfigError(f"{caller} takes an Ensemble, got {_with_advice(model)}")
+    return model
 
 
 def require_model(model: object, caller: str) -> None:

@@ -21,15 +21,8 @@ Given = Tensor | Mapping[str, Tensor]
 Arguments = tuple[Tensor, Tensor | None, Tensor | None]  # images or token ids, mask, segments
 
 PASSED_OVER = (
-    "labels",
-    "label",
-    "label_ids",
-    "idx",
-    "length",
-    "special_tokens_mask",
-    "offset_mapping",
-    "overflow_to_sample_mapping",
-    "num_truncated_tokens",
+    *("labels", "label", "label_ids", "idx", "length"),
+    *("special_tokens_mask", "offset_mapping", "overflow_to_sample_mapping", "num_truncated_tokens"),
 )
 """What processors and data sets put beside inputs, and what changes no answer. In a mapping there may also be what no
 model could take for an input: texts, file names, objects, and one number for each sample."""

@@ -79,12 +79,9 @@ class Encoder(nn.Module):
         return Context(None, turns, near).of(key_mask)
 
     def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
-        """Map `[N, B, T, d]` to `[N', B, T', d]`.
+        """Map embedded tokens `[N, B, T, d]` (N = 1 when the stem is shared) to `[N', B, T', d]`.
 
-        Args:
-            x: Embedded tokens; N = 1 when the stem is shared.
-            context: What attention knows of the tokens.
-            read: Positions the readout looks at. The last block computes nothing else.
+        The last block computes nothing but the positions that the readout looks at, `read`.
         """
         last = len(self.layers) - 1
         for index, block in enumerate(self.layers):

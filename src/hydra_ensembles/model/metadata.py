@@ -57,17 +57,8 @@ class Calibration(Checked):
     ) -> Prediction:
         """What member logits `[M, B, C]` say, with this calibration applied."""
         temperature = self.temperature if len(self.temperature) > 1 else self.temperature[0]
-        return trusted(Prediction.from_logits)(
-            member_logits,
-            temperature,
-            self.threshold,
-            self.score,
-            class_names,
-            check_finite,
-            self.calibrates,
-            self.reference,
-            unfamiliarity,
-        )
+        own, about = (temperature, self.threshold, self.score), (self.calibrates, self.reference, unfamiliarity)
+        return trusted(Prediction.from_logits)(member_logits, *own, class_names, check_finite, *about)
 
 
 @dataclass(frozen=True)

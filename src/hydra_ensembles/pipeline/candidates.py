@@ -411,16 +411,10 @@ class _Search:
         """What held-out data say of an ensemble."""
         further: Any = () if self.settings.familiarity is None else (self.settings.familiarity,)
         own, *others = self.judges
+        foreign = {key: self.judges[key] for key in others}
 
         def judge() -> Evaluation:
-            return evaluate(
-                make(),
-                self.judges[own],
-                {key: self.judges[key] for key in others},
-                scores=further,
-                name=name,
-                progress=False,
-            )
+            return evaluate(make(), self.judges[own], foreign, scores=further, name=name, progress=False)
 
         found = self.run.product(f"{name}.json", judge, Evaluation.load, lambda file, one: one.save(file))
         numbers = found.numbers()

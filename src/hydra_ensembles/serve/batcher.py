@@ -47,15 +47,10 @@ class Batcher(Generic[Row, Answer]):
         max_queue: int,
         observe: Callable[[int, float], None] = lambda rows, seconds: None,
     ) -> None:
-        """Start the threads.
+        """Start the threads, each of which calls one of `runs` with a batch, for one answer a row.
 
-        Args:
-            runs: What each thread calls with a batch, for one answer a row.
-            group: What rows of one batch have in common: their shape.
-            max_batch: Most rows of a batch.
-            max_wait: Seconds that a row waits for others while a thread is idle.
-            max_queue: Most rows that wait.
-            observe: Called with the rows and seconds of every batch that was run.
+        `group` is what rows of one batch have in common: their shape. A row waits for others up to `max_wait` seconds
+        while a thread is idle. `observe` is called with the rows and seconds of every batch that was run.
         """
         self.waiting = 0
         self._group, self._observe = group, observe

@@ -22,7 +22,7 @@ from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from ..overlap import keys_at_hand, warn_if_items_shared, warn_if_shared
-from .loop import Job, Learner, Running, RunResult, Runtime, train_best, trains
+from .loop import Job, Learner, RunResult, Runtime, TrainOptions, train_best, trains
 from .recipe import Recipe, trainable_state
 
 Batch = tuple[Inputs, Tensor]
@@ -231,7 +231,7 @@ def finetune(
         True
     """
     require_ensemble(member, "finetune")
-    run: Running = {"output": output, "progress": progress, "device": device, "checkpoint_every": checkpoint_every}
+    run: TrainOptions = {"output": output, "progress": progress, "device": device, "checkpoint_every": checkpoint_every}
     job = Job(recipe, train, validation, index=index, **run)
     result = train_classifier(partial(EnsembleLearner, member, recipe, index=index), member, job)
     line = f"fine-tuned {result.described(recipe)}"

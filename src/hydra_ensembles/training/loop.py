@@ -214,7 +214,7 @@ def trains(function: Callable[P, R]) -> Callable[P, R]:
     return checked(torch.inference_mode(False)(torch.enable_grad()(function)))
 
 
-class Running(TypedDict, total=False):
+class TrainOptions(TypedDict, total=False):
     """What every training takes beside model, data and recipe, and may be left out.
 
     Attributes:
@@ -232,7 +232,7 @@ class Running(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, whatever the learning rate, and how it runs (see `Running`); what cannot be is refused."""
+    """What is to be trained, whatever the learning rate, and how (see `TrainOptions`); what cannot be is refused."""
 
     recipe: Recipe
     train: Batches

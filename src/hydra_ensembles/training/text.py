@@ -19,7 +19,7 @@ from ..model.config import output_width
 from ..model.dropping import dropping
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
-from .loop import Job, Learner, Running, Runtime, train_best, trains
+from .loop import Job, Learner, Runtime, TrainOptions, train_best, trains
 from .recipe import Recipe, trainable_state
 
 LARGEST_SCALE = 4.605170185988092  # log(100): where open_clip stops the logit scale
@@ -300,7 +300,7 @@ def tune_text(
     if not 0 < projection_rate < math.inf:
         raise ConfigError(f"projection_rate must be positive and finite, got {projection_rate}")
     own = {"image_projection": train_image_projection, "projection_rate": projection_rate, "task": "text tuning"}
-    run: Running = {"output": output, "progress": progress, "device": device, "checkpoint_every": checkpoint_every}
+    run: TrainOptions = {"output": output, "progress": progress, "device": device, "checkpoint_every": checkpoint_every}
     job = Job(recipe, train, validation, place="", identity=own, **run)
     recipe.check(dual.text, train, validation)
     learner = partial(TextLearner, dual, recipe, train_image_projection, projection_rate)
