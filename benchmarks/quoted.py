@@ -48,6 +48,7 @@ NO_PROSE = re.compile(  # code, targets of links, generated parts, tables, headi
     r"|(?:Tables?|Figures?|Appendix|section|Python|Part) \d+(?:(?:, | and | to )\d+)*|<!--.*?-->|^\d+\. ",
     re.DOTALL | re.MULTILINE,
 )
+A_NUMBER = next(NUMBER.finditer("+0.0"))  # a place that takes any
 GIVEN, AGAIN = "given", " again"
 OF_ALL: Mapping[str, Callable[[Sequence[float]], float]] = {"most": max, "least": min}
 BETWEEN: Mapping[str, Callable[[float, float], float]] = {" - ": operator.sub, " / ": operator.truediv}
@@ -60,44 +61,39 @@ class UnbackedError(Exception):
     """A sentence that results do not bear out."""
 
 
-def written(text: str, studies: Mapping[str, Study], results: Path) -> str:
-    """A document with the numbers of its sentences as the files have them."""
-    parts, start = [], 0
+def written(text: str, studies: Mapping[str, Study], results: Path) -> tuple[str, list[str]]:
+    """A document with the numbers of its sentences as the files have them, and what these do not bear out."""
+    parts, start, wrong = list[str](), 0, list[str]()
+
+    def new(source: str, place: re.Match[str]) -> str:
+        try:
+            return formatted(number_of(source, studies, results), place, source)
+        except (UnbackedError, KeyError, IndexError, OSError) as error:
+            wrong.append(f"{place[0]} ({source}): {error!r}")
+            return place[0]
+
     for comment in COMMENT.finditer(text):
-        before = text[start : comment.start()]
-        lines = [line.strip() for line in comment[1].splitlines() if line.strip()]
-        for line in lines:
-            if line.startswith("!"):
-                number_of(line.removeprefix("!").strip(), studies, results)
-        sources = [one for line in lines if not line.startswith("!") for one in listed(line)]
-        parts += [filled(before, sources, studies, results), comment[0]]
+        before, lines = text[start : comment.start()], [line.strip() for line in comment[1].splitlines()]
+        for claim in (line.removeprefix("! ") for line in lines if line.startswith("! ")):
+            new(claim, A_NUMBER)
+        found = numbers_in(before)
+        sources = [one for line in lines if line and not line.startswith("! ") for one in listed(line)]
+        if len(found) != len(sources):
+            there = ", ".join(one[0] for one in found)
+            wrong.append(f"{len(found)} numbers ({there}) have {len(sources)} sources: {'; '.join(sources)}")
+        end = 0
+        for one, source in zip(found, sources, strict=False):
+            parts += [before[end : one.start()], new(source, one)]
+            end = one.end()
+        parts += [before[end:], comment[0]]
         start = comment.end()
-    return "".join([*parts, text[start:]])
+    return "".join([*parts, text[start:]]), wrong
 
 
 def listed(line: str) -> list[str]:
     """A source for each number of a line."""
     word, *rest = line.split(" ")
-    return [f"{GIVEN} {one}" for one in rest] if word == GIVEN else [line]
-
-
-def filled(text: str, sources: Sequence[str], studies: Mapping[str, Study], results: Path) -> str:
-    """Prose with its numbers, one for each source."""
-    found = numbers_in(text)
-    if len(found) != len(sources):
-        there = ", ".join(one[0] for one in found)
-        raise UnbackedError(f"{len(found)} numbers ({there}) have {len(sources)} sources: {'; '.join(sources)}")
-    parts, start = [], 0
-    for one, source in zip(found, sources, strict=True):
-        if source.startswith(GIVEN):
-            new = source.removeprefix(f"{GIVEN} ")
-            if new != one[0]:
-                raise UnbackedError(f"{one[0]} stands where {new} is given")
-        else:
-            new = formatted(number_of(source, studies, results), one, source)
-        parts += [text[start : one.start()], new]
-        start = one.end()
-    return "".join([*parts, text[start:]])
+    return [f"{GIVEN} | {one}" for one in rest] if word == GIVEN else [line]
 
 
 def numbers_in(text: str) -> list[re.Match[str]]:
@@ -112,8 +108,12 @@ def without_source(text: str) -> list[str]:
     return [one[0] for one in numbers_in(text[end:])]
 
 
-def formatted(value: float, place: re.Match[str], source: str) -> str:
-    """A number in the form of the one that stands there."""
+def formatted(value: float | str, place: re.Match[str], source: str) -> str:
+    """A number in the form of the one that stands there; one that is given is just that."""
+    if isinstance(value, str):
+        if value != place[0]:
+            raise UnbackedError(f"{value} is given")
+        return value
     sign, _, decimals = place.groups()
     text = f"{abs(value):,.{len(decimals or '.') - 1}f}"
     if sign:
@@ -123,9 +123,11 @@ def formatted(value: float, place: re.Match[str], source: str) -> str:
     return text
 
 
-def number_of(source: str, studies: Mapping[str, Study], results: Path) -> float:
+def number_of(source: str, studies: Mapping[str, Study], results: Path) -> float | str:
     """What a line names, as documents write it."""
     first, *rest = (part.strip() for part in source.split(" | "))
+    if first == GIVEN:
+        return rest[0]
     if first == "paper":
         task, row, key = rest
         return scaled(paper_numbers("classifier", task)[row][key], key)

@@ -230,8 +230,8 @@ def code(file: str, part: str) -> str:
     return f"```python\n{textwrap.dedent(found[1]).strip()}\n```"
 
 
-def rendered(text: str, made: Mapping[str, str], stored: Mapping[str, Study]) -> str:
-    """A document with every marked table and piece of code, and the numbers of its sentences, written anew."""
+def rendered(text: str, made: Mapping[str, str], stored: Mapping[str, Study]) -> tuple[str, list[str]]:
+    """A document with all marked parts and the numbers of its sentences written anew, and what is wrong with it."""
 
     def write(match: re.Match[str]) -> str:
         kind, what = match.groups()
@@ -245,15 +245,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    stored, stale, wrong = studies(), [], []
+    stored, stale, wrong = studies(), list[str](), list[str]()
     made = tables(stored)
     for path in documents():
         before = path.read_text()
-        try:
-            after = rendered(before, made, stored)
-        except quoted.UnbackedError as error:
-            wrong.append(f"{path.relative_to(ROOT)}: {error}")
-            continue
+        after, problems = rendered(before, made, stored)
+        wrong += [f"{path.relative_to(ROOT)}: {one}" for one in problems]
         if after != before:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
