@@ -81,22 +81,20 @@ def test_a_baseline_does_the_arithmetic_of_what_members_have_apart(
     assert "mimo" not in inference_models.names_of(inference_models.SHAPES["tiny-bert"])
 
 
-def test_the_table_of_methods_has_their_price_beside_what_they_need(tmp_path: Path) -> None:
-    path = tmp_path / "methods.json"
-    names = ["single", "oba", "laplace", "mimo"]
-    inference.main([*TINY, "--shape", "tiny", "--output", str(path), "--contenders", *names])
-    rows = [SimpleNamespace(**row) for row in json.loads(path.read_text())["rows"]]
-    lines = inference_report.methods_table(rows)
-    cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in lines[2 : 2 + len(names)]}
-    labels = {name: inference_models.METHODS[name][0] for name in names}
-    assert list(cells) == [labels[name] for name in inference_models.METHODS if name in names]
-    stored = {row.contender: f"{row.parameters / 1e6:.1f} M" for row in rows}
-    assert {name: cells[labels[name]][0].strip() for name in names} == stored
-    assert cells[labels["single"]][1:3] == ["1.00x", "1.00x"]
-    assert {row.contender: row.members for row in rows} == {"single": 1, "oba": 1, "laplace": 20, "mimo": 3}
-    assert inference.read_options(["--methods", "--shape", "tiny-bert"]).contenders == [
-        name for name in inference_models.METHODS if name != "mimo"
+def test_the_table_of_methods_has_their_price_beside_what_they_need() -> None:
+    about = {"hardware": "a machine", "settings": {"torch": "2"}, "repeats": 7, "seed": 0, "peak_memory_bytes": 3e9}
+    rows = [
+        SimpleNamespace(**about, contender=name, batch=batch, parameters=5e6, limit=0.5, ratio_to_single=batch / 8)
+        for name, batch in (("mimo", 4), ("mimo", 128), ("laplace", 4))
     ]
+    lines = inference_report.methods_table(rows)
+    labels, needs = zip(*(inference_models.METHODS[name] for name in ("mimo", "laplace")), strict=True)
+    assert lines[2] == f"| {labels[0]} | 5.0 M | 0.50x | 0.50x | 16.00x | 3.00 GB | {needs[0]} |"
+    assert lines[3] == f"| {labels[1]} | 5.0 M | 0.50x | 0.50x | – | – | {needs[1]} |"
+    options = inference.read_options(["--methods", "--shape", "tiny-bert", "--batches", "4", "--device", "cpu"])
+    made = {name: members for _, name, members in inference.cells(options)}
+    assert list(made) == [name for name in inference_models.METHODS if name != "mimo"]
+    assert (made["oba"], made["laplace"], made["lora"]) == (1, 20, 3)
 
 
 @pytest.mark.slow
