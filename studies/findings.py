@@ -44,8 +44,13 @@ def told(found: Difference, key: str) -> str:
 
 def marked(study: Study, row: str, key: str) -> str:
     """A mean; bold where it is better than Single's beyond chance, in italics where it is worse."""
-    text, found = printed(study.mean(row, key), key), study.difference(row, SINGLE, key)
-    if row == SINGLE or found is None or not found.certain:
+    text = printed(study.mean(row, key), key)
+    return text if row == SINGLE else judged_text(text, study.difference(row, SINGLE, key), key)
+
+
+def judged_text(text: str, found: Difference | None, key: str) -> str:
+    """A text in bold where a difference is better beyond chance, in italics where it is worse."""
+    if found is None or not found.certain:
         return text
     better = (found.value < 0) == (key.rpartition(".")[2] in LOWER)
     return f"**{text}**" if better else f"*{text}*"
@@ -400,7 +405,7 @@ TITLES = {  # of the tasks, where several stand in one table
 OFFERED = (MC_DROPOUT, *BASELINES, SOUP, DEEP, HYDRA, HYDRA_CIRC)
 GAINED = (
     "Gain over Single: accuracy ↑ / NLL ↓ after calibration / OOD AUROC near ↑ / far ↑ by the largest probability, "
-    "in points but for NLL. Bold: the 95 % interval over seeds and test samples leaves out zero, better or worse."
+    "in points but for NLL; **better** and *worse* beyond chance (95 % intervals over seeds and test samples, paired)."
 )
 
 
@@ -408,12 +413,15 @@ PRICED = "Price: time of a batch on a GPU over Single's, in brackets multiply-ad
 
 
 def gains(study: Study, row: str) -> str:
-    """What a row gains over Single in a study, and of how many seeds, where Single has more."""
+    """What a row gains over Single in a study."""
     found = [(study.difference(row, SINGLE, key), key) for key in GAINS]
-    texts = [(printed(one.value, key, "+"), one.certain) for one, key in found if one is not None]
-    told = " / ".join(f"**{text}**" if certain else text for text, certain in texts)
-    few = len(study.seeds(row)) < len(study.seeds(SINGLE))
-    return f"{told} ({len(study.seeds(row))} of {len(study.seeds(SINGLE))} seeds)" if told and few else told or "–"
+    texts = [judged_text(printed(one.value, key, "+"), one, key) for one, key in found if one is not None]
+    return " / ".join(texts) or "–"
+
+
+def seeds_cell(studies: Sequence[Study], row: str) -> str:
+    """Of how many seeds a row is, on every task."""
+    return ", ".join(str(len(study.seeds(row)) or "–") for study in studies)
 
 
 def price_cell(study: Study, row: str) -> str:
@@ -429,9 +437,10 @@ def gains_table(studies: Sequence[Study]) -> str:
         if having := [study for study in studies if row in study.rows]:
             first = having[0]
             taken = [f"{first.facts['trainings'][row]:g}", price_cell(first, row)]
-            lines.append([row, *taken, *(gains(study, row) for study in studies)])
+            lines.append([row, *taken, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
     note = f"{GAINED} Trainings of a whole model, Single's among them. {PRICED}"
-    return markdown(["row", "trainings ↓", "price ↓", *(TITLES[study.name] for study in studies)], lines, note)
+    head = ["row", "trainings ↓", "price ↓", *(TITLES[study.name] for study in studies), "seeds"]
+    return markdown(head, lines, note)
 
 
 def methods_table(studies: Sequence[Study]) -> str:
@@ -441,13 +450,14 @@ def methods_table(studies: Sequence[Study]) -> str:
         if having := [study for study in studies if row in study.rows]:
             first = having[0]
             price = [f"{first.facts['trainings'][row]:g}", first.parameters(row), first.work(row)]
-            lines.append([row, *price, *(gains(study, row) for study in studies)])
+            lines.append([row, *price, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
     singles = ", ".join(f"{TITLES[study.name]} {study.parameters(SINGLE)}" for study in studies)
     note = (
         "A dash: not run, or not for this task. Trainings of a whole model, Single's among them; parameters, and "
         f"multiply-adds of an answer over Single's, on the first task that has the row (Single: {singles}). {GAINED}"
     )
-    return markdown(["method", "trainings", "parameters", "work", *(TITLES[one.name] for one in studies)], lines, note)
+    head = ["method", "trainings", "parameters", "work", *(TITLES[one.name] for one in studies), "seeds"]
+    return markdown(head, lines, note)
 
 
 def stored_studies(folder: Path = RESULTS) -> list[Study]:

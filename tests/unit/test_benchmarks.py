@@ -132,6 +132,7 @@ def test_tables_of_the_documents_are_those_of_the_results() -> None:
 
 
 QUOTING = [ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "price.md", ROOT / "docs" / "analyses.md"]
+QUOTING += [ROOT / "docs" / "evidence.md"]
 QUOTING += [ROOT / "docs" / "concepts" / "members.md", ROOT / "docs" / "how-to" / "which_method.md"]
 QUOTING += sorted((ROOT / "docs").glob("study_*.md"))
 
