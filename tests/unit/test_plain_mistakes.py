@@ -337,13 +337,6 @@ def test_every_mistake_is_answered_or_refused_in_our_words(name: str, every: int
 @pytest.mark.parametrize(
     ("call", "given", "token"),
     [  # taken in silence by earlier versions
-        (Calibration, {"threshold": "2"}, "threshold"),
-        (Calibration, {"accepted_share": True}, "accepted_share"),
-        (he.ImagePreprocessing, {"size": (8, 8), "interpolation": "nonsense"}, "interpolation"),
-        (he.TextPreprocessing, {"max_length": 8, "pad_to_max": "no"}, "pad_to_max"),
-        (he.TextPreprocessing, {"max_length": 8, "pad_id": 1.5}, "pad_id"),
-        (EncoderConfig, {**WIDTHS, "layers": 1.5}, "layers"),
-        (ReadoutConfig, {"eot_token": "2"}, "eot_token"),
         (MODEL.with_metadata, {"calibration": 1.5}, "calibration"),
         (MODEL.with_metadata, {"metrics": 2}, "metrics"),
         (MODEL.with_metadata, {"labels": ["a"]}, "1 labels"),

@@ -92,23 +92,6 @@ def test_a_transparent_palette_gives_no_warning() -> None:
         assert plain(channels)(image).shape == (1, channels, 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "token"),
-    [
-        (ImagePreprocessing, {"size": (0, 8)}, "size"),
-        (ImagePreprocessing, {"size": (8, 8), "mean": (0.0, 0.0)}, "mean"),
-        (ImagePreprocessing, {"size": (8, 8), "std": (1.0, 0.0, 1.0)}, "std"),
-        (ImagePreprocessing, {"size": (8, 8), "crop_fraction": 1.5}, "crop_fraction"),
-        (TextPreprocessing, {"max_length": 0}, "max_length"),
-        (TextPreprocessing, {"max_length": 5, "pad_id": -1}, "pad_id"),
-        (TextPreprocessing, {"max_length": 5, "cleaning": "thorough"}, "cleaning"),
-    ],
-)
-def test_settings_check_themselves(kind: Any, settings: dict[str, Any], token: str) -> None:
-    with pytest.raises(ConfigError, match=token):
-        kind(**settings)
-
-
 def test_nothing_and_texts_without_tokenizer_are_refused() -> None:
     for preprocessing, given in ((plain(3), []), (TextPreprocessing(5), []), (TextPreprocessing(5), ["a"])):
         with pytest.raises(DataError, match=r"no images|no texts|without a tokenizer"):

@@ -10,7 +10,6 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 
 import hydra_ensembles as he
 from cli_cases import VIT_OPTIONS, fail, save_images, small_vit, succeed
@@ -69,7 +68,6 @@ def test_a_run_folder_stands_for_its_result(run_folder, tmp_path):
         (["{world}/mine.safetensors"], "no such folder"),
         (["{world}/val"], "no config.json"),
         (["bert", "--weights", "mine.safetensors"], "leave out weights"),
-        (["timm:test_vit", "--weights", "other.safetensors"], "do not fit timm:test_vit"),
         (["timm:resnet18"], "convolutional network.\nIt does not fit: it has no attention heads"),
         (["timm:swinv2_tiny_window8_256"], "hierarchical"),
         (["timm:test_vit", "--model-option", "num_classes=7"], "untrained classifier"),
@@ -89,7 +87,6 @@ def test_a_run_folder_stands_for_its_result(run_folder, tmp_path):
 def test_models_that_cannot_be_had(world, monkeypatch, arguments, says):
     monkeypatch.chdir(world)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    save_file({"x": torch.zeros(1)}, world / "other.safetensors")
     assert says in fail("info", *(argument.format(world=world) for argument in arguments))
 
 

@@ -12,7 +12,7 @@ from hydra_ensembles.data import RandAugment
 from hydra_ensembles.data.batching import BatchLoader, TrainTransform, batches
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
 from hydra_ensembles.data.loading import load
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from pictures import picture
 
@@ -147,18 +147,3 @@ def test_crops_keep_to_their_scale() -> None:
     # A quarter of the area with an aspect ratio within 3/4..4/3 is 0.43..0.58 of the width.
     assert widths.min() > 0.38
     assert widths.max() < 0.62
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("size", (0, 8)),
-        ("crop_scale", (0.0, 1.0)),
-        ("crop_scale", (0.9, 0.5)),
-        ("flip_probability", 1.5),
-        ("std", (1.0, 0.0, 1.0)),
-    ],
-)
-def test_training_transforms_check_themselves(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=name):
-        TrainTransform(**{name: value})

@@ -253,23 +253,16 @@ def test_errors_name_the_set(arguments, token):
 
 
 def test_files_that_are_no_evaluation_are_refused(tmp_path, evaluation):
-    plain = evaluation.to_dict()
-    contents = {
-        "other": ("{}", DataError, "format"),
-        "cut": (json.dumps(plain)[:-40], DataError, "cut.json"),
-        "newer": (json.dumps({**plain, "version": 99}), DataError, "99"),
-        "wrong": (json.dumps({**plain, "id": {**plain["id"], "accuracy": "high"}}), ConfigError, r"id\.accuracy"),
-    }
-    for name, (text, error, token) in contents.items():
-        (tmp_path / f"{name}.json").write_text(text)
+    plain, path = evaluation.to_dict(), tmp_path / "run.json"
+    wrong = {**plain, "id": {**plain["id"], "accuracy": "high"}}
+    for content, error, token in (({**plain, "version": 99}, DataError, "99"), (wrong, ConfigError, r"id\.accuracy")):
+        path.write_text(json.dumps(content))
         with pytest.raises(error, match=token):
-            Evaluation.load(tmp_path / f"{name}.json")
-    with pytest.raises(DataError, match=r"missing.json"):
-        Evaluation.load(tmp_path / "missing.json")
-    evaluation.save(tmp_path / "run.json")
+            Evaluation.load(path)
+    evaluation.save(path)
     (tmp_path / "run.logits.safetensors").write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"run.logits.safetensors"):
-        Evaluation.load(tmp_path / "run.json", with_logits=True)
+        Evaluation.load(path, with_logits=True)
     for key in ("head.weight", "ood/near"):
         save_file({key: torch.zeros(2, 3, 4)}, tmp_path / "other.safetensors")
         with pytest.raises(DataError, match="id/logits"):

@@ -129,32 +129,23 @@ def test_provenance() -> None:
 
 
 class TestCalibrationData:
-    def sources(self, batches: list[Batch]) -> dict[str, Any]:
+    @pytest.mark.parametrize("scope", SCOPES)
+    @pytest.mark.parametrize("count", [None, 2])
+    def test_every_kind_of_source_gives_the_same(self, scope: Any, count: int | None) -> None:
+        ensemble, batches = model_and_batches((3,) * 6)
         images, labels = joined(batches)
 
         class Stream(IterableDataset[Any]):
             def __iter__(self) -> Iterator[Any]:
                 yield from zip(images, labels, strict=True)
 
-        return {
-            "list": batches,
-            "generator": iter(batches),
-            "stream": DataLoader(Stream(), batch_size=3),
-            "mappings": [{"pixel_values": inputs, "labels": labels} for inputs, labels in batches],
-            "loader": DataLoader(batches, batch_size=None),  # type: ignore[arg-type]
-        }
-
-    @pytest.mark.parametrize("scope", SCOPES)
-    @pytest.mark.parametrize("count", [None, 2])
-    def test_every_kind_of_source_gives_the_same(self, scope: Any, count: int | None) -> None:
-        ensemble = random_ensemble()
-        sources = self.sources(random_batches(ensemble, (3,) * 6))
-        results = {
-            name: taylor(ensemble, source, budget=3, scope=scope, seed=1, calibration_batches=count)
-            for name, source in sources.items()
-        }
-        first = results["list"]
-        for other in results.values():
+        mappings = [{"pixel_values": inputs, "labels": labels} for inputs, labels in batches]
+        loaders = DataLoader(Stream(), batch_size=3), DataLoader(batches, batch_size=None)  # type: ignore[arg-type,var-annotated]
+        first, *others = (
+            taylor(ensemble, source, budget=3, scope=scope, seed=1, calibration_batches=count)
+            for source in (batches, iter(batches), mappings, *loaders)
+        )
+        for other in others:
             assert (other.heads, other.scores) == (first.heads, first.scores)
             assert other.provenance["batches"] == first.provenance["batches"]
         assert len(first.provenance["batches"]) == (count or 6)

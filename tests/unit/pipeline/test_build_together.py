@@ -121,23 +121,6 @@ def test_what_is_left_open_follows_the_model() -> None:
     assert not torch.equal(*apart.state_dict()[NORM])
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"strategy": "branches", "prune": 2, "training": "together"}, "branches"),
-        ({"strategy": "branches"}, "training"),
-        ({"whole": True, "members": 1}, "members"),
-        ({"training": "jointly"}, "training"),
-        ({"average_trunk": True}, "average_trunk"),
-        ({"average_trunk": True, "training": "together"}, "average_trunk"),
-        ({"average_trunk": True, "training": "apart", "shared_layers": 0}, "average_trunk"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        he.HydraConfig(**changes)
-
-
 @pytest.mark.parametrize("training", ["together", "apart"])
 def test_a_training_without_a_recipe_takes_ours(training: Any) -> None:
     """So whoever asks what a build reads, the command line too, is told of the training data."""

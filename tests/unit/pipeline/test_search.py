@@ -58,15 +58,15 @@ def names(result: he.SearchResult, state: str) -> list[str]:
     return [row.name for row in result.rows if row.state == state]
 
 
-def first_numbers(monkeypatch: pytest.MonkeyPatch, table: dict[str, float]) -> None:
-    """Let the first comparison find these losses instead of what it would find; a name is that of the folder."""
-    original = searching._Search._numbers
+def first_numbers(monkeypatch: pytest.MonkeyPatch, trunk_2: float, trunk_1: float) -> None:
+    """Let the first comparison of both trained candidates find these losses instead of what it would find."""
+    original, places = searching._Search._numbers, "first/random-3-trunk-{}-1-heads-off-trained-together"
+    table = {places.format(2): trunk_2, places.format(1): trunk_1}
 
     def numbers(self: Any, name: str, make: Any) -> Any:
-        loss = table.get(name)
-        if loss is None:
+        if name not in table:
             return original(self, name, make)
-        return {"nll": loss, "aurc": loss, **dict.fromkeys(self.settings.scores, 1.0 - loss)}
+        return {"nll": table[name], "aurc": table[name], **dict.fromkeys(self.settings.scores, 1.0 - table[name])}
 
     monkeypatch.setattr(searching._Search, "_numbers", numbers)
 
@@ -125,8 +125,7 @@ def test_a_plan_has_prices_and_leaves_nothing_behind(tmp_path, work) -> None:
 
 
 def test_one_that_is_worse_in_every_number_at_no_lower_price_stops_early(monkeypatch, work, tmp_path) -> None:
-    first = {"first/random-3-trunk-2-1-heads-off-trained-together": 0.2}
-    first_numbers(monkeypatch, {**first, "first/random-3-trunk-1-1-heads-off-trained-together": 0.3})
+    first_numbers(monkeypatch, 0.2, 0.3)
     found = run(tmp_path)
     (stopped,) = names(found, "stopped early")
     assert stopped == "random ×3, trunk 1, 1 heads off, trained together"
@@ -136,8 +135,7 @@ def test_one_that_is_worse_in_every_number_at_no_lower_price_stops_early(monkeyp
 
 
 def test_a_cheaper_one_is_not_stopped_by_a_better_and_dearer_one(monkeypatch) -> None:
-    first = {"first/random-3-trunk-2-1-heads-off-trained-together": 0.3}
-    first_numbers(monkeypatch, {**first, "first/random-3-trunk-1-1-heads-off-trained-together": 0.2})
+    first_numbers(monkeypatch, 0.3, 0.2)
     assert not names(run(), "stopped early")
 
 

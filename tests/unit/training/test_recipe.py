@@ -72,58 +72,6 @@ def test_no_other_preset_and_a_changed_setting_is_no_longer_marked():
         Recipe.preset("imagenet", speed=3)
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    {
-        "learning_rate": [None, 0.0, "1e-3", True],
-        "grid": [(0.1,)],  # beside a learning rate
-        "epochs": [1],  # beside steps
-        "steps": [None, 0, 2.5],
-        "warmup": [10, 1.0, -1, "0.1"],
-        "floor": [1.5],
-        "label_smoothing": [1.0],
-        "dropout": [1.0],
-        "momentum": [-0.1],
-        "betas": [(0.9,), (0.9, 1.0)],
-        "weight_decay": [float("nan"), None],
-        "classifier_rate": [0.0],
-        "clip_norm": [0.0],
-        "no_decay_on_bias_and_norm": ["no"],
-        "train_groups": [(), ("head",), "readout", ("mlp", "mlp")],
-        "rand_augment": [9],
-        "optimizer": ["lamb"],
-        "schedule": ["step"],
-        "precision": ["int8"],
-        "reinit_classifier": ["ones"],
-        "last_blocks": [0],
-        "patience": [0],
-        "gradient_accumulation": [0],
-        "seed": [-1],
-        "ours": [("colour",)],
-    }.items(),
-)
-def test_settings_that_cannot_work_are_refused(name, values):
-    good = {"learning_rate": 0.1, "steps": 10}
-    Recipe(**good)
-    for value in values:
-        with pytest.raises(ConfigError, match=name):
-            Recipe(**{**good, name: value})
-
-
-@pytest.mark.parametrize(
-    ("changes", "token"),
-    [
-        ({"learning_rate": None, "grid": (0.1, 0.1)}, "grid"),
-        ({"learning_rate": None, "grid": ("0.1",)}, "grid"),
-        ({"train_groups": ("mlp",), "reinit_classifier": "zeros"}, "reinit_classifier"),
-        ({"rand_augment": {"operations": 2, "magnitude": 31}}, "magnitude"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(changes, token):
-    with pytest.raises(ConfigError, match=token):
-        Recipe(**{"learning_rate": 0.1, "steps": 10, **changes})
-
-
 def test_the_plan_counts_updates_and_warm_up():
     recipe = Recipe(learning_rate=0.1, epochs=3, gradient_accumulation=4)
     assert recipe.plan(9) == (9, 0)  # 3 updates an epoch: 4 + 4 + 1 batches

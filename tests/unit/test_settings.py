@@ -1,0 +1,136 @@
+"""Settings check themselves: fields refuse other kinds, choices and numbers, and what does not go together."""
+
+import dataclasses
+import importlib
+import math
+import pkgutil
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+
+import hydra_ensembles as he
+from hydra_ensembles.arguments import Checked
+from hydra_ensembles.data.batching import TrainTransform
+from hydra_ensembles.demo import DemoSettings
+from hydra_ensembles.errors import ConfigError
+from unit.pipeline.build_cases import recipe
+
+for module in pkgutil.walk_packages(he.__path__, "hydra_ensembles."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+
+
+def kinds(base: type = Checked) -> Iterator[type]:
+    for one in base.__subclasses__():
+        yield from (one, *kinds(one))
+
+
+SIZES = {"width": 8, "layers": 2, "heads": 2, "head_dim": 4, "mlp_width": 8, "patch_size": (2, 2), "grid": (2, 2)}
+TEXTS = {"vocabulary": 9, "positions": 9, "embedding_width": 8, "outputs": 3, "max_length": 8, "base": 10.0}
+NEEDED: dict[str, Any] = {**SIZES, **TEXTS, "size": (8, 8), "model": "m", "output": "o", "id": "i", "ood": ("o",)}
+GOOD = {he.Recipe: {"learning_rate": 0.1, "steps": 10}, he.HydraConfig: {"prune": 4}}
+KINDS = {f"{one.__module__}.{one.__name__}": one for one in kinds()}
+
+
+def good(kind: Any) -> dict[str, Any]:
+    """Settings that work: what has no default, and the data that an evaluation must have."""
+    bare = [one.name for one in dataclasses.fields(kind) if one.default is one.default_factory or one.name == "id"]
+    return {name: NEEDED[name] for name in bare} | GOOD.get(kind, {})
+
+
+def wrong(hint: Any) -> Iterator[Any]:
+    """Values that a field of this type refuses."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        least, end = inner[1]
+        below = least - 1 if isinstance(least, int) else math.nextafter(least, -math.inf)
+        yield from (one for one in (below, end) if math.isfinite(one))
+        yield from wrong(inner[0])
+    elif origin in (Union, types.UnionType):
+        yield from wrong(inner[0]) if len(inner) == 2 and inner[1] is types.NoneType else ()
+    else:
+        others: dict[Any, tuple[Any, ...]] = {int: (1.5, "3", True), float: ("2", True, math.nan), bool: ("no", 1)}
+        yield from ("nonsense",) if origin is Literal else others.get(hint, ())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_values_beyond_what_is_annotated_are_refused(name: str) -> None:
+    kind = KINDS[name]
+    usual = good(kind)
+    kind(**usual)
+    for field, hint in get_type_hints(kind, include_extras=True).items():
+        for value in wrong(hint) if field in {one.name for one in dataclasses.fields(kind) if one.init} else ():
+            with pytest.raises(ConfigError, match=field):
+                kind(**{**usual, field: value})
+
+
+REFUSED: dict[type, list[tuple[str, Any]]] = {  # fields, and what they refuse
+    he.Recipe: [
+        ("learning_rate classifier_rate clip_norm steps last_blocks patience gradient_accumulation", 0),
+        ("learning_rate steps weight_decay", None),
+        ("label_smoothing dropout warmup", 1.0),
+        ("momentum warmup seed", -1),
+        ("warmup rand_augment", 10),  # all steps
+        ("epochs floor", 2),  # beside steps
+        ("grid betas", (0.1,)),  # beside a learning rate
+        ("betas", (0.9, 1.0)),
+        ("train_groups", ()),
+        ("train_groups ours", ("head",)),
+        ("train_groups warmup", "readout"),
+        ("train_groups", ("mlp", "mlp")),
+    ],
+    he.HydraConfig: [
+        ("prune members calibration_batches accepted_share", 0),
+        ("shared_layers seed max_accuracy_loss", -1),
+        ("pool", 4),  # heads are pruned
+        ("pool max_accuracy_loss accepted_share", 2.5),
+        ("seed", 2**63),
+        ("strategy", ["circuit"]),
+        ("recipe", "sst2"),
+        ("norms", None),
+    ],
+    DemoSettings: [("epochs limit", 0), ("seed", -1), ("draws share", 1), ("limit", 3)],
+    he.ImagePreprocessing: [("size", (0, 8)), ("mean", (0.0, 0.0)), ("std", (1.0, 0.0, 1.0)), ("crop_fraction", 1.5)],
+    he.TextPreprocessing: [("max_length", 0), ("pad_id", -1)],
+    TrainTransform: [
+        ("size crop_scale", (0, 8)),
+        ("crop_scale", (0.9, 0.5)),
+        ("flip_probability", 1.5),
+        ("std", (1, 0, 1)),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_numbers_that_cannot_work_are_refused(kind: Any) -> None:
+    for names, value in REFUSED[kind]:
+        for name in names.split():
+            with pytest.raises(ConfigError, match=name):
+                kind(**{**good(kind), name: value})
+
+
+WHOLE = recipe(train_groups=("stem", "attention", "mlp", "norms", "readout"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "token"),
+    [
+        (he.Recipe, {"learning_rate": None, "grid": (0.1, 0.1)}, "grid"),
+        (he.Recipe, {"learning_rate": None, "grid": ("0.1",)}, "grid"),
+        (he.Recipe, {"train_groups": ("mlp",), "reinit_classifier": "zeros"}, "reinit_classifier"),
+        (he.Recipe, {"rand_augment": {"operations": 2, "magnitude": 31}}, "magnitude"),
+        (he.HydraConfig, {"recipe": WHOLE}, "stem"),
+        (he.HydraConfig, {"strategy": "branches", "prune": 2, "training": "together"}, "branches"),
+        (he.HydraConfig, {"strategy": "branches", "prune": None}, "training"),
+        (he.HydraConfig, {"whole": True, "members": 1}, "members"),
+        (he.HydraConfig, {"average_trunk": True}, "average_trunk"),
+        (he.HydraConfig, {"average_trunk": True, "training": "together"}, "average_trunk"),
+        (he.HydraConfig, {"average_trunk": True, "training": "apart", "shared_layers": 0}, "average_trunk"),
+        (DemoSettings, {"shared_layers": 6}, "last_blocks"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(kind: Any, changes: dict[str, Any], token: str) -> None:
+    with pytest.raises(ConfigError, match=token):
+        kind(**{**good(kind), **changes})
