@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from hydra_ensembles.metrics.distance import LearnedName
 
-from .findings import claim_cells, marked, not_testable_table, printed, tested
+from .findings import claim_cells, marked, memory, not_testable_table, printed, tested
 from .measures import Number, numbers, plain_numbers
 from .paper import read_csv, zero_shot_numbers
 from .results import markdown
@@ -175,6 +175,29 @@ def sets_table(study: DualStudy) -> str:
     return markdown(["row", *heads], lines, "AUROC / FPR95; the latter of sets of 1,000 images or more.")
 
 
+def detection_table(study: DualStudy) -> str:
+    """Foreign inputs of every ID task by the largest probability, by entropy and by the score that a row brings."""
+    scores = {"all.auroc": "by MSP", "entropy:all.auroc": "by entropy", "own.auroc": "by its own score"}
+    keys = {f"{task}.{key}": f"{task}, {told} ↑" for task in study.detections for key, told in scores.items()}
+    lines = [[row, *(marked(study, row, key) for key in keys)] for row in study.rows]
+    return markdown(["row", *keys.values()], lines, "AUROC, mean over all OOD sets of the task.")
+
+
+def price_table(study: DualStudy) -> str:
+    """What every row takes."""
+    lines = []
+    for row in study.rows:
+        cost = study.cost(row)
+        ratio = f"{cost['latency_ratio']:.2f}x" if cost else "–"
+        stored = f"{cost['parameters'] / 1e6:.1f} M" if cost.get("parameters") else "–"
+        trained = f"{study.facts['trainings'][row]:g}"
+        lines.append([row, stored, ratio, memory(cost), trained, len(study.seeds(row))])
+    costs = study.facts["costs"]
+    where = f"Cost and memory: a batch of {costs['batch']}, bfloat16, {costs['device']}. " if costs else ""
+    note = f"{where}A dash: not measured, or Single's with a temperature. Trainings: of a text side, Single's too."
+    return markdown(["row", "parameters", "cost ↓", "peak memory ↓", "trainings ↓", "seeds"], lines, note)
+
+
 def claims(study: DualStudy) -> list[dict[str, Any]]:
     """What the paper claims, each with its margin: reproduced, not reproduced, or a tie."""
     paper = study.paper()
@@ -228,6 +251,8 @@ TABLES: Mapping[str, Callable[[DualStudy], str]] = {
     "tasks": tasks_table,
     "ece": lambda study: tasks_table(study, "ece"),
     "sets": sets_table,
+    "detection": detection_table,
+    "price": price_table,
     "claims": claims_table,
     "choices": choices_table,
     "settings": settings_table,

@@ -72,6 +72,20 @@ def made_up(folder: Path, right: dict[str, float], hopeless: tuple[str, ...] = (
     return DualStudy("zero-shot", folder)
 
 
+def test_prices_and_scores_of_every_row_are_shown(tmp_path: Path) -> None:
+    study = made_up(tmp_path, {})
+    study.facts["costs"] = {
+        "batch": 8,
+        "device": "a machine",
+        "rows": {HYDRA: {"latency_ratio": 1.5, "parameters": 2e6, "peak_memory_bytes": 3 << 20}},
+    }
+    assert f"| {HYDRA} | 2.0 M | 1.50x | 3 MiB | 1 | 5 |" in TABLES["price"](study)
+    assert f"| {SINGLE} | – | – | – | 1 | 5 |" in TABLES["price"](study)
+    told = next(line for line in TABLES["detection"](study).splitlines() if line.startswith(f"| {HYDRA}"))
+    first, second, own = told.split(" | ")[1:4]
+    assert first == second == own  # the score is the same in all columns that are made up
+
+
 def test_settings_of_rows_are_shown_with_what_chose_them(tmp_path: Path) -> None:
     told = TABLES["settings"](made_up(tmp_path, {}))
     assert "| BayesVLM | pseudo count 1 | 0.500 | 0 of 5 |" in told
