@@ -82,7 +82,7 @@ class ImagePreprocessing(Checked):
                 "are: PIL.ImageOps.exif_transpose turns it upright"
             )
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
-        mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
+        mean, std = (torch.tensor(one, dtype=torch.float32).view(1, -1, 1, 1) for one in (self.mean, self.std))
         return (pixels - mean) / std
 
     def _pixels(self, image: "Image") -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from checkpoint_models import TOKENIZER
@@ -132,3 +133,15 @@ def test_images_without_a_pixel_and_texts_that_cannot_be_read_are_refused() -> N
             texts([("hello", "hello"), ("", text)])
     repaired = TextPreprocessing(max_length=5, tokenizer=TOKENIZER, cleaning="whitespace")
     assert repaired("hello \ud83d")["input_ids"].tolist() == [[1, 0]]  # as open_clip reads it
+
+
+def test_preprocessing_does_not_follow_the_usual_type_of_tensors() -> None:
+    """Code for large language models often makes bfloat16 the default, in which the mean of ImageNet is another one."""
+    image = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
+    expected = ImagePreprocessing((4, 4))(image)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = ImagePreprocessing((4, 4))(image)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)

@@ -115,7 +115,7 @@ def test_a_suite(run_folder, world, tmp_path, monkeypatch):
         (["--id", "{world}/dots"], "without a class"),
         (["--id", "{world}/test", "--bootstrap", "-1"], "bootstrap"),
         (["--id", "{world}/test", "--also-score", "magic"], "scores[0] must be one of"),
-        (["--id", "{world}/test", "--limit", "1"], "limit must be at least 2"),
+        (["--id", "{world}/test", "--limit", "1"], "limit must be a number of at least 2"),
         (["--id", "{world}/tset"], "did you mean test"),
     ],
 )
