@@ -66,7 +66,7 @@ def settings() -> dict[str, tuple[Callable[[Any], Any], Takes, bool]]:
     def add(name: str, call: Callable[[Any], Any], takes: Takes, costly: bool = False) -> None:
         found[name] = call, takes, costly
 
-    for table in (_recipe, _hydra_config, _dataclasses, _functions, _circuits, _models, _zero_shot, _metrics, _results):
+    for table in (_dataclasses, _functions, _circuits, _models, _zero_shot, _metrics, _results):
         table(add)
     return found
 
@@ -74,47 +74,99 @@ def settings() -> dict[str, tuple[Callable[[Any], Any], Takes, bool]]:
 Add = Callable[..., None]
 
 
-def _recipe(add: Add) -> None:
-    def given(**settings: Any) -> he.Recipe:
-        return he.Recipe(**{"learning_rate": 0.1, "steps": 4, **settings})
+def _each(add: Add, form: str, call: Callable[..., Any], takes: dict[str, Takes], **usual: Any) -> None:
+    """Several settings of one function or class; a key may hold several names that take the same."""
+    for names, one in takes.items():
+        for name in names.split():
+            add(form.format(name), lambda value, name=name: call(**{**usual, name: value}), one)
 
-    numbers = {
-        "classifier_rate": number(0, above=True),
-        "momentum": number(0, 1),
-        "weight_decay": number(0),
-        "floor": number(0, 1, below=False),
-        "label_smoothing": number(0, 1),
-        "dropout": number(0, 1, none=True),
-        "clip_norm": number(0, above=True, none=True),
-        "min_delta": number(0, 1),
-        "last_blocks": whole(1, none=True),
-        "patience": whole(1, none=True),
-        "evaluate_every": whole(1, none=True),
-        "gradient_accumulation": whole(1),
-        "seed": whole(0),
-        "order_seed": whole(0, none=True),
-        "batch_size": whole(1, none=True),
-        "optimizer": nothing,
-        "schedule": nothing,
-        "precision": nothing,
-        "reinit_classifier": only(none=True),
-        "train_groups": nothing,
-        "rand_augment": only(none=True),
-        "no_decay_on_bias_and_norm": only(True),
-        "ours": only(()),
-        "betas": nothing,
-        "warmup": _warmup,
-    }
-    for name, takes in numbers.items():
-        tolerant = either(takes, {}) if name in ("rand_augment", "ours") else takes
-        add(f"Recipe.{name}", lambda value, name=name: given(**{name: value}), tolerant)
-    add("Recipe.learning_rate", lambda value: he.Recipe(learning_rate=value, steps=4), number(0, above=True))
-    add("Recipe.grid", lambda value: he.Recipe(grid=value, steps=4), _is_one)
-    add("Recipe.steps", lambda value: he.Recipe(learning_rate=0.1, steps=value), whole(1))
-    add("Recipe.epochs", lambda value: he.Recipe(learning_rate=0.1, epochs=value), whole(1))
+
+def _dataclasses(add: Add) -> None:
+    share, rate, size = number(0, 1, above=True, below=False), either(number(0, 1), 1), whole(1, 1 << 24)
+    _each(
+        add,
+        "Recipe.{}",
+        he.Recipe,
+        {
+            "learning_rate classifier_rate": number(0, above=True),
+            "weight_decay": number(0),
+            "floor": number(0, 1, below=False),
+            "momentum label_smoothing min_delta": number(0, 1),
+            "dropout": number(0, 1, none=True),
+            "clip_norm": number(0, above=True, none=True),
+            "last_blocks patience evaluate_every batch_size": whole(1, none=True),
+            "steps gradient_accumulation": whole(1),
+            "seed": whole(0),
+            "order_seed": whole(0, none=True),
+            "optimizer schedule precision train_groups betas": nothing,
+            "reinit_classifier": only(none=True),
+            "rand_augment": either(only(none=True), {}),
+            "no_decay_on_bias_and_norm": only(True),
+            "ours": either(only(()), {}),
+            "warmup": _warmup,
+        },
+        learning_rate=0.1,
+        steps=4,
+    )
+    _each(add, "Recipe.{}", he.Recipe, {"grid": _is_one}, steps=4)
+    _each(add, "Recipe.{}", he.Recipe, {"epochs": whole(1)}, learning_rate=0.1)
     add("Recipe.preset", he.Recipe.preset, nothing)
-    add("RandAugment.operations", lambda value: RandAugment(operations=value), whole(1))
-    add("RandAugment.magnitude", lambda value: RandAugment(magnitude=value), whole(0, 30))
+    _each(add, "RandAugment.{}", RandAugment, {"operations": whole(1), "magnitude": whole(0, 30)})
+    hydra_config: dict[str, Takes] = {
+        "members calibration_batches": whole(1),
+        "strategy method ties taylor_scope stem mlp norms readout": nothing,
+        "whole calibrate per_member_temperature": only(True),
+        "training recipe": only(none=True),
+        "max_accuracy_loss": number(0, 1, below=False, none=True),
+        "pool": either(whole(2, none=True), 1),
+        "shared_layers": whole(0, none=True),
+        "accepted_share": share,
+        "seed": whole(0),
+        "prune": whole(1, none=True),
+    }
+    _each(add, "HydraConfig.{}", he.HydraConfig, hydra_config, prune=1)
+    calibration: dict[str, Takes] = {"temperature": lambda v: None if _is_one(v) else False, "threshold": _threshold}
+    _each(add, "Calibration.{}", Calibration, {**calibration, "score": nothing, "accepted_share": share})
+    images: dict[str, Takes] = {"size mean std interpolation resize_mode crop_corner": nothing, "crop_fraction": share}
+    _each(add, "ImagePreprocessing.{}", he.ImagePreprocessing, images, size=(8, 8))
+    texts: dict[str, Takes] = {
+        "max_length": whole(1, 1 << 20),
+        "pad_id": whole(0),
+        "pad_token": text(empty=True),
+        "pad_to_max attention_mask segments": only(True),
+        "cleaning": nothing,
+        "tokenizer": either(text(empty=True), "2", "nonsense"),
+    }
+    _each(add, "TextPreprocessing.{}", he.TextPreprocessing, texts, max_length=9)
+    encoder: dict[str, Takes] = {
+        "width layers heads head_dim mlp_width": size,
+        "attention_dropout projection_dropout activation_dropout output_dropout": rate,
+        "activation norm": nothing,
+        "drop_path": only(()),
+    }
+    _each(add, "EncoderConfig.{}", EncoderConfig, encoder, width=8, layers=2, heads=2, head_dim=4, mlp_width=8)
+    stem: dict[str, Takes] = {
+        "patch_size grid resample": nothing,
+        "channels": size,
+        "registers": whole(0, 1 << 24),
+        "position_prefix": whole(0, 1),
+        "dropout": rate,
+    }
+    _each(add, "PatchStemConfig.{}", PatchStemConfig, stem, patch_size=(2, 2), grid=(2, 2))
+    words: dict[str, Takes] = {
+        "vocabulary positions embedding_width": size,
+        "segments": whole(0, 1 << 24),
+        "positions_after": whole(0, 7, none=True),
+    }
+    _each(add, "TextStemConfig.{}", TextStemConfig, words, vocabulary=9, positions=9, embedding_width=8)
+    readout: dict[str, Takes] = {
+        "pool norm": nothing,
+        "num_classes map_heads": whole(0, 1 << 24),
+        "hidden": only(none=True),
+        "dropout": rate,
+        "eot_token": either(whole(0, none=True), -1),
+    }
+    _each(add, "ReadoutConfig.{}", ReadoutConfig, readout)
 
 
 def _warmup(value: Any) -> bool | None:
@@ -123,106 +175,6 @@ def _warmup(value: Any) -> bool | None:
 
 def _is_one(value: Any) -> bool:
     return type(value) is list and value == [1]
-
-
-def _hydra_config(add: Add) -> None:
-    takes_of: dict[str, Takes] = {
-        "members": whole(1),
-        "strategy": nothing,
-        "whole": only(True),
-        "training": only(none=True),
-        "method": nothing,
-        "ties": nothing,
-        "max_accuracy_loss": number(0, 1, below=False, none=True),
-        "pool": either(whole(2, none=True), 1),
-        "taylor_scope": nothing,
-        "calibration_batches": whole(1),
-        "recipe": only(none=True),
-        "shared_layers": whole(0, none=True),
-        "stem": nothing,
-        "mlp": nothing,
-        "norms": nothing,
-        "readout": nothing,
-        "calibrate": only(True),
-        "per_member_temperature": only(True),
-        "accepted_share": number(0, 1, above=True, below=False),
-        "seed": whole(0),
-    }
-    for name, takes in takes_of.items():
-        add(f"HydraConfig.{name}", lambda value, name=name: he.HydraConfig(**{"prune": 1, name: value}), takes)
-    add("HydraConfig.prune", lambda value: he.HydraConfig(prune=value), whole(1, none=True))
-
-
-def _dataclasses(add: Add) -> None:
-    add(
-        "Calibration.temperature", lambda value: Calibration(temperature=value), lambda v: None if _is_one(v) else False
-    )
-    add("Calibration.threshold", lambda value: Calibration(threshold=value), _threshold)
-    add("Calibration.score", lambda value: Calibration(score=value), nothing)
-    add("Calibration.accepted_share", lambda v: Calibration(accepted_share=v), number(0, 1, above=True, below=False))
-    images: dict[str, Takes] = {
-        "size": nothing,
-        "mean": nothing,
-        "std": nothing,
-        "interpolation": nothing,
-        "crop_fraction": number(0, 1, above=True, below=False),
-        "resize_mode": nothing,
-        "crop_corner": nothing,
-    }
-    for name, takes in images.items():
-        add(
-            f"ImagePreprocessing.{name}", lambda v, name=name: he.ImagePreprocessing(**{"size": (8, 8), name: v}), takes
-        )
-    texts: dict[str, Takes] = {
-        "max_length": whole(1, 1 << 20),
-        "pad_id": whole(0),
-        "pad_token": text(empty=True),
-        "pad_to_max": only(True),
-        "attention_mask": only(True),
-        "segments": only(True),
-        "cleaning": nothing,
-        "tokenizer": either(text(empty=True), "2", "nonsense"),
-    }
-    for name, takes in texts.items():
-        add(f"TextPreprocessing.{name}", lambda v, name=name: he.TextPreprocessing(**{"max_length": 9, name: v}), takes)
-    sizes = {"width": 8, "layers": 2, "heads": 2, "head_dim": 4, "mlp_width": 8}
-    for name in sizes:
-        add(f"EncoderConfig.{name}", lambda v, name=name: EncoderConfig(**{**sizes, name: v}), whole(1, 1 << 24))
-    for name in ("attention_dropout", "projection_dropout", "activation_dropout", "output_dropout"):
-        add(f"EncoderConfig.{name}", lambda v, name=name: EncoderConfig(**{**sizes, name: v}), either(number(0, 1), 1))
-    for name in ("activation", "norm", "drop_path"):
-        takes = only(()) if name == "drop_path" else nothing
-        add(f"EncoderConfig.{name}", lambda v, name=name: EncoderConfig(**{**sizes, name: v}), takes)
-    stem = {"patch_size": (2, 2), "grid": (2, 2)}
-    for name, takes in {
-        "patch_size": nothing,
-        "grid": nothing,
-        "channels": whole(1, 1 << 24),
-        "registers": whole(0, 1 << 24),
-        "position_prefix": whole(0, 1),
-        "resample": nothing,
-        "dropout": either(number(0, 1), 1),
-    }.items():
-        add(f"PatchStemConfig.{name}", lambda v, name=name: PatchStemConfig(**{**stem, name: v}), takes)
-    words = {"vocabulary": 9, "positions": 9, "embedding_width": 8}
-    for name, takes in {
-        "vocabulary": whole(1, 1 << 24),
-        "positions": whole(1, 1 << 24),
-        "embedding_width": whole(1, 1 << 24),
-        "segments": whole(0, 1 << 24),
-        "positions_after": whole(0, 7, none=True),
-    }.items():
-        add(f"TextStemConfig.{name}", lambda v, name=name: TextStemConfig(**{**words, name: v}), takes)
-    for name, takes in {
-        "pool": nothing,
-        "num_classes": whole(0, 1 << 24),
-        "norm": nothing,
-        "hidden": only(none=True),
-        "dropout": either(number(0, 1), 1),
-        "eot_token": either(whole(0, none=True), -1),
-        "map_heads": whole(0, 1 << 24),
-    }.items():
-        add(f"ReadoutConfig.{name}", lambda v, name=name: ReadoutConfig(**{name: v}), takes)
 
 
 def _threshold(value: Any) -> bool | None:
@@ -243,92 +195,79 @@ def _functions(add: Add) -> None:
     own, several = model(), hydra()
     data, foreign, train = batches(seed=2), batches(seed=3, shift=1.5), batches(count=8, seed=4)
     quiet: dict[str, Any] = {"progress": False}
-    share = number(0, 1, above=True, below=False)
+    share, on = number(0, 1, above=True, below=False), either(_device, "")
     add("calibrate(ensemble)", lambda v: he.calibrate(v, data), nothing)
-    add("calibrate(share)", lambda v: he.calibrate(several, data, share=v), share)
-    add("calibrate(score)", lambda v: he.calibrate(several, data, score=v), nothing)
+    _each(add, "calibrate({})", partial(he.calibrate, several, data), {"share": share, "score": nothing})
     logits, labels = torch.randn(2, 12, CLASSES), torch.arange(12) % CLASSES
-    add("fit_calibration(member_logits)", lambda v: he.fit_calibration(v, labels), nothing)
-    add("fit_calibration(labels)", lambda v: he.fit_calibration(logits, v), nothing)
-    add("fit_calibration(share)", lambda v: he.fit_calibration(logits, labels, share=v), share)
-    add("fit_calibration(score)", lambda v: he.fit_calibration(logits, labels, score=v), nothing)
-
-    def evaluate(**settings: Any) -> Any:
-        return he.evaluate(several, data, {"other": foreign}, **quiet, **settings)
-
+    fitted: dict[str, Takes] = {"member_logits labels score": nothing, "share": share}
+    _each(add, "fit_calibration({})", he.fit_calibration, fitted, member_logits=logits, labels=labels)
+    evaluate = partial(he.evaluate, several, data, {"other": foreign}, **quiet)
+    sets = either(only({}, none=True), ())
     add("evaluate(ensemble)", lambda v: he.evaluate(v, data, **quiet), nothing)
-    add("evaluate(ood)", lambda v: he.evaluate(several, data, v, **quiet), either(only({}, none=True), ()))
-    add("evaluate(shift)", lambda v: he.evaluate(several, data, None, v, **quiet), either(only({}, none=True), ()))
-    add("evaluate(score)", lambda v: evaluate(score=v), nothing)
-    add("evaluate(scores)", lambda v: evaluate(scores=v), either(only(()), "", {}, None))
-    add("evaluate(convention)", lambda v: evaluate(convention=v), nothing)
+    add("evaluate(ood)", lambda v: he.evaluate(several, data, v, **quiet), sets)
+    add("evaluate(shift)", lambda v: he.evaluate(several, data, None, v, **quiet), sets)
     add("evaluate(bootstrap)", lambda v: evaluate(bootstrap=v), either(whole(0), 1), costly=True)
-    add("evaluate(gallery)", lambda v: evaluate(gallery=v), whole(0))
-    add("evaluate(batch_size)", lambda v: evaluate(batch_size=v), whole(1))
-    add("evaluate(num_workers)", lambda v: evaluate(num_workers=v), whole(0))
-    add("evaluate(device)", lambda v: evaluate(device=v), either(_device, ""))
-    add("evaluate(name)", lambda v: evaluate(name=v), either(text(none=True, empty=True), "\ud800"))
-    add("evaluate(calibration)", lambda v: evaluate(calibration=v), either(only(none=True), 0, "", (), {}))
-
+    evaluated: dict[str, Takes] = {
+        "score convention": nothing,
+        "scores": either(only(()), "", {}, None),
+        "gallery num_workers": whole(0),
+        "batch_size": whole(1),
+        "device": on,
+        "name": either(text(none=True, empty=True), "\ud800"),
+        "calibration": either(only(none=True), 0, "", (), {}),
+    }
+    _each(add, "evaluate({})", evaluate, evaluated)
     add("finetune(member)", lambda v: he.finetune(v, train, recipe(steps=1), **quiet), nothing)
     add("finetune(recipe)", lambda v: he.finetune(own, train, v, **quiet), nothing)
-    add("finetune(index)", lambda v: he.finetune(own, train, recipe(steps=1), index=v, **quiet), whole(0))
-    add(
-        "finetune(checkpoint_every)",
-        lambda v: he.finetune(own, train, recipe(steps=1), checkpoint_every=v, **quiet),
-        whole(1),
-    )
-    add("finetune(device)", lambda v: he.finetune(own, train, recipe(steps=1), device=v, **quiet), either(_device, ""))
+    trained: dict[str, Takes] = {"index": whole(0), "checkpoint_every": whole(1), "device": on}
+    _each(add, "finetune({})", partial(he.finetune, own, train, recipe(steps=1), **quiet), trained)
     config = he.HydraConfig(prune=3, members=2, strategy="random", calibrate=False)
     add("build(model)", lambda v: he.build(v, config, **quiet), nothing)
     add("build(config)", lambda v: he.build(own, v, id=data, **quiet), nothing)
-    add("build(device)", lambda v: he.build(own, config, device=v, **quiet), either(_device, ""))
-    add("build(class_names)", lambda v: he.build(own, config, class_names=v, **quiet), only(none=True))
+    _each(add, "build({})", partial(he.build, own, config, **quiet), {"device": on, "class_names": only(none=True)})
 
 
 def _circuits(add: Add) -> None:
     own, data, foreign = model(), batches(count=8, seed=2), batches(count=8, seed=3, shift=1.5)
-
-    def taylor(**settings: Any) -> Any:
-        return he.taylor(own, data, **{"budget": LAYERS, **settings})
-
     heads: Takes = either(only((), {}), "", {})
     add("taylor(ensemble)", lambda v: he.taylor(v, data, budget=3), nothing)
-    add("taylor(budget)", lambda v: taylor(budget=v, scope="global"), whole(1, LAYERS * HEADS))
-    add("taylor(scope)", lambda v: taylor(scope=v), nothing)
-    add("taylor(layers)", lambda v: taylor(layers=v, budget=1), lambda v: None if v is None else _is_one(v))
-    add("taylor(removed)", lambda v: taylor(removed=v), heads)
-    add("taylor(seed)", lambda v: taylor(seed=v), whole(0))
-    add("taylor(calibration_batches)", lambda v: taylor(calibration_batches=v), whole(1, 2, none=True))
-    add("taylor(dtype)", lambda v: taylor(dtype=v), _dtype)
-    add("taylor(device)", lambda v: taylor(device=v), either(_device, ""))
-
-    def circuit(**settings: Any) -> Any:
-        return he.extract_circuit(own, data, foreign, **{"budget": 1, "progress": False, **settings})
-
+    add("taylor(budget)", lambda v: he.taylor(own, data, budget=v, scope="global"), whole(1, LAYERS * HEADS))
+    add(
+        "taylor(layers)",
+        lambda v: he.taylor(own, data, layers=v, budget=1),
+        lambda v: None if v is None else _is_one(v),
+    )
+    taylor: dict[str, Takes] = {
+        "scope": nothing,
+        "removed": heads,
+        "seed": whole(0),
+        "calibration_batches": whole(1, 2, none=True),
+        "dtype": _dtype,
+        "device": either(_device, ""),
+    }
+    _each(add, "taylor({})", partial(he.taylor, own, data), taylor, budget=LAYERS)
     add("extract_circuit(ensemble)", lambda v: he.extract_circuit(v, data, foreign, budget=1, progress=False), nothing)
-    add("extract_circuit(budget)", lambda v: circuit(budget=v), whole(1, LAYERS * HEADS))
-    add("extract_circuit(score)", lambda v: circuit(score=v), nothing)
-    add("extract_circuit(method)", lambda v: circuit(method=v), nothing)
-    add("extract_circuit(ties)", lambda v: circuit(ties=v), nothing)
-    share = number(0, 1, below=False, none=True)
-    add("extract_circuit(max_accuracy_loss)", lambda v: circuit(max_accuracy_loss=v), share)
-    add("extract_circuit(layers)", lambda v: circuit(layers=v), lambda v: v is None or _is_one(v))
-    add("extract_circuit(removed)", lambda v: circuit(removed=v), heads)
-    add("extract_circuit(dtype)", lambda v: circuit(dtype=v), _dtype)
-    add("extract_circuit(device)", lambda v: circuit(device=v), either(_device, ""))
-    bytes_given = either(whole(1, none=True), 1.5, 0.5)
-    add("extract_circuit(max_memory)", lambda v: circuit(max_memory=v), bytes_given)
-    add("extract_circuit(batch_size)", lambda v: circuit(batch_size=v), whole(1, none=True))
-    add("extract_circuit(screen_size)", lambda v: circuit(screen_size=v), whole(1, none=True))
-    add("extract_circuit(audit_steps)", lambda v: circuit(audit_steps=v), whole(0))
-    add("extract_circuit(seed)", lambda v: circuit(seed=v), whole(0))
-    add("extract_circuit(class_names)", lambda v: circuit(class_names=v), only(none=True))
+    circuit: dict[str, Takes] = {
+        "budget": whole(1, LAYERS * HEADS),
+        "score method ties": nothing,
+        "max_accuracy_loss": number(0, 1, below=False, none=True),
+        "layers": lambda v: v is None or _is_one(v),
+        "removed": heads,
+        "dtype": _dtype,
+        "device": either(_device, ""),
+        "max_memory": either(whole(1, none=True), 1.5, 0.5),
+        "batch_size screen_size": whole(1, none=True),
+        "audit_steps seed": whole(0),
+        "class_names": only(none=True),
+    }
+    _each(
+        add, "extract_circuit({})", partial(he.extract_circuit, own, data, foreign, progress=False), circuit, budget=1
+    )
     ranking = he.taylor(own, data, budget=3, scope="global")
     add("HeadRanking.first", ranking.first, whole(0, LAYERS * HEADS))
     add("HeadRanking.load", he.HeadRanking.load, nothing)
-    add("HeadRanking(heads)", lambda v: he.HeadRanking(v, (), "m", "s"), either(only((), {}), "", {}))
-    add("HeadRanking(scores)", lambda v: he.HeadRanking((), v, "m", "s"), either(only((), {}), "", {}))
+    add("HeadRanking(heads)", lambda v: he.HeadRanking(v, (), "m", "s"), heads)
+    add("HeadRanking(scores)", lambda v: he.HeadRanking((), v, "m", "s"), heads)
 
 
 def _models(add: Add) -> None:
