@@ -1,15 +1,21 @@
 """Deeds with a known end: refused with a clear error, or answered as a reference answers."""
 
 import dataclasses
+import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping
+from itertools import chain
 from random import Random
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+import hydra_ensembles as he
+from hydra_ensembles.batches import tensors_digest
 from hydra_ensembles.errors import HydraError
+from hydra_ensembles.schema import to_plain
 
 from .small import KINDS
 
@@ -82,3 +88,22 @@ def drawn(all_cases: list[T], count: int, seed: int) -> list[T]:
     """So many of the cases, drawn by the seed, in their order; all of them where there are no more."""
     chosen = Random(seed).sample(range(len(all_cases)), min(count, len(all_cases)))
     return [all_cases[index] for index in sorted(chosen)]
+
+
+def digest(*parts: Any) -> str:
+    """Equal for equal parts only: tensors by their bits, models by weights, configuration and metadata."""
+    found = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, nn.Module):
+            found.update(tensors_digest(part.state_dict()).encode())
+            for tower in (part.image, part.text) if isinstance(part, he.DualEncoder) else (part,):
+                found.update(digest(to_plain(tower.config), to_plain(tower.metadata.plain)).encode())
+                for beside in (tower.metadata.text_side, tower.metadata.familiarity):
+                    if beside is not None:
+                        found.update(digest(to_plain(beside.settings), *chain(*sorted(beside.state.items()))).encode())
+        elif isinstance(part, Tensor):
+            found.update(tensors_digest({"": part}).encode())
+        else:
+            found.update(json.dumps(part, sort_keys=True, default=repr).encode())
+        found.update(b"\x1f")
+    return found.hexdigest()

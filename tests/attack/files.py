@@ -100,7 +100,7 @@ def write_digests(folder: Path, original: Files) -> bool:
 
 
 @cache
-def known(place: str, index: int) -> tuple[Files, Files, bytes]:
+def known(place: str, index: int) -> tuple[Files, Files, str]:
     """The files of both saves, and the right answer as this process computes it."""
     one, two = _files(Path(place) / "one"), _files(Path(place) / "two")
     with tempfile.TemporaryDirectory(dir=PLACE) as temporary:

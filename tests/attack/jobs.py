@@ -1,6 +1,5 @@
 """Work that leaves files behind, each kind of it: what it does in a folder, and how to see that nothing was mixed."""
 
-import hashlib
 import json
 import shutil
 import sys
@@ -14,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load as read_tensors
-from torch import nn
 
 import hydra_ensembles as he
-from hydra_ensembles.batches import tensor_bytes
 
 from . import small
 from .children import Ending, forked, watch
+from .expected import digest
 from .small import Shuffled, batches, dual, hydra, model, pairs, recipe
 
 STUDIES = Path(__file__).resolve().parents[1] / "unit" / "studies"
@@ -40,21 +38,6 @@ class Job:
     run: Callable[[Path], str]
     prepare: Callable[[Path], Any] = lambda folder: None
     state: Callable[[Path], str] | None = None
-
-
-def digest(*parts: Any) -> str:
-    """A digest of models, rankings, evaluations, texts: every bit counts."""
-    found = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, nn.Module):
-            for name, tensor in part.state_dict().items():
-                found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-                found.update(tensor_bytes(tensor))
-            towers = [part.image, part.text] if isinstance(part, he.DualEncoder) else [part]
-            found.update(repr([(tower.config, tower.metadata) for tower in towers]).encode())
-        else:
-            found.update(repr(part).encode())
-    return found.hexdigest()
 
 
 # --- circuits and training ---------------------------------------------------------------------------------

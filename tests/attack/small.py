@@ -8,21 +8,17 @@ import torch
 from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles.model.config import (
-    EncoderConfig,
-    EnsembleConfig,
-    PatchStemConfig,
-    ReadoutConfig,
-    TextStemConfig,
-    all_heads,
-)
 from hydra_ensembles.model.metadata import Metadata
 from random_ensembles import noisy
+from random_ensembles import small as config_of
+from unit.pipeline.build_cases import recipe as recipe
 from zero_shot_models import word_tokenizer
 
 CLASSES, LAYERS, HEADS = 3, 3, 4
 SIZE = 8  # of an image, in pixels
 VOCABULARY, TOKENS, LONGEST = 60, 6, 12
+BLOCKS: dict[str, Any] = {"width": 12, "layers": LAYERS, "heads": HEADS, "head_dim": 3, "mlp_width": 16}
+WORDS = {"vocabulary": VOCABULARY, "positions": LONGEST}
 LABELS = ("cat", "dog", "bus")
 NAMES = ("cat", "dog", "red bus", "green tree")
 KINDS = ("image", "text")
@@ -31,24 +27,15 @@ KEYS = {"image": "pixel_values", "text": "input_ids"}
 Batch = tuple[Any, Tensor]
 
 
-def _encoder(**changes: Any) -> EncoderConfig:
-    return EncoderConfig(width=12, layers=LAYERS, heads=HEADS, head_dim=3, mlp_width=16, **changes)
-
-
 @cache
 def model(kind: str = "image", seed: int = 4, dropout: float = 0.0) -> he.Ensemble:
     """A classifier with one member, its class names and its preprocessing."""
+    config = config_of(classes=CLASSES, projection_dropout=dropout, **BLOCKS)
     preprocessing: Any = he.ImagePreprocessing((SIZE, SIZE), mean=(0.5,) * 3, std=(0.5,) * 3)
     if kind == "text":
         preprocessing = he.TextPreprocessing(LONGEST, segments=True, tokenizer=word_tokenizer().tokenizer)
-        blocks = _encoder(norm_first=False, projection_dropout=dropout)
-        stem = TextStemConfig(vocabulary=VOCABULARY, positions=LONGEST, embedding_width=12, segments=2)
-        readout = ReadoutConfig(num_classes=CLASSES, hidden="tanh", norm="none")
-        config = EnsembleConfig(stem, blocks, readout, all_heads(blocks))
-    else:
-        blocks = _encoder(projection_dropout=dropout)
-        stem_config = PatchStemConfig(patch_size=(4, 4), grid=(2, 2))
-        config = EnsembleConfig(stem_config, blocks, ReadoutConfig(num_classes=CLASSES), all_heads(blocks))
+        readout, after = {"hidden": "tanh", "norm": "none"}, {"norm_first": False, "projection_dropout": dropout}
+        config = config_of(kind, CLASSES, text={**WORDS, "segments": 2}, readout=readout, **after, **BLOCKS)
     return noisy(config, seed, metadata=Metadata(source="a test", labels=LABELS, preprocessing=preprocessing))
 
 
@@ -63,20 +50,10 @@ def hydra(kind: str = "image", dropout: float = 0.0) -> he.Ensemble:
 @cache
 def dual(seed: int = 0) -> he.DualEncoder:
     """Two towers with one member each that read images of 8x8 pixels and a few words."""
-    texts, images = _encoder(norm_first=False), _encoder()
-    stem = TextStemConfig(vocabulary=VOCABULARY, positions=LONGEST, embedding_width=12)
-    towers = (
-        noisy(
-            EnsembleConfig(PatchStemConfig((4, 4), (2, 2)), images, ReadoutConfig(), all_heads(images)),
-            seed,
-            metadata=Metadata(preprocessing=he.ImagePreprocessing((SIZE, SIZE))),
-        ),
-        noisy(
-            EnsembleConfig(stem, texts, ReadoutConfig(pool="mean", norm="none"), all_heads(texts)),
-            seed + 1,
-            metadata=Metadata(preprocessing=word_tokenizer(mask=True), history=("made",)),
-        ),
-    )
+    readout, seen = {"pool": "mean", "norm": "none"}, Metadata(preprocessing=he.ImagePreprocessing((SIZE, SIZE)))
+    read = Metadata(preprocessing=word_tokenizer(mask=True), history=("made",))
+    texts = config_of("text", 0, text=WORDS, readout=readout, norm_first=False, **BLOCKS)
+    towers = noisy(config_of(classes=0, **BLOCKS), seed, metadata=seen), noisy(texts, seed + 1, metadata=read)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return he.DualEncoder(*towers, he.Projections.fresh(12, 12, 8)).eval()
@@ -116,18 +93,6 @@ def pairs(count: int = 12, size: int = 4, seed: int = 1) -> list[tuple[Tensor, l
     return [
         (images, [f"a photo of a {LABELS[label]}" for label in labels.tolist()], labels) for images, labels in found
     ]
-
-
-def recipe(**changes: Any) -> he.Recipe:
-    """A short one that trains everything but the stem, with dropout."""
-    settings: dict[str, Any] = {
-        "optimizer": "sgd",
-        "learning_rate": 0.05,
-        "steps": 4,
-        "dropout": 0.1,
-        "train_groups": ("attention", "mlp", "norms", "readout"),
-    }
-    return he.Recipe(**{**settings, **changes})
 
 
 class Shuffled:

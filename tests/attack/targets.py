@@ -4,7 +4,6 @@ A target is made twice, from other seeds: the second save is where files of anot
 everything that was read and what is computed from it, so that two answers are equal only where nothing was changed.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 import hydra_ensembles as he
 from checkpoint_models import ensemble, inputs_for, metadata_for, text, tiny
@@ -29,6 +28,8 @@ from random_ensembles import random_batches, random_ensemble
 from sample_evaluations import evaluation, gallery
 from zero_shot_models import word_tokenizer
 
+from .expected import digest
+
 
 @dataclass(frozen=True)
 class Target:
@@ -36,30 +37,8 @@ class Target:
 
     name: str
     make: Callable[[Path, int], None]  # the folder, and which of the two saves
-    answer: Callable[[Path], bytes]
+    answer: Callable[[Path], str]
     bare: tuple[str, ...] = ()  # files of before that have no digest: no edit of them can be noticed
-
-
-def _digest(*parts: object) -> bytes:
-    """Equal for equal parts only: tensors by their bits, models by weights, configuration and metadata."""
-    found = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, nn.Module):
-            for name, tensor in part.state_dict().items():
-                found.update(_digest(name, tensor))
-            for tower in (part.image, part.text) if isinstance(part, he.DualEncoder) else (part,):
-                found.update(_digest(to_plain(tower.config), to_plain(tower.metadata.plain)))
-                for beside in (tower.metadata.text_side, tower.metadata.familiarity):
-                    if beside is not None:
-                        found.update(_digest(to_plain(beside.settings), *chain(*sorted(beside.state.items()))))
-        elif isinstance(part, Tensor):
-            plain = part.detach().contiguous()
-            found.update(f"{plain.dtype} {tuple(plain.shape)}".encode())
-            found.update(plain.flatten().view(torch.uint8).numpy().tobytes())
-        else:
-            found.update(json.dumps(part, sort_keys=True, default=repr).encode())
-        found.update(b"\x1f")
-    return found.digest()
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
@@ -92,12 +71,12 @@ def _familiar(model: he.Ensemble) -> he.Ensemble:
     return fitted.with_metadata(familiarity=replace(known, settings=replace(known.settings, threshold=4.0)))
 
 
-def _answer_images(folder: Path) -> bytes:
+def _answer_images(folder: Path) -> str:
     model = he.Ensemble.from_pretrained(folder)
     raw = Image.frombytes("RGB", (8, 6), bytes(range(3 * 6 * 8)))
     found = [model.predict(inputs_for(tiny())), model.predict([raw])]
     told = [(one.probs, one.reason, one.familiarity, one.score("knn"), one.names()) for one in found]
-    return _digest(model, *chain(*told))
+    return digest(model, *chain(*told))
 
 
 def _make_texts(folder: Path, save: int) -> None:
@@ -116,10 +95,10 @@ def _make_old_texts(folder: Path, save: int) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "format_version": 1}, indent=1))
 
 
-def _answer_texts(folder: Path) -> bytes:
+def _answer_texts(folder: Path) -> str:
     model = he.Ensemble.from_pretrained(folder)
     found = model.predict(["hello wörld", "wörld wörld hello hello"])
-    return _digest(model, found.probs, found.accept, found.names())
+    return digest(model, found.probs, found.accept, found.names())
 
 
 @cache
@@ -144,10 +123,10 @@ def _metadata() -> tuple[Metadata, Metadata]:
     return _dual().image.metadata, _dual().text.metadata
 
 
-def _answer_dual(folder: Path) -> bytes:
+def _answer_dual(folder: Path) -> str:
     model = he.DualEncoder.from_pretrained(folder)
     images = torch.linspace(-1, 1, 2 * 3 * 4 * 6).reshape(2, 3, 4, 6)
-    return _digest(model, model(images, ["a photo of a cat", "red bus"]))
+    return digest(model, model(images, ["a photo of a cat", "red bus"]))
 
 
 def _make_zero_shot(folder: Path, save: int) -> None:
@@ -155,10 +134,10 @@ def _make_zero_shot(folder: Path, save: int) -> None:
     he.zero_shot(dual, ("cat", "red bus"), ("a photo of a {label}", "the {label}")).save_pretrained(folder)
 
 
-def _answer_zero_shot(folder: Path) -> bytes:
+def _answer_zero_shot(folder: Path) -> str:
     model = he.Ensemble.from_pretrained(folder)
     images = torch.linspace(-1, 1, 2 * 3 * 4 * 6).reshape(2, 3, 4, 6)
-    return _digest(model, *(one.predict(images).probs for one in (model, he.retarget(model, ("boat", "dog", "house")))))
+    return digest(model, *(one.predict(images).probs for one in (model, he.retarget(model, ("boat", "dog", "house")))))
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -183,9 +162,9 @@ def _make_ranking(folder: Path, save: int) -> None:
     _circuit(None, 5, save).save(folder / "ranking.json")
 
 
-def _answer_ranking(folder: Path) -> bytes:
+def _answer_ranking(folder: Path) -> str:
     ranking = HeadRanking.load(folder / "ranking.json")
-    return _digest(to_plain(ranking), [str(head) for head in ranking.first(3)])
+    return digest(to_plain(ranking), [str(head) for head in ranking.first(3)])
 
 
 def _make_evaluation(folder: Path, save: int) -> None:
@@ -196,14 +175,14 @@ def _make_evaluation(folder: Path, save: int) -> None:
     replace(found, logits=logits).save(folder / "hydra.json")
 
 
-def _answer_evaluation(folder: Path) -> bytes:
+def _answer_evaluation(folder: Path) -> str:
     found = Evaluation.load(folder / "hydra.json", with_logits=True)
     logits = found.logits
     assert logits is not None
     near = [(group, name, one) for group, sets in logits.ood.items() for name, one in sets.items()]
     shift = [(name, *one) for name, one in logits.shift.items()]
     tensors = (*logits.id, *(part for row in (*near, *shift) for part in row))
-    return _digest(found.to_dict(), to_markdown(he.compare([found])), *tensors)
+    return digest(found.to_dict(), to_markdown(he.compare([found])), *tensors)
 
 
 # --- long work -------------------------------------------------------------------------------------------------------
@@ -213,10 +192,10 @@ def _make_journal(folder: Path, save: int) -> None:
     _circuit(folder / "circuit.journal", 3, save)
 
 
-def _answer_journal(folder: Path) -> bytes:
+def _answer_journal(folder: Path) -> str:
     found = _circuit(folder / "circuit.journal", 5)
     about = {name: found.provenance[name] for name in ("errors", "discordance", "start", "model", "data")}
-    return _digest(to_plain(found.heads), found.scores, about)  # not the work that was done, which a new start repeats
+    return digest(to_plain(found.heads), found.scores, about)  # not the work that was done, which a new start repeats
 
 
 class _Stopping:
@@ -257,8 +236,8 @@ def _make_trained(folder: Path, save: int) -> None:
     _finetuned(folder, save)
 
 
-def _answer_training(folder: Path) -> bytes:
-    return _digest(_finetuned(folder))
+def _answer_training(folder: Path) -> str:
+    return digest(_finetuned(folder))
 
 
 def _built(training: str, folder: Path, save: int = 0, stop: int = -1) -> he.Ensemble:
@@ -276,8 +255,8 @@ def _make_build(training: str, stop: int, folder: Path, save: int) -> None:
         _built(training, folder, save, stop)
 
 
-def _answer_build(training: str, folder: Path) -> bytes:
-    return _digest(_built(training, folder))
+def _answer_build(training: str, folder: Path) -> str:
+    return digest(_built(training, folder))
 
 
 def _build(training: str, what: str, stop: int) -> Target:
