@@ -21,6 +21,10 @@ from .small import LONGEST, SIZE, TOKENS, VOCABULARY, hydra, model, samples
 
 CASES = 2000
 
+ENTRIES = (
+    *("predict", "predict of a hydra", "predict of an optimized hydra", "predict of MC dropout"),
+    *("forward", "forward of a hydra", "forward of an optimized hydra", "forward of MC dropout", "features"),
+)
 Value = tuple[str, Callable[[], Any], Callable[[], Any] | None]  # expectation, the value, a plain one like it
 
 
@@ -41,37 +45,22 @@ def runners(kind: str) -> dict[str, Callable[[Any], Any]]:
     single, several = model(kind), hydra(kind)
     with torch.no_grad():
         frozen, dropping = several.optimize(), he.mc_dropout(single, 0.2, 3)
-    return {
-        "predict": lambda inputs: single.predict(inputs).member_logits,
-        "predict of a hydra": lambda inputs: several.predict(inputs).member_logits,
-        "predict of an optimized hydra": lambda inputs: frozen.predict(inputs).member_logits,
-        "predict of MC dropout": lambda inputs: dropping.predict(inputs).member_logits,
-        "forward": torch.no_grad()(single),
-        "forward of a hydra": torch.no_grad()(several),
-        "forward of an optimized hydra": torch.no_grad()(frozen),
-        "forward of MC dropout": torch.no_grad()(dropping),
-        "features": torch.no_grad()(single.features),
-    }
+    asked = (single, several, frozen, dropping)
+    predict = [lambda inputs, one=one: one.predict(inputs).member_logits for one in asked]
+    forward = [torch.no_grad()(run) for run in (*asked, single.features)]
+    return dict(zip(ENTRIES, (*predict, *forward), strict=True))
 
 
 @cache
 def deeds(kind: str) -> dict[tuple[str, str], Callable[[], Deed]]:
     """Every value on every way to run a model; raw inputs only where they are taken."""
     tensors, raw, values = (image_tensors(), raw_images(), image_values()) if kind == "image" else (*text_tables(), {})
-    found: dict[tuple[str, str], Callable[[], Deed]] = {}
-    for entry in ("predict", "predict of a hydra", "predict of an optimized hydra", "predict of MC dropout"):
-        for name, value in {**tensors, **raw, **values}.items():
-            found[entry, name] = partial(_input_deed, kind, entry, value)
-    for entry in (
-        "forward",
-        "forward of a hydra",
-        "forward of an optimized hydra",
-        "forward of MC dropout",
-        "features",
-    ):
-        for name, value in tensors.items():
-            found[entry, name] = partial(_input_deed, kind, entry, value)
-    return found
+    every = {**tensors, **raw, **values}
+    return {
+        (entry, name): partial(_input_deed, kind, entry, value)
+        for entry in ENTRIES
+        for name, value in (every if entry.startswith("predict") else tensors).items()
+    }
 
 
 def _input_deed(kind: str, entry: str, value: Value) -> Deed:
@@ -81,6 +70,10 @@ def _input_deed(kind: str, entry: str, value: Value) -> Deed:
         return Deed(lambda: run_on(make()))
     reference = make if plain is None else plain
     return Deed(lambda: run_on(make()), lambda: run_on(reference()), may_refuse=expectation == "either")
+
+
+def raw(make: Callable[[], Any], expectation: str = "refused", plain: Callable[[], Any] | None = None) -> Value:
+    return expectation, make, plain
 
 
 def image_tensors() -> dict[str, Value]:
@@ -167,42 +160,36 @@ def raw_images() -> dict[str, Value]:
     """Pictures of PIL, and what is none."""
     pixels = np.random.default_rng(0).integers(0, 255, (11, 13, 3)).astype(np.uint8)
     picture = Image.fromarray(pixels)
-
-    def given(make: Callable[[], Any], expectation: str = "refused", plain: Callable[[], Any] | None = None) -> Value:
-        return expectation, make, plain
-
     modes = {
-        f"a picture of mode {mode}": given(
+        f"a picture of mode {mode}": raw(
             lambda mode=mode: picture.convert(mode), "same", lambda mode=mode: [picture.convert(mode).convert("RGB")]
         )
         for mode in ("1", "L", "P", "CMYK", "YCbCr", "RGBA")
     }
     empty = {
-        f"a picture of {width}x{height}": given(lambda size=(width, height): Image.new("RGB", size))
+        f"a picture of {width}x{height}": raw(lambda size=(width, height): Image.new("RGB", size))
         for width, height in ((0, 0), (0, 5), (5, 0))
     }
     return {
         **modes,
         **empty,
-        "a picture": given(lambda: picture, "same", lambda: [picture]),
-        "a tuple of pictures": given(lambda: (picture, picture), "same", lambda: [picture, picture]),
-        "pictures one by one": given(lambda: (one for one in [picture, picture]), "either", lambda: [picture, picture]),
-        "a column of pictures": given(lambda: _objects([picture, picture]), "either", lambda: [picture, picture]),
-        "a picture of one pixel": given(
+        "a picture": raw(lambda: picture, "same", lambda: [picture]),
+        "a tuple of pictures": raw(lambda: (picture, picture), "same", lambda: [picture, picture]),
+        "pictures one by one": raw(lambda: (one for one in [picture, picture]), "either", lambda: [picture, picture]),
+        "a column of pictures": raw(lambda: _objects([picture, picture]), "either", lambda: [picture, picture]),
+        "a picture of one pixel": raw(
             lambda: Image.new("RGB", (1, 1), 77), "same", lambda: Image.new("RGB", (2, 2), 77)
         ),
-        "a very wide picture": given(
-            lambda: Image.new("RGB", (2000, 1), 9), "same", lambda: Image.new("RGB", (8, 8), 9)
-        ),
-        "no picture": given(list),
-        "None among pictures": given(lambda: [picture, None]),
-        "a text among pictures": given(lambda: [picture, "cat.png"]),
-        "lists of pictures": given(lambda: [[picture], [picture]]),
-        "a text": given(lambda: "a photo of a cat"),
-        "a path": given(lambda: "cat.png"),
-        "raw bytes": given(lambda: pixels.tobytes()),
-        "an array of pixels": given(lambda: pixels),
-        "a set": given(lambda: {1, 2}),
+        "a very wide picture": raw(lambda: Image.new("RGB", (2000, 1), 9), "same", lambda: Image.new("RGB", (8, 8), 9)),
+        "no picture": raw(list),
+        "None among pictures": raw(lambda: [picture, None]),
+        "a text among pictures": raw(lambda: [picture, "cat.png"]),
+        "lists of pictures": raw(lambda: [[picture], [picture]]),
+        "a text": raw(lambda: "a photo of a cat"),
+        "a path": raw(lambda: "cat.png"),
+        "raw bytes": raw(lambda: pixels.tobytes()),
+        "an array of pixels": raw(lambda: pixels),
+        "a set": raw(lambda: {1, 2}),
     }
 
 
@@ -327,10 +314,6 @@ def text_tables() -> tuple[dict[str, Value], dict[str, Value]]:
         "strided": ("same", lambda: {n: t.repeat_interleave(2, 0)[::2] for n, t in good.items()}, lambda: dict(good)),
     }
     words = "a photo of a cat"
-
-    def raw(make: Callable[[], Any], expectation: str = "refused", plain: Callable[[], Any] | None = None) -> Value:
-        return expectation, make, plain
-
     texts = {
         "a text": raw(lambda: words, "same", lambda: [words]),
         "a pair": raw(lambda: (words, "the dog"), "same", lambda: [(words, "the dog")]),

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +19,6 @@ from . import small
 from .children import Ending, forked, watch
 from .expected import digest
 from .small import Shuffled, batches, dual, hydra, model, pairs, recipe
-
-STUDIES = Path(__file__).resolve().parents[1] / "unit" / "studies"
 
 
 @dataclass(frozen=True)
@@ -141,23 +138,8 @@ def _report(folder: Path) -> str:
     return digest((folder / "report.html").read_text())
 
 
-def _study(folder: Path) -> str:
-    """One seed of a small study, a row from the first training to its columns."""
-    from small_studies import SmallTask  # type: ignore[import-not-found]
-
-    from studies.classifiers import choose, report
-    from studies.seed import Seed
-
-    seed = Seed(SmallTask("vision-cifar100"), 0, folder)
-    choose(seed, "CircAvg")
-    report(seed, "CircAvg")
-    return digest(sorted((str(p.relative_to(folder)), p.read_bytes()) for p in folder.rglob("*.safetensors")))
-
-
 for library in ("matplotlib.figure", "matplotlib.backends.backend_svg"):
     import_module(library)  # here, so that nothing is forked in the middle of it
-if str(STUDIES) not in sys.path:
-    sys.path.append(str(STUDIES))
 
 JOBS: dict[str, Job] = {
     "circuit, exact": Job(partial(_circuit, method="exact")),
