@@ -1,4 +1,4 @@
-"""What is asked of a model of one's own beside random batches: every id, samples alone, padding before texts."""
+"""What is asked of a model of one's own beside random batches: every id, samples alone, padding before and untold."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -268,7 +268,7 @@ def _of_own_ids(architecture: Architecture, alone: Sequence[int], suspects: Sequ
     )
 
 
-# --- padding before texts -------------------------------------------------------------------------------------------
+# --- padding before texts, and padding that it is not told of -------------------------------------------------------
 
 
 def same_when_padded_left(both: Both) -> bool:
@@ -288,3 +288,23 @@ def same_when_padded_left(both: Both) -> bool:
         except ConversionError:
             return False  # it cannot answer, where the converted one can
         return difference(both.converted(inputs), expected) <= both.allowed(inputs)
+
+
+def needed_beside(both: Both) -> list[str]:
+    """What a text model has to be told beside ids, mask or segments: left out, it answers otherwise than the converted.
+
+    Such a model looks for padding itself where it is told of none; the converted takes every id for a token then.
+    """
+    if not isinstance(both.ensemble.config.stem, TextStemConfig):
+        return []
+    found, needed = both.samples(), []
+    with both.answering():
+        for name in [one for one in found if one != "input_ids"]:
+            inputs = {other: tensor for other, tensor in found.items() if other != name}
+            try:
+                expected = both.original(inputs)
+            except ConversionError:
+                continue  # it says so itself
+            if difference(both.converted(inputs), expected) > both.allowed(inputs):
+                needed.append(name)
+    return needed

@@ -11,7 +11,18 @@ from convert_cases import near, refused
 from torch import Tensor, nn
 
 import hydra_ensembles as he
-from architectures_own import ENCODER_TEXT, ENCODER_VIT, OWN_VIT, WIDTH, EncoderText, EncoderViT, OwnViT, own
+from architectures_own import (
+    ENCODER_TEXT,
+    ENCODER_VIT,
+    OWN_VIT,
+    ROPE_BERT,
+    WIDTH,
+    EncoderText,
+    EncoderViT,
+    OwnViT,
+    RopeBert,
+    own,
+)
 from hydra_ensembles.convert.core import Architecture, copied
 from hydra_ensembles.convert.own import Asked
 
@@ -238,3 +249,28 @@ def test_a_model_that_looks_at_numbers_is_warned_of_with_the_line() -> None:
         warnings.filterwarnings("error", "reads numbers")
         he.convert(own(CheckedSize), declaration=OWN_VIT)
         he.convert(own(EncoderText), declaration=ENCODER_TEXT)  # torch's own encoder looks at masks
+
+
+class SelfMasked(RopeBert):
+    """Looks for padding itself, where it is told of none."""
+
+    padding: int | None = 0
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids) if self.padding is None else input_ids != self.padding
+        return super().forward(input_ids, attention_mask)
+
+
+class TakesAll(SelfMasked):
+    """Takes every id for a token, as the converted one."""
+
+    padding = None
+
+
+@pytest.mark.parametrize(("kind", "said"), [(SelfMasked, True), (TakesAll, False), (RopeBert, False)])
+def test_a_model_that_finds_padding_itself_is_warned_of(kind: Any, said: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        he.convert(own(kind), declaration=ROPE_BERT)
+    assert ["attention_mask" in str(one.message) for one in caught if "without" in str(one.message)] == [True] * said
