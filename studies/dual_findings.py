@@ -8,7 +8,7 @@ from typing import Any, get_args
 from hydra_ensembles.metrics.distance import LearnedName
 
 from .findings import claim_cells, marked, memory, not_testable_table, printed, tested
-from .measures import Number, numbers, plain_numbers
+from .measures import SHOWN, Number, numbers, plain_numbers
 from .paper import read_csv, zero_shot_numbers
 from .results import markdown
 from .rows import SINGLE
@@ -33,7 +33,7 @@ class DualStudy(Study):
         if (row, seed) not in self._numbers:
             found: dict[str, Number] = {}
             for task in self.facts["tasks"]:
-                own = numbers(self.task_columns(row, seed, task), task, self.groups(task))
+                own = numbers(self.task_columns(row, seed, task), task, self.groups(task), SHOWN)
                 found |= {f"{task}.{key}": one for key, one in own.items()}
                 if self.groups(task):
                     learned = [own[key] for score in OWN if (key := f"{score}:all.auroc") in own]

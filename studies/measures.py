@@ -19,7 +19,7 @@ from scipy.stats import norm
 from scipy.stats import t as student
 
 from hydra_ensembles.files import write_atomically
-from hydra_ensembles.metrics import adaptive_ece_of_confidence, aupr, aurc, fpr95
+from hydra_ensembles.metrics import adaptive_ece_of_confidence, aurc
 from hydra_ensembles.metrics.distance import LearnedName
 
 Array = npt.NDArray[Any]
@@ -33,6 +33,7 @@ LEVEL = 0.95
 NAMED = ("entropy", "mahalanobis", "mutual_information", *get_args(LearnedName))  # scores of a row, where it has them
 CONFIDENT = "vilu"  # the score that is minus the log-odds of being right, a confidence of its own
 SCORES = {"": "msp", **{f"{name}:": name for name in NAMED}}
+SHOWN = {prefix: score for prefix, score in SCORES.items() if score != "mutual_information"}  # by tables of studies
 FEWEST = 1000  # samples of a set whose false positives are counted at 95 % of them
 
 
@@ -89,7 +90,7 @@ class Difference:
         return self.seeds > 1 and abs(self.value) > self.half_width
 
 
-def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
+def numbers(columns: Columns, inside: str, groups: Groups, scores: Mapping[str, str] = SCORES) -> dict[str, Number]:
     """Every number with influences of one model: `accuracy`, `calibrated.nll`, `entropy:all.auroc` and so on."""
     here = {key.removeprefix(f"{inside}|"): one for key, one in columns.items() if key.startswith(f"{inside}|")}
     own = {column: one.astype(np.float64) for column, one in here.items()}
@@ -103,7 +104,7 @@ def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
     if CONFIDENT in own:
         found[f"{CONFIDENT}:ece"] = _ece(1.0 / (1.0 + np.exp(own[CONFIDENT])), own["correct"], inside)
         found[f"{CONFIDENT}:aurc"] = _aurc(own[CONFIDENT], 1.0 - own["correct"], inside)
-    for prefix, score in SCORES.items():
+    for prefix, score in scores.items():
         if score not in own:
             continue
         ours = _ordered(own[score])
@@ -132,16 +133,16 @@ def plain_numbers(
             continue
         sure = 1.0 - torch.from_numpy(columns[f"{inside}|{DOUBT[prefix]}"].astype(np.float64))
         found[f"{prefix}aece"] = adaptive_ece_of_confidence(sure, right)
-    own, spread = _tensor(columns, inside, "msp"), f"{inside}|mutual_information"
+    own, spread = np.sort(columns[f"{inside}|msp"].astype(np.float64)), f"{inside}|mutual_information"
     found["mutual_information"] = float(columns[spread].astype(np.float64).mean())
     each: dict[str, dict[str, float]] = {"aupr": {}, "fpr95": {}, "mutual_information": {}}
     every = [name for names in groups.values() for name in names]
     for name in every:
-        other = _tensor(columns, name, "msp")
-        each["aupr"][name] = aupr(own, other)
-        each["mutual_information"][name] = float(_tensor(columns, name, "mutual_information").mean())
+        other = np.sort(columns[f"{name}|msp"].astype(np.float64))
+        each["aupr"][name], false = _detected(own, other)
+        each["mutual_information"][name] = float(columns[f"{name}|mutual_information"].astype(np.float64).mean())
         if len(other) >= FEWEST:
-            each["fpr95"][name] = fpr95(own, other, convention="openood")
+            each["fpr95"][name] = false
     for metric, values in each.items():
         found |= {f"ood.{name}.{metric}": value for name, value in values.items()}
         for group, names in {**groups, "all": every}.items():
@@ -150,8 +151,13 @@ def plain_numbers(
     return found
 
 
-def _tensor(columns: Columns, name: str, column: str) -> torch.Tensor:
-    return torch.from_numpy(columns[f"{name}|{column}"].astype(np.float64))
+def _detected(inside: Floats, outside: Floats) -> tuple[float, float]:
+    """Of rising scores: AUPR by steps, and FPR95 at the first threshold that finds 95 % of the OOD samples."""
+    strictest = np.unique(outside)[::-1]
+    false, found = (len(one) - np.searchsorted(one, strictest) for one in (inside, outside))
+    steps = np.diff(found, prepend=0) / len(outside)
+    enough = int(np.argmax(100 * found >= 95 * len(outside)))
+    return float((steps * found / (found + false)).sum()), float(false[enough] / len(inside))
 
 
 def _mean(values: Floats, inside: str) -> Number:

@@ -13,7 +13,7 @@ from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_object
 
 from .classifiers import FORMAT, single_of
-from .measures import Array, Difference, Number, numbers, plain_numbers
+from .measures import SHOWN, Array, Difference, Number, numbers, plain_numbers
 from .rows import SINGLE
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
@@ -58,7 +58,7 @@ class Study:
     def numbers(self, row: str, seed: int) -> dict[str, Number]:
         """Numbers with influences."""
         if (row, seed) not in self._numbers:
-            found = numbers(self.columns(row, seed), self.facts["inside"], self.facts["groups"])
+            found = numbers(self.columns(row, seed), self.facts["inside"], self.facts["groups"], SHOWN)
             self._numbers[row, seed] = found
         return self._numbers[row, seed]
 
@@ -110,7 +110,7 @@ class Study:
             singles, found = single_of(self.folder, seed), dict[int, dict[str, Number]]()
             for single in singles.values():
                 if id(single) not in found:  # several rows have the same one
-                    found[id(single)] = numbers(single, self.facts["inside"], self.facts["groups"])
+                    found[id(single)] = numbers(single, self.facts["inside"], self.facts["groups"], SHOWN)
             self._seconds[seed] = {row: found[id(single)] for row, single in singles.items()}
         return self._seconds[seed]
 

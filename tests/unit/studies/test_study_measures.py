@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from hydra_ensembles.metrics import aurc, ece_of_confidence
+from hydra_ensembles.metrics import aupr, aurc, ece_of_confidence, fpr95
 from studies.measures import Columns, Difference, Number, numbers, plain_numbers
 
 GROUPS = {"near": ["like"], "far": ["grey", "noise"]}
@@ -36,6 +36,7 @@ def columns(seed: int, edge: float = 0.0, count: int = 1200) -> dict[str, npt.ND
 
 def test_numbers_are_those_of_other_code() -> None:
     found, own = columns(1), "own"
+    found |= {key: one.round(2) + 0.003 for key, one in found.items() if key.endswith("|msp")}  # ties
     ours = plain_numbers(found, own, GROUPS)
     right, doubt = torch.from_numpy(found["own|correct"]), torch.from_numpy(found["own|msp"])
     assert ours["ece"] == pytest.approx(ece_of_confidence(1 - doubt, right), abs=1e-9)
@@ -48,7 +49,11 @@ def test_numbers_are_those_of_other_code() -> None:
             areas[name] = roc_auc_score(foreign, both)
             assert ours[f"{prefix}ood.{name}.auroc"] == pytest.approx(areas[name], abs=1e-12)
             if score == "msp":
-                assert ours[f"ood.{name}.aupr"] == pytest.approx(average_precision_score(foreign, both), abs=2e-3)
+                assert ours[f"ood.{name}.aupr"] == pytest.approx(average_precision_score(foreign, both), abs=1e-12)
+                sides = [torch.from_numpy(found[f"{place}|msp"]) for place in ("own", name)]
+                assert ours[f"ood.{name}.aupr"] == pytest.approx(aupr(*sides), abs=1e-12)
+                if len(sides[1]) >= 1000:
+                    assert ours[f"ood.{name}.fpr95"] == fpr95(*sides, convention="openood")
         assert ours[f"{prefix}far.auroc"] == pytest.approx((areas["grey"] + areas["noise"]) / 2)
         assert ours[f"{prefix}all.auroc"] == pytest.approx(sum(areas.values()) / 3)
     assert not {"ood.like.fpr95", "near.fpr95"} & set(ours)  # of 900 samples
