@@ -21,6 +21,7 @@ from .metrics.ood import aurc
 from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
 from .model.metadata import Calibration, Familiarity
+from .overlap import warn_of_copies
 from .prediction import ScoreName, scale_logits
 
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures searched
@@ -28,7 +29,6 @@ _GRID = 24
 _PRECISION, _AT_BOUND = 1e-5, 1e-3  # of logarithms of temperatures: how well found, how close to a bound is at it
 _WORTHWHILE = 1e-6  # a gain in NLL below this is rounding, and 1 stays
 _SWEEPS = 20  # over the members, when each has a temperature of its own
-_COPIES = 0.05  # share of samples that may be copies of others, as short texts are, without a word
 _ROWS = 8192  # samples whose logits are raised to float64 at a time
 _AT_COLDEST = "the model gets all of these samples right; unless the task is easy, calibrate on more held-out data"
 _AT_HOTTEST = "the labels do not fit the answers; check that data and model number the classes alike"
@@ -97,12 +97,8 @@ def calibrate(
     for inputs, some in answers(ensemble, validation, "validation", labelled=True):
         parts.append(some if familiarity is not None else some._replace(features=some.features[..., :0]))
         seen += digests(inputs)
-    samples, again = Answered.join(parts), len(seen) - len(set(seen))
-    if again > _COPIES * len(seen):
-        warn(
-            f"{again} of the {len(seen)} samples of validation are copies of others, as draws with replacement have "
-            "them: thresholds promise their share for such data alone; give every sample once"
-        )
+    samples = Answered.join(parts)
+    warn_of_copies("validation", len(seen), len(set(seen)), "thresholds promise their share for such data alone")
     settings: dict[str, Any] = {"share": share, "score": score, "per_member": per_member, "temperature": temperature}
     fit = fit_calibration(samples.logits, samples.labels, **settings)
     degrees = ", ".join(f"{value:.4g}" for value in fit.calibration.temperature)

@@ -20,6 +20,7 @@ from .errors import DataError
 
 Keys = npt.NDArray[np.int64]
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers as wide as floating-point numbers of so many bytes
+_COPIES = 0.05  # share of samples that may be copies of others, as short texts are, without a word
 _ROWS = 256  # samples whose values are multiplied at a time
 
 
@@ -78,6 +79,16 @@ def require_unlike(name: str, own: Keys, ood: Mapping[str, Keys]) -> None:
         if len(keys) == 1:
             warn(f"{title} has one sample: whether it was told apart says nothing of others; give more")
         seen[title] = keys
+
+
+def warn_of_copies(name: str, samples: int, different: int, why: str) -> None:
+    """Warn of a set in which many of the samples are copies of others; `why` says what comes of it."""
+    again = samples - different
+    if again > _COPIES * samples:
+        warn(
+            f"{again} of the {samples} samples of {name} are copies of others, as draws with replacement have them: "
+            f"{why}; give every sample once"
+        )
 
 
 def warn_if_items_shared(name: str, own: Any, title: str, other: Any, why: str) -> None:

@@ -6,6 +6,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from ..metrics.inputs import Convention, check_labels
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration, Metadata
 from ..optimize.runner import OptimizedEnsemble
-from ..overlap import require_unlike
+from ..overlap import require_unlike, warn_of_copies
 from ..prediction import AnyScore, ScoreName
 from .evaluation import (
     Evaluation,
@@ -146,6 +147,9 @@ def evaluate(
         like = own.answers.logits  # [M, B, C]
         others = {key: run(ready(data, key), key, False, like) for key, data in foreign.items()}
         shifted = {key: run(ready(data, key), key, True, like) for key, data in (shift or {}).items()}
+    for key, one in ((id_name, own), *others.items(), *shifted.items()):
+        why = "numbers and intervals are of more samples than there are"
+        warn_of_copies(f"set {key!r}", len(one.keys), len(np.unique(one.keys)), why)
     require_unlike(
         f"the in-distribution set {id_name!r}", own.keys, {f"OOD set {key!r}": one.keys for key, one in others.items()}
     )

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from hydra_ensembles._distributed import check_unsharded
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.dataset import ImageDataset
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.evaluation import kept
 from hydra_ensembles.evaluation.evaluate import evaluate, evaluate_logits
 from hydra_ensembles.evaluation.kept import Kept
@@ -134,6 +134,12 @@ def test_what_lies_around_an_ensemble_takes_nothing_from_it(around):
     found = evaluate(around(calibrated), data, OOD, scores=("knn",), progress=False)
     assert found.numbers() == expected.numbers()
     assert found.model == expected.model
+
+
+def test_samples_that_are_drawn_several_times_are_said():
+    images, labels = (torch.cat(parts) for parts in zip(*image_batches(), strict=True))
+    with pytest.warns(HydraWarning, match=f"{len(images)} of the {2 * len(images)} samples of set 'id'"):
+        evaluate(tiny_ensemble(), [(images, labels)] * 2, progress=False)
 
 
 def test_any_callable_with_two_axes_counts_as_one_member():
