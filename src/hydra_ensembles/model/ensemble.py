@@ -397,7 +397,16 @@ class Ensemble(Saved, Droppable):
     # --- saving and loading ------------------------------------------------------------------------------
 
     def _contents(self, name: str) -> Contents:
-        return ensemble_contents(name, self.config, self.metadata, self.state_dict())
+        state = self.state_dict()
+        with torch.device("meta"):
+            usual = {key: one.shape for key, one in Ensemble(self.config).named_parameters()}
+        odd = sorted(usual.items() ^ {key: one.shape for key, one in state.items()}.items())
+        if odd:  # a part was replaced, pruned by torch or parametrised: it could not be loaded
+            raise ConfigError(
+                f"the ensemble is not what its configuration says, in {odd[0][0]}, and could not be loaded again; undo "
+                "what was changed (torch.nn.utils.prune.remove, parametrize.remove_parametrizations), then save"
+            )
+        return ensemble_contents(name, self.config, self.metadata, state)
 
     @classmethod
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.utils.prune
 from PIL import Image
 from torch import Tensor
 
@@ -212,3 +213,19 @@ def test_training_a_calibrated_ensemble_by_hand_is_warned_of() -> None:
         ours.train().predict(images)
     with pytest.warns(he.HydraWarning, match="calibrate it again"):
         ours(images)
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    ours = measured()
+    ours.save_pretrained(tmp_path / "a")
+    before = (tmp_path / "a" / "model.safetensors").read_bytes()
+    torch.nn.utils.prune.random_unstructured(ours.readout.classifier, "weight", 0.5)
+    with pytest.raises(ConfigError, match="classifier"):
+        ours.save_pretrained(tmp_path / "a")
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == before
+    torch.nn.utils.prune.remove(ours.readout.classifier, "weight")
+    ours.save_pretrained(tmp_path / "a")
+    ours.encoder.layers[0].mlp = torch.nn.Identity()
+    with pytest.raises(ConfigError, match="mlp"):
+        ours.save_pretrained(tmp_path / "b")
+    assert not (tmp_path / "b").exists()
