@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import hydra_ensembles as he
+from hydra_ensembles.model.cost import measure_costs
 
 from .counting import Row, count
 from .expected import alike
@@ -15,6 +16,7 @@ from .small import NAMES, batches, dual, hydra, model
 
 CASES = 40
 THREADS, ASKED = 8, 12  # threads, and how often each of them asks
+LONG = ("evaluate", "measure_costs")  # which are asked twice
 
 Case = tuple[str, str, int]  # what is asked, in which mode, and a number that tells cases apart
 
@@ -40,10 +42,17 @@ def check(case: Case) -> str:
             next(iter(subject.children())).eval()
     flags = _flags(subject)
     wrong: list[str] = []
+    switched: list[bool] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            if _flags(subject) != flags:
+                switched.append(True)
 
     def work(own: int) -> None:
         try:
-            for turn in range(ASKED):
+            for turn in range(2 if name in LONG else ASKED):
                 which = (own + turn) % len(questions)
                 if not alike(ask(questions[which]), expected[which]):
                     wrong.append(f"thread {own}, turn {turn}")
@@ -53,16 +62,19 @@ def check(case: Case) -> str:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
+        watcher = threading.Thread(target=watch)
         threads = [threading.Thread(target=work, args=(index,)) for index in range(THREADS)]
-        for thread in threads:
+        for thread in (watcher, *threads):
             thread.start()
         for thread in threads:
             thread.join()
+        done.set()
+        watcher.join()
     finally:
         sys.setswitchinterval(interval)
     if any("Error" in one for one in wrong):
         raise AssertionError(f"{len(wrong)} of {THREADS * ASKED}: {wrong[0]}")
-    if _flags(subject) != flags:
+    if switched or _flags(subject) != flags:
         raise AssertionError("the flags of the model are not what they were")
     return "other" if wrong else "same"
 
@@ -73,6 +85,14 @@ def _flags(subject: Any) -> list[bool]:
 
 def _predicting(subject: Any) -> tuple[Any, Any]:
     return subject, lambda inputs: subject.predict(inputs).probs
+
+
+def _evaluating(subject: he.Ensemble) -> tuple[Any, Any]:
+    return subject, lambda inputs: he.evaluate(subject, [(inputs, torch.arange(3))], progress=False).numbers()
+
+
+def _costing(subject: he.Ensemble) -> tuple[Any, Any]:
+    return subject, lambda inputs: measure_costs({"m": subject}, inputs, repeats=1, warmup=0)[0].parameters
 
 
 @cache
@@ -96,4 +116,6 @@ SUBJECTS: dict[str, Any] = {
     "MC dropout": cache(lambda: _predicting(he.mc_dropout(model(seed=9), 0.3, 4))),
     "a zero-shot classifier": cache(lambda: _predicting(he.zero_shot(dual(), NAMES))),
     "two towers": _dual,
+    "evaluate": cache(lambda: _evaluating(model(seed=8, dropout=0.5))),
+    "measure_costs": cache(lambda: _costing(model(seed=8, dropout=0.5))),
 }

@@ -1,71 +1,32 @@
 """Models that somebody changed: each is refused with a clear error, or answers as before; none answers otherwise."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from convert_cases import vit
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import hydra_ensembles as he
-from architectures import images, timm_model, torchvision_model
-from architectures_clip import CONTEXT, open_clip_from_timm, open_clip_model, texts, transformers_clip
-from architectures_transformers import DISTILBERT, TEXT, VISION, token_batch, transformers_model
+from architectures_clip import CONTEXT, DUAL_CASES
+from contract.all_architectures import ALL_CASES
 from hydra_ensembles.errors import ConversionError
 
-# --- the models, and how they answer -----------------------------------------------------------------------------
-
-
-def _transformers(kind: str, classifier: str, settings: dict[str, Any]) -> Callable[[], Any]:
-    return lambda: transformers_model(f"{kind}For{classifier}", f"{kind}Config", settings)
-
-
-BUILD: dict[str, Callable[[], Any]] = {
-    "timm": lambda: timm_model("vit_tiny_patch16_224"),
-    "timm-siglip": lambda: timm_model("vit_base_patch16_siglip_224"),
-    "timm-scaled": lambda: timm_model("vit_tiny_patch16_224", init_values=0.1, qk_norm=True),
-    "timm-distilled": lambda: timm_model("deit_tiny_distilled_patch16_224"),
-    "torchvision": torchvision_model,
-    "vit": _transformers("ViT", "ImageClassification", VISION),
-    "dinov2": _transformers("Dinov2", "ImageClassification", VISION),
-    "bert": _transformers("Bert", "SequenceClassification", TEXT),
-    "roberta": _transformers("Roberta", "SequenceClassification", TEXT),
-    "distilbert": _transformers("DistilBert", "SequenceClassification", DISTILBERT),
-    "clip": lambda: transformers_clip({}, {}),
-    "open_clip": open_clip_model,
-    "open_clip-timm": lambda: open_clip_from_timm("vit_base_patch16_224", "token", "linear"),
+KNOWN: dict[str, Any] = {str(case): case for case in (*ALL_CASES, *DUAL_CASES)}
+CASES = {
+    "timm": KNOWN["timm-vit"],
+    "timm-scaled": replace(KNOWN["timm-vit"], build=lambda: vit(init_values=0.1, qk_norm=True)),
+    "timm-siglip": KNOWN["timm-siglip"],
+    "timm-distilled": KNOWN["timm-deit-distilled"],
+    "torchvision": KNOWN["torchvision-vit"],
+    **{name: KNOWN[f"transformers-{name}"] for name in ("vit", "dinov2", "bert", "roberta", "distilbert")},
+    "clip": KNOWN["transformers-quickgelu"],
+    "open_clip": KNOWN["open_clip-plain"],
+    "open_clip-timm": KNOWN["open_clip-timm-linear"],
 }
-TIMM = tuple(name for name in BUILD if name.startswith(("timm", "torchvision")))
-
-
-def answers(name: str, model: Any) -> list[Tensor]:
-    """What the original answers, by its own library."""
-    pixels = images(32, 32)["pixel_values"]
-    if name in TIMM:
-        return [model(pixels)]
-    if name.startswith("open_clip"):
-        return [model.encode_image(pixels), model.encode_text(texts(59, 0, mask=False)["input_ids"])]
-    if name == "clip":
-        tokens = model.get_text_features(**texts(59, 1, mask=True)).pooler_output
-        return [model.get_image_features(pixels).pooler_output, tokens]
-    if name in ("vit", "dinov2"):
-        return [model(pixels).logits]
-    return [model(**text_inputs(name)).logits]
-
-
-def converted_answers(name: str, converted: Any) -> list[Tensor]:
-    pixels = images(32, 32)["pixel_values"]
-    if isinstance(converted, he.DualEncoder):
-        batch = texts(59, 1, mask=True) if name == "clip" else texts(59, 0, mask=False)
-        towers = converted.encode_image(pixels, normalize=False), converted.encode_text(batch, normalize=False)
-        return [tower[0] for tower in towers]
-    return [converted(pixels if converted.kind == "image" else text_inputs(name))[0]]
-
-
-def text_inputs(name: str) -> dict[str, Tensor]:
-    return token_batch(pad=1 if name == "roberta" else 0, segments=name == "bert")
-
 
 # --- how they are changed ----------------------------------------------------------------------------------------
 
@@ -242,12 +203,14 @@ ALTERED: list[tuple[str, Change, str | None]] = [
 )
 @torch.no_grad()
 def test_no_altered_model_answers_otherwise(name: str, change: Change, token: str | None) -> None:
-    model = BUILD[name]()
+    case = CASES[name]
+    model = case.build()
     change(model)
     if token is not None:
-        with pytest.raises(ConversionError) as refused:
+        with pytest.raises(ConversionError) as caught:
             he.convert(model)
-        assert token in str(refused.value)
+        assert token in str(caught.value)
         return
-    for mine, theirs in zip(converted_answers(name, he.convert(model)), answers(name, model), strict=True):
-        assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+    inputs = case.inputs()
+    expected = case.logits(model, inputs)
+    assert (he.convert(model)(inputs)[0] - expected).abs().max() <= 1e-4 * expected.abs().max()
