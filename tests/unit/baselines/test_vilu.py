@@ -45,7 +45,8 @@ def by_hand(found, images, member):
     if "image_map" in state:  # as the public code has it
         keys = t @ state["text_map"].T
         shares = (scale * (v @ state["image_map"].T) @ keys.T).softmax(-1)
-        assert not torch.allclose(state["image_map"], torch.eye(len(keys.T)), atol=1e-6)  # it was trained
+        for one in ("image_map", "text_map"):  # both were trained
+            assert not torch.allclose(state[one], torch.eye(len(keys.T)), atol=1e-6)
     # image, classes by their probabilities, predicted class
     x = torch.cat([v, (probs if shares is None else shares) @ keys, t[probs.argmax(-1)]], dim=1)
     for layer in range(3):
