@@ -36,7 +36,7 @@ def ood_pictures(count: int, seed: int = 2) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def trained_vit(steps: int = 80) -> Ensemble:
+def trained_vit(steps: int = 40) -> Ensemble:
     """The trained model, in float32. Callers must not change it."""
     encoder = EncoderConfig(width=32, layers=LAYERS, heads=HEADS, head_dim=4, mlp_width=64)
     stem = PatchStemConfig(patch_size=(4, 4), grid=(4, 4))
@@ -54,7 +54,7 @@ def trained_vit(steps: int = 80) -> Ensemble:
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, step / 20) * (1 - step / steps)
-        chosen = torch.randint(len(images), (64,), generator=generator)
+        chosen = torch.randint(len(images), (32,), generator=generator)
         loss = F.cross_entropy(model(images[chosen])[0], labels[chosen])
         optimizer.zero_grad()
         loss.backward()

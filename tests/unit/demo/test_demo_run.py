@@ -1,9 +1,9 @@
 """The demo, on few images: interrupted, resumed, refused; and the published numbers."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from cli_cases import fail, run, succeed
 from hydra_ensembles.demo import DemoSettings, Gains, load_answers, load_sample
 from hydra_ensembles.demo.gains import DEEP, HYDRA, SINGLE
 from hydra_ensembles.demo.run import METHODS
+from hydra_ensembles.pipeline import chain
 from hydra_ensembles.schema import from_plain, to_plain
-from processes import watch_replacements
 
 ROOT = Path(__file__).resolve().parents[3]
 FEW = {"limit": 28, "epochs": 2, "draws": 2, "latency_repeats": 1, "latency_batch": 2}
@@ -28,16 +28,11 @@ def without_times(folder: Path, name: str = "results.json") -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A demo on few images through the command line: interrupted when the trained members are saved, resumed."""
+    """A demo on few images through the command line: interrupted when the members are to be trained, resumed."""
     place = tmp_path_factory.mktemp("demo") / "few"
-
-    def interrupted(target: Path) -> None:
-        if str(target).endswith("fused/config.json"):
-            raise KeyboardInterrupt
-
     command = ["demo", *(f"--set={name}={value}" for name, value in FEW.items()), "--output", place]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "replace", watch_replacements(interrupted))
+        patched.setattr(chain, "finetune", Mock(side_effect=KeyboardInterrupt))
         stopped = run(*command)
     assert stopped.exit_code == 130
     assert f"kept in {place};" in stopped.stderr
@@ -73,7 +68,7 @@ def test_the_model_it_leaves_behind_says_why_it_declines(folder: Path) -> None:
     model = he.Ensemble.from_pretrained(folder / "model")
     assert model.num_members == 3
     assert model.config.trunk == DemoSettings().shared_layers
-    seen = model.predict([load_sample().far["FashionMNIST"][row][0] for row in range(16)])
+    seen = model.predict([load_sample().far["FashionMNIST"][row][0] for row in range(8)])
     assert "unfamiliar" in seen.reason
     assert float(seen.familiarity.max()) < 0.5
 
