@@ -185,7 +185,7 @@ def collect(task: Task, output: Path, results: Path) -> None:
             columns = {
                 name: own for name, own in columns.items() if name not in before["report"] or _same(name, own, kept)
             }
-            if SINGLE not in columns and SINGLE in found["report"]:
+            if columns and SINGLE not in columns and SINGLE in found["report"]:
                 single = _named(SINGLE, read_columns(folder / "report" / f"{slug(SINGLE)}.npz"))
                 told = hashlib.sha256(b"".join(single[key].tobytes() for key in sorted(single))).hexdigest()[:8]
                 write_columns(place / f"again-{number}-{told}.npz", {"rows": np.array(list(columns)), **single})

@@ -164,7 +164,8 @@ def report(seed: DualSeed, name: str) -> None:
         kept = stored(columns_of(said, after, labels))
         columns |= {f"{one.task}|{one.name}|{key}": column for key, column in kept.items()}
     write_columns(place.with_suffix(".npz"), columns)
-    write_json(place, {"row": name, "temperature": temperature})
+    where = {"device": device_name(seed.device), "torch": str(torch.__version__), "version": he.__version__}
+    write_json(place, {"row": name, "temperature": temperature, **where})
 
 
 def cost(seed: DualSeed, names: Sequence[str]) -> None:
@@ -210,6 +211,10 @@ def collect(task: DualTask, output: Path, results: Path) -> None:
             tasks[one.task] = {"domain": one.domain, "classes": len(one.classes), "samples": len(one.samples)}
         else:
             tasks[one.task].setdefault("outside", {}).setdefault(one.group, {})[one.name] = len(one.samples)
+
+    def told(key: str) -> str:  # where reports were made, which need not be where they are stored
+        return " and ".join(sorted({one[key] for run in runs.values() for one in run["report"].values()}))
+
     facts = {
         "format": FORMAT,
         "study": recipe.name,
@@ -221,8 +226,8 @@ def collect(task: DualTask, output: Path, results: Path) -> None:
         "choice": read_json(study / CHOICE) if (study / CHOICE).exists() else None,
         "costs": read_json(study / COSTS) if (study / COSTS).exists() else None,
         "runs": runs,
-        "device": device_name(task.device),
-        "versions": {"torch": torch.__version__, "hydra_ensembles": he.__version__},
+        "device": told("device"),
+        "versions": {"torch": told("torch"), "hydra_ensembles": told("version")},
     }
     write_json(results / recipe.name / "study.json", facts)
 
