@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -127,8 +127,9 @@ class Block(nn.Module):
         if self.drop_path == 0.0 or (by := drops(self)) is False:
             return branch
         keep, generator = 1.0 - self.drop_path, None if by is True else by
-        shape = (*branch.shape[:2], 1, 1)
-        kept = torch.rand(shape, generator=generator, dtype=torch.float32, device=branch.device) < keep
+        # the generator is named only where there is one: compiled for any batch size, torch.rand takes none, not even None
+        given: dict[str, Any] = {} if generator is None else {"generator": generator}
+        kept = torch.rand((*branch.shape[:2], 1, 1), dtype=torch.float32, device=branch.device, **given) < keep
         return branch * (kept.to(branch.dtype) / keep)
 
 

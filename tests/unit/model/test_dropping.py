@@ -69,3 +69,16 @@ def test_what_one_thread_is_told_holds_there_alone_and_ends_with_an_error() -> N
     with pytest.raises(RuntimeError, match="stop"), dropping(False):
         raise RuntimeError("stop")
     assert not torch.allclose(model(batch), expected, atol=1e-3)
+
+
+def test_blocks_that_drop_are_compiled_for_any_batch_size() -> None:
+    """Drawn with a generator, even None, torch.rand is of one shape only."""
+    block = dropping_model().train().encoder.layers[-1]
+    compiled = torch.compile(block._drop, backend="eager", dynamic=True)
+    for count in (6, 9):
+        branch = torch.ones(2, count, 4, 24)
+        torch.manual_seed(count)
+        expected = block._drop(branch)
+        torch.manual_seed(count)
+        assert torch.equal(compiled(branch), expected)
+        assert set(expected.unique().tolist()) == {0.0, 2.0}
