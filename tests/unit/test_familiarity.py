@@ -20,6 +20,7 @@ from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
 from zero_shot_models import NAMES, dual_of
 
+CONFIG = single()
 EXACT: dict[str, Any] = {"held_out": 0.0, "shrinkage": 0.0}
 
 
@@ -107,8 +108,7 @@ def test_pytorch_ood_agrees(name) -> None:
     without the one direction in which a last norm lets nothing vary.
     """
     detector = pytest.importorskip("pytorch_ood.detector", reason="pytorch-ood, the referee, is not installed")
-    config = single()
-    one, data, (new, _) = model(config), batches(config), joined(batches(config, 40, seed=1, shift=1.0))
+    one, data, (new, _) = model(CONFIG), batches(CONFIG), joined(batches(CONFIG, 40, seed=1, shift=1.0))
     inputs, labels = joined(data)
     with torch.no_grad():
         fit, features = (one.features_and_logits(some)[0][0].double() for some in (inputs, new))
@@ -132,8 +132,7 @@ def test_pytorch_ood_agrees(name) -> None:
 
 
 def test_shrinkage_adds_a_share_of_the_mean_eigenvalue() -> None:
-    config = single()
-    one, data = model(config), batches(config)
+    one, data = model(CONFIG), batches(CONFIG)
     inputs, labels = joined(data)
     fit = told(one, inputs)[0][0]
     means = np.stack([fit[labels == label].mean(0) for label in range(3)])
@@ -187,17 +186,15 @@ def test_a_zero_shot_ensemble_learns_what_is_familiar() -> None:
 
 
 def test_it_does_not_outlive_the_features_it_knows() -> None:
-    config = single()
-    fitted = fit_familiarity(model(config), batches(config))
+    fitted = fit_familiarity(model(CONFIG), batches(CONFIG))
     assert he.prune(fitted, [(0, 0)]).metadata.familiarity is None
     assert he.fuse([fitted, he.prune(fitted, [(0, 0)])], mlp="separate").metadata.familiarity is None
     assert fitted.member(0).metadata.familiarity == fitted.metadata.familiarity  # of one member it is its own
 
 
 def test_foreign_inputs_are_unfamiliar_and_p_values_of_familiar_ones_uniform() -> None:
-    config = single()
-    fitted = fit_familiarity(model(config), batches(config, 1500), held_out=0.5)
-    fresh, foreign = (fitted.predict(joined(batches(config, 600, 9, 600, shift))[0]) for shift in (0.0, 6.0))
+    fitted = fit_familiarity(model(CONFIG), batches(CONFIG, 1500), held_out=0.5)
+    fresh, foreign = (fitted.predict(joined(batches(CONFIG, 600, 9, 600, shift))[0]) for shift in (0.0, 6.0))
     for level in (0.05, 0.2, 0.5):
         assert (fresh.familiarity <= level).double().mean() == pytest.approx(level, abs=0.06)
     assert he.metrics.auroc(fresh.score("mahalanobis"), foreign.score("mahalanobis")) > 0.9
@@ -208,9 +205,8 @@ def test_foreign_inputs_are_unfamiliar_and_p_values_of_familiar_ones_uniform() -
 
 
 def test_both_thresholds_promise_their_share() -> None:
-    config = single()
-    one, accepted = model(config), []
-    calibrated = he.calibrate(one, batches(config, 400), share=0.9)
+    one, accepted = model(CONFIG), []
+    calibrated = he.calibrate(one, batches(CONFIG, 400), share=0.9)
     settings, metrics = calibrated.metadata.familiarity.settings, calibrated.metadata.metrics
     assert (settings.scores, settings.accepted_share) == (("mahalanobis",), 0.9)
     assert 150 < settings.samples < 250
@@ -218,7 +214,7 @@ def test_both_thresholds_promise_their_share() -> None:
     assert metrics["validation/accepted_share"] >= 2 * 0.9 - 1
     assert min(metrics["validation/sure_share"], metrics["validation/familiar_share"]) >= 0.85
     assert "both accept" in calibrated.metadata.history[-1]
-    p = calibrated.predict(joined(batches(config, 500, seed=8))[0])
+    p = calibrated.predict(joined(batches(CONFIG, 500, seed=8))[0])
     familiar, sure = p.score("mahalanobis") <= settings.threshold, p.score() <= p.threshold
     assert torch.equal(p.accept, familiar & sure)
     names = ["unfamiliar" if not a else "unsure" if not b else None for a, b in zip(familiar, sure, strict=True)]
@@ -242,8 +238,7 @@ def test_a_build_fits_both(tmp_path) -> None:
 
 
 def test_calibrate_without_familiarity_or_with_another() -> None:
-    config = single()
-    one, data = model(config), batches(config, 200)
+    one, data = model(CONFIG), batches(CONFIG, 200)
     assert he.calibrate(one, data, familiarity=None).metadata.familiarity is None
     by_neighbours = he.calibrate(one, data, familiarity="knn")
     assert by_neighbours.metadata.familiarity.settings.scores == ("knn",)
@@ -262,9 +257,8 @@ def test_calibrate_without_familiarity_or_with_another() -> None:
 
 
 def test_what_fitted_the_statistics_sets_no_threshold() -> None:
-    config = single()
-    data = batches(config, 200)
-    fitted = fit_familiarity(model(config), data)
+    data = batches(CONFIG, 200)
+    fitted = fit_familiarity(model(CONFIG), data)
     with pytest.raises(DataError, match="other data"):
         he.calibrate(fitted, data)
     assert he.calibrate(fitted, data, familiarity=None).metadata.familiarity == fitted.metadata.familiarity
@@ -284,17 +278,15 @@ def test_memory_is_bounded_and_draws_are_even() -> None:
     assert sorted([*rows.tolist(), *(int(one.labels) for one in left)]) == list(range(1000))  # none lost, none twice
     assert len(rows) == 50
     assert 350 < rows.double().mean() < 650
-    config = single()
-    fitted = fit_familiarity(model(config), batches(config, 90), "knn", held_out=0.0, stored=40)
+    fitted = fit_familiarity(model(CONFIG), batches(CONFIG, 90), "knn", held_out=0.0, stored=40)
     assert fitted.metadata.familiarity.state["knn.bank"].shape == (1, 40, 8)
     assert HELD_OUT_MOST >= 1000
 
 
 def test_few_samples_are_said_and_shrunk() -> None:
-    config = single()
     with pytest.warns(UserWarning, match="4 on average, 4 of the rarest"):
-        few = fit_familiarity(model(config), batches(config, 12), held_out=0.0)
-    assert few.predict(joined(batches(config, 5))[0]).score("mahalanobis").isfinite().all()
+        few = fit_familiarity(model(CONFIG), batches(CONFIG, 12), held_out=0.0)
+    assert few.predict(joined(batches(CONFIG, 5))[0]).score("mahalanobis").isfinite().all()
 
 
 def without_class(config: EnsembleConfig, label: int) -> list[Any]:
@@ -320,14 +312,12 @@ def without_class(config: EnsembleConfig, label: int) -> list[Any]:
     ],
 )
 def test_what_cannot_be_fitted_is_named(data, settings, error, token) -> None:
-    config = single()
     with pytest.raises(error, match=token):
-        fit_familiarity(model(config), data(config), **settings)
+        fit_familiarity(model(CONFIG), data(CONFIG), **settings)
 
 
 def test_what_was_not_fitted_or_calibrated_is_named() -> None:
-    config = single()
-    one, data = model(config), batches(config)
+    one, data = model(CONFIG), batches(CONFIG)
     plain, fitted = one.predict(data[0][0]), fit_familiarity(one, data, held_out=0.0).predict(data[0][0])
     for call, token in (
         (lambda: plain.score("mahalanobis"), "fit_familiarity"),
@@ -342,7 +332,6 @@ def test_what_was_not_fitted_or_calibrated_is_named() -> None:
 
 
 def test_labels_are_not_needed_where_no_class_is() -> None:
-    config = single()
-    unlabelled = [inputs for inputs, _ in batches(config)]
-    fitted = fit_familiarity(model(config), unlabelled, ("knn", "vim"))
+    unlabelled = [inputs for inputs, _ in batches(CONFIG)]
+    fitted = fit_familiarity(model(CONFIG), unlabelled, ("knn", "vim"))
     assert fitted.predict(unlabelled[0]).familiarity.shape == (16,)
