@@ -115,9 +115,6 @@ def test_a_file_in_the_way_of_a_folder(tmp_path: Path) -> None:
         (tmp_path / "nothing").rmdir()
 
 
-# --- one worker ------------------------------------------------------------------------------------------------------
-
-
 def test_the_second_worker_is_told_and_the_lock_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "a/b"
     with locked(folder, "build"):
@@ -172,9 +169,6 @@ def test_those_who_wait_come_one_at_a_time(tmp_path: Path) -> None:
         for done in [pool.submit(work) for _ in range(3)]:
             done.result()
     assert (tmp_path / "count").read_text() == "300"
-
-
-# --- JSON ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,6 @@ def test_accuracy_needs_no_ood_data_and_the_other_scores_do() -> None:
             alone.extract(score=score, budget=1)
 
 
-# --- bad input ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "token"),
     [

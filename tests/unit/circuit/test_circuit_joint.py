@@ -113,9 +113,6 @@ def test_the_score_is_that_of_the_pruned_model() -> None:
     assert ranking.scores[-1] == right / KNOWN
 
 
-# --- each tower for its own heads --------------------------------------------------------------------------
-
-
 def test_candidates_run_their_own_tower_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are logged by tower while candidates are chosen and while a head is removed."""
     ran, towers = set[str](), set[str]()
@@ -145,9 +142,6 @@ def test_candidates_run_their_own_tower_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(JointExact, "remove", logged_remove)
     extract(dual_in_float64("transformers-quickgelu"), "exact", budget=10)
     assert towers == {"image", "text"}
-
-
-# --- around it ---------------------------------------------------------------------------------------------
 
 
 def test_a_journal_is_continued(tmp_path: Path) -> None:

@@ -110,9 +110,6 @@ def test_bad_settings_and_bad_preprocessing(numbers: TextDataset, settings: dict
         next(iter(batches(numbers, lambda texts: torch.zeros(3, 2), **{"batch_size": 1, **settings})))
 
 
-# --- augmentation ------------------------------------------------------------------------------------------
-
-
 def plain(**changes: Any) -> TrainTransform:
     settings = {"size": (8, 8), "crop_scale": (1.0, 1.0), "flip_probability": 0.0, "rand_augment": None}
     return TrainTransform(**{**settings, **changes})

@@ -81,9 +81,6 @@ def test_labels_are_copied_and_cannot_be_written() -> None:
         dataset.labels[0] = 5
 
 
-# --- parts -------------------------------------------------------------------------------------------------
-
-
 def test_the_order_is_pinned() -> None:
     """These numbers must never change: results that were published depend on them."""
     assert hash_key(0) == 0xE220A8397B1DCDAF  # the first output of SplitMix64 seeded with 0

@@ -109,9 +109,6 @@ def test_counts_that_cannot_be_compared(compare: Any, count: int) -> None:
         compare(ranking((0, 0), (0, 1)), ranking((0, 0), (0, 1)), count)
 
 
-# --- files -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("only", [None, 3])
 def test_round_trip(tmp_path: Path, only: int | None) -> None:
     provenance = {"seed": 3, "removed": ((0, 0), Head(1, 2)), "nested": {"sizes": (1, 2), "none": None}}
@@ -141,9 +138,6 @@ def test_corrupt_fields(tmp_path: Path, change: dict[str, Any]) -> None:
     path.write_text(json.dumps(to_plain(made) | change))
     with pytest.raises(HeadError, match="ranking"):
         HeadRanking.load(path)
-
-
-# --- fingerprints ------------------------------------------------------------------------------------------
 
 
 def test_every_weight_the_dtype_and_the_configuration_count() -> None:

@@ -103,9 +103,6 @@ def test_a_damaged_product_is_named_and_a_write_that_fails_leaves_nothing(
         run.json("a", never)
 
 
-# --- digests, and one worker at a time ---------------------------------------------------------------------
-
-
 def copy(source: Path, target: Path) -> None:
     target.parent.mkdir(exist_ok=True)
     shutil.copytree(source, target, dirs_exist_ok=True) if source.is_dir() else shutil.copy(source, target)

@@ -332,6 +332,11 @@ def test_a_checkpoint_of_another_run_is_refused(stopped, change, token):
         train(**{"source": Stopping(batches()), "recipe": PLAIN, **change}, output=stopped)
 
 
+def refused(folder, token):
+    with pytest.raises(CheckpointError, match=token):
+        train(Stopping(batches()), PLAIN, output=folder)
+
+
 def edited(folder, change, seal=True):
     """Change the state in `folder`; with a new digest, or as it was written before there were any."""
     path = folder / "member-0" / "rate-0.05" / "checkpoint.json"
@@ -355,30 +360,25 @@ def edited(folder, change, seal=True):
 )
 def test_a_state_that_no_run_can_have_written_is_refused(stopped, change):
     edited(stopped, change)
-    with pytest.raises(CheckpointError, match=r"checkpoint\.json.*Delete .*rate-0\.05 "):
-        train(Stopping(batches()), PLAIN, output=stopped)
+    refused(stopped, r"checkpoint\.json.*Delete .*rate-0\.05 ")
 
 
 def test_changed_states_and_tensors_are_noticed(stopped):
     folder = stopped / "member-0" / "rate-0.05"
     state, tensors = (folder / "checkpoint.json").read_text(), folder / "current-4-0.safetensors"
     (folder / "checkpoint.json").write_text(state.replace('"step": 4', '"step": 3'))
-    with pytest.raises(CheckpointError, match=r"checkpoint\.json was changed"):
-        train(Stopping(batches()), PLAIN, output=stopped)
+    refused(stopped, r"checkpoint\.json was changed")
     (folder / "checkpoint.json").write_text(state)
     whole = tensors.read_bytes()
     tensors.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=r"current-4-0\.safetensors was changed"):
-        train(Stopping(batches()), PLAIN, output=stopped)
+    refused(stopped, r"current-4-0\.safetensors was changed")
     os.truncate(tensors, 1 << 40)  # a hole, which takes no place on the disk and all memory
-    with pytest.raises(CheckpointError, match=r"current-4-0\.safetensors has more than"):
-        train(Stopping(batches()), PLAIN, output=stopped)
+    refused(stopped, r"current-4-0\.safetensors has more than")
     tensors.write_bytes(whole)
     assert same(train(batches(), PLAIN), train(Stopping(batches()), PLAIN, output=stopped))
     result = next(folder.glob("result-*.safetensors"))
     result.write_bytes(result.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(CheckpointError, match="result-6-0"):
-        train(Stopping(batches()), PLAIN, output=stopped)
+    refused(stopped, "result-6-0")
 
 
 def test_a_checkpoint_from_before_there_were_digests_goes_on_and_tensors_must_be_those_of_the_model(stopped):
@@ -394,11 +394,9 @@ def test_a_checkpoint_from_before_there_were_digests_goes_on_and_tensors_must_be
         {f"{momentum}2": whole[momentum].clone()},
     ):
         tensors.write_bytes(save({**whole, **change}))
-        with pytest.raises(CheckpointError, match=f"{next(iter(change))}.*Delete"):
-            train(Stopping(batches()), PLAIN, output=stopped)
+        refused(stopped, f"{next(iter(change))}.*Delete")
     tensors.write_bytes(save({key: value for key, value in whole.items() if key != name}))
-    with pytest.raises(CheckpointError, match=f"{name}.*missing"):
-        train(Stopping(batches()), PLAIN, output=stopped)
+    refused(stopped, f"{name}.*missing")
     tensors.write_bytes(save(whole))
     assert same(train(batches(), PLAIN), train(Stopping(batches()), PLAIN, output=stopped))
 
