@@ -73,7 +73,7 @@ def test_help_version_and_completion_load_no_torch():
     assert "No such option: --membrs (Possible options: --members)\n" in done.stderr  # and none that is not near
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["predict", "-h"], ["bulid"]])
+@pytest.mark.parametrize("words", [["predict", "-h"], ["bulid"]])
 def test_python_m_answers_as_the_command_does(words):
     command, module = (
         subprocess.run([sys.executable, "-X", "importtime", "-m", name, *words], capture_output=True, text=True)

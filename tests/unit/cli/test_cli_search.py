@@ -76,17 +76,14 @@ def test_an_interruption_says_how_to_go_on(flags, searched, tmp_path, monkeypatc
     assert he.SearchResult.load(folder / "search.json") == he.SearchResult.load(searched[0] / "search.json")
 
 
-@pytest.mark.parametrize(
-    ("content", "token"),
-    [("- {trunk: 3}", "trunk"), ("a: 1", "list"), ("- 3", "list"), ("- [", "YAML"), (None, "none.yaml")],
-)
-def test_bad_candidates_are_refused(flags, tmp_path, content, token) -> None:
-    place = tmp_path / "none.yaml"
-    if content is not None:
+def test_bad_candidates_data_given_twice_and_too_low_a_price_are_refused(flags, world, tmp_path) -> None:
+    place = tmp_path / "bad.yaml"
+    for content, token in (("- {trunk: 3}", "trunk"), ("a: 1", "list"), ("- 3", "list"), ("- [", "YAML")):
         place.write_text(content)
-    assert token in fail("search", *flags, "--candidates", place, "--output", tmp_path / "run")
-
-
-def test_data_that_are_given_twice_are_refused(flags, world, tmp_path) -> None:
-    assert "same data" in fail("search", *flags, "--judge-ood", world / "stripes", "--output", tmp_path / "run")
-    assert "cost" in fail("search", *flags, "--cost", 0.5, "--output", tmp_path / "run")
+        assert token in fail("search", *flags, "--candidates", place, "--output", tmp_path / "run")
+    for option, value, token in (
+        ("--candidates", tmp_path / "none.yaml", "none.yaml"),
+        ("--judge-ood", world / "stripes", "same data"),
+        ("--cost", 0.5, "cost"),
+    ):
+        assert token in fail("search", *flags, option, value, "--output", tmp_path / "run")
