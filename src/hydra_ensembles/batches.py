@@ -190,13 +190,7 @@ def require_same_classes(batches: Batches, labels: Sequence[str], name: str) -> 
     Names are those of a data set of ours, of torchvision's or of `datasets`, inside the source; without names nothing
     is known.
     """
-    for part in _all_parts(batches):
-        features = getattr(part, "features", None)  # of `datasets`
-        known = features if isinstance(features, Mapping) else {}
-        column = known.get("labels", known.get("label"))
-        names = getattr(part, "class_names", None) or getattr(part, "classes", None) or getattr(column, "names", None)
-        if not isinstance(names, list | tuple) or getattr(part, "target_transform", None) is not None:
-            continue
+    for names in _class_names(batches):
         numbers = {one: number for number, one in enumerate(labels)}
         wrong = [number for number, one in enumerate(names) if numbers.get(str(one), number) != number]
         if wrong:
@@ -206,6 +200,24 @@ def require_same_classes(batches: Batches, labels: Sequence[str], name: str) -> 
                 "taken for another; number them as the model does (dataset.relabel), or, where the loader does so, "
                 "leave the names out: model.with_metadata(labels=())"
             )
+
+
+def class_names_in(batches: Batches, classes: int) -> tuple[str, ...]:
+    """Names of so many classes that a source has inside it; empty where it has none, or the numbers of their places."""
+    found = [tuple(map(str, names)) for names in _class_names(batches)]
+    good = len(found) > 0 and len(set(found)) == 1 and len(set(found[0])) == len(found[0]) == classes
+    return found[0] if good and found[0] != tuple(map(str, range(classes))) else ()
+
+
+def _class_names(batches: Batches) -> Iterator[Sequence[Any]]:
+    """Names of classes, in the order of their numbers, of every data set inside a source that has some."""
+    for part in _all_parts(batches):
+        features = getattr(part, "features", None)  # of `datasets`
+        known = features if isinstance(features, Mapping) else {}
+        column = known.get("labels", known.get("label"))
+        names = getattr(part, "class_names", None) or getattr(part, "classes", None) or getattr(column, "names", None)
+        if isinstance(names, list | tuple) and getattr(part, "target_transform", None) is None:
+            yield names
 
 
 def require_rereadable(batches: Batches, name: str) -> None:

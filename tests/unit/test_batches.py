@@ -13,6 +13,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 from hydra_ensembles.batches import (
     borrowed,
+    class_names_in,
     fingerprint,
     iterate,
     move,
@@ -107,6 +108,23 @@ def test_names_of_classes_are_found_wherever_libraries_keep_them(data: Any) -> N
     with pytest.raises(DataError, match=r"class 0 of data is 'dog', .* class 1"):
         require_same_classes(source, ("cat", "dog"), "data")
     require_same_classes(source, ("ant", "bee"), "data")
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (SimpleNamespace(classes=["dog", "cat"]), ("dog", "cat")),
+        (SimpleNamespace(classes=["dog", "cat"], target_transform=abs), ()),
+        (SimpleNamespace(classes=["dog", "cat", "ant"]), ()),
+        (SimpleNamespace(classes=["0", "1"]), ()),  # no names
+        (SimpleNamespace(classes=["dog", "dog"]), ()),
+        (SimpleNamespace(datasets=[SimpleNamespace(classes=["a", "b"]), SimpleNamespace(classes=["b", "a"])]), ()),
+        (SimpleNamespace(), ()),
+    ],
+)
+def test_names_are_taken_from_data_where_they_are_clear(data: Any, found: Any) -> None:
+    source: Any = SimpleNamespace(dataset=data)
+    assert class_names_in(source, 2) == found
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def mimo(
     result = train_classifier(partial(MimoLearner, model, start, settings, recipe), start, job)
     how = f"rho {settings.rho:g}, batch repeat {settings.batch_repeat}"
     line = f"MIMO of {settings.members} from {settings.start}, {how}: {result.described(recipe)}"
-    return summed(start, result.state_like(start), model, trained_metadata(start, result, line))
+    return summed(start, result.state_like(start), model, trained_metadata(start, job.train, result, line))
 
 
 def wide(model: Ensemble, settings: MIMO, seed: int) -> Ensemble:

@@ -16,7 +16,17 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded
-from ..batches import Batches, Inputs, changed, iterate, read_batch, require_labels, require_same_classes, size_of
+from ..batches import (
+    Batches,
+    Inputs,
+    changed,
+    class_names_in,
+    iterate,
+    read_batch,
+    require_labels,
+    require_same_classes,
+    size_of,
+)
 from ..errors import ConfigError, DataError
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
@@ -235,7 +245,7 @@ def finetune(
     job = Job(recipe, train, validation, index=index, **run)
     result = train_classifier(partial(EnsembleLearner, member, recipe, index=index), member, job)
     line = f"fine-tuned {result.described(recipe)}"
-    return Ensemble.from_state(member.config, result.state_like(member), trained_metadata(member, result, line))
+    return Ensemble.from_state(member.config, result.state_like(member), trained_metadata(member, train, result, line))
 
 
 def train_classifier(make_learner: Callable[[Runtime], Learner[Batch]], start: Ensemble, job: Job) -> RunResult:
@@ -253,11 +263,15 @@ def train_classifier(make_learner: Callable[[Runtime], Learner[Batch]], start: E
     return train_best(make_learner, start, job)
 
 
-def trained_metadata(start: Ensemble, result: RunResult, line: str) -> Metadata:
-    """Metadata after training: a line of history, the validation it was chosen by; no calibration of before."""
+def trained_metadata(start: Ensemble, train: Batches, result: RunResult, line: str) -> Metadata:
+    """Metadata after training: a line of history, the validation it was chosen by; no calibration of before.
+
+    A model without names of its classes takes those of the data: other data may count the classes otherwise.
+    """
     best = result.best
     metrics = {} if best is None else {"validation/accuracy": best.accuracy, "validation/nll": best.nll}
-    return replace(start.metadata.after(line), metrics=metrics)
+    labels = start.metadata.labels or class_names_in(train, start.num_classes)
+    return replace(start.metadata.after(line), metrics=metrics, labels=labels)
 
 
 def train_parametrised(
@@ -272,5 +286,5 @@ def train_parametrised(
     model = arrange(Ensemble.from_state(start.config, trainable_state(start, start.device)))
     model.load_state_dict(result.weights, strict=False)
     state = {name: tensor.to(start.dtype) for name, tensor in model.whole().items()}
-    metadata = trained_metadata(start, result, f"{line}: {result.described(job.recipe, parts)}")
+    metadata = trained_metadata(start, job.train, result, f"{line}: {result.described(job.recipe, parts)}")
     return Ensemble.from_state(start.config, state, metadata)

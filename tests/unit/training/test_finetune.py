@@ -199,3 +199,17 @@ def test_compiled_blocks_train_like_those_that_are_not():
     member, recipe = Ensemble.stack([prune(tiny(), [(0, 0)]), prune(tiny(1), [(1, 1)])]), replace(RECIPE, clip_norm=1.0)
     compiled = train(member, recipe=replace(recipe, compile=True), validation=batches(seed=4))
     assert_close(compiled, train(member, recipe=recipe, validation=batches(seed=4)), atol=1e-6, rtol=1e-5)
+
+
+def test_a_model_without_names_of_classes_takes_those_of_its_training_data():
+    """Else a test folder without the first class, which counts from the second, would be held against other numbers."""
+    data = TensorDataset(*samples(16))
+    data.classes = ["ant", "bee", "cat"]
+    loader, recipe = DataLoader(data, 8), replace(RECIPE, steps=1)
+    trained = train(tiny(), loader, recipe)
+    assert trained.metadata.labels == ("ant", "bee", "cat")
+    data.classes = ["bee", "cat"]
+    with pytest.raises(DataError, match="'bee', which the model has as class 1"):
+        train(trained, loader, recipe)
+    data.classes = ["x", "y", "z"]
+    assert train(trained, loader, recipe).metadata.labels == ("ant", "bee", "cat")
