@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -126,10 +126,9 @@ class Block(nn.Module):
         """Stochastic depth: drop the branch of a sample (of a member), scale the others up."""
         if self.drop_path == 0.0 or (by := drops(self)) is False:
             return branch
-        keep, generator = 1.0 - self.drop_path, None if by is True else by
-        # the generator is named only where there is one: compiled for any batch size, torch.rand takes none, not even None
-        given: dict[str, Any] = {} if generator is None else {"generator": generator}
-        kept = torch.rand((*branch.shape[:2], 1, 1), dtype=torch.float32, device=branch.device, **given) < keep
+        keep, shape = 1.0 - self.drop_path, (*branch.shape[:2], 1, 1)
+        drawn = torch.empty(shape, dtype=torch.float32, device=branch.device)
+        kept = drawn.uniform_(generator=None if by is True else by) < keep
         return branch * (kept.to(branch.dtype) / keep)
 
 

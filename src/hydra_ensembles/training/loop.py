@@ -309,9 +309,10 @@ def train_best(
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Blocks are compiled as often as they need; what the compiler says of gradients of activations means nothing."""
+    """Blocks are compiled as often as they need; the compiler's words on gradients and precision mean nothing here."""
     with compiled_at_will(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+        for said in (r"The \.grad attribute of a Tensor that is not a leaf", "TensorFloat32 tensor cores"):
+            warnings.filterwarnings("ignore", said, UserWarning)
         yield
 
 

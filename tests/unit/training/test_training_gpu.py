@@ -46,6 +46,14 @@ def test_compiled_blocks_train_like_those_that_are_not(precision):
     torch.testing.assert_close(made[1](images), made[0](images), atol=tolerance, rtol=tolerance)
 
 
+def test_compiled_blocks_train_with_stochastic_depth_and_batches_of_two_sizes():
+    member = tiny(drop_path=(0.0, 0.5))
+    trained = finetune(member, batches(44), dataclasses.replace(RECIPE, compile=True), device="cuda", progress=False)
+    images = batches()[0][0]
+    assert bool(trained(images).isfinite().all())
+    assert not torch.allclose(trained(images), member(images), atol=1e-3)
+
+
 @pytest.mark.parametrize("precision", ["float32", "fp16"])
 def test_a_run_on_a_gpu_is_repeatable_resumable_and_leaves_no_trace(tmp_path, precision):
     member = tiny(dropout=0.2).to("cuda")
