@@ -191,7 +191,7 @@ def test_a_circuit_that_repeats_a_member_goes_on_for_another_head_or_is_named(
         assert len(set(hydra.heads)) == 3
         assert {tuple(map(len, member)) for member in hydra.heads} <= {(3, 3, 3), (2, 3, 4), (3, 2, 4)}
     assert {file.name for file in (tmp_path / "rankings").iterdir()} >= {"avg.json", "acc.json"}
-    assert (tmp_path / "rankings" / "acc-further.json").exists() == (known > LAYERS)
+    assert (tmp_path / "rankings" / "acc-further.json").exists()  # one more was asked for, in vain or not
 
 
 def bad_labels() -> list[Any]:
