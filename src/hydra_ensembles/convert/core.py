@@ -73,9 +73,14 @@ def attention(out: str, *qkv: str, order: Order | None = None, place: str = "enc
     return {
         f"{place}qkv": into_heads(*weights, order=order),
         f"{place}qkv_bias": into_heads(*biases, order=order),
-        f"{place}out": Source((f"{out}.weight",), lambda tensors, shape: tensors[0].t().reshape(shape)),  # [H, d_k, d]
+        f"{place}out": out_of_heads(f"{out}.weight"),
         f"{place}out_bias": f"{out}.bias",
     }
+
+
+def out_of_heads(name: str) -> Source:
+    """The output projection, `[d, H·d_k]`, as one of every head, `[H, d_k, d]`."""
+    return Source((name,), lambda tensors, shape: tensors[0].t().reshape(shape))
 
 
 def into_heads(*names: str, order: Order | None = None) -> Source:

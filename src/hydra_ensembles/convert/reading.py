@@ -28,6 +28,7 @@ from .core import (
     joined,
     nearest,
     number_of_classes,
+    out_of_heads,
     pair,
     refuse,
     require_fit,
@@ -237,11 +238,10 @@ class _Reading:
 
     def _weights(self) -> Iterator[tuple[str, Source]]:
         """Canonical parameter → where it comes from, for every part that the table names and the model has."""
-        scale = self.declared.embedding_scale
+        scale, positions = self.declared.embedding_scale, f"stem.position{'s' if 'words' in self.names else ''}"
         for part, place in self.names.items():
             if isinstance(place, Tensor):
-                name = "stem.positions" if "words" in self.names else "stem.position"
-                yield _TENSORS.get(part, name), self._given(place)
+                yield _TENSORS.get(part, positions), self._given(place)
                 continue
             weights = [self._weight(path) for path in paths(place)]
             names = [name for name in weights if name is not None]
@@ -254,22 +254,18 @@ class _Reading:
             elif part == "words":
                 yield "stem.words", Source((names[0],), lambda found, shape: (found[0] * scale).reshape(shape))
             elif part == "position":
-                yield "stem.positions" if "words" in self.names else "stem.position", Source((names[0],), _first_rows)
-            elif part == "patch":
-                yield "stem.patch", Source((names[0],), self._patches)
-                bias = self._bias(str(place))
-                if bias is not None:
-                    yield "stem.patch_bias", copied(bias)
+                yield positions, Source((names[0],), _first_rows)
             elif part == "qkv":
                 yield f"{_BLOCK}.attention.qkv", Source(tuple(names), self._heads)
                 biases = [self._bias(path) for path in paths(place)]
                 if any(biases):
                     yield f"{_BLOCK}.attention.qkv_bias", self._biases(names, biases)
-            elif part == "out":
-                yield f"{_BLOCK}.attention.out", Source((names[0],), lambda found, shape: found[0].t().reshape(shape))
+            elif part in ("patch", "out"):
+                canonical = "stem.patch" if part == "patch" else f"{_BLOCK}.attention.out"
+                yield canonical, Source((names[0],), self._patches) if part == "patch" else out_of_heads(names[0])
                 bias = self._bias(str(place))
                 if bias is not None:
-                    yield f"{_BLOCK}.attention.out_bias", copied(bias)
+                    yield f"{canonical}_bias", copied(bias)
 
     def _with_bias(self, part: Part, path: str, weight: str) -> Iterator[tuple[str, Source]]:
         """A linear layer or a norm; where it has no bias and the canonical one needs one, it is zero."""
@@ -290,8 +286,7 @@ class _Reading:
             yield f"{canonical}.bias", copied(bias) if gates[1] is None else joined(gates[1], bias)
 
     def _given(self, tensor: Tensor) -> Source:
-        like = self._of("norm1")
-        return Source((), lambda found, shape: _first_rows([tensor.to(like)], shape))
+        return Source((), lambda found, shape: _first_rows([tensor.to(self._of("norm1"))], shape))
 
     def _patches(self, found: Sequence[Tensor], shape: torch.Size) -> Tensor:
         _, width, channels, height, wide = shape
@@ -476,7 +471,6 @@ class _Reading:
     def _readout(self, num_labels: int | None) -> ReadoutConfig:
         classifier = self.tensor("classifier")
         classes = number_of_classes(0 if classifier is None else len(classifier), num_labels, self.frame.name)
-        bias = classifier is None or self._bias(str(self.names["classifier"])) is not None
         kind, eps = self._norm(("norm",)) if "norm" in self.names else (None, 1e-6)
         blocks = self._norm(("norm1",))[0]
         if kind not in (None, blocks):
@@ -489,7 +483,7 @@ class _Reading:
             norm="none" if "norm" not in self.names else "pooled" if self.declared.norm_after_pool else "tokens",
             norm_eps=eps,
             hidden=self.declared.pooler_activation if "pooler" in self.names else None,
-            bias=bias,
+            bias=classifier is None or self._bias(str(self.names["classifier"])) is not None,
         )
 
 

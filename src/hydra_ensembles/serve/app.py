@@ -6,7 +6,6 @@ whose fault they are; they quote no path and no stack trace.
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import hmac
 import json
@@ -27,7 +26,7 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from . import protocol
 from .batcher import Batcher
-from .service import Answer, Sample, ServeSettings, Service, finite, require_servable, tensor_of, text_of
+from .service import Answer, Sample, ServeSettings, Service, finite, read_named, require_servable, tensor_of
 from .telemetry import Telemetry, log, log_failure
 
 if TYPE_CHECKING:
@@ -390,7 +389,7 @@ class _Server:
                         images.append(await value.read())
         elif kind == "application/json":
             body = await request.body()
-            return lambda: self._samples(*_from_json(body), nearest)
+            return lambda: self._samples(*read_named(protocol.parse_json(body)), nearest)
         elif kind.startswith("image/") or kind == "application/octet-stream":
             images.append(await request.body())
         elif kind == "text/plain":
@@ -466,33 +465,6 @@ class _Server:
             return self.service.texts([one.decode() for one in inputs[raw]])
         except UnicodeDecodeError as error:
             raise RequestError("a text is not in UTF-8") from error
-
-
-def _from_json(body: bytes) -> tuple[list[bytes], list[str | tuple[str, str]]]:
-    """The images and texts of a body in JSON."""
-    found = protocol.parse_json(body)
-    unknown = found.keys() - {"image", "images", "text", "texts"}
-    if unknown:
-        raise RequestError(f"there is no field {sorted(unknown)[0]!r}; there are image, images, text and texts")
-    return [_decoded(one) for one in _listed(found, "image")], [text_of(one) for one in _listed(found, "text")]
-
-
-def _listed(found: dict[str, Any], name: str) -> list[Any]:
-    """What JSON holds under a name: one, or under its plural several."""
-    several = found.get(f"{name}s", [])
-    if not isinstance(several, list):
-        raise RequestError(f"{name}s must be a list")
-    return [*([found[name]] if name in found else []), *several]
-
-
-def _decoded(one: Any) -> bytes:
-    try:
-        if not isinstance(one, str):
-            raise ValueError
-        content = one.partition(",")[2] if one.startswith("data:") else one
-        return base64.b64decode(content, validate=True)
-    except (ValueError, binascii.Error) as error:
-        raise RequestError("an image in JSON is a string in base64") from error
 
 
 def _digests(parts: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ and a batch is run in pieces of a few sizes: those are the shapes that plans are
 before the first request.
 """
 
+import base64
 import copy
 import io
 import math
@@ -427,6 +428,29 @@ def require_servable(ensemble: Any) -> Ensemble:
 def finite(value: Any) -> float | None:
     """A number as JSON has it; infinity, which it does not have, is nothing."""
     return float(value) if math.isfinite(value) else None
+
+
+def read_named(found: dict[str, Any]) -> tuple[list[bytes], list[str | tuple[str, str]]]:
+    """The images and texts that JSON holds: one under a name, several under its plural."""
+    unknown = found.keys() - {"image", "images", "text", "texts"}
+    if unknown:
+        raise RequestError(f"there is no field {sorted(unknown)[0]!r}; there are image, images, text and texts")
+    listed: dict[str, list[Any]] = {}
+    for name in ("image", "text"):
+        several = found.get(f"{name}s", [])
+        if not isinstance(several, list):
+            raise RequestError(f"{name}s must be a list")
+        listed[name] = [*([found[name]] if name in found else []), *several]
+    return [_decoded(one) for one in listed["image"]], [text_of(one) for one in listed["text"]]
+
+
+def _decoded(one: Any) -> bytes:
+    try:
+        if not isinstance(one, str):
+            raise ValueError
+        return base64.b64decode(one.partition(",")[2] if one.startswith("data:") else one, validate=True)
+    except ValueError as error:
+        raise RequestError("an image in JSON is a string in base64") from error
 
 
 def text_of(one: Any) -> str | tuple[str, str]:
