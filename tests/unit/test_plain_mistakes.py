@@ -133,6 +133,7 @@ OOD = {"id_scores": SCORES, "ood_scores": SCORES + 1}
 RISK = {"scores": SCORES, "errors": Y > 0}
 CLASSES = {"class_names": ["red", "green"], "templates": ["a {label}"]}
 ZERO_SHOT = he.zero_shot(DUAL, **CLASSES)
+UNTRAINED = he.HydraConfig(prune=1, members=2, strategy="random", familiarity=None)
 TRAINED = he.HydraConfig(prune=1, members=1, method="naive", recipe=RECIPE)
 WIDTHS = {"width": 8, "layers": 2, "heads": 2, "head_dim": 4, "mlp_width": 8}
 METHODS: dict[str, Any] = {  # small settings of the baselines that train
@@ -159,7 +160,7 @@ CALLS: dict[str, Call] = {  # of a partial function, what is given is looked at;
     **{kind.__name__: (kind, lambda given=given: given) for kind, given in SETTINGS.items()},
     "build": (
         he.build,
-        lambda: {"model": MODEL, "config": he.HydraConfig(prune=1, members=2, strategy="random"), "id": data(2)},
+        lambda: {"model": MODEL, "config": UNTRAINED, "id": data(2)},
     ),
     "build, trained": (
         partial(he.build, MODEL, TRAINED, id=data(2), validation=data(4), progress=False),
