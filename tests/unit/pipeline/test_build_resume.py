@@ -219,7 +219,7 @@ def test_a_second_build_in_the_folder_of_a_living_one_is_refused(
             run(tmp_path)
         refused.append(raised)
 
-    count_calls(monkeypatch, chain, "fuse", ask)
+    count_calls(monkeypatch, chain.Chain, "finish", ask)  # between two products, which are locked each
     assert same(run(tmp_path), expected)
     assert len(refused) == 1
     assert not list(tmp_path.rglob(".*"))
