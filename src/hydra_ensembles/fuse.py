@@ -51,7 +51,7 @@ def fuse(
     Attention stays per member, with each member's own heads. Layers at the start in which all members are
     equal are stored once and run once (the *trunk*), whatever the other settings. Of dual encoders both towers are
     fused; a tower, projection or logit scale that is the same in all members is stored once, and projections and
-    scales that are not go with the readout.
+    scales that are not go with the readout. A `HydraWarning` tells of averaged weights that have no common start.
 
     Args:
         members: At least one ensemble, or one dual encoder; one with several members contributes all of them.
@@ -111,6 +111,8 @@ def _twins(members: Sequence[Ensemble | DualEncoder]) -> tuple[int, int] | None:
 @checked
 def soup(models: Iterable[nn.Module]) -> Ensemble:
     """One model with the mean of the weights of several fine-tunings of one model: at the price of one.
+
+    Models that do not come from one start have no mean that means anything; a `HydraWarning` says so.
 
     Args:
         models: At least one; models that `convert` takes, or ensembles with one member, all alike.
