@@ -5,14 +5,12 @@ endpoint has decoded it), or a list of them, in which a list of two texts is a p
 `accept` false and the `reason`.
 """
 
-import base64
 import io
 from typing import Any
 
 import hydra_ensembles as he
-from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve import ServeSettings
-from hydra_ensembles.serve.service import Service, text_of
+from hydra_ensembles.serve.service import Service, image_of, text_of
 
 
 class EndpointHandler:
@@ -37,10 +35,8 @@ def encoded(image: Any) -> bytes:
     """The bytes of an image file, whatever the endpoint has made of them."""
     if isinstance(image, bytes):
         return image
-    if isinstance(image, str):
-        return base64.b64decode(image, validate=True)
     if not hasattr(image, "save"):
-        raise RequestError(f"an image is bytes, or a string in base64; got {type(image).__name__}")
+        return image_of(image)
     target = io.BytesIO()
     image.save(target, "PNG")
     return target.getvalue()

@@ -441,16 +441,17 @@ def read_named(found: dict[str, Any]) -> tuple[list[bytes], list[str | tuple[str
         if not isinstance(several, list):
             raise RequestError(f"{name}s must be a list")
         listed[name] = [*([found[name]] if name in found else []), *several]
-    return [_decoded(one) for one in listed["image"]], [text_of(one) for one in listed["text"]]
+    return [image_of(one) for one in listed["image"]], [text_of(one) for one in listed["text"]]
 
 
-def _decoded(one: Any) -> bytes:
+def image_of(one: Any) -> bytes:
+    """The file of an image that JSON holds."""
     try:
         if not isinstance(one, str):
             raise ValueError
         return base64.b64decode(one.partition(",")[2] if one.startswith("data:") else one, validate=True)
     except ValueError as error:
-        raise RequestError("an image in JSON is a string in base64") from error
+        raise RequestError("an image that is not bytes is a string in base64") from error
 
 
 def text_of(one: Any) -> str | tuple[str, str]:

@@ -139,7 +139,7 @@ def test_the_handler_answers_as_predict_does(tmp_path: Path) -> None:
     (pair,) = read({"inputs": [["hello", "wörld"]]})
     expected = served("text").predict([("hello", "wörld")])
     assert pair["confidence"] == pytest.approx(expected.confidence.item(), abs=2e-4)
-    for one, strange in ((read, ["hello", None]), (handler, [None]), (handler, [3])):
+    for one, strange in ((read, ["hello", None]), (handler, [None]), (handler, [3]), (handler, ["no base64"])):
         with pytest.raises(RequestError, match="string"):
             one({"inputs": strange})
 
