@@ -89,12 +89,12 @@ def main_table(study: DualStudy) -> str:
     for task in study.detections:
         keys |= {f"{task}.{group}.auroc": f"{task} {group} ↑" for group in study.groups(task)}
         keys[f"{task}.own.auroc"] = f"{task} all, own score ↑"
-    lines, paper = [], study.paper()
+    lines, paper, measured = [], study.paper(), int(study.facts["costs"] is not None)  # columns of costs
     for row in study.rows:
         cost = study.cost(row)
-        price = f"{cost['latency_ratio']:.2f}x" if cost else "–"
-        lines.append([row, *(marked(study, row, key) for key in keys), price])
-        lines += _of_paper(paper.get(row, {}), keys, 1)
+        price = [f"{cost['latency_ratio']:.2f}x" if cost else "–"] * measured
+        lines.append([row, *(marked(study, row, key) for key in keys), *price])
+        lines += _of_paper(paper.get(row, {}), keys, measured)
     facts, first = study.facts, next(iter(study.facts["runs"].values()))
     named = {"avg image+text": "of both towers", "avg image": "of the image tower alone"}
     ranked = [
@@ -112,7 +112,7 @@ def main_table(study: DualStudy) -> str:
         f"Temperatures on {first['samples']} images. "
         f"{facts['device']}, torch {facts['versions']['torch']}. From `results/studies/{study.name}/`."
     )
-    return markdown(["row", *keys.values(), "cost"], lines, note)
+    return markdown(["row", *keys.values(), *["cost"] * measured], lines, note)
 
 
 def few_seeds(study: DualStudy) -> str:

@@ -26,6 +26,7 @@ from .sets import NamedImages
 BAYES_VLM, VILU, NEG_LABEL = "BayesVLM", "ViLU", "NegLabel"
 PSEUDO_COUNTS = (1.0, 10.0, 100.0)  # 10 is the authors'
 EPOCHS = 100  # of ViLU; held-out images choose the best one
+RATES = (0.01, 0.1, 1.0)  # and the rate; the authors have the first, for a hundred times as many images
 GROUPS, WORDS_A_GROUP = 100, 10  # of NegLabel: so many groups, or fewer where words are few
 SHORTEST = 3  # letters of a word
 
@@ -63,7 +64,8 @@ def _trained_vilu(seed: DualSeed) -> he.Ensemble:
         model = he.zero_shot(seed.dual, named.names, keep_text=False)
         train = SampleBatches(seed.task.samples(named.images), BATCH)
         validation = SampleBatches(held.samples, BATCH) if held.classes == named.names else None
-        recipe = baselines.ViLU.recipe(EPOCHS, seed=derived_seed(seed.number, "vilu"))
+        rates: dict[str, Any] = {"learning_rate": None, "grid": RATES} if validation is not None else {}
+        recipe = baselines.ViLU.recipe(EPOCHS, seed=derived_seed(seed.number, "vilu"), **rates)
         settings = baselines.ViLU(batch_size=512)  # as the authors have it for ImageNet
         baselines.vilu(model, train, recipe, settings, validation, progress=False).save_pretrained(place)
     return he.Ensemble.from_pretrained(place).to(seed.device)

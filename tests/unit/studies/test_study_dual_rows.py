@@ -57,6 +57,7 @@ def test_vilu_is_single_with_a_score_that_goes_with_any_classes(
     torch.testing.assert_close(few.member_logits, he.zero_shot(seed.dual, names[:3]).predict(inputs).member_logits)
     assert not torch.allclose(few.score("vilu"), expected.score("vilu"))
     assert (seed.folder / "models" / "vilu").exists()
+    assert f"chosen of {len(dual_rows.RATES)}" in trained.metadata.history[-1]
 
 
 def test_neg_label_takes_whole_words_of_the_vocabulary(seed: DualSeed) -> None:
