@@ -20,6 +20,7 @@ from .._utils import __version__, require
 from ..arguments import checked, require_number
 from ..errors import ConfigError, ConversionError, DataError
 from ..files import checksum, flush, json_bytes, locked, remove, writing
+from ..metrics.conformal import Reference
 from ..model.config import PatchStemConfig
 from ..model.dropping import dropping
 from ..model.dual_encoder import DualEncoder
@@ -215,21 +216,24 @@ def _compare(found: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float
     """
     decided, largest = _decided(expected, ensemble, allowed), 0.0
     known, calibration = ensemble.metadata.familiarity, ensemble.metadata.calibration
-    references = {
-        "p_value": None if calibration is None else calibration.reference,
-        "familiarity": None if known is None else known.settings.reference,
-    }
+    references: dict[str, tuple[Reference | None, str, float]] = {}  # with the scores that they hold against it
+    if calibration is not None:
+        references["p_value"] = (calibration.reference, "score", allowed)
+    if known is not None:
+        references["familiarity"] = (known.settings.reference, known.settings.scores[0], allowed * DISTANCES)
     for name, wanted in expected.items():
         if found[name].shape != wanted.shape:
             raise ConversionError(f"{name} of the {format} file is {found[name].shape}, where {wanted.shape} is right")
         difference = np.abs(found[name].astype(np.float64) - wanted.astype(np.float64))
         # a small logit beside large ones is rounded as they are: the largest of a row is its size
         size = np.abs(wanted.astype(np.float64)).max(axis=tuple(range(1, wanted.ndim)), keepdims=True, initial=0.0)
-        limit, reference = allowed * (1 + size), references.get(name)
+        limit, (reference, score, slack) = allowed * (1 + size), references.get(name, (None, "", 0.0))
         if known is not None and name in known.settings.scores:
             limit = limit * DISTANCES
-        elif reference is not None:  # a score that passes a held-out one changes it by a step
-            limit = limit + 2 / len(reference.values)
+        elif reference is not None:  # a score passes the held-out ones that are as near as it may differ, each a step
+            scores = torch.from_numpy(expected[score].astype(np.float64))
+            reach = slack * (1 + scores.abs())
+            limit = limit + (reference.p_values(scores - reach) - reference.p_values(scores + reach)).numpy()
         elif name in ("label", "accept", "reason", "disagreement", "confidence"):
             limit = np.where(decided, limit, np.inf)
         share = float(np.max(difference / limit, initial=0.0))
