@@ -1,37 +1,39 @@
 """Run a study, make its tables again from stored results, or hold it against the paper: `python -m studies`."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from hydra_ensembles.errors import ConfigError, HydraError
 
-from . import classifiers, dual_findings, dual_study, gain_figure, paper_task
+from . import dual_findings, gain_figure, paper_task
 from .analyses import registry
 from .analyses.registry import with_analyses
-from .dual_recipe import SUITES, DualRecipe, load_dual_recipe
+from .classifiers import CLASSIFIERS
+from .dual_recipe import SUITES, load_dual_recipe
 from .dual_seed import DualTask
+from .dual_study import ZERO_SHOT
+from .engine import Kind, Run
 from .fetch import SETS
 from .fetch import prepare as prepare_set
 from .findings import TABLES, paper_table, written
-from .rows import SINGLE, rows_of
 from .seed import Seed
 from .sets import DataFolder
 from .stored import RESULTS, Study
-from .task import Task, recipe, seeds_of
-from .workers import Workers
+from .task import Task, recipe
 
 app = typer.Typer(help="Studies of Hydra Ensembles on real models and data.", add_completion=False)
 RUNS = Path("runs/studies")
-ALL, ALL_DUAL = ",".join(classifiers.STAGES), ",".join(DualRecipe.STAGES)
+ALL, ALL_DUAL = ",".join(CLASSIFIERS.stages), ",".join(ZERO_SHOT.stages)
 Folder = Annotated[Path, typer.Option("--results", help="Folder of the results.")]
 Data = Annotated[Path, typer.Option(help="Folder with data/ and weights/.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")]
 Stages = Annotated[str, typer.Option(help="Stages, with commas between.")]
+Rows = Annotated[str, typer.Option(help="Rows, with semicolons between; default: all, of a paper's task its table's.")]
+Seeds = Annotated[str, typer.Option(help="Seeds, with commas between; default: all of the recipe.")]
 Share = Annotated[float, typer.Option(help="Of every set, for a trial.")]
 Processes = Annotated[int, typer.Option(help="Processes that share the jobs of a stage.")]
 Device = Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")]
@@ -41,7 +43,7 @@ Cifar = Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifa
 @app.command()
 def analyse(
     names: Annotated[str, typer.Argument(help=f"Some of {', '.join(registry.ANALYSES)}, with commas between.")],
-    task: Annotated[str, typer.Option(help="Task of recipes/classifiers.yaml; demo, zero-shot.")] = "vision-cifar100",
+    task: Annotated[str, typer.Option(help="Task of recipes/classifiers.yaml, or zero-shot.")] = "vision-cifar100",
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0",
     data: Data = Path("shared"),
     output: Output = RUNS,
@@ -57,7 +59,7 @@ def analyse(
 
     Models and rankings that the run folder has are used, others are made there. Results go to NAME-TASK.json.
     """
-    place, known = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), with_analyses()
+    place, known = torch_device(device), with_analyses()
     torch.set_float32_matmul_precision("high")
     wanted, lots = registry.chosen(names), [int(one) for one in seeds.split(",")]
     ready: list[Seed] = []
@@ -66,8 +68,6 @@ def analyse(
             found = registry.load(name, task, results)
         elif analysis.read is not None:
             found = registry.read_stored(name, task, studies)
-        elif task == registry.DEMO:
-            found = registry.of_demo(name)
         else:
             if task not in known["tasks"]:
                 raise ConfigError(f"there is no task {task!r}; choose one of {', '.join(known['tasks'])}")
@@ -101,8 +101,8 @@ def paper(
     data: Annotated[Path, typer.Option(help="Folder with the paper's sets, each in a folder of its name, or OpenOOD.")],
     output: Output = RUNS,
     stages: Stages = ALL,
-    rows: Annotated[str, typer.Option(help="Rows, with semicolons between; default: those of the table.")] = "",
-    seeds: Annotated[str, typer.Option(help="Seeds, with commas between; default: as many as the paper.")] = "",
+    rows: Rows = "",
+    seeds: Seeds = "",
     share: Share = 1.0,
     workers: Processes = 1,
     device: Device = None,
@@ -117,8 +117,8 @@ def paper(
     source, place = paper_task.folder_of(data), results or output / "results"
     task = paper_task.PaperTask(f"paper-{name}", paper_task.recipe(model), source, torch_device(device), share)
     source.require(task.suite)
-    wanted = rows.split(";") if rows else paper_task.rows_of_table(task)
-    run_study(task, output, place, stages.split(","), wanted, seeds, workers)
+    wanted = rows or ";".join(paper_task.rows_of_table(task))
+    run_stages(CLASSIFIERS, task, output, place, stages, wanted, seeds, workers)
     if (place / task.name / "study.json").exists():
         print(paper_table(Study(task.name, place)))
 
@@ -129,8 +129,8 @@ def run(
     data: Data = Path("shared"),
     output: Output = RUNS,
     stages: Stages = ALL,
-    rows: Annotated[str, typer.Option(help="Rows, with semicolons between; default: all.")] = "",
-    seeds: Annotated[str, typer.Option(help="Seeds, with commas between; default: all.")] = "",
+    rows: Rows = "",
+    seeds: Seeds = "",
     share: Share = 1.0,
     workers: Processes = 1,
     device: Device = None,
@@ -146,7 +146,7 @@ def run(
     if name not in settings["tasks"]:
         raise ConfigError(f"there is no study {name!r}; choose one of {', '.join(settings['tasks'])}")
     task = Task(name, settings, DataFolder(data, cifar), torch_device(device), share, output / "decoded")
-    run_study(task, output, results, stages.split(","), rows.split(";") if rows else [], seeds, workers)
+    run_stages(CLASSIFIERS, task, output, results, stages, rows, seeds, workers)
 
 
 def torch_device(name: str | None) -> torch.device:
@@ -154,29 +154,13 @@ def torch_device(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def run_study(
-    task: Task, output: Path, results: Path, stages: Sequence[str], rows: Sequence[str], seeds: str, workers: int
+def run_stages(
+    kind: Kind, task: Any, output: Path, results: Path, stages: str, rows: str, seeds: str, workers: int
 ) -> None:
-    """The stages of a study of classifiers, one after another; all rows where none is named, and all seeds."""
-    known, wanted = rows_of(task), rows or list(rows_of(task))
-    if not set(wanted) <= set(known):
-        raise ConfigError(f"there are no rows {sorted(set(wanted) - set(known))} of {task.name}; it has {list(known)}")
-    numbers = [int(one) for one in seeds.split(",")] if seeds else seeds_of(task)
-    with Workers(task, output, workers) as pool:
-        for stage in stages:
-            match stage:
-                case "train":
-                    for first in ("option", "choose"):  # the rate that all trainings have, where there is a choice
-                        pool.run(classifiers.jobs_of(task, first, [SINGLE], numbers))
-                    pool.run(classifiers.jobs_of(task, stage, wanted, numbers))
-                case "cost":
-                    classifiers.cost(Seed(task, numbers[0], output), wanted)
-                case "store":
-                    classifiers.collect(task, output, results)
-                case _ if stage in classifiers.STEPS:
-                    pool.run(classifiers.jobs_of(task, stage, wanted, numbers))
-                case _:
-                    raise ConfigError(f"stages are {', '.join(classifiers.STAGES)}; got {stage!r}")
+    """The stages of a study, by what the options say."""
+    numbers = [int(one) for one in seeds.split(",")] if seeds else list(task.seeds)
+    run = Run(task, output, results, rows.split(";") if rows else [], numbers)
+    kind.run(run, stages.split(","), workers)
 
 
 @app.command()
@@ -184,8 +168,9 @@ def zero_shot(
     data: Data = Path("shared"),
     output: Output = RUNS,
     stages: Stages = ALL_DUAL,
-    rows: Annotated[str, typer.Option(help="Rows, with semicolons between; default: all.")] = "",
-    seeds: Annotated[str, typer.Option(help="Seeds, with commas between; default: all of the recipe.")] = "",
+    rows: Rows = "",
+    seeds: Seeds = "",
+    workers: Processes = 1,
     tiny: Annotated[bool, typer.Option(help="Every stage in counts that a CPU does in minutes.")] = False,
     device: Device = None,
     cifar: Cifar = None,
@@ -199,14 +184,8 @@ def zero_shot(
     if from_results:
         print(written(dual_findings.DualStudy(settings.name, results), dual_findings.TABLES))
         return
-    torch.set_float32_matmul_precision("high")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    task = DualTask(settings, DataFolder(data, cifar), place)
-    known, wanted = dual_study.rows_of(settings), rows.split(";") if rows else list(dual_study.rows_of(settings))
-    if not set(wanted) <= set(known):
-        raise ConfigError(f"there are no rows {sorted(set(wanted) - set(known))}; the study has {list(known)}")
-    numbers = [int(one) for one in seeds.split(",")] if seeds else list(settings.seeds)
-    dual_study.run(task, output, results, stages.split(","), numbers, wanted)
+    task = DualTask(settings, DataFolder(data, cifar), torch_device(device))
+    run_stages(ZERO_SHOT, task, output, results, stages, rows, seeds, workers)
 
 
 @app.command()

@@ -15,13 +15,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles import data
 from hydra_ensembles.demo.embedded import FAR, NEAR, load_backbone, load_sample
-from hydra_ensembles.metrics import auroc
 
 from .results import hardware, load, store, table, versions
 
@@ -47,20 +45,11 @@ def read(sets: Any, name: str, preprocess: Any, count: int | None = None, seed: 
     return cast(Batches, list(data.batches(some, preprocess, batch_size=len(some))))
 
 
-def answers(model: he.Ensemble, batches: Batches) -> tuple[Tensor, Tensor]:
-    """Probabilities `[N, C]` and labels `[N]`."""
-    with torch.no_grad():
-        found = [model(part).softmax(-1)[0] for images, _ in batches for part in images.split(64)]
-    return torch.cat(found), torch.cat([labels for _, labels in batches])
-
-
 def tested(model: he.Ensemble, tests: dict[str, Batches]) -> dict[str, float]:
     """Accuracy, and mean AUROC of near and far OOD sets."""
-    inside, labels = answers(model, tests["test"])
-    doubt = {name: -answers(model, tests[name])[0].amax(-1) for name in (*NEAR, *FAR)}
-    areas = {name: float(auroc(-inside.amax(-1), one)) for name, one in doubt.items()}
-    near, far = (statistics.mean(areas[name] for name in names) for names in (NEAR, FAR))
-    return {"accuracy": float((inside.argmax(-1) == labels).double().mean()), "near": near, "far": far}
+    outside = {group: {name: tests[name] for name in names} for group, names in (("near", NEAR), ("far", FAR))}
+    found = he.evaluate(model, tests["test"], outside, progress=False).numbers()
+    return {"accuracy": found["accuracy"], "near": found["near.auroc"], "far": found["far.auroc"]}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

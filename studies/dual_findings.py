@@ -7,12 +7,12 @@ from typing import Any, get_args
 
 from hydra_ensembles.metrics.distance import LearnedName
 
-from .findings import claim_cells, marked, memory, not_testable_table, printed, tested
-from .measures import SHOWN, Number, numbers, plain_numbers
+from .findings import claim_cells, marked, memory, not_testable_table, parts, printed, tested
+from .measures import SHOWN, Columns, Number, numbers, plain_numbers
 from .paper import read_csv, zero_shot_numbers
 from .results import markdown
-from .rows import SINGLE
 from .stored import Study
+from .storing import SINGLE, of_row
 
 CLASSIFICATION = {
     "accuracy": "accuracy ↑",
@@ -29,28 +29,27 @@ OWN = get_args(LearnedName)  # scores that rows bring
 class DualStudy(Study):
     """The stored results of a zero-shot study: numbers of a task are `TASK.accuracy`, means `unseen.accuracy`."""
 
-    def numbers(self, row: str, seed: int) -> dict[str, Number]:
-        if (row, seed) not in self._numbers:
-            found: dict[str, Number] = {}
-            for task in self.facts["tasks"]:
-                own = numbers(self.task_columns(row, seed, task), task, self.groups(task), SHOWN)
-                found |= {f"{task}.{key}": one for key, one in own.items()}
-                if self.groups(task):
-                    learned = [own[key] for score in OWN if (key := f"{score}:all.auroc") in own]
-                    found[f"{task}.own.auroc"] = learned[0] if learned else own["all.auroc"]
-            self._numbers[row, seed] = found
-            if self.counted:
-                for key in CLASSIFICATION:
-                    parts = [found[f"{task}.{key}"] for task in self.counted if f"{task}.{key}" in found]
-                    if len(parts) == len(self.counted):
-                        found[f"{UNSEEN}.{key}"] = Number.mean(parts)
-        return self._numbers[row, seed]
+    def numbers_of(self, columns: Columns) -> dict[str, Number]:
+        found: dict[str, Number] = {}
+        for task in self.facts["tasks"]:
+            own = numbers(of_row(task, columns), task, self.groups(task), SHOWN)
+            found |= {f"{task}.{key}": one for key, one in own.items()}
+            if self.groups(task):
+                learned = [own[key] for score in OWN if (key := f"{score}:all.auroc") in own]
+                found[f"{task}.own.auroc"] = learned[0] if learned else own["all.auroc"]
+        for key in CLASSIFICATION if self.counted else ():
+            parts = [found[f"{task}.{key}"] for task in self.counted if f"{task}.{key}" in found]
+            if len(parts) == len(self.counted):
+                found[f"{UNSEEN}.{key}"] = Number.mean(parts)
+        return found
 
-    def task_columns(self, row: str, seed: int, task: str) -> dict[str, Any]:
-        """Columns of a row about the sets of a task, by `set|column`."""
-        prefix = f"{task}|"
-        columns = self.columns(row, seed)
-        return {key.removeprefix(prefix): one for key, one in columns.items() if key.startswith(prefix)}
+    def plain_of(self, columns: Columns, known: Mapping[str, Number]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for task in self.detections:
+            mine = {key.removeprefix(f"{task}."): one for key, one in known.items() if key.startswith(f"{task}.")}
+            own = plain_numbers(of_row(task, columns), task, self.groups(task), mine)
+            found |= {f"{task}.{key}": value for key, value in own.items()}
+        return found
 
     def groups(self, task: str) -> dict[str, list[str]]:
         """Names of the OOD sets of a task, by group."""
@@ -106,7 +105,7 @@ def main_table(study: DualStudy) -> str:
         f"**{facts['model']['name']}.** {facts['model']['description']}\n\n"
         f"Means over {len(facts['runs'])} seeds{few_seeds(study)}, in per cent but for NLL and Brier score; **better** "
         "and *worse* than Single beyond chance (95 % intervals over seeds and test samples, paired); the paper's "
-        f"numbers in italics below. Classification: mean over {', '.join(study.counted) or 'no task'}. "
+        f"numbers in italics below.{parts(study)} Classification: mean over {', '.join(study.counted) or 'no task'}. "
         f"{left_out(study)} OOD: AUROC by the largest probability, mean over the near and the far sets of an ID task; "
         f"over all by the own score, which ViLU and NegLabel bring. Circuits: {'; '.join(ranked) or 'none'}. "
         f"Temperatures on {first['samples']} images. "
@@ -157,19 +156,11 @@ def sets_table(study: DualStudy) -> str:
     ]
     lines = []
     for row in study.rows:
-        plain = [
-            {
-                f"{task}.{key}": value
-                for task in study.detections
-                for key, value in plain_numbers(study.task_columns(row, seed, task), task, study.groups(task)).items()
-            }
-            for seed in study.seeds(row)
-        ]
         cells = []
         for task, _, name in places:
-            false = [one[key] for one in plain if (key := f"{task}.ood.{name}.fpr95") in one]
-            auroc = marked(study, row, f"{task}.ood.{name}.auroc")
-            cells.append(f"{auroc} / {printed(mean(false), 'fpr95')}" if false else auroc)
+            auroc, false = (f"{task}.ood.{name}.{metric}" for metric in ("auroc", "fpr95"))
+            share = study.plain_mean(row, false)
+            cells.append(marked(study, row, auroc) + ("" if share is None else f" / {printed(share, false)}"))
         lines.append([row, *cells])
     heads = [f"{task}: {name} ({group})" for task, group, name in places]
     return markdown(["row", *heads], lines, "AUROC / FPR95; the latter of sets of 1,000 images or more.")

@@ -1,15 +1,13 @@
-"""The recipe of the zero-shot study: everything that decides what it does, read from YAML and checked; and seeds."""
+"""The recipe of the zero-shot study: everything that decides what it does, read from YAML and checked."""
 
-import hashlib
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import yaml
 
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.schema import from_plain, to_plain
+from hydra_ensembles.schema import from_plain
 from hydra_ensembles.training.recipe import Recipe
 
 FOLDER = Path(__file__).parent / "recipes"
@@ -18,13 +16,6 @@ SUITES = {"shared": ZERO_SHOT, "paper": "zero-shot-paper"}  # of the zero-shot s
 
 Backbone = Literal["dinov2_vits14", "all_minilm_l6_v2"]
 TINY_SIZE = 56  # side of images
-
-
-def _require(*rules: tuple[object, str]) -> None:
-    """Refuse the first rule that does not hold, with its message."""
-    for holds, message in rules:
-        if not holds:
-            raise ConfigError(message)
 
 
 @dataclass(frozen=True)
@@ -66,8 +57,6 @@ class DualCounts:
 class DualRecipe:
     """One zero-shot study."""
 
-    STAGES: ClassVar[tuple[str, ...]] = ("choose", "train", "rank", "fix", "report", "cost", "store")
-
     name: str
     suite: Literal["shared", "paper"]  # images of the shared folder, or the paper's
     input_size: int
@@ -87,14 +76,10 @@ class DualRecipe:
     model: str | None = None  # of the user's own, as `load_dual` takes it; None for the one that the study trains
 
     def __post_init__(self) -> None:
-        pruned = min(self.prune, self.more, self.image_prune, self.taylor_prune)
-        _require(
-            (pruned >= 1, "prune, more, image_prune and taylor_prune are each at least one head"),
-            (
-                self.model or (self.dual and self.pairs),
-                "the recipe names no model, and no `dual` and `pairs` to train one",
-            ),
-        )
+        if min(self.prune, self.more, self.image_prune, self.taylor_prune) < 1:
+            raise ConfigError("prune, more, image_prune and taylor_prune are each at least one head")
+        if not (self.model or (self.dual and self.pairs)):
+            raise ConfigError("the recipe names no model, and no `dual` and `pairs` to train one")
 
     @property
     def trains_text(self) -> bool:
@@ -127,8 +112,9 @@ def _shorter(training: Recipe, steps: int, batch: int) -> Recipe:
 
 def load_dual_recipe(tiny: bool = False, suite: str | None = None, model: str | None = None) -> DualRecipe:
     """The recipe of the zero-shot study: on one of `SUITES` (None for `shared`), maybe of a model of the user's own."""
-    _require((suite in (None, *SUITES), f"no suite {suite!r}; choose one of {', '.join(SUITES)}"))
-    name = SUITES[suite or "shared"]
+    name = SUITES.get(suite or "shared")
+    if name is None:
+        raise ConfigError(f"no suite {suite!r}; choose one of {', '.join(SUITES)}")
     recipe = from_plain(DualRecipe, _read(name) | ({"model": model} if model else {}), name)
     return recipe.tiny() if tiny else recipe
 
@@ -136,14 +122,3 @@ def load_dual_recipe(tiny: bool = False, suite: str | None = None, model: str | 
 def _read(name: str) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
     return found
-
-
-def digest_of(plain: Any) -> str:
-    """A short name for plain data, or for a recipe or record."""
-    return hashlib.sha256(json.dumps(to_plain(plain), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def derived_seed(*parts: int | str, bits: int = 31) -> int:
-    """A seed that depends on every part and on nothing else, the same on every machine."""
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
-    return (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1) % (1 << bits)

@@ -1,34 +1,83 @@
-"""Rows of the zero-shot study that others propose: BayesVLM, ViLU and NegLabel of the dual encoder of a seed.
+"""Every row of the zero-shot study: members of the dual encoder of a seed, and what others propose of it.
 
 BayesVLM and ViLU learn from data that trained the dual encoder too, where their authors have a model that saw neither.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.nn import functional as F
 
 import hydra_ensembles as he
-from hydra_ensembles import TextPreprocessing, baselines
+from hydra_ensembles import Prediction, TextPreprocessing, baselines
+from hydra_ensembles.batches import move
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.familiarity import with_score
 from hydra_ensembles.files import write_json
 from hydra_ensembles.metrics import nll
 from hydra_ensembles.model.metadata import Familiarity
 
-from .dual_recipe import derived_seed
-from .dual_seed import BATCH, DualRow, DualSeed
+from .dual_seed import BATCH, DualSeed, DualTask, Family, ZeroSet
+from .kept import CHOICES, slug
 from .samples import SampleBatches
-from .seed import CHOICES, slug
 from .sets import NamedImages
+from .storing import SINGLE
 
+HYDRA = "Hydra (Circ)"
 BAYES_VLM, VILU, NEG_LABEL = "BayesVLM", "ViLU", "NegLabel"
 PSEUDO_COUNTS = (1.0, 10.0, 100.0)  # 10 is the authors'
 EPOCHS = 100  # of ViLU; held-out images choose the best one
 RATES = (0.01, 0.1, 1.0)  # and the rate; the authors have the first, for a hundred times as many images
 GROUPS, WORDS_A_GROUP = 100, 10  # of NegLabel: so many groups, or fewer where words are few
 SHORTEST = 3  # letters of a word
+
+ONE, ONE_TAYLOR = Family("single", "none", members=1), Family("taylor", "taylor", members=1)
+BOTH, MORE, IMAGE = Family("both", "circuits"), Family("more", "more"), Family("image", "image")
+RANDOM = Family("random", "random")
+IMAGE_TUNED, BOTH_TUNED = Family("image-tuned", "image", tuned=True), Family("both-tuned", "circuits", tuned=True)
+
+
+@dataclass(frozen=True)
+class DualRow:
+    """A method of a zero-shot study: members of a family, or whatever answers for class names with `predict`."""
+
+    family: Family | None = None
+    first: bool = False  # of the family, its first member alone
+    model: Callable[[DualSeed, Sequence[str]], Any] | None = None
+    calibrated: bool = False  # it answers with its temperature
+    trainings: float = 1  # of a text side, Single's too
+    learns: bool = False  # from pairs of the study
+
+    def asked(self, seed: DualSeed, one: ZeroSet) -> Prediction:
+        """What it says about a set, without a temperature."""
+        if self.family is not None:
+            return Prediction.from_logits(torch.cat([seed.logits(self.family, index, one) for index in self.members]))
+        model = self.whole(seed, one.classes)
+        batches = SampleBatches(one.samples, BATCH)
+        said = [model.predict(move(inputs, seed.device, torch.float32)) for inputs, _ in batches]
+        return Prediction.concat(said)
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Which members of the family it has."""
+        return range(0 if self.family is None else 1 if self.first else self.family.members)
+
+    def whole(self, seed: DualSeed, names: Sequence[str]) -> Any:
+        """The method as one model for class names.
+
+        Members of a family differ in their heads and class embeddings alone (and text sides), so that their MLPs are
+        stored once and fusing them changes no number.
+        """
+        if self.family is None:
+            assert self.model is not None  # a row has one of both
+            return self.model(seed, names)
+        ensembles = [he.zero_shot(seed.member(self.family, one), names, keep_text=False) for one in self.members]
+        return ensembles[0] if len(ensembles) == 1 else he.fuse(ensembles)
+
+
+# --- what others propose ---------------------------------------------------------------------------------------------
 
 
 def bayes_vlm(seed: DualSeed, names: Sequence[str]) -> Any:
@@ -40,7 +89,7 @@ def bayes_vlm(seed: DualSeed, names: Sequence[str]) -> Any:
         return nll(said.probs, held.samples.labels.to(said.probs.device))
 
     def chosen() -> Any:
-        pairs = list(seed.pairs(seed.dual))  # texts are drawn: the same for all settings
+        pairs = list(seed.task.pairs(seed.dual))  # texts are drawn: the same for all settings
         found = {one: baselines.bayes_vlm(seed.dual, pairs, baselines.BayesVLM(one)) for one in PSEUDO_COUNTS}
         measured = [{"pseudo_count": one, "nll": loss(posterior)} for one, posterior in found.items()]
         best = min(measured, key=lambda one: one["nll"])["pseudo_count"]
@@ -53,22 +102,22 @@ def bayes_vlm(seed: DualSeed, names: Sequence[str]) -> Any:
 
 def vilu(seed: DualSeed, names: Sequence[str]) -> he.Ensemble:
     """Single with the score `vilu`: its network learns on training images of the main task, for any classes."""
-    trained = seed.once(VILU, lambda: _trained_vilu(seed))
+    trained = _trained_vilu(seed)
     return seed.once((VILU, tuple(names)), lambda: for_classes(trained, he.zero_shot(seed.dual, names)))
 
 
 def _trained_vilu(seed: DualSeed) -> he.Ensemble:
-    place = seed.folder / "models" / "vilu"
-    if not place.exists():
+    def make() -> he.Ensemble:
         named, held = main_images(seed), seed.task.held_out
         model = he.zero_shot(seed.dual, named.names, keep_text=False)
         train = SampleBatches(seed.task.samples(named.images), BATCH)
         validation = SampleBatches(held.samples, BATCH) if held.classes == named.names else None
         rates: dict[str, Any] = {"learning_rate": None, "grid": RATES} if validation is not None else {}
-        recipe = baselines.ViLU.recipe(EPOCHS, seed=derived_seed(seed.number, "vilu"), **rates)
+        recipe = baselines.ViLU.recipe(EPOCHS, seed=seed.derived("vilu"), **rates)
         settings = baselines.ViLU(batch_size=512)  # as the authors have it for ImageNet
-        baselines.vilu(model, train, recipe, settings, validation, progress=False).save_pretrained(place)
-    return he.Ensemble.from_pretrained(place).to(seed.device)
+        return baselines.vilu(model, train, recipe, settings, validation, progress=False)
+
+    return seed.kept("vilu", make)
 
 
 def main_images(seed: DualSeed) -> NamedImages:
@@ -121,8 +170,25 @@ def vocabulary(dual: he.DualEncoder) -> list[str]:
 
 
 ROWS: Mapping[str, DualRow] = {
+    SINGLE: DualRow(ONE),
+    "Temperature Scaling": DualRow(ONE, calibrated=True),
     BAYES_VLM: DualRow(model=bayes_vlm, learns=True),
     VILU: DualRow(model=vilu, learns=True),
     NEG_LABEL: DualRow(model=neg_label),
+    "Taylor": DualRow(ONE_TAYLOR),
+    "CircAvg": DualRow(BOTH, first=True),
+    "Random heads": DualRow(RANDOM),
+    HYDRA: DualRow(BOTH),
+    "Hydra (Circ) + Temperature Scaling": DualRow(BOTH, calibrated=True),
+    "Hydra (Circ), six more heads pruned": DualRow(MORE),
+    "Hydra (Circ), image tower only": DualRow(IMAGE),
+    "Hydra (Circ), image tower only, text fine-tuned": DualRow(IMAGE_TUNED, trainings=4),
+    "Hydra (Circ), text fine-tuned": DualRow(BOTH_TUNED, trainings=4),
 }
 """In the order of the tables."""
+
+
+def rows_of(task: DualTask) -> dict[str, DualRow]:
+    """The rows of a study; without those that learn where there is nothing to learn from."""
+    learning = {name for name, row in ROWS.items() if row.learns or (row.family and row.family.tuned)}
+    return {name: row for name, row in ROWS.items() if task.recipe.trains_text or name not in learning}

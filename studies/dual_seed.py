@@ -1,23 +1,22 @@
 """One seed of a zero-shot study: the dual encoder, circuits of its towers, pruned members, tuned text sides, rows."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles import DualEncoder, HeadRanking, Prediction
+from hydra_ensembles import DualEncoder, HeadRanking
 from hydra_ensembles.batches import move
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.errors import ConfigError, DataError
-from hydra_ensembles.files import read_json, write_json
-from hydra_ensembles.heads.members import CIRCUIT_ORDER, Members, Score, random_members
+from hydra_ensembles.files import read_json
+from hydra_ensembles.heads.members import CIRCUIT_ORDER, Members, Score, circuit_members, random_members
 from hydra_ensembles.heads.ranking import Head
 from hydra_ensembles.model.dual_encoder import DEFAULT_TEMPLATES, Tower, class_embeddings
 from hydra_ensembles.schema import from_plain, to_plain
@@ -32,7 +31,8 @@ from .captions import (
     train_dual,
     view_features,
 )
-from .dual_recipe import DualChoice, DualRecipe, derived_seed, digest_of
+from .dual_recipe import DualChoice, DualRecipe
+from .kept import Model, SeedFolder, derived_seed
 from .samples import CIRCUIT_MEMORY, ImageSamples, Prepared, SampleBatches, Samples
 from .sets import SEEN, CircuitImages, DataFolder, PaperSets, SharedSets, at_most, read_yaml
 from .weights import load_dual, untrained_dual
@@ -43,7 +43,6 @@ TOWERS: Mapping[str, tuple[Tower, ...]] = {"image+text": ("image", "text"), "ima
 CHOICE = "choice.json"  # of a study: how its dual encoder learns
 OWN_NAME = "DINOv2 ViT-S/14 + MiniLM-L6"
 Group = Literal["id", "near", "far"]
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,51 +73,6 @@ class Family:
     tuned: bool = False
 
 
-ONE, ONE_TAYLOR = Family("single", "none", members=1), Family("taylor", "taylor", members=1)
-BOTH, MORE, IMAGE = Family("both", "circuits"), Family("more", "more"), Family("image", "image")
-RANDOM = Family("random", "random")
-IMAGE_TUNED, BOTH_TUNED = Family("image-tuned", "image", tuned=True), Family("both-tuned", "circuits", tuned=True)
-FAMILIES = (ONE, ONE_TAYLOR, BOTH, MORE, IMAGE, RANDOM, IMAGE_TUNED, BOTH_TUNED)
-
-
-@dataclass(frozen=True)
-class DualRow:
-    """A method of a zero-shot study: members of a family, or whatever answers for class names with `predict`."""
-
-    family: Family | None = None
-    first: bool = False  # of the family, its first member alone
-    model: Callable[["DualSeed", Sequence[str]], Any] | None = None
-    calibrated: bool = False  # it answers with its temperature
-    trainings: float = 1  # of a text side, Single's too
-    learns: bool = False  # from pairs of the study
-
-    def asked(self, seed: "DualSeed", one: ZeroSet) -> Prediction:
-        """What it says about a set, without a temperature."""
-        if self.family is not None:
-            return Prediction.from_logits(torch.cat([seed.logits(self.family, index, one) for index in self.members]))
-        model = self.whole(seed, one.classes)
-        batches = SampleBatches(one.samples, BATCH)
-        said = [model.predict(move(inputs, seed.device, torch.float32)) for inputs, _ in batches]
-        return Prediction.concat(said)
-
-    @property
-    def members(self) -> Sequence[int]:
-        """Which members of the family it has."""
-        return range(0 if self.family is None else 1 if self.first else self.family.members)
-
-    def whole(self, seed: "DualSeed", names: Sequence[str]) -> Any:
-        """The method as one model for class names.
-
-        Members of a family differ in their heads and class embeddings alone (and text sides), so that their MLPs are
-        stored once and fusing them changes no number.
-        """
-        if self.family is None:
-            assert self.model is not None  # a row has one of both
-            return self.model(seed, names)
-        ensembles = [he.zero_shot(seed.member(self.family, one), names, keep_text=False) for one in self.members]
-        return ensembles[0] if len(ensembles) == 1 else he.fuse(ensembles)
-
-
 # --- the dual encoder ------------------------------------------------------------------------------------------------
 
 
@@ -126,9 +80,19 @@ class DualTask:
     """What all seeds of a zero-shot study share: its images, and the training of its dual encoder or the user's own."""
 
     def __init__(self, recipe: DualRecipe, source: DataFolder, device: torch.device) -> None:
-        self.recipe, self.source, self.device = recipe, source, device
+        self.name, self.recipe, self.source, self.device = recipe.name, recipe, source, device
         shared = recipe.suite == "shared"
         self.sets = SharedSets(source, recipe.counts) if shared else PaperSets(source.root, recipe.counts)
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What it is made of."""
+        return self.recipe, self.source, self.device
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds of its report."""
+        return self.recipe.seeds
 
     def about(self) -> dict[str, str]:
         """What results call the model, and what it is and is not."""
@@ -144,7 +108,7 @@ class DualTask:
     def samples(self, images: ImageDataset) -> Samples:
         """Images as the image tower takes them."""
         if self.recipe.model is not None:
-            return Prepared(images, self.given.image.prepare)
+            return Prepared(images, self.own.image.prepare)
         return ImageSamples.read(images, self.recipe.input_size, self.device)
 
     def untrained(self, seed: int) -> DualEncoder:
@@ -154,7 +118,7 @@ class DualTask:
     def trained(self, seed: int, choice: DualChoice | None) -> DualEncoder:
         """The model of one seed, trained by a choice of the recipe."""
         if self.recipe.model is not None or choice is None:
-            return self.given
+            return self.own
         return self._trained(seed, choice, self.images, self.features)
 
     def _trained(
@@ -183,13 +147,13 @@ class DualTask:
         training = replace(self.recipe.tune, seed=derived_seed(seed, "tune"))
         return train_dual(member, training, self.pairs(member, training.batch_size or FEATURE_BATCH))
 
-    def pairs(self, dual: DualEncoder, batch_size: int) -> Pairs:
+    def pairs(self, dual: DualEncoder, batch_size: int = FEATURE_BATCH) -> Pairs:
         """Some of the pairs, with features of another image tower."""
         images = self._some_images
         return Pairs(images, [view_features(dual, one.samples, 1) for one in images], batch_size)
 
     @cached_property
-    def given(self) -> DualEncoder:
+    def own(self) -> DualEncoder:
         """The user's model, the same for every seed."""
         assert self.recipe.model is not None
         return load_dual(self.recipe.model).to(self.device)
@@ -259,60 +223,17 @@ class DualTask:
 # --- a seed ----------------------------------------------------------------------------------------------------------
 
 
-class DualSeed:
-    """Models of one seed. What is in the folder is read; what is not is made, and stays."""
+class DualSeed(SeedFolder):
+    """Models of one seed of a zero-shot study."""
 
     def __init__(self, task: DualTask, number: int, output: Path) -> None:
-        self.task, self.number, self.recipe = task, number, task.recipe
-        self.device, self.study = task.device, output / task.recipe.name
-        self.folder = self.study / f"seed-{number}"
-        self._once: dict[Any, Any] = {}
-        self._require_own_folder()
+        super().__init__(output / task.name, number, task.device)
+        self.task, self.recipe = task, task.recipe
+        self.require_same(self.folder / "recipe.json", to_plain(self.recipe))
 
-    def _require_own_folder(self) -> None:
-        """Refuse a folder whose models were made by another recipe."""
-        place, plain = self.folder / "recipe.json", to_plain(self.recipe)
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_json(place, plain)
-        elif digest_of(read_json(place)) != digest_of(plain):
-            raise DataError(f"{self.folder} was made by another recipe; give another --output, or delete it")
-
-    def once(self, key: Any, make: Callable[[], Made]) -> Made:
-        """What is made once while the seed is there."""
-        if key not in self._once:
-            self._once[key] = make()
-        made: Made = self._once[key]
-        return made
-
-    def kept(self, name: str, make: Callable[[], DualEncoder]) -> DualEncoder:
-        """A dual encoder of the folder by name."""
-        place = self.folder / "models" / name
-
-        def read() -> DualEncoder:
-            if not place.exists():
-                begun = time.monotonic()
-                make().save_pretrained(place)
-                self._said(name, begun)
-            return DualEncoder.from_pretrained(place).to(self.device).eval()
-
-        return self.once(("model", name), read)
-
-    def ranked(self, name: str, rank: Callable[[Path], HeadRanking]) -> HeadRanking:
-        """A ranking of the folder by name; `rank` is told where it may keep a journal."""
-        place = self._ranking(name)
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            begun = time.monotonic()
-            rank(place.with_suffix(".journal")).save(place)
-            self._said(name, begun)
-        return HeadRanking.load(place)
-
-    def _ranking(self, name: str) -> Path:
-        return self.folder / "rankings" / f"{name}.json"
-
-    def _said(self, name: str, begun: float) -> None:
-        print(f"{self.recipe.name} seed {self.number}: {name} {time.monotonic() - begun:.1f} s", flush=True)
+    def kept(self, name: str, make: Callable[[], Model]) -> Model:
+        """A model by name, read once."""
+        return self.once(("model", name), lambda: super(DualSeed, self).kept(name, make))
 
     @property
     def dual(self) -> DualEncoder:
@@ -328,10 +249,6 @@ class DualSeed:
         if not place.exists():
             raise DataError(f"{place} is missing: how to learn is not chosen yet; run the stage `choose`")
         return from_plain(DualChoice, read_json(place)["choice"], str(place))
-
-    def pairs(self, dual: DualEncoder, batch_size: int = FEATURE_BATCH) -> Pairs:
-        """Pairs that the model was trained on, in batches, with features of a dual encoder."""
-        return self.task.pairs(dual, batch_size)
 
     # --- members -----------------------------------------------------------------------------------------------------
 
@@ -378,16 +295,20 @@ class DualSeed:
             case "random":
                 return random_members(self.dual, recipe.prune, family.members, self.number)
             case "image":
-                return distinct([self.circuit(score, "image") for score in CIRCUIT_ORDER], recipe.image_prune)
-            case "circuits" | "more":
-                count = recipe.prune + (recipe.more if family.heads == "more" else 0)
-                return distinct([self.circuit(score, "image+text") for score in CIRCUIT_ORDER], count)
+                return self._by_circuits("image", recipe.image_prune, family.members)
+            case "circuits":
+                return self._by_circuits("image+text", recipe.prune, family.members)
+            case "more":
+                return self._by_circuits("image+text", recipe.prune + recipe.more, family.members)
+
+    def _by_circuits(self, towers: str, count: int, members: int) -> Members:
+        return circuit_members({score: self.circuit(score, towers) for score in CIRCUIT_ORDER}, count, members)
 
     def circuit(self, score: Score, towers: str) -> HeadRanking:
         """A circuit of both towers, or of the image tower alone, on the images set apart for it."""
         both, (name, budget) = towers == "image+text", self._circuit(score, towers)
 
-        def extract(journal: Path) -> HeadRanking:
+        def extract() -> HeadRanking:
             inside, outside, names = self.task.both_circuits if both else self.task.image_circuits
             return he.extract_circuit(
                 self.dual,
@@ -397,7 +318,7 @@ class DualSeed:
                 budget=budget,
                 method="exact",
                 ties="order",  # as the paper
-                journal=journal,
+                journal=self.folder / "rankings" / f"{name}.journal",
                 progress=False,
                 class_names=names,
                 towers=TOWERS[towers],
@@ -408,7 +329,7 @@ class DualSeed:
 
     def has_circuit(self, score: Score, towers: str) -> bool:
         """Whether a circuit is there, and has not to be extracted."""
-        return self._ranking(self._circuit(score, towers)[0]).exists()
+        return (self.folder / "rankings" / f"{self._circuit(score, towers)[0]}.json").exists()
 
     def _circuit(self, score: Score, towers: str) -> tuple[str, int]:
         """The name of a circuit, and how many heads it ranks."""
@@ -419,27 +340,14 @@ class DualSeed:
     def taylor(self) -> HeadRanking:
         """The Taylor ranking of the image tower's heads, by the zero-shot loss on the ID images of circuits."""
 
-        def rank(journal: Path) -> HeadRanking:
+        def rank() -> HeadRanking:
             inside, _, names = self.task.both_circuits
             return he.taylor(
                 he.zero_shot(self.dual, names, keep_text=False),
                 SampleBatches(inside, CIRCUIT_BATCH),
                 budget=self.recipe.taylor_prune,
-                seed=derived_seed(self.number, "taylor"),
+                seed=self.derived("taylor"),
                 calibration_batches=min(self.recipe.counts.taylor_batches, -(-len(inside) // CIRCUIT_BATCH)),
             )
 
         return self.ranked(f"taylor-{self.recipe.taylor_prune}", rank)
-
-
-def distinct(rankings: Sequence[HeadRanking], count: int) -> Members:
-    """The first heads of each ranking; one that would repeat an earlier member goes a head further for its last."""
-    chosen: list[tuple[Head, ...]] = []
-    for ranking in rankings:
-        options = [(*ranking.heads[: count - 1], last) for last in ranking.heads[count - 1 :]]
-        new = (heads for heads in options if all(set(heads) != set(other) for other in chosen))
-        heads = next(new, None)
-        if heads is None:
-            raise ConfigError(f"the circuits remove the same {count} heads of {len(ranking)}; prune another number")
-        chosen.append(heads)
-    return tuple(chosen)

@@ -7,11 +7,10 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from .baseline_rows import BASELINES
 from .measures import FEWEST, Difference
 from .paper import Numbers, paper_numbers, read_csv
 from .results import markdown
-from .rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, ROWS, SINGLE, SOUP, TUNED
+from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, ROWS, SINGLE, SOUP, TUNED
 from .stored import RESULTS, Study
 from .task import recipe
 
@@ -56,6 +55,11 @@ def judged_text(text: str, found: Difference | None, key: str) -> str:
     return f"**{text}**" if better else f"*{text}*"
 
 
+def parts(study: Study) -> str:
+    """What is to be known of a study that several runs made."""
+    return " Rows that a later run added are held against the Single of that run." if study.in_parts else ""
+
+
 def main_table(study: Study) -> str:
     """Every row of a study; of its price what was measured."""
     costs, lines = study.facts["costs"], []
@@ -68,12 +72,12 @@ def main_table(study: Study) -> str:
     measured = ["cost ↓", "memory ↓"] if costs else []
     head = ["row", *MAIN.values(), "far FPR95 ↓", "parameters", *measured, "trainings ↓", "seeds"]
     where = f" Cost and memory: a batch of {costs['batch']} on an {costs['device']}, bfloat16." if costs else ""
-    parts = " Rows that a later run added are held against the Single of that run." if study.in_parts else ""
     note = (
         "Means over seeds, in per cent but for NLL and Brier score; **better** and *worse* than Single beyond chance "
-        f"(95 % intervals over seeds and test samples, paired).{parts} NLL, Brier score and ECE after calibration on "
-        "held-out data. OOD AUROC by the largest probability, near and far; by entropy and Mahalanobis distance, mean "
-        "over all sets. FPR95 of sets of 1,000 samples or more, at the first threshold that finds 95 % of them. "
+        f"(95 % intervals over seeds and test samples, paired).{parts(study)} NLL, Brier score and ECE after "
+        "calibration on held-out data. OOD AUROC by the largest probability, near and far; by entropy and Mahalanobis "
+        "distance, mean over all sets. FPR95 of sets of 1,000 samples or more, at the first threshold that finds 95 % "
+        "of them. "
         f"Trainings: of a whole model, Single's among them.{where} From `results/studies/{study.name}/`."
     )
     return markdown(head, lines, note)

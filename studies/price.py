@@ -7,46 +7,38 @@ made by the code of its time (`python -m studies price`, commit a138193); its ro
 from collections.abc import Mapping
 from typing import Any
 
-SINGLE, LONGER, DEEP, SOUP, HYDRA = "Single", "Single, trained twice as long", "Deep Ensemble", "Soup", "Hydra"
-NUMBERS = {  # what is reported, by the names of an evaluation
+from .findings import printed
+
+NUMBERS = {  # what is reported, and what stands above it
     "accuracy": "accuracy",
-    "nll": "nll",
-    "ece": "ece",
-    "aurc": "aurc",
-    "auroc_msp": "all.auroc",
-    "auroc_mahalanobis": "mahalanobis:all.auroc",
+    "nll": "NLL",
+    "ece": "ECE",
+    "aurc": "AURC",
+    "auroc_msp": "AUROC, MSP",
+    "auroc_mahalanobis": "AUROC, Mahalanobis",
 }
 
 
 def price_table(found: Mapping[str, Any]) -> str:
     """Every task and method: mean over seeds; of Hydra also the difference to Single with its interval."""
-    tables, costs = found["tables"], found["costs"]
-    scale = {key: 1.0 if key == "nll" else 100.0 for key in NUMBERS}
-    titles = ["accuracy", "NLL", "ECE", "AURC", "AUROC, MSP", "AUROC, Mahalanobis"]
-    lines = ["| task | method | cost | " + " | ".join(titles) + " |", "|---|---|---:|" + "---:|" * len(titles)]
-    for task, rows in tables.items():
+    costs, settings = found["costs"], found["recipe"]
+    lines = [f"| task | method | cost | {' | '.join(NUMBERS.values())} |", "|---|---|---:|" + "---:|" * len(NUMBERS)]
+    for task, rows in found["tables"].items():
+        prices = costs["tasks"][task]
         for name, row in rows.items():
-            ratio = costs["tasks"][task].get(name, costs["tasks"][task][SINGLE])["ratio"]
-            cells = [f"{scale[key] * row[key]['mean']:.{3 if key == 'nll' else 2}f}" for key in NUMBERS]
-            lines.append(f"| {task} | {name} | {ratio:.2f}x | " + " | ".join(cells) + " |")
-        row = rows[HYDRA]
-        cells = [
-            f"{scale[key] * row[key]['difference']:+.{digits}f} ± {scale[key] * row[key]['half_width']:.{digits}f}"
-            for key in NUMBERS
-            for digits in [3 if key == "nll" else 2]
-        ]
-        lines.append(f"| {task} | *Hydra less Single* | | " + " | ".join(cells) + " |")
-    settings = found["recipe"]
-    count, seeds = settings["members"], ", ".join(f"{seeds_of(settings, task)} on {task}" for task in tables)
+            means = [printed(row[key]["mean"], key) for key in NUMBERS]
+            lines.append(
+                f"| {task} | {name} | {prices.get(name, prices['Single'])['ratio']:.2f}x | {' | '.join(means)} |"
+            )
+        gains = [(rows["Hydra"][key], key) for key in NUMBERS]
+        told = [f"{printed(one['difference'], key, '+')} ± {printed(one['half_width'], key)}" for one, key in gains]
+        lines.append(f"| {task} | *Hydra less Single* | | {' | '.join(told)} |")
+    counts = {task: len(settings["tasks"][task].get("seeds", settings["seeds"])) for task in found["tables"]}
+    seeds = ", ".join(f"{count} on {task}" for task, count in counts.items())
     about = (
         f"Means over seeds ({seeds}); differences are to Single of the same seed, ± the half width of Student's 95 % "
-        f"interval over the seeds. Ensembles have {count} members. Per cent but for NLL; calibrated on held-out data. "
-        "AUROC: the mean over the OOD sets of a task. Cost: a batch of "
-        f"{costs['batch']} on an {costs['device']}, bfloat16, against Single compiled. From `results/price.json`."
+        f"interval over the seeds. Ensembles have {settings['members']} members. Per cent but for NLL; calibrated on "
+        f"held-out data. AUROC: the mean over the OOD sets of a task. Cost: a batch of {costs['batch']} on an "
+        f"{costs['device']}, bfloat16, against Single compiled. From `results/price.json`."
     )
     return "\n".join([*lines, "", about])
-
-
-def seeds_of(settings: Mapping[str, Any], task: str) -> int:
-    """How many seeds a task has in the report."""
-    return len(settings["tasks"][task].get("seeds", settings["seeds"]))

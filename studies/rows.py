@@ -1,57 +1,112 @@
-"""Every row of the studies of classifiers: how its model is made, and what it costs to train.
+"""Every row of the studies of classifiers: how its model is made, what half B chooses from, what it costs to train.
 
 *Hydra (Circ)*, *Hydra (Taylor)*, *CircAvg*, *CircAcc*, *CircOOD* and *Taylor* are the paper's procedure: heads in its
 share, D.2 as it is printed for the task. *Hydra* is our default, one setting for all tasks; *Hydra, tuned* what half B
 of the task chose. Nothing else is called Hydra.
+
+Rows that others propose are trained on Single's data, in as many epochs. Each has a few settings, its authors' among
+them where they are known. Rates are given over Single's: a method that trains little of a model needs higher ones.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hydra_ensembles as he
+from hydra_ensembles import baselines
 from hydra_ensembles.fuse import Fusion
 from hydra_ensembles.heads.members import CIRCUIT_ORDER
 from hydra_ensembles.training.recipe import Recipe
 
-from .baseline_rows import BASELINES
-from .row import EVERY, Model, Row, rate_of
-from .seed import SINGLE as SINGLE
+from .kept import slug
 from .seed import Heads, Seed, Setting
+from .storing import SINGLE as SINGLE
 from .task import Task
 
 DEEP, SOUP = "Deep Ensembles", "Soup"
 HYDRA, TUNED, HYDRA_CIRC, HYDRA_TAYLOR = "Hydra", "Hydra, tuned", "Hydra (Circ)", "Hydra (Taylor)"
 CIRC_AVG, MC_DROPOUT = "CircAvg", "MC Dropout"
+LORA, BATCH_ENSEMBLE, MIMO, PACKED = "LoRA-Ensemble", "BatchEnsemble", "MIMO", "Packed-Ensembles"
+OBA, LAPLACE, SNAPSHOT, SWAG = "OBA", "Laplace (last layer)", "Snapshot", "SWAG"
+CLASSIFIERS = "Deep Ensembles (classifiers)"
+
+PRETRAINED = ("image", "text")  # kinds of tasks that start from a pretrained model
+EVERY = (*PRETRAINED, "scratch")
 CURVE = "vision-cifar100"  # where it is seen what short recovery costs
+LAPLACE_MEMBERS = 20  # classifiers that are drawn, at the price of one model
+POINTS = 10  # that SWAG visits
+OBA_STEPS, OBA_BATCHES = 8, 16  # the public code has 49 and 200: 77 times as much
+
+Model = Any
+"""An `Ensemble`, or what answers with a `Prediction` as one does (`predict`)."""
+Settings = Callable[[Task], list[Setting]]
+Making = Callable[[Seed, Setting], Model]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method: its model for a seed and a setting, and the trainings of a whole model that it takes, Single's too.
+
+    Trainings are counted in passes forwards and backwards over the training data of Single, D.2 as one, and rounded up;
+    where settings differ, those of the dearest one.
+    """
+
+    make: Making
+    trainings: float
+    settings: Settings = lambda _: [{}]  # that half B of the first seed chooses from
+    like: str | None = None  # the row whose setting it has
+    kinds: Sequence[str] = PRETRAINED
+    only: str | None = None  # the task that has it
+    paper: tuple[Heads, int] | None = None  # the heads that its members lose, where they are the paper's, and how many
+
+    def options(self, task: Task) -> list[Setting]:
+        """The settings to choose from; one is sealed all the same, for rows that are like this one."""
+        found = self.settings(task) if self.like is None else []
+        return [] if found == [{}] else found
+
+    def model(self, seed: Seed, name: str) -> Model:
+        """Its model by the setting that was chosen."""
+        if self.like is not None or self.options(seed.task):
+            return self.make(seed, seed.chosen(self.like or name))
+        return self.make(seed, {})
 
 
 # --- settings to choose from -----------------------------------------------------------------------------------------
 
 
+def one_of(*settings: Setting) -> Settings:
+    """The same settings on every task."""
+    return lambda _: list(settings)
+
+
+def rates(*values: float) -> Settings:
+    """The same rates on every task."""
+    return one_of(*({"rate": value} for value in values))
+
+
+def rate_of(setting: Setting) -> float:
+    """The rate that was chosen."""
+    return float(setting["rate"])
+
+
 def single_rates(task: Task) -> list[Setting]:
     """The rates of Single's own training, where it has several."""
-    rates = task.training().rates
-    return [{"rate": rate} for rate in rates] if len(rates) > 1 else [{}]
+    found = task.training().rates
+    return [{"rate": rate} for rate in found] if len(found) > 1 else [{}]
 
 
 def paper_rates(task: Task) -> list[Setting]:
     """The rates of D.2."""
-    preset = Recipe.preset(task.plain["recovery"]["preset"])
-    return [{"rate": rate} for rate in preset.rates]
+    return [{"rate": rate} for rate in Recipe.preset(task.plain["recovery"]["preset"]).rates]
 
 
-def dropout_rates(_: Task) -> list[Setting]:
-    """Rates of MC Dropout."""
-    return [{"rate": rate} for rate in (0.1, 0.03, 0.01)]
+def mimo_settings(task: Task) -> list[Setting]:
+    """The paper's, and more often the same image for all; at a higher rate where the stem was pretrained for one."""
+    faster = 1 if task.scratch else 3
+    return [{"rho": 0.5, "repeat": 4, "faster": faster}, {"rho": 0.9, "repeat": 2, "faster": faster}]
 
 
-def fusings(task: Task) -> list[Setting]:
-    """Fusings of the fine-tunings."""
-    return list(task.settings["candidates"])
-
-
-# --- models ----------------------------------------------------------------------------------------------------------
+# --- models of fine-tunings, and the paper's -------------------------------------------------------------------------
 
 
 def single(seed: Seed, setting: Setting) -> he.Ensemble:
@@ -84,38 +139,165 @@ def branches(seed: Seed, setting: Setting) -> he.Ensemble:
     return he.fuse(models, mlp=setting["mlp"], average=trunk)
 
 
-def paper_members(seed: Seed, kind: Heads, setting: Setting, **changes: Any) -> list[he.Ensemble]:
-    """The members of the paper's, trained apart."""
-    return [seed.recovered(kind, index, rate_of(setting), **changes) for index in range(seed.members)]
+def of_paper(kind: Heads, index: int, steps: int | None = None) -> Making:
+    """A row with one member of the paper's; maybe after other steps of recovery than the study's."""
+    changes = {} if steps is None else {"steps": steps, "warmup": max(1, steps // 20)}
+    return lambda seed, setting: seed.recovered(kind, index, rate_of(setting), **changes)
 
 
-def of_paper(kind: Heads, index: int) -> Callable[[Seed, Setting], he.Ensemble]:
-    """A row with one member of the paper's."""
-    return lambda seed, setting: seed.recovered(kind, index, rate_of(setting))
-
-
-def after(steps: int) -> Callable[[Seed, Setting], he.Ensemble]:
-    """A row with CircAvg after other steps of recovery than the study's."""
-
-    def make(seed: Seed, setting: Setting) -> he.Ensemble:
-        return seed.recovered("circuits", 0, rate_of(setting), steps=steps, warmup=max(1, steps // 20))
-
-    return make
-
-
-def fused(kind: Heads, mlp: Fusion, whole: bool = False) -> Callable[[Seed, Setting], he.Ensemble]:
+def fused(kind: Heads, mlp: Fusion = "mean", whole: bool = False) -> Making:
     """A row with all members of the paper's, fused; maybe with the whole model as one more."""
 
     def make(seed: Seed, setting: Setting) -> he.Ensemble:
-        members = paper_members(seed, kind, setting)
+        members = [seed.recovered(kind, index, rate_of(setting)) for index in range(seed.members)]
         return he.fuse([*members, seed.whole_recovered(rate_of(setting))] if whole else members, mlp=mlp)
 
     return make
 
 
-def dropout(seed: Seed, setting: Setting) -> Model:
-    """MC Dropout of Single, five passes."""
-    return he.mc_dropout(seed.base, rate_of(setting), 5, seed.number)
+# --- models that others propose --------------------------------------------------------------------------------------
+
+
+def learned(
+    seed: Seed,
+    row: str,
+    setting: Setting,
+    method: Callable[..., he.Ensemble],
+    start: Callable[[], he.Ensemble],
+    training: Recipe,
+    *settings: Any,
+    **more: Any,
+) -> he.Ensemble:
+    """What a method makes of a model, which `start` gives, by a recipe; kept by row and setting."""
+
+    def make() -> he.Ensemble:
+        return method(start(), seed.task.lessons(training), training, *settings, progress=False, **more)
+
+    return seed.kept(slug(f"{row} {dict(setting)}"), make)
+
+
+def sped_up(seed: Seed, factor: float, /, **changes: Any) -> Recipe:
+    """Single's recipe with another rate of all but the classifier; nothing stops early."""
+    usual = seed.training()
+    rate = factor * usual.rates[0]
+    alone: dict[str, Any] = {"classifier_rate": usual.classifier_rate / factor, "patience": None}
+    return seed.task.training(learning_rate=rate, **alone, **changes)
+
+
+def updates(seed: Seed) -> int:
+    """How many Single's training has."""
+    training = seed.training()
+    return training.plan(len(seed.task.lessons(training)))[0]
+
+
+def lora(seed: Seed, setting: Setting) -> he.Ensemble:
+    """Low-rank updates of the attention and a classifier for each member; all else stays pretrained."""
+    training = sped_up(seed, setting["faster"], seed=seed.derived("lora"), reinit_classifier="random")
+    settings = baselines.LoRA(seed.members) if setting["as"] == "paper" else baselines.LoRA.joint(seed.members)
+    return learned(seed, LORA, setting, baselines.lora_ensemble, seed.task.start, training, settings)
+
+
+def scaled(seed: Seed, setting: Setting) -> he.Ensemble:
+    """Scales of inputs and outputs of shared weights, which train as Single's do."""
+    number = seed.derived("scales")
+    how: dict[str, Any] = {"deviation": setting["deviation"], "rate": float(setting["rate"])}
+
+    def method(start: he.Ensemble, lessons: Any, training: Recipe, progress: bool) -> he.Ensemble:
+        layers = max(1, round(setting["last"] * start.num_layers))
+        settings = baselines.BatchEnsemble(seed.members, last_layers=layers, **how)
+        return baselines.batch_ensemble(start, lessons, training, settings, progress=progress)
+
+    training = sped_up(seed, setting["faster"], seed=number)
+    return learned(seed, BATCH_ENSEMBLE, setting, method, lambda: seed.fresh(number), training)
+
+
+def several_images(seed: Seed, setting: Setting) -> he.Ensemble:
+    """One network for several images at once; from scratch where Single is."""
+    number, start = seed.derived("mimo"), "scratch" if seed.task.scratch else "pretrained"
+    settings = baselines.MIMO(seed.members, setting["rho"], setting["repeat"], start)  # type: ignore[arg-type]
+    training = sped_up(seed, setting["faster"], seed=number)
+    return learned(seed, MIMO, setting, baselines.mimo, lambda: seed.fresh(number), training, settings)
+
+
+def packed(seed: Seed, setting: Setting) -> he.Ensemble:
+    """Narrow members, trained together from scratch."""
+    training = sped_up(seed, setting["faster"], seed=seed.derived("packed"))
+    settings = baselines.Packed(seed.members, setting["alpha"])
+    return learned(seed, PACKED, setting, baselines.packed_ensemble, seed.task.start, training, settings)
+
+
+def apoptosis(seed: Seed, setting: Setting) -> he.Ensemble:
+    """Single without the weights that curvature says to matter least, trained by D.2."""
+    training = seed.task.recovery(seed=seed.derived("recovery", 0), learning_rate=rate_of(setting))
+    settings = baselines.OBA(seed.task.plain["oba"], OBA_STEPS, OBA_BATCHES)
+    return learned(seed, OBA, setting, baselines.oba, lambda: seed.base, training, settings)
+
+
+def last_layer(seed: Seed, setting: Setting) -> he.Ensemble:
+    """Classifiers drawn around Single's; nothing is trained, so nothing is kept."""
+    prior = setting.get("prior")
+    settings = baselines.Laplace(LAPLACE_MEMBERS, setting["structure"], prior, seed=seed.derived("laplace"))
+    return baselines.laplace(seed.base, seed.task.batches(seed.task.train), settings)
+
+
+def snapshots(seed: Seed, setting: Setting) -> he.Ensemble:
+    """Members along one training, as long as Single's; the rate rises anew for each."""
+    number, steps = seed.derived("snapshots"), max(2, updates(seed) // seed.members)
+    training = sped_up(seed, rate_of(setting), seed=number, epochs=None, steps=steps)
+    method, start = baselines.deep_ensemble, lambda: seed.fresh(number)
+    return learned(seed, SNAPSHOT, setting, method, start, training, seed.members, snapshots=True)
+
+
+def around_the_end(seed: Seed, setting: Setting) -> he.Ensemble:
+    """Single trains on at a constant rate, as long as it has; members are drawn around the points it visits."""
+    settings = baselines.SWAG(seed.members, POINTS, POINTS)
+    steps = max(1, updates(seed) // settings.points)
+    constant = {"epochs": None, "steps": steps, "schedule": "constant", "warmup": 0}
+    training = sped_up(seed, rate_of(setting), seed=seed.derived("swag"), **constant)
+    return learned(seed, SWAG, setting, baselines.swag, lambda: seed.base, training, settings)
+
+
+def classifiers(seed: Seed, setting: Setting) -> he.Ensemble:
+    """Classifiers trained apart on Single, which is frozen: the paper's D for texts."""
+    rate = rate_of(setting) * seed.training().rates[0]
+    alone: dict[str, Any] = {"train_groups": ["readout"], "reinit_classifier": "random", "learning_rate": rate}
+    training = seed.task.training(seed=seed.derived("classifiers"), patience=None, **alone)
+    return learned(seed, CLASSIFIERS, setting, baselines.deep_ensemble, lambda: seed.base, training, seed.members)
+
+
+BASELINES: Mapping[str, Row] = {
+    LORA: Row(  # as the paper trains (rank 4, alpha 8, apart), and the public code (rank 8, a wide start, together)
+        lora, 3, one_of({"as": "paper", "faster": 50}, {"as": "public", "faster": 10})
+    ),
+    "LoRA-single": Row(lambda seed, one: lora(seed, one).member(0), 1, like=LORA),
+    BATCH_ENSEMBLE: Row(  # the last quarter of the layers far apart, as in published transformers; all layers, nearer
+        scaled,
+        3,
+        one_of(
+            {"last": 0.25, "deviation": 0.5, "rate": 50, "faster": 3},
+            {"last": 1.0, "deviation": 0.1, "rate": 50, "faster": 1},
+        ),
+    ),
+    MIMO: Row(several_images, 4, mimo_settings, kinds=("image", "scratch")),
+    PACKED: Row(  # the paper's width, at Single's rate and a higher one, for narrow models
+        packed, 1.5, one_of({"alpha": 2.0, "faster": 1}, {"alpha": 2.0, "faster": 2}), kinds=("scratch",)
+    ),
+    OBA: Row(apoptosis, 3, like=CIRC_AVG, kinds=("image",)),
+    LAPLACE: Row(  # curvature as a Kronecker product or a diagonal with the likeliest prior, and a wide prior
+        last_layer,
+        1,
+        one_of({"structure": "kron"}, {"structure": "diag"}, {"structure": "kron", "prior": 1.0}),
+        kinds=EVERY,
+    ),
+    SNAPSHOT: Row(snapshots, 1, rates(1, 3), kinds=EVERY),
+    SWAG: Row(around_the_end, 2, rates(0.3, 1), kinds=EVERY),
+    CLASSIFIERS: Row(classifiers, 2, rates(3, 30), kinds=EVERY),
+}
+
+
+def paper_row(make: Making, trainings: float, paper: tuple[Heads, int] | None, **changes: Any) -> Row:
+    """A row of the paper's procedure, at the rate of CircAvg."""
+    return Row(make, trainings, **{"like": CIRC_AVG, "kinds": EVERY, "paper": paper, **changes})
 
 
 ROWS: Mapping[str, Row] = {
@@ -124,30 +306,28 @@ ROWS: Mapping[str, Row] = {
     "Single, D.2, nothing pruned": Row(
         lambda seed, one: seed.whole_recovered(rate_of(one)), 2, paper_rates, kinds=EVERY
     ),
-    MC_DROPOUT: Row(dropout, 1, dropout_rates, kinds=EVERY),
+    MC_DROPOUT: Row(
+        lambda seed, one: he.mc_dropout(seed.base, rate_of(one), 5, seed.number), 1, rates(0.1, 0.03, 0.01), kinds=EVERY
+    ),
     **BASELINES,
     SOUP: Row(lambda seed, _: he.soup(seed.singles), 3),
     DEEP: Row(lambda seed, _: he.Ensemble.stack(seed.singles), 3, kinds=EVERY),
     "Deep Ensembles, MLPs averaged": Row(lambda seed, _: he.fuse(seed.singles, stem="separate"), 3),
-    "Taylor": Row(of_paper("taylor", 0), 2, like=CIRC_AVG, kinds=EVERY, paper=("taylor", 1)),
+    "Taylor": paper_row(of_paper("taylor", 0), 2, ("taylor", 1)),
     CIRC_AVG: Row(of_paper("circuits", 0), 2, paper_rates, kinds=EVERY, paper=("circuits", 1)),
-    "CircAvg, 100 steps": Row(after(100), 1.1, like=CIRC_AVG, only=CURVE),
-    "CircAvg, 1,000 steps": Row(after(1000), 1.5, like=CIRC_AVG, only=CURVE),
-    "CircAvg, 10,000 steps": Row(after(10_000), 6, like=CIRC_AVG, only=CURVE),
-    "CircAcc": Row(of_paper("circuits", 1), 2, like=CIRC_AVG, kinds=EVERY, paper=("circuits", 2)),
-    "CircOOD": Row(of_paper("circuits", 2), 2, like=CIRC_AVG, kinds=EVERY, paper=("circuits", 3)),
-    "Random heads": Row(fused("random", "mean"), 4, like=CIRC_AVG, kinds=EVERY, paper=("random", 3)),
-    HYDRA_TAYLOR: Row(fused("taylor", "mean"), 4, like=CIRC_AVG, kinds=EVERY, paper=("taylor", 3)),
-    HYDRA_CIRC: Row(fused("circuits", "mean"), 4, like=CIRC_AVG, kinds=EVERY, paper=("circuits", 3)),
-    "Hydra (Circ), MLPs apart": Row(
-        fused("circuits", "separate"), 4, like=CIRC_AVG, kinds=EVERY, paper=("circuits", 3)
-    ),
-    "Hydra (Circ) and the whole model": Row(
-        fused("circuits", "mean", whole=True), 5, like=CIRC_AVG, paper=("circuits", 3)
-    ),
+    "CircAvg, 100 steps": Row(of_paper("circuits", 0, 100), 1.1, like=CIRC_AVG, only=CURVE),
+    "CircAvg, 1,000 steps": Row(of_paper("circuits", 0, 1000), 1.5, like=CIRC_AVG, only=CURVE),
+    "CircAvg, 10,000 steps": Row(of_paper("circuits", 0, 10_000), 6, like=CIRC_AVG, only=CURVE),
+    "CircAcc": paper_row(of_paper("circuits", 1), 2, ("circuits", 2)),
+    "CircOOD": paper_row(of_paper("circuits", 2), 2, ("circuits", 3)),
+    "Random heads": paper_row(fused("random"), 4, ("random", 3)),
+    HYDRA_TAYLOR: paper_row(fused("taylor"), 4, ("taylor", 3)),
+    HYDRA_CIRC: paper_row(fused("circuits"), 4, ("circuits", 3)),
+    "Hydra (Circ), MLPs apart": paper_row(fused("circuits", "separate"), 4, ("circuits", 3)),
+    "Hydra (Circ) and the whole model": paper_row(fused("circuits", whole=True), 5, ("circuits", 3), kinds=PRETRAINED),
     "Branches, heads pruned": Row(lambda seed, _: branches(seed, {**seed.task.settings["hydra"], "share": 0.1}), 3),
     HYDRA: Row(lambda seed, _: branches(seed, seed.task.settings["hydra"]), 3),
-    TUNED: Row(branches, 3, fusings),
+    TUNED: Row(branches, 3, lambda task: list(task.settings["candidates"])),
 }
 """In the order of the tables."""
 

@@ -1,7 +1,5 @@
 """One seed of a study of classifiers: its models, made once and kept in its folder."""
 
-import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -9,9 +7,8 @@ from typing import Any, Literal
 
 import hydra_ensembles as he
 from hydra_ensembles import HeadRanking, Recipe
-from hydra_ensembles._utils import require_same_run
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.files import read_json, write_json
+from hydra_ensembles.files import read_json
 from hydra_ensembles.heads.members import (
     CIRCUIT_ORDER,
     Members,
@@ -21,35 +18,25 @@ from hydra_ensembles.heads.members import (
     random_members,
 )
 
-from .dual_recipe import derived_seed
-from .samples import CIRCUIT_MEMORY, SampleBatches, alone
+from .kept import CHOICES, SeedFolder, slug
+from .samples import SampleBatches
+from .storing import SINGLE
 from .task import Task
 from .weights import fresh_classifier, redrawn
 
 IDENTITY = "run.json"  # of a task: what its models were made by
-CHOICES = "choices"  # of a task: what half B chose for a row, before a test set was opened
 SPARE = 3  # heads that a circuit names beyond those that go, for members that would be alike
-SINGLE = "Single"  # the row with the model a user has
 Heads = Literal["circuits", "taylor", "random"]
 Setting = Mapping[str, Any]
 
 
-def slug(row: str) -> str:
-    """The name of a row in file names."""
-    return re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
-
-
-class Seed:
-    """Models of one seed of a task. What is in the folder is read; what is not is made, and stays."""
+class Seed(SeedFolder):
+    """Models of one seed of a task."""
 
     def __init__(self, task: Task, number: int, output: Path) -> None:
-        self.task, self.number = task, number
-        self.study = output / task.name
-        self.folder = self.study / f"seed-{number}"
-        with alone(self.study / IDENTITY):
-            if not (self.study / IDENTITY).exists():
-                write_json(self.study / IDENTITY, task.identity)
-        require_same_run(read_json(self.study / IDENTITY), task.identity, self.study, "the study")
+        super().__init__(output / task.name, number, task.device)
+        self.task = task
+        self.require_same(self.study / IDENTITY, task.identity)
 
     @property
     def members(self) -> int:
@@ -63,22 +50,6 @@ class Seed:
             raise DataError(f"no setting of {row!r} is chosen yet for {self.task.name}; run its stage `choose`")
         found: Setting = read_json(place)["setting"]
         return found
-
-    def derived(self, *what: str | int) -> int:
-        """A seed for a purpose."""
-        return derived_seed(self.number, *what)
-
-    # --- what is made once -------------------------------------------------------------------------------------------
-
-    def kept(self, name: str, make: Callable[[], he.Ensemble]) -> he.Ensemble:
-        """An ensemble by name."""
-        place = self.folder / "models" / name
-        with alone(place):
-            if not place.exists():
-                begun = time.monotonic()
-                make().save_pretrained(place)
-                print(f"{self.task.name} seed {self.number}: {name} {time.monotonic() - begun:.0f} s", flush=True)
-        return he.Ensemble.from_pretrained(place).to(self.task.device)
 
     def trained(self, name: str, start: Callable[[], he.Ensemble], training: Recipe) -> he.Ensemble:
         """What a recipe makes of a model; `start` gives it."""
@@ -118,23 +89,12 @@ class Seed:
 
     def circuit(self, score: Score, budget: int | None = None, layers: Sequence[int] | None = None) -> HeadRanking:
         """A circuit of Single on the samples that rank heads; `budget` heads, or those that the paper's share needs."""
-        count = budget or self.prune + SPARE
-        lowest = 0 if layers is None else min(layers)
+        count, lowest = budget or self.prune + SPARE, 0 if layers is None else min(layers)
+        return self.extracted(f"{score}-{count}-{lowest}", self.sides, score=score, budget=count, layers=layers)
 
-        def extract() -> HeadRanking:
-            task = self.task
-            return he.extract_circuit(
-                self.base,
-                task.batches(task.ranking),
-                task.batches(task.foreign),
-                score=score,
-                budget=count,
-                layers=layers,
-                max_memory=CIRCUIT_MEMORY,
-                progress=False,
-            )
-
-        return self.ranked(f"{score}-{count}-{lowest}", extract)
+    def sides(self) -> tuple[he.Ensemble, SampleBatches, SampleBatches]:
+        """What circuits are extracted on: Single, and ID and OOD samples that rank heads."""
+        return self.base, self.task.batches(self.task.ranking), self.task.batches(self.task.foreign)
 
     def taylor(self, draw: int = 0, budget: int | None = None) -> HeadRanking:
         """A Taylor ranking of Single on batches that a draw chose."""
@@ -146,14 +106,6 @@ class Seed:
             return he.taylor(self.base, batches, budget=count, seed=drawn, calibration_batches=used)
 
         return self.ranked(f"taylor-{count}-{draw}", rank)
-
-    def ranked(self, name: str, rank: Callable[[], HeadRanking]) -> HeadRanking:
-        """A ranking by name."""
-        place = self.folder / "rankings" / f"{name}.json"
-        with alone(place):
-            if not place.exists():
-                rank().save(place)
-        return HeadRanking.load(place)
 
     @property
     def prune(self) -> int:

@@ -12,28 +12,24 @@ import numpy as np
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_object
 
-from .classifiers import FORMAT, single_of
-from .measures import SHOWN, Array, Difference, Number, numbers, plain_numbers
-from .rows import SINGLE
+from .kept import Once
+from .measures import SHOWN, Array, Columns, Difference, Number, numbers, plain_numbers
+from .storing import FORMAT, SINGLE, of_row, single_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
 
 
-class Study:
+class Study(Once):
     """The stored results of a study of classifiers."""
 
     def __init__(self, name: str, results: Path) -> None:
+        super().__init__()
         self.name, self.folder = name, results / name
         if not (self.folder / "study.json").exists():
             raise DataError(f"{self.folder} has no stored study; the stage `store` of `python -m studies` makes one")
         self.facts = read_object(self.folder / "study.json")
         if self.facts.get("format") != FORMAT:
             raise DataError(f"{self.folder} has the format {self.facts.get('format')!r}; this version reads {FORMAT!r}")
-        self._numbers: dict[tuple[str, int], dict[str, Number]] = {}
-        self._columns: dict[tuple[str, int], dict[str, Array]] = {}
-        self._plain: dict[str, list[dict[str, float]]] = {}
-        self._files: dict[int, Any] = {}
-        self._seconds: dict[int, dict[str, dict[str, Number]]] = {}
 
     def seeds(self, row: str) -> list[int]:
         """Seeds of a row."""
@@ -46,29 +42,29 @@ class Study:
 
     def columns(self, row: str, seed: int) -> dict[str, Array]:
         """Columns of a row, by `set|column`; those of other rows stay in the file."""
-        if (row, seed) not in self._columns:
-            if seed not in self._files:  # what it holds is listed once
-                content = io.BytesIO((self.folder / f"seed-{seed}.npz").read_bytes())  # no file stays open
-                self._files[seed] = np.load(content, allow_pickle=False)
-            file, prefix = self._files[seed], f"{row}|"
-            found = {key.removeprefix(prefix): file[key] for key in file.files if key.startswith(prefix)}
-            self._columns[row, seed] = found
-        return self._columns[row, seed]
+        content = self.folder / f"seed-{seed}.npz"  # read whole, so that no file stays open
+        file = self.once(seed, lambda: np.load(io.BytesIO(content.read_bytes()), allow_pickle=False))
+        return self.once(("columns", row, seed), lambda: of_row(row, file))
 
     def numbers(self, row: str, seed: int) -> dict[str, Number]:
         """Numbers with influences."""
-        if (row, seed) not in self._numbers:
-            found = numbers(self.columns(row, seed), self.facts["inside"], self.facts["groups"], SHOWN)
-            self._numbers[row, seed] = found
-        return self._numbers[row, seed]
+        return self.once(("numbers", row, seed), lambda: self.numbers_of(self.columns(row, seed)))
+
+    def numbers_of(self, columns: Columns) -> dict[str, Number]:
+        """Numbers of what one model said about all sets."""
+        return numbers(columns, self.facts["inside"], self.facts["groups"], SHOWN)
 
     def plain(self, row: str) -> list[dict[str, float]]:
         """All numbers, seed by seed."""
-        if row not in self._plain:
-            facts, seeds = (self.facts["inside"], self.facts["groups"]), self.seeds(row)
-            found = [plain_numbers(self.columns(row, seed), *facts, self.numbers(row, seed)) for seed in seeds]
-            self._plain[row] = found
-        return self._plain[row]
+
+        def made() -> list[dict[str, float]]:
+            return [self.plain_of(self.columns(row, seed), self.numbers(row, seed)) for seed in self.seeds(row)]
+
+        return self.once(("plain", row), made)
+
+    def plain_of(self, columns: Columns, known: Mapping[str, Number]) -> dict[str, float]:
+        """All numbers of what one model said about all sets; those with influences are known."""
+        return plain_numbers(columns, self.facts["inside"], self.facts["groups"], known)
 
     def mean(self, row: str, key: str) -> float | None:
         """The mean of a number over the seeds of a row; None where it has none."""
@@ -106,13 +102,12 @@ class Study:
         return any(self.folder.glob("again-*.npz"))
 
     def _again(self, seed: int) -> dict[str, dict[str, Number]]:
-        if seed not in self._seconds:
-            singles, found = single_of(self.folder, seed), dict[int, dict[str, Number]]()
-            for single in singles.values():
-                if id(single) not in found:  # several rows have the same one
-                    found[id(single)] = numbers(single, self.facts["inside"], self.facts["groups"], SHOWN)
-            self._seconds[seed] = {row: found[id(single)] for row, single in singles.items()}
-        return self._seconds[seed]
+        def made() -> dict[str, dict[str, Number]]:
+            singles = single_of(self.folder, seed)
+            found = {id(one): self.numbers_of(one) for one in {id(one): one for one in singles.values()}.values()}
+            return {row: found[id(one)] for row, one in singles.items()}  # several rows have the same one
+
+        return self.once(("again", seed), made)
 
     def parameters(self, row: str) -> str:
         """Millions of parameters of a row; a dash where it has none of its own."""

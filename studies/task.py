@@ -19,6 +19,7 @@ from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.schema import from_plain
 from hydra_ensembles.training.recipe import Recipe
 
+from .kept import Once
 from .measures import read_columns, write_columns
 from .samples import Augment, ImageSamples, Prepared, SampleBatches, Samples
 from .sets import SPLIT_SEED, DataFolder, at_most, class_halves, given, halves, suite
@@ -34,12 +35,7 @@ def recipe() -> dict[str, Any]:
     return cast(dict[str, Any], yaml.safe_load(RECIPE.read_text(encoding="utf-8")))
 
 
-def seeds_of(task: "Task") -> list[int]:
-    """The seeds of a task's report."""
-    return [int(one) for one in task.plain.get("seeds", task.settings["seeds"])]
-
-
-class Task:
+class Task(Once):
     """The data of a task, each set read when it is first asked for; `share` of every set, for a trial.
 
     Decoded images stay in the folder `cache`, where one is given.
@@ -54,12 +50,22 @@ class Task:
         share: float = 1.0,
         cache: Path | None = None,
     ) -> None:
+        super().__init__()
         self.name, self.settings, self.plain = name, settings, settings["tasks"][name]
         self.source, self.device, self.share, self.cache = source, device, share, cache
         self.suite = suite(self.plain["suite"])
         self.kind = "text" if self.plain["backbone"] == "all_minilm_l6_v2" else "image"
         self.scratch = self.plain["backbone"] == SCRATCH
-        self._read: dict[str, Samples] = {}
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What it is made of."""
+        return self.name, self.settings, self.source, self.device, self.share, self.cache
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of its report."""
+        return [int(one) for one in self.plain.get("seeds", self.settings["seeds"])]
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -123,11 +129,11 @@ class Task:
 
     def inside(self, stage: Stage) -> Samples:
         """ID samples of a stage."""
-        return self.half_b if stage == "held_out" else self._once(self.suite.id)
+        return self.half_b if stage == "held_out" else self._reported(self.suite.id)
 
     def outside(self, stage: Stage) -> dict[str, dict[str, Samples]]:
         """OOD sets of a stage, by group."""
-        return {key: {one.name: self._once(one) for one in refs} for key, refs in self._foreign(stage).items()}
+        return {key: {one.name: self._reported(one) for one in refs} for key, refs in self._foreign(stage).items()}
 
     def groups(self, stage: Stage) -> dict[str, list[str]]:
         """Names of the OOD sets of a stage, by group."""
@@ -157,11 +163,9 @@ class Task:
             images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().to(self.device)
             yield name, int(level), ImageSamples(images, labels, self.plain["input_size"])
 
-    def _once(self, reference: SetRef) -> Samples:
-        if reference.name not in self._read:
-            most = None if reference == self.suite.id else self.settings["most"]
-            self._read[reference.name] = self.samples(at_most(self.source.load(reference), most))
-        return self._read[reference.name]
+    def _reported(self, reference: SetRef) -> Samples:
+        most = None if reference == self.suite.id else self.settings["most"]
+        return self.once(reference.name, lambda: self.samples(at_most(self.source.load(reference), most)))
 
     def batches(self, samples: Samples) -> SampleBatches:
         """Batches to evaluate on."""

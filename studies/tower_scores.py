@@ -1,6 +1,6 @@
 """Taylor scores of the heads of both towers of a dual encoder (Figure 7 of the paper): file, figure and table.
 
-    python -m studies.tower_scores --model runs/studies/zero-shot/seed-0/dual --data shared
+    python -m studies.tower_scores --model runs/studies/zero-shot/seed-0/models/dual --data shared
 
 `--model` is a folder of a saved `DualEncoder`, such as the zero-shot study writes, or a checkpoint as
 `studies.weights.load_dual` reads it. `--data` holds `data/images/tinyimagenet`, whose validation images

@@ -21,7 +21,8 @@ from hydra_ensembles.files import read_object
 from hydra_ensembles.model.config import ReadoutConfig, output_width
 from hydra_ensembles.model.stem_readout import linear
 
-from .dual_recipe import Backbone, derived_seed
+from .dual_recipe import Backbone
+from .kept import derived_seed
 from .samples import MEAN, STD
 
 DINOV2 = Path("weights") / "dinov2_vits14" / "model.safetensors"

@@ -165,7 +165,7 @@ def cell(values: Sequence[Any], column: str, form: Callable[[float, str], str] =
     return f"{form(mean(known), column)}{spread}"
 
 
-def rows_table(found: Found, columns: Columns, table: str, task: str, first: str = "Method", note: str = "") -> str:
+def rows_table(found: Found, columns: Columns, table: str, task: str, note: str = "") -> str:
     """`rows` of every seed, and the paper's numbers of the same name in italics below each; some may lack seeds."""
     printed_there, lines = paper(table, task), []
     for row in dict.fromkeys(row for rows in by_seed(found, "rows") for row in rows):
@@ -176,7 +176,7 @@ def rows_table(found: Found, columns: Columns, table: str, task: str, first: str
         if row in printed_there:
             there = printed_there[row]
             lines.append(["*paper*", *(f"*{there[one]}*" if one in there else "" for one in columns)])
-    return markdown([first, *columns.values()], lines, " ".join(filter(None, [note, about(found)])))
+    return markdown(["Method", *columns.values()], lines, " ".join(filter(None, [note, about(found)])))
 
 
 def about(found: Found) -> str:
@@ -193,6 +193,6 @@ def paper_task(found: Found) -> str:
     return str(found["stands_for"])
 
 
-def rounded(values: Any, digits: int = 5) -> Any:
+def rounded(values: Any, digits: int) -> Any:
     """Numbers in lists, short enough for a file."""
     return np.round(np.asarray(values, dtype=np.float64), digits).tolist()

@@ -13,7 +13,7 @@ from hydra_ensembles.heads import jensen_shannon, overlap, stability
 from hydra_ensembles.heads.masking import existing_heads
 
 from ..results import markdown
-from ..samples import CIRCUIT_MEMORY, SampleBatches
+from ..samples import SampleBatches
 from ..seed import Seed
 from ..sets import given
 from .analysis import Analysis, Found, about, asked, by_seed, cell, heads_of, paper, paper_task
@@ -94,16 +94,13 @@ def run_stability(seed: Seed) -> dict[str, Any]:
         rankings, start = [], []
         for draw in range(chosen["draws"]):
 
-            def extract(known: int = known, foreign: int = foreign, draw: int = draw) -> HeadRanking:
+            def sides(known: int = known, foreign: int = foreign, draw: int = draw) -> tuple[Any, Any, Any]:
                 some = task.samples(subset(inside, known, draw, stratified=True))
                 other = task.samples(subset(outside, foreign, draw))
-                sides = task.batches(some), task.batches(other)
-                how: dict[str, Any] = {"score": chosen["score"], "budget": count, "method": "exact", "progress": False}
-                how["max_memory"] = CIRCUIT_MEMORY
-                return he.extract_circuit(base, *sides, **how)
+                return base, task.batches(some), task.batches(other)
 
-            name = f"draw-{chosen['score']}-{count}-{size}-{draw}"
-            rankings.append(seed.ranked(name, extract))
+            name, how = f"draw-{chosen['score']}-{count}-{size}-{draw}", {"score": chosen["score"], "method": "exact"}
+            rankings.append(seed.extracted(name, sides, budget=count, **how))
             start.append(rankings[-1].scores[-1])
         rows[str(size)] = {
             "inside": known,

@@ -6,14 +6,11 @@ conditions of the proposition and the change of the loss gap to second order for
 the change measured by pruning: for sets that rankings choose, for random ones, and for random ones that meet the
 conditions, at a tenth of the step and at the whole step. Heads are ranked on other samples. In the weights of the
 attention the same terms are computed along the steps of the rankings, and the diagonals of the Hessians.
-
-`--task demo` is the embedded model; ten minutes on a core.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -21,10 +18,8 @@ import torch
 from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles import data
 from hydra_ensembles.batches import move, read_batch
 from hydra_ensembles.data.corruptions import CORRUPTIONS, corrupted
-from hydra_ensembles.demo.embedded import load_backbone, load_sample
 
 from ..results import markdown, pyplot
 from ..seed import Seed
@@ -34,15 +29,6 @@ from .analysis import Analysis, Found, asked, paper
 from .gates import Batches, Expansion, expand, gates_after, measure, pruning_step, weight_terms
 
 DRAWS = 10_000
-DEMO: Mapping[str, Any] = {
-    "prune": 9,
-    "images": 120,
-    "ranking": 48,
-    "severity": 3,
-    "severities": (0, 1, 2, 3, 4, 5),
-    "random": 12,
-    "probes": 8,
-}
 COLOURS = {
     "whole": "#4d4d4d",
     "Taylor": "#b2182b",
@@ -74,27 +60,6 @@ def run(seed: Seed) -> dict[str, Any]:
         else f"{chosen['replaced']:.0%} of the tokens replaced"
     )
     return {"noise": kind, **experiment(base, by_severity, named, count, chosen, seed.number)}
-
-
-def demo() -> dict[str, Any]:
-    """The whole experiment for the embedded model."""
-    model, sample = load_backbone(), load_sample().sets
-    test = data.subset(sample["test"], DEMO["images"], seed=0, stratified=True)
-    by_severity = {one: pictures(test, model, one, 0) for one in DEMO["severities"]}
-    preprocess: Any = model.metadata.preprocessing
-    known, unknown = (
-        data.batches(data.subset(sample[name], DEMO["ranking"], seed=0), preprocess, batch_size=64)
-        for name in ("circuit_id", "circuit_ood")
-    )
-    how: dict[str, Any] = {"method": "exact", "ties": "order", "budget": DEMO["prune"]}
-    ranked = {
-        "Taylor": he.taylor(model, known, budget=DEMO["prune"], scope="global"),
-        "CircAcc": he.extract_circuit(model, known, score="acc", **how),
-        "CircAvg": he.extract_circuit(model, known, unknown, score="avg", **how),
-    }
-    named = {name: pruning_step(model, one.first(DEMO["prune"])) for name, one in ranked.items()}
-    found = experiment(model, by_severity, named, DEMO["prune"], DEMO, 0)
-    return {"noise": "corrupted at severity 3 (one of the 15 corruptions each)", **found}
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
@@ -150,19 +115,6 @@ def replaced(inputs: Mapping[str, Tensor], share: float, draws: torch.Generator)
     found = ids.clone()
     found[chosen] = words[torch.randint(len(words), (int(chosen.sum()),), generator=draws)]
     return found.to(inputs["input_ids"].device)
-
-
-def pictures(dataset: Any, model: he.Ensemble, severity: int, seed: int) -> Batches:
-    """All images in batches, the n-th with the n-th of the fifteen corruptions; severity 0 leaves them alone."""
-    shown = [dataset[index][0] for index in range(len(dataset))]
-    if severity:
-        shown = [
-            data.corrupt(picture, name, severity, seed=seed + index, parameters="tinyimagenet")
-            for index, (picture, name) in enumerate(zip(shown, cycle(CORRUPTIONS), strict=False))
-        ]
-    inputs: Any = model.prepare(shown)
-    labels = torch.tensor([int(label) for label in dataset.labels])
-    return list(zip(inputs.split(40), labels.split(40), strict=True))
 
 
 # --- the experiment --------------------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.files import read_json, write_json
 
@@ -14,23 +12,23 @@ from ..results import save_figure, versions
 from ..samples import device_name
 from ..seed import Seed
 from ..task import recipe
-from . import chosen_heads, distance_circuits, diversity, more_members, noise, seeds, separation, shares, untrained
+from . import chosen_heads, members, noise, pruned, seeds, separation
 from .analysis import Analysis, Found, marked, settings
 
 FORMAT = "hydra_ensembles.analysis 1"
-DEMO = "demo"  # the embedded model, for `noise`
+DEMO = "demo"  # the embedded model: `noise` of it is stored, by the code of its time
 ANALYSES: Mapping[str, Analysis] = {
-    "untrained": untrained.ANALYSIS,
+    "untrained": pruned.UNTRAINED,
     "noise": noise.ANALYSIS,
     "separation": separation.ANALYSIS,
     "overlap": chosen_heads.OVERLAP,
-    "shares": shares.ANALYSIS,
-    "diversity": diversity.ANALYSIS,
-    "members": more_members.ANALYSIS,
+    "shares": pruned.SHARES,
+    "diversity": members.DIFFERENCES,
+    "members": members.MORE,
     "seeds": seeds.SEEDS,
     "towers": seeds.TOWERS,
     "stability": chosen_heads.STABILITY,
-    "distance": distance_circuits.ANALYSIS,
+    "distance": pruned.DISTANCE,
 }
 """In the order of the paper; the last two are not in it."""
 
@@ -84,16 +82,6 @@ def read_stored(name: str, task: str, studies: Path) -> dict[str, Any]:
     if analysis.read is None:
         raise ConfigError(f"{name} does not read stored studies; it runs on {_where(analysis)}")
     return {**_about(name, task), "seconds": 0.0, **analysis.read(studies, task)}
-
-
-def of_demo(name: str) -> dict[str, Any]:
-    """The analysis of the embedded model."""
-    if ANALYSES[name] is not noise.ANALYSIS:
-        raise ConfigError(f"the task {DEMO} is for noise, got {name!r}")
-    begun = time.monotonic()
-    found = noise.demo()
-    taken, place = round(time.monotonic() - begun, 1), device_name(torch.device("cpu"))
-    return {**_about(name, DEMO), "device": place, "seconds": taken, "seeds": {"0": found}}
 
 
 def _about(name: str, task: str) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from zero_shot_models import WORDS, word_tokenizer
 
 CPU = torch.device("cpu")
 CLASSES = ("one", "two", "three")
-LAYERS = 4
 IMAGES_A_CLASS = 5
 _NAMES = [" ".join(pair) for pair in itertools.product(WORDS[6:], WORDS[6:])]  # what the small tokenizer can tell apart
 OVERLAPPING = {
@@ -65,6 +64,14 @@ class SmallFolder(DataFolder):
         return ImageDataset(Pictures(labels, zlib.crc32(reference.name.encode())), labels, CLASSES, reference.name)
 
 
+def small_vit(layers: int, heads: int) -> he.Ensemble:
+    """For images of 14 by 14 pixels and three classes; heads have a width of four."""
+    encoder = EncoderConfig(width=4 * heads, layers=layers, heads=heads, head_dim=4, mlp_width=4 * heads)
+    stem = PatchStemConfig(patch_size=(7, 7), grid=(2, 2))
+    config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=3), all_heads(encoder))
+    return noisy(config, metadata=Metadata(labels=CLASSES))
+
+
 class SmallTask(Task):
     """A task of the recipe on a handful of pictures, with one epoch and a ViT of width 24."""
 
@@ -79,10 +86,7 @@ class SmallTask(Task):
         self.kind = "image"
 
     def start(self) -> he.Ensemble:
-        encoder = EncoderConfig(width=24, layers=6, heads=6, head_dim=4, mlp_width=24)
-        stem = PatchStemConfig(patch_size=(7, 7), grid=(2, 2))
-        config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=3), all_heads(encoder))
-        return noisy(config, metadata=Metadata(labels=("one", "two", "three")))
+        return small_vit(layers=6, heads=6)
 
 
 class ManyClasses(SmallFolder):

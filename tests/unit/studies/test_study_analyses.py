@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_studies import CPU, SmallFolder
+from small_studies import CPU, SmallFolder, small_vit
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
@@ -17,27 +17,15 @@ from architectures import timm_model
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.heads import Head
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
-from hydra_ensembles.model.metadata import Metadata
 from random_ensembles import noisy
 from studies.__main__ import app
-from studies.analyses import (
-    analysis,
-    chosen_heads,
-    distance_circuits,
-    diversity,
-    more_members,
-    noise,
-    registry,
-    seeds,
-    separation,
-    shares,
-)
+from studies.analyses import analysis, chosen_heads, members, noise, pruned, registry, seeds, separation
 from studies.analyses.gates import expand, gates_after, measure, pruning_step, weight_terms
 from studies.analyses.registry import ANALYSES
-from studies.classifiers import FORMAT
 from studies.measures import write_columns
 from studies.paper import read_csv
 from studies.seed import Seed
+from studies.storing import FORMAT
 from studies.task import Task
 
 HEADS = [Head(0, 1), Head(1, 0), Head(1, 3)]
@@ -49,11 +37,7 @@ class SmallTask(Task):
     """A ViT of width 16 where the pretrained model would be."""
 
     def start(self) -> he.Ensemble:
-        encoder = EncoderConfig(width=16, layers=LAYERS, heads=EACH, head_dim=4, mlp_width=16)
-        classes = ("one", "two", "three")
-        stem = PatchStemConfig(patch_size=(7, 7), grid=(2, 2))
-        config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=3), all_heads(encoder))
-        return noisy(config, metadata=Metadata(labels=classes))
+        return small_vit(LAYERS, EACH)
 
 
 def small_settings() -> dict[str, Any]:
@@ -89,6 +73,14 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 RUN = [name for name, one in ANALYSES.items() if one.run is not None]
 LONG = ("stability", "distance")  # circuits over and over
+ROWS = {  # of analyses that say which they have
+    "separation": ["cifar10", "dtd10", "miniplaces", "mnist", "svhn"],
+    "members": ["Single", "Deep Ensembles, 3", "Hydra (Circ), 1",
+                *(f"{name}, {count}" for count in (2, 4) for name in ("Hydra (Circ)", "MLPs apart"))],
+    "stability": ["10", "20"],  # a draw of 1,000 would be nearly all data
+    "distance": ["Single", *(f"{name}{by}" for name in ("CircOOD", "CircAvg") for by in ("", " by distance"))],
+}  # fmt: skip
+HAVE = {"members": "milliseconds.2", "stability": "removed", "distance": "mahalanobis:all.auroc"}  # in their last row
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in RUN])
@@ -98,6 +90,9 @@ def test_every_analysis_runs_and_is_stored_and_shown(name: str, seed: Seed, tmp_
     assert place.name == f"{name}-{TASK}.json"
     again = registry.load(name, TASK, tmp_path)
     assert again == json.loads(json.dumps(found))
+    rows = again["seeds"]["0"].get("rows", {})
+    assert name not in ROWS or sorted(rows) == sorted(ROWS[name])
+    assert name not in HAVE or rows[[one for one in ROWS[name] if "apart" not in one][-1]][HAVE[name]]
     shown = ANALYSES[name].table(again)
     assert "| " in shown
     assert shown in registry.blocks(tmp_path, tmp_path)[f"analysis_{name}_{TASK}"]
@@ -130,7 +125,7 @@ def test_members_that_differ_in_nothing_agree(seed: Seed) -> None:
     for title in ("heads", "order", "noise", "heads, order and noise"):
         assert rows[f"free: {title}"]["all.mutual_information"] > 1e-7
     made = {path.name for path in (seed.folder / "models").iterdir() if path.name.startswith("diversity-")}
-    assert len(made) == 1 + 2 * len(diversity.VARIANTS)  # each once: the first member is the same in all variants
+    assert len(made) == 1 + 2 * len(members.VARIANTS)  # each once: the first member is the same in all variants
 
 
 def test_side_by_side_is_one_by_one(seed: Seed) -> None:
@@ -146,7 +141,7 @@ def test_side_by_side_is_one_by_one(seed: Seed) -> None:
 
 
 def test_heads_are_removed_in_the_papers_shares(seed: Seed) -> None:
-    chosen = shares.chosen_heads(seed)
+    chosen = pruned.chosen_heads(seed)
     total = LAYERS * EACH
     assert {int(name.partition("|")[2]) for name in chosen} == {total // 4, total // 2}
     assert all(len(heads) == int(name.partition("|")[2]) for name, heads in chosen.items())
@@ -154,9 +149,7 @@ def test_heads_are_removed_in_the_papers_shares(seed: Seed) -> None:
     assert by_layer.tolist() == [EACH // 2] * LAYERS  # Taylor takes as many from every layer
 
 
-def test_distances_of_heads_know_how_far_sets_are_apart(seed: Seed) -> None:
-    found = registry.analysed("separation", [seed])["seeds"]["0"]
-    assert set(found["rows"]) == {"cifar10", "dtd10", "miniplaces", "mnist", "svhn"}
+def test_distances_of_heads_know_how_far_sets_are_apart() -> None:
     generator = torch.Generator().manual_seed(0)
     inside = {head: torch.randn(50, 4, generator=generator) for head in HEADS}
     near, far = ({head: one + gap for head, one in inside.items()} for gap in (0.5, 2.0))
@@ -173,32 +166,6 @@ def test_chance_overlap_is_the_share_of_heads(seed: Seed) -> None:
     found = registry.analysed("overlap", [seed])["seeds"]["0"]
     assert found["chance"]["overlap"] == pytest.approx(found["prune"] / found["heads"], abs=0.06)
     assert chosen_heads.CIRCUIT + ", " + chosen_heads.GLOBAL in found["pairs"]
-
-
-@pytest.mark.slow
-def test_stability_leaves_out_draws_that_would_be_nearly_all_data(seed: Seed) -> None:
-    found = registry.analysed("stability", [seed])["seeds"]["0"]
-    assert set(found["rows"]) == {"10", "20"}
-    assert all(len(row["removed"]) == 2 for row in found["rows"].values())
-
-
-def test_more_members_cost_more(seed: Seed) -> None:
-    rows = registry.analysed("members", [seed])["seeds"]["0"]["rows"]
-    assert [name for name in rows if name.startswith("Hydra")] == [f"Hydra (Circ), {count}" for count in (1, 2, 4)]
-    assert rows["Hydra (Circ), 4"]["milliseconds.2"] > 0
-    assert "Hydra (Circ), 3" in analysis.paper("10", "ImageNet-1K")
-    assert more_members.ANALYSIS.kinds == ("image",)
-
-
-@pytest.mark.slow
-def test_circuits_by_distance_have_a_row_each(seed: Seed) -> None:
-    found = registry.analysed("distance", [seed])["seeds"]["0"]
-    assert set(found["rows"]) == {
-        "Single",
-        *(f"{one}{by}" for one in ("CircOOD", "CircAvg") for by in ("", " by distance")),
-    }
-    assert all("mahalanobis:all.auroc" in row for row in found["rows"].values())
-    assert distance_circuits.BY_DISTANCE in distance_circuits.table({**registry.analysed("distance", [seed])})
 
 
 # --- losses in gates and weights --------------------------------------------------------------------------------------
@@ -334,8 +301,6 @@ def test_what_does_not_run_is_refused(seed: Seed, tmp_path: Path) -> None:
         registry.analysed("seeds", [seed])
     with pytest.raises(ConfigError, match="stored"):
         registry.read_stored("shares", TASK, tmp_path)
-    with pytest.raises(ConfigError, match="noise"):
-        registry.of_demo("shares")
     with pytest.raises(DataError, match="analyse"):
         registry.load("shares", TASK, tmp_path)
     assert "analyse" in registry.blocks(tmp_path, tmp_path)[f"analysis_shares_{TASK}"]
@@ -356,7 +321,8 @@ def test_the_papers_numbers_belong_to_rows_that_there_are() -> None:
     """A row of the paper that no analysis shows would be a number nobody sees."""
     known = {"4", "5", "6", "8", "9", "10", "12", "B.1", "B.2.2"}
     assert {line["table"] for line in read_csv("analyses")} == known
-    variants = {f"free: {title}" for title in diversity.VARIANTS}
+    assert "Hydra (Circ), 3" in analysis.paper("10", "ImageNet-1K")
+    variants = {f"free: {title}" for title in members.VARIANTS}
     assert set(analysis.paper("9", "ImageNet-1K")) <= {"Deep Ensembles", *variants}
 
 

@@ -40,12 +40,15 @@ from studies.captions import (
     train_dual,
     view_features,
 )
-from studies.dual_recipe import DualRecipe, PairSet
-from studies.dual_seed import BOTH, FAMILIES, IMAGE, IMAGE_TUNED, DualRow, DualTask
-from studies.dual_study import HYDRA, ROWS, SINGLE
+from studies.dual_recipe import load_dual_recipe
+from studies.dual_rows import BOTH, HYDRA, IMAGE, IMAGE_TUNED, ROWS, DualRow
+from studies.dual_seed import DualTask
+from studies.dual_study import ZERO_SHOT
+from studies.engine import Run
 from studies.measures import Array, read_columns
 from studies.samples import MEAN, STD, ImageSamples, Prepared, SampleBatches
 from studies.sets import DataFolder
+from studies.storing import SINGLE
 from studies.weights import dual_of, load_dual, mean_pooled
 from zero_shot_models import word_tokenizer
 
@@ -71,9 +74,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     task = SmallDual(dual_recipe(), source, CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dual_rows, "EPOCHS", 2)  # of ViLU
-        dual_study.run(task, output, output / "results", ["choose", "train", "rank", "fix"], [0], list(ROWS))
+        run = Run(task, output, output / "results", [], [0])
+        ZERO_SHOT.run(run, ["choose", "train", "rank", "fix"])
     before = frozenset(source.opened)
-    dual_study.run(task, output, output / "results", DualRecipe.STAGES, [0], list(ROWS))
+    ZERO_SHOT.run(run, ZERO_SHOT.stages)
     folder = output / "results" / "zero-shot"
     facts = json.loads((folder / "study.json").read_text())
     return Finished(output, facts, read_columns(folder / "seed-0.npz"), before, frozenset(source.opened))
@@ -158,7 +162,7 @@ def test_a_row_that_fails_stops_neither_the_others_nor_the_store(
     monkeypatch.setattr(he, "extract_circuit", breaks)
     task, rows = SmallDual(dual_recipe(), ManyClasses(), CPU), [dual_rows.NEG_LABEL, SINGLE, "Temperature Scaling"]
     with pytest.raises(RuntimeError, match="memory"):
-        dual_study.run(task, tmp_path, tmp_path / "results", ["fix", "report", "cost", "store"], [0], rows)
+        ZERO_SHOT.run(Run(task, tmp_path, tmp_path / "results", rows, [0]), ["fix", "report", "cost", "store"])
     assert f"FAILED: zero-shot fix {dual_rows.NEG_LABEL}, seed 0" in capsys.readouterr().out
     facts = json.loads((tmp_path / "results" / "zero-shot" / "study.json").read_text())
     assert list(facts["runs"]["0"]["report"]) == rows[1:]
@@ -177,13 +181,13 @@ def test_held_out_names_choose_how_to_learn(finished: Finished, tmp_path: Path) 
 
 
 def test_a_folder_of_another_recipe_is_refused(finished: Finished) -> None:
-    with pytest.raises(DataError, match="another recipe"):
+    with pytest.raises(CheckpointError, match="views was"):
         dual_seed(finished.output, recipe=dual_recipe(views=2))
 
 
 def test_members_lose_heads_of_the_right_towers(finished: Finished) -> None:
     seed = dual_seed(finished.output)
-    for family in FAMILIES:
+    for family in {row.family for row in ROWS.values() if row.family is not None}:
         heads = seed.heads(family)
         assert len(heads) == len({frozenset(one) for one in heads}) == family.members
     assert {head.tower for one in seed.heads(IMAGE) for head in one} == {"image"}
@@ -221,9 +225,27 @@ def test_a_row_may_be_whatever_answers_for_class_names(finished: Finished) -> No
 def test_a_second_run_makes_nothing_again(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
     source = ManyClasses()
     task, stages = SmallDual(dual_recipe(), source, CPU), ["choose", "train", "rank", "report"]
-    dual_study.run(task, finished.output, finished.output / "results", stages, [0], list(ROWS))
-    assert capsys.readouterr().out == ""
+    ZERO_SHOT.run(Run(task, finished.output, finished.output / "results", [], [0]), stages)
+    assert "zero-shot seed 0:" not in capsys.readouterr().out  # what is made says how long it took
     assert source.opened == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "token"), [({"prune": 0}, "prune"), ({"dual": None}, "dual"), ({"pairs": ()}, "pairs")]
+)
+def test_recipes_check_themselves(changes: dict[str, Any], token: str) -> None:
+    with pytest.raises(ConfigError, match=token):
+        dual_recipe(**changes)
+    with pytest.raises(ConfigError, match="nowhere"):
+        load_dual_recipe(suite="nowhere")
+
+
+def test_a_given_model_has_no_rows_that_learn() -> None:
+    own = load_dual_recipe(suite="paper", model="folder", tiny=True)
+    assert (own.model, own.counts.classes, own.trains_text) == ("folder", 6, False)
+    left_out = [name for name in ROWS if name not in dual_rows.rows_of(DualTask(own, ManyClasses(), CPU))]
+    assert {name for name in left_out if "text fine-tuned" not in name} == {"BayesVLM", "ViLU"}
+    assert len(left_out) == 4
 
 
 # --- captions and training ---------------------------------------------------------------------------------
@@ -329,9 +351,6 @@ def test_the_training_sets_are_read_with_their_texts() -> None:
     assert len(first.captions) == len(first.samples) == 24 // len(task.recipe.pairs)
     reported = {(one.source, one.split) for one in task.sets.main.tasks}
     assert not reported & {(one.source, one.split) for one in task.recipe.pairs}
-    with pytest.raises(ConfigError, match="pairs"):
-        dual_recipe(pairs=())
-    assert PairSet("images/x", 0.5).split == "train"
 
 
 def test_views_are_the_image_its_mirrored_middle_and_each_of_both() -> None:
@@ -358,8 +377,8 @@ def test_the_towers_before_training() -> None:
     torch.testing.assert_close(first.text(padded)[0], torch.stack(kept), rtol=1e-5, atol=1e-6)
 
 
-def test_a_trained_dual_goes_all_the_way(tmp_path: Path) -> None:
-    """Trained, asked, pruned, tuned again, fused, saved and loaded."""
+def test_a_trained_dual_knows_names() -> None:
+    """Trained on pairs of two sets, asked by names; a pruned member learns on with its image projection locked."""
     names = ("cat", "dog", "bus", "boat")
     recipe = Recipe(learning_rate=0.01, epochs=6, warmup=2, batch_size=12, weight_decay=0.1, precision="bf16")
     start, data = small_dual(), [images(names, 48, share=3.0), images(("dog", "tree"), 12, side=6, seed=4)]
@@ -368,24 +387,16 @@ def test_a_trained_dual_goes_all_the_way(tmp_path: Path) -> None:
     image = start.image.state_dict()
     assert all(torch.equal(tensor, image[name]) for name, tensor in dual.image.state_dict().items())
     assert not torch.equal(dual.projections.image.weight, start.projections.image.weight)
-    batches, zero = list(SampleBatches(data[0].samples, 12)), he.zero_shot(dual, names)
-    right = torch.cat([zero(inputs)[0].argmax(1) for inputs, _ in batches]) == data[0].samples.labels
+    zero, labels = he.zero_shot(dual, names), data[0].samples.labels
+    right = torch.cat([zero(inputs)[0].argmax(1) for inputs, _ in SampleBatches(data[0].samples, 12)]) == labels
     assert right.double().mean() > 0.4  # chance is a quarter
     found = view_features(dual, data[0].samples, 1)[0]
-    held = {name: [found[data[0].samples.labels == label]] for label, name in enumerate(names)}
+    held = {name: [found[labels == label]] for label, name in enumerate(names)}
     assert accuracy_by_names(dual, held) == pytest.approx(float(right.double().mean()))  # twelve images of each
     tune = Recipe(learning_rate=1e-3, steps=2, batch_size=12, train_groups=("attention", "mlp", "norms", "readout"))
-    pruned = [he.prune(dual, heads) for heads in ([(0, 1, "image")], [(0, 0, "image"), (1, 2, "text")])]
-    members = [train_dual(one, tune, pairs_of(one, data, 12, views=1)) for one in pruned]
-    assert torch.equal(members[0].projections.image.weight, dual.projections.image.weight)
-    fused = he.fuse(members)
-    fused.save_pretrained(tmp_path / "dual")
-    loaded = he.DualEncoder.from_pretrained(tmp_path / "dual")
-    asked = he.zero_shot(fused, names)(batches[0][0])
-    assert asked.shape == (2, 12, 4)
-    torch.testing.assert_close(he.zero_shot(loaded, names)(batches[0][0]), asked)
-    picture = Image.fromarray(np.full((9, 11, 3), 120, dtype=np.uint8))
-    assert he.zero_shot(loaded, names).predict(picture).names()[0] in names
+    pruned = he.prune(dual, [(0, 0, "image"), (1, 2, "text")])
+    member = train_dual(pruned, tune, pairs_of(pruned, data, 12, views=1))
+    assert torch.equal(member.projections.image.weight, dual.projections.image.weight)
 
 
 # --- models of a user's own --------------------------------------------------------------------------------

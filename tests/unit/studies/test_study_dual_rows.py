@@ -14,9 +14,8 @@ from hydra_ensembles import baselines
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.metrics import nll
 from studies import dual_rows
-from studies.dual_rows import BAYES_VLM, NEG_LABEL, PSEUDO_COUNTS, VILU, for_classes, main_images, vocabulary
+from studies.dual_rows import BAYES_VLM, NEG_LABEL, PSEUDO_COUNTS, ROWS, VILU, for_classes, main_images, vocabulary
 from studies.dual_seed import DualSeed
-from studies.dual_study import ROWS, rows_of
 from studies.samples import SampleBatches
 
 
@@ -69,14 +68,6 @@ def test_neg_label_takes_whole_words_of_the_vocabulary(seed: DualSeed) -> None:
         he.zero_shot(seed.dual, ("boat", "house")), words, settings=baselines.NegLabel(groups=1)
     )
     torch.testing.assert_close(said.score("neglabel"), expected.predict(images_of(seed)).score("neglabel"))
-
-
-def test_rows_that_learn_are_left_out_where_there_are_no_pairs() -> None:
-    whole = dual_recipe()
-    assert {BAYES_VLM, VILU, NEG_LABEL} <= set(rows_of(whole))
-    given = rows_of(replace(whole, model="open_clip:ViT-B-32/laion2b_s34b_b79k"))
-    assert not {BAYES_VLM, VILU} & set(given)
-    assert NEG_LABEL in given
 
 
 def test_vilu_without_images_of_the_main_task_is_refused(tmp_path: Path) -> None:

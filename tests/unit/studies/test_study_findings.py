@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from other_code import assert_printed, by_other_code
-from small_studies import CPU, SmallTask
+from small_studies import SmallTask
 from typer.testing import CliRunner
 
 from hydra_ensembles.errors import DataError
@@ -15,14 +15,15 @@ from hydra_ensembles.files import read_json, write_json
 from studies import classifiers, findings, gain_figure
 from studies import rows as study_rows
 from studies.__main__ import app
+from studies.classifiers import CLASSIFIERS
+from studies.engine import Run
 from studies.findings import judged
+from studies.kept import slug
 from studies.measures import Difference, write_columns
 from studies.rows import HYDRA, MC_DROPOUT, SINGLE, SOUP
-from studies.seed import Seed, slug
-from studies.sets import DataFolder
+from studies.seed import Seed
 from studies.stored import RESULTS, Study
-from studies.task import Task, recipe
-from studies.workers import Workers
+from studies.task import recipe
 
 NAME = "vision-cifar100"
 STORED = [stored.name for stored in findings.stored_studies()]
@@ -37,13 +38,11 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
     task.settings["shift"] |= {"images": 3, "seeds": [0]}
     task.settings["cost_batch"] = 2
     task.settings["candidates"] = task.settings["candidates"][:2]
-    with Workers(task, output, 1) as pool:
-        for stage in classifiers.STEPS:
-            pool.run(classifiers.jobs_of(task, stage, SHIFTED if stage == "shift" else ROWS, [0]))
-        pool.run(classifiers.jobs_of(task, "report", [SINGLE, HYDRA], [1]))
-    classifiers.cost(Seed(task, 0, output), [SINGLE, HYDRA])
-    classifiers.collect(task, output, output / "results")
-    return Study(NAME, output / "results")
+    results = output / "results"
+    CLASSIFIERS.run(Run(task, output, results, ROWS, [0]), list(CLASSIFIERS.steps)[:-1])
+    CLASSIFIERS.run(Run(task, output, results, SHIFTED, [0]), ["shift", "cost"])
+    CLASSIFIERS.run(Run(task, output, results, SHIFTED, [1]), ["report", "store"])
+    return Study(NAME, results)
 
 
 def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
@@ -60,17 +59,6 @@ def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
     assert "| taken |" in findings.choices_table(study)
     head, *_ = findings.main_table(study).splitlines()
     assert "| parameters | cost ↓ | memory ↓ | trainings ↓ |" in head
-
-
-def test_a_job_that_fails_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    task = Task(NAME, recipe(), DataFolder(tmp_path), CPU)
-    pool = Workers(task, tmp_path, 1)
-    pool.run([("recover", 0, "circuits 0"), ("corrupt", 0, "")])  # no rate was chosen, there are no data
-    pool.run([("recover", 1, "circuits 0")])
-    with pytest.raises(DataError, match="CircAvg"):
-        pool.__exit__(None, None, None)
-    failed = re.findall(r"^FAILED: ([^:]+):", capsys.readouterr().out, re.MULTILINE)
-    assert failed == ["recover circuits 0, seed 0", "corrupt , seed 0", "recover circuits 0, seed 1"]
 
 
 def test_the_command_shows_every_table(study: Study) -> None:
@@ -165,11 +153,17 @@ def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path) -> None
         write_columns(report / f"{slug(row)}.npz", study.columns(like, 0))
         write_json(report / f"{slug(row)}.json", study.facts["runs"]["0"]["report"][like])
 
+    def stored() -> Study:
+        CLASSIFIERS.run(Run(task, run, results, [], [0]), ["store"])
+        return Study(NAME, results)
+
     reported(added, MC_DROPOUT)
+    reported(SINGLE, SINGLE)  # the same run, whose other rows are elsewhere: they stay
+    one = stored()
+    assert (set(one.rows), one.seeds(HYDRA), one.in_parts) == ({*ROWS, added}, [0, 1], False)
     reported(SINGLE, HYDRA)  # stands for another Single
     for _ in range(2):  # what is stored already stays as it is
-        classifiers.collect(task, run, results)
-        both = Study(NAME, results)
+        both = stored()
         assert (both.seeds(added), both.seeds(SINGLE), both.in_parts) == ([0], [0, 1], True)
         assert both.facts["choices"] == study.facts["choices"]
         against = both.difference(added, SINGLE, "calibrated.nll")
@@ -181,8 +175,7 @@ def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path) -> None
     assert findings.seeds_cell([both, study], added) == "1, –"
     for row in ROWS[1:]:
         reported(row, row)
-    classifiers.collect(task, run, results)
-    whole = Study(NAME, results)
+    whole = stored()
     assert not whole.in_parts
     assert whole.numbers(SINGLE, 0)["accuracy"].value == study.numbers(HYDRA, 0)["accuracy"].value
 
@@ -250,6 +243,8 @@ def test_a_study_goes_on_where_it_stopped_and_choices_stay(study: Study, tmp_pat
         (-0.02, 0.003, "not lower", 0.005, "not reproduced"),
         (0.002, 0.001, "not higher", 0.005, "reproduced"),
         (0.02, 0.003, "not higher", 0.005, "not reproduced"),
+        (-0.02, 0.01, "lower", 0.0, "reproduced"),
+        (0.02, 0.01, "lower", 0.0, "not reproduced"),
     ],
 )
 def test_a_claim_has_a_margin(value: float, half_width: float, claimed: str, margin: float, verdict: str) -> None:

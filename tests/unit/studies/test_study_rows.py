@@ -10,12 +10,26 @@ from small_studies import CPU, Pictures, SmallFolder, SmallTask
 import hydra_ensembles as he
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import CheckpointError, DataError
-from studies import baseline_rows
-from studies.baseline_rows import BASELINES, LORA, MIMO, OBA, PACKED
+from studies import rows
 from studies.classifiers import choose, report
+from studies.kept import slug
 from studies.measures import read_columns
-from studies.rows import CIRC_AVG, DEEP, HYDRA, HYDRA_CIRC, MC_DROPOUT, ROWS, SINGLE, rows_of
-from studies.seed import Seed, slug
+from studies.rows import (
+    BASELINES,
+    CIRC_AVG,
+    DEEP,
+    HYDRA,
+    HYDRA_CIRC,
+    LORA,
+    MC_DROPOUT,
+    MIMO,
+    OBA,
+    PACKED,
+    ROWS,
+    SINGLE,
+    rows_of,
+)
+from studies.seed import Seed
 from studies.task import Task, recipe
 
 IMAGES, SCRATCH, TEXTS = "vision-cifar100", "vision-eurosat-scratch", "text-sst2"
@@ -42,7 +56,7 @@ def cases() -> list[tuple[str, str]]:
 def test_every_setting_of_a_baseline_trains_and_answers(
     seeds: dict[str, Seed], name: str, row: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(baseline_rows, "POINTS", 2)
+    monkeypatch.setattr(rows, "POINTS", 2)
     seed = seeds[name]
     options = BASELINES[row].options(seed.task)
     assert 2 <= len(options) <= 3
@@ -51,7 +65,7 @@ def test_every_setting_of_a_baseline_trains_and_answers(
     for setting in options:
         model = BASELINES[row].make(seed, setting)
         assert isinstance(model, he.Ensemble)
-        assert model.num_members == (20 if row == baseline_rows.LAPLACE else 3)
+        assert model.num_members == (20 if row == rows.LAPLACE else 3)
         logits = model(inputs)
         assert not torch.allclose(logits[0], logits[1], atol=1e-4)  # members differ
         said.append(logits)
@@ -61,8 +75,8 @@ def test_every_setting_of_a_baseline_trains_and_answers(
 
 
 def test_oba_keeps_the_papers_share_of_weights(seeds: dict[str, Seed], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baseline_rows, "OBA_STEPS", 2)
-    monkeypatch.setattr(baseline_rows, "OBA_BATCHES", 1)
+    monkeypatch.setattr(rows, "OBA_STEPS", 2)
+    monkeypatch.setattr(rows, "OBA_BATCHES", 1)
     model = BASELINES[OBA].model(seeds[IMAGES], OBA)
     count = sum(one.numel() for one in model.parameters())
     zeros = sum(int((one == 0).sum()) for name, one in model.named_parameters() if "bias" not in name)
@@ -111,7 +125,7 @@ def test_which_rows_a_task_has(seeds: dict[str, Seed]) -> None:
 
 def test_a_baseline_is_chosen_on_half_b_and_reported(tmp_path: Path) -> None:
     """Snapshot from the choice to the columns; another row without its choice is refused."""
-    seed, row = Seed(SmallTask(IMAGES), 0, tmp_path), baseline_rows.SNAPSHOT
+    seed, row = Seed(SmallTask(IMAGES), 0, tmp_path), rows.SNAPSHOT
     with pytest.raises(DataError, match="choose"):
         report(seed, row)
     choose(seed, row)

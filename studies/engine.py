@@ -1,0 +1,157 @@
+"""Running a study of any kind: stages made of jobs, which processes on one device may share, and what came of them."""
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hydra_ensembles as he
+from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.files import write_json
+from hydra_ensembles.model.cost import measure_costs
+from hydra_ensembles.schema import to_plain
+
+from .samples import device_name
+
+COSTS = "costs.json"
+Job = tuple[str, int, str]  # step, seed, and what of it
+_OWN: dict[str, Any] = {}  # what a process works with: its task, read once, the folder of the run, and its last seed
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was asked for: a task, rows and seeds of it, and where everything goes."""
+
+    task: Any
+    output: Path
+    results: Path
+    rows: Sequence[str]
+    seeds: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of study: its seeds, the rows of a task, and its stages."""
+
+    seed: Callable[[Any, int, Path], Any]  # of a task, a number and the folder of the run
+    rows: Callable[[Any], Mapping[str, Any]]
+    steps: Mapping[str, Callable[[Any, str], None]]  # what a job does with a seed
+    rounds: Callable[[Run, str], list[list[Job]]]  # of a stage; jobs of a round do not wait for each other
+    ends: Mapping[str, Callable[[Run], None]]  # stages that one process does
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """In their order."""
+        return (*self.steps, *self.ends)
+
+    def run(self, run: Run, stages: Sequence[str], workers: int = 1) -> None:
+        """Run stages, one after another; all rows where none is named. What is there stays: a stopped run goes on.
+
+        The first job that failed is raised when all else is done.
+        """
+        known = self.rows(run.task)
+        if wrong := [stage for stage in stages if stage not in self.stages]:
+            raise ConfigError(f"stages are {', '.join(self.stages)}; got {', '.join(wrong)}")
+        if wrong := [row for row in run.rows if row not in known]:
+            raise ConfigError(f"there are no rows {wrong} of {run.task.name}; it has {list(known)}")
+        run = run if run.rows else Run(run.task, run.output, run.results, list(known), run.seeds)
+        failed: list[Exception] = []
+        with ExitStack() as stack:
+            pool = None
+            if workers > 1:
+                given = (self.seed, self.steps, run.output, type(run.task), run.task.given)
+                context = multiprocessing.get_context("spawn")
+                pool = ProcessPoolExecutor(workers, context, initializer=_begin_apart, initargs=given)
+                stack.callback(pool.shutdown, cancel_futures=True)
+            _begin(self.seed, self.steps, run.output, run.task)
+            for stage in stages:
+                for jobs in self.rounds(run, stage) if stage in self.steps else ():
+                    failed += do_all(jobs, pool)
+                if stage in self.ends:
+                    self.ends[stage](run)
+        if failed:
+            raise failed[0]
+
+
+def do_all(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> list[Exception]:
+    """Do all jobs. One that fails is told and stops no other, nor the stages after it: its rows will be missing."""
+    done: Iterable[tuple[Job, Callable[[], None]]]
+    if pool is None:
+        done = ((job, partial(_do, job)) for job in jobs)
+    else:
+        waiting: dict[Future[None], Job] = {pool.submit(_do, job): job for job in jobs}
+        done = ((waiting[one], one.result) for one in as_completed(waiting))
+    failed = []
+    for job, ended in done:
+        try:
+            ended()
+        except Exception as error:
+            traceback.print_exception(error)
+            print(f"FAILED: {_OWN['name']} {_named(job)}: {error}", flush=True)
+            failed.append(error)
+    return failed
+
+
+def _named(job: Job) -> str:
+    step, number, what = job
+    return f"{step} {what}, seed {number}"
+
+
+def _begin(seed: Callable[..., Any], steps: Mapping[str, Callable[..., None]], output: Path, task: Any) -> None:
+    torch.set_float32_matmul_precision("high")
+    _OWN.clear()
+    _OWN.update(make=lambda number: seed(task, number, output), steps=steps, name=task.name)
+
+
+def _begin_apart(seed: Any, steps: Any, output: Path, kind: Callable[..., Any], given: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    _begin(seed, steps, output, kind(*given))
+
+
+def _do(job: Job) -> None:
+    step, number, what = job
+    begun = time.monotonic()
+    if _OWN.get("number") != number:
+        _OWN.update(number=number, seed=_OWN["make"](number))
+    _OWN["steps"][step](_OWN["seed"], what)
+    print(f"{_OWN['name']} {_named(job)}: {time.monotonic() - begun:.0f} s", flush=True)
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def made_with(device: torch.device) -> dict[str, str]:
+    """On what, and by which code, a report is made."""
+    return {"device": device_name(device), "torch": str(torch.__version__), "version": he.__version__}
+
+
+def sizes(model: Any) -> dict[str, Any]:
+    """What is known of a model's size."""
+    if not isinstance(model, he.Ensemble):
+        return {}
+    described = model.describe()
+    return {"parameters": described.parameters, "multiply_adds": described.multiply_adds, "members": model.num_members}
+
+
+def timed(models: Mapping[str, Any], inputs: Any, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Latency and peak memory of models side by side, each as fast as the library runs it; the first is Single."""
+    fast = device.type == "cuda"
+    runs = {
+        name: model.optimize(inputs, dtype=torch.bfloat16) if fast and isinstance(model, he.Ensemble) else model
+        for name, model in models.items()
+    }
+    return {one.name: to_plain(one) for one in measure_costs(runs, inputs, repeats=50 if fast else 3)}
+
+
+def write_costs(study: Path, device: torch.device, batch: int, rows: Mapping[str, Any]) -> None:
+    """What was measured of the rows of a study, and on what."""
+    about = {"device": device_name(device), "torch": torch.__version__, "batch": batch}
+    write_json(study / COSTS, {**about, "rows": dict(rows)})

@@ -1,0 +1,101 @@
+"""A seed of any study: its models and rankings are made once and stay in its folder, whichever process asks first."""
+
+import hashlib
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+import hydra_ensembles as he
+from hydra_ensembles import HeadRanking
+from hydra_ensembles._utils import require_same_run
+from hydra_ensembles.files import read_json, write_json
+
+from .samples import CIRCUIT_MEMORY, alone
+
+REPORT = "report"  # folder of a seed: what its rows say about the test sets
+CHOICES = "choices"  # folder of a study or a seed: the settings that held-out data chose for rows
+Made = TypeVar("Made")
+Model = TypeVar("Model", he.Ensemble, he.DualEncoder)
+
+
+def slug(row: str) -> str:
+    """The name of a row in file names."""
+    return re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
+
+
+def derived_seed(*parts: int | str, bits: int = 31) -> int:
+    """A seed that depends on every part and on nothing else, the same on every machine."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1) % (1 << bits)
+
+
+class Once:
+    """Something whose parts are made once, when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._once: dict[Any, Any] = {}
+
+    def once(self, key: Any, make: Callable[[], Made]) -> Made:
+        """What has this key."""
+        if key not in self._once:
+            self._once[key] = make()
+        made: Made = self._once[key]
+        return made
+
+
+class SeedFolder(Once):
+    """What one seed of a study makes. What is in the folder is read; what is not is made, and stays."""
+
+    def __init__(self, study: Path, number: int, device: torch.device) -> None:
+        super().__init__()
+        self.study, self.number, self.device = study, number, device
+        self.folder = study / f"seed-{number}"
+
+    def require_same(self, place: Path, identity: Any) -> None:
+        """Refuse a folder whose models were made by something else, as a file in it says."""
+        with alone(place):
+            if not place.exists():
+                write_json(place, identity)
+        require_same_run(read_json(place), identity, place.parent, "the study")
+
+    def reported(self, row: str) -> Path:
+        """Where the report of a row is; its columns lie beside it."""
+        return self.folder / REPORT / f"{slug(row)}.json"
+
+    def derived(self, *what: str | int) -> int:
+        """A seed for a purpose."""
+        return derived_seed(self.number, *what)
+
+    def kept(self, name: str, make: Callable[[], Model]) -> Model:
+        """A model by name."""
+        place = self.folder / "models" / name
+        self._made(place, lambda: make().save_pretrained(place))
+        found: Model = he.load(place, device=self.device).eval()
+        return found
+
+    def ranked(self, name: str, rank: Callable[[], HeadRanking]) -> HeadRanking:
+        """A ranking by name."""
+        place = self.folder / "rankings" / f"{name}.json"
+        self._made(place, lambda: rank().save(place))
+        return HeadRanking.load(place)
+
+    def extracted(self, name: str, given: Callable[[], tuple[Any, Any, Any]], **how: Any) -> HeadRanking:
+        """A circuit by name, of a model on ID and OOD batches: `given`, which is asked where there is none yet."""
+
+        def extract() -> HeadRanking:
+            model, inside, outside = given()
+            return he.extract_circuit(model, inside, outside, max_memory=CIRCUIT_MEMORY, progress=False, **how)
+
+        return self.ranked(name, extract)
+
+    def _made(self, place: Path, make: Callable[[], object]) -> None:
+        with alone(place):
+            if not place.exists():
+                begun = time.monotonic()
+                make()
+                name, taken = place.name.removesuffix(".json"), time.monotonic() - begun
+                print(f"{self.study.name} seed {self.number}: {name} {taken:.0f} s", flush=True)

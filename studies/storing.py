@@ -1,0 +1,125 @@
+"""The stored form of a study of any kind: columns of every row, one file a seed, and all else in `study.json`.
+
+Runs that share no models have a Single each. A run with all rows of a stored seed takes its place; of another, rows
+that are not stored yet are added, and `again-N-….npz` has the Single that they are held against.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.files import read_json, write_json
+
+from .kept import CHOICES, REPORT, slug
+from .measures import Array, read_columns, write_columns
+
+FORMAT = "hydra_ensembles.study 3"
+STUDY = "study.json"
+SINGLE = "Single"  # the row with the model a user has
+
+
+def read_if_there(place: Path) -> Any:
+    """What a JSON file holds; None where there is none."""
+    return read_json(place) if place.exists() else None
+
+
+def by_row(folder: Path, rows: Collection[str]) -> dict[str, Any]:
+    """What a folder of a seed has of the rows, in their order."""
+    places = {name: folder / f"{slug(name)}.json" for name in rows}
+    return {name: read_json(place) for name, place in places.items() if place.exists()}
+
+
+def choices_in(folder: Path) -> dict[str, Any]:
+    """What held-out data chose, by row."""
+    return {one["row"]: one for one in map(read_json, sorted((folder / CHOICES).glob("*.json")))}
+
+
+def store(
+    study: Path,
+    results: Path,
+    facts: Mapping[str, Any],
+    of_seed: Callable[[int], Mapping[str, Any]],
+) -> None:
+    """Store every row and seed that is finished, beside what is stored.
+
+    Args:
+        study: Folder of the run.
+        results: Folder of the results of all studies.
+        facts: About the study as a whole; `trainings` has its rows, in the order of the tables.
+        of_seed: What is known of a seed beside its columns, tables of what is finished, by its number.
+    """
+    place, rows = results / study.name, facts["trainings"]
+    known: dict[str, Any] = read_if_there(place / STUDY) or {"runs": {}}
+    runs = dict(known["runs"])
+    for number in sorted(int(folder.name.removeprefix("seed-")) for folder in study.glob("seed-*")):
+        folder, before = study / f"seed-{number}" / REPORT, runs.get(str(number), {REPORT: {}})
+        reports = by_row(folder, rows)
+        if reports:
+            whole = set(before[REPORT]) <= set(reports)
+            taken = _store_columns(folder, place, number, list(reports), () if whole else before[REPORT])
+            found = {**of_seed(number), REPORT: {name: reports[name] for name in taken}}
+            runs[str(number)] = found if whole else _beside(before, found)
+    if not runs:
+        raise DataError(f"{study} has no finished rows; run the stage `report`")
+    stays = {key: known[key] for key in ("choice", "costs") if key in known and facts.get(key) is None}
+    choices = {"choices": {**known.get("choices", {}), **facts["choices"]}} if "choices" in facts else {}
+    ordered = {number: runs[number] for number in sorted(runs, key=int)}
+    write_json(place / STUDY, {"format": FORMAT, "study": study.name, **facts, **stays, **choices, "runs": ordered})
+
+
+def _store_columns(folder: Path, place: Path, number: int, found: list[str], before: Collection[str]) -> list[str]:
+    """Write the columns of a seed beside those of rows of before, or in their place; which are stored now."""
+    file, own = place / f"seed-{number}.npz", {name: read_columns(folder / f"{slug(name)}.npz") for name in found}
+    kept = read_columns(file) if before else {}
+    if not before:
+        for older in _parts(place, number):
+            older.unlink()
+    else:
+        single = own.get(SINGLE)
+        own = {name: one for name, one in own.items() if name not in before or _same(named(name, one), kept)}
+        if own and single is not None and SINGLE not in own:
+            told = hashlib.sha256(b"".join(single[key].tobytes() for key in sorted(single))).hexdigest()[:8]
+            again = {"rows": np.array(list(own)), **named(SINGLE, single)}
+            write_columns(place / f"again-{number}-{told}.npz", again)
+    for name, one in own.items():
+        kept |= named(name, one)
+    write_columns(file, kept)
+    return list(own)
+
+
+def _beside(before: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of a seed after a second run: what was stored stays, what it did not have is added."""
+    both = {key: {**one, **before.get(key, {})} if isinstance(one, dict) else one for key, one in found.items()}
+    return {**both, **{key: one for key, one in before.items() if not isinstance(one, dict)}}
+
+
+def single_of(folder: Path, number: int) -> dict[str, dict[str, Array]]:
+    """Rows of a stored seed that came with a Single of their own, and its columns."""
+    found: dict[str, dict[str, Array]] = {}
+    for file in _parts(folder, number):
+        columns = read_columns(file)
+        found |= dict.fromkeys(columns["rows"].tolist(), of_row(SINGLE, columns))
+    return found
+
+
+def named(row: str, columns: Mapping[str, Array]) -> dict[str, Array]:
+    """Columns of a row, among those of others."""
+    return {f"{row}|{key}": one for key, one in columns.items()}
+
+
+def of_row(row: str, columns: Mapping[str, Array]) -> dict[str, Array]:
+    """The columns of a row by itself; of a file, others are not read."""
+    prefix = f"{row}|"
+    return {key.removeprefix(prefix): columns[key] for key in columns if key.startswith(prefix)}
+
+
+def _parts(folder: Path, number: int) -> list[Path]:
+    return sorted((*folder.glob(f"again-{number}.npz"), *folder.glob(f"again-{number}-*.npz")))
+
+
+def _same(columns: Mapping[str, Array], stored: Mapping[str, Array]) -> bool:
+    return all(key in stored and np.array_equal(one, stored[key]) for key, one in columns.items())
