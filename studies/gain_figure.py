@@ -78,6 +78,7 @@ def price_of(study: Study, row: str) -> tuple[float | None, bool]:
 
 
 def draw(results: Path, path: Path) -> Path:
-    """Draw it from the studies of a folder of results."""
+    """Draw it from the studies of a folder of results that know a price."""
     dual = [DualStudy(ZERO_SHOT, results)] if (results / ZERO_SHOT / "study.json").exists() else []
-    return save_figure(figure([*stored_studies(results), *dual]), path)
+    priced = [one for one in (*stored_studies(results), *dual) if any(price_of(one, row)[0] for row in one.rows)]
+    return save_figure(figure(priced), path)
