@@ -187,7 +187,7 @@ def test_every_table_is_made_again_from_results(tmp_path: Path) -> None:
     assert "| 20.00 | taken |" in found["study_zero_shot_choices"]
 
 
-@pytest.mark.parametrize("rows", [[SINGLE, HYDRA], pytest.param(None, marks=pytest.mark.slow, id="all rows")])
+@pytest.mark.parametrize("rows", [[HYDRA], pytest.param(None, marks=pytest.mark.slow, id="all rows")])
 def test_the_published_main_table_by_other_code(rows: list[str] | None) -> None:
     """Rows as they are printed: unseen tasks that count, and OOD sets of both ID tasks."""
     study = DualStudy("zero-shot", RESULTS)

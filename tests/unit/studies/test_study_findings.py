@@ -189,7 +189,7 @@ def test_verdicts_are_a_closed_list(study: Study) -> None:
     ("name", "rows"),
     [
         ("small", ROWS),
-        *((name, [SINGLE, HYDRA]) for name in STORED),
+        *((name, [SOUP, HYDRA]) for name in STORED),
         *(pytest.param(name, None, marks=pytest.mark.slow, id=f"{name}, all rows") for name in STORED),
     ],
 )
