@@ -8,13 +8,15 @@
     python benchmarks/inference.py --methods --modes graphed-eager --batches 4 128 --seconds 0.5 \\
         --output results/inference_methods.json   # every baseline, of docs/how-to/which_method.md
     python benchmarks/inference.py --against FOLDER --contenders hydra-k0 hydra-k8 hydra-k10   # and another checkout
+    python benchmarks/inference.py --methods --counts --device cpu --output results/inference_counts.json
     python benchmarks/inference.py --conversion --device cpu --threads 1 --output results/conversion.json
 
 Every contender is timed in turn with the user's own model, in the same mode. Modes: `eager`; `compiled`
 (`torch.compile` for that batch size); `graphed` (compiled, then recorded as a CUDA graph: the best the user's model
 can get); `graphed-eager` (recorded, not compiled). Rows that the output file has already are skipped, unless `--again`.
 With `--against`, a process for each checkout makes the same contenders, and the two take turns on the clock.
-`--conversion` times `convert` instead, with and without its comparison of answers.
+`--conversion` times `convert` instead, with and without its comparison of answers. `--counts` times nothing: parameters
+and arithmetic follow from shapes.
 """
 
 import argparse
@@ -381,6 +383,19 @@ def conversion(options: argparse.Namespace) -> None:
         store(options.output, {"benchmark": "conversion", **about, **found, "versions": versions("timm")})
 
 
+def counts(options: argparse.Namespace) -> None:
+    """What contenders store and compute, by their shapes."""
+    workshop = Workshop(SHAPES[options.shape], DTYPES[options.dtype], options.device, options.seed)
+    whole, rows = workshop.single_multiply_adds(), list[Row]()
+    for name in options.contenders:
+        members = MEMBERS.get(name, options.members[0])
+        parameters, done = workshop.counts(name, members)
+        rows.append({"contender": name, "members": members, "parameters": parameters, "limit": done / whole})
+        print(f"{name:<22}{members:>3}{parameters / 1e6:>9.1f} M{done / whole:>7.2f}", flush=True)
+    if options.output:
+        store(options.output, {"benchmark": "inference, counted", "shape": options.shape, "rows": rows})
+
+
 # --- command ---------------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +418,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, help="JSON file that rows are merged into")
     add("--against", type=Path, help="folder of another checkout, to be timed side by side with this one")
     add("--conversion", action="store_true", help="time `convert` instead")
+    add("--counts", action="store_true", help="count parameters and multiply-adds instead")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     on_gpu = torch.device(options.device).type == "cuda"
@@ -431,6 +447,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             work(options)
         elif options.conversion:
             conversion(options)
+        elif options.counts:
+            counts(options)
         elif options.against:
             compare(options, given)
         else:

@@ -223,6 +223,15 @@ class Workshop:
         count = sum(p.numel() for p in ensemble.parameters())
         return Contender(module, [module], count, lambda: self._done(ensemble), plan, expected)
 
+    def counts(self, name: str, members: int) -> tuple[int, int]:
+        """Numbers that a contender stores, and multiply-adds that are really done for one input."""
+        if name in ("single", "deep-in-turn", "deep-vmap"):
+            return members * sum(p.numel() for p in self.model.parameters()), members * self.single_multiply_adds()
+        if name == "mc-dropout":
+            return sum(p.numel() for p in self.base.parameters()), members * self._done(self.base)
+        ensemble = self._fused(name, members)
+        return sum(p.numel() for p in ensemble.parameters()), self._done(ensemble)
+
     def ensemble(self, name: str, members: int) -> he.Ensemble:
         """An ensemble of ours, made once."""
         if (name, members) not in self._ensembles:

@@ -149,19 +149,23 @@ def cpu_table(rows: Rows) -> list[str]:
     return [*table(header, lines, "lrl"), "", source(rows)]
 
 
-def methods_table(rows: Rows) -> list[str]:
-    """Every baseline beside a single model and Hydra Ensembles: what is stored, computed, waited for, and needed."""
+def methods_table(counts: Rows, rows: Rows) -> list[str]:
+    """Every baseline beside a single model and Hydra Ensembles: what is stored and computed, times where measured."""
     batches, lines = sorted({row.batch for row in rows}), []
-    for name, (label, needs) in METHODS.items():
-        found = {row.batch: row for row in rows if row.contender == name}
-        if found:
-            one, most = next(iter(found.values())), found.get(batches[-1])
-            waits = [times(found[batch].ratio_to_single) if batch in found else "–" for batch in batches]
-            memory = f"{most.peak_memory_bytes / 1e9:.2f} GB" if most else "–"
-            lines.append((label, f"{one.parameters / 1e6:.1f} M", times(one.limit), *waits, memory, needs))
-    header = ["method", "parameters", "work", *(f"time, batch {one}" for one in batches)]
-    header += [f"peak memory, batch {batches[-1]}", "what it needs"]
-    return [*table(header, lines, "l" + "r" * (len(header) - 2) + "l"), "", source(rows, "inference_methods.json")]
+    for one in counts:
+        found = {row.batch: row for row in rows if row.contender == one.contender}
+        waits = [times(found[batch].ratio_to_single) if batch in found else "–" for batch in batches]
+        waits += [f"{found[batch].peak_memory_bytes / 1e9:.2f} GB" if batch in found else "–" for batch in batches[-1:]]
+        label, needs = METHODS[one.contender]
+        lines.append((label, f"{one.parameters / 1e6:.1f} M", times(one.limit), *waits, needs))
+    measured = [f"time, batch {batch}" for batch in batches] + [f"peak memory, batch {one}" for one in batches[-1:]]
+    header = ["method", "parameters", "work", *measured, "what it needs"]
+    about = (
+        source(rows, "inference_methods.json")
+        if rows
+        else "Counted, nothing is timed. From `results/inference_counts.json`."
+    )
+    return [*table(header, lines, "l" + "r" * (len(header) - 2) + "l"), "", about]
 
 
 def growth(rows: Rows) -> dict[tuple[int, str], list[Row]]:
@@ -232,8 +236,11 @@ def tables() -> dict[str, str]:
         "zero_shot_cpu": of_batch(chosen(rows, gpu=False, shape=CLIP_CPU, mode="eager"), "limits"),
         "cpu": cpu_table(chosen(rows, gpu=False, shape="vit-s16", mode="eager")),
     }
-    if (RESULTS / "inference_methods.json").exists():
-        made["methods"] = methods_table(chosen(measured("inference_methods.json"), mode="graphed-eager"))
+    timed = (RESULTS / "inference_methods.json").exists()
+    made["methods"] = methods_table(
+        [Row(**row) for row in load("inference_counts.json")["rows"]],
+        chosen(measured("inference_methods.json"), mode="graphed-eager") if timed else [],
+    )
     for name, figure in FIGURE_OF.items():
         made[name] += ["", figure]
     return {f"inference_{name}": "\n".join(lines) for name, lines in made.items()}

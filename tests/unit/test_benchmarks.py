@@ -84,13 +84,15 @@ def test_a_baseline_does_the_arithmetic_of_what_members_have_apart(
 def test_the_table_of_methods_has_their_price_beside_what_they_need() -> None:
     about = {"hardware": "a machine", "settings": {"torch": "2"}, "repeats": 7, "seed": 0, "peak_memory_bytes": 3e9}
     rows = [
-        SimpleNamespace(**about, contender=name, batch=batch, parameters=5e6, limit=0.5, ratio_to_single=batch / 8)
+        SimpleNamespace(**about, contender=name, batch=batch, ratio_to_single=batch / 8)
         for name, batch in (("mimo", 4), ("mimo", 128), ("laplace", 4))
     ]
-    lines = inference_report.methods_table(rows)
+    counts = [SimpleNamespace(contender=name, parameters=5e6, limit=0.5) for name in ("mimo", "laplace")]
+    lines = inference_report.methods_table(counts, rows)
     labels, needs = zip(*(inference_models.METHODS[name] for name in ("mimo", "laplace")), strict=True)
     assert lines[2] == f"| {labels[0]} | 5.0 M | 0.50x | 0.50x | 16.00x | 3.00 GB | {needs[0]} |"
     assert lines[3] == f"| {labels[1]} | 5.0 M | 0.50x | 0.50x | – | – | {needs[1]} |"
+    assert inference_report.methods_table(counts, [])[2] == f"| {labels[0]} | 5.0 M | 0.50x | {needs[0]} |"
     options = inference.read_options(["--methods", "--shape", "tiny-bert", "--batches", "4", "--device", "cpu"])
     made = {name: members for _, name, members in inference.cells(options)}
     assert list(made) == [name for name in inference_models.METHODS if name != "mimo"]
@@ -105,6 +107,17 @@ def test_two_checkouts_are_timed_side_by_side(tmp_path: Path) -> None:
     (row,) = json.loads(path.read_text())["rows"]
     assert row["ratio"] == pytest.approx(row["new_ms"] / row["old_ms"])
     assert row["errors"] == [pytest.approx(0.0, abs=1e-5)] * 2
+
+
+def test_what_is_counted_is_what_would_be_measured(tmp_path: Path) -> None:
+    path, names = tmp_path / "counts.json", ["single", "deep-in-turn", "mc-dropout", "lora", "oba"]
+    inference.main([*TINY, "--shape", "tiny", "--counts", "--output", str(path), "--contenders", *names])
+    rows = {row["contender"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(rows) == names
+    assert (rows["single"]["limit"], rows["deep-in-turn"]["limit"]) == (1.0, 3.0)
+    assert rows["deep-in-turn"]["parameters"] == 3 * rows["single"]["parameters"] == 3 * rows["oba"]["parameters"]
+    assert rows["mc-dropout"]["limit"] == pytest.approx(3 * rows["oba"]["limit"])
+    assert rows["single"]["parameters"] < rows["lora"]["parameters"] < 3 * rows["single"]["parameters"]
 
 
 def test_a_conversion_is_timed(tmp_path: Path) -> None:
