@@ -18,13 +18,10 @@ TOGETHER = ("contract", "circuit", "cli", "studies")  # folders whose files shar
 FIRST = {*TOGETHER, "integration", "pipeline", "training"} - {"cli"}  # they take long: no worker ends with one of them
 
 
-def _usual(config: pytest.Config) -> bool:
-    return bool(config.getoption("markexpr") == "not slow and not gpu")
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import what takes seconds to import (Ray) for tests that are not asked for."""
-    return True if _usual(config) and collection_path.name == "slow" else None
+    usual = config.getoption("markexpr") == "not slow and not gpu"
+    return True if usual and collection_path.name == "slow" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,10 +45,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_configure(config: pytest.Config) -> None:
     """Let untrained models be calibrated on few samples: no temperature is right for answers by chance."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # who only waits imports no torch
-        import torch
-
-        # on ARM it takes longer to prepare a small product than to compute it; slow tests run as users do
-        torch.backends.mkldnn.enabled = not _usual(config)
         # what ours say, tests ask for by pytest.warns
         config.addinivalue_line("filterwarnings", "ignore::hydra_ensembles.errors.HydraWarning")
     config.addinivalue_line("filterwarnings", "ignore:the temperature .* stopped at the bound:UserWarning")
