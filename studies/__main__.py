@@ -43,7 +43,7 @@ Cifar = Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifa
 @app.command()
 def analyse(
     names: Annotated[str, typer.Argument(help=f"Some of {', '.join(registry.ANALYSES)}, with commas between.")],
-    task: Annotated[str, typer.Option(help="Task of recipes/classifiers.yaml, or zero-shot.")] = "vision-cifar100",
+    task: Annotated[str, typer.Option(help="Task of recipes/classifiers.yaml; towers: zero-shot.")] = "vision-cifar100",
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0",
     data: Data = Path("shared"),
     output: Output = RUNS,

@@ -69,7 +69,7 @@ def diversity_table(found: Found) -> str:
     note = (
         f"{members} members that each lose {prune} heads out of the first {pool} of CircAvg, trained for {steps} steps "
         "and fused; dropout is the noise. With nothing free, only the hardware tells trainings apart. The paper's OOD "
-        "numbers with the order free are those of its Deep Ensembles in Table 1."
+        f"numbers with the order free are those of its Deep Ensembles in Table 1, all of them of {TASK}."
     )
     return "\n\n".join([rows_table(found, COLUMNS, "8", TASK, note=note), rows_table(found, DIVERSITY, "9", TASK)])
 
@@ -77,6 +77,7 @@ def diversity_table(found: Found) -> str:
 def run_members(seed: Seed) -> dict[str, Any]:
     """Numbers and times by the number of members, fused and not."""
     base, task, chosen = seed.base, seed.task, asked(seed.task, "members")
+    steps = few_steps(task).steps  # refused here where no rate is chosen, before anything is made
     counts, pool = chosen["counts"], round(chosen["pool"] * seed.prune)
     rankings: dict[str, HeadRanking] = {one: seed.circuit(one) for one in CIRCUIT_ORDER}
     rankings["avg"] = seed.circuit("avg", pool)
@@ -94,7 +95,7 @@ def run_members(seed: Seed) -> dict[str, Any]:
         inputs = base.prepare(next(iter(SampleBatches(task.half_b, batch)))[0])
         for name, one in timed(together, inputs, seed.device).items():
             rows[name] |= {f"milliseconds.{batch}": one["latency_ms"], f"ratio.{batch}": one["latency_ratio"]}
-    return {"prune": seed.prune, "steps": few_steps(task).steps, "batches": chosen["batches"], "rows": rows}
+    return {"prune": seed.prune, "steps": steps, "batches": chosen["batches"], "rows": rows}
 
 
 def members_table(found: Found) -> str:
@@ -104,7 +105,7 @@ def members_table(found: Found) -> str:
     spent |= {f"ratio.{one}": f"× Single, batch {one}" for one in batches}
     note = (
         f"Members lose {prune} heads each (CircAvg, CircAcc, CircOOD, then draws from CircAvg) and are trained side by "
-        f"side for {steps} steps; Deep Ensembles are whole fine-tunings."
+        f"side for {steps} steps; Deep Ensembles are whole fine-tunings. Times in bfloat16. The paper's: {TASK}."
     )
     return rows_table(found, {**spent, **COLUMNS}, "10", TASK, note=note)
 

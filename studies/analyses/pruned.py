@@ -91,14 +91,14 @@ def distance_table(found: Found) -> str:
 
 def run_shares(seed: Seed) -> dict[str, Any]:
     """Numbers by number of heads and by who chose them, without training and after; the whole model is trained too."""
-    base = seed.base
+    base, steps = seed.base, analysis.few_steps(seed.task).steps  # refused here where no rate is chosen
     pruned = {name: he.prune(base, heads) for name, heads in chosen_heads(seed).items()}
     found: dict[str, Any] = {"heads": analysis.heads_of(base), "whole": measured(seed, base)}
     found["untrained"] = {name: measured(seed, model) for name, model in pruned.items()}
     started = {WHOLE: base, **pruned}
     members = analysis.side_by_side(seed, "shares", lambda: list(started.values()))
     found["trained"] = {name: measured(seed, one) for name, one in zip(started, members, strict=True)}
-    return found | {"steps": analysis.few_steps(seed.task).steps}
+    return found | {"steps": steps}
 
 
 def chosen_heads(seed: Seed) -> dict[str, tuple[Head, ...]]:

@@ -81,6 +81,9 @@ def read_stored(name: str, task: str, studies: Path) -> dict[str, Any]:
     analysis = ANALYSES[name]
     if analysis.read is None:
         raise ConfigError(f"{name} does not read stored studies; it runs on {_where(analysis)}")
+    if (analysis is seeds.TOWERS) != (task == seeds.ZERO_SHOT):
+        fitting = f"`--task {seeds.ZERO_SHOT}`" if analysis is seeds.TOWERS else "a study of classifiers"
+        raise ConfigError(f"{name} is of {fitting}, got the task {task!r}")
     return {**_about(name, task), "seconds": 0.0, **analysis.read(studies, task)}
 
 

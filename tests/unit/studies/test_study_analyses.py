@@ -301,6 +301,9 @@ def test_what_does_not_run_is_refused(seed: Seed, tmp_path: Path) -> None:
         registry.analysed("seeds", [seed])
     with pytest.raises(ConfigError, match="stored"):
         registry.read_stored("shares", TASK, tmp_path)
+    for name, task in (("towers", TASK), ("seeds", "zero-shot")):
+        with pytest.raises(ConfigError, match=f"got the task '{task}'"):
+            registry.read_stored(name, task, tmp_path)
     with pytest.raises(DataError, match="analyse"):
         registry.load("shares", TASK, tmp_path)
     assert "analyse" in registry.blocks(tmp_path, tmp_path)[f"analysis_shares_{TASK}"]
