@@ -1,4 +1,4 @@
-"""The costs that docs/how-to/which_method.md states are those of the configurations."""
+"""The parameters that docs/how-to/which_method.md states, counted by the benchmark, are those of the configurations."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,9 @@ def members(sharing: Sharing, trunk: int = 0, count: int = 3) -> EnsembleConfig:
 
 CONFIGS = {
     "Single": VIT,
-    "Hydra": replace(VIT, heads=((tuple(range(8)),) * 12,) * 3, sharing=Sharing(stem=True, mlp=True)),
+    "Hydra, 8 of 12 heads, no trunk": replace(
+        VIT, heads=((tuple(range(8)),) * 12,) * 3, sharing=Sharing(stem=True, mlp=True)
+    ),
     "Deep Ensemble, ": members(Sharing()),
     "Deep Ensemble of the last": members(Sharing(stem=True), trunk=9),
     "Deep Ensemble of classifiers": members(LAST),
@@ -43,16 +45,14 @@ CONFIGS = {
     "OBA": VIT,
     "SWAG": members(Sharing()),
     "last-layer Laplace": members(LAST, count=20),
+    "MC Dropout": VIT,
 }
 
 
-def test_parameters_and_work_are_those_of_the_configurations():
-    rows = re.findall(r"^\| ([^|]+?) \| ([\d.]+) M \| ([\d.]+)x \|", PAGE.read_text(), re.MULTILINE)
-    assert len(rows) == len(CONFIGS)
+def test_parameters_are_those_of_the_configurations():
+    rows = dict(re.findall(r"^\| ([^|]+?) \| ([\d.]+) M \| [\d.]+x \|", PAGE.read_text(), re.MULTILINE))
     with torch.device("meta"):
-        single = he.Ensemble(VIT).describe().multiply_adds
-        for name, parameters, work in rows:
-            (config,) = [one for start, one in CONFIGS.items() if name.startswith(start)]
-            cost = he.Ensemble(config).describe()
-            assert f"{cost.parameters / 1e6:.1f}" == parameters, name
-            assert f"{cost.multiply_adds / single:.2f}" == work, name
+        for start, config in CONFIGS.items():
+            found = [parameters for name, parameters in rows.items() if name.startswith(start)]
+            assert found, start
+            assert set(found) == {f"{he.Ensemble(config).describe().parameters / 1e6:.1f}"}, start
