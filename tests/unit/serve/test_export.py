@@ -80,7 +80,7 @@ def test_the_file_answers_as_the_ensemble_without_this_library(name: str, format
         for key, array in wanted.items():
             # scores of features cancel larger numbers: the ensemble's own are 2e-5 from those in float64 (vim)
             within = 1e-4 if known is not None and key in known.settings.scores else 1e-5
-            step = 1 / 20 if key in ("p_value", "familiarity") else 0  # a text may have the very score of held-out ones
+            step = 1 / 40 if key in ("p_value", "familiarity") else 0  # a text may have the very score of held-out ones
             np.testing.assert_allclose(found[key], array, rtol=within, atol=within + step, err_msg=key)
             assert found[key].dtype == array.dtype
     about = json.loads((tmp_path / f"{file.name}.json").read_text())
