@@ -76,7 +76,11 @@ class Kind:
                 for jobs in self.rounds(run, stage) if stage in self.steps else ():
                     failed += do_all(jobs, pool)
                 if stage in self.ends:
-                    self.ends[stage](run)
+                    try:
+                        self.ends[stage](run)
+                    except Exception as error:  # it may come of a job that failed, which is what a user has to know
+                        failed.append(error)
+                        break
         if failed:
             raise failed[0]
 

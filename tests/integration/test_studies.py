@@ -18,13 +18,31 @@ def data() -> Path:
     return shared("weights").parent
 
 
+@pytest.fixture
+def prepared(data: Path, tmp_path: Path) -> Path:
+    """The shared folder; the training images of TinyImageNet that it has stand for each split of all of them."""
+    folder = tmp_path / "shared" / "data" / "images"
+    folder.mkdir(parents=True)
+    for one in (data / "data" / "images").iterdir():
+        if one.name != "tinyimagenet":
+            (folder / one.name).symlink_to(one)
+    (folder.parent / "text").symlink_to(data / "data" / "text")
+    (tmp_path / "shared" / "weights").symlink_to(data / "weights")
+    (folder / "tinyimagenet").mkdir()
+    whole = data / "data" / "images" / "tinyimagenet"
+    splits = {**{f"train-{place}": "train" for place in range(5)}, "train": "train", "validation": "validation"}
+    for name, source in {**splits, "test": "test"}.items():
+        (folder / "tinyimagenet" / f"{name}.parquet").symlink_to(whole / f"{source}.parquet")
+    return tmp_path / "shared"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vision-tinyimagenet", "text-sst2"])
-def test_a_small_share_of_a_study_on_the_real_model_and_data(name: str, data: Path, tmp_path: Path) -> None:
+def test_a_small_share_of_a_study_on_the_real_model_and_data(name: str, prepared: Path, tmp_path: Path) -> None:
     """Real tokens or images, real weights, three fine-tunings that differ, columns, tables."""
     places = ["--results", str(tmp_path / "results")]
     some = ["--share", "0.002", "--seeds", "0", "--rows", "Single;Soup;Hydra", "--stages", "train,report,store"]
-    options = ["--data", str(data), "--output", str(tmp_path / "runs"), "--device", "cpu", *some, *places]
+    options = ["--data", str(prepared), "--output", str(tmp_path / "runs"), "--device", "cpu", *some, *places]
     ran = CliRunner().invoke(app, ["run", name, *options])
     assert ran.exit_code == 0, ran.exception
     made = CliRunner().invoke(app, ["tables", name, *places])

@@ -50,6 +50,13 @@ def test_a_job_that_fails_stops_neither_the_others_nor_later_stages(
     assert sorted(failed) == [f"numbers double three, seed {seed}" for seed in (0, 1)]
 
 
+def test_what_made_nothing_to_store_is_what_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="three cannot be doubled"):
+        KIND.run(Run(Numbers(), tmp_path, tmp_path / "missing", ["three"], [0]), KIND.stages)
+    with pytest.raises(FileNotFoundError):
+        KIND.run(Run(Numbers(), tmp_path, tmp_path / "missing", ["one"], [0]), KIND.stages)
+
+
 @pytest.mark.parametrize(("rows", "stages", "token"), [(["four"], ["store"], "four"), ([], ["halve"], "double, store")])
 def test_unknown_rows_and_stages_are_refused_before_anything_runs(
     rows: list[str], stages: list[str], token: str, tmp_path: Path
