@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -20,7 +21,7 @@ def data() -> Path:
 
 @pytest.fixture
 def prepared(data: Path, tmp_path: Path) -> Path:
-    """The shared folder; the training images of TinyImageNet that it has stand for each split of all of them."""
+    """The shared folder, where a few training images of TinyImageNet stand for each split of all of them."""
     folder = tmp_path / "shared" / "data" / "images"
     folder.mkdir(parents=True)
     for one in (data / "data" / "images").iterdir():
@@ -30,9 +31,11 @@ def prepared(data: Path, tmp_path: Path) -> Path:
     (tmp_path / "shared" / "weights").symlink_to(data / "weights")
     (folder / "tinyimagenet").mkdir()
     whole = data / "data" / "images" / "tinyimagenet"
-    splits = {**{f"train-{place}": "train" for place in range(5)}, "train": "train", "validation": "validation"}
-    for name, source in {**splits, "test": "test"}.items():
+    for name, source in {"train-0": "train", **{one: one for one in ("train", "validation", "test")}}.items():
         (folder / "tinyimagenet" / f"{name}.parquet").symlink_to(whole / f"{source}.parquet")
+    some = pq.read_table(whole / "train.parquet").slice(0, 64)
+    for place in range(1, 5):
+        pq.write_table(some, folder / "tinyimagenet" / f"train-{place}.parquet")
     return tmp_path / "shared"
 
 
