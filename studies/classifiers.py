@@ -13,11 +13,11 @@ from hydra_ensembles.files import write_json
 
 from .engine import COSTS, Job, Kind, Run, made_with, sizes, timed, write_costs
 from .evidence import Judged, stored, under_shift
-from .kept import CHOICES, slug
 from .measures import Array, plain_numbers, write_columns
 from .rows import CIRC_AVG, MC_DROPOUT, SINGLE, rate_of, rows_of
 from .samples import SampleBatches, alone
 from .seed import Heads, Seed
+from .seed_folder import CHOICES, slug
 from .storing import by_row, choices_in, read_if_there, store
 from .task import Stage
 

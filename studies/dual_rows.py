@@ -20,8 +20,8 @@ from hydra_ensembles.metrics import nll
 from hydra_ensembles.model.metadata import Familiarity
 
 from .dual_seed import BATCH, DualSeed, DualTask, Family, ZeroSet
-from .kept import CHOICES, slug
 from .samples import SampleBatches
+from .seed_folder import CHOICES, slug
 from .sets import NamedImages
 from .storing import SINGLE
 

@@ -32,8 +32,8 @@ from .captions import (
     view_features,
 )
 from .dual_recipe import DualChoice, DualRecipe
-from .kept import Model, SeedFolder, derived_seed
 from .samples import CIRCUIT_MEMORY, ImageSamples, Prepared, SampleBatches, Samples
+from .seed_folder import Model, SeedFolder, derived_seed
 from .sets import SEEN, CircuitImages, DataFolder, PaperSets, SharedSets, at_most, read_yaml
 from .weights import load_dual, untrained_dual
 

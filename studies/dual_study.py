@@ -20,9 +20,9 @@ from .dual_rows import rows_of
 from .dual_seed import CHOICE, TOWERS, DualSeed
 from .engine import COSTS, Job, Kind, Run, made_with, sizes, timed, write_costs
 from .evidence import columns_of, stored
-from .kept import REPORT
 from .measures import Array, write_columns
 from .samples import SampleBatches, alone
+from .seed_folder import REPORT
 from .storing import SINGLE, by_row, choices_in, read_if_there, store
 
 FIXED, TAYLOR = "fixed.json", "taylor"

@@ -18,8 +18,8 @@ from hydra_ensembles.fuse import Fusion
 from hydra_ensembles.heads.members import CIRCUIT_ORDER
 from hydra_ensembles.training.recipe import Recipe
 
-from .kept import slug
 from .seed import Heads, Seed, Setting
+from .seed_folder import slug
 from .storing import SINGLE as SINGLE
 from .task import Task
 

@@ -18,8 +18,8 @@ from hydra_ensembles.heads.members import (
     random_members,
 )
 
-from .kept import CHOICES, SeedFolder, slug
 from .samples import SampleBatches
+from .seed_folder import CHOICES, SeedFolder, slug
 from .storing import SINGLE
 from .task import Task
 from .weights import fresh_classifier, redrawn

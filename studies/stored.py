@@ -12,8 +12,8 @@ import numpy as np
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_object
 
-from .kept import Once
 from .measures import SHOWN, Array, Columns, Difference, Number, numbers, plain_numbers
+from .seed_folder import Once
 from .storing import FORMAT, SINGLE, of_row, single_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"

@@ -14,8 +14,8 @@ import numpy as np
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json, write_json
 
-from .kept import CHOICES, REPORT, slug
 from .measures import Array, read_columns, write_columns
+from .seed_folder import CHOICES, REPORT, slug
 
 FORMAT = "hydra_ensembles.study 3"
 STUDY = "study.json"

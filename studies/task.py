@@ -19,9 +19,9 @@ from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.schema import from_plain
 from hydra_ensembles.training.recipe import Recipe
 
-from .kept import Once
 from .measures import read_columns, write_columns
 from .samples import Augment, ImageSamples, Prepared, SampleBatches, Samples
+from .seed_folder import Once
 from .sets import SPLIT_SEED, DataFolder, at_most, class_halves, given, halves, suite
 from .weights import SCRATCH, pretrained, small_vit, tokenizer
 

@@ -22,8 +22,8 @@ from hydra_ensembles.model.config import ReadoutConfig, output_width
 from hydra_ensembles.model.stem_readout import linear
 
 from .dual_recipe import Backbone
-from .kept import derived_seed
 from .samples import MEAN, STD
+from .seed_folder import derived_seed
 
 DINOV2 = Path("weights") / "dinov2_vits14" / "model.safetensors"
 MINILM = Path("weights") / "all_minilm_l6_v2"

@@ -12,7 +12,7 @@ from ..results import save_figure, versions
 from ..samples import device_name
 from ..seed import Seed
 from ..task import recipe
-from . import chosen_heads, members, noise, pruned, seeds, separation
+from . import chosen_heads, diversity, noise, pruned, seeds, separation
 from .analysis import Analysis, Found, marked, settings
 
 FORMAT = "hydra_ensembles.analysis 1"
@@ -23,8 +23,8 @@ ANALYSES: Mapping[str, Analysis] = {
     "separation": separation.ANALYSIS,
     "overlap": chosen_heads.OVERLAP,
     "shares": pruned.SHARES,
-    "diversity": members.DIFFERENCES,
-    "members": members.MORE,
+    "diversity": diversity.DIFFERENCES,
+    "members": diversity.MORE,
     "seeds": seeds.SEEDS,
     "towers": seeds.TOWERS,
     "stability": chosen_heads.STABILITY,

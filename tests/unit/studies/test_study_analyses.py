@@ -19,7 +19,7 @@ from hydra_ensembles.heads import Head
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from random_ensembles import noisy
 from studies.__main__ import app
-from studies.analyses import analysis, chosen_heads, members, noise, pruned, registry, seeds, separation
+from studies.analyses import analysis, chosen_heads, diversity, noise, pruned, registry, seeds, separation
 from studies.analyses.gates import expand, gates_after, measure, pruning_step, weight_terms
 from studies.analyses.registry import ANALYSES
 from studies.measures import write_columns
@@ -125,7 +125,7 @@ def test_members_that_differ_in_nothing_agree(seed: Seed) -> None:
     for title in ("heads", "order", "noise", "heads, order and noise"):
         assert rows[f"free: {title}"]["all.mutual_information"] > 1e-7
     made = {path.name for path in (seed.folder / "models").iterdir() if path.name.startswith("diversity-")}
-    assert len(made) == 1 + 2 * len(members.VARIANTS)  # each once: the first member is the same in all variants
+    assert len(made) == 1 + 2 * len(diversity.VARIANTS)  # each once: the first member is the same in all variants
 
 
 def test_side_by_side_is_one_by_one(seed: Seed) -> None:
@@ -325,7 +325,7 @@ def test_the_papers_numbers_belong_to_rows_that_there_are() -> None:
     known = {"4", "5", "6", "8", "9", "10", "12", "B.1", "B.2.2"}
     assert {line["table"] for line in read_csv("analyses")} == known
     assert "Hydra (Circ), 3" in analysis.paper("10", "ImageNet-1K")
-    variants = {f"free: {title}" for title in members.VARIANTS}
+    variants = {f"free: {title}" for title in diversity.VARIANTS}
     assert set(analysis.paper("9", "ImageNet-1K")) <= {"Deep Ensembles", *variants}
 
 

@@ -18,10 +18,10 @@ from studies.__main__ import app
 from studies.classifiers import CLASSIFIERS
 from studies.engine import Run
 from studies.findings import judged
-from studies.kept import slug
 from studies.measures import Difference, write_columns
 from studies.rows import HYDRA, MC_DROPOUT, SINGLE, SOUP
 from studies.seed import Seed
+from studies.seed_folder import slug
 from studies.stored import RESULTS, Study
 from studies.task import recipe
 

@@ -12,7 +12,6 @@ from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import CheckpointError, DataError
 from studies import rows
 from studies.classifiers import choose, report
-from studies.kept import slug
 from studies.measures import read_columns
 from studies.rows import (
     BASELINES,
@@ -30,6 +29,7 @@ from studies.rows import (
     rows_of,
 )
 from studies.seed import Seed
+from studies.seed_folder import slug
 from studies.task import Task, recipe
 
 IMAGES, SCRATCH, TEXTS = "vision-cifar100", "vision-eurosat-scratch", "text-sst2"
