@@ -30,6 +30,7 @@ from studies.task import Task
 
 HEADS = [Head(0, 1), Head(1, 0), Head(1, 3)]
 TASK = "vision-cifar100"
+ROOT = Path(__file__).parents[3]
 LAYERS, EACH = 3, 4  # heads of a layer
 
 
@@ -288,7 +289,7 @@ def test_seeds_are_read_from_a_stored_study(tmp_path: Path) -> None:
 
 
 def test_the_stored_zero_shot_study_has_the_rows_of_e32() -> None:
-    found = registry.read_stored("towers", "zero-shot", Path(__file__).parents[3] / "results" / "studies")
+    found = registry.read_stored("towers", "zero-shot", ROOT / "results" / "studies")
     shown = seeds.towers_table(found)
     assert "image tower, text fine-tuned" in shown
     assert "*72.92*" in shown  # the paper's
@@ -331,16 +332,16 @@ def test_the_papers_numbers_belong_to_rows_that_there_are() -> None:
 
 def test_trainings_have_the_rates_that_half_b_chose() -> None:
     """A rate that nobody validated wrecks members without a word: those of the stored studies, or none."""
-    root, known = Path(__file__).parents[3], analysis.settings()
+    known = analysis.settings()
     for name, rate in known["training"]["rates"].items():
-        stored = root / "results" / "studies" / name / "study.json"
+        stored = ROOT / "results" / "studies" / name / "study.json"
         if stored.exists():
             choices = json.loads(stored.read_text())["choices"]
             if "CircAvg" in choices:
                 assert rate == choices["CircAvg"]["setting"]["rate"]
             held_out = {one["setting"]["rate"]: one["accuracy"] for one in choices["MC Dropout"]["measured"]}
             assert held_out[known["diversity"]["tasks"][name]["dropout"]] > max(held_out.values()) - 0.02
-    assert (root / "results" / "studies" / TASK / "study.json").exists()
+    assert (ROOT / "results" / "studies" / TASK / "study.json").exists()
 
 
 def test_what_other_settings_left_in_a_run_folder_is_not_read(seed: Seed) -> None:
@@ -359,20 +360,42 @@ def test_a_task_without_a_rate_trains_nothing() -> None:
         analysis.few_steps(other)
 
 
+def map_rows() -> tuple[list[str], list[list[str]]]:
+    """The statuses that the paper map declares, and the cells of its rows; what follows is of the paper's wording."""
+    text = (ROOT / "docs" / "paper_map.md").read_text().partition("\n## 5.")[0]
+    head, _, tables = text.partition("\n## 1.")
+    declared = [one for line in head.splitlines() if line.startswith("- ") for one in re.findall("`([^`]+)`", line)]
+    lines = [line for line in tables.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in re.split(r" \| ", line.strip("| "))] for line in lines]
+    return declared, [row for row in rows if row[0] != "item"]
+
+
+def bare(status: str) -> str:
+    """A status without what stands in the brackets that end it."""
+    return re.sub(r" \(.+\)$", " (...)", status)
+
+
+def test_the_paper_map_has_the_statuses_that_it_declares() -> None:
+    """And no other: one that needs a reason or a stand-in has it in brackets, and what is not there is not done."""
+    declared, rows = map_rows()
+    assert {"done", "done on a stand-in (...)", "impossible here (...)", "background"} <= set(declared)
+    assert all(len(row) == 4 for row in rows), [row[0] for row in rows if len(row) != 4]
+    known = {*declared, "done (...)"}  # `done` may have a remark
+    assert not {row[0]: row[3] for row in rows if bare(row[3]) not in known}
+    whole = [row for row in rows if bare(row[3]) in ("done", "done (...)", "done on a stand-in (...)")]
+    assert not {row[0]: row[3] for row in whole if re.search("not (run|measured)", row[3])}
+
+
 def test_the_paper_map_calls_done_what_has_results() -> None:
     """A row that names an analysis or a study is done where results of all of them are stored, else it says so."""
-    root = Path(__file__).parents[3]
-    results = root / "results"
-    rows = [line.strip("|").split(" | ") for line in (root / "docs" / "paper_map.md").read_text().splitlines()]
-    seen = set()
-    for item, _, command, status in (row for row in rows if len(row) == 4):
-        named = set(re.findall(r"`analyse (\w+)", command))
-        assert named <= set(ANALYSES), item
-        seen |= named
-        missing = [name for name in named if not list((results / "analyses").glob(f"{name}-*.json"))]
+    results, seen = ROOT / "results", set()
+    for item, _, command, status in map_rows()[1]:
+        named = re.findall(r"`analyse (\w+)(?: --task ([\w-]+))?`", command)
+        assert {name for name, _ in named} <= set(ANALYSES), item
+        seen |= {name for name, _ in named}
+        missing = [name for name, task in named if not list((results / "analyses").glob(f"{name}-{task or '*'}.json"))]
         studies = re.findall(r"`study ([\w-]+)", command)
         missing += [name for name in studies if not (results / "studies" / name / "study.json").exists()]
-        if missing:
-            said = any(words in status for words in ("not measured", "in part", "impossible"))
-            assert said, f"{item.strip()}: {missing} have no results, but the status is {status.strip()!r}"
+        said = bare(status).startswith(("done in part", "not measured", "impossible here"))
+        assert said or not missing, f"{item}: {missing} have no results, but the status is {status!r}"
     assert seen == set(ANALYSES)  # each has a row
