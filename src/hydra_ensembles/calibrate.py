@@ -66,7 +66,8 @@ def calibrate(
     2 · share - 1 are accepted by both; the share of the samples that was is a metric, and in the history.
 
     `predict` applies all of it and it is saved with the model, in place of an earlier calibration. The numbers of the
-    fit are added to its metrics under `validation/`.
+    fit are added to its metrics under `validation/`. It is of these weights: once they are edited in place, or trained,
+    it is dropped with a warning. Edits through `.data` and steps of fused optimizers are not seen: calibrate again.
 
     Args:
         ensemble: It is not changed.

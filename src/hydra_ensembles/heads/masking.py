@@ -14,7 +14,7 @@ from ..arguments import checked
 from ..errors import ConfigError, HeadError
 from ..model.config import EnsembleConfig
 from ..model.dual_encoder import DualEncoder, require_model
-from ..model.ensemble import Ensemble
+from ..model.ensemble import Ensemble, edited
 from ..model.layers import Attention
 from .ranking import Head, HeadLike, as_heads
 
@@ -29,7 +29,8 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
     """Switch heads off within a `with` block, by zeroing their part of the output projection.
 
     The parameters stay the same objects and are restored to the last bit when the block ends, also by an exception.
-    Blocks may be nested, and may name the same head. Logits computed inside must be differentiated inside.
+    Blocks may be nested, and may name the same head. Logits computed inside must be differentiated inside. What was
+    measured (calibration, familiarity) stays as it is.
 
     Args:
         ensemble: An ensemble or a dual encoder; changed in place until the block ends.
@@ -63,13 +64,14 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
         rows = head_rows(tower.config, head, member)
         attention = attention_of(tower, head.layer)
         saved += [(attention, row, attention.out.detach()[row].clone()) for row in rows]
+    towers = towers_of(ensemble).values()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), edited(*towers):
             for attention, row, _ in saved:
                 attention.out[row].zero_()
         yield ensemble
     finally:
-        with torch.no_grad():
+        with torch.no_grad(), edited(*towers):
             for attention, row, values in saved:
                 attention.out[row].copy_(values)
 

@@ -1,7 +1,8 @@
 """The Ensemble: M members, one forward pass, logits [M, B, C]."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -63,6 +64,9 @@ def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Mod
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(state[f"{path}.{name}" if path else name])
+    for module in model.modules():
+        if isinstance(module, Ensemble):
+            module.take_as_measured()
     return model.eval()
 
 
@@ -137,7 +141,7 @@ class Ensemble(Saved, Droppable):
 
     Attributes:
         config: What it is made of.
-        metadata: Labels, preprocessing, calibration, history.
+        metadata: Labels, preprocessing, calibration, history; of the weights as they are.
         kind: `"image"` or `"text"`.
         num_members: Number of members, M.
         num_classes: Number of classes; 0 when there is no classifier.
@@ -162,11 +166,12 @@ class Ensemble(Saved, Droppable):
     """
 
     _kind = ENSEMBLE
-    _drawn = False  # whether its weights are random ones, which no metadata can be of
 
     def __init__(self, config: EnsembleConfig, metadata: Metadata | None = None) -> None:
         super().__init__()
-        self.config, self.metadata = config, Metadata() if metadata is None else metadata
+        self.config, self._metadata = config, Metadata() if metadata is None else metadata
+        self._places: list[nn.Module] = []  # where weights lie
+        self._measured: list[tuple[int, int]] | None = None  # the weights that metadata are of; None: random ones
         self.kind, self.num_members, self.num_classes = config.kind, config.members, config.readout.num_classes
         self.num_layers, self.num_heads = config.encoder.layers, config.encoder.heads
         self.heads: KeptHeads = tuple(kept[: self.num_layers] for kept in config.heads)
@@ -179,6 +184,7 @@ class Ensemble(Saved, Droppable):
         self.encoder = Encoder(config)
         self.readout = Readout(config)
         self.reset_parameters()
+        self.register_load_state_dict_post_hook(Ensemble._loaded)  # type: ignore[no-untyped-call]
 
     def reset_parameters(self) -> None:
         """Fresh weights: norms and LayerScale are ones, biases zeros, all else a narrow normal distribution."""
@@ -194,20 +200,55 @@ class Ensemble(Saved, Droppable):
                     parameter.zero_()
                 else:
                     nn.init.trunc_normal_(parameter, std=0.02)
-        self._drawn = True
+
+    # --- weights and what was found with them ---------------------------------------------------------------
+
+    @property
+    def metadata(self) -> Metadata:
+        """What is known beside the weights. What was measured with weights that have been edited since is dropped."""
+        if torch.compiler.is_compiling() or self._measured is None or not self._metadata.measured:
+            return self._metadata
+        if (now := self._weights()) != self._measured and -1 not in (count for _, count in now):
+            self._forget("weights edited", "the weights of this ensemble were edited after it was measured")
+        return self._metadata
+
+    @metadata.setter
+    def metadata(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self.take_as_measured()
+
+    def take_as_measured(self) -> None:
+        """The metadata are of the weights as they are now."""
+        self._places = [module for module in self.modules() if module._parameters]
+        self._measured = self._weights()
+
+    def _weights(self) -> list[tuple[int, int]]:
+        """Which parameters there are, and how often each was edited in place: known without a look at their values."""
+        parameters = (one for place in self._places for one in place._parameters.values() if one is not None)
+        return [(id(one), -1 if one.is_inference() else one._version) for one in parameters]  # -1: nobody counts
+
+    def _forget(self, line: str, problem: str) -> None:
+        self._metadata = self._metadata.after(line)
+        warn(f"{problem}: its calibration, familiarity and metrics are dropped; calibrate again")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *others: Any) -> None:
         """What `load_state_dict` does here, also of a model around this one; other weights are not calibrated."""
         pairs = ((own, state_dict.get(prefix + name)) for name, own in self.named_parameters() if not own.is_meta)
         new = (isinstance(one, Tensor) and not torch.equal(own, one.to(own)) for own, one in pairs)
-        if self.metadata.measured and not self._drawn and any(new):
-            self.metadata = self.metadata.after("other weights loaded")
-            warn(
-                "other weights are loaded into an ensemble that was measured with those before: its calibration, "
-                "familiarity and metrics are dropped; calibrate again, or load both with from_pretrained"
-            )
-        self._drawn = False
+        if self.metadata.measured and self._measured is not None and any(new):
+            self._forget("other weights loaded", "other weights are loaded into an ensemble that was measured before")
         super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def _loaded(self, _: object) -> None:
+        self.take_as_measured()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_metadata": self.metadata, "_places": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._measured is not None:
+            self.take_as_measured()
 
     # --- running -----------------------------------------------------------------------------------------
 
@@ -274,18 +315,18 @@ class Ensemble(Saved, Droppable):
         """
         ready = isinstance(inputs, Tensor | Mapping) or (inputs is None and bool(named))
         if not ready:
-            if self.metadata.preprocessing is None:
+            if self._metadata.preprocessing is None:
                 advice = "give tensors, or convert the model with processor="
                 raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing; {advice}")
             raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
-            inputs = self.metadata.preprocessing(raw)
+            inputs = self._metadata.preprocessing(raw)
         arguments, home = self.unpack(inputs, **named), next(self.parameters())
         if arguments[0].is_meta and not home.is_meta:
             raise DataError("the inputs are on the device 'meta', where tensors have no values; give real ones")
         if ready and self.kind == "image":
-            warn_of_raw_pixels(arguments[0], self.metadata.preprocessing)
+            warn_of_raw_pixels(arguments[0], self._metadata.preprocessing)
             if isinstance(self.config.stem, PatchStemConfig) and self.config.encoder.rotary is None:
-                warn_of_other_size(self.config.stem, arguments[0], self.metadata.preprocessing)
+                warn_of_other_size(self.config.stem, arguments[0], self._metadata.preprocessing)
         present = {name: tensor for name, tensor in zip(READ[self.kind], arguments, strict=False) if tensor is not None}
         return move(arguments[0] if self.kind == "image" else present, home.device, home.dtype)
 
@@ -293,9 +334,10 @@ class Ensemble(Saved, Droppable):
         """What `answers` say, with the calibration and the class names of this ensemble."""
         if not self.num_classes:
             raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
-        found, known = self.metadata.calibration or Calibration(), self.metadata.familiarity
+        metadata = self.metadata
+        found, known = metadata.calibration or Calibration(), metadata.familiarity
         about = None if known is None or unfamiliarity is None else known.about(unfamiliarity)
-        return found.prediction(logits, self.metadata.labels or None, check_finite, about)
+        return found.prediction(logits, metadata.labels or None, check_finite, about)
 
     def _encoded(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """What the readout takes: tokens after the last block `[N, B, T', d]`, key mask, main input."""
@@ -304,8 +346,8 @@ class Ensemble(Saved, Droppable):
             require_at_home(arguments, next(self.parameters(), None))
             if torch.is_grad_enabled() and drops(self) is True and self.metadata.measured:
                 warn(
-                    "an ensemble is trained that was calibrated or measured before, and keeps what was found: "
-                    "calibrate it again afterwards, or train it with he.finetune, which drops that"
+                    "an ensemble is trained that was calibrated or measured before, which says nothing of the weights "
+                    "it will have: calibrate it again afterwards, or train it with he.finetune"
                 )
         x, context = self.embed(*arguments)
         return self.encoder(x, context, self.readout.tokens_read()), context.key_mask, arguments[0]
@@ -339,7 +381,7 @@ class Ensemble(Saved, Droppable):
             fitting_images(self.config.stem, main)
             return main, None, None
         arguments = fitting_tokens(self.config.stem, main, mask, segments)
-        warn_of_untold_padding(*arguments[:2], self.metadata.preprocessing)
+        warn_of_untold_padding(*arguments[:2], self._metadata.preprocessing)
         if self.config.readout.pool == "cls":
             fitting_first_tokens(arguments[1], self.config.encoder.window)
         return arguments
@@ -449,6 +491,16 @@ class Ensemble(Saved, Droppable):
             f"heads kept={kept}/{total}, classes={self.num_classes}, shared={shared or 'nothing'}, "
             f"trunk={config.trunk})"
         )
+
+
+@contextmanager
+def edited(*ensembles: Ensemble) -> Iterator[None]:
+    """Edits inside leave what was measured as it is; those of before have been seen."""
+    for one in ensembles:
+        _ = one.metadata
+    yield
+    for one in ensembles:
+        one.take_as_measured()
 
 
 def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], KeptHeads, Metadata]:

@@ -1,5 +1,7 @@
 """An ensemble's edges: settings and inputs that it cannot take, metadata that change without its weights."""
 
+import copy
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -152,8 +154,8 @@ def test_other_metadata_share_the_weights_and_nothing_else() -> None:
 def test_a_member_and_a_model_from_tensors_are_copies() -> None:
     model = ensemble(single())
     state: dict[str, Tensor] = model.state_dict()
-    for copy in (model.member(0), he.Ensemble.from_state(model.config, state), he.Ensemble.stack([model])):
-        assert not set(storages(copy)) & set(storages(model))
+    for other in (model.member(0), he.Ensemble.from_state(model.config, state), he.Ensemble.stack([model])):
+        assert not set(storages(other)) & set(storages(model))
     with pytest.raises(ConfigError, match="member 1"):
         model.member(1)
 
@@ -196,13 +198,90 @@ def skeleton(one: he.Ensemble) -> he.Ensemble:
 )
 def test_weights_that_were_measured_stay_calibrated(target: Any, assign: bool) -> None:
     source = measured()
+    before = source.metadata.calibration
     made, state = target(source), {name: one.clone() for name, one in measured().state_dict().items()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made.load_state_dict(state, assign=assign)
-    assert made.metadata.calibration == source.metadata.calibration
+    assert made.metadata.calibration == before
     with pytest.warns(he.HydraWarning, match="calibrate again"):  # and from now on they are what was measured
         made.load_state_dict(measured(1).state_dict())
+
+
+def stepped(one: he.Ensemble) -> None:
+    torch.optim.AdamW(one.parameters(), 1e-3).zero_grad()
+    one(torch.randn(2, 3, 8, 8)).sum().backward()
+    torch.optim.AdamW(one.parameters(), 1e-3).step()
+
+
+def scaled(one: he.Ensemble) -> None:
+    with torch.no_grad():
+        one.encoder.layers[0].mlp.up.weight.mul_(2.0)
+
+
+def replaced(one: he.Ensemble) -> None:
+    one.readout.classifier.weight = torch.nn.Parameter(torch.zeros(1, 3, 8))  # type: ignore[union-attr]
+
+
+def scaled_sibling(one: he.Ensemble) -> None:
+    scaled(one.with_metadata(labels=("a", "b", "c")))
+
+
+def predicted(one: he.Ensemble, _: Path) -> None:
+    one.predict(torch.randn(2, 3, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("edit", "used"),
+    [
+        (stepped, predicted),
+        (scaled, predicted),
+        (replaced, predicted),
+        (scaled_sibling, predicted),
+        (scaled, lambda one, folder: one.save_pretrained(folder)),
+        (scaled, lambda one, _: he.evaluate(one, [(torch.randn(3, 3, 8, 8), torch.arange(3))], progress=False)),
+        (scaled, lambda one, _: copy.deepcopy(one)),
+        (scaled, lambda one, _: one.optimize()),
+    ],
+)
+def test_weights_that_were_edited_are_not_calibrated(edit: Any, used: Any, tmp_path: Path) -> None:
+    ours = measured()
+    edit(ours)
+    with pytest.warns(he.HydraWarning, match="edited"):
+        used(ours, tmp_path / "a")
+    assert ours.metadata.calibration is None
+    assert ours.predict(torch.randn(1, 3, 8, 8)).threshold is None
+
+
+@torch.inference_mode()
+def in_inference_mode(one: he.Ensemble) -> he.Ensemble:
+    assert one.double().predict(torch.randn(1, 3, 8, 8)).threshold == 0.5
+    return he.Ensemble.from_state(one.config, one.state_dict(), one.metadata)
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda one: one.double().requires_grad_(True).train(),
+        lambda one: copy.deepcopy(copy.deepcopy(one)),
+        lambda one: pickle.loads(pickle.dumps(one)),
+        lambda one: torch.nn.DataParallel(one).module,
+        in_inference_mode,
+        lambda one: one.with_metadata(labels=("a", "b", "c")),
+    ],
+)
+def test_what_leaves_the_weights_alone_leaves_the_calibration(same: Any) -> None:
+    ours = measured()
+    with he.masked(ours, [(0, 0)]):
+        assert ours.predict(torch.randn(1, 3, 8, 8)).threshold == 0.5
+    made = same(ours)
+    assert made.predict(torch.randn(1, 3, 8, 8)).threshold == 0.5
+    if next(made.parameters()).is_inference():
+        return  # in which edits are not counted
+    scaled(made)
+    with pytest.warns(he.HydraWarning, match="edited"), he.masked(made, [(0, 0)]):
+        pass
+    assert made.metadata.calibration is None
 
 
 def test_training_a_calibrated_ensemble_by_hand_is_warned_of() -> None:
@@ -224,7 +303,8 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
         ours.save_pretrained(tmp_path / "a")
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == before
     torch.nn.utils.prune.remove(ours.readout.classifier, "weight")
-    ours.save_pretrained(tmp_path / "a")
+    with pytest.warns(he.HydraWarning, match="edited"):
+        ours.save_pretrained(tmp_path / "a")
     ours.encoder.layers[0].mlp = torch.nn.Identity()
     with pytest.raises(ConfigError, match="mlp"):
         ours.save_pretrained(tmp_path / "b")
