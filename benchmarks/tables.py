@@ -1,11 +1,11 @@
 """Write what the documentation takes from elsewhere: tables and numbers from `results/`, code from `examples/`.
 
     python benchmarks/tables.py           # rewrite
-    python benchmarks/tables.py --check   # fail when a document is not what results and examples say
+    python benchmarks/tables.py --check   # fail when a document or figure is not what results and examples say
 
 A document marks the place with `<!-- table: NAME -->` or `<!-- code: FILE PART -->`, and `<!-- end -->`; of sentences,
 numbers are written whose sources a comment below names (`quoted.py`). Nothing else is touched. What is written is in
-the document itself, so that a git host and the site show the same.
+the document itself, so that a git host and the site show the same. Analyses without a figure of theirs get it drawn.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from hydra_ensembles.convert.convert import supported
 from hydra_ensembles.demo import Gains
 from hydra_ensembles.report import to_markdown
 from hydra_ensembles.schema import from_plain
-from studies.analyses.registry import blocks
+from studies.analyses.registry import blocks, draw, undrawn
 from studies.circuit_draws import draws_table
 from studies.dual_findings import DualStudy
 from studies.dual_findings import blocks as dual_blocks
 from studies.dual_recipe import ZERO_SHOT
 from studies.findings import LOWER, PRICED, TITLES, marked, price_cell, printed, stored_studies
 from studies.findings import blocks as study_blocks
-from studies.results import FIGURES, RESULTS, ROOT, load, table
+from studies.results import RESULTS, ROOT, load, table
 from studies.rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, SINGLE, SOUP
 from studies.stored import Study
 from studies.tower_scores import tower_table
@@ -104,7 +104,7 @@ def tables(stored: Mapping[str, Study]) -> dict[str, str]:
         **inference_report.tables(),
         **study_blocks(classifiers, shown),
         **dual_blocks(zero_shot[0], shown),
-        **blocks(RESULTS / "analyses", FIGURES),
+        **blocks(RESULTS / "analyses"),
     }
 
 
@@ -291,6 +291,10 @@ def main() -> None:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(after)
+    for found in undrawn(RESULTS / "analyses"):
+        stale.append(f"the figure of {found['analysis']}-{found['task']}")
+        if not check:
+            draw(found, RESULTS / "analyses")
     if wrong:
         sys.exit("\n".join(["sentences that the results do not bear out:", *wrong]))
     if check and stale:

@@ -1,4 +1,4 @@
-"""What lies beside `docs/` and is linked from it comes along to the site: scripts as they are, notebooks as pages.
+"""What lies beside `docs/` and is linked from it comes along to the site: scripts, figures, and notebooks as pages.
 
 On a git host `../examples/abstain.py` and `../notebooks/first_steps.ipynb` lead to the files themselves.
 """
@@ -38,7 +38,8 @@ def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add scripts and notebooks."""
-    made: dict[str, str | bytes] = {f"examples/{path.name}": path.read_bytes() for path in ROOT.glob("examples/*.py")}
+    beside = [*ROOT.glob("examples/*.py"), *ROOT.glob("results/analyses/*.svg")]
+    made: dict[str, str | bytes] = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in beside}
     for path in ROOT.glob("notebooks/*.ipynb"):
         page, pictures = notebook_page(path)
         made |= {f"notebooks/{path.stem}.md": page, f"notebooks/{path.name}": path.read_bytes()}
@@ -51,5 +52,6 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links that leave `docs/` lead to what `on_files` added."""
     up = "../" * page.file.src_uri.count("/")
-    markdown = markdown.replace(f"]({up}../examples/", f"]({up}examples/")
+    for folder in ("examples", "results"):
+        markdown = markdown.replace(f"]({up}../{folder}/", f"]({up}{folder}/")
     return re.sub(rf"\]\({re.escape(up)}\.\./notebooks/(\w+)\.ipynb", rf"]({up}notebooks/\1.md", markdown)

@@ -52,34 +52,33 @@ def analyse(
     cifar: Cifar = None,
     studies: Annotated[Path, typer.Option(help="Folder of stored studies, for seeds and towers.")] = RESULTS,
     from_results: Annotated[bool, typer.Option(help="Only make tables and figures again.")] = False,
-    figures: Annotated[Path | None, typer.Option(help="Folder to draw figures in.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Folder of the figures; default: that of the results.")] = None,
     results: Folder = RESULTS.parent / "analyses",
 ) -> None:
     """Run analyses of the paper (and two of ours) on the models of a study; tables with the paper's numbers.
 
-    Models and rankings that the run folder has are used, others are made there. Results go to NAME-TASK.json.
+    Models and rankings that the run folder has are used, others are made there. Results go to NAME-TASK.json, and the
+    figure that is drawn from them to NAME-TASK.svg.
     """
     place, known = torch_device(device), with_analyses()
     torch.set_float32_matmul_precision("high")
     wanted, lots = registry.chosen(names), [int(one) for one in seeds.split(",")]
     ready: list[Seed] = []
     for name, analysis in wanted.items():
-        if from_results:
-            found = registry.load(name, task, results)
-        elif analysis.read is not None:
-            found = registry.read_stored(name, task, studies)
-        else:
-            if task not in known["tasks"]:
-                raise ConfigError(f"there is no task {task!r}; choose one of {', '.join(known['tasks'])}")
-            if not ready:
-                whole = Task(task, known, DataFolder(data, cifar), place, share, output / "decoded")
-                ready = [Seed(whole, number, output) for number in lots]
-            found = registry.analysed(name, ready)
         if not from_results:
+            if analysis.read is not None:
+                found = registry.read_stored(name, task, studies)
+            else:
+                if task not in known["tasks"]:
+                    raise ConfigError(f"there is no task {task!r}; choose one of {', '.join(known['tasks'])}")
+                if not ready:
+                    whole = Task(task, known, DataFolder(data, cifar), place, share, output / "decoded")
+                    ready = [Seed(whole, number, output) for number in lots]
+                found = registry.analysed(name, ready)
             print(f"wrote {registry.store(found, results)}", flush=True)
-        if figures is not None and (drawn := registry.draw(found, figures)) is not None:
-            print(f"wrote {drawn}")
-        print(analysis.table(found), flush=True)
+        print(analysis.table(registry.load(name, task, results)), flush=True)
+    for name in wanted:  # last, so that nothing is lost without matplotlib
+        print(f"wrote {registry.draw(registry.load(name, task, results), figures or results)}")
 
 
 @app.command()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import hydra_ensembles
+from hydra_ensembles._utils import require
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"
@@ -57,19 +58,20 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], note: str 
 
 def pyplot() -> Any:
     """matplotlib, set up for drawings that are the same on every run."""
-    import matplotlib
-
+    matplotlib = require("matplotlib", extra="report")
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     settings: Any = {"svg.hashsalt": "hydra_ensembles", "svg.fonttype": "none", "font.size": 9}
+    settings["axes.titlesize"] = "medium"
     matplotlib.rcParams.update({**settings, "axes.spines.top": False, "axes.spines.right": False})
     return pyplot
 
 
-def save_figure(figure: Any, path: Path) -> Path:
-    """Write a drawing as SVG, and let go of it."""
+def save_figure(figure: Any, path: Path, source: str | None = None) -> Path:
+    """Write a drawing as SVG, which may say what it was drawn from, and let go of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight", facecolor="white")
+    fit = "tight" if figure.get_layout_engine() is None else None  # a layout has put all of it inside
+    figure.savefig(path, metadata={"Date": None, "Source": source}, bbox_inches=fit, facecolor="white")
     pyplot().close(figure)
     return path

@@ -44,7 +44,7 @@ class Analysis:
     title: str
     run: Callable[[Seed], dict[str, Any]] | None  # None where it is made of stored studies
     table: Callable[[Found], str]
-    figure: Callable[[Found], Any] | None = None
+    figure: Callable[[Found], Any]
     kinds: Sequence[str] = ("image", "text")  # of tasks that it runs on
     read: Callable[[Path, str], dict[str, Any]] | None = None  # from the folder of stored studies, and a task
 

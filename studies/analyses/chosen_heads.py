@@ -17,6 +17,7 @@ from ..samples import SampleBatches
 from ..seed import Seed
 from ..sets import given
 from .analysis import Analysis, Found, about, asked, by_seed, cell, heads_of, paper, paper_task
+from .drawing import DARK, DASHES, OURS, Panel, fields, legend, rows_figure
 
 CIRCUIT, TAYLOR, GLOBAL = "CircAvg", "Taylor", "Taylor, all layers at once"
 
@@ -74,6 +75,19 @@ def overlap_table(found: Found) -> str:
     return markdown(head, lines, note)
 
 
+def overlap_figure(found: Found) -> Any:
+    """Every pair, and what random heads give."""
+    there, rows = paper("B.2.2", "ImageNet-1K"), list(by_seed(found, "pairs")[0])
+    panels = []
+    for column, title, scale in (("overlap", "heads in common %", 100), ("divergence", "Jensen–Shannon divergence", 1)):
+        ours = {row: [scale * one for one in by_seed(found, "pairs", row, column)] for row in rows}
+        known = [row for row in rows if column in there.get(row, {}) and paper_task(found) == "ImageNet-1K"]
+        random = scale * mean(by_seed(found, "chance", column))
+        panels.append(Panel(title, ours, {row: float(there[row][column]) for row in known}, random))
+    names = {row: row.replace(GLOBAL, "global Taylor") for row in rows}
+    return rows_figure(panels, names, "here", "paper, ImageNet-1K", "CircAvg and random heads")
+
+
 def _shown(value: float, column: str) -> str:
     return f"{100 * value:.1f}" if column == "overlap" else f"{value:.3f}"
 
@@ -128,9 +142,33 @@ def stability_table(found: Found) -> str:
     return markdown(["ID samples", "OOD samples", "heads in common %", "S %"], lines, note)
 
 
+def stability_figure(found: Found) -> Any:
+    """Heads in common by the size of the draws, every two of them and the mean, and the score on the draws."""
+    sizes = list(by_seed(found, "rows")[0])
+    drawing, ((common, scores),) = fields(1, 2, 2.6)
+    for number, own in enumerate(found["seeds"].values()):
+        label, counts = "" if number else "two draws", own["prune"]
+        for size in sizes:
+            pairs = combinations([set(one) for one in own["rows"][size]["removed"]], 2)
+            shared = [100 * len(one & other) / counts for one, other in pairs]
+            common.plot([int(size)] * len(shared), shared, "_", color=OURS, markersize=10, alpha=0.7, label=label)
+            label = ""
+    style: dict[str, Any] = {"marker": "o", "color": OURS, "markersize": 5}
+    for place, key, title in ((common, "stability", "heads in common %"), (scores, "score", "S on the draw %")):
+        means = [100 * mean(by_seed(found, "rows", size, key)) for size in sizes]
+        place.plot([int(size) for size in sizes], means, label="mean", **style)
+        place.set(xscale="log", ylim=(0, 100), title=title, xlabel="ID samples of a draw")
+        place.set_xticks([int(size) for size in sizes], [f"{int(size):,}" for size in sizes])
+        place.minorticks_off()
+    chance = 100 * by_seed(found, "prune")[0] / by_seed(found, "heads")[0]
+    common.axhline(chance, color=DARK, linewidth=1, linestyle=DASHES, label="chance")
+    legend(drawing, common)
+    return drawing
+
+
 def _share_of(value: float, _: str) -> str:
     return f"{100 * value:.1f}"
 
 
-OVERLAP = Analysis("What choices of heads have in common (B.2.2)", run_overlap, overlap_table)
-STABILITY = Analysis("How stable circuits are", run_stability, stability_table)
+OVERLAP = Analysis("What choices of heads have in common (B.2.2)", run_overlap, overlap_table, overlap_figure)
+STABILITY = Analysis("How stable circuits are", run_stability, stability_table, stability_figure)

@@ -5,6 +5,7 @@ the batches (with their augmentation) and the dropout have a seed each in the re
 nothing else runs on the device.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import hydra_ensembles as he
@@ -15,7 +16,8 @@ from ..engine import timed
 from ..samples import SampleBatches
 from ..seed import Seed
 from . import analysis
-from .analysis import ALL, CLASSIFICATION, Analysis, Found, asked, by_seed, few_steps, measured, rows_table
+from .analysis import ALL, CLASSIFICATION, Analysis, Found, asked, by_seed, few_steps, measured, paper, rows_table
+from .drawing import DARK, DASHES, GREY, OURS, SMALL, Panel, fields, gains, legend, means, panel, rows_figure
 
 VARIANTS = {  # what is free, and whether that is the heads, the order, the noise of back-propagation
     "heads": (1, 0, 0),
@@ -34,6 +36,13 @@ DIVERSITY = {
 COLUMNS = {**CLASSIFICATION, **{key: f"all {head}" for key, head in ALL.items()}}
 TASK = "ImageNet-1K"  # the only one that the paper shows
 APART = "MLPs apart"
+TIME = "milliseconds.4"  # the paper's batches have 4 images
+KINDS: Mapping[str, dict[str, Any]] = {  # of ensembles: how they are drawn
+    "Hydra (Circ)": {"color": OURS, "marker": "o", "markersize": 4.5},
+    APART: {"color": GREY, "marker": "s", "markersize": 4.5},
+    "Deep Ensembles": {"color": DARK, "marker": "D", "markersize": 5},
+}
+OPEN_MARK = {"markerfacecolor": "white", "linestyle": "", "markersize": 6.5}
 
 
 def run_diversity(seed: Seed) -> dict[str, Any]:
@@ -74,6 +83,17 @@ def diversity_table(found: Found) -> str:
     return "\n\n".join([rows_table(found, COLUMNS, "8", TASK, note=note), rows_table(found, DIVERSITY, "9", TASK)])
 
 
+def diversity_figure(found: Found) -> Any:
+    """How often members disagree by what is free, and what that brings over one of them."""
+    names = {f"free: {title}": title for title in VARIANTS if title != "nothing"}
+    rows, panels = ["one member", *names], list[Panel]()
+    for key, title in {"disagreement": "disagree, ID", "all.disagreement": "disagree, OOD"}.items():
+        panels.append(panel(found, key, title, list(names), "9", TASK))
+    for key, title in {"accuracy": "accuracy gained", "all.auroc": "AUROC gained"}.items():
+        panels.append(gains(panel(found, key, "", rows, "8", TASK), title, "one member"))
+    return rows_figure(panels, names, "here", f"paper, {TASK}", "one member (gains: points)")
+
+
 def run_members(seed: Seed) -> dict[str, Any]:
     """Numbers and times by the number of members, fused and not."""
     base, task, chosen = seed.base, seed.task, asked(seed.task, "members")
@@ -110,5 +130,39 @@ def members_table(found: Found) -> str:
     return rows_table(found, {**spent, **COLUMNS}, "10", TASK, note=note)
 
 
-DIFFERENCES = Analysis("What makes members differ (Tables 8 and 9)", run_diversity, diversity_table)
-MORE = Analysis("What more members bring and cost (Tables 10 and 11)", run_members, members_table, kinds=("image",))
+def members_figure(found: Found) -> Any:
+    """Points over Single and times of Single by the number of members; the paper's as open marks."""
+    every, there = list(by_seed(found, "rows")[0]), paper("10", TASK)
+    drawing, ((right, foreign, spent),) = fields(1, 3, 3.0)
+    for place, key, title in ((right, "accuracy", "accuracy"), (foreign, "all.auroc", "OOD AUROC")):
+        one = gains(panel(found, key, "", every, "10", TASK), "", "Single")
+        for kind, style in KINDS.items():
+            place.plot(*counted(means(one), kind), label=kind, **style)
+            place.plot(*counted(one.paper, kind), **style | OPEN_MARK)
+        place.axhline(0, color=DARK, linewidth=1, linestyle=DASHES, label="Single")
+        place.set(title=f"{title}, points over Single", xlabel="members")
+    for batch, dashes in zip(by_seed(found, "batches")[0], ("-", "--", ":"), strict=False):
+        times = means(panel(found, f"ratio.{batch}", "", every))
+        for kind in ("Hydra (Circ)", "Deep Ensembles"):
+            label = f"batch of {batch}" if kind != "Deep Ensembles" else "_"
+            spent.plot(*counted(times, kind), label=label, **KINDS[kind] | {"linestyle": dashes})
+    slower = {row: float(one[TIME]) / float(there["Single"][TIME]) for row, one in there.items() if TIME in one}
+    for kind, style in KINDS.items():
+        spent.plot(*counted(slower, kind), **style | OPEN_MARK)
+    spent.set(title="time over Single's", xlabel="members", ylim=(0, None))
+    spent.legend(frameon=False, fontsize=SMALL)
+    right.plot([], [], marker="o", label=f"open: paper, {TASK}", **OPEN_MARK)
+    legend(drawing, right)
+    return drawing
+
+
+def counted(values: Mapping[str, float], kind: str) -> tuple[list[int], list[float]]:
+    """Numbers of a kind of ensemble by how many members it has."""
+    known = sorted((int(row.rpartition(", ")[2]), one) for row, one in values.items() if row.startswith(f"{kind}, "))
+    return [count for count, _ in known], [one for _, one in known]
+
+
+DIFFERENCES = Analysis("What makes members differ (Tables 8 and 9)", run_diversity, diversity_table, diversity_figure)
+MORE = Analysis(
+    "What more members bring and cost (Tables 10 and 11)", run_members, members_table, members_figure, ("image",)
+)

@@ -21,23 +21,17 @@ import hydra_ensembles as he
 from hydra_ensembles.batches import move, read_batch
 from hydra_ensembles.data.corruptions import CORRUPTIONS, corrupted
 
-from ..results import markdown, pyplot
+from ..results import markdown
 from ..seed import Seed
 from ..sets import at_most
 from ..task import Drawn, Task
 from .analysis import Analysis, Found, asked, paper
+from .drawing import COLOURS, DARK, GREEN, GREY, OURS, THEIRS, fields, legend
 from .gates import Batches, Expansion, expand, gates_after, measure, pruning_step, weight_terms
 
 DRAWS = 10_000
-COLOURS = {
-    "whole": "#4d4d4d",
-    "Taylor": "#b2182b",
-    "CircAcc": "#d6904a",
-    "CircAvg": "#2166ac",
-    "random": "#9aa3ae",
-    "meeting": "#35978f",
-}
 DRAWN = {"random": "random heads", "meeting": "meets the conditions"}
+MARKS = {"whole": "D", "Taylor": "s", "CircAcc": "v", "CircAvg": "o", "random": "^", "meeting": "P"}
 PAPER_TASKS = ("CIFAR-100", "ImageNet-1K")
 
 Named = Mapping[str, Tensor]  # steps in the gates, by who chose the heads
@@ -241,32 +235,29 @@ def kind_of(name: str) -> str:
 
 
 def figure(found: Found) -> Any:
-    """Three panels: loss by severity, predicted against measured widening, spectrum of the Hessian difference."""
-    own = next(iter(found["seeds"].values()))
-    drawing, (losses, widening, spectrum) = pyplot().subplots(1, 3, figsize=(10.5, 3.2))
+    """Three fields: loss by severity, predicted against measured widening, spectrum of the Hessian difference."""
+    own, colours = next(iter(found["seeds"].values())), {**COLOURS, "meeting": GREEN}
+    drawing, ((losses, widening, spectrum),) = fields(1, 3, 2.9)
     for name, curve in own["by_severity"].items():
-        label = f"{name} model" if name == "whole" else f"without {own['prune']} heads, {name}"
-        heights = [point["loss"] for point in curve]
-        losses.plot(own["severities"], heights, "o-", color=COLOURS[name], label=label, markersize=3.5)
-    losses.set(xlabel="severity of the noise (0: clean)", ylabel="cross-entropy", title="Loss")
-    losses.legend(frameon=False, fontsize=8)
+        heights, label = [point["loss"] for point in curve], "whole model" if name == "whole" else name
+        style: dict[str, Any] = {"marker": MARKS[name], "markersize": 4, "linewidth": 1.2}
+        losses.plot(own["severities"], heights, color=colours[name], label=label, **style)
+    losses.set(xlabel="severity of the noise (0: clean)", title=f"loss, {own['prune']} heads pruned")
     seen: set[str] = set()
     for name, one in own["sets"].items():
         kind, whole = kind_of(name), one["whole"]
         label = "_" if kind in seen else DRAWN.get(kind, kind)  # matplotlib leaves labels with _ out of the legend
         place, size = (whole["gap_change_second_order"], whole["gap_change"]), 4 if kind in DRAWN else 6
-        widening.plot(*place, "o", color=COLOURS[kind], label=label, markersize=size)
+        widening.plot(*place, MARKS[kind], color=colours[kind], label=label, markersize=size)
         seen.add(kind)
     for line in (widening.axhline, widening.axvline):
-        line(0, color=COLOURS["random"], linewidth=0.8)
-    widening.set(xlabel="to second order", ylabel="measured", title="Change of the loss gap by pruning")
-    widening.legend(frameon=False, fontsize=7.5, loc="lower right")
+        line(0, color=GREY, linewidth=0.8)
+    widening.set(xlabel="to second order", ylabel="measured", title="change of the gap")
     values = own["conditions"]["eigenvalues_of_hessian_difference"]
-    colours = [COLOURS["Taylor"] if value < 0 else COLOURS["CircAvg"] for value in values]
-    spectrum.bar(range(1, len(values) + 1), values, color=colours)
-    spectrum.axhline(0, color=COLOURS["whole"], linewidth=0.8)
-    spectrum.set(xlabel="eigenvalue, smallest first", title="Hessian, noisy minus clean")
-    drawing.tight_layout()
+    spectrum.bar(range(1, len(values) + 1), values, color=[THEIRS if value < 0 else OURS for value in values])
+    spectrum.axhline(0, color=DARK, linewidth=0.8)
+    spectrum.set(xlabel="eigenvalue, smallest first", title="Hessian, noisy less clean")
+    legend(drawing, losses, widening)
     return drawing
 
 

@@ -10,12 +10,14 @@ import hydra_ensembles as he
 from hydra_ensembles.heads import Head
 from hydra_ensembles.heads.members import Score, random_members
 
-from ..results import markdown, pyplot
+from ..results import markdown
 from ..seed import Seed
 from . import analysis
 from .analysis import ALL, DETECTION, NEAR_AND_FAR, Analysis, Found, by_seed, cell, measured, paper_task, rows_table
+from .drawing import COLOURS, Panel, fields, legend, panel, printed, rows_figure, stored
 
-COLOURS = {"Taylor": "#b2182b", "CircAvg": "#2166ac", "random": "#9aa3ae"}
+CHOOSERS = {"Taylor": "s", "CircAvg": "o", "random": "^"}  # and their marks
+GROUPS = ("near", "far")
 ACCURACY = {"accuracy": "Acc ↑"}
 ALL_SETS = {key: f"all {head}" for key, head in ALL.items()}
 WHOLE = "none|0"  # nothing goes: what training alone does
@@ -54,6 +56,18 @@ def untrained_table(found: Found) -> str:
     return f"{first}\n\n{second}"
 
 
+def untrained_figure(found: Found) -> Any:
+    """Accuracy and AUROC of every choice; what the paper has in Table 6 alone is taken from there."""
+    task, rows = paper_task(found), list(by_seed(found, "rows")[0])
+    columns = {"accuracy": "accuracy %", **{f"{group}.auroc": f"AUROC %, {group} OOD" for group in GROUPS}}
+    fields = [
+        Panel(title, stored(found, column, rows), printed("6", task, column, rows) | printed("4", task, column, rows))
+        for column, title in columns.items()
+    ]
+    names = {row: "Single, whole" if row == "Single" else row for row in rows}
+    return rows_figure(fields, names, "here, not trained after", f"paper, {task}")
+
+
 def run_distance(seed: Seed) -> dict[str, Any]:
     """Single, circuits by confidence and circuits by Mahalanobis distance, without training; judged by both scores."""
     task, base, count = seed.task, seed.base, seed.prune
@@ -84,6 +98,15 @@ def distance_table(found: Found) -> str:
         f"circuits of either kind have in common: {', '.join(shared)} of {count}. Not in the paper."
     )
     return rows_table(found, columns, "", "", note=note)
+
+
+def distance_figure(found: Found) -> Any:
+    """Each circuit by the score that it was judged by, and by the other."""
+    rows = list(by_seed(found, "rows")[0])
+    columns = {"accuracy": "accuracy %", "all.auroc": "AUROC % by confidence"}
+    columns["mahalanobis:all.auroc"] = "AUROC % by distance"
+    names = {row: "Single, whole" if row == "Single" else row for row in rows}
+    return rows_figure([panel(found, key, title, rows) for key, title in columns.items()], names, "not trained after")
 
 
 # --- by shares -------------------------------------------------------------------------------------------------------
@@ -133,22 +156,24 @@ def shares_table(found: Found) -> str:
 def shares_figure(found: Found) -> Any:
     """Figures 5 (above) and 6 (below)."""
     states = [state for state in STATES if by_seed(found, state)[0]]
-    metrics = {"accuracy": "accuracy", **{f"all.{key}": head for key, head in DETECTION.items()}}
-    drawing, axes = pyplot().subplots(len(states), len(metrics), figsize=(11, 2.6 * len(states)), squeeze=False)
+    metrics = {"accuracy": "accuracy % ↑", **{f"all.{key}": f"OOD {head}" for key, head in DETECTION.items()}}
+    drawing, axes = fields(len(states), len(metrics), 1.9, sharex=True, sharey="col")
     for row, state in zip(axes, states, strict=True):
-        for place, (metric, title) in zip(row, metrics.items(), strict=True):
-            for who, colour in COLOURS.items():
+        for place, metric in zip(row, metrics, strict=True):
+            for who, mark in CHOOSERS.items():
                 counts = [int(name.partition("|")[2]) for name in by_seed(found, state)[0] if name.startswith(who)]
                 start = ("whole",) if state == "untrained" else (state, WHOLE)
                 curve = [(0, _mean(by_seed(found, *start, metric)))]
                 curve += [(one, _mean(by_seed(found, state, f"{who}|{one}", metric))) for one in counts]
                 known = [(one, 100 * value) for one, value in curve if value is not None]
+                style: dict[str, Any] = {"marker": mark, "color": COLOURS[who], "markersize": 4, "linewidth": 1.2}
                 if known:
-                    place.plot(*zip(*known, strict=True), "o-", color=colour, label=who, markersize=3)
-            place.set(xlabel="heads removed", title=f"{title}, {STATES[state]}")
-            place.title.set_fontsize(7)
-    axes[0][0].legend(frameon=False, fontsize=7)
-    drawing.tight_layout()
+                    place.plot(*zip(*known, strict=True), label=who, **style)
+        row[0].set_ylabel(STATES[state])
+    for first, last, title in zip(axes[0], axes[-1], metrics.values(), strict=True):
+        first.set_title(title)
+        last.set_xlabel(f"removed, of {by_seed(found, 'heads')[0]}")
+    legend(drawing, axes[0][0])
     return drawing
 
 
@@ -157,6 +182,6 @@ def _mean(values: list[Any]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-UNTRAINED = Analysis("Pruned without training (Tables 4 and 6)", run_untrained, untrained_table)
-DISTANCE = Analysis("Circuits by a distance of features", run_distance, distance_table)
+UNTRAINED = Analysis("Pruned without training (Tables 4 and 6)", run_untrained, untrained_table, untrained_figure)
+DISTANCE = Analysis("Circuits by a distance of features", run_distance, distance_table, distance_figure)
 SHARES = Analysis("How many heads can go (Figures 5 and 6)", run_shares, shares_table, shares_figure)

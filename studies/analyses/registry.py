@@ -1,5 +1,7 @@
 """Every analysis by name: run on seeds, kept as `NAME-TASK.json`, and shown as a table and a figure."""
 
+import hashlib
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -124,20 +126,33 @@ def command(name: str, task: str) -> str:
     return f"`python -m studies analyse {name} --task {task}`"
 
 
-def draw(found: Found, folder: Path) -> Path | None:
-    """Write the figure of an analysis as SVG, where it has one."""
-    make = ANALYSES[found["analysis"]].figure
-    if make is None:
-        return None
-    return save_figure(make(found), folder / figure_name(found["analysis"], found["task"]))
+def draw(found: Found, folder: Path) -> Path:
+    """Write the figure of what is stored as SVG, and in it what it was drawn from."""
+    name, task = found["analysis"], found["task"]
+    return save_figure(ANALYSES[name].figure(found), folder / f"{name}-{task}.svg", digest(found))
 
 
-def figure_name(name: str, task: str) -> str:
-    """The file of a figure."""
-    return f"analysis_{name}_{task}.svg"
+def digest(found: Found) -> str:
+    """Tells what an analysis found from anything else."""
+    return f"sha256 {hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()}"
 
 
-def blocks(results: Path, figures: Path) -> dict[str, str]:
+def stored(results: Path) -> list[dict[str, Any]]:
+    """What all analyses found that are stored."""
+    return [read_json(path) for path in sorted(results.glob("*-*.json"))]
+
+
+def undrawn(results: Path) -> list[dict[str, Any]]:
+    """What is stored and has no figure beside it, or one of other numbers."""
+
+    def seen(found: Found) -> bool:
+        place = results / f"{found['analysis']}-{found['task']}.svg"
+        return place.exists() and digest(found) in place.read_text(encoding="utf-8")
+
+    return [found for found in stored(results) if not seen(found)]
+
+
+def blocks(results: Path) -> dict[str, str]:
     """What documents show of every analysis and task, by `analysis_NAME_TASK`; without results, how to get some."""
     made = {}
     for name, analysis in ANALYSES.items():
@@ -146,8 +161,6 @@ def blocks(results: Path, figures: Path) -> dict[str, str]:
             if not (results / f"{name}-{task}.json").exists():
                 made[key] = f"No results yet; {command(name, task)} makes them."
                 continue
-            parts = [analysis.table(load(name, task, results)), f"From `results/analyses/{name}-{task}.json`."]
-            if (figures / figure_name(name, task)).exists():
-                parts.insert(0, f"![{analysis.title}](figures/{figure_name(name, task)})")
-            made[key] = "\n\n".join(parts)
+            shown, place = analysis.table(load(name, task, results)), f"results/analyses/{name}-{task}"
+            made[key] = f"![{analysis.title}](../{place}.svg)\n\n{shown}\n\nFrom `{place}.json`."
     return made

@@ -10,6 +10,7 @@ from ..results import markdown
 from ..rows import DEEP, HYDRA, HYDRA_CIRC, SINGLE
 from ..stored import Study
 from .analysis import ALL, CLASSIFICATION, Analysis, Found, about, by_seed, cell, paper_task, printed, rows_table
+from .drawing import Panel, gains, panel, rows_figure, stored
 
 ROWS = (SINGLE, DEEP, HYDRA_CIRC, HYDRA)
 VISION = {
@@ -38,6 +39,14 @@ def seeds_table(found: Found) -> str:
     columns = {**CLASSIFICATION, **{key: f"all {head}" for key, head in ALL.items()}}
     note = "The paper: eight seeds, of Hydra (Circ) alone."
     return rows_table(found, columns, "12", paper_task(found), note=note)
+
+
+def seeds_figure(found: Found) -> Any:
+    """Every seed, the mean, and the paper's mean."""
+    task, rows = paper_task(found), dict.fromkeys(row for one in by_seed(found, "rows") for row in one)
+    columns = {"accuracy": "accuracy %", "ece": "ECE ↓", "all.auroc": "OOD AUROC %", "all.fpr95": "OOD FPR95 % ↓"}
+    panels = [panel(found, key, title, list(rows), "12", task) for key, title in columns.items()]
+    return rows_figure(panels, {row: row for row in rows}, "here, mean", f"paper, {task}")
 
 
 def read_towers(studies: Path, task: str) -> dict[str, Any]:
@@ -75,9 +84,23 @@ def towers_table(found: Found) -> str:
     return markdown(["pruned", *columns.values()], lines, note)
 
 
+def towers_figure(found: Found) -> Any:
+    """What other prunings do less pruning both towers, in points: ours seed by seed, and the paper's."""
+    there = zero_shot_numbers(found["tasks"], found["detections"])
+    first, *others = [row for row in VISION if any(by_seed(found, "rows", row))]
+    columns = {"unseen.accuracy": "accuracy, unseen tasks"}
+    columns |= {f"{task}.all.auroc": f"AUROC, {task} as ID" for task in found["detections"]}
+    panels = []
+    for key, title in columns.items():
+        theirs = {row: 100 * there[row][key] for row in (first, *others) if key in there.get(row, {})}
+        panels.append(gains(Panel("", stored(found, key, [first, *others]), theirs), title, first))
+    names = {row: VISION[row] for row in others}
+    return rows_figure(panels, names, "here, mean", "paper", "both towers pruned (points)")
+
+
 def _shown(value: float, column: str) -> str:
     return f"{100 * value:.2f}" if column.endswith("ece") else printed(value, column)
 
 
-SEEDS = Analysis("Over seeds (Table 12)", None, seeds_table, read=read_seeds)
-TOWERS = Analysis("One tower or both, zero-shot (E.3.2)", None, towers_table, read=read_towers)
+SEEDS = Analysis("Over seeds (Table 12)", None, seeds_table, seeds_figure, read=read_seeds)
+TOWERS = Analysis("One tower or both, zero-shot (E.3.2)", None, towers_table, towers_figure, read=read_towers)

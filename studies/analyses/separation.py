@@ -10,9 +10,10 @@ from torch import Tensor
 import hydra_ensembles as he
 from hydra_ensembles.heads import Head, centroid_distance, head_vectors
 
-from ..results import markdown, pyplot
+from ..results import markdown
 from ..seed import Seed
 from .analysis import Analysis, Found, about, asked, by_seed, cell, drawn_batches, heads_of, paper, rounded
+from .drawing import OURS, THEIRS, cloud, fields, legend
 
 KINDS = {"circuit": "CircOOD", "dense": "whole model", "kept": "whole model, heads of CircOOD"}
 FAR = "mnist"  # the set of Figure 4
@@ -112,17 +113,15 @@ def _whole(value: float, _: str) -> str:
 def figure(found: Found) -> Any:
     """Figure 4: heads that went last above, first below."""
     ends = next(iter(found["seeds"].values()))["points"]
-    columns = len(ends["last"])
-    drawing, axes = pyplot().subplots(2, columns, figsize=(1.8 * columns, 4.0), squeeze=False)
-    for row, (end, title) in enumerate((("last", "went last"), ("first", "went first"))):
-        for place, one in zip(axes[row], ends[end], strict=True):
-            for side, colour in (("inside", "#2166ac"), ("outside", "#b2182b")):
-                x, y = zip(*one[side], strict=True)
-                place.scatter(x, y, s=5, color=colour, label={"inside": "ID", "outside": "OOD"}[side])
-            place.set(xticks=[], yticks=[], title=f"head {one['head']}, {title}")
-            place.title.set_fontsize(7)
-    axes[0][0].legend(frameon=False, fontsize=7)
-    drawing.tight_layout()
+    drawing, axes = fields(2, len(ends["last"]), 1.45)
+    for row, (end, title) in zip(axes, {"last": "went last", "first": "went first"}.items(), strict=True):
+        for place, one in zip(row, ends[end], strict=True):
+            cloud(place, one["inside"], OURS, "ID")
+            cloud(place, one["outside"], THEIRS, "OOD")
+            place.set(xticks=[], yticks=[])
+            place.set_title(f"head {one['head']}", fontsize=8)
+        row[0].set_ylabel(title)
+    legend(drawing, axes[0][0])
     return drawing
 
 

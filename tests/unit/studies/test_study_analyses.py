@@ -24,6 +24,7 @@ from studies.analyses.gates import expand, gates_after, measure, pruning_step, w
 from studies.analyses.registry import ANALYSES
 from studies.measures import write_columns
 from studies.paper import read_csv
+from studies.results import pyplot
 from studies.seed import Seed
 from studies.storing import FORMAT
 from studies.task import Task
@@ -96,11 +97,12 @@ def test_every_analysis_runs_and_is_stored_and_shown(name: str, seed: Seed, tmp_
     assert name not in HAVE or rows[[one for one in ROWS[name] if "apart" not in one][-1]][HAVE[name]]
     shown = ANALYSES[name].table(again)
     assert "| " in shown
-    assert shown in registry.blocks(tmp_path, tmp_path)[f"analysis_{name}_{TASK}"]
-    drawn = registry.draw(again, tmp_path)
-    assert (drawn is None) == (ANALYSES[name].figure is None)
-    if drawn is not None:
-        assert f"figures/{drawn.name}" in registry.blocks(tmp_path, tmp_path)[f"analysis_{name}_{TASK}"]
+    document = registry.blocks(tmp_path)[f"analysis_{name}_{TASK}"]
+    assert shown in document
+    assert f"(../results/analyses/{name}-{TASK}.svg)" in document
+    drawn = ANALYSES[name].figure(again)
+    assert any(one.lines for one in drawn.axes)
+    pyplot().close(drawn)
     assert registry.analysed(name, [seed])["seeds"] == again["seeds"]  # read, not made again
 
 
@@ -307,16 +309,20 @@ def test_what_does_not_run_is_refused(seed: Seed, tmp_path: Path) -> None:
             registry.read_stored(name, task, tmp_path)
     with pytest.raises(DataError, match="analyse"):
         registry.load("shares", TASK, tmp_path)
-    assert "analyse" in registry.blocks(tmp_path, tmp_path)[f"analysis_shares_{TASK}"]
+    assert "analyse" in registry.blocks(tmp_path)[f"analysis_shares_{TASK}"]
 
 
 def test_the_command_makes_tables_and_figures_again_from_results(seed: Seed, tmp_path: Path) -> None:
     registry.store(registry.analysed("shares", [seed]), tmp_path)
-    options = ["--task", TASK, "--results", str(tmp_path), "--from-results", "--figures", str(tmp_path / "drawn")]
+    options = ["--task", TASK, "--results", str(tmp_path), "--from-results"]
+    assert [one["analysis"] for one in registry.undrawn(tmp_path)] == ["shares"]
     made = CliRunner().invoke(app, ["analyse", "shares", *options])
     assert made.exit_code == 0, made.output
     assert "heads removed" in made.output
-    assert (tmp_path / "drawn" / f"analysis_shares_{TASK}.svg").exists()
+    assert (tmp_path / f"shares-{TASK}.svg").exists()
+    assert not registry.undrawn(tmp_path)
+    registry.store({**registry.load("shares", TASK, tmp_path), "seconds": 1.0}, tmp_path)
+    assert registry.undrawn(tmp_path)  # a figure of other numbers is none
     wrong = CliRunner().invoke(app, ["analyse", "shares", "--task", "nowhere", "--results", str(tmp_path)])
     assert isinstance(wrong.exception, ConfigError)
 
@@ -358,6 +364,29 @@ def test_a_task_without_a_rate_trains_nothing() -> None:
     other = Task("vision-cifar10", {**small_settings(), "members": 3}, SmallFolder(), CPU)
     with pytest.raises(ConfigError, match="half B"):
         analysis.few_steps(other)
+
+
+STORED = registry.stored(ROOT / "results" / "analyses")
+
+
+def test_every_stored_analysis_has_the_figure_of_its_numbers() -> None:
+    """Where not: `python benchmarks/tables.py` draws it, on a CPU."""
+    place = ROOT / "results" / "analyses"
+    assert {one["analysis"] for one in STORED} == set(ANALYSES)
+    assert not [f"{one['analysis']}-{one['task']}" for one in registry.undrawn(place)]
+    assert len(list(place.glob("*.svg"))) == len(STORED)  # and none of what is gone
+    assert not [path.name for path in place.glob("*.svg") if path.stat().st_size > 100_000]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("found", STORED, ids=lambda one: f"{one['analysis']}-{one['task']}")
+def test_figures_are_drawn_again_as_they_are(found: dict[str, Any], tmp_path: Path) -> None:
+    """By `python -m studies analyse NAME --task TASK --from-results`, where the code that draws was changed."""
+    made = registry.draw(found, tmp_path)
+    before, after = (path.read_text() for path in (ROOT / "results" / "analyses" / made.name, made))
+    if re.findall("Matplotlib v[0-9.]+", before) != re.findall("Matplotlib v[0-9.]+", after):
+        pytest.skip("drawn by another matplotlib")
+    assert after == before
 
 
 def map_rows() -> tuple[list[str], list[list[str]]]:
