@@ -18,7 +18,7 @@ from .rows import CIRC_AVG, MC_DROPOUT, SINGLE, rate_of, rows_of
 from .samples import SampleBatches, alone
 from .seed import Heads, Seed
 from .seed_folder import CHOICES, slug
-from .storing import by_row, choices_in, read_if_there, store
+from .storing import choices_in, read_if_there, store, store_shift
 from .task import Stage
 
 SHIFT, SHIFTED = "shift", "shifted.npz"
@@ -78,9 +78,10 @@ def report(seed: Seed, name: str) -> None:
 
 def shift(seed: Seed, name: str) -> None:
     """Ask a row's model about corrupted test images."""
-    place, task = seed.folder / SHIFT / f"{slug(name)}.json", seed.task
+    place, task = seed.folder / SHIFT / f"{slug(name)}.npz", seed.task
     if "corruptions" in task.plain and seed.number in task.settings["shift"]["seeds"] and not place.exists():
-        write_json(place, under_shift(Judged(task, rows_of(task)[name].model(seed, name)), seed.study / SHIFTED))
+        judge = Judged(task, rows_of(task)[name].model(seed, name), familiar=False)
+        write_columns(place, under_shift(judge, seed.study / SHIFTED))
 
 
 def all_columns(judge: Judged, stage: Stage) -> dict[str, Array]:
@@ -141,7 +142,9 @@ def collect(run: Run) -> None:
         "choices": choices_in(study),
         "costs": read_if_there(study / COSTS),
     }
-    store(study, run.results, facts, lambda number: {SHIFT: by_row(study / f"seed-{number}" / SHIFT, known)})
+    store(study, run.results, facts, lambda _: {})
+    for folder in study.glob(f"seed-*/{SHIFT}"):
+        store_shift(folder, run.results / task.name, known)
 
 
 CLASSIFIERS = Kind(

@@ -26,6 +26,7 @@ from .samples import Samples
 from .task import Task
 
 SCORES: tuple[AnyScore, ...] = ("msp", "entropy", "mutual_information")
+SHIFTED = ("correct", "brier", "nll")  # columns of corrupted images
 LARGEST = 60000.0  # of float16
 
 
@@ -86,11 +87,18 @@ def stored(columns: Mapping[str, Tensor]) -> dict[str, Array]:
     }
 
 
-def under_shift(judge: Judged, place: Path) -> list[dict[str, Any]]:
-    """Accuracy, Brier score and NLL on corrupted test images of a file, by corruption and severity."""
-    rows, keys = [], {"accuracy": "correct", "brier": "brier", "nll": "nll"}
+def under_shift(judge: Judged, place: Path) -> dict[str, Array]:
+    """What a model says about corrupted test images of a file: `correct`, `brier` and `nll`, before calibration.
+
+    By `severity N|column`, of every image the mean over the corruptions; by `NAME|column`, of a corruption the means
+    over the images, severity by severity.
+    """
+    each: dict[str, list[Tensor]] = {}
     for name, severity, samples in judge.task.shifted(place):
         found = judge.columns(samples, labelled=True)
-        means = {key: float(found[column].double().mean()) for key, column in keys.items()}
-        rows.append({"corruption": name, "severity": severity, **means})
-    return rows
+        for column in SHIFTED:
+            one = found[column].double()
+            each.setdefault(f"severity {severity}|{column}", []).append(one)
+            each.setdefault(f"{name}|{column}", []).append(one.mean())
+    whole = {key: torch.stack(parts) for key, parts in each.items()}
+    return stored({key: one.mean(dim=0) if one.ndim > 1 else one for key, one in whole.items()})

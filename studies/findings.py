@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from scipy.stats import spearmanr
 
-from .measures import FEWEST, Difference
+from .measures import FEWEST, SEVERITIES, SHIFT, Difference
 from .paper import Numbers, paper_numbers, read_csv
 from .results import markdown
 from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, ROWS, SINGLE, SOUP, TUNED
@@ -108,26 +107,30 @@ def sets_table(study: Study) -> str:
 
 
 def shift_table(study: Study) -> str:
-    """Tables 13 and 14: accuracy, Brier score and NLL by severity, mean over fifteen corruptions and the seeds."""
-    lines = []
-    for row in study.rows:
-        runs = [run["shift"][row] for run in study.facts["runs"].values() if row in run["shift"]]
-        if runs:
-            cells = []
-            for severity in range(1, 6):
-                own = [one for run in runs for one in run if one["severity"] == severity]
-                cells.append(
-                    " / ".join(printed(mean(one[key] for one in own), key) for key in ("accuracy", "brier", "nll"))
-                )
-            lines.append([row, *cells, str(len(runs))])
-    if not lines:
+    """Tables 13 and 14, and NLL: a table a metric, rows by severity, means over fifteen corruptions and the seeds."""
+    theirs, levels = paper_numbers("classifier", study.stands_for), (*SEVERITIES, SHIFT)
+    rows = [row for row in study.rows if study.mean(row, f"{SHIFT}.accuracy") is not None]
+    if not rows:
         return "*Not run.*"
-    settings = study.facts["recipe"]["shift"]
+
+    def cell(row: str, key: str) -> str:
+        paper = theirs.get(row, {}).get(key)
+        return marked(study, row, key) + ("" if paper is None else f" ({printed(paper, key)})")
+
+    def seeds(row: str) -> str:
+        return str(sum(f"{SHIFT}.accuracy" in study.numbers(row, seed) for seed in study.seeds(row)))
+
+    made = []
+    for metric, title in {"accuracy": "accuracy ↑", "brier": "Brier ↓", "nll": "NLL ↓"}.items():
+        lines = [[row, *(cell(row, f"{level}.{metric}") for level in levels), seeds(row)] for row in rows]
+        made.append(markdown([title, *SEVERITIES, "mean", "seeds"], lines))
+    brackets = f" In brackets the paper's on {study.stands_for}." if f"{SHIFT}.accuracy" in theirs[SINGLE] else ""
     note = (
-        f"Accuracy / Brier score / NLL before calibration of {settings['images']} test images under each of the "
-        f"fifteen corruptions of ImageNet-C. From `results/studies/{study.name}/study.json`."
+        f"{study.facts['recipe']['shift']['images']} test images under each of the fifteen corruptions of ImageNet-C, "
+        "means over corruptions and seeds, before calibration; **better** and *worse* than Single beyond chance (95 % "
+        f"intervals over seeds and images, paired).{brackets} From `results/studies/{study.name}/`."
     )
-    return markdown(["row", *(f"severity {one}" for one in range(1, 6)), "seeds"], lines, note)
+    return "\n\n".join([*made, note])
 
 
 def contrast_table(study: Study) -> str:

@@ -34,6 +34,7 @@ NAMED = ("entropy", "mahalanobis", "mutual_information", *get_args(LearnedName))
 CONFIDENT = "vilu"  # the score that is minus the log-odds of being right, a confidence of its own
 SCORES = {"": "msp", **{f"{name}:": name for name in NAMED}}
 SHOWN = {prefix: score for prefix, score in SCORES.items() if score != "mutual_information"}  # by tables of studies
+SHIFT, SEVERITIES = "shift", tuple(f"severity {level}" for level in range(1, 6))  # of corrupted images
 FEWEST = 1000  # samples of a set whose false positives are counted at 95 % of them
 
 
@@ -116,6 +117,18 @@ def numbers(columns: Columns, inside: str, groups: Groups, scores: Mapping[str, 
         found |= {f"{prefix}ood.{name}.auroc": one for name, one in sets.items()}
         for group, names in {**groups, "all": list(sets)}.items() if sets else ():
             found[f"{prefix}{group}.auroc"] = Number.mean([sets[name] for name in names])
+    return found
+
+
+def shift_numbers(columns: Columns) -> dict[str, Number]:
+    """Numbers of one model on corrupted images: `severity 1.accuracy` and so on, and `shift.accuracy`, their mean."""
+    found: dict[str, Number] = {}
+    for column, metric in (("correct", "accuracy"), ("brier", "brier"), ("nll", "nll")):
+        levels = [level for level in SEVERITIES if f"{level}|{column}" in columns]
+        parts = [_mean(columns[f"{level}|{column}"].astype(np.float64), "corrupted") for level in levels]
+        if parts:
+            found |= {f"{level}.{metric}": one for level, one in zip(levels, parts, strict=True)}
+            found[f"{SHIFT}.{metric}"] = Number.mean(parts)
     return found
 
 

@@ -1,7 +1,8 @@
 """The paper's own numbers, from the CSV files beside the code, as the paper prints them there; as fractions here.
 
 `classifiers.csv`: Tables 1, 2 and 15 to 17 (M = 3, maximum softmax probability); near and far of BatchEnsemble and LoRA
-Ensembles on ImageNet-1K are those of Tables 21 and 22, for Table 15 mixes them up. `zero_shot.csv`: Tables 3 and 24 to
+Ensembles on ImageNet-1K are those of Tables 21 and 22, for Table 15 mixes them up. `shift.csv`: Tables 13 and 14, by
+severity, and under `shift` their average. `zero_shot.csv`: Tables 3 and 24 to
 28 (OpenCLIP ViT-B/32), `average` is the mean over its nine data sets; `zero_shot_tasks.csv` and `zero_shot_sets.csv`:
 set by set, without rows that do not give their own mean. `analyses.csv`: Tables 4 to 6 and 8 to 12, B.1 and B.2.2; near
 and far of Single on SST-2 are those of Table 17, for Table 4 prints averages. `…_claims.csv`: what it says of them.
@@ -38,15 +39,13 @@ def read_csv(name: str) -> Sequence[Mapping[str, str]]:
 def paper_numbers(kind: str, task: str) -> dict[str, dict[str, float]]:
     """Numbers by method of one task (`ImageNet-1K`, `SST-2`, of zero-shot studies `average`); no empty cells."""
     name, shares = FILES[kind]
-    return {
-        row["method"]: {
-            key: float(cell) / (100 if key.rpartition(".")[2] in shares else 1)
-            for key, cell in row.items()
-            if key not in ("task", "method") and cell
-        }
-        for row in read_csv(name)
-        if row["task"] == task
-    }
+    found: dict[str, dict[str, float]] = {}
+    for row in (*read_csv(name), *(read_csv("shift") if kind == "classifier" else ())):
+        if row["task"] == task:
+            printed = {key: cell for key, cell in row.items() if key not in ("task", "method") and cell}
+            own = {key: float(cell) / (100 if key.rpartition(".")[2] in shares else 1) for key, cell in printed.items()}
+            found.setdefault(row["method"], {}).update(own)
+    return found
 
 
 def zero_shot_numbers(tasks: Sequence[str], detections: Sequence[str]) -> Mapping[str, Numbers]:

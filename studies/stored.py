@@ -12,7 +12,18 @@ import numpy as np
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_object
 
-from .measures import SHOWN, Array, Columns, Difference, Number, numbers, plain_numbers
+from .measures import (
+    SEVERITIES,
+    SHIFT,
+    SHOWN,
+    Array,
+    Columns,
+    Difference,
+    Number,
+    numbers,
+    plain_numbers,
+    shift_numbers,
+)
 from .seed_folder import Once
 from .storing import FORMAT, SINGLE, of_row, single_of
 
@@ -42,13 +53,21 @@ class Study(Once):
 
     def columns(self, row: str, seed: int) -> dict[str, Array]:
         """Columns of a row, by `set|column`; those of other rows stay in the file."""
-        content = self.folder / f"seed-{seed}.npz"  # read whole, so that no file stays open
-        file = self.once(seed, lambda: np.load(io.BytesIO(content.read_bytes()), allow_pickle=False))
-        return self.once(("columns", row, seed), lambda: of_row(row, file))
+        return self.once(("columns", row, seed), lambda: of_row(row, self._file(f"seed-{seed}.npz")))
+
+    def _file(self, name: str) -> Mapping[str, Array]:
+        content = self.folder / name  # read whole, so that no file stays open
+        return self.once(name, lambda: np.load(io.BytesIO(content.read_bytes()), allow_pickle=False))
 
     def numbers(self, row: str, seed: int) -> dict[str, Number]:
-        """Numbers with influences."""
-        return self.once(("numbers", row, seed), lambda: self.numbers_of(self.columns(row, seed)))
+        """Numbers with influences, on corrupted images too where they were asked about."""
+
+        def made() -> dict[str, Number]:
+            shifted = f"{SHIFT}-{seed}.npz"
+            corrupted = of_row(row, self._file(shifted)) if (self.folder / shifted).exists() else {}
+            return self.numbers_of(self.columns(row, seed)) | shift_numbers(corrupted)
+
+        return self.once(("numbers", row, seed), made)
 
     def numbers_of(self, columns: Columns) -> dict[str, Number]:
         """Numbers of what one model said about all sets."""
@@ -85,13 +104,15 @@ class Study(Once):
     def difference(self, first: str, second: str, key: str) -> Difference | None:
         """First less second over the seeds that both have; None where there is nothing to compare.
 
-        A row is held against the Single that was trained when it was made, which may be of a later run.
+        A row is held against the Single that was trained when it was made, which may be of a later run; on corrupted
+        images against the one that was asked about them.
         """
-        pairs = []
+        pairs, corrupted = [], key.startswith((f"{SHIFT}.", *SEVERITIES))
         for seed in (seed for seed in self.seeds(first) if seed in self.seeds(second)):
             ours, theirs = self.numbers(first, seed), self.numbers(second, seed)
-            theirs = self._again(seed).get(first, theirs) if second == SINGLE else theirs
-            ours = self._again(seed).get(second, ours) if first == SINGLE else ours
+            again = {} if corrupted else self._again(seed)
+            theirs = again.get(first, theirs) if second == SINGLE else theirs
+            ours = again.get(second, ours) if first == SINGLE else ours
             if key in ours and key in theirs:
                 pairs.append((ours[key], theirs[key]))
         return Difference.of([ours for ours, _ in pairs], [theirs for _, theirs in pairs]) if pairs else None

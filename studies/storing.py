@@ -71,6 +71,14 @@ def store(
     write_json(place / STUDY, {"format": FORMAT, "study": study.name, **facts, **stays, **choices, "runs": ordered})
 
 
+def store_shift(folder: Path, place: Path, rows: Collection[str]) -> None:
+    """Store what rows of a seed say about corrupted images, `shift-N.npz`; a row has what was stored last."""
+    file = place / f"{folder.name}-{folder.parent.name.removeprefix('seed-')}.npz"
+    found = {name: read_columns(folder / f"{slug(name)}.npz") for name in rows}
+    own = {key: one for name, columns in found.items() for key, one in named(name, columns).items()}
+    write_columns(file, {**read_columns(file), **own})
+
+
 def _store_columns(folder: Path, place: Path, number: int, found: list[str], before: Collection[str]) -> list[str]:
     """Write the columns of a seed beside those of rows of before, or in their place; which are stored now."""
     file, own = place / f"seed-{number}.npz", {name: read_columns(folder / f"{slug(name)}.npz") for name in found}

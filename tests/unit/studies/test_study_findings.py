@@ -10,15 +10,16 @@ from other_code import assert_printed, by_other_code
 from small_studies import SmallTask
 from typer.testing import CliRunner
 
+from hydra_ensembles.data.corruptions import CORRUPTIONS
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json, write_json
-from studies import classifiers, findings, gain_figure
+from studies import classifiers, findings, gain_figure, storing
 from studies import rows as study_rows
 from studies.__main__ import app
 from studies.classifiers import CLASSIFIERS
 from studies.engine import Run
 from studies.findings import judged
-from studies.measures import Difference, write_columns
+from studies.measures import Difference, read_columns, write_columns
 from studies.rows import HYDRA, MC_DROPOUT, SINGLE, SOUP
 from studies.seed import Seed
 from studies.seed_folder import slug
@@ -49,16 +50,53 @@ def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
     assert study.rows == ROWS
     assert [study.seeds(row) for row in (SINGLE, HYDRA, MC_DROPOUT)] == [[0, 1], [0, 1], [0]]
     tables = {findings.main_table: ROWS, findings.detection_table: ROWS, findings.sets_table: ROWS}
-    for table, shown in {**tables, findings.shift_table: SHIFTED}.items():
+    for table, shown in tables.items():
         lines = [line for line in table(study).splitlines() if line.startswith("| ")]
         assert [line[2:].partition(" | ")[0] for line in lines[1:]] == shown
-    shifted = study.facts["runs"]["0"]["shift"][SINGLE]
-    assert len(shifted) == 75
-    assert {one["severity"] for one in shifted} == {1, 2, 3, 4, 5}
     assert study.cost(HYDRA)["latency_ratio"] > 0
     assert "| taken |" in findings.choices_table(study)
     head, *_ = findings.main_table(study).splitlines()
     assert "| parameters | cost ↓ | memory ↓ | trainings ↓ |" in head
+
+
+def test_corrupted_images_are_shown_by_severity(study: Study, tmp_path: Path) -> None:
+    """Means over the corruptions; beside them, on the task that the paper corrupted, what it prints."""
+    columns = read_columns(study.folder / "shift-0.npz")
+    for level in range(5):
+        means = [columns[f"{HYDRA}|{name}|brier"][level] for name in CORRUPTIONS]
+        assert study.mean(HYDRA, f"severity {level + 1}.brier") == pytest.approx(np.mean(means, dtype=float), rel=2e-3)
+    assert len(columns[f"{HYDRA}|severity 1|nll"]) == 3  # images
+    lines = [line for line in findings.shift_table(study).splitlines() if line.startswith("| ")]
+    titles = ["accuracy ↑", "Brier ↓", "NLL ↓"]
+    assert [line.split(" | ")[0][2:] for line in lines] == [one for title in titles for one in (title, *SHIFTED)]
+    assert not any("(" in line for line in lines)
+    fake = as_another(study, tmp_path, {SINGLE: SINGLE, "Deep Ensembles": SINGLE, "Hydra (Taylor)": HYDRA})
+    (best,) = re.findall(r"^\| Hydra \(Taylor\) \| (.*\(71.65\).*) \|$", findings.shift_table(fake), re.MULTILINE)
+    assert best.split(" | ")[-2].endswith("(56.50)")
+    verdicts = {one["metric"]: one for one in findings.claims(fake) if one["second"] == "Deep Ensembles"}
+    assert verdicts["severity 5.accuracy"]["paper"] == pytest.approx(0.0082)
+    assert verdicts["severity 5.accuracy"]["ours"] == fake.difference("Hydra (Taylor)", SINGLE, "severity 5.accuracy")
+    assert verdicts["severity 5.accuracy"]["verdict"] == "one seed"
+
+
+def as_another(study: Study, results: Path, rows: dict[str, str], name: str = "vision-tinyimagenet") -> Study:
+    """The stored study as one of another task, whose rows have the columns of rows of this one."""
+    for file in study.folder.glob("*.npz"):
+        columns = read_columns(file)
+        taken = {row: storing.of_row(like, columns) for row, like in rows.items()}
+        write_columns(
+            results / name / file.name,
+            {key: one for row, own in taken.items() for key, one in storing.named(row, own).items()},
+        )
+    facts = study.facts
+    runs = {
+        number: {"report": {row: run["report"][like] for row, like in rows.items() if like in run["report"]}}
+        for number, run in facts["runs"].items()
+    }
+    named = {"recipe": {**facts["recipe"], "tasks": {name: recipe()["tasks"][name]}}, "runs": runs}
+    trainings = {row: one.trainings for row, one in study_rows.ROWS.items()}
+    write_json(results / name / "study.json", {**facts, "study": name, "trainings": trainings, **named})
+    return Study(name, results)
 
 
 def test_the_command_shows_every_table(study: Study) -> None:
