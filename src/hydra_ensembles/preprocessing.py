@@ -138,6 +138,18 @@ class TextPreprocessing(Checked):
     def __call__(self, texts: "str | Sequence[str | tuple[str, str]]") -> dict[str, Tensor]:
         """Turn strings (or pairs of strings) into `input_ids` and what else the model takes, `[B, T]` each."""
         batch = _items(texts, str)
+        encoded, cut = self.encode(batch)
+        if cut:
+            warn(f"{'the text' if len(batch) == 1 else f'text {cut[0]}'} {self.when_cut}")
+        return encoded
+
+    @property
+    def when_cut(self) -> str:
+        """What is said of a text that is cut."""
+        return f"is longer than the {self.max_length} tokens that are read: what comes after has no say"
+
+    def encode(self, batch: "Sequence[str | tuple[str, str]]") -> tuple[dict[str, Tensor], list[int]]:
+        """What calling this gives, and which of the texts were cut, without a word of it."""
         if not batch:
             raise DataError("got no texts; give at least one")
         for index, text in enumerate(batch):
@@ -160,11 +172,7 @@ class TextPreprocessing(Checked):
         for index, encoding in enumerate(encodings):
             if 1 not in encoding.attention_mask:  # a tokenizer that adds nothing of its own
                 raise DataError(f"text {index} is {cleaned[index]!r}, which has no tokens; leave it out")
-        cut = next((index for index, encoding in enumerate(encodings) if encoding.overflowing), None)
-        if cut is not None:
-            which = "the text" if len(batch) == 1 else f"text {cut}"
-            warn(f"{which} is longer than the {self.max_length} tokens that are read: what comes after has no say")
-        return encoded
+        return encoded, [index for index, encoding in enumerate(encodings) if encoding.overflowing]
 
     def require_tokenizer(self) -> None:
         """Refuse a tokenizer that cannot be parsed; without the library for it, this is found out at first use."""

@@ -196,5 +196,7 @@ def score(
     print(f"{found.rows} rows in {found.shards} shards: {output / SHARD.format(0)} …")
     if found.unreadable:
         print(f"{found.unreadable} items could not be read: {(output / UNREADABLE.format(0)).parent} says why")
+    if found.noted:
+        print(f"{found.noted} rows have a `note`: a text that was cut, a photograph stored on its side")
     if found.ignored:
         print(f"{found.ignored} files of other kinds were passed over")

@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from .._utils import __version__, require, require_device
+from .._utils import __version__, noted, require, require_device
 from ..arguments import checked, require_whole
 from ..batches import READ, tensors_digest
 from ..checkpoint import locate
@@ -37,7 +37,7 @@ from .service import FORMATS, SLIMMEST
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 SHARD, UNREADABLE, SUMMARY = "rows/part-{:05d}.parquet", "unreadable/part-{:05d}.jsonl", "summary"
-INPUT, CLASS, ERROR = "input", "class_name", "error"  # columns beside those of `outputs`
+INPUT, CLASS, ERROR, NOTE = "input", "class_name", "error", "note"  # columns beside those of `outputs`
 KEPT = "kept_"  # before the name of a column to keep that an answer has
 
 
@@ -46,7 +46,8 @@ class ReadyBatch:
     """A batch ready for the model: inputs of the rows that could be read, and what the others say."""
 
     parts: list[tuple[Any, list[int]]]  # inputs as `Ensemble.predict` takes them, with their rows
-    errors: list[str]  # of every row; empty for those that are fine
+    errors: list[str]  # of every row; empty for those that are fine, as are notes
+    notes: list[str]  # what was done with a row though it is hardly meant
     kept: Arrays
 
 
@@ -56,7 +57,8 @@ class Scorer:
     A batch is a mapping of columns: `image` (encoded bytes, `{bytes, path}`, PIL images, `uint8` arrays `[H, W, 3]`, or
     paths), `text` (and `text_pair`), or inputs that are preprocessed already (`pixel_values`, `input_ids` …). The
     answer has a row for each of them, with the outputs of `serve.outputs`, the name of the class, and `error`: empty,
-    or why a row could not be read; its numbers are NaN, its label is -1, and it is not accepted.
+    or why a row could not be read; its numbers are NaN, its label is -1, and it is not accepted. `note` is empty, too,
+    or says what was done with a row though it is hardly meant: a text that was cut, a photograph stored on its side.
 
     It can be pickled, and each process loads the model when it is first called: give it to Ray Data
     (`map_batches(Scorer, fn_constructor_args=(path,), concurrency=2)`) or to `datasets.map(scorer, batched=True)`. What
@@ -133,7 +135,7 @@ class Scorer:
     @property
     def kept(self) -> dict[str, str]:
         """The columns that come along, by their names among the answers."""
-        taken = {INPUT, CLASS, ERROR, *(one.name for one in output_fields(self.ensemble))}
+        taken = {INPUT, CLASS, ERROR, NOTE, *(one.name for one in output_fields(self.ensemble))}
         named = {f"{KEPT}{name}" if name in taken else name: name for name in self.keep}
         if len(named) < len(set(self.keep)):
             raise ConfigError(f"of keep={list(self.keep)} two columns would have one name; leave out one or rename it")
@@ -157,23 +159,27 @@ class Scorer:
         if names[0] in batch:
             given = {name: _tensor(batch[name]) for name in names if name in batch}
             count = len(given[names[0]])
-            return ReadyBatch([(given, list(range(count)))], [""] * count, kept)
+            return ReadyBatch([(given, list(range(count)))], [""] * count, [""] * count, kept)
         if raw not in batch:
             raise DataError(f"the batch has no column {raw!r} or {names[0]!r}; it has {sorted(batch)}")
         if self.ensemble.metadata.preprocessing is None:
             raise DataError(f"the model has no saved preprocessing; give batches with {names[0]!r}")
-        parts, errors = self._images(list(batch[raw])) if self.ensemble.kind == "image" else self._texts(batch)
-        return ReadyBatch(parts, errors, kept)
+        read = self._images(list(batch[raw])) if self.ensemble.kind == "image" else self._texts(batch)
+        return ReadyBatch(*read, kept)
 
     def answer(self, prepared: ReadyBatch) -> Arrays:
         """The columns of a prepared batch."""
-        errors, fields, answers = list(prepared.errors), self.fields, dict(prepared.kept)
+        errors, notes = list(prepared.errors), list(prepared.notes)
+        fields, answers = self.fields, dict(prepared.kept)
         for one in fields:
             blank = {"bool": False, "int64": -1}.get(one.dtype, np.nan)
             answers[one.name] = np.full((len(errors), *one.shape), blank, one.dtype)
         for inputs, rows in prepared.parts:
             if rows:
-                found = columns(self.ensemble.predict(inputs, check_finite=False))
+                with noted() as said:
+                    found = columns(self.ensemble.predict(inputs, check_finite=False))
+                for row in rows if said else ():
+                    notes[row] = "; ".join([notes[row], *said] if notes[row] else said)
                 finite = np.isfinite(found["member_logits"]).all(axis=(1, 2))  # [B]
                 good = np.asarray(rows)[finite]
                 for one in fields:
@@ -183,57 +189,70 @@ class Scorer:
         labels = self.ensemble.metadata.labels
         if labels:
             answers[CLASS] = np.array(["" if one < 0 else labels[one] for one in answers["label"].tolist()], dtype=str)
-        answers[ERROR] = np.array(errors, dtype=str)
+        answers[ERROR], answers[NOTE] = np.array(errors, dtype=str), np.array(notes, dtype=str)
         return answers
 
-    def _images(self, items: list[Any]) -> tuple[list[tuple[Any, list[int]]], list[str]]:
+    def _images(self, items: list[Any]) -> tuple[list[tuple[Any, list[int]]], list[str], list[str]]:
         preprocess: Any = self.ensemble.metadata.preprocessing
         _pillow()  # where it is missing, that is not for each image to say
 
-        def one(item: Any) -> Tensor | str:
-            try:
-                return preprocess([_image(item)])  # [1, channels, H, W]
-            except HydraError as error:
-                return str(error)
-            except Exception as error:  # decoders raise whatever broken data lead them to
-                return f"it cannot be read as an image: {' '.join(str(error).split()) or type(error).__name__}"
+        def one(item: Any) -> tuple[Tensor | None, str, str]:
+            """The image `[1, channels, H, W]`, if it can be read; why not; what is to be said of it."""
+            with noted() as notes:
+                try:
+                    return preprocess([_image(item)]), "", "; ".join(notes)
+                except HydraError as error:
+                    return None, str(error), ""
+                except Exception as error:  # decoders raise whatever broken data lead them to
+                    cause = " ".join(str(error).split()) or type(error).__name__
+                    return None, f"it cannot be read as an image: {cause}", ""
 
         if self.workers > 1 and len(items) > 1:
             with ThreadPoolExecutor(self.workers) as pool:
                 made = list(pool.map(one, items))
         else:
             made = list(map(one, items))
-        errors = [one if isinstance(one, str) else "" for one in made]
-        tensors = [one for one in made if isinstance(one, Tensor)]
-        rows = [row for row, one in enumerate(made) if isinstance(one, Tensor)]
-        return [(torch.cat(tensors), rows)] if tensors else [], errors
+        images = {row: image for row, (image, _, _) in enumerate(made) if image is not None}
+        parts = [(torch.cat(list(images.values())), list(images))] if images else []
+        return parts, [error for _, error, _ in made], [note for _, _, note in made]
 
-    def _texts(self, batch: Mapping[str, Any]) -> tuple[list[tuple[Any, list[int]]], list[str]]:
+    def _texts(self, batch: Mapping[str, Any]) -> tuple[list[tuple[Any, list[int]]], list[str], list[str]]:
         """Texts are padded to the longest; where the model cannot tell padding, each length is a part of its own."""
         preprocess: Any = self.ensemble.metadata.preprocessing
         texts: list[Any] = [_plain(one) for one in batch[self.columns.text]]
         if self.columns.text_pair in batch:
             pairs = map(_plain, batch[self.columns.text_pair])
             texts = [(one, other) if isinstance(other, str) else one for one, other in zip(texts, pairs, strict=True)]
-        errors, padded = [""] * len(texts), preprocess.attention_mask or preprocess.pad_to_max
+        errors, notes, padded = [""] * len(texts), [""] * len(texts), preprocess.attention_mask or preprocess.pad_to_max
+
+        def encode(rows: list[int]) -> dict[str, Tensor]:
+            encoded, cut = preprocess.encode([texts[row] for row in rows])
+            for place in cut:
+                notes[rows[place]] = f"the text {preprocess.when_cut}"
+            return cast(dict[str, Tensor], encoded)
+
         if padded:
             with suppress(DataError):  # one of them: which?
-                return [(preprocess(texts), list(range(len(texts))))], errors
+                return [(encode(list(range(len(texts)))), list(range(len(texts))))], errors, notes
         lengths: dict[int, list[tuple[int, dict[str, Tensor]]]] = {}
-        for row, text in enumerate(texts):
+        for row in range(len(texts)):
             try:
-                encoded = preprocess([text])  # [1, T] each
+                encoded = encode([row])  # [1, T] each
             except DataError as error:
                 errors[row] = str(error)
             else:
                 lengths.setdefault(encoded["input_ids"].shape[1], []).append((row, encoded))
         if padded:
             rows = [row for row, error in enumerate(errors) if not error]
-            return [(preprocess([texts[row] for row in rows]), rows)] if rows else [], errors
-        return [
-            ({name: torch.cat([one[name] for _, one in same]) for name in same[0][1]}, [row for row, _ in same])
-            for same in lengths.values()
-        ], errors
+            return [(encode(rows), rows)] if rows else [], errors, notes
+        return (
+            [
+                ({name: torch.cat([one[name] for _, one in same]) for name in same[0][1]}, [row for row, _ in same])
+                for same in lengths.values()
+            ],
+            errors,
+            notes,
+        )
 
 
 def _pillow() -> Any:
@@ -276,12 +295,16 @@ def _image(item: Any) -> Any:
 
 @dataclass(frozen=True)
 class Scored:
-    """What came of an archive: rows with an answer, items that could not be read, files of other kinds, shards."""
+    """What came of an archive: rows with an answer, items that could not be read, files of other kinds, shards.
+
+    `noted` are the rows of which something is to be said: those whose `note` is not empty.
+    """
 
     rows: int
     unreadable: int
     ignored: int
     shards: int
+    noted: int = 0
 
 
 @checked
@@ -394,7 +417,7 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, seen: Callab
         unreadable += ({INPUT: item.name, "reason": str(error)} for item, error in pairs if error)
         seen(len(batch))
     if not parts:  # nothing could be read: a shard without rows, with the same columns
-        empty = scorer.answer(ReadyBatch([], [], {name: np.empty(0, dtype=object) for name in scorer.kept}))
+        empty = scorer.answer(ReadyBatch([], [], [], {name: np.empty(0, dtype=object) for name in scorer.kept}))
         del empty[ERROR]
         parts.append({INPUT: np.empty(0, dtype=object), **empty})
     lines = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in unreadable)
@@ -438,8 +461,12 @@ def _parquet(parts: Sequence[Arrays]) -> bytes:
 
 
 def _summary(place: Path, shards: int, ignored: int) -> dict[str, int]:
-    parquet = require("pyarrow.parquet", extra="data")
-    rows = sum(parquet.read_metadata(place / SHARD.format(number)).num_rows for number in range(shards))
+    parquet, compute = require("pyarrow.parquet", extra="data"), require("pyarrow.compute", extra="data")
+    made = [place / SHARD.format(number) for number in range(shards)]
+    rows = sum(parquet.read_metadata(file).num_rows for file in made)
+    told = [file for file in made if NOTE in parquet.read_schema(file).names]  # not those of an earlier version
+    said = (compute.not_equal(parquet.read_table(file, columns=[NOTE])[NOTE], "") for file in told)
     files = [place / UNREADABLE.format(number) for number in range(shards)]
     lost = sum(file.read_bytes().count(b"\n") for file in files if file.exists())
-    return {"rows": rows, "unreadable": lost, "ignored": ignored, "shards": shards}
+    counts = {"rows": rows, "unreadable": lost, "ignored": ignored, "shards": shards}
+    return {**counts, "noted": sum(compute.sum(one).as_py() or 0 for one in said)}

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -102,6 +103,37 @@ def test_what_cannot_be_read_has_a_row_and_a_reason(good: list[int]) -> None:
         assert (found["label"][bad] == -1).all()
         assert not found["accept"][bad].any()
         assert set(found["class_name"][bad]) == {""}
+
+
+def turned() -> bytes:
+    sink, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    pictures(1)[0].save(sink, "JPEG", exif=exif)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("broken", [None, "half \ud800"])
+def test_what_was_cut_or_turned_says_so_in_its_row(broken: str | None) -> None:
+    texts = ["hello", "hello " * 500, "wörld", *([] if broken is None else [broken])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = Scorer(served("text"))({"text": texts})
+        assert [bool(note) for note in found["note"]] == [False, True, *[False] * (len(texts) - 2)]
+        seen = Scorer(served("image"))({"image": [encoded(pictures(1)[0]), turned(), Image.open(io.BytesIO(turned()))]})
+    assert "tokens" in found["note"][1]
+    assert [("EXIF" in note) for note in seen["note"]] == [False, True, True]
+
+
+def test_an_archive_counts_the_rows_that_have_a_note(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        (tmp_path / "in" / f"{number}.jpg").write_bytes(turned() if number else encoded(pictures(1)[0]))
+    found = score_archive(Scorer(served("image")), tmp_path / "in", tmp_path / "out", shard_rows=2, progress=False)
+    assert found == Scored(rows=3, unreadable=0, ignored=0, shards=2, noted=2)
+    assert [bool(row["note"]) for row in written(tmp_path / "out")[0]] == [False, True, True]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    del summary["noted"]  # as an earlier version wrote it
+    assert Scored(**summary).noted == 0
 
 
 @pytest.mark.parametrize(
