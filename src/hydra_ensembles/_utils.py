@@ -7,7 +7,7 @@ import random
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -60,6 +60,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
         inner: Any = getattr(model, "_orig_mod", None) or model.module
         model = cast(nn.Module, inner)
     return model
+
+
+@contextmanager
+def own_precision() -> Iterator[None]:
+    """No autocast of the caller's inside: what is kept (weights, rankings) does not depend on it."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 @contextmanager

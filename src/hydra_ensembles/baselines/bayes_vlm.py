@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._utils import derive_seed
+from .._utils import derive_seed, own_precision
 from ..arguments import END, Checked, Positive, checked, require_whole, trusted
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
@@ -63,6 +63,7 @@ class BayesVLM(Checked):
 
 
 @checked
+@own_precision()
 def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()) -> "VLMPosterior":  # noqa: B008
     """The posterior of both projections, from pairs of images and texts; nothing is trained.
 

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .._utils import derive_seed
+from .._utils import derive_seed, own_precision
 from ..arguments import Checked, Positive, Seed, Whole, checked
 from ..batches import Batches, iterate
 from ..errors import ConfigError, DataError
@@ -41,6 +41,7 @@ class Laplace(Checked):
 
 
 @checked
+@own_precision()
 @torch.no_grad()
 def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) -> Ensemble:  # noqa: B008 (frozen)
     """Members that share everything but classifiers, which are drawn around the model's own; nothing is trained.

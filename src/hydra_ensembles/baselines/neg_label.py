@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._utils import derive_seed
+from .._utils import derive_seed, own_precision
 from ..arguments import Checked, PositiveShare, Seed, Share, Whole, checked
 from ..errors import ConfigError, DataError
 from ..familiarity import with_score
@@ -50,6 +50,7 @@ class EmbeddedWords:
 
 
 @checked
+@own_precision()
 @torch.no_grad()
 def embed_words(ensemble: Ensemble, words: Sequence[str], templates: Templates | None = None) -> EmbeddedWords:
     """Embed words once, for `neg_label` of every ensemble that is made of the same dual encoder.
@@ -85,6 +86,7 @@ def _embedded(side: TextSide, words: Sequence[str], sentences: Sequence[str], de
 
 
 @checked
+@own_precision()
 @torch.no_grad()
 def neg_label(
     ensemble: Ensemble,

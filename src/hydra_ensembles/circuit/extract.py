@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 import torch
 
 from .._distributed import Ranks, all_ranks, local_device
-from .._utils import require_device, warn
+from .._utils import own_precision, require_device, warn
 from ..arguments import checked, require_whole
 from ..batches import Batches, Sources, require_same_classes
 from ..errors import ConfigError, DataError, HydraError
@@ -43,6 +43,7 @@ from .timing import MINUTES, CandidateBar, in_words, say, seconds_of, speed_of
 
 @checked
 @torch.inference_mode(False)  # a caller's own would leave the gradients of "screened" nothing to work with
+@own_precision()
 def extract_circuit(
     ensemble: Ensemble | DualEncoder,
     id_batches: Batches,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
-from .._utils import require_device, torch_seeded
+from .._utils import own_precision, require_device, torch_seeded
 from ..arguments import checked, require_whole
 from ..batches import (
     Batches,
@@ -47,6 +47,7 @@ NAME = "the calibration data"
 
 
 @checked
+@own_precision()
 def taylor(
     ensemble: Ensemble,
     batches: Batches,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .._utils import own_precision
 from ..arguments import checked
 from ..batches import READ
 from ..checkpoint import Stored, load_checkpoint
@@ -348,6 +349,7 @@ _CLASSIFIER, _PROJECTION, _CLASSES = "readout.classifier.", "readout.projection.
 
 
 @checked
+@own_precision()
 def zero_shot(
     dual: DualEncoder, class_names: Sequence[str], templates: Templates = DEFAULT_TEMPLATES, keep_text: bool = True
 ) -> Ensemble:
@@ -403,6 +405,7 @@ def zero_shot(
 
 
 @checked
+@own_precision()
 def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Templates | None = None) -> Ensemble:
     """The same zero-shot ensemble for other classes, by the text towers it kept; the calibration does not carry over.
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from .._distributed import ALONE, Ranks, all_ranks, is_sharded, launched, local_device
-from .._utils import compiled_at_will, derive_seed, require_device
+from .._utils import compiled_at_will, derive_seed, own_precision, require_device
 from ..arguments import checked, require_whole
 from ..batches import Batches, borrowed, epoch_of, fingerprint, length_of, require_rereadable
 from ..errors import CheckpointError, DataError
@@ -210,8 +210,8 @@ class Learner(ABC, Generic[BatchT]):
 
 
 def trains(function: Callable[P, R]) -> Callable[P, R]:
-    """A public function that trains: `checked`, and with gradients whatever its caller has switched off."""
-    return checked(torch.inference_mode(False)(torch.enable_grad()(function)))
+    """A public function that trains: `checked`, with gradients and in its own precision, whatever its caller set."""
+    return checked(torch.inference_mode(False)(torch.enable_grad()(own_precision()(function))))
 
 
 class TrainOptions(TypedDict, total=False):

@@ -230,3 +230,38 @@ def test_classifiers_of_a_posterior_and_zero_shot_methods_on_a_gpu():
 
     for found, expected in zip(answers("cuda"), answers("cpu"), strict=True):
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
+# --- a caller's autocast ------------------------------------------------------------------------------------------
+
+
+def kept_of(found):
+    """What is kept of a result: tensors, or a ranking."""
+    if isinstance(found, he.HeadRanking):
+        return {"scores": torch.tensor(found.scores)}
+    state = {} if found.metadata.familiarity is None else dict(found.metadata.familiarity.state)
+    return {**found.state_dict(), **state}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda base, data: he.finetune(base, data, ONE, progress=False),
+        lambda base, data: baselines.lora_ensemble(base, data, ONE, LoRA(members=2, rank=2), progress=False),
+        lambda base, data: baselines.oba(base, data, None, OBA(keep=0.9, steps=1, batches=1), progress=False),
+        lambda base, data: baselines.laplace(base, data),
+        lambda base, data: he.taylor(base, data, budget=4, scope="global"),
+        lambda base, data: he.extract_circuit(base, data, score="acc", budget=2, layers=[1], progress=False),
+        lambda *_: baselines.neg_label(he.zero_shot(tiny_dual(), NAMES), ["tree", "bus"], settings=NegLabel(1.0, groups=1)),
+        lambda *_: he.retarget(he.zero_shot(tiny_dual(), NAMES), ("boat", "cat")),
+    ],
+)
+def test_a_callers_autocast_changes_nothing_that_is_kept(make):
+    base = single().float()  # float64 is beyond autocast
+    data = some(base, (8,))
+    wanted = kept_of(make(base, data))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = kept_of(make(base, data))
+        assert torch.is_autocast_enabled("cpu")
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
