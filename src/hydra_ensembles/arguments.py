@@ -18,14 +18,16 @@ from .schema import hints_of, require_types, short
 
 END = 2**63  # the first number that torch and numpy do not count, nor draw random numbers from
 
-# Numbers with the range that `Checked` accepts: the first of it, and the first beyond it.
+# Numbers with the range that `checked` and `Checked` accept: the first of it, and the first beyond it.
 Whole = Annotated[int, (1, END)]
+Count = Annotated[int, (0, END)]
 Seed = Annotated[int, (0, END)]
 Positive = Annotated[float, (math.ulp(0.0), math.inf)]
 NotNegative = Annotated[float, (0.0, math.inf)]
 Rate = Annotated[float, (0.0, 1.0)]
 Share = Annotated[float, (0.0, math.nextafter(1.0, 2.0))]  # 1 too
 PositiveShare = Annotated[float, (math.ulp(0.0), math.nextafter(1.0, 2.0))]
+InnerShare = Annotated[float, (math.ulp(0.0), 1.0)]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,8 +51,9 @@ _WORDS: dict[Any, str] = {
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Refuse arguments of a function that are not of the kind its annotations say: a `DataError` or a `ConfigError`.
 
-    Kinds are looked at, also those of items that are at hand, no more: ranges, heads, and whether models fit are the
-    function's own to check. A model is never refused here: the function knows what to say of another library's.
+    Kinds are looked at, also those of items that are at hand, and annotated ranges (`Whole`, `Share`), no more: heads,
+    and whether models fit are the function's own to check. A model is never refused here: the function knows what
+    to say of another library's. A number of numpy's becomes Python's own: seeds are derived from it, files hold it.
     """
     signature, title = inspect.signature(function), function.__name__
     if title == "__init__":
@@ -58,13 +61,14 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.cache
     def hints() -> dict[str, Any]:
-        found = get_type_hints(function)
+        found = get_type_hints(function, include_extras=True)
         shared = [get_args(hint)[0] for hint in found.values() if get_origin(hint) is Unpack]
-        return found | {name: hint for keywords in shared for name, hint in get_type_hints(keywords).items()}
+        return found | {k: v for one in shared for k, v in get_type_hints(one, include_extras=True).items()}
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name, value in (signature.bind(*args, **kwargs).arguments | kwargs).items():
+        bound = signature.bind(*args, **kwargs)
+        for name, value in (bound.arguments | kwargs).items():
             if name not in hints() and any(get_origin(hint) is Unpack for hint in hints().values()):
                 raise TypeError(f"{title}() got an unexpected keyword argument {name!r}")
             if name in hints() and not _fits(hints()[name], value):
@@ -73,9 +77,11 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
                     (get_origin(one) or one) in (Iterable, Mapping, Tensor) and not _listed(one) for one in choices
                 )
                 wanted = " or ".join(dict.fromkeys(map(_in_words, choices)))
-                got = f"{short(value)}{'' if isinstance(value, str | float) else f' ({type(value).__name__})'}"
+                got = f"{short(value)}{'' if isinstance(value, str | int | float) else f' ({type(value).__name__})'}"
                 raise (DataError if data else ConfigError)(f"{name} of {title} must be {wanted}, got {got}")
-        return function(*args, **kwargs)
+            if isinstance(value, np.integer | np.floating) and name in bound.arguments:
+                bound.arguments[name] = value.item()
+        return function(*bound.args, **bound.kwargs)
 
     return call
 
@@ -108,20 +114,9 @@ def _check_range(name: str, value: Any, hint: Any) -> None:
 
 def require_number(name: str, value: Any, least: float, end: float) -> None:
     """Refuse what is no number of at least `least` and less than `end`."""
-    number: Any = math.nan if isinstance(value, bool | np.bool_) or not isinstance(value, Real) else value
-    if not least <= number < end:
-        low = "above 0" if least == math.ulp(0.0) else f"of at least {least}"
-        high = {math.inf: "", END: " and less than 2**63", math.nextafter(1.0, 2.0): " and at most 1"}
-        accepted = f"{low}{high.get(end, f' and less than {end}')}"
-        raise ConfigError(f"{name} must be a number {accepted}, got {short(value)}")
-
-
-def require_whole(name: str, value: object, least: int) -> int:
-    """The value as Python's own integer; refused where it is no whole number, too small or too large."""
-    number = None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
-    if number is None or not least <= number < END:
-        raise ConfigError(f"{name} must be a whole number of at least {least} and less than 2**63, got {short(value)}")
-    return number
+    wanted = Annotated[float, (least, end)]
+    if not _fits(wanted, value):
+        raise ConfigError(f"{name} must be {_in_words(wanted)}, got {short(value)}")
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
@@ -135,6 +130,12 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 def _in_words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {list(get_args(hint))}"
+    if get_origin(hint) is Annotated:
+        kind, (least, end) = get_args(hint)
+        low = "above 0" if least == math.ulp(0.0) else f"of at least {least}"
+        high = {math.inf: "", END: " and less than 2**63", math.nextafter(1.0, 2.0): " and at most 1"}
+        other = f" and at most {end - 1}" if kind is int else f" and less than {end}"
+        return f"{_in_words(kind)} {low}{high.get(end, other)}"
     kind = get_origin(hint) or hint
     if _listed(hint):
         return f"a list of which each is {_in_words(get_args(hint)[0])}"
@@ -148,7 +149,7 @@ def _listed(hint: Any) -> bool:
 
 def _is_simple(hint: Any) -> bool:
     """Whether items are annotated as one kind, which can be looked at."""
-    return (isinstance(hint, type) and hint is not Any) or get_origin(hint) is Literal
+    return (isinstance(hint, type) and hint is not Any) or get_origin(hint) in (Literal, Annotated)
 
 
 def _fits(hint: Any, value: Any) -> bool:
@@ -158,6 +159,9 @@ def _fits(hint: Any, value: Any) -> bool:
         return any(_fits(one, value) for one in _choices(hint))
     if origin is Literal:
         return isinstance(value, str | int | type(None)) and value in get_args(hint)
+    if origin is Annotated:
+        kind, (least, end) = get_args(hint)
+        return _fits(kind, value) and bool(least <= value < end)
     kind = origin or hint
     if kind is bool:
         return isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1))

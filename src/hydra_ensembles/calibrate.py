@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ._utils import warn
-from .arguments import checked
+from .arguments import PositiveShare, checked
 from .batches import Batches
 from .errors import ConfigError, DataError
 from .familiarity import Answered, FitOptions, Fitting, answers, digests, require_fresh
-from .metrics.conformal import Reference, check_share, conformal_threshold, samples_for
+from .metrics.conformal import Reference, conformal_threshold, samples_for
 from .metrics.distance import FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean, warn_of_probabilities
 from .metrics.ood import aurc
@@ -53,7 +53,7 @@ def calibrate(
     ensemble: Ensemble,
     validation: Batches,
     *,
-    share: float = 0.95,
+    share: PositiveShare = 0.95,
     score: ScoreName = "msp",
     per_member: bool = False,
     temperature: bool = True,
@@ -92,7 +92,6 @@ def calibrate(
     weights = getattr(ensemble, "_orig_mod", ensemble)  # compiled ones are let through
     require_ensemble(weights, "calibrate")
     _require_members_for(score, ensemble.num_members)
-    check_share(share)
     known, parts, seen = ensemble.metadata.familiarity, list[Answered](), list[str]()  # seen: a name of each sample
     fitted = known if known is not None and familiarity in ("auto", known.settings.scores[0]) else None
     for inputs, some in answers(ensemble, validation, "validation", labelled=True):
@@ -190,7 +189,7 @@ def fit_calibration(
     member_logits: Tensor,
     labels: Tensor | Sequence[int],
     *,
-    share: float = 0.95,
+    share: PositiveShare = 0.95,
     score: ScoreName = "msp",
     per_member: bool = False,
     temperature: bool = True,
@@ -219,7 +218,6 @@ def fit_calibration(
         >>> fit.samples, fit.accepted >= 0.9
         (100, True)
     """
-    check_share(share)
     member_logits = scale_logits(member_logits).detach()
     _require_members_for(score, len(member_logits))
     warn_of_probabilities(member_logits)

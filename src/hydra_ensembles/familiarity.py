@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._utils import warn
-from .arguments import checked, require_whole
+from .arguments import NotNegative, Rate, Seed, Whole, checked
 from .batches import Batches, Inputs, iterate, require_labels, require_same_classes
 from .errors import ConfigError, DataError
 from .metrics.conformal import Reference
@@ -60,12 +60,12 @@ def fit_familiarity(
     id_batches: Batches,
     score: FamiliarityName | Sequence[FamiliarityName] = "mahalanobis",
     *,
-    held_out: float = 0.2,
-    shrinkage: float | None = None,
-    neighbours: int | None = None,
-    principal: int | None = None,
-    stored: int = 10_000,
-    seed: int = 0,
+    held_out: Rate = 0.2,
+    shrinkage: NotNegative | None = None,
+    neighbours: Whole | None = None,
+    principal: Whole | None = None,
+    stored: Whole = 10_000,
+    seed: Seed = 0,
 ) -> Ensemble:
     """A copy of an ensemble that says how familiar an input is: `p.score("mahalanobis")`, `p.familiarity`.
 
@@ -101,9 +101,7 @@ def fit_familiarity(
     require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity")
     wanted = (score,) if isinstance(score, str) else tuple(score)
     options = FitOptions(wanted, shrinkage, neighbours, principal, stored)
-    if not 0.0 <= held_out < 1.0:
-        raise ConfigError(f"held_out is a share of the samples from 0 to below 1, got {held_out}")
-    draws = np.random.default_rng(require_whole("seed", seed, 0))
+    draws = np.random.default_rng(seed)
     fitting, waiting = Fitting(ensemble, options, draws), Reservoir(HELD_OUT_MOST, draws)
     for inputs, samples in answers(ensemble, id_batches, "id_batches", options.labelled):
         out = torch.from_numpy(draws.random(len(samples.labels)) < held_out)
@@ -166,11 +164,6 @@ class FitOptions:
     def __post_init__(self) -> None:
         if not self.scores or len(set(self.scores)) < len(self.scores):
             raise ConfigError(f"score={list(self.scores)} cannot be fitted; give one or more, each once")
-        if self.shrinkage is not None and not 0.0 <= self.shrinkage < float("inf"):
-            raise ConfigError(f"shrinkage is a share of the mean eigenvalue, 0 or more; got {self.shrinkage}")
-        for name in ("neighbours", "principal", "stored"):
-            if getattr(self, name) is not None:
-                require_whole(name, getattr(self, name), 1)
 
     @property
     def labelled(self) -> bool:

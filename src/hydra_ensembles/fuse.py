@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ._utils import warn
-from .arguments import checked, require_whole
+from .arguments import Count, checked
 from .convert.convert import convert
 from .errors import ConfigError
 from .heads.masking import Model
@@ -43,8 +43,8 @@ def fuse(
     mlp: Fusion = "mean",
     norms: Fusion = "separate",
     readout: Fusion = "separate",
-    trunk: int | None = None,
-    average: int = 0,
+    trunk: Count | None = None,
+    average: Count = 0,
 ) -> Model:
     """One model out of copies of one model that were pruned, and maybe fine-tuned, in different ways.
 
@@ -86,9 +86,6 @@ def fuse(
     ensembles = [member for member in given if isinstance(member, Ensemble)]
     if duals and ensembles:
         raise ConfigError("fuse takes members of one kind, got ['DualEncoder', 'Ensemble']")
-    if trunk is not None:
-        require_whole("trunk", trunk, 0)
-    require_whole("average", average, 0)
     if duals and average:
         raise ConfigError(f"average={average} is for classifiers; of dual encoders the layers are kept per member")
     if trunk is None and (twins := _twins(given)):

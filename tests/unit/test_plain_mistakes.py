@@ -135,6 +135,7 @@ CLASSES = {"class_names": ["red", "green"], "templates": ["a {label}"]}
 ZERO_SHOT = he.zero_shot(DUAL, **CLASSES)
 UNTRAINED = he.HydraConfig(prune=1, members=2, strategy="random", familiarity=None)
 TRAINED = he.HydraConfig(prune=1, members=1, method="naive", recipe=RECIPE)
+RANKING = he.HeadRanking(((0, 0),), (1.0,), "m", "acc")
 WIDTHS = {"width": 8, "layers": 2, "heads": 2, "head_dim": 4, "mlp_width": 8}
 METHODS: dict[str, Any] = {  # small settings of the baselines that train
     "batch_ensemble": BASELINES.BatchEnsemble(members=2),
@@ -248,7 +249,7 @@ CALLS: dict[str, Call] = {  # of a partial function, what is given is looked at;
     "write_atlas": (he.write_atlas, lambda: {"path": "atlas.html", "atlas": small_atlas()}),
     "write_report": (he.write_report, lambda: {"path": "report.html", "evaluations": []}),
     "HeadRanking.load": (he.HeadRanking.load, lambda: {"path": "missing.json"}),
-    "HeadRanking.save": (he.HeadRanking(((0, 0),), (1.0,), "m", "acc").save, lambda: {"path": "saved.json"}),
+    "HeadRanking.save": (RANKING.save, lambda: {"path": "saved.json"}),
     "Evaluation.load": (he.Evaluation.load, lambda: {"path": "missing.json"}),
     "Evaluation.save": (evaluation().save, lambda: {"path": "saved.json"}),
     "load": (load, lambda: {"name_or_path": "folder"}),
@@ -345,6 +346,10 @@ def test_every_mistake_is_answered_or_refused_in_our_words(name: str, every: int
         (MODEL.optimize, {"compiled_shapes": True}, "compiled_shapes"),
         (metrics.bootstrap_ood, {"metric": "auroc", **OOD, "seed": None}, "seed"),
         (he.taylor, {"ensemble": MODEL, "batches": [], "budget": 3, "seed": 2**70}, "seed"),
+        (he.search, {"model": MODEL, "id": [], "ood": [], "cost": 0.9}, "cost of search"),
+        (he.evaluate, {"ensemble": MODEL, "id_data": [], "batch_size": 0}, "of at least 1"),
+        (he.finetune, {"member": MODEL, "train": [], "recipe": RECIPE, "index": -1}, "index"),
+        (he.heads.overlap, {"first": RANKING, "second": RANKING, "count": 0}, "count"),
         (
             he.tune_text,
             {"dual": dual().member(0), "train": [], "recipe": RECIPE, "projection_rate": math.inf},
@@ -355,3 +360,8 @@ def test_every_mistake_is_answered_or_refused_in_our_words(name: str, every: int
 def test_settings_of_another_kind_are_refused(call: Callable[..., Any], given: dict[str, Any], token: str) -> None:
     with pytest.raises(ConfigError, match=token):
         call(**given)
+
+
+def test_a_seed_of_numpy_draws_what_the_same_number_of_python_draws() -> None:
+    (own,), (other,) = (he.data.synthetic_ood([(X, Y)], seed=seed)[0] for seed in (3, np.int64(3)))
+    assert torch.equal(own, other)

@@ -30,6 +30,7 @@ def kinds(base: type = Checked) -> Iterator[type]:
 SIZES = {"width": 8, "layers": 2, "heads": 2, "head_dim": 4, "mlp_width": 8, "patch_size": (2, 2), "grid": (2, 2)}
 TEXTS = {"vocabulary": 9, "positions": 9, "embedding_width": 8, "outputs": 3, "max_length": 8, "base": 10.0}
 NEEDED: dict[str, Any] = {**SIZES, **TEXTS, "size": (8, 8), "model": "m", "output": "o", "id": "i", "ood": ("o",)}
+NEEDED |= {"scores": ("knn",), "samples": 9}
 GOOD = {he.Recipe: {"learning_rate": 0.1, "steps": 10}, he.HydraConfig: {"prune": 4}}
 KINDS = {f"{one.__module__}.{one.__name__}": one for one in kinds()}
 

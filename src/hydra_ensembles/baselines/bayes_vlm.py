@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed, own_precision
-from ..arguments import END, Checked, Positive, checked, require_whole, trusted
+from ..arguments import END, Checked, Positive, Seed, Whole, checked, trusted
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
 from ..model.config import Sharing
@@ -245,8 +245,8 @@ class VLMPosterior:
         self,
         class_names: Sequence[str],
         templates: Templates = DEFAULT_TEMPLATES,
-        members: int = 20,
-        seed: int = 0,
+        members: Whole = 20,
+        seed: Seed = 0,
         keep_text: bool = True,
     ) -> Ensemble:
         """A zero-shot ensemble whose members have projections drawn from the posterior; towers are shared.
@@ -258,8 +258,6 @@ class VLMPosterior:
             seed: Draws them.
             keep_text: Keep the text side, so that `retarget` can set other classes.
         """
-        require_whole("members", members, 1)
-        require_whole("seed", seed, 0)
         base = zero_shot(self.dual, class_names, templates, keep_text)
         image, text = _projections(self.dual)
         of_image = _weights(self.image.draw(members, derive_seed(seed, "image")), image)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Unpack
 
-from ..arguments import require_whole
+from ..arguments import Whole
 from ..batches import Batches
 from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
@@ -17,7 +17,7 @@ def deep_ensemble(
     model: Ensemble,
     train: Batches,
     recipe: Recipe,
-    members: int = 3,
+    members: Whole = 3,
     validation: Batches | None = None,
     *,
     snapshots: bool = False,
@@ -50,7 +50,6 @@ def deep_ensemble(
         2
     """
     require_single(model, "deep_ensemble")
-    require_whole("members", members, 1)
     found: list[Ensemble] = []
     for index in range(members):
         goes_on = snapshots and index > 0

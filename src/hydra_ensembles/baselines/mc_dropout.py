@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..arguments import checked, require_number, require_whole, trusted
+from ..arguments import Rate, Seed, Whole, checked, trusted
 from ..batches import Inputs
 from ..model.config import EnsembleConfig
 from ..model.dropping import Droppable, dropping
@@ -15,8 +15,7 @@ from ..model.ensemble import Ensemble, built_around
 from ..prediction import Prediction
 
 
-@checked
-def mc_dropout(ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> "MCDropout":
+def mc_dropout(ensemble: Ensemble, p: Rate, passes: Whole, seed: Seed = 0) -> "MCDropout":
     """See an ensemble as many: each member is one pass with a random part of the activations dropped.
 
     The ensemble, trained with dropout or without, is untouched; its weights are shared. All passes run in one batch.
@@ -48,11 +47,11 @@ class MCDropout(Droppable):
     call has random numbers of its own, from the seed, so batches of one size are seen through the same masks.
     """
 
-    def __init__(self, ensemble: Ensemble, p: float, passes: int, seed: int = 0) -> None:
+    @checked
+    def __init__(self, ensemble: Ensemble, p: Rate, passes: Whole, seed: Seed = 0) -> None:
         super().__init__()
         require_ensemble(ensemble, "mc_dropout")
-        require_number("MCDropout.p", p, 0.0, 1.0)
-        self.p, self.passes, self.seed = p, require_whole("passes", passes, 1), require_whole("seed", seed, 0)
+        self.p, self.passes, self.seed = p, passes, seed
         config = _with_dropout(ensemble.config, p)
         metadata = replace(ensemble.metadata, calibration=None, familiarity=None)
         self.model = built_around(lambda: Ensemble(config, metadata), ensemble.state_dict())  # the weights, not copies

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Annotated, Any, cast, get_args
 
 import torch
 
 from .._distributed import Ranks, all_ranks, local_device
 from .._utils import own_precision, require_device, warn
-from ..arguments import checked, require_whole
+from ..arguments import Count, Seed, Share, Whole, checked
 from ..batches import Batches, Sources, require_same_classes
 from ..errors import ConfigError, DataError, HydraError
 from ..files import resumable
@@ -54,18 +54,18 @@ def extract_circuit(
     method: Method = "auto",
     ties: Ties = "likelihood",
     ood_score: OODScore = "msp",
-    max_accuracy_loss: float | None = None,
+    max_accuracy_loss: Share | None = None,
     layers: Iterable[int] | None = None,
     removed: Iterable[HeadLike] = (),
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    max_memory: float | None = None,
-    batch_size: int | None = None,
+    max_memory: Annotated[float, (1, math.inf)] | None = None,
+    batch_size: Whole | None = None,
     journal: str | Path | None = None,
     progress: bool = True,
-    screen_size: int | None = None,
-    audit_steps: int = 2,
-    seed: int = 0,
+    screen_size: Whole | None = None,
+    audit_steps: Count = 2,
+    seed: Seed = 0,
     class_names: Sequence[str] | None = None,
     templates: Templates = DEFAULT_TEMPLATES,
     towers: Sequence[Tower] = ("image", "text"),
@@ -149,15 +149,7 @@ def extract_circuit(
     chosen, numbered = _checked_places(ensemble, towers, layers)
     off, candidates = off_and_left(ensemble, chosen, numbered, removed)
     require_budget(budget, most_to_go(ensemble, candidates))
-    if max_accuracy_loss is not None and not 0 <= max_accuracy_loss <= 1:
-        raise ConfigError(f"max_accuracy_loss must be a share from 0 to 1, got {max_accuracy_loss}")
-    audit_steps, seed = require_whole("audit_steps", audit_steps, 0), require_whole("seed", seed, 0)
-    if max_memory is not None and not 1 <= max_memory < math.inf:
-        raise ConfigError(f"max_memory must be at least 1 byte, got {max_memory}")
     room = None if max_memory is None else int(max_memory)  # bytes are written as 2e9
-    for name, size in (("screen_size", screen_size), ("batch_size", batch_size)):
-        if size is not None:
-            require_whole(name, size, 1)
     with_text = "text" in {*chosen, *(head.tower for head in off)}  # heads of the text tower are off, or may be
     _check_methods(ensemble, method, ood_score, with_text)
     if score != "acc" and ood_batches is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._utils import derive_seed
-from ..arguments import checked, require_whole
+from ..arguments import Seed, checked
 from ..batches import Batches, Inputs, borrowed, epoch_of, iterate
 from ..errors import DataError
 from ..model.config import TextStemConfig
@@ -28,7 +28,7 @@ Spoil = Callable[[Tensor, Tensor, torch.Generator], Tensor]  # an image [C, H, W
 
 
 @checked
-def synthetic_ood(id_batches: Batches, *, seed: int = 0, model: Ensemble | None = None) -> list[tuple[Inputs]]:
+def synthetic_ood(id_batches: Batches, *, seed: Seed = 0, model: Ensemble | None = None) -> list[tuple[Inputs]]:
     """Make OOD batches out of ID batches, as many samples in the same shapes and types.
 
     Images `[B, C, H, W]`, in turn: patches shuffled, phases scrambled (the spectrum stays), a strong blur, strong
@@ -57,7 +57,6 @@ def synthetic_ood(id_batches: Batches, *, seed: int = 0, model: Ensemble | None 
         >>> [list(images.shape) for (images,) in data.synthetic_ood(familiar)]
         [[4, 3, 64, 64]]
     """
-    require_whole("seed", seed, 0)
     with borrowed(id_batches), epoch_of(id_batches, 0, derive_seed(seed, "synthetic"), torch.device("cpu")):
         given = [inputs for inputs, _ in iterate(id_batches, "id_batches", labelled=False)]
     tensors = [_main(inputs, index) for index, inputs in enumerate(given)]

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..arguments import checked, require_whole
+from ..arguments import Count, Whole, checked
 from ..batches import Inputs, changed, iterate, length_of, require_labels, require_same_classes, size_of
 from ..circuit.timing import in_words, say
 from ..data.batching import Preprocess
@@ -201,11 +201,11 @@ def atlas(
     name: str | None = None,
     id_name: str | None = None,
     score: AnyScore = "msp",
-    inputs: int = 4,
+    inputs: Annotated[int, (0, MOST_INPUTS + 1)] = 4,
     layers: Sequence[int] | None = None,
     preprocess: Preprocess | None = None,
-    batch_size: int = 64,
-    num_workers: int = 0,
+    batch_size: Whole = 64,
+    num_workers: Count = 0,
     output: str | Path | None = None,
     progress: bool = True,
 ) -> Atlas:
@@ -249,11 +249,6 @@ def atlas(
     require_ensemble(ensemble, "atlas")
     if not ensemble.num_classes:
         raise ConfigError("this ensemble has no classifier to look at; convert the model with num_labels=")
-    require_whole("batch_size", batch_size, 1)
-    require_whole("num_workers", num_workers, 0)
-    require_whole("inputs", inputs, 0)
-    if inputs > MOST_INPUTS:
-        raise ConfigError(f"inputs={inputs} are more than a page can show for each head; give at most {MOST_INPUTS}")
     known, id_name, name = ensemble.metadata, id_name or set_name(id_data), name or "model"
     preprocess, calibration = preprocess or known.preprocessing, known.calibration or Calibration()
     measure = Measure(name, id_name, score, (), "torch-uncertainty", calibration, 0, False, known.familiarity)

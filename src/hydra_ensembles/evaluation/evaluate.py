@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._distributed import current_ranks
 from .._utils import require_device, unwrapped
-from ..arguments import checked, require_whole
+from ..arguments import Count, Whole, checked
 from ..batches import Batches
 from ..data.batching import BatchLoader, Preprocess
 from ..data.batching import batches as make_batches
@@ -55,11 +55,11 @@ def evaluate(
     convention: Convention = "torch-uncertainty",
     calibration: Calibration | None = None,
     preprocess: Preprocess | None = None,
-    batch_size: int = 64,
-    num_workers: int = 0,
+    batch_size: Whole = 64,
+    num_workers: Count = 0,
     device: str | torch.device | None = None,
-    bootstrap: int = 0,
-    gallery: int = 0,
+    bootstrap: Count = 0,
+    gallery: Count = 0,
     keep_logits: bool = False,
     output: str | Path | None = None,
     progress: bool = True,
@@ -127,9 +127,6 @@ def evaluate(
     applied = calibration or Calibration()
     fitted = known.familiarity if isinstance(ensemble, Ensemble | OptimizedEnsemble) else None
     measure = Measure(name or "model", id_name, score, scores, convention, applied, bootstrap, keep_logits, fitted)
-    for setting, value in {"gallery": gallery, "num_workers": num_workers}.items():
-        require_whole(setting, value, 0)
-    require_whole("batch_size", batch_size, 1)
     if isinstance(ensemble, Ensemble | OptimizedEnsemble) and not ensemble.num_classes:
         raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
     groups = read_groups(ood)
@@ -184,7 +181,7 @@ def evaluate_logits(
     scores: Sequence[ScoreName] = (),
     convention: Convention = "torch-uncertainty",
     calibration: Calibration | None = None,
-    bootstrap: int = 0,
+    bootstrap: Count = 0,
     keep_logits: bool = False,
     model: ModelInfo | None = None,
     provenance: Provenance | None = None,

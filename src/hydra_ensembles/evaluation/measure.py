@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import require_whole
 from ..errors import ConfigError, DataError
 from ..metrics.bootstrap import Interval, bootstrap_metric, bootstrap_ood
 from ..metrics.inputs import Convention, mean, where
@@ -67,7 +66,6 @@ class Measure:
         if unknown:
             fit = "; fit_familiarity makes an ensemble give scores of its features" if not fitted else ""
             raise ConfigError(f"scores {unknown} are not known; choose from {', '.join(known)}{fit}")
-        require_whole("bootstrap", self.bootstrap, 0)
 
     def predict(self, logits: Tensor, unfamiliarity: Tensor | None = None) -> Prediction:
         """A prediction from logits `[M, B, C]` that are finite; only a division by less than one can change that."""

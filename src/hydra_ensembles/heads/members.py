@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..arguments import require_whole
+from ..arguments import Seed, checked
 from ..errors import ConfigError, HeadError, SameMembersError
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
@@ -24,8 +24,9 @@ CIRCUIT_ORDER: tuple[Score, ...] = ("avg", "acc", "ood")  # in which members tak
 TAYLOR_DRAWS = 4  # rankings made per member before giving up on members that differ
 
 
+@checked
 def circuit_members(
-    rankings: Mapping[str, HeadRanking], prune: int, members: int, pool: int | None = None, seed: int = 0
+    rankings: Mapping[str, HeadRanking], prune: int, members: int, pool: int | None = None, seed: Seed = 0
 ) -> Members:
     """The circuits for both goals, for accuracy and for OOD detection, in this order; then draws from the first.
 
@@ -86,7 +87,8 @@ def distinct_taylor(rank: Callable[[int], HeadRanking], prune: int, members: int
     )
 
 
-def sampled_members(ranking: HeadRanking, prune: int, pool: int, members: int, seed: int = 0) -> Members:
+@checked
+def sampled_members(ranking: HeadRanking, prune: int, pool: int, members: int, seed: Seed = 0) -> Members:
     """Members that each lose `prune` heads drawn at random from the first `pool` of one ranking.
 
     Args:
@@ -100,8 +102,9 @@ def sampled_members(ranking: HeadRanking, prune: int, pool: int, members: int, s
     return tuple(_draw_distinct(ranking.first(pool), prune, members, seed, "pool"))
 
 
+@checked
 def random_members(
-    model: Ensemble | DualEncoder, prune: int, members: int, seed: int = 0, layers: Iterable[int] | None = None
+    model: Ensemble | DualEncoder, prune: int, members: int, seed: Seed = 0, layers: Iterable[int] | None = None
 ) -> Members:
     """Members that lose `prune` heads drawn from all heads: the control every ranking has to beat.
 
@@ -133,7 +136,6 @@ def _draw_distinct(
     Each subset keeps the order of `heads`. `setting` is the argument that decides how many heads there are, `whole` are
     heads that no subset has all of.
     """
-    require_whole("seed", seed, 0)
     if prune > len(heads):
         raise HeadError(f"prune is {prune}, but there are {len(heads)} heads to draw from; enlarge `{setting}`")
     seen = {frozenset(subset) for subset in taken}

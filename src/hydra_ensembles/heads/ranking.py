@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..arguments import checked, require_whole
+from ..arguments import Count, Whole, checked
 from ..batches import Batches, Inputs, iterate, tensor_bytes
 from ..errors import HeadError
 from ..files import read_sealed, write_sealed
@@ -170,8 +170,8 @@ class HeadRanking:
                 raise HeadError(f"a ranking counts layers and heads from 0, got {head}")
             if not math.isfinite(score):
                 raise HeadError(f"the score of head {head} is {score}; a ranking needs finite scores")
-        if self.only is not None and require_whole("only", self.only, 0) != len(self.heads):
-            raise HeadError(f"`only` is {self.only}, but the ranking has {len(self.heads)} heads; they must be equal")
+        if self.only is not None and (not isinstance(self.only, Integral) or self.only != len(self)):
+            raise HeadError(f"`only` is {self.only}, but the ranking has {len(self)} heads; they must be equal")
 
     def __len__(self) -> int:
         """Number of ranked heads."""
@@ -182,9 +182,9 @@ class HeadRanking:
         """What decided between heads of one score: `"likelihood"`, or `"order"` as in circuits of before; else None."""
         return self.provenance.get("ties", "order") if self.method.startswith("circuit/") else None
 
-    def first(self, count: int) -> tuple[Head, ...]:
+    @checked
+    def first(self, count: Count) -> tuple[Head, ...]:
         """The `count` heads to prune, in removal order."""
-        require_whole("count", count, 0)
         if self.only is not None and count != self.only:
             raise HeadError(
                 f"this ranking ({self.method}) is for exactly {self.only} heads, not {count}; rank with budget={count}"
@@ -211,9 +211,10 @@ class HeadRanking:
             raise HeadError(f"{path} is not a saved head ranking: {error}") from error
 
 
-def overlap(first: HeadRanking, second: HeadRanking, count: int) -> float:
+@checked
+def overlap(first: HeadRanking, second: HeadRanking, count: Whole) -> float:
     """Share of heads that two rankings have in common among the first `count` of each, at least one."""
-    one, other = (set(ranking.first(require_whole("count", count, 1))) for ranking in (first, second))
+    one, other = (set(ranking.first(count)) for ranking in (first, second))
     return len(one & other) / count
 
 
@@ -225,13 +226,14 @@ def stability(rankings: Sequence[HeadRanking], count: int) -> float:
     return sum(overlap(first, second, count) for first, second in pairs) / len(pairs)
 
 
-def jensen_shannon(first: HeadRanking, second: HeadRanking, count: int) -> float:
+@checked
+def jensen_shannon(first: HeadRanking, second: HeadRanking, count: Whole) -> float:
     """Jensen–Shannon divergence (natural logarithm) between two choices of `count` heads over the layers.
 
     Each choice is a distribution over (tower, layer): the share of its heads that lie there. It is 0 when both take
     as many heads from every layer, and at most log 2.
     """
-    chosen = [ranking.first(require_whole("count", count, 1)) for ranking in (first, second)]
+    chosen = [ranking.first(count) for ranking in (first, second)]
     p, q = (Counter((head.tower, head.layer) for head in heads) for heads in chosen)
     divergence = 0.0
     for place in sorted(p.keys() | q.keys()):

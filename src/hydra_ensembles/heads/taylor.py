@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from .._utils import own_precision, require_device, torch_seeded
-from ..arguments import checked, require_whole
+from ..arguments import Seed, Whole, checked
 from ..batches import (
     Batches,
     Inputs,
@@ -56,8 +56,8 @@ def taylor(
     scope: Scope = "layer",
     layers: Iterable[int] | None = None,
     removed: Iterable[HeadLike] = (),
-    seed: int = 0,
-    calibration_batches: int | None = None,
+    seed: Seed = 0,
+    calibration_batches: Whole | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: bool = False,
@@ -110,16 +110,14 @@ def taylor(
     chosen_layers = checked_layers(ensemble.config, blocks if layers is None else layers)
     off, candidates = off_and_left(ensemble, [TOWER], chosen_layers, removed)
     steps = _steps(ensemble, candidates, chosen_layers, budget, scope)
-    count = None if calibration_batches is None else require_whole("calibration_batches", calibration_batches, 1)
-    seed = require_whole("seed", seed, 0)
     order: list[tuple[float, Head]] = []
     with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), borrowed(batches), ExitStack() as masks:
         model = working_copy(ensemble, dtype, None if device is None else require_device(device))
         require_same_classes(batches, ensemble.metadata.labels, NAME)
-        data = CalibrationBatches(batches, count, seed, ensemble.num_classes)
+        data = CalibrationBatches(batches, calibration_batches, seed, ensemble.num_classes)
         samples = list(data) if len(steps) > 1 else data
         masks.enter_context(masked(model, off))
-        each = len(samples) if isinstance(samples, list) else count or length_of(batches)
+        each = len(samples) if isinstance(samples, list) else calibration_batches or length_of(batches)
         whole = None if each is None else len(steps) * each
         bar = masks.enter_context(tqdm(total=whole, desc=f"taylor/{scope}", unit="batch", disable=not progress))
         for heads, taken in steps:
@@ -140,7 +138,7 @@ def taylor(
             "data": data.fingerprint.hexdigest(),
             "samples": data.fingerprint.samples,
             "batches": data.indices,
-            "calibration_batches": count,
+            "calibration_batches": calibration_batches,
             "seed": seed,
             "budget": budget,
             "layers": chosen_layers,

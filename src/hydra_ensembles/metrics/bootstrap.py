@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arguments import checked, require_whole
-from ..errors import ConfigError, DataError
+from ..arguments import InnerShare, Seed, Whole, checked
+from ..errors import DataError
 from .inputs import Convention, check_same_length, check_scores
 from .ood import OodMetric, cumulative_counts, joint_ranks, of_counts
 
@@ -42,9 +42,9 @@ def bootstrap_metric(
     samples: Sequence[Tensor],
     *,
     minus: Sequence[Tensor] | None = None,
-    resamples: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
+    resamples: Whole = 1000,
+    level: InnerShare = 0.95,
+    seed: Seed = 0,
 ) -> Interval:
     """Interval of `metric(*samples)`, a function of arrays with one row a sample.
 
@@ -60,8 +60,6 @@ def bootstrap_metric(
         level: Share of the replicates the interval holds.
         seed: Decides the draws.
     """
-    require_whole("resamples", resamples, 1)
-    require_whole("seed", seed, 0)
     if not samples:
         raise DataError("got no arrays to draw samples from; give at least one")
     arrays = [*samples, *(minus or ())]
@@ -86,9 +84,9 @@ def bootstrap_ood(
     *,
     minus: tuple[Tensor, Tensor | Sequence[Tensor]] | None = None,
     convention: Convention = "torch-uncertainty",
-    resamples: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
+    resamples: Whole = 1000,
+    level: InnerShare = 0.95,
+    seed: Seed = 0,
 ) -> Interval:
     """Interval of an OOD metric of scores `[n]` and `[m]`, or of its unweighted mean over several OOD sets.
 
@@ -109,21 +107,20 @@ def bootstrap_ood(
     return _interval(value, replicates, level)
 
 
+@checked
 def ood_replicates(
     metric: OodMetric,
     id_scores: Tensor,
     ood_scores: Tensor | Sequence[Tensor],
     convention: Convention = "torch-uncertainty",
-    resamples: int = 1000,
-    seed: int = 0,
+    resamples: Whole = 1000,
+    seed: Seed = 0,
 ) -> tuple[float, np.ndarray]:
     """The metric, and its value on every resample `[R]`, averaged over the OOD sets.
 
     The draws depend on the seed and the numbers of samples alone, so replicates of methods on the same samples
     are paired, and differences of many methods can be put together.
     """
-    require_whole("resamples", resamples, 1)
-    require_whole("seed", seed, 0)
     ood_sets = _as_list(ood_scores)
     if not ood_sets:
         raise DataError("got no OOD set; at least one is needed")
@@ -158,7 +155,5 @@ def _as_list(scores: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def _interval(value: float, replicates: np.ndarray, level: float) -> Interval:
-    if not 0 < level < 1:
-        raise ConfigError(f"level={level} is not a share of the replicates; use a number in (0, 1), as 0.95")
     low, high = np.quantile(replicates, [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high), level, len(replicates))

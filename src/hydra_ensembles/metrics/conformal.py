@@ -13,19 +13,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..arguments import checked
+from ..arguments import Count, NotNegative, PositiveShare, checked
 from ..errors import ConfigError, DataError
 from .inputs import Labels, check_probs, check_scores
 
 SetKind = Literal["lac", "aps", "raps"]
 
 KEPT = 1000  # most scores that a reference keeps; with more samples a p-value is rounded up by at most 1 / KEPT
-
-
-def check_share(share: float, name: str = "share") -> None:
-    """Refuse what is not a share above 0 and at most 1."""
-    if not 0.0 < share <= 1.0:
-        raise ConfigError(f"{name} is a part of the samples, above 0 and at most 1; got {share}")
 
 
 def rank_for(share: float, samples: int) -> int:
@@ -39,12 +33,11 @@ def samples_for(share: float) -> int:
 
 
 @checked
-def conformal_threshold(scores: Tensor, share: float) -> float:
+def conformal_threshold(scores: Tensor, share: PositiveShare) -> float:
     """The threshold that a new sample's score is at most with probability `share` or more, from held-out scores `[n]`.
 
     It is the ⌈share · (n + 1)⌉-th smallest score, and infinite where there are too few to promise it.
     """
-    check_share(share)
     ordered = check_scores(scores, "scores").sort().values
     rank = rank_for(share, len(ordered))
     return math.inf if rank > len(ordered) else ordered[rank - 1].item()
@@ -148,12 +141,12 @@ def label_scores(probs: Tensor, kind: SetKind = "lac", penalty: float = 0.1, fre
 def fit_sets(
     probs: Tensor,
     labels: Labels,
-    share: float = 0.9,
+    share: PositiveShare = 0.9,
     kind: SetKind = "lac",
     *,
     by_class: bool = False,
-    penalty: float = 0.1,
-    free_ranks: int = 1,
+    penalty: NotNegative = 0.1,
+    free_ranks: Count = 1,
 ) -> LabelSets:
     """Sets of labels that hold the right one with probability `share` or more, from held-out samples.
 
@@ -166,9 +159,6 @@ def fit_sets(
         penalty: Of `raps`.
         free_ranks: Of `raps`.
     """
-    check_share(share)
-    if penalty < 0 or free_ranks < 0:
-        raise ConfigError(f"penalty and free_ranks must be 0 or more, got {penalty} and {free_ranks}")
     probs, targets = check_probs(probs, labels)
     scores = label_scores(probs, kind, penalty, free_ranks).gather(-1, targets[:, None])[:, 0]  # [B]
     groups: Sequence[Tensor] = [scores]

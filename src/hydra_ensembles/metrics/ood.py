@@ -22,8 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..arguments import checked
-from ..errors import ConfigError, DataError
+from ..arguments import PositiveShare, checked
+from ..errors import DataError
 from .inputs import Convention, check_finite, check_same_length, check_scores
 
 OodMetric = Literal["auroc", "aupr", "fpr95"]
@@ -43,10 +43,9 @@ class RiskCoverage:
             return self.risk.item()
         return torch.trapezoid(self.risk, self.coverage).item() / (1 - 1 / len(self.risk))
 
-    def at(self, coverage: float) -> float:
+    @checked
+    def at(self, coverage: PositiveShare) -> float:
         """Mean error when at least this share of the samples is answered, the most certain ones."""
-        if not 0 < coverage <= 1:
-            raise ConfigError(f"coverage={coverage} is not a share of the samples; use a number in (0, 1]")
         answered = math.ceil(round(len(self.risk) * coverage, 9))  # 100 * 0.07 is 7 samples, not 8
         return self.risk[max(answered, 1) - 1].item()
 
@@ -84,7 +83,7 @@ def aurc(scores: Tensor, errors: Tensor) -> float:
 
 
 @checked
-def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: float = 0.8) -> float:
+def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: PositiveShare = 0.8) -> float:
     """Mean error when at least this share of the samples is answered, the most certain ones.
 
     Args:

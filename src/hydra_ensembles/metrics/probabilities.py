@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import checked, require_whole
+from ..arguments import Whole, checked
 from .inputs import Labels, at_least_float32, check_member_probs, check_probs, mean
 
 BINS = 15
@@ -99,7 +99,7 @@ def nll(probs: Tensor, labels: Labels) -> float:
 
 
 @checked
-def ece(probs: Tensor, labels: Labels, *, bins: int = BINS) -> float:
+def ece(probs: Tensor, labels: Labels, *, bins: Whole = BINS) -> float:
     """Expected calibration error: equal-width bins of top-1 confidence, L1, as torchmetrics defines it.
 
     Like there, a confidence of exactly 1 has a bin of its own.
@@ -120,7 +120,7 @@ def ece(probs: Tensor, labels: Labels, *, bins: int = BINS) -> float:
 
 
 @checked
-def adaptive_ece(probs: Tensor, labels: Labels, *, bins: int = BINS) -> float:
+def adaptive_ece(probs: Tensor, labels: Labels, *, bins: Whole = BINS) -> float:
     """Calibration error over bins of equal count, L1 weighted by count.
 
     torch-uncertainty's is NaN with fewer samples than bins, where here the empty bins are dropped. Equal confidences
@@ -166,21 +166,24 @@ def at_labels(values: Tensor, labels: Tensor) -> Tensor:
     return values.gather(1, labels.unsqueeze(1)).squeeze(1)
 
 
-def ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> float:
+@checked
+def ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS) -> float:
     """`ece` from what `top_label` returns."""
     return _weighted_gap(_equal_width_groups(confidence, bins), confidence, correct, bins + 1)
 
 
-def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> float:
+@checked
+def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS) -> float:
     """`adaptive_ece` from what `top_label` returns."""
     order = confidence.sort(stable=True).indices
-    size, larger = divmod(len(order), require_whole("bins", bins, 1))  # the first `larger` bins hold one sample more
+    size, larger = divmod(len(order), bins)  # the first `larger` bins hold one sample more
     sizes = torch.tensor([size + 1] * larger + [size] * (bins - larger))
     groups = torch.repeat_interleave(torch.arange(bins), sizes)
     return _weighted_gap(groups, confidence[order], correct[order], bins)
 
 
-def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: int = BINS) -> ReliabilityBins:
+@checked
+def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS) -> ReliabilityBins:
     """The bins of `ece` from what `top_label` returns; a confidence of exactly 1 is shown in the last bin."""
     groups = _equal_width_groups(confidence, bins).clamp(max=bins - 1)
     count = torch.bincount(groups, minlength=bins)
@@ -197,7 +200,7 @@ def _equal_width_groups(confidence: Tensor, bins: int) -> Tensor:
 
     Bins are found in float32, where torchmetrics finds them, so that a confidence on an edge lands alike.
     """
-    edges = torch.linspace(0, 1, require_whole("bins", bins, 1) + 1, dtype=torch.float32)
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float32)
     return torch.bucketize(confidence.cpu().float(), edges, right=True) - 1
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..arguments import checked
+from ..arguments import Count, Whole, checked
 from ..errors import ConfigError, DataError
 from .config import EnsembleConfig, KeptHeads, PatchStemConfig
 from .dropping import evaluating
@@ -131,7 +131,7 @@ class Cost:
 
 @checked
 def measure_costs(
-    models: Mapping[str, Callable[[Any], Any]], inputs: Given, *, repeats: int = 20, warmup: int = 3
+    models: Mapping[str, Callable[[Any], Any]], inputs: Given, *, repeats: Whole = 20, warmup: Count = 3
 ) -> tuple[Cost, ...]:
     """Measure models on one batch of inputs, all of them on the device of the inputs.
 
@@ -146,8 +146,6 @@ def measure_costs(
         raise DataError("inputs must be one batch: a tensor [B, ...], or a mapping of such tensors")
     if not models:
         raise ConfigError("got no models to measure; give {name: model}")
-    if repeats < 1 or warmup < 0:
-        raise ConfigError(f"repeats={repeats} and warmup={warmup} measure nothing; use at least 1 and 0")
     example = tensors[0]
     if not len(example):
         raise DataError("the batch to measure on is empty; give at least one input")

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..arguments import Checked, PositiveShare, trusted
+from ..arguments import Checked, Count, PositiveShare, trusted
 from ..errors import ConfigError
-from ..metrics.conformal import Reference, check_share
+from ..metrics.conformal import Reference
 from ..metrics.distance import BY_CLASS, FittedName, Statistics, is_relative, nearest_class, ready, unfamiliarity
 from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
@@ -62,7 +62,7 @@ class Calibration(Checked):
 
 
 @dataclass(frozen=True)
-class FamiliaritySettings:
+class FamiliaritySettings(Checked):
     """What was fitted to say how familiar an input is, without the tensors.
 
     Attributes:
@@ -89,16 +89,16 @@ class FamiliaritySettings:
     neighbours: int = 0
     principal: int = 0
     threshold: float | None = None
-    accepted_share: float = 0.95
+    accepted_share: PositiveShare = 0.95
     reference: Reference | None = None
     marks: tuple[str, ...] = ()
-    embedding: int = field(default=0, metadata=ADDED_LATER)
-    hidden: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
-    words: tuple[int, int] = field(default=(0, 0), metadata=ADDED_LATER)
+    embedding: Count = field(default=0, metadata=ADDED_LATER)
+    hidden: tuple[Count, ...] = field(default=(), metadata=ADDED_LATER)
+    words: tuple[Count, Count] = field(default=(0, 0), metadata=ADDED_LATER)
     projected: bool = field(default=False, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
-        check_share(self.accepted_share, "accepted_share")
+        super().__post_init__()
         if not self.scores or len(set(self.scores)) < len(self.scores):
             raise ConfigError(f"familiarity has the scores {list(self.scores)}; give one or more, each once")
         if not 0 <= self.principal < self.width or not 0 <= self.neighbours <= self.stored:
@@ -106,8 +106,6 @@ class FamiliaritySettings:
                 f"familiarity with {self.principal} principal of {self.width} directions, {self.neighbours} neighbours "
                 f"of {self.stored} stored: there must be fewer principal ones, and as many stored"
             )
-        if min(self.embedding, *self.hidden, *self.words) < 0:
-            raise ConfigError(f"familiarity has sizes {self.embedding}, {self.hidden}, {self.words}; none is negative")
 
     def shapes(self, members: int, classes: int) -> dict[str, tuple[int, ...]]:
         """The tensors of all scores, `score.name`, and their shapes."""

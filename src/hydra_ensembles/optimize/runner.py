@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._utils import compiled_at_will
-from ..arguments import checked, require_whole
+from ..arguments import Whole, checked
 from ..batches import Inputs
 from ..errors import ConfigError
 from ..model.cost import times_in_turn
@@ -58,7 +58,7 @@ class OptimizedEnsemble:
         plans: Iterable[Plan] | None = None,
         compile: bool = False,
         dynamic: bool = False,
-        compiled_shapes: int = USUAL_SHAPES,
+        compiled_shapes: Whole = USUAL_SHAPES,
         graphs: bool | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -83,7 +83,6 @@ class OptimizedEnsemble:
             raise ConfigError(f"plans must be some of {list(PLANS)}, got {list(chosen)}")
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"dtype must be a floating type such as torch.bfloat16, got {dtype}")
-        require_whole("compiled_shapes", compiled_shapes, 1)
         self.device, self.dtype = ensemble.device, dtype or ensemble.dtype
         on_cuda = self.device.type == "cuda"
         if graphs and not on_cuda:

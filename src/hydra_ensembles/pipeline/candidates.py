@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .._distributed import launched
-from ..arguments import checked
+from ..arguments import PositiveShare, Share, checked
 from ..batches import Batches, Sources, changed, length_of, named_sources, require_rereadable, size_of
 from ..convert.convert import convert
 from ..errors import ConfigError, DataError, SameMembersError
@@ -55,7 +55,7 @@ def search(
     id: Batches,
     ood: Sources,
     train: Batches | None = None,
-    cost: float = 1.3,
+    cost: Annotated[float, (1, 1e6)] = 1.3,
     candidates: Sequence[Any] | None = None,
     models: Sequence[nn.Module] = (),
     pretrained: nn.Module | None = None,
@@ -63,14 +63,14 @@ def search(
     judge_id: Batches | None = None,
     judge_ood: Sources | None = None,
     familiarity: FamiliarityName | None = "mahalanobis",
-    first: float = 0.1,
-    tolerance: float = 0.0,
+    first: PositiveShare = 0.1,
+    tolerance: Share = 0.0,
     price: Price = "latency",
-    batch_size: int = 32,
+    batch_size: Annotated[int, (1, 2**31)] = 32,
     optimize: Mapping[str, Any] | None = None,
     output: str | Path | None = None,
     device: torch.device | str | None = None,
-    seed: int = 0,
+    seed: Annotated[int, (0, LARGEST_SEED)] = 0,
     dry_run: bool = False,
     progress: bool = True,
 ) -> SearchResult:
@@ -173,13 +173,6 @@ class _Settings:
     batch_size: int
     familiarity: FamiliarityName | None
     seed: int
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        ranges = {"cost": (1, 1e6), "first": (1e-9, 1), "tolerance": (0, 1), "batch_size": (1, 2**31)}
-        for name, (low, high) in {**ranges, "seed": (0, LARGEST_SEED - 1)}.items():
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"{name} must be from {low:g} to {high:g}, got {getattr(self, name)}")
 
     @property
     def scores(self) -> tuple[str, ...]:

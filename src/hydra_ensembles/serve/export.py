@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._utils import __version__, require
-from ..arguments import checked, require_number
+from ..arguments import Rate, checked
 from ..errors import ConfigError, ConversionError, DataError
 from ..files import checksum, flush, json_bytes, locked, remove, writing
 from ..metrics.conformal import Reference
@@ -49,7 +49,7 @@ def export(
     format: Format | None = None,
     *,
     examples: Any = None,
-    tolerance: float | None = None,
+    tolerance: Rate | None = None,
 ) -> Path:
     """Write an ensemble, with calibration, familiarity and verdict, as a file that runs without this library.
 
@@ -85,7 +85,6 @@ def export(
     format = _format(path, format)
     outputs = _require_exportable(ensemble, format)
     allowed = TOLERANCES[ensemble.dtype] if tolerance is None else tolerance
-    require_number("tolerance", allowed, 0.0, 1.0)
     own = copy.deepcopy(ensemble).cpu() if format == "onnx" and ensemble.device.type != "cpu" else ensemble
     answering, inputs = Answering(own), input_fields(own)
     batches = [_random(own, inputs, *size) for size in COMPARED]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .._utils import require
-from ..arguments import require_whole
+from ..arguments import Whole, checked
 from ..errors import ConfigError, RequestError
 from ..model.ensemble import Ensemble
 from .app import all_of, make_app
@@ -20,12 +20,13 @@ from .service import Answer, Sample, ServeSettings, Service, require_servable
 ATTEMPTS = 5  # replicas that are asked, one after another, where each one dies
 
 
+@checked
 def ray_app(
     model: str | Path | Ensemble,
     settings: ServeSettings | None = None,
     *,
-    min_replicas: int = 1,
-    max_replicas: int = 4,
+    min_replicas: Whole = 1,
+    max_replicas: Whole = 4,
     cpus: float = 1.0,
     gpus: float = 0.0,
 ) -> Any:
@@ -41,7 +42,6 @@ def ray_app(
         gpus: GPUs of a replica; a part of one is enough for a small model.
     """
     serve, used = require("ray.serve", extra="ray"), settings or ServeSettings()
-    require_whole("min_replicas", min_replicas, 1)
     if max_replicas < min_replicas:
         raise ConfigError(f"max_replicas is {max_replicas}, less than min_replicas, {min_replicas}; raise it")
     used = replace(used, api_key=used.key)  # of this process: a cluster that runs already has an environment of its own

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .._utils import __version__, noted, require, require_device
-from ..arguments import checked, require_whole
+from ..arguments import Whole, checked
 from ..batches import READ, tensors_digest
 from ..checkpoint import locate
 from ..data.dataset import decode_image, read_image
@@ -86,10 +86,10 @@ class Scorer:
         columns: Columns | None = None,
         keep: Sequence[str] = (),
         wide: bool = False,
-        workers: int = 4,
+        workers: Whole = 4,
     ) -> None:
         self.model, self.device, self.dtype, self.wide = model, device, dtype, wide
-        self.columns, self.keep, self.workers = columns or Columns(), tuple(keep), require_whole("workers", workers, 1)
+        self.columns, self.keep, self.workers = columns or Columns(), tuple(keep), workers
         self._loaded: Ensemble | None = None
         self._digest = ""  # of the saved model, once it was pickled or loaded
 
@@ -313,8 +313,8 @@ def score_archive(
     source: str | Path,
     output: str | Path,
     *,
-    batch_size: int = 64,
-    shard_rows: int = 4096,
+    batch_size: Whole = 64,
+    shard_rows: Whole = 4096,
     progress: bool = True,
 ) -> Scored:
     """Score all images or texts of an archive into a folder of Parquet shards.
@@ -332,9 +332,6 @@ def score_archive(
         shard_rows: Items a shard.
         progress: Whether to show a bar, with the rate.
     """
-    batch_size, shard_rows = (
-        require_whole(name, value, 1) for name, value in (("batch_size", batch_size), ("shard_rows", shard_rows))
-    )
     place, ensemble = Path(output).expanduser(), scorer.ensemble
     archive = Archive(source, ensemble.kind, scorer.columns, scorer.keep, place)
     identity = {"archive": archive.identity(), "model": _identity(ensemble), "shard_rows": shard_rows}

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded
+from ..arguments import Count, Whole
 from ..batches import (
     Batches,
     Inputs,
@@ -191,8 +192,8 @@ def finetune(
     output: str | Path | None = None,
     progress: bool = True,
     device: torch.device | str | None = None,
-    index: int = 0,
-    checkpoint_every: int = 500,
+    index: Count = 0,
+    checkpoint_every: Whole = 500,
 ) -> Ensemble:
     """Train a copy of an ensemble; the input is untouched.
 

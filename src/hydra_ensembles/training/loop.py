@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from .._distributed import ALONE, Ranks, all_ranks, is_sharded, launched, local_device
 from .._utils import compiled_at_will, derive_seed, own_precision, require_device
-from ..arguments import checked, require_whole
+from ..arguments import Whole, checked
 from ..batches import Batches, borrowed, epoch_of, fingerprint, length_of, require_rereadable
 from ..errors import CheckpointError, DataError
 from ..files import read_sealed, remove_leftovers, resumable
@@ -227,7 +227,7 @@ class TrainOptions(TypedDict, total=False):
     output: str | Path | None
     progress: bool
     device: torch.device | str | None
-    checkpoint_every: int
+    checkpoint_every: Whole
 
 
 @dataclass(frozen=True)
@@ -256,8 +256,6 @@ class Job:
         require_rereadable(self.train, "train")
         if self.validation is not None:
             require_rereadable(self.validation, "validation")
-        require_whole("checkpoint_every", self.checkpoint_every, 1)
-        require_whole("index", self.index, 0)
 
 
 @dataclass(frozen=True)

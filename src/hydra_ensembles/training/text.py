@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded
+from ..arguments import Positive, Whole
 from ..batches import Batches, Inputs, read_labels
 from ..errors import ConfigError, DataError
 from ..model.config import output_width
@@ -244,11 +245,11 @@ def tune_text(
     *,
     validation: Batches | None = None,
     train_image_projection: bool = False,
-    projection_rate: float = 1.0,
+    projection_rate: Positive = 1.0,
     output: str | Path | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
-    checkpoint_every: int = 500,
+    checkpoint_every: Whole = 500,
 ) -> DualEncoder:
     """Train a copy of a dual encoder with one member so that its texts meet its images; the input is untouched.
 
@@ -297,8 +298,6 @@ def tune_text(
         raise ConfigError(f"got {dual.num_members} members; tune each dual.member(index) and fuse the results")
     if train_image_projection and dual.projections.image is None:
         raise ConfigError("train_image_projection is true, but this dual encoder has no image projection to train")
-    if not 0 < projection_rate < math.inf:
-        raise ConfigError(f"projection_rate must be positive and finite, got {projection_rate}")
     own = {"image_projection": train_image_projection, "projection_rate": projection_rate, "task": "text tuning"}
     run: TrainOptions = {"output": output, "progress": progress, "device": device, "checkpoint_every": checkpoint_every}
     job = Job(recipe, train, validation, place="", identity=own, **run)
