@@ -170,7 +170,7 @@ class HeadRanking:
                 raise HeadError(f"a ranking counts layers and heads from 0, got {head}")
             if not math.isfinite(score):
                 raise HeadError(f"the score of head {head} is {score}; a ranking needs finite scores")
-        if self.only is not None and (not isinstance(self.only, Integral) or self.only != len(self)):
+        if self.only is not None and (not isinstance(self.only, int) or self.only != len(self)):
             raise HeadError(f"`only` is {self.only}, but the ranking has {len(self)} heads; they must be equal")
 
     def __len__(self) -> int:
