@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from decimal import Decimal
 from functools import partial
 from itertools import product
@@ -40,6 +40,7 @@ SPLIT_NAMES = ("dev", "test", "train", "training", "val", "valid", "validation")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".parquet", *DELIMITERS, *JSON_LINES)
+MOST_CLASSES = 1 << 20  # larger numbers are ids
 _TORCHVISION, _HUB = "torchvision:", "hub:"
 _SHARD = re.compile(r"^(?P<split>.+?)-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
 _LISTED = re.compile(r"(?P<path>.+?)(?: (?P<label>-?\d+))?")
@@ -298,6 +299,10 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
     if not table.has(columns.image) and not table.has(columns.text):
         what = f"{table.where} has no column {columns.image!r} or {columns.text!r}; it has {table.data.column_names}"
         raise DataError(f"{what}. Name the right ones with columns=Columns(image=..., text=..., label=...)")
+    used = {getattr(columns, one.name).partition(".")[0] for one in fields(columns)}
+    twice = sorted(name for name in used if table.data.column_names.count(name) > 1)
+    if twice:
+        raise DataError(f"{table.where} has several columns called {twice[0]!r}; rename all but the one that is meant")
     labels, names = _read_labels(table, columns.label, policy, class_names)
     place = (table.where, str(table.folder))
     if table.has(columns.image):
@@ -369,7 +374,10 @@ def _label(value: Any, known: dict[str, int], where: str) -> int:
     if isinstance(value, str) and value in known:
         return known[value]
     if isinstance(value, int | float | Decimal) and math.isfinite(value) and int(value) == value:
-        return int(value)
+        if abs(int(value)) < MOST_CLASSES:
+            return int(value)
+        advice = f"classes are counted from 0, to {MOST_CLASSES - 1} at most; see columns=Columns(label=...)"
+        raise DataError(f"{where} has the label {value}, an id rather than the number of a class; {advice}")
     accepted = f"whole numbers or class names{f' ({list(known)})' if known else ''}"
     raise DataError(f"{where} has the label {value!r}; labels must be {accepted}: see columns=Columns(label=...)")
 
@@ -412,7 +420,8 @@ def _read_list(list_file: Path, images: Path) -> _Table:
     """Read the format of the OpenOOD benchmark: a line `path label` each; a label of -1, or none, is no class."""
     lines = [line.strip() for line in list_file.read_text(encoding="utf-8").split("\n")]
     matches = [match for line in lines if (match := _LISTED.fullmatch(line))]
-    listed = [(match["path"], None if match["label"] is None else int(match["label"])) for match in matches]
+    labels = (match["label"] and _label(int(match["label"]), {}, f"{list_file}, {match['path']},") for match in matches)
+    listed = [(match["path"], label) for match, label in zip(matches, labels, strict=True)]
     if not listed:
         raise DataError(f"{list_file} lists no images")
     if not (images / listed[0][0]).exists():

@@ -73,8 +73,8 @@ def evaluate(
     Args:
         ensemble: An `Ensemble`, as it is or prepared by `optimize`; or anything that is called with the inputs of a
             batch and answers with member logits `[M, B, C]` (`[B, C]` counts as one member; an object with `.logits`
-            is looked into). A module of another library is in evaluation mode meanwhile: do not train it in another
-            thread. Ours change no flag.
+            is looked into; a mapping is given as keywords where its `forward` has them). A module of another library is
+            in evaluation mode meanwhile: do not train it in another thread. Ours change no flag.
         id_data: Labelled in-distribution set: batches, as a `DataLoader` gives them, or a data set of
             `hydra_ensembles.data`, which is put in batches with the model's preprocessing.
         ood: OOD sets, `{"near": {name: data}, "far": {...}}` as `Suite.load` gives them, or flat, `{name: data}`,

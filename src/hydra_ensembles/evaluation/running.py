@@ -1,13 +1,14 @@
 """A model run over a set: member logits, labels, and the inputs it was most and least sure about."""
 
 import base64
+import inspect
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .._distributed import check_unsharded, current_ranks
-from .._utils import require
+from .._utils import require, unwrapped
 from ..baselines.mc_dropout import MCDropout
 from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, require_same_classes, size_of
 from ..errors import ConfigError, DataError
@@ -116,13 +117,15 @@ class Runner:
     def _answer(self, inputs: Inputs, name: str, index: int) -> tuple[Tensor, torch.dtype, Tensor | None]:
         """Member logits `[M, B, C]` of one batch, the dtype they came in, and scores of features `[S, M, B]`."""
         answer: Any
+        model: Any = self.model
         scores = None
         if isinstance(self.model, Ensemble | OptimizedEnsemble) and self.measure.familiarity is not None:
             answer, scores = self.model.answers(self.model.prepare(inputs))
         elif isinstance(self.model, Ensemble | OptimizedEnsemble | MCDropout):
             answer = self.model(self.model.prepare(inputs))
         else:
-            answer = self.model(inputs if self.device is None else move(inputs, self.device, self.dtype))
+            given = inputs if self.device is None else move(inputs, self.device, self.dtype)
+            answer = model(**given) if self._takes_names(given) else model(given)
         answer = getattr(answer, "logits", answer)
         logits = member_logits(answer, name, f" of batch {index}")
         if logits.shape[1] != size_of(inputs):
@@ -131,6 +134,12 @@ class Runner:
                 f"{list(answer.shape)}; expected [M, B, C] (members, inputs, classes)"
             )
         return logits, answer.dtype, None if scores is None else scores.cpu()
+
+    def _takes_names(self, inputs: Inputs) -> TypeGuard[Mapping[str, Tensor]]:
+        """Whether a module of another library takes these as keywords, as those of transformers do."""
+        if not isinstance(inputs, Mapping) or not isinstance(self.model, nn.Module):
+            return False
+        return inputs.keys() <= inspect.signature(unwrapped(self.model).forward).parameters.keys()
 
     def _shelved(
         self,

@@ -438,3 +438,28 @@ def test_training_and_validation_that_share_items_are_warned_of(tmp_path: Path) 
         warnings.simplefilter("error")
         warn_if_items_shared("train", loaders[1], "validation", loaders[2], "so")
         warn_if_items_shared("train", [1], "validation", loaders[2], "so")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "token"),
+    [
+        ("a.csv", "text,label,text\nhello,1,x\nbye,0,y\n", "'text'"),
+        ("a.csv", "text,label,label\nhello,1,0\nbye,0,1\n", "'label'"),
+        ("a.csv", "text,label\nhello,1000000000000\nbye,0\n", "1000000000000"),
+        ("a.csv", "text,label\nhello,1000000000000000000000000\nbye,0\n", "id"),
+        ("a.jsonl", '{"text": "a", "label": -1000000000000}\n', "id"),
+        ("a.txt", "a.png 1000000000000000000000000\n", "a.png"),
+    ],
+)
+def test_columns_that_are_there_twice_and_ids_as_labels_are_refused(
+    tmp_path: Path, name: str, content: str, token: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    (tmp_path / "a.png").touch()
+    with pytest.raises(DataError, match=token):
+        load(tmp_path / name)
+
+
+def test_columns_that_nobody_reads_may_be_there_twice(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label,x,x\nhello,1,x,1\nbye,0,y,2\n")
+    assert load(tmp_path / "a.csv")[0] == ("hello", 1)

@@ -69,6 +69,24 @@ def logits_and_labels(model, data):
         return torch.cat([model(x) for x, _ in data], dim=1), torch.cat([y for _, y in data])
 
 
+class Named(torch.nn.Module):
+    """As models of transformers are called: by keywords; a tensor is the first of them."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values=None, labels=None):
+        return SimpleNamespace(logits=self.model(pixel_values))
+
+
+class Whole(Named):
+    """A model that takes a batch in one piece."""
+
+    def forward(self, batch):
+        return self.model(batch["pixel_values"] if isinstance(batch, dict) else batch)
+
+
 def test_evaluate_is_evaluate_logits_of_the_models_answers(monkeypatch):
     model, data = tiny_ensemble(), image_batches()
     shift = {"blur": image_batches((9,), seed=8)}
@@ -90,6 +108,9 @@ def test_evaluate_is_evaluate_logits_of_the_models_answers(monkeypatch):
     assert torch.equal(found.logits.id.logits, logits_and_labels(model, data)[0])
     wrapped = evaluate(lambda inputs: SimpleNamespace(logits=model(inputs)), data, OOD, shift, progress=False)
     assert wrapped.id == found.id  # an answer with logits is looked into
+    by_name = [{"pixel_values": inputs, "labels": labels} for inputs, labels in data]
+    for around in (Named(model), torch.nn.DataParallel(Named(model)), Whole(model)):
+        assert evaluate(around, by_name, OOD, shift, progress=False).id == found.id
     info = found.model
     assert (info.kind, info.members, info.classes, info.class_names) == ("image", 3, CLASSES, NAMES)
     assert (info.heads, info.heads_label, info.history) == (HEADS, "1.8x3", ("made", "tested"))
