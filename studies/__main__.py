@@ -175,11 +175,12 @@ def zero_shot(
     cifar: Cifar = None,
     model: Annotated[str | None, typer.Option(help="A model of your own: open_clip:NAME/WEIGHTS or a folder.")] = None,
     suite: Annotated[str | None, typer.Option(help=f"Images, one of {', '.join(SUITES)}; default: shared.")] = None,
+    factors: Annotated[str | None, typer.Option(help="Published factors of BayesVLM for that model: a folder.")] = None,
     results: Folder = RESULTS,
     from_results: Annotated[bool, typer.Option("--from-results", help="Only make the tables again.")] = False,
 ) -> None:
     """Run the zero-shot study: train a dual encoder, rank its heads, fix members, open the test sets, measure costs."""
-    settings = load_dual_recipe(tiny, suite, model)
+    settings = load_dual_recipe(tiny, suite, model, factors)
     if from_results:
         print(written(dual_findings.DualStudy(settings.name, results), dual_findings.TABLES))
         return

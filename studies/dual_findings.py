@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from statistics import mean
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from hydra_ensembles.metrics.distance import LearnedName
 
@@ -18,38 +18,57 @@ CLASSIFICATION = {
     "accuracy": "accuracy ↑",
     "nll": "NLL ↓",
     "brier": "Brier ↓",
-    "ece": "ECE ↓",
+    "own.ece": "ECE ↓",
+    "own.aece": "aECE ↓",
     "calibrated.ece": "ECE, own temperature ↓",
-    "aurc": "AURC ↓",
+    "own.aurc": "AURC ↓",
 }
-UNSEEN = "unseen"
+DETECTION = ("auroc", "fpr95", "aupr")
+UNSEEN, PAPER = "unseen", "*paper*"
+MEANS = ("accuracy", "nll", "brier", "ece", "aece", "calibrated.ece", "aurc", "own.ece", "own.aece", "own.aurc")
 OWN = get_args(LearnedName)  # scores that rows bring
+BY_OWN = (
+    "ViLU and NegLabel answer like Single and bring a score: OOD numbers of their rows, and ECE, aECE and AURC of "
+    "ViLU, are by that score, those of all other rows by the largest probability."
+)
+LARGE = "FPR95 of sets of 1,000 images or more; a dash where there is none."
+Value = TypeVar("Value")
+
+
+def by_own_score(found: Mapping[str, Value]) -> dict[str, Value]:
+    """The same numbers as `own.KEY`: by the score that a row brings where it has them, else as they are."""
+    prefix = next((f"{score}:" for score in OWN if any(key.startswith(f"{score}:") for key in found)), "")
+    return {f"own.{key}": found.get(f"{prefix}{key}", one) for key, one in found.items() if ":" not in key}
 
 
 class DualStudy(Study):
-    """The stored results of a zero-shot study: numbers of a task are `TASK.accuracy`, means `unseen.accuracy`."""
+    """The stored results of a zero-shot study: numbers of a task are `TASK.accuracy`, means `unseen.accuracy`.
+
+    `TASK.own.KEY` is by the score that a row brings, where it brings one.
+    """
 
     def numbers_of(self, columns: Columns) -> dict[str, Number]:
         found: dict[str, Number] = {}
         for task in self.facts["tasks"]:
             own = numbers(of_row(task, columns), task, self.groups(task), SHOWN)
-            found |= {f"{task}.{key}": one for key, one in own.items()}
-            if self.groups(task):
-                learned = [own[key] for score in OWN if (key := f"{score}:all.auroc") in own]
-                found[f"{task}.own.auroc"] = learned[0] if learned else own["all.auroc"]
-        for key in CLASSIFICATION if self.counted else ():
-            parts = [found[f"{task}.{key}"] for task in self.counted if f"{task}.{key}" in found]
-            if len(parts) == len(self.counted):
-                found[f"{UNSEEN}.{key}"] = Number.mean(parts)
-        return found
+            found |= {f"{task}.{key}": one for key, one in {**own, **by_own_score(own)}.items()}
+        return found | self._means(found, Number.mean)
 
     def plain_of(self, columns: Columns, known: Mapping[str, Number]) -> dict[str, float]:
         found: dict[str, float] = {}
-        for task in self.detections:
-            mine = {key.removeprefix(f"{task}."): one for key, one in known.items() if key.startswith(f"{task}.")}
-            own = plain_numbers(of_row(task, columns), task, self.groups(task), mine)
-            found |= {f"{task}.{key}": value for key, value in own.items()}
-        return found
+        for task in self.facts["tasks"]:
+            own, made = f"{task}.", f"{task}.own."
+            keys = [key for key in known if key.startswith(own) and not key.startswith(made)]
+            mine = {key.removeprefix(own): known[key] for key in keys}
+            plain = plain_numbers(of_row(task, columns), task, self.groups(task), mine)
+            found |= {f"{task}.{key}": value for key, value in {**plain, **by_own_score(plain)}.items()}
+        return found | self._means(found, mean)
+
+    def _means(self, found: Mapping[str, Value], average: Callable[[list[Value]], Value]) -> dict[str, Value]:
+        """Means over the tasks that count, where all of these have the number."""
+        keys = {key: [f"{task}.{key}" for task in self.counted] for key in MEANS}
+        whole = {key: names for key, names in keys.items() if names and all(one in found for one in names)}
+        return {f"{UNSEEN}.{key}": average([found[one] for one in names]) for key, names in whole.items()}
 
     def groups(self, task: str) -> dict[str, list[str]]:
         """Names of the OOD sets of a task, by group."""
@@ -83,16 +102,15 @@ class DualStudy(Study):
 
 
 def main_table(study: DualStudy) -> str:
-    """Table 3: unseen tasks, and OOD sets of both ID tasks."""
+    """Table 3: unseen tasks, and OOD sets of both ID tasks; what more it prints of these is in `detection`."""
     keys = {f"{UNSEEN}.{key}": head for key, head in CLASSIFICATION.items()} if study.counted else {}
     for task in study.detections:
-        keys |= {f"{task}.{group}.auroc": f"{task} {group} ↑" for group in study.groups(task)}
-        keys[f"{task}.own.auroc"] = f"{task} all, own score ↑"
+        keys |= {f"{task}.own.{group}.auroc": f"{task} {group} ↑" for group in (*study.groups(task), "all")}
     lines, paper, measured = [], study.paper(), int(study.facts["costs"] is not None)  # columns of costs
     for row in study.rows:
         cost = study.cost(row)
         price = [f"{cost['latency_ratio']:.2f}x" if cost else "–"] * measured
-        lines.append([row, *(marked(study, row, key) for key in keys), *price])
+        lines.append([row, *(shown(study, row, key) for key in keys), *price])
         lines += _of_paper(paper.get(row, {}), keys, measured)
     facts, first = study.facts, next(iter(study.facts["runs"].values()))
     named = {"avg image+text": "of both towers", "avg image": "of the image tower alone"}
@@ -105,9 +123,9 @@ def main_table(study: DualStudy) -> str:
         f"**{facts['model']['name']}.** {facts['model']['description']}\n\n"
         f"Means over {len(facts['runs'])} seeds{few_seeds(study)}, in per cent but for NLL and Brier score; **better** "
         "and *worse* than Single beyond chance (95 % intervals over seeds and test samples, paired); the paper's "
-        f"numbers in italics below.{parts(study)} Classification: mean over {', '.join(study.counted) or 'no task'}. "
-        f"{left_out(study)} OOD: AUROC by the largest probability, mean over the near and the far sets of an ID task; "
-        f"over all by the own score, which ViLU and NegLabel bring. Circuits: {'; '.join(ranked) or 'none'}. "
+        f"numbers in italics below; aECE has no interval.{parts(study)} Classification: mean over "
+        f"{', '.join(study.counted) or 'no task'}. {left_out(study)} OOD: AUROC, mean over the near, the far and all "
+        f"sets of an ID task. {BY_OWN} Circuits: {'; '.join(ranked) or 'none'}. "
         f"Temperatures on {first['samples']} images. "
         f"{facts['device']}, torch {facts['versions']['torch']}. From `results/studies/{study.name}/`."
     )
@@ -126,14 +144,21 @@ def left_out(study: DualStudy) -> str:
     return f"Tasks where Single is below {least:g} times chance leave the means: {', '.join(study.left_out) or 'none'}."
 
 
+def shown(study: DualStudy, row: str, key: str) -> str:
+    """A mean as `marked` has it; one without an interval as it is."""
+    known = any(key in study.numbers(row, seed) for seed in study.seeds(row))
+    return marked(study, row, key) if known else printed(study.plain_mean(row, key), key)
+
+
 def _of_paper(own: Mapping[str, float], keys: Iterable[str], after: int) -> list[list[str]]:
     """The paper's line with so many empty cells at its end; none where it gives none of these numbers."""
-    cells = [f"*{printed(own[key], key)}*" if key in own else "" for key in keys]
-    return [["*paper*", *cells, *[""] * after]] if any(cells) else []
+    found = [(own.get(key.replace(".own.", ".")), key) for key in keys]
+    cells = ["" if value is None else f"*{printed(value, key)}*" for value, key in found]
+    return [[PAPER, *cells, *[""] * after]] if any(cells) else []
 
 
 def tasks_table(study: DualStudy, key: str = "accuracy") -> str:
-    """Table 24: a number of every task."""
+    """Table 24: a number of every task, by the score that a row brings where it has one."""
     tasks, paper = study.facts["tasks"], study.paper()
     keys = [*(f"{task}.{key}" for task in tasks), *([f"{UNSEEN}.{key}"] if study.counted else [])]
     lines = [["*chance*", *(f"*{printed(1 / one['classes'], 'accuracy')}*" for one in tasks.values())]]
@@ -143,35 +168,51 @@ def tasks_table(study: DualStudy, key: str = "accuracy") -> str:
         lines += _of_paper(paper.get(row, {}), keys, 0)
     heads = [f"{task} ({one['domain']}, {one['samples']})" for task, one in tasks.items()]
     note = "The paper's columns: ImageNet-1K for tinyimagenet, SUN397 for scene15, DTD for dtd10."
+    note += "" if key == "accuracy" else " ViLU: of the confidence that it brings."
     return markdown([CLASSIFICATION[key], *heads, *(["mean"] if study.counted else [])], lines, note)
 
 
 def sets_table(study: DualStudy) -> str:
-    """Tables 25 and 26: every OOD set of every ID task by itself, AUROC and FPR95 by the largest probability."""
+    """Tables 25 and 26: every OOD set of every ID task by itself."""
     places = [
         (task, group, name)
         for task in study.detections
         for group, names in study.groups(task).items()
         for name in names
     ]
-    lines = []
-    for row in study.rows:
-        cells = []
-        for task, _, name in places:
-            auroc, false = (f"{task}.ood.{name}.{metric}" for metric in ("auroc", "fpr95"))
-            share = study.plain_mean(row, false)
-            cells.append(marked(study, row, auroc) + ("" if share is None else f" / {printed(share, false)}"))
-        lines.append([row, *cells])
+    lines = _detected(study, [f"{task}.own.ood.{name}" for task, _, name in places])
     heads = [f"{task}: {name} ({group})" for task, group, name in places]
-    return markdown(["row", *heads], lines, "AUROC / FPR95; the latter of sets of 1,000 images or more.")
+    return markdown(["row", *heads], lines, f"AUROC ↑ / FPR95 ↓ / AUPR ↑, the paper's below. {LARGE} {BY_OWN}")
 
 
 def detection_table(study: DualStudy) -> str:
-    """Foreign inputs of every ID task by the largest probability, by entropy and by the score that a row brings."""
-    scores = {"all.auroc": "by MSP", "entropy:all.auroc": "by entropy", "own.auroc": "by its own score"}
+    """What Table 3 prints of foreign inputs, near and far too; and AUROC by other scores."""
+    scores = {"all.auroc": "all by MSP", "entropy:all.auroc": "all by entropy"}
     keys = {f"{task}.{key}": f"{task}, {told} ↑" for task in study.detections for key, told in scores.items()}
-    lines = [[row, *(marked(study, row, key) for key in keys)] for row in study.rows]
-    return markdown(["row", *keys.values()], lines, "AUROC, mean over all OOD sets of the task.")
+    places = [f"{task}.own.{group}" for task in study.detections for group in (*study.groups(task), "all")]
+    lines = [
+        [*line, *([""] * len(keys) if line[0] == PAPER else [marked(study, line[0], key) for key in keys])]
+        for line in _detected(study, places)
+    ]
+    heads = [place.replace(".own.", " ") for place in places]
+    note = f"AUROC ↑ / FPR95 ↓ / AUPR ↑, means over OOD sets, the paper's below; then AUROC. {LARGE} {BY_OWN}"
+    return markdown(["row", *heads, *keys.values()], lines, note)
+
+
+def _detected(study: DualStudy, places: Iterable[str]) -> list[list[str]]:
+    """AUROC, FPR95 and AUPR of every row at every place, and the paper's line below where it has one."""
+    lines, paper = [], study.paper()
+    for row in study.rows:
+        own, cells, theirs = paper.get(row, {}), list[str](), list[str]()
+        for place in places:
+            keys = [f"{place}.{metric}" for metric in DETECTION]
+            cells.append(" / ".join(shown(study, row, key) for key in keys))
+            told = [own.get(key.replace(".own.", ".")) for key in keys]
+            both = " / ".join(printed(one, key) for one, key in zip(told, keys, strict=True))
+            theirs.append("" if told[0] is None else f"*{both}*")
+        lines.append([row, *cells])
+        lines += [[PAPER, *theirs]] if any(theirs) else []
+    return lines
 
 
 def price_table(study: DualStudy) -> str:
@@ -234,13 +275,14 @@ def settings_table(study: DualStudy) -> str:
     ]
     if not lines:
         return "*Nothing was chosen.*"
-    return markdown(["row", "setting", "NLL, held-out images", "seeds that took it"], lines, left=2)
+    note = "NLL on held-out images: of the right class; of ViLU, of whether Single is right."
+    return markdown(["row", "setting", "NLL", "seeds that took it"], lines, note, left=2)
 
 
 TABLES: Mapping[str, Callable[[DualStudy], str]] = {
     "main": main_table,
     "tasks": tasks_table,
-    "ece": lambda study: tasks_table(study, "ece"),
+    "ece": lambda study: tasks_table(study, "own.ece"),
     "sets": sets_table,
     "detection": detection_table,
     "price": price_table,

@@ -1,13 +1,13 @@
 """The recipe of the zero-shot study: everything that decides what it does, read from YAML and checked."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.schema import from_plain
+from hydra_ensembles.schema import ADDED_LATER, from_plain
 from hydra_ensembles.training.recipe import Recipe
 
 FOLDER = Path(__file__).parent / "recipes"
@@ -74,12 +74,15 @@ class DualRecipe:
     least_over_chance: float  # tasks where the single model is below so many times chance leave the means
     cost_batch: int  # images a batch when latency is measured
     model: str | None = None  # of the user's own, as `load_dual` takes it; None for the one that the study trains
+    factors: str | None = field(default=None, metadata=ADDED_LATER)  # folder of BayesVLM's, for a model of the user's
 
     def __post_init__(self) -> None:
         if min(self.prune, self.more, self.image_prune, self.taylor_prune) < 1:
             raise ConfigError("prune, more, image_prune and taylor_prune are each at least one head")
         if not (self.model or (self.dual and self.pairs)):
             raise ConfigError("the recipe names no model, and no `dual` and `pairs` to train one")
+        if self.factors is not None and self.model is None:
+            raise ConfigError(f"factors {self.factors!r} belong to a model that is given; give --model, too")
 
     @property
     def trains_text(self) -> bool:
@@ -110,12 +113,15 @@ def _shorter(training: Recipe, steps: int, batch: int) -> Recipe:
     return replace(training, steps=steps, batch_size=batch, **usual)
 
 
-def load_dual_recipe(tiny: bool = False, suite: str | None = None, model: str | None = None) -> DualRecipe:
+def load_dual_recipe(
+    tiny: bool = False, suite: str | None = None, model: str | None = None, factors: str | None = None
+) -> DualRecipe:
     """The recipe of the zero-shot study: on one of `SUITES` (None for `shared`), maybe of a model of the user's own."""
     name = SUITES.get(suite or "shared")
     if name is None:
         raise ConfigError(f"no suite {suite!r}; choose one of {', '.join(SUITES)}")
-    recipe = from_plain(DualRecipe, _read(name) | ({"model": model} if model else {}), name)
+    own = {key: value for key, value in {"model": model, "factors": factors}.items() if value}
+    recipe = from_plain(DualRecipe, _read(name) | own, name)
     return recipe.tiny() if tiny else recipe
 
 

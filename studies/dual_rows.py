@@ -1,10 +1,12 @@
 """Every row of the zero-shot study: members of the dual encoder of a seed, and what others propose of it.
 
-BayesVLM and ViLU learn from data that trained the dual encoder too, where their authors have a model that saw neither.
+BayesVLM and ViLU learn from data that trained the dual encoder of the study, too; their authors have a model that saw
+neither.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 import hydra_ensembles as he
 from hydra_ensembles import Prediction, TextPreprocessing, baselines
 from hydra_ensembles.batches import move
-from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.familiarity import with_score
 from hydra_ensembles.files import write_json
 from hydra_ensembles.metrics import nll
@@ -22,12 +24,11 @@ from hydra_ensembles.model.metadata import Familiarity
 from .dual_seed import BATCH, DualSeed, DualTask, Family, ZeroSet
 from .samples import SampleBatches
 from .seed_folder import CHOICES, slug
-from .sets import NamedImages
 from .storing import SINGLE
 
 HYDRA = "Hydra (Circ)"
 BAYES_VLM, VILU, NEG_LABEL = "BayesVLM", "ViLU", "NegLabel"
-PSEUDO_COUNTS = (1.0, 10.0, 100.0)  # 10 is the authors'
+PSEUDO_COUNTS = (1.0, 10.0, 100.0, 1e3, 1e4)  # 10 is the authors'
 EPOCHS = 100  # of ViLU; held-out images choose the best one
 RATES = (0.01, 0.1, 1.0)  # and the rate; the authors have the first, for a hundred times as many images
 GROUPS, WORDS_A_GROUP = 100, 10  # of NegLabel: so many groups, or fewer where words are few
@@ -48,7 +49,6 @@ class DualRow:
     model: Callable[[DualSeed, Sequence[str]], Any] | None = None
     calibrated: bool = False  # it answers with its temperature
     trainings: float = 1  # of a text side, Single's too
-    learns: bool = False  # from pairs of the study
 
     def asked(self, seed: DualSeed, one: ZeroSet) -> Prediction:
         """What it says about a set, without a temperature."""
@@ -80,24 +80,40 @@ class DualRow:
 # --- what others propose ---------------------------------------------------------------------------------------------
 
 
+def chosen(seed: DualSeed, row: str, setting: str, measured: Mapping[float, float]) -> float:
+    """The setting with the smallest NLL on held-out images; written down with what all of them have."""
+    best = min(measured, key=measured.__getitem__)
+    listed = [{setting: one, "nll": loss} for one, loss in measured.items()]
+    choice = {"row": row, "setting": {setting: best}, "measured": listed}
+    write_json(seed.folder / CHOICES / f"{slug(row)}.json", choice)
+    return best
+
+
 def bayes_vlm(seed: DualSeed, names: Sequence[str]) -> Any:
-    """The closed form, with the pseudo-count that gives the smallest NLL on held-out images."""
+    """The closed form, with the pseudo-count that gives the smallest NLL on held-out images.
+
+    From pairs of the study, or for a model of the user's own from factors that its authors publish.
+    """
     held = seed.task.held_out
 
     def loss(posterior: Any) -> float:
         said = DualRow(model=lambda _, names: posterior.probit(names)).asked(seed, held)
         return nll(said.probs, held.samples.labels.to(said.probs.device))
 
-    def chosen() -> Any:
-        pairs = list(seed.task.pairs(seed.dual))  # texts are drawn: the same for all settings
-        found = {one: baselines.bayes_vlm(seed.dual, pairs, baselines.BayesVLM(one)) for one in PSEUDO_COUNTS}
-        measured = [{"pseudo_count": one, "nll": loss(posterior)} for one, posterior in found.items()]
-        best = min(measured, key=lambda one: one["nll"])["pseudo_count"]
-        choice = {"row": BAYES_VLM, "setting": {"pseudo_count": best}, "measured": measured}
-        write_json(seed.folder / CHOICES / f"{slug(BAYES_VLM)}.json", choice)
-        return found[best]
+    def make() -> Any:
+        factors = seed.recipe.factors
+        pairs = list(seed.task.pairs(seed.dual)) if factors is None else []  # texts are drawn: once for all settings
 
-    return seed.once((BAYES_VLM, tuple(names)), lambda: seed.once(BAYES_VLM, chosen).probit(names))
+        def posterior(count: float) -> Any:
+            settings = baselines.BayesVLM(count)
+            if factors is None:
+                return baselines.bayes_vlm(seed.dual, pairs, settings)
+            return baselines.published_bayes_vlm(seed.dual, factors, settings)
+
+        found = {one: posterior(one) for one in PSEUDO_COUNTS}
+        return found[chosen(seed, BAYES_VLM, "pseudo_count", {one: loss(found[one]) for one in found})]
+
+    return seed.once((BAYES_VLM, tuple(names)), lambda: seed.once(BAYES_VLM, make).probit(names))
 
 
 def vilu(seed: DualSeed, names: Sequence[str]) -> he.Ensemble:
@@ -107,27 +123,39 @@ def vilu(seed: DualSeed, names: Sequence[str]) -> he.Ensemble:
 
 
 def _trained_vilu(seed: DualSeed) -> he.Ensemble:
+    """By the rate whose network says best, in NLL, which answers about held-out images are right."""
+
     def make() -> he.Ensemble:
-        named, held = main_images(seed), seed.task.held_out
+        named, held = seed.task.sets.training(), seed.task.held_out
+        assert held.classes == named.names  # both are of the main task
         model = he.zero_shot(seed.dual, named.names, keep_text=False)
         train = SampleBatches(seed.task.samples(named.images), BATCH)
-        validation = SampleBatches(held.samples, BATCH) if held.classes == named.names else None
-        rates: dict[str, Any] = {"learning_rate": None, "grid": RATES} if validation is not None else {}
-        recipe = baselines.ViLU.recipe(EPOCHS, seed=seed.derived("vilu"), **rates)
         settings = baselines.ViLU(batch_size=512)  # as the authors have it for ImageNet
-        return baselines.vilu(model, train, recipe, settings, validation, progress=False)
+
+        def trained(rate: float) -> he.Ensemble:
+            recipe = baselines.ViLU.recipe(EPOCHS, rate, seed=seed.derived("vilu"))
+            return baselines.vilu(model, train, recipe, settings, SampleBatches(held.samples, BATCH), progress=False)
+
+        def loss(one: he.Ensemble) -> float:
+            said = DualRow(model=lambda *_: one).asked(seed, held)
+            right = said.label == held.samples.labels.to(said.label.device)
+            return float(F.binary_cross_entropy_with_logits(-said.score("vilu"), right.to(said.probs.dtype)))
+
+        found, losses = dict[float, he.Ensemble](), dict[float, float]()
+        for rate in RATES:
+            try:
+                found[rate] = trained(rate)
+                losses[rate] = loss(found[rate])
+            except DataError as error:  # it may diverge; what is wrong with the data is wrong at every rate
+                print(f"{VILU} at rate {rate:g}: {error}", flush=True)
+        finite = {rate: one for rate, one in losses.items() if math.isfinite(one)}
+        if not finite:
+            raise DataError(
+                f"the network of {VILU} diverged at every rate of {RATES}; look at the data, or add lower ones"
+            )
+        return found[chosen(seed, VILU, "learning_rate", finite)]
 
     return seed.kept("vilu", make)
-
-
-def main_images(seed: DualSeed) -> NamedImages:
-    """Training images of the main task, which the dual encoder learned from."""
-    sets, counts = seed.task.sets, seed.recipe.counts
-    main = sets.main.id
-    own = [one for one in seed.recipe.pairs if one.source == main.source]
-    if not own:
-        raise ConfigError(f"ViLU learns on labelled images of {main.name}, but the pairs of the recipe have none")
-    return sets.fewer(sets.load(replace(main, split=own[0].split)), main.name, counts.pairs)
 
 
 def for_classes(trained: he.Ensemble, other: he.Ensemble) -> he.Ensemble:
@@ -172,8 +200,8 @@ def vocabulary(dual: he.DualEncoder) -> list[str]:
 ROWS: Mapping[str, DualRow] = {
     SINGLE: DualRow(ONE),
     "Temperature Scaling": DualRow(ONE, calibrated=True),
-    BAYES_VLM: DualRow(model=bayes_vlm, learns=True),
-    VILU: DualRow(model=vilu, learns=True),
+    BAYES_VLM: DualRow(model=bayes_vlm),
+    VILU: DualRow(model=vilu),
     NEG_LABEL: DualRow(model=neg_label),
     "Taylor": DualRow(ONE_TAYLOR),
     "CircAvg": DualRow(BOTH, first=True),
@@ -189,6 +217,11 @@ ROWS: Mapping[str, DualRow] = {
 
 
 def rows_of(task: DualTask) -> dict[str, DualRow]:
-    """The rows of a study; without those that learn where there is nothing to learn from."""
-    learning = {name for name, row in ROWS.items() if row.learns or (row.family and row.family.tuned)}
-    return {name: row for name, row in ROWS.items() if task.recipe.trains_text or name not in learning}
+    """The rows of a study: without tuned text sides where it has no pairs, and BayesVLM where it has no factors either.
+
+    A model of the user's own has no pairs of the study: nobody knows what it learned from.
+    """
+    recipe = task.recipe
+    left_out = {name for name, row in ROWS.items() if row.family and row.family.tuned and not recipe.trains_text}
+    left_out |= {BAYES_VLM} if recipe.model is not None and recipe.factors is None else set()
+    return {name: row for name, row in ROWS.items() if name not in left_out}

@@ -103,7 +103,7 @@ def numbers(columns: Columns, inside: str, groups: Groups, scores: Mapping[str, 
         found[f"{prefix}ece"] = _ece(1.0 - own[DOUBT[prefix]], own["correct"], inside)
     found["aurc"] = _aurc(own["msp"], 1.0 - own["correct"], inside)
     if CONFIDENT in own:
-        found[f"{CONFIDENT}:ece"] = _ece(1.0 / (1.0 + np.exp(own[CONFIDENT])), own["correct"], inside)
+        found[f"{CONFIDENT}:ece"] = _ece(_confidence(own[CONFIDENT]), own["correct"], inside)
         found[f"{CONFIDENT}:aurc"] = _aurc(own[CONFIDENT], 1.0 - own["correct"], inside)
     for prefix, score in scores.items():
         if score not in own:
@@ -137,31 +137,50 @@ def plain_numbers(
 ) -> dict[str, float]:
     """Every number of one model, those without influences too: adaptive ECE, AUPR, FPR95 of sets that are large.
 
+    AUPR and FPR95 by the largest probability, and by a score that was learned (`vilu:near.fpr95`) where there is one.
     What `numbers` gave of the same columns need not be found again.
     """
     found = {key: one.value for key, one in (known or numbers(columns, inside, groups)).items()}
-    right = torch.from_numpy(columns[f"{inside}|correct"])
-    for prefix in ("", "calibrated."):
-        if f"{inside}|{DOUBT[prefix]}" not in columns:
-            continue
-        sure = 1.0 - torch.from_numpy(columns[f"{inside}|{DOUBT[prefix]}"].astype(np.float64))
-        found[f"{prefix}aece"] = adaptive_ece_of_confidence(sure, right)
-    own, spread = np.sort(columns[f"{inside}|msp"].astype(np.float64)), f"{inside}|mutual_information"
-    found["mutual_information"] = float(columns[spread].astype(np.float64).mean())
-    each: dict[str, dict[str, float]] = {"aupr": {}, "fpr95": {}, "mutual_information": {}}
-    every = [name for names in groups.values() for name in names]
-    for name in every:
-        other = np.sort(columns[f"{name}|msp"].astype(np.float64))
-        each["aupr"][name], false = _detected(own, other)
-        each["mutual_information"][name] = float(columns[f"{name}|mutual_information"].astype(np.float64).mean())
-        if len(other) >= FEWEST:
-            each["fpr95"][name] = false
-    for metric, values in each.items():
-        found |= {f"ood.{name}.{metric}": value for name, value in values.items()}
-        for group, names in {**groups, "all": every}.items():
-            counted = [values[name] for name in names if name in values]
-            found |= {f"{group}.{metric}": mean(counted)} if counted else {}
+    right, own = torch.from_numpy(columns[f"{inside}|correct"]), f"{inside}|{CONFIDENT}"
+    doubts = {prefix: columns.get(f"{inside}|{doubt}") for prefix, doubt in DOUBT.items()}
+    sure = {prefix: 1.0 - doubt.astype(np.float64) for prefix, doubt in doubts.items() if doubt is not None}
+    if own in columns:
+        sure[f"{CONFIDENT}:"] = _confidence(columns[own].astype(np.float64))
+    found |= {f"{key}aece": adaptive_ece_of_confidence(torch.from_numpy(one), right) for key, one in sure.items()}
+    spread = {name: columns[f"{name}|mutual_information"] for names in groups.values() for name in names}
+    means = {name: float(one.astype(np.float64).mean()) for name, one in spread.items()}
+    found["mutual_information"] = float(columns[f"{inside}|mutual_information"].astype(np.float64).mean())
+    found |= _by_set_and_group("", "mutual_information", means, groups)
+    for prefix, score in {"": "msp", **{f"{name}:": name for name in get_args(LearnedName)}}.items():
+        if f"{inside}|{score}" in columns:
+            found |= _detection(columns, inside, groups, prefix, score)
     return found
+
+
+def _detection(columns: Columns, inside: str, groups: Groups, prefix: str, score: str) -> dict[str, float]:
+    """AUPR by a score, and FPR95 of sets that are large."""
+    own, aupr, fpr95 = np.sort(columns[f"{inside}|{score}"].astype(np.float64)), {}, {}
+    for name in (name for names in groups.values() for name in names):
+        other = np.sort(columns[f"{name}|{score}"].astype(np.float64))
+        aupr[name], false = _detected(own, other)
+        if len(other) >= FEWEST:
+            fpr95[name] = false
+    return _by_set_and_group(prefix, "aupr", aupr, groups) | _by_set_and_group(prefix, "fpr95", fpr95, groups)
+
+
+def _by_set_and_group(prefix: str, metric: str, values: Mapping[str, float], groups: Groups) -> dict[str, float]:
+    """A number of every set that has it, and its means over those of a group and over all."""
+    found = {f"{prefix}ood.{name}.{metric}": value for name, value in values.items()}
+    every = [name for names in groups.values() for name in names]
+    for group, names in {**groups, "all": every}.items():
+        counted = [values[name] for name in names if name in values]
+        found |= {f"{prefix}{group}.{metric}": mean(counted)} if counted else {}
+    return found
+
+
+def _confidence(odds: Floats) -> Floats:
+    """How sure a score is that is minus the log-odds of being right."""
+    return 1.0 / (1.0 + np.exp(odds))
 
 
 def _detected(inside: Floats, outside: Floats) -> tuple[float, float]:

@@ -4,8 +4,9 @@
 Ensembles on ImageNet-1K are those of Tables 21 and 22, for Table 15 mixes them up. `shift.csv`: Tables 13 and 14, by
 severity, and under `shift` their average. `zero_shot.csv`: Tables 3 and 24 to
 28 (OpenCLIP ViT-B/32), `average` is the mean over its nine data sets; `zero_shot_tasks.csv` and `zero_shot_sets.csv`:
-set by set, without rows that do not give their own mean. `analyses.csv`: Tables 4 to 6 and 8 to 12, B.1 and B.2.2; near
-and far of Single on SST-2 are those of Table 17, for Table 4 prints averages. `…_claims.csv`: what it says of them.
+set by set, without rows that do not give their own mean, and of Table 26 without Texture, MNIST and SVHN of Single and
+ViLU, whose numbers it has in each other's place. `analyses.csv`: Tables 4 to 6 and 8 to 12, B.1 and B.2.2; near and far
+of Single on SST-2 are those of Table 17, for Table 4 prints averages. `…_claims.csv`: what it says of them.
 """
 
 import csv

@@ -307,7 +307,10 @@ ROWS: Mapping[str, Row] = {
         lambda seed, one: seed.whole_recovered(rate_of(one)), 2, paper_rates, kinds=EVERY
     ),
     MC_DROPOUT: Row(
-        lambda seed, one: he.mc_dropout(seed.base, rate_of(one), 5, seed.number), 1, rates(0.1, 0.03, 0.01), kinds=EVERY
+        lambda seed, one: he.mc_dropout(seed.base, rate_of(one), 5, seed.number),
+        1,
+        rates(0.1, 0.03, 0.01, 0.003),
+        kinds=EVERY,
     ),
     **BASELINES,
     SOUP: Row(lambda seed, _: he.soup(seed.singles), 3),

@@ -157,6 +157,11 @@ def at_most(dataset: SomeDataset, limit: int | None) -> SomeDataset:
     return subset(dataset, limit, SPLIT_SEED, stratified=dataset.labelled)
 
 
+def others(dataset: SomeDataset, drawn: SomeDataset) -> SomeDataset:
+    """What was not drawn of a data set."""
+    return dataset.select(np.flatnonzero(~np.isin(dataset.rows, drawn.rows)))
+
+
 def halves(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
     """Half A and half B of a data set, every class cut in two."""
     first, second = split(dataset, 0.5, SPLIT_SEED, stratified=True)
@@ -258,6 +263,10 @@ class DualSets(ABC):
     def calibration(self) -> NamedImages:
         """ID images that temperatures are fitted on; none of them ranked heads or is reported."""
 
+    @abstractmethod
+    def training(self) -> NamedImages:
+        """Labelled training images of the main task; none of them fits temperatures."""
+
     def image_circuits(self) -> CircuitImages:
         """What circuits of the image tower alone are extracted on: both tasks as one (E.3.2), so many of each."""
         (inside, outside), counts = self.circuits(), self.counts
@@ -307,6 +316,10 @@ class SharedSets(DualSets):
         """Half B of TinyImageNet's validation set."""
         return self.fewer(self._halves[1], "tinyimagenet", self.counts.calibration)
 
+    def training(self) -> NamedImages:
+        """TinyImageNet's, which the dual encoder of the study learned from, too."""
+        return self.fewer(self.load(given(self.main, "train")), "tinyimagenet", self.counts.pairs)
+
     @cached_property
     def _halves(self) -> tuple[ImageDataset, ImageDataset]:
         return halves(self.source.images(given(self.main, "validation")))
@@ -353,7 +366,16 @@ class PaperSets(DualSets):
 
     def calibration(self) -> NamedImages:
         """Training images of ImageNet-1K."""
-        return self.fewer(self.load(given(self.main, "train")), IMAGENET, self.counts.calibration)
+        return NamedImages(at_most(self._train.images, self.counts.calibration), self._train.names)
+
+    def training(self) -> NamedImages:
+        """The other training images of ImageNet-1K."""
+        rest = others(self._train.images, self.calibration().images)
+        return NamedImages(at_most(rest, self.counts.pairs), self._train.names)
+
+    @cached_property
+    def _train(self) -> NamedImages:
+        return self.fewer(self.load(given(self.main, "train")), IMAGENET)
 
 
 def _shared_classes() -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """The stored form of a study of any kind: columns of every row, one file a seed, and all else in `study.json`.
 
 Runs that share no models have a Single each. A run with all rows of a stored seed takes its place; of another, rows
-that are not stored yet are added, and `again-N-….npz` has the Single that they are held against.
+that are not stored yet are added, and `again-N-….npz` has the Single that they are held against. Sets that a suite got
+since are shown when all rows were asked about them.
 """
 
 import hashlib
@@ -54,7 +55,7 @@ def store(
     """
     place, rows = results / study.name, facts["trainings"]
     known: dict[str, Any] = read_if_there(place / STUDY) or {"runs": {}}
-    runs = dict(known["runs"])
+    runs, replaced = dict(known["runs"]), set[str]()
     for number in sorted(int(folder.name.removeprefix("seed-")) for folder in study.glob("seed-*")):
         folder, before = study / f"seed-{number}" / REPORT, runs.get(str(number), {REPORT: {}})
         reports = by_row(folder, rows)
@@ -63,9 +64,12 @@ def store(
             taken = _store_columns(folder, place, number, list(reports), () if whole else before[REPORT])
             found = {**of_seed(number), REPORT: {name: reports[name] for name in taken}}
             runs[str(number)] = found if whole else _beside(before, found)
+            replaced |= {str(number)} if whole else set()
     if not runs:
         raise DataError(f"{study} has no finished rows; run the stage `report`")
-    stays = {key: known[key] for key in ("choice", "costs") if key in known and facts.get(key) is None}
+    stays: dict[str, Any] = {key: known[key] for key in ("choice", "costs") if key in known and facts.get(key) is None}
+    if known["runs"].keys() - replaced:  # rows of before stay, which were asked about these sets and no others
+        stays |= {key: known[key] for key in ("tasks", "groups") if key in known}
     choices = {"choices": {**known.get("choices", {}), **facts["choices"]}} if "choices" in facts else {}
     ordered = {number: runs[number] for number in sorted(runs, key=int)}
     write_json(place / STUDY, {"format": FORMAT, "study": study.name, **facts, **stays, **choices, "runs": ordered})

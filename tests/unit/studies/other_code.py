@@ -16,19 +16,18 @@ def by_other_code(stored: Columns, own: str, groups: Mapping[str, Sequence[str]]
     """Every number of the tables of a study that columns give, by its key."""
     columns = {key: one.astype(float) for key, one in stored.items()}
     correct = columns[f"{own}|correct"]
-    wrong = 1 - correct[np.argsort(columns[f"{own}|msp"], kind="stable")]
-    answered = np.arange(1, len(wrong) + 1)
-    found = {
-        "accuracy": float(correct.mean()),
-        "aurc": auc(answered / len(wrong), np.cumsum(wrong) / answered) / (1 - 1 / len(wrong)),
-    }
+    found = {"accuracy": float(correct.mean()), "aurc": _aurc(columns[f"{own}|msp"], correct)}
     for prefix, doubt in {"": "msp", "calibrated.": "calibrated.doubt"}.items():
         if f"{own}|{doubt}" in columns:
             found |= {f"{prefix}{key}": float(columns[f"{own}|{prefix}{key}"].mean()) for key in ("nll", "brier")}
             found[f"{prefix}ece"] = _ece(1 - columns[f"{own}|{doubt}"], correct)
+    odds, doubt = columns.get(f"{own}|vilu"), columns[f"{own}|msp"]
+    sure = 1 - doubt if odds is None else 1 / (1 + np.exp(odds))  # what the row has for a confidence
+    found |= {"own.ece": _ece(sure, correct), "own.aece": _adaptive_ece(sure, correct)}
+    found["own.aurc"] = _aurc(doubt if odds is None else odds, correct)
     every = [name for names in groups.values() for name in names]
     learned = next((name for name in LEARNED if f"{own}|{name}" in columns), "msp")
-    for prefix, score in {**SCORES, "own:": learned}.items():
+    for prefix, score in {**SCORES, "own.": learned}.items():
         if f"{own}|{score}" in columns and every:
             area = {name: float(roc_auc_score(*_sides(columns, own, name, score))) for name in every}
             for group, names in {**groups, "all": every}.items():
@@ -37,6 +36,17 @@ def by_other_code(stored: Columns, own: str, groups: Mapping[str, Sequence[str]]
         large = [_false(*_sides(columns, own, name, "msp")) for name in names if len(columns[f"{name}|msp"]) >= 1000]
         found |= {f"{group}.fpr95": float(np.mean(large))} if large else {}
     return found
+
+
+def _aurc(scores: Any, correct: Any) -> float:
+    wrong = 1 - correct[np.argsort(scores, kind="stable")]
+    answered = np.arange(1, len(wrong) + 1)
+    return float(auc(answered / len(wrong), np.cumsum(wrong) / answered) / (1 - 1 / len(wrong)))
+
+
+def _adaptive_ece(confidence: Any, correct: Any) -> float:
+    parts = np.array_split(np.argsort(confidence, kind="stable"), 15)
+    return sum(abs(float((confidence[one] - correct[one]).sum())) for one in parts) / len(correct)
 
 
 def _ece(confidence: Any, correct: Any) -> float:

@@ -10,12 +10,14 @@ from other_code import assert_printed, by_other_code
 from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
+from hydra_ensembles.files import write_json
 from studies.__main__ import app
 from studies.dual_findings import CLASSIFICATION, TABLES, DualStudy, blocks, claims
 from studies.dual_rows import HYDRA
 from studies.measures import read_columns, write_columns
+from studies.seed_folder import slug
 from studies.stored import RESULTS
-from studies.storing import SINGLE, named, of_row
+from studies.storing import SINGLE, named, of_row, store
 
 OUTSIDE = {"near": {"a": 900}, "far": {"b": 1100, "c": 900}}
 ROWS = (SINGLE, "Temperature Scaling", "Taylor", HYDRA)
@@ -82,8 +84,8 @@ def test_prices_and_scores_of_every_row_are_shown(tmp_path: Path) -> None:
     assert f"| {HYDRA} | 2.0 M | 1.50x | 3 MiB | 1 | 5 |" in TABLES["price"](study)
     assert f"| {SINGLE} | – | – | – | 1 | 5 |" in TABLES["price"](study)
     told = next(line for line in TABLES["detection"](study).splitlines() if line.startswith(f"| {HYDRA}"))
-    first, second, own = told.split(" | ")[1:4]
-    assert first == second == own  # the score is the same in all columns that are made up
+    own, first, second = (told.strip("| ").split(" | ")[place] for place in (3, 7, 8))
+    assert first == second == own.split(" / ")[0]  # the score is the same in all columns that are made up
 
 
 def test_settings_of_rows_are_shown_with_what_chose_them(tmp_path: Path) -> None:
@@ -131,17 +133,76 @@ def test_numbers_are_those_of_another_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("score", ["vilu", "neglabel"])
-def test_a_row_that_brings_a_score_is_judged_by_it(tmp_path: Path, score: str) -> None:
+def test_a_row_that_brings_a_score_is_judged_and_shown_by_it(tmp_path: Path, score: str) -> None:
     study = made_up(tmp_path, {})
-    place = study.folder / "seed-0.npz"
-    columns = read_columns(place)
-    for name, sign in {"cifar100": -1.0, **dict.fromkeys("abc", 1.0)}.items():  # it knows all of them apart
-        columns[f"{SINGLE}|cifar100|{name}|{score}"] = sign + 0 * columns[f"{SINGLE}|cifar100|{name}|msp"]
-    write_columns(place, columns)
+    for seed in range(5):
+        place = study.folder / f"seed-{seed}.npz"
+        columns = read_columns(place)
+        for task in PLACES:
+            right = columns[f"Taylor|{task}|{task}|correct"]
+            columns[f"Taylor|{task}|{task}|{score}"] = np.where(right, -9.0, 9.0)  # it knows who is right,
+            for name in "abc":
+                columns[f"Taylor|{task}|{name}|{score}"] = np.full(len(columns[f"Taylor|cifar100|{name}|msp"]), 10.0)
+        write_columns(place, columns)  # and what is foreign
     again = DualStudy("zero-shot", tmp_path)
-    found, other = again.numbers(SINGLE, 0), again.numbers(HYDRA, 0)
-    assert found["cifar100.own.auroc"].value == 1.0 > found["cifar100.all.auroc"].value
-    assert other["cifar100.own.auroc"].value == other["cifar100.all.auroc"].value
+    found, other, plain = again.numbers("Taylor", 0), again.numbers(HYDRA, 0), again.plain("Taylor")[0]
+    for key in ("near.auroc", "all.auroc", "ood.c.auroc", "far.fpr95", "ood.b.aupr"):
+        best = float("fpr95" not in key)
+        assert plain[f"cifar100.own.{key}"] == best != plain[f"cifar100.{key}"]
+    sure = score == "vilu"  # the other one is no confidence
+    assert (found["pets.own.ece"].value < 0.01, plain["unseen.own.aece"] < 0.01) == (sure, sure)
+    for key in ("all.auroc", "ood.a.auroc", "ece", "aurc"):
+        assert other[f"cifar100.own.{key}"].value == other[f"cifar100.{key}"].value
+    cells = {name: row_of(TABLES[name](again), "Taylor") for name in ("main", "sets", "ece")}
+    assert cells["main"].count("**100.00**") == 6
+    assert cells["sets"][1:3] == ["**100.00** / – / 100.00", "**100.00** / 0.00 / 100.00"]  # of 900 and 1,100 images
+    assert ("**0.01**" in cells["ece"]) == sure
+
+
+def row_of(table: str, row: str) -> list[str]:
+    """Cells of a row of a table."""
+    (line,) = [line for line in table.splitlines() if line.startswith(f"| {row} |")]
+    return [cell.strip() for cell in line.strip("| ").split("|")]
+
+
+def test_the_papers_numbers_stand_below_ours_in_every_table_of_ood_sets() -> None:
+    study = DualStudy("zero-shot", RESULTS)
+    study.rows = [HYDRA]
+    for name, title, told in (
+        ("main", "cifar100 near ↑", "*79.78*"),
+        ("main", "aECE ↓", "*3.35*"),
+        ("sets", "cifar100: cifar10 (near)", "*79.24 / 53.48 / 74.92*"),
+        ("sets", "tinyimagenet: dtd10 (far)", "*76.69 / 77.49 / 32.71*"),
+        ("detection", "tinyimagenet all", "*76.82 / 68.05 / 47.85*"),
+    ):
+        table = TABLES[name](study)
+        assert row_of(table, "*paper*")[row_of(table, "row").index(title)] == told
+
+
+def test_sets_that_a_suite_got_later_are_shown_when_all_rows_have_them(tmp_path: Path) -> None:
+    study, run = made_up(tmp_path, {}), tmp_path / "run" / "zero-shot"
+    more = {**study.facts["tasks"], "cifar100": {**study.facts["tasks"]["cifar100"]}}
+    more["cifar100"]["outside"] = {**OUTSIDE, "far": {**OUTSIDE["far"], "d": 900}}
+
+    def stored(seeds: range, rows: tuple[str, ...]) -> DualStudy:
+        for seed in seeds:
+            report = run / f"seed-{seed}" / "report"
+            for row in rows:
+                columns = study.columns(row if row in ROWS else HYDRA, seed)
+                new = {key.replace("|c|", "|d|"): one for key, one in columns.items() if "cifar100|c|" in key}
+                write_columns(report / f"{slug(row)}.npz", {**columns, **new})
+                write_json(report / f"{slug(row)}.json", {})
+        facts = {**study.facts, "tasks": more, "trainings": dict.fromkeys((*ROWS, "NegLabel"), 1)}
+        store(run, tmp_path, facts, lambda seed: study.facts["runs"][str(seed)])
+        return DualStudy("zero-shot", tmp_path)
+
+    added = stored(range(2), (SINGLE, "NegLabel"))
+    assert added.seeds("NegLabel") == [0, 1]
+    assert list(added.groups("cifar100")["far"]) == ["b", "c"]
+    assert "NegLabel" in TABLES["sets"](added)
+    whole = stored(range(5), (*ROWS, "NegLabel"))
+    assert list(whole.groups("cifar100")["far"]) == ["b", "c", "d"]
+    assert "cifar100: d (far)" in TABLES["sets"](whole)
 
 
 def test_tasks_near_chance_leave_the_means_by_rule(tmp_path: Path) -> None:
@@ -168,9 +229,8 @@ def test_claims_have_their_sign_and_margin(tmp_path: Path) -> None:
 
 
 def test_false_positives_are_counted_of_large_sets_alone(tmp_path: Path) -> None:
-    (line,) = [line for line in TABLES["sets"](made_up(tmp_path, {})).splitlines() if line.startswith(f"| {SINGLE}")]
-    cells = [cell.strip() for cell in line.strip("|").split("|")[1:]]
-    assert ["/" in cell for cell in cells] == [False, True, False] * 2
+    _, *cells = row_of(TABLES["sets"](made_up(tmp_path, {})), SINGLE)
+    assert [" / – / " not in cell for cell in cells] == [False, True, False] * 2
 
 
 def test_every_table_is_made_again_from_results(tmp_path: Path) -> None:
@@ -187,7 +247,7 @@ def test_every_table_is_made_again_from_results(tmp_path: Path) -> None:
     assert "| 20.00 | taken |" in found["study_zero_shot_choices"]
 
 
-@pytest.mark.parametrize("rows", [[HYDRA], pytest.param(None, marks=pytest.mark.slow, id="all rows")])
+@pytest.mark.parametrize("rows", [[HYDRA, "ViLU"], pytest.param(None, marks=pytest.mark.slow, id="all rows")])
 def test_the_published_main_table_by_other_code(rows: list[str] | None) -> None:
     """Rows as they are printed: unseen tasks that count, and OOD sets of both ID tasks."""
     study = DualStudy("zero-shot", RESULTS)
@@ -207,9 +267,9 @@ def test_the_published_main_table_by_other_code(rows: list[str] | None) -> None:
             each = [[one[task].get(key) for task in study.counted] for one in found]
             assert_printed(told.pop(title), [float(np.mean(one)) for one in each if None not in one], key)
         for task in study.detections:
-            for group in study.groups(task):
-                assert_printed(told.pop(f"{task} {group} ↑"), [one[task][f"{group}.auroc"] for one in found], "auroc")
-            assert_printed(told.pop(f"{task} all, own score ↑"), [one[task]["own:all.auroc"] for one in found], "auroc")
+            for group in (*study.groups(task), "all"):
+                cell, values = told.pop(f"{task} {group} ↑"), [one[task][f"own.{group}.auroc"] for one in found]
+                assert_printed(cell, values, "auroc")
         cost = study.cost(row)
         price = f"{cost['latency_ms'] / study.cost(SINGLE)['latency_ms']:.2f}x" if cost else "–"
         assert told == {"row": row, **({"cost": price} if study.facts["costs"] else {})}

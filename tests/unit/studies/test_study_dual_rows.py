@@ -1,7 +1,6 @@
 """Rows of the zero-shot study that others propose, on a small dual encoder: each answers for any class names."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ from small_studies import dual_recipe, dual_seed
 
 import hydra_ensembles as he
 from hydra_ensembles import baselines
-from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.metrics import nll
 from studies import dual_rows
-from studies.dual_rows import BAYES_VLM, NEG_LABEL, PSEUDO_COUNTS, ROWS, VILU, for_classes, main_images, vocabulary
+from studies.dual_rows import BAYES_VLM, NEG_LABEL, PSEUDO_COUNTS, ROWS, VILU, DualRow, for_classes, vocabulary
 from studies.dual_seed import DualSeed
 from studies.samples import SampleBatches
 
@@ -34,7 +33,7 @@ def test_bayes_vlm_has_the_pseudo_count_that_held_out_images_choose(seed: DualSe
     choice = json.loads((seed.folder / "choices" / "bayesvlm.json").read_text())
     assert [one["pseudo_count"] for one in choice["measured"]] == list(PSEUDO_COUNTS)
     losses = {one["pseudo_count"]: one["nll"] for one in choice["measured"]}
-    assert len(set(losses.values())) == 3
+    assert len(set(losses.values())) == len(PSEUDO_COUNTS)
     assert choice["setting"]["pseudo_count"] == min(losses, key=losses.__getitem__)
     assert float(nll(said.probs, held.samples.labels)) == pytest.approx(min(losses.values()))
     assert not torch.allclose(said.probs, he.zero_shot(seed.dual, held.classes).predict(images_of(seed)).probs[:1])
@@ -45,7 +44,7 @@ def test_vilu_is_single_with_a_score_that_goes_with_any_classes(
     seed: DualSeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dual_rows, "EPOCHS", 2)
-    names, inputs = main_images(seed).names, images_of(seed)
+    names, inputs, held = seed.task.sets.training().names, images_of(seed), seed.task.held_out
     trained = dual_rows._trained_vilu(seed)
     same = for_classes(trained, he.zero_shot(seed.dual, names)).predict(inputs)
     expected = trained.predict(inputs)
@@ -56,7 +55,28 @@ def test_vilu_is_single_with_a_score_that_goes_with_any_classes(
     torch.testing.assert_close(few.member_logits, he.zero_shot(seed.dual, names[:3]).predict(inputs).member_logits)
     assert not torch.allclose(few.score("vilu"), expected.score("vilu"))
     assert (seed.folder / "models" / "vilu").exists()
-    assert f"chosen of {len(dual_rows.RATES)}" in trained.metadata.history[-1]
+    choice = json.loads((seed.folder / "choices" / "vilu.json").read_text())
+    losses = {one["learning_rate"]: one["nll"] for one in choice["measured"]}
+    assert list(losses) == list(dual_rows.RATES)
+    rate = choice["setting"]["learning_rate"]
+    assert losses[rate] == min(losses.values())
+    assert f"learning rate {rate:g}" in trained.metadata.history[-1]
+    said = DualRow(model=lambda *_: trained).asked(seed, held)
+    sure = (-said.score("vilu")).sigmoid()  # of being right
+    right = said.label == held.samples.labels
+    assert losses[rate] == pytest.approx(-float(torch.where(right, sure, 1 - sure).log().mean()), rel=1e-4)
+
+
+def test_a_rate_at_which_vilu_diverges_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = dual_seed(tmp_path, dual_recipe(choices=dual_recipe().choices[:1]))
+    monkeypatch.setattr(dual_rows, "EPOCHS", 1)
+    monkeypatch.setattr(dual_rows, "RATES", (1e30, 0.01))
+    dual_rows._trained_vilu(seed)
+    choice = json.loads((seed.folder / "choices" / "vilu.json").read_text())
+    assert [one["learning_rate"] for one in choice["measured"]] == [0.01]
+    monkeypatch.setattr(dual_rows, "RATES", (1e30,))
+    with pytest.raises(DataError, match="rate"):
+        dual_rows._trained_vilu(dual_seed(tmp_path / "again", dual_recipe(choices=dual_recipe().choices[:1])))
 
 
 def test_neg_label_takes_whole_words_of_the_vocabulary(seed: DualSeed) -> None:
@@ -70,8 +90,6 @@ def test_neg_label_takes_whole_words_of_the_vocabulary(seed: DualSeed) -> None:
     torch.testing.assert_close(said.score("neglabel"), expected.predict(images_of(seed)).score("neglabel"))
 
 
-def test_vilu_without_images_of_the_main_task_is_refused(tmp_path: Path) -> None:
-    recipe = dual_recipe()
-    others = tuple(one for one in recipe.pairs if "tinyimagenet" not in one.source)
-    with pytest.raises(ConfigError, match="tinyimagenet"):
-        main_images(dual_seed(tmp_path, replace(recipe, pairs=others)))
+def test_factors_need_the_model_that_they_are_of() -> None:
+    with pytest.raises(ConfigError, match="--model"):
+        dual_recipe(factors="folder")

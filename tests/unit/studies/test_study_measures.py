@@ -64,10 +64,17 @@ def test_a_score_that_is_a_confidence_has_a_calibration_of_its_own() -> None:
     found = columns(1)
     own = np.log(found["own|doubt"] / (1 - found["own|doubt"]))  # minus the log-odds of being right
     outside = {f"{name}|vilu": found[f"{name}|msp"] for name in ("like", "grey", "noise")}
-    ours = numbers({**found, "own|vilu": own, **outside}, "own", GROUPS)
+    both = {**found, "own|vilu": own, **outside}
+    ours = numbers(both, "own", GROUPS)
     assert ours["vilu:ece"].value == pytest.approx(ours["ece"].value)
     assert ours["vilu:aurc"].value == pytest.approx(ours["aurc"].value)
     assert "vilu:near.auroc" in ours
+    plain = plain_numbers(both, "own", GROUPS)
+    assert plain["vilu:aece"] == pytest.approx(plain["aece"])
+    likewise = plain_numbers({key.replace("|vilu", "|msp"): one for key, one in both.items()}, "own", GROUPS)
+    detected = {key for key in likewise if key.endswith((".aupr", ".fpr95"))}
+    assert {"far.fpr95", "all.aupr"} <= detected
+    assert {plain[f"vilu:{key}"] == likewise[key] for key in detected} == {True}
     assert "vilu:ece" not in numbers(found, "own", GROUPS)
 
 

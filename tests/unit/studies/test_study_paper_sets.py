@@ -1,5 +1,6 @@
 """The paper's nine data sets: stand-in files in the layouts of their libraries, and a study that opens them."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,16 @@ import small_clip
 import torch
 from small_studies import CPU
 
+from hydra_ensembles.baselines import BayesVLM, published_bayes_vlm
 from hydra_ensembles.errors import DataError
 from pictures import picture
+from studies import dual_rows
 from studies.dual_recipe import DualCounts, load_dual_recipe
-from studies.dual_seed import DualTask
+from studies.dual_rows import DualRow
+from studies.dual_seed import DualSeed, DualTask
 from studies.samples import SampleBatches
 from studies.sets import DataFolder, NamedImages, PaperSets
+from studies.storing import SINGLE
 
 NINE = ["imagenet", "cifar100", "cifar10", "food101", "sun397", "pets", "dtd", "eurosat", "caltech101"]
 COUNTS = DualCounts(
@@ -77,7 +82,9 @@ def test_imagenet_is_cut_as_in_the_supervised_studies(root: Path, tasks: dict[st
     assert (len(validation.images), len(test.images), len(set(test.names))) == (10, 990, 1000)
     assert not set(validation.images.rows) & set(test.images.rows)
     assert len(sets.load(sets.main.train)) == 1000  # type: ignore[arg-type]
-    assert len(sets.calibration().images) == 10
+    held, learned = sets.calibration(), sets.training()
+    assert (len(held.images), len(learned.images), held.names == learned.names) == (10, 990, True)
+    assert not set(held.images.rows) & set(learned.images.rows)
     assert outside.name == "openimage_o"
     assert np.array_equal(np.asarray(tasks["cifar100"].images[1][0]), np.asarray(picture(1)))
 
@@ -115,3 +122,30 @@ def test_a_study_on_the_papers_sets_opens_them_all(root: Path, tmp_path: Path) -
         *(("cifar100", name) for name in ("cifar10", "tinyimagenet", "mnist", "svhn", "textures", "places365")),
     }
     assert next(iter(SampleBatches(found[0].samples, 2)))[0].shape == (2, 3, 32, 32)
+
+
+def test_a_given_model_has_bayes_vlm_by_its_factors_and_vilu_on_training_images(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dual_rows, "EPOCHS", 1)
+    monkeypatch.setattr(dual_rows, "RATES", (0.01,))
+    source, _ = small_clip.small_open_clip(tmp_path / "clip")
+    recipe = load_dual_recipe(tiny=True, suite="paper", model=source, factors=str(tmp_path))
+    recipe = replace(recipe, counts=replace(recipe.counts, calibration=3))  # of six images, one of each class
+    seed = DualSeed(DualTask(recipe, DataFolder(root), CPU), 0, tmp_path / "run")
+    for tag, one in (("img", seed.dual.projections.image), ("txt", seed.dual.projections.text)):
+        assert one is not None
+        for letter, size in (("A", one.weight.shape[2]), ("B", one.weight.shape[1])):
+            drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(size))
+            torch.save(drawn @ drawn.T / size, tmp_path / f"{letter}_{tag}_analytic.pt")
+    rows, held = dual_rows.rows_of(seed.task), seed.task.held_out
+    single = rows[SINGLE].asked(seed, held)
+    said = rows[dual_rows.BAYES_VLM].asked(seed, held)
+    count = json.loads((seed.folder / "choices" / "bayesvlm.json").read_text())["setting"]["pseudo_count"]
+    posterior = published_bayes_vlm(seed.dual, tmp_path, BayesVLM(count))
+    expected = DualRow(model=lambda _, names: posterior.probit(names)).asked(seed, held)
+    torch.testing.assert_close(said.probs, expected.probs)
+    assert not torch.allclose(said.probs, single.probs)
+    scored = rows[dual_rows.VILU].asked(seed, held)
+    torch.testing.assert_close(scored.probs, single.probs)
+    assert scored.score("vilu").isfinite().all()
