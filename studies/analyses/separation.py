@@ -87,13 +87,17 @@ def table(found: Found) -> str:
     head = ["OOD set"]
     for title in KINDS.values():
         head += [f"{title}: Euclidean ↑", "Mahalanobis ↑"]
-    lines = []
-    for name in by_seed(found, "rows")[0]:
-        values = [by_seed(found, "rows", name, kind, one) for kind in KINDS for one in ("euclidean", "mahalanobis")]
-        lines.append([name, *(cell(one, "distance") for one in values)])
-        if name in there and found["task"] == "vision-cifar100":
-            shown = [there[name].get(f"{kind}.{one}", "") for kind in KINDS for one in ("euclidean", "mahalanobis")]
+    lines, columns = [], [(kind, one) for kind in KINDS for one in ("euclidean", "mahalanobis")]
+    names, known = list(by_seed(found, "rows")[0]), found["task"] == "vision-cifar100"
+    for name in names:
+        lines.append([name, *(cell(by_seed(found, "rows", name, *one), "distance") for one in columns)])
+        if name in there and known:
+            shown = [there[name].get(".".join(one), "") for one in columns]
             lines.append(["*paper*", *(f"*{one}*" if one else "" for one in shown)])
+    lines.append(["mean", *(cell(_over_sets(found, names, *one), "distance") for one in columns)])
+    if known and set(there) == set(names):
+        theirs = [[float(one) for name in names if (one := there[name].get(".".join(key)))] for key in columns]
+        lines.append(["*paper*", *(f"*{mean(one):.2f}*" if one else "" for one in theirs)])
     apart = {
         end: [mean(one["mahalanobis"] for one in points) for points in by_seed(found, "points", end)]
         for end in ("last", "first")
@@ -104,6 +108,12 @@ def table(found: Found) -> str:
         f"{cell(apart['first'], 'distance')}. {about(found)}"
     )
     return markdown(head, lines, note)
+
+
+def _over_sets(found: Found, names: Iterable[str], kind: str, one: str) -> list[float | None]:
+    """Of each seed the mean over sets; None where a kind has no head left."""
+    by_set = zip(*(by_seed(found, "rows", name, kind, one) for name in names), strict=True)
+    return [None if None in values else mean(values) for values in by_set]
 
 
 def _whole(value: float, _: str) -> str:
