@@ -32,7 +32,7 @@ from studies.circuit_draws import draws_table
 from studies.dual_findings import DualStudy
 from studies.dual_findings import blocks as dual_blocks
 from studies.dual_recipe import ZERO_SHOT
-from studies.findings import LOWER, PRICED, TITLES, marked, price_cell, printed, stored_studies
+from studies.findings import LOWER, TITLES, level, marked, price_cell, priced, printed, stored_studies
 from studies.findings import blocks as study_blocks
 from studies.results import RESULTS, ROOT, load, table
 from studies.rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, SINGLE, SOUP
@@ -176,15 +176,14 @@ def winners_table(studies: Sequence[Study]) -> str:
             wins.setdefault(row, []).append(f"{TITLES[study.name]}: {', '.join(titles)}")
     lines = []
     for row in rows:
-        taken = [f"{first.facts['trainings'][row]:g}", price_cell(first, row)]
+        taken = [f"{first.facts['trainings'][row]:g}", price_cell(studies, row)]
         cells = [marked(first, row, key) for key in WINS]
         lines.append([row, *taken, *cells, "; ".join(wins.get(row, ["–"]))])
-    seeds = ", ".join(f"{TITLES[study.name]} {len(study.seeds(SINGLE))}" for study in studies)
     about = (
-        f"Numbers: {TITLES[first.name]}, means over seeds, calibrated, per cent but for NLL; **better** and *worse* "
-        "than Single beyond chance (95 % intervals over seeds and test samples). Wins: the best of these rows, where "
-        f"it is better than Single beyond chance, on every task (seeds of Single: {seeds}); what nobody wins is not "
-        f"named. {PRICED} From `results/studies/`."
+        f"Numbers: {TITLES[first.name]}, calibrated, per cent but for NLL; **better** and *worse* than Single beyond "
+        f"chance (95 % intervals over seeds and test samples, paired). {level(first, rows)}. Wins: the best of these "
+        f"rows, where it is better than Single beyond chance, on {' and '.join(TITLES[one.name] for one in studies)}; "
+        f"what nobody wins is not named. {priced(studies)} From `results/studies/`."
     )
     head = ["method", "trainings ↓", "price ↓", *WINS.values(), "wins"]
     return "\n".join([*table(head, lines), "", about])

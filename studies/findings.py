@@ -1,6 +1,7 @@
 """What the documents show of the studies of classifiers, made from their stored columns alone."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from .paper import Numbers, paper_numbers, read_csv
 from .results import markdown
 from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, ROWS, SINGLE, SOUP, TUNED
 from .stored import RESULTS, Study
+from .storing import same_columns
 from .task import recipe
 
 MAIN = {
@@ -59,6 +61,23 @@ def parts(study: Study) -> str:
     return " Rows that a later run added are held against the Single of that run." if study.in_parts else ""
 
 
+def level(study: Study, rows: Sequence[str]) -> str:
+    """How means of rows compare that have other seeds than Single, and how many each has."""
+    counts = {row: len(study.seeds(row)) for row in rows if row in study.rows}
+    usual = max(sorted(set(counts.values())), key=list(counts.values()).count)
+    others: dict[int, list[str]] = {}
+    for row, count in counts.items():
+        if count != usual:
+            others.setdefault(count, []).append(row)
+    few = "; ".join(f"{count} of {', '.join(names)}" for count, names in others.items())
+    if not others:
+        return f"Means over {usual} seeds"
+    return (
+        f"Means over seeds ({usual} a row; {few}), so made that rows compare: Single's over all its seeds, of every "
+        "other row that and its difference from Single on the seeds it has"
+    )
+
+
 def main_table(study: Study) -> str:
     """Every row of a study; of its price what was measured."""
     costs, lines = study.facts["costs"], []
@@ -72,7 +91,8 @@ def main_table(study: Study) -> str:
     head = ["row", *MAIN.values(), "far FPR95 ↓", "parameters", *measured, "trainings ↓", "seeds"]
     where = f" Cost and memory: a batch of {costs['batch']} on an {costs['device']}, bfloat16." if costs else ""
     note = (
-        "Means over seeds, in per cent but for NLL and Brier score; **better** and *worse* than Single beyond chance "
+        f"{level(study, study.rows)}. In per cent but for NLL and Brier score; **better** and *worse* than Single "
+        "beyond chance "
         f"(95 % intervals over seeds and test samples, paired).{parts(study)} NLL, Brier score and ECE after "
         "calibration on held-out data. OOD AUROC by the largest probability, near and far; by entropy and Mahalanobis "
         "distance, mean over all sets. FPR95 of sets of 1,000 samples or more, at the first threshold that finds 95 % "
@@ -307,9 +327,8 @@ def summary_table(study: Study) -> str:
         if row in study.rows
     ]
     head = ["row", "what it is", "trainings", *(MAIN[key] for key in SUMMARY_KEYS)]
-    seeds = len(study.seeds(SINGLE))
     note = (
-        f"{study.name}, means over {seeds} seeds, in per cent but for NLL; **better** and *worse* than Single beyond "
+        f"{level(study, SUMMARY)}. In per cent but for NLL; **better** and *worse* than Single beyond "
         "chance (95 % intervals over seeds and test samples, paired). NLL and ECE after calibration; OOD AUROC near "
         "and far by the largest probability, over all sets by Mahalanobis distance. From "
         f"`results/studies/{study.name}/`."
@@ -416,9 +435,6 @@ GAINED = (
 )
 
 
-PRICED = "Price: time of a batch on a GPU over Single's, in brackets multiply-adds, where no time was measured."
-
-
 def gains(study: Study, row: str) -> str:
     """What a row gains over Single in a study."""
     found = [(study.difference(row, SINGLE, key), key) for key in GAINS]
@@ -431,10 +447,35 @@ def seeds_cell(studies: Sequence[Study], row: str) -> str:
     return ", ".join(str(len(study.seeds(row)) or "–") for study in studies)
 
 
-def price_cell(study: Study, row: str) -> str:
-    """Time of a batch over Single's where it was measured, else multiply-adds over Single's in brackets."""
-    cost = study.cost(row)
-    return f"{cost['latency_ratio']:.2f}x" if cost else f"({study.work(row)})"
+def price_cell(studies: Sequence[Study], row: str) -> str:
+    """Time of a batch over Single's on the first task that measured it, else multiply-adds in brackets."""
+    having = [study for study in studies if row in study.rows]
+    timed = [cost["latency_ratio"] for study in having if (cost := study.cost(row))]
+    return f"{timed[0]:.2f}x" if timed else f"({having[0].work(row)})"
+
+
+def priced(studies: Sequence[Study]) -> str:
+    """What the prices of a table are."""
+    timed = [TITLES[study.name] for study in studies if study.facts["costs"]]
+    if not timed:
+        return "Price, in brackets: multiply-adds of an answer over Single's; no time was measured."
+    return (
+        f"Price: time of a batch on a GPU over Single's, measured on {' and '.join(timed)}; in brackets multiply-adds, "
+        "where no time was."
+    )
+
+
+def same_models(studies: Sequence[Study], rows: Sequence[str]) -> str:
+    """Rows that are one and the same model on a task, since held-out data chose what another row is."""
+    told = []
+    for study in studies:
+        for first, second in combinations([row for row in rows if row in study.rows], 2):
+            seeds = study.seeds(first)
+            if seeds == study.seeds(second) and all(
+                same_columns(study.columns(first, seed), study.columns(second, seed)) for seed in seeds
+            ):
+                told.append(f" On {TITLES[study.name]} *{first}* and *{second}* are the same model.")
+    return "".join(told)
 
 
 def gains_table(studies: Sequence[Study]) -> str:
@@ -442,10 +483,10 @@ def gains_table(studies: Sequence[Study]) -> str:
     lines = []
     for row in GAINING:
         if having := [study for study in studies if row in study.rows]:
-            first = having[0]
-            taken = [f"{first.facts['trainings'][row]:g}", price_cell(first, row)]
+            taken = [f"{having[0].facts['trainings'][row]:g}", price_cell(studies, row)]
             lines.append([row, *taken, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
-    note = f"{GAINED} Trainings of a whole model, Single's among them. {PRICED}"
+    told = f"{GAINED} Trainings of a whole model, Single's among them. {priced(studies)}"
+    note = told + same_models(studies, GAINING)
     head = ["row", "trainings ↓", "price ↓", *(TITLES[study.name] for study in studies), "seeds"]
     return markdown(head, lines, note)
 

@@ -86,15 +86,27 @@ class Study(Once):
         return plain_numbers(columns, self.facts["inside"], self.facts["groups"], known)
 
     def mean(self, row: str, key: str) -> float | None:
-        """The mean of a number over the seeds of a row; None where it has none."""
-        found = [self.numbers(row, seed).get(key) for seed in self.seeds(row)]
-        values = [one.value for one in found if one is not None]
-        return mean(values) if values else None
+        """A number of a row on average, on the level of Single's mean over all its seeds; None where it has none.
+
+        Rows have other seeds than Single, and later runs another Single: what counts is what a row has more than the
+        Single beside it, so that means of two rows differ by what they differ from it.
+        """
+
+        def of(found: Mapping[str, Number]) -> float | None:
+            return found[key].value if key in found else None
+
+        own = {seed: of(self.numbers(row, seed)) for seed in self.seeds(row)}
+        single = {seed: of(self.numbers(SINGLE, seed)) for seed in self.seeds(SINGLE)}
+        beside = {seed: of(self._again(seed)[row]) for seed in own if row in self._again(seed)}
+        return _on_level(own, single, beside)
 
     def plain_mean(self, row: str, key: str) -> float | None:
         """The same of any number, such as an FPR95, that `plain` has."""
-        values = [one[key] for one in self.plain(row) if key in one]
-        return mean(values) if values else None
+        own, single = (
+            {seed: one.get(key) for seed, one in zip(self.seeds(each), self.plain(each), strict=True)}
+            for each in (row, SINGLE)
+        )
+        return _on_level(own, single, {seed: self._plain_again(row, seed).get(key) for seed in own})
 
     @property
     def stands_for(self) -> str:
@@ -122,13 +134,24 @@ class Study(Once):
         """Whether Single was trained again for some of the rows."""
         return any(self.folder.glob("again-*.npz"))
 
+    def _singles(self, seed: int) -> dict[str, dict[str, Array]]:
+        """Rows with a Single of their own, and its columns; several rows have the same one."""
+        return self.once(("singles", seed), lambda: single_of(self.folder, seed))
+
     def _again(self, seed: int) -> dict[str, dict[str, Number]]:
         def made() -> dict[str, dict[str, Number]]:
-            singles = single_of(self.folder, seed)
+            singles = self._singles(seed)
             found = {id(one): self.numbers_of(one) for one in {id(one): one for one in singles.values()}.values()}
-            return {row: found[id(one)] for row, one in singles.items()}  # several rows have the same one
+            return {row: found[id(one)] for row, one in singles.items()}
 
         return self.once(("again", seed), made)
+
+    def _plain_again(self, row: str, seed: int) -> dict[str, float]:
+        singles = self._singles(seed)
+        if row not in singles:
+            return {}
+        one = singles[row]
+        return self.once(("plain again", seed, id(one)), lambda: self.plain_of(one, self._again(seed)[row]))
 
     def parameters(self, row: str) -> str:
         """Millions of parameters of a row; a dash where it has none of its own."""
@@ -143,3 +166,17 @@ class Study(Once):
     def cost(self, row: str) -> Mapping[str, Any]:
         """What was measured of a row's price."""
         return (self.facts["costs"] or {"rows": {}})["rows"].get(row, {})
+
+
+BySeed = Mapping[int, float | None]
+
+
+def _on_level(own: BySeed, single: BySeed, beside: BySeed) -> float | None:
+    """Single's mean, and what is more or less than Single's of the same seed, or than that of a later run beside it."""
+    values = {seed: value for seed, value in own.items() if value is not None}
+    level = [value for value in single.values() if value is not None]
+    against = {**single, **{seed: value for seed, value in beside.items() if value is not None}}
+    gaps = [value - other for seed, value in values.items() if (other := against.get(seed)) is not None]
+    if gaps and level:
+        return mean(level) + mean(gaps)
+    return mean(values.values()) if values else None

@@ -92,7 +92,7 @@ def _store_columns(folder: Path, place: Path, number: int, found: list[str], bef
             older.unlink()
     else:
         single = own.get(SINGLE)
-        own = {name: one for name, one in own.items() if name not in before or _same(named(name, one), kept)}
+        own = {name: one for name, one in own.items() if name not in before or same_columns(named(name, one), kept)}
         if own and single is not None and SINGLE not in own:
             told = hashlib.sha256(b"".join(single[key].tobytes() for key in sorted(single))).hexdigest()[:8]
             again = {"rows": np.array(list(own)), **named(SINGLE, single)}
@@ -133,5 +133,6 @@ def _parts(folder: Path, number: int) -> list[Path]:
     return sorted((*folder.glob(f"again-{number}.npz"), *folder.glob(f"again-{number}-*.npz")))
 
 
-def _same(columns: Mapping[str, Array], stored: Mapping[str, Array]) -> bool:
+def same_columns(columns: Mapping[str, Array], stored: Mapping[str, Array]) -> bool:
+    """Whether all of these columns are stored, with the same values."""
     return all(key in stored and np.array_equal(one, stored[key]) for key, one in columns.items())
