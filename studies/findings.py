@@ -11,7 +11,7 @@ from .measures import FEWEST, SEVERITIES, SHIFT, Difference
 from .paper import Numbers, paper_numbers, read_csv
 from .results import markdown
 from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, ROWS, SINGLE, SOUP, TUNED
-from .stored import RESULTS, Study
+from .stored import ALL_BUT, RESULTS, Study
 from .storing import same_columns
 from .task import recipe
 
@@ -221,9 +221,25 @@ def judged(found: Difference, claimed: str, margin: float) -> str:
 
 
 def claims_table(study: Study) -> str:
-    """The claims, the paper's difference beside ours."""
-    head = ["claim", "margin", f"paper, {study.stands_for}", "here", "verdict"]
-    return markdown(head, map(claim_cells, claims(study)))
+    """The claims, the paper's difference beside ours, and OOD sets that a verdict hangs on."""
+    lines = []
+    for one in claims(study):
+        found = hangs_on(study, one)
+        alone = "; ".join(f"{told(gap, one['metric'])} without {name}: {verdict}" for name, gap, verdict in found)
+        lines.append([*claim_cells(one), alone])
+    return markdown(["claim", "margin", f"paper, {study.stands_for}", "here", "verdict", "hangs on"], lines)
+
+
+def hangs_on(study: Study, claim: Mapping[str, Any]) -> list[tuple[str, Difference, str]]:
+    """OOD sets without which the verdict on a claim about all of them is another: name, difference and verdict."""
+    if claim["metric"] != "all.auroc" or claim["ours"] is None or len(study.outside) < 2:
+        return []
+    found = []
+    for name in study.outside:
+        gap = study.difference(claim["first"], claim["second"], f"{ALL_BUT}{name}.auroc")
+        if gap is not None and (other := judged(gap, claim["is"], float(claim["margin"]))) != claim["verdict"]:
+            found.append((name, gap, other))
+    return found
 
 
 def claim_cells(one: Mapping[str, Any]) -> list[str]:
@@ -370,8 +386,7 @@ def small_sets(study: Study) -> list[str]:
     """OOD sets too small for an FPR95."""
     row = study.rows[0]
     columns = study.columns(row, study.seeds(row)[0])
-    names = [name for group in study.facts["groups"].values() for name in group]
-    return [name for name in names if len(columns[f"{name}|msp"]) < FEWEST]
+    return [name for name in study.outside if len(columns[f"{name}|msp"]) < FEWEST]
 
 
 def foretold(study: Study, key: str) -> tuple[float, int] | None:

@@ -48,6 +48,8 @@ class Number:
     @staticmethod
     def mean(parts: Sequence["Number"]) -> "Number":
         """The mean of numbers, of other sets or the same."""
+        if len(parts) == 1:
+            return parts[0]
         joined: dict[str, Floats] = {}
         for part in parts:
             for name, one in part.influences.items():

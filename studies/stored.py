@@ -27,6 +27,7 @@ from .measures import (
 from .seed_folder import Once
 from .storing import FORMAT, SINGLE, of_row, single_of
 
+ALL_BUT = "all but "  # of the OOD sets
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
 
 
@@ -117,17 +118,29 @@ class Study(Once):
         """First less second over the seeds that both have; None where there is nothing to compare.
 
         A row is held against the Single that was trained when it was made, which may be of a later run; on corrupted
-        images against the one that was asked about them.
+        images against the one that was asked about them. `all but NAME.auroc` is over all OOD sets but one.
         """
-        pairs, corrupted = [], key.startswith((f"{SHIFT}.", *SEVERITIES))
+        pairs, corrupted, keys = [], key.startswith((f"{SHIFT}.", *SEVERITIES)), self._parts(key)
         for seed in (seed for seed in self.seeds(first) if seed in self.seeds(second)):
             ours, theirs = self.numbers(first, seed), self.numbers(second, seed)
             again = {} if corrupted else self._again(seed)
             theirs = again.get(first, theirs) if second == SINGLE else theirs
             ours = again.get(second, ours) if first == SINGLE else ours
-            if key in ours and key in theirs:
-                pairs.append((ours[key], theirs[key]))
+            if all(one in ours and one in theirs for one in keys):
+                pairs.append([Number.mean([side[one] for one in keys]) for side in (ours, theirs)])
         return Difference.of([ours for ours, _ in pairs], [theirs for _, theirs in pairs]) if pairs else None
+
+    def _parts(self, key: str) -> list[str]:
+        """The numbers that a number is the mean of."""
+        if not key.startswith(ALL_BUT):
+            return [key]
+        name, _, metric = key.removeprefix(ALL_BUT).partition(".")
+        return [f"ood.{one}.{metric}" for one in self.outside if one != name]
+
+    @property
+    def outside(self) -> list[str]:
+        """Names of the OOD sets."""
+        return [name for names in self.facts["groups"].values() for name in names]
 
     @property
     def in_parts(self) -> bool:

@@ -112,6 +112,23 @@ def test_means_compare_whichever_seeds_a_row_has(study: Study) -> None:
     assert "(1 a row; 2 of Single, Hydra)" in findings.main_table(study)
 
 
+def test_a_verdict_that_hangs_on_one_set_says_so(study: Study, tmp_path: Path) -> None:
+    """The mean over all OOD sets but one, by hand; and a claim whose verdict is another without it."""
+    first, *others = study.outside
+    own = [
+        np.mean([study.numbers(row, 0)[f"ood.{name}.auroc"].value for name in others]) for row in (MC_DROPOUT, SINGLE)
+    ]
+    gap = study.difference(MC_DROPOUT, SINGLE, f"all but {first}.auroc")
+    assert gap is not None
+    assert gap.value == pytest.approx(own[0] - own[1])
+    claim = {"metric": "all.auroc", "first": HYDRA, "second": SINGLE, "is": "higher", "margin": "0", "ours": gap}
+    without = study.difference(HYDRA, SINGLE, f"all but {first}.auroc")
+    verdict = judged(without, "higher", 0.0)
+    assert first not in [name for name, *_ in findings.hangs_on(study, {**claim, "verdict": verdict})]
+    assert (first, without, verdict) in findings.hangs_on(study, {**claim, "verdict": "another"})
+    assert findings.hangs_on(study, {**claim, "metric": "accuracy", "verdict": "another"}) == []
+
+
 def test_rows_that_are_one_model_are_told(study: Study, tmp_path: Path) -> None:
     assert findings.same_models([study], [SINGLE, HYDRA, MC_DROPOUT]) == ""
     both = as_another(study, tmp_path, {SINGLE: SINGLE, HYDRA: HYDRA, TUNED: HYDRA})
