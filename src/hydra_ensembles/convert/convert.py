@@ -1,5 +1,6 @@
 """From a library's live model to the canonical ensemble, or dual encoder."""
 
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from ..errors import ConversionError
 from ..model.config import EnsembleConfig, PatchStemConfig
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
-from ..model.layers import GroupedLinear
+from ..model.layers import GroupedLinear, GroupedNorm
 from ..model.metadata import Metadata, odd_names
 from ..model.stem_readout import Projections, linear
 from ..preprocessing import TextPreprocessing
@@ -42,6 +43,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 )
 DUAL_ARCHITECTURES = (*transformers_dual.DUAL_ARCHITECTURES, *open_clip.DUAL_ARCHITECTURES)
 _ALL: tuple[Architecture | DualArchitecture, ...] = (*ARCHITECTURES, *DUAL_ARCHITECTURES)
+_SPREAD = 0.02  # of weights as timm and most of transformers draw them
 _SCALES = ("logit_scale", "logit_bias")
 
 
@@ -121,7 +123,15 @@ def convert(
     )
     with _parts_as_known(architecture):
         state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
+    if fresh:
+        line = f"a new classifier of {num_labels} classes, untrained"
+        metadata = replace(metadata, history=(*metadata.history, line))
     both = Both(architecture, model, Ensemble.from_state(config, state, metadata), fresh)
+    if not fresh and _is_as_drawn(both.ensemble, getattr(getattr(model, "config", None), "initializer_range", _SPREAD)):
+        warn(
+            f"{architecture.name}: the classifier is as it was drawn (no bias, weights of the usual spread), on layers "
+            "that are trained: its answers mean nothing before it is trained, too, by he.finetune or elsewhere"
+        )
     if probe and declaration is not None:
         require_proof(declaration, model, num_labels, metadata)
     elif probe:
@@ -146,6 +156,20 @@ def convert(
             "the converted one does not: if it is to be trained, say dropout= in the declaration"
         )
     return both.ensemble if trained == config else Ensemble.from_state(trained, state, metadata)
+
+
+def _is_as_drawn(ensemble: Ensemble, spread: float) -> bool:
+    """Whether a classifier looks as libraries begin one, and what it stands on does not: zeros, or a normal spread."""
+    classifier = ensemble.readout.classifier
+    if classifier is None or classifier.bias is None or classifier.bias.is_meta or bool(classifier.bias.any()):
+        return False
+    norms = [one.weight for one in ensemble.encoder.modules() if isinstance(one, GroupedNorm)]
+    if all(bool((one == 1).all()) for one in norms):
+        return False  # nothing of it is trained, as a test or a benchmark may have it
+    weight = classifier.weight.detach().double()
+    mean, deviation = (float(one) / spread for one in (weight.mean(), weight.std()))
+    errors = 5 / math.sqrt(weight.numel())  # five standard errors of the mean, and with √2 below of the deviation
+    return not bool(weight.any()) or (abs(mean) < errors and abs(deviation - 1) < errors / math.sqrt(2))
 
 
 def _known(architecture: Architecture, config: EnsembleConfig, model: nn.Module, processor: Any) -> Metadata:

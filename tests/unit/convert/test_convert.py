@@ -1,5 +1,6 @@
 """Models that compute something else than their class and weights say, and what may be attached to them."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -95,3 +96,40 @@ def test_preprocessing_has_the_channels_of_the_model(channels: int, mean: Any, e
     preprocessing = he.convert(model).metadata.preprocessing
     assert (preprocessing and preprocessing.mean) == expected
     assert preprocessing is None or len(preprocessing.std) == channels
+
+
+# --- classifiers that nobody trained ---------------------------------------------------------------------
+
+
+def with_classifier(model: Any, change: str) -> Any:
+    """A model whose layers are trained, and its classifier as libraries draw one, or changed."""
+    head = model.head if hasattr(model, "head") else model.classifier
+    with torch.no_grad():
+        for norm in (part for part in model.modules() if isinstance(part, nn.LayerNorm) and change != "all drawn"):
+            norm.weight.uniform_(0.5, 1.5)
+        for norm in (part for part in model.modules() if isinstance(part, nn.LayerNorm) and change == "all drawn"):
+            norm.weight.fill_(1.0)
+        nn.init.trunc_normal_(head.weight, std=0.3 if change == "weights" else 0.02)
+        nn.init.zeros_(head.bias)
+        if change == "zeros":
+            nn.init.zeros_(head.weight)
+        if change == "bias":
+            head.bias[1] = 1e-3
+    return model
+
+
+@pytest.mark.parametrize("make", [hf_vit, vit])
+@pytest.mark.parametrize(
+    ("change", "said"), [("", True), ("zeros", True), ("bias", False), ("weights", False), ("all drawn", False)]
+)
+def test_a_classifier_that_nobody_trained_is_warned_of(make: Any, change: str, said: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        he.convert(with_classifier(make(), change))
+    assert ["as it was drawn" in str(one.message) for one in caught] == [True] * said
+
+
+def test_a_new_classifier_is_in_the_history() -> None:
+    found = he.convert(vit(num_classes=0), num_labels=4)
+    assert "untrained" in found.metadata.history[-1]
+    assert "untrained" not in he.convert(vit()).metadata.history[-1]
