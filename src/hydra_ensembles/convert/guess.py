@@ -33,7 +33,7 @@ def guessed(model: nn.Module, num_labels: int | None, size: tuple[int, int] | No
     copies = _copies(model)
     for one in (with_size(one, model, size) for one in _candidates(model)):
         try:
-            _require_agreement(one, copies, num_labels)
+            _require_agreement(one, copies, num_labels, locate=False)
         except OtherSizeError as error:
             other = (replace(one, resample=way) for way in get_args(Resample))
             found = next((way for way in other if _agrees(way, copies, num_labels)), None)
@@ -90,7 +90,12 @@ def _copies(model: nn.Module) -> list[nn.Module]:
 
 
 def _require_agreement(
-    declaration: Declaration, copies: Sequence[nn.Module], num_labels: int | None, metadata: Metadata | None = None
+    declaration: Declaration,
+    copies: Sequence[nn.Module],
+    num_labels: int | None,
+    metadata: Metadata | None = None,
+    *,
+    locate: bool = True,
 ) -> None:
     """Refuse a declaration by which the first of these copies that can answer answers otherwise."""
     for model in copies:
@@ -98,7 +103,7 @@ def _require_agreement(
         asked = Asked(both.architecture)
         both = replace(both, architecture=replace(both.architecture, answer=asked))
         try:
-            require_same_answers(both)
+            require_same_answers(both, locate=locate)
             require_every_id(both, asked)
             warn_of_branches(both, asked)
             return
@@ -131,7 +136,7 @@ def _agrees(
     declaration: Declaration, copies: Sequence[nn.Module], num_labels: int | None, metadata: Metadata | None = None
 ) -> bool:
     try:
-        _require_agreement(declaration, copies, num_labels, metadata)
+        _require_agreement(declaration, copies, num_labels, metadata, locate=False)
     except HydraError:
         return False
     return True

@@ -168,8 +168,11 @@ class Both:
         return [*found, *(one.padding_idx for one in tables if one.padding_idx is not None)]
 
 
-def require_same_answers(both: Both) -> None:
-    """Refuse a conversion that changes an answer, and name the first layer where the two models part."""
+def require_same_answers(both: Both, *, locate: bool = True) -> None:
+    """Refuse a conversion that changes an answer, and name the first layer where the two models part.
+
+    `locate=False` spares the search for that layer, for who wants to know alone whether the answers agree.
+    """
     architecture, model, ensemble = both.architecture, both.model, both.ensemble
     with both.answering():
         for inputs in both.batches():
@@ -182,7 +185,8 @@ def require_same_answers(both: Both) -> None:
                 continue
             apart = difference(both.converted(inputs), both.original(inputs))
             if not apart <= allowed:
-                raise _apart(both, inputs, apart, allowed, _first_difference(both, inputs, allowed))
+                place = _first_difference(both, inputs, allowed) if locate else "somewhere"
+                raise _apart(both, inputs, apart, allowed, place)
         if both.own and isinstance(ensemble.config.stem, PatchStemConfig):
             _require_other_size(both)
 
