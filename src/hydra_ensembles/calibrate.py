@@ -29,7 +29,7 @@ _GRID = 24
 _PRECISION, _AT_BOUND = 1e-5, 1e-3  # of logarithms of temperatures: how well found, how close to a bound is at it
 _WORTHWHILE = 1e-6  # a gain in NLL below this is rounding, and 1 stays
 _SWEEPS = 20  # over the members, when each has a temperature of its own
-_ROWS = 8192  # samples whose logits are raised to float64 at a time
+_ROWS = 8192  # samples that are raised to float64 at a time
 _AT_COLDEST = "the model gets all of these samples right; unless the task is easy, calibrate on more held-out data"
 _AT_HOTTEST = "the labels do not fit the answers; check that data and model number the classes alike"
 
@@ -161,7 +161,8 @@ def _half_fitted(
         few = f"a half of {len(samples.labels)} samples is too few to promise a share of {share:.4g} of familiar inputs"
         raise DataError(f"{few}; it takes {samples_for(share)}, or statistics fitted before, by fit_familiarity")
     fitting = Fitting(ensemble, FitOptions((score,)), draws)
-    fitting.add(samples.pick(fits))
+    for rows in fits.nonzero()[:, 0].split(_ROWS):
+        fitting.add(samples.pick(rows))
     return fitting.finish(), held
 
 

@@ -227,7 +227,8 @@ def read_all(batches: Batches, name: str, seed: int, classes: int | None = None)
 def halves(batches: list[Batch], seed: int) -> tuple[list[Batch], list[Batch]]:
     """Two disjoint halves of the samples of `id`; the first has the odd one.
 
-    A sample stays in the batch it came in (text keeps its padding), so a batch may be cut in two.
+    A sample stays in the batch it came in (text keeps its padding), so a batch may be cut in two. The list is empty
+    afterwards: data in memory are not there twice.
     """
     total = samples_in(batches)
     if total < 2:
@@ -237,7 +238,8 @@ def halves(batches: list[Batch], seed: int) -> tuple[list[Batch], list[Batch]]:
     chosen[torch.from_numpy(order[: (total + 1) // 2])] = True
     halved: tuple[list[Batch], list[Batch]] = [], []
     masks = chosen.split([size_of(inputs) for inputs, _ in batches])
-    for (inputs, labels), mask in zip(batches, masks, strict=True):
+    for mask in masks:
+        inputs, labels = batches.pop(0)
         for half, keep in zip(halved, (mask, ~mask), strict=True):
             if keep.any():
                 part = changed(inputs, lambda tensor, keep=keep: tensor[keep.to(tensor.device)])  # type: ignore[misc]
