@@ -441,7 +441,7 @@ TITLES = {  # of the tasks, where several stand in one table
     "vision-cifar10": "CIFAR-10",
     "vision-tinyimagenet": "TinyImageNet-200",
     "text-sst2": "SST-2",
-    "vision-eurosat-scratch": "EuroSAT",
+    "vision-eurosat-scratch": "EuroSAT, from scratch",
 }
 OFFERED = (MC_DROPOUT, *BASELINES, SOUP, DEEP, HYDRA, HYDRA_CIRC)
 GAINED = (

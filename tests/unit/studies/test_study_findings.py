@@ -20,7 +20,7 @@ from studies.classifiers import CLASSIFIERS
 from studies.engine import Run
 from studies.findings import judged
 from studies.measures import Difference, read_columns, write_columns
-from studies.rows import HYDRA, MC_DROPOUT, SINGLE, SOUP, TUNED
+from studies.rows import HYDRA, MC_DROPOUT, PACKED, SINGLE, SOUP, TUNED
 from studies.seed import Seed
 from studies.seed_folder import slug
 from studies.stored import RESULTS, Study
@@ -133,6 +133,23 @@ def test_rows_that_are_one_model_are_told(study: Study, tmp_path: Path) -> None:
     assert findings.same_models([study], [SINGLE, HYDRA, MC_DROPOUT]) == ""
     both = as_another(study, tmp_path, {SINGLE: SINGLE, HYDRA: HYDRA, TUNED: HYDRA})
     assert f"On TinyImageNet-200 *{HYDRA}* and *{TUNED}* are the same model" in findings.gains_table([both])
+
+
+def test_a_study_fills_its_blocks_as_soon_as_it_is_stored(study: Study, tmp_path: Path) -> None:
+    """Every table of its page, and its column in the tables of all tasks: rows from scratch, too."""
+    as_another(study, tmp_path, {SINGLE: SINGLE, MC_DROPOUT: MC_DROPOUT, HYDRA: HYDRA})
+    as_another(study, tmp_path, {SINGLE: SINGLE, PACKED: HYDRA}, "vision-eurosat-scratch")
+    another, scratch = findings.stored_studies(tmp_path)
+    shown = {f"study_{one.name}_{table}" for one in (another, scratch) for table in findings.TABLES}
+    made = findings.blocks([study, another, scratch], shown)
+    assert set(made) == {*shown, "study_gains", "study_methods"}
+    assert all(made[name].startswith("| ") for name in shown)
+    head, *lines = (line[2:-2].split(" | ") for line in made["study_methods"].splitlines() if line.startswith("| "))
+    assert head[4:] == ["CIFAR-100", "TinyImageNet-200", "EuroSAT, from scratch", "seeds"]
+    told = {line[0]: line[1:] for line in lines}
+    gained = findings.gains(scratch, PACKED)
+    assert told[PACKED] == ["1.5", scratch.parameters(PACKED), scratch.work(PACKED), "–", "–", gained, "–, –, 2"]
+    assert told[MC_DROPOUT][-1] == "1, 1, –"
 
 
 def test_the_command_shows_every_table(study: Study) -> None:
