@@ -106,10 +106,13 @@ def _check_range(name: str, value: Any, hint: Any) -> None:
     if origin is Annotated:
         require_number(name, value, *inner[1])
     elif origin is tuple:
+        if Ellipsis not in inner and len(value) != len(inner):
+            raise ConfigError(f"{name} must be {len(inner)} numbers, got {short(value)}")
         for index, one in enumerate(value):
             _check_range(f"{name}[{index}]", one, inner[0])
     elif origin in (Union, types.UnionType) and value is not None:
-        _check_range(name, value, inner[0])
+        several = [arm for arm in inner if get_origin(arm) is tuple and isinstance(value, list | tuple)]
+        _check_range(name, value, (several or inner)[0])
 
 
 def require_number(name: str, value: Any, least: float, end: float) -> None:

@@ -32,6 +32,8 @@ class BatchEnsemble(Checked):
         members: Number of members.
         scales: `"all"`: inputs and outputs of every linear map. `"inputs"`: inputs of attention and MLP alone, which
             are folded into the norms before them, so that attention and MLP are stored once; for pre-norm blocks.
+            Scales of their outputs could go into LayerScales where a model has these; they do not: a LayerScale belongs
+            to the attention or MLP that is stored once, and is multiplied into its weights wherever they are made fast.
         last_layers: Only so many layers at the end are scaled, and the classifier; those before are run once for all
             members. None scales all layers.
         start: Scales are drawn from `"normal"`, N(1, deviation), or are random `"signs"`.

@@ -51,14 +51,15 @@ class BayesVLM(Checked):
     Attributes:
         pseudo_count: How many pairs the data count for, however many there are.
         negatives: Pairs that are compared with each other at once, as in contrastive training.
-        prior_precision: Of a normal prior around zero; None takes the one of largest evidence, for each side.
+        prior_precision: Of a normal prior around zero: one for both sides, or two, of images and texts; None takes the
+            one of largest evidence, for each side.
         as_published: The evidence as the public code has it (the powers of both determinants exchanged, no factor of a
             half, a thousand steps of Adam), and only the variance of each number of an embedding, not what they share.
     """
 
     pseudo_count: Positive = 10.0
     negatives: Annotated[int, (2, END)] = 32_768
-    prior_precision: Positive | None = None
+    prior_precision: Positive | tuple[Positive, Positive] | None = None
     as_published: bool = False
 
 
@@ -85,7 +86,7 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
         for own, other in ((0, 1), (1, 0)):
             read, mine, theirs = (one.to(place) for one in (seen[own], embedded[own], embedded[other]))
             inputs, outputs = kronecker_factors(read, mine, theirs, scale, settings.negatives, sigmoid)
-            sides.append(ProjectionPosterior.of(means[own], inputs.cpu(), outputs.cpu(), settings))
+            sides.append(ProjectionPosterior.of(means[own], inputs.cpu(), outputs.cpu(), settings, own))
     return VLMPosterior(dual, sides[0], sides[1], settings.as_published)
 
 
@@ -97,13 +98,18 @@ def published_bayes_vlm(
 ) -> "VLMPosterior":
     """The posterior from factors as BayesVLM publishes them: `A_img_analytic.pt`, `B_img_analytic.pt`, and of txt.
 
+    The files are pickles, and read with torch's `weights_only`: tensors alone, no code in them is run. What lies beside
+    them in `prior_precision_analytic.json` is for a pseudo-count of one, and the authors' own script finds it anew for
+    theirs, as is done here; to have it, give `BayesVLM(1.0, prior_precision=(lambda_img, lambda_txt))`. The published
+    factors of SigLIP are of the last map inside its pooling head, not of a projection: they fit no model here.
+
     Args:
         dual: The dual encoder that the files are of.
         folder: Where they lie.
         settings: How much the pairs count, and the prior.
     """
     sides = []
-    for tag, projection in zip(("img", "txt"), _projections(dual), strict=True):
+    for side, (tag, projection) in enumerate(zip(("img", "txt"), _projections(dual), strict=True)):
         mean, found = _matrix(projection), []
         for letter, size in (("A", mean.shape[1]), ("B", mean.shape[0])):
             path = Path(folder) / f"{letter}_{tag}_analytic.pt"
@@ -115,7 +121,7 @@ def published_bayes_vlm(
                 got = list(factor.shape) if isinstance(factor, Tensor) else type(factor).__name__
                 raise CheckpointError(f"{path} must be a finite matrix {size}x{size} for this model, got {got}")
             found.append(factor.detach().double())
-        sides.append(ProjectionPosterior.of(mean, found[0], found[1], settings))
+        sides.append(ProjectionPosterior.of(mean, found[0], found[1], settings, side))
     return VLMPosterior(dual, sides[0], sides[1], settings.as_published)
 
 
@@ -170,9 +176,12 @@ class ProjectionPosterior:
     prior: float
 
     @classmethod
-    def of(cls, mean: Tensor, inputs: Tensor, outputs: Tensor, settings: BayesVLM) -> "ProjectionPosterior":
-        """The posterior out of the factors A and B."""
-        root, prior = math.sqrt(settings.pseudo_count), settings.prior_precision
+    def of(
+        cls, mean: Tensor, inputs: Tensor, outputs: Tensor, settings: BayesVLM, side: int = 0
+    ) -> "ProjectionPosterior":
+        """The posterior out of the factors A and B, of images (side 0) or texts (1)."""
+        root, given = math.sqrt(settings.pseudo_count), settings.prior_precision
+        prior = given[side] if isinstance(given, tuple) else given
         if prior is None:
             find = published_prior if settings.as_published else likeliest_prior
             prior = find(mean, root * inputs, root * outputs)

@@ -2,16 +2,24 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from baseline_cases import QUICK, assert_resumes, single, some
+from baseline_cases import KINDS, QUICK, assert_resumes, single, some
 
 import hydra_ensembles as he
+from architectures_clip import DUAL_CASES
 from hydra_ensembles import baselines
 from hydra_ensembles.baselines import MIMO, OBA, SWAG, BatchEnsemble, BayesVLM, Laplace, LoRA, NegLabel, Packed, ViLU
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.serve.outputs import columns
 from random_ensembles import ALL_SHAPES, SHAPES
+from served_models import inputs_for, served
+from serving import ask
+from serving import settings as server
 from unit.training.training_cases import NAMES, pair_samples, pairs, tiny, tiny_dual
+from zero_shot_models import NAMES as SERVED_NAMES
+from zero_shot_models import dual_of
 
 ONE = replace(QUICK, steps=1)
 METHODS = {
@@ -64,22 +72,24 @@ def test_pruned_models_keep_their_heads_and_zero_shot_ones_their_text_side(name)
 # --- interruptions -------------------------------------------------------------------------------------------
 
 
+RESUMED = [
+    (baselines.lora_ensemble, LoRA(members=2, rank=2), 6, {"rank": 1}),  # within the second member
+    (*METHODS["lora"], 3, {"rank": 1}),
+    (*METHODS["batch"], 3, None),
+    (*METHODS["deep"], 6, None),
+    (lambda *given, **options: baselines.deep_ensemble(*given, snapshots=True, **options), 2, 6, None),
+    (baselines.swag, SWAG(2, points=3, rank=2), 6, None),
+    (baselines.oba, OBA(keep=0.8, steps=3, batches=2), 3, {"keep": 0.9}),
+]
+IMAGES_ALONE = [(baselines.mimo, MIMO(members=3, batch_repeat=2), 3, None), (*PACKED, 3, None)]
+
+
 @pytest.mark.parametrize(
-    ("make", "settings", "stop", "other"),
-    [
-        (baselines.lora_ensemble, LoRA(members=2, rank=2), 6, {"rank": 1}),  # within the second member
-        (*METHODS["lora"], 3, {"rank": 1}),
-        (*METHODS["batch"], 3, None),
-        (*METHODS["deep"], 6, None),
-        (lambda *given, **options: baselines.deep_ensemble(*given, snapshots=True, **options), 2, 6, None),
-        (baselines.swag, SWAG(2, points=3, rank=2), 6, None),
-        (baselines.mimo, MIMO(members=3, batch_repeat=2), 3, None),
-        (*PACKED, 3, None),
-        (baselines.oba, OBA(keep=0.8, steps=3, batches=2), 3, {"keep": 0.9}),
-    ],
+    ("kind", "make", "settings", "stop", "other"),
+    [*((kind, *case) for kind in KINDS for case in RESUMED), *((KINDS[0], *case) for case in IMAGES_ALONE)],
 )
-def test_a_stopped_run_goes_on_and_another_one_does_not(make, settings, stop, other, tmp_path, monkeypatch):
-    base = single()
+def test_a_stopped_run_goes_on_and_another_one_does_not(kind, make, settings, stop, other, tmp_path, monkeypatch):
+    base = single(kind)
 
     def run(settings=settings, **options):
         return make(base, some(base), QUICK, settings, progress=False, **options)
@@ -88,6 +98,25 @@ def test_a_stopped_run_goes_on_and_another_one_does_not(make, settings, stop, ot
     if other is not None:
         with pytest.raises(CheckpointError, match=next(iter(other))):
             run(replace(settings, **other), output=tmp_path)
+
+
+# --- served --------------------------------------------------------------------------------------------------
+
+
+def test_a_baseline_and_the_scores_of_zero_shot_methods_are_served():
+    plain, classes = served("image, bare"), he.zero_shot(dual_of(DUAL_CASES[0]), SERVED_NAMES)
+    drawn = baselines.laplace(plain.member(0), [inputs_for(plain, 8)["pixel_values"]], Laplace(members=4))
+    scored = baselines.neg_label(classes, ["boat", "house"], settings=NegLabel(share=1.0, groups=1))
+    labelled = [(inputs_for(classes, 8)["pixel_values"], torch.arange(8) % 4)]
+    scored = baselines.vilu(scored, labelled, ViLU.recipe(epochs=1), ViLU(hidden=(8,)), progress=False)
+    for model, names in ((drawn, ("epistemic", "confidence")), (scored, ("vilu", "neglabel"))):
+        pixels = inputs_for(model, 2, seed=1)["pixel_values"]
+        sent = {"name": "pixel_values", "shape": list(pixels.shape), "datatype": "FP32", "data": pixels.tolist()}
+        answer = ask(model, "POST", "/v2/models/model/infer", server(), json={"inputs": [sent]})
+        found = {one["name"]: one["data"] for one in answer.json()["outputs"]}
+        expected = columns(model.predict(pixels))
+        assert all(found[name] == pytest.approx(expected[name].tolist(), abs=2e-3) for name in names)
+        assert np.ptp(expected[names[0]]) > 0
 
 
 # --- refusals ------------------------------------------------------------------------------------------------
@@ -106,7 +135,10 @@ REFUSED = {  # the last of the settings is named
     Laplace: [{"members": 0}, {"samples": 0}, {"prior_precision": 0.0}, {"structure": "x"}],
     MIMO: [{"members": 1}, {"rho": 1.5}, {"batch_repeat": 0}],
     SWAG: [{"points": 1}, {"rank": 1}, {"points": 3, "rank": 4}, {"scale": -1.0}],
-    BayesVLM: [{"pseudo_count": 0.0}, {"negatives": 1}, {"prior_precision": -1.0}],
+    BayesVLM: [
+        *({"pseudo_count": 0.0}, {"negatives": 1}, {"prior_precision": -1.0}),
+        *({"prior_precision": (1.0, 0.0)}, {"prior_precision": (1.0,)}),
+    ],
     NegLabel: [{"share": 0.0}, {"percentile": 1.5}, {"groups": 0}],
     ViLU: [{"hidden": (0,)}, {"batch_size": 0}],
 }
@@ -252,7 +284,7 @@ def kept_of(found):
         lambda base, data: baselines.laplace(base, data),
         lambda base, data: he.taylor(base, data, budget=4, scope="global"),
         lambda base, data: he.extract_circuit(base, data, score="acc", budget=2, layers=[1], progress=False),
-        lambda *_: baselines.neg_label(he.zero_shot(tiny_dual(), NAMES), ["tree", "bus"], settings=NegLabel(1.0, groups=1)),
+        lambda *_: baselines.neg_label(zero_shot(), ["tree", "bus"], settings=NegLabel(1.0, groups=1)),
         lambda *_: he.retarget(he.zero_shot(tiny_dual(), NAMES), ("boat", "cat")),
     ],
 )

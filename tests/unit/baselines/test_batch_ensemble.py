@@ -53,17 +53,21 @@ def by_hand(base, scaled, member, inputs):
         hidden = act(linear(x, place + "up.weight", state[place + "up.weight"][0], place + "up.bias"))
         return linear(hidden, place + "down.weight", state[place + "down.weight"][0], place + "down.bias")
 
+    def layer_scale(place):
+        return state[place + "scale"][0] if config.encoder.layer_scale else 1.0
+
     x, (key_mask, *_) = base.embed(*base.unpack(inputs))
     x = x[0]
     for layer in range(config.encoder.layers):
         place = f"encoder.layers.{layer}."
         if config.encoder.norm_first:
-            x = x + attention(norm(x, place + "norm1"), place + "attention.")
-            x = x + mlp(norm(x, place + "norm2"), place + "mlp.")
+            x = x + attention(norm(x, place + "norm1"), place + "attention.") * layer_scale(place + "attention.")
+            x = x + mlp(norm(x, place + "norm2"), place + "mlp.") * layer_scale(place + "mlp.")
         else:
             x = norm(x + attention(x, place + "attention."), place + "norm1")
             x = norm(x + mlp(x, place + "mlp."), place + "norm2")
-    x = x[:, 0] if config.readout.norm == "none" else norm(x[:, 0], "readout.norm")
+    pooled = x[:, base.readout.prefix :].mean(1) if config.readout.pool == "mean" else x[:, 0]
+    x = pooled if config.readout.norm == "none" else norm(pooled, "readout.norm")
     if config.readout.hidden:
         x = torch.tanh(linear(x, "readout.hidden.weight", state["readout.hidden.weight"][0], "readout.hidden.bias"))
     return linear(x, "readout.classifier.weight", state["readout.classifier.weight"][0], "readout.classifier.bias")
@@ -77,8 +81,10 @@ def by_hand(base, scaled, member, inputs):
         ("image-cls", replace(SMALL, start="signs", last_layers=1), ALL, 2),
         ("image-cls", replace(SMALL, scales="inputs"), NORMS, 0),
         ("image-cls", replace(SMALL, scales="inputs", last_layers=2), NORMS, 1),
+        ("image-mean-layerscale", SMALL, ALL, 0),  # as DINOv2
+        ("image-mean-layerscale", replace(SMALL, scales="inputs"), NORMS, 0),
     ],
-    ids=["image", "text", "signs-last", "folded", "folded-last"],
+    ids=["image", "text", "signs-last", "folded", "folded-last", "layerscale", "layerscale-folded"],
 )
 def test_multiplied_and_folded_scales_answer_as_scaled_layers(kind, settings, sharing, trunk):
     base, inputs = single(kind), some(single(kind))[0][0]

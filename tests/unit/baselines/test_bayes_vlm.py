@@ -1,6 +1,7 @@
 """BayesVLM: factors are the Gauss-Newton curvature, the closed form is that of many drawn projections."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hydra_ensembles as he
+from architectures_clip import DUAL_CASES
 from hydra_ensembles.baselines.bayes_vlm import (
     BayesVLM,
     ProjectionPosterior,
@@ -17,10 +19,11 @@ from hydra_ensembles.baselines.bayes_vlm import (
     published_bayes_vlm,
     published_prior,
 )
-from hydra_ensembles.errors import CheckpointError, DataError
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.dual_encoder import DualEncoder, Projections
 from hydra_ensembles.training.text import image_features
 from unit.training.training_cases import NAMES, pair_samples, pairs, tiny_dual
+from zero_shot_models import dual_of
 
 IMAGES = pair_samples(5, seed=7)[0].double()
 SURE = BayesVLM(prior_precision=1e12)
@@ -31,9 +34,11 @@ def dual(bias=False, **changes):
     found = tiny_dual(dtype=torch.float64)
     if not bias:
         return DualEncoder(found.image, found.text, found.projections, logit_scale=1.0, **changes).eval()
-    fresh = Projections.fresh(24, 16, 16, bias=True).double()
-    for one in (fresh.image, fresh.text):
-        nn.init.normal_(one.bias, std=0.3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        fresh = Projections.fresh(24, 16, 16, bias=True).double()
+        for one in (fresh.image, fresh.text):
+            nn.init.normal_(one.bias, std=0.3)
     return DualEncoder(found.image, found.text, fresh, logit_scale=1.0, logit_bias=-1.0).eval()
 
 
@@ -129,8 +134,12 @@ def test_the_closed_form_is_that_of_ten_thousand_projections(bias):
     error = similar.std(0) / 100
     assert ((similar.mean(0) - mean).abs() < 5 * error + 0.02 * mean.abs()).all()
     torch.testing.assert_close(similar.var(0), variance, rtol=0.1, atol=1e-3)
-    expected = similar.softmax(-1).mean(0)
-    torch.testing.assert_close(probit(IMAGES)[0].softmax(-1).double(), expected, atol=0.02, rtol=0)
+    cosines = math.e * F.normalize(images, dim=-1) @ F.normalize(classes, dim=-1).mT  # as the drawn models have them
+    expected = cosines.softmax(-1).mean(0)
+    single = he.zero_shot(model, NAMES)(IMAGES)[0].softmax(-1)
+    off, away = ((one - expected).abs().max() for one in (probit(IMAGES)[0].softmax(-1).double(), single))
+    assert off < 0.005
+    assert away > 3 * off  # so that Single does not pass for it
 
 
 def test_the_published_form_leaves_covariances_of_the_embedding_out():
@@ -217,9 +226,38 @@ def test_published_factors_are_read(tmp_path):
             torch.save(plain.float(), tmp_path / f"{letter}_{tag}_analytic.pt")
     found = published_bayes_vlm(model, tmp_path, settings)
     torch.testing.assert_close(found.probit(NAMES)(IMAGES), expected.probit(NAMES)(IMAGES), atol=1e-4, rtol=0)
+    pair = published_bayes_vlm(model, tmp_path, BayesVLM(2.0, prior_precision=(3.0, 5.0)))
+    assert (pair.image.prior, pair.text.prior) == (3.0, 5.0)
+    assert torch.equal(pair.image.inputs, found.image.inputs)
+    both = bayes_vlm(model, data, BayesVLM(2.0, prior_precision=(3.0, 5.0)))
+    torch.testing.assert_close(pair.text.outputs, both.text.outputs, atol=1e-4, rtol=1e-4)
     torch.save(torch.eye(3), tmp_path / "B_txt_analytic.pt")
     with pytest.raises(CheckpointError, match="16x16"):
         published_bayes_vlm(model, tmp_path)
     (tmp_path / "A_img_analytic.pt").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="A_img"):
         published_bayes_vlm(model, tmp_path)
+
+
+class Runs:
+    """Code in a pickle: unpickled, it makes a folder."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.place),)
+
+
+def test_code_in_a_file_of_factors_is_not_run(tmp_path):
+    torch.save(Runs(tmp_path / "made"), tmp_path / "A_img_analytic.pt")
+    with pytest.raises(CheckpointError, match="A_img"):
+        published_bayes_vlm(dual(), tmp_path)
+    assert not (tmp_path / "made").exists()
+
+
+def test_siglip_has_no_projection_of_images():
+    """Its published factors are of a map inside the pooling head."""
+    siglip = next(one for one in DUAL_CASES if one.name.endswith("siglip"))
+    with pytest.raises(ConfigError, match="projections"):
+        bayes_vlm(dual_of(siglip), double_pairs())

@@ -64,6 +64,22 @@ def test_curvature_and_marginal_likelihood_are_those_of_laplace_torch(structure)
         assert float(theirs.log_marginal_likelihood(torch.tensor([factor * found.prior], dtype=torch.float64))) < best
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_default_structure_is_the_one_of_laplace_torch():
+    """Without a bias: there it has a factor of its own, here it is one more input."""
+    library = pytest.importorskip("laplace")
+    _, seen, labels, _ = case()
+    layer = nn.Linear(5, 3, bias=False).double()
+    found = posterior(seen, layer(seen).detach(), layer.weight.detach(), Laplace().structure)
+    settings = {"subset_of_weights": "last_layer", "hessian_structure": "kron", "prior_precision": found.prior}
+    theirs = library.Laplace(nn.Sequential(nn.Identity(), layer), "classification", **settings)
+    theirs.fit(DataLoader(TensorDataset(seen, labels), batch_size=8))
+    torch.testing.assert_close(precision(found), theirs.posterior_precision.to_matrix(), rtol=1e-12, atol=1e-12)
+    best = float(theirs.log_marginal_likelihood(torch.tensor([found.prior], dtype=torch.float64)))
+    for factor in (0.9, 1.1):
+        assert float(theirs.log_marginal_likelihood(torch.tensor([factor * found.prior], dtype=torch.float64))) < best
+
+
 def test_a_kronecker_product_is_the_full_curvature_of_one_sample_and_its_definition_of_many():
     layer, seen, _, mean = case()
     logits = layer(seen).detach()

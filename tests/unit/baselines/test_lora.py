@@ -64,6 +64,37 @@ def test_the_merged_updates_are_the_adapters_of_peft(case):
         torch.testing.assert_close(merged(inputs)[0], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("training", ["apart", "together"])
+def test_members_of_a_trained_ensemble_are_adapters_of_one_model_of_peft(training, monkeypatch):
+    peft = pytest.importorskip("peft")
+    model = transformers_model(*CASES["vit"]).eval()
+    base, images = he.convert(model), torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    merged, whole = list[LowRank](), LowRank.whole
+    monkeypatch.setattr(LowRank, "whole", lambda self: (merged.append(self), whole(self))[1])
+    recipe = replace(QUICK, train_groups=("attention",), learning_rate=1.0)
+    settings = LoRA(members=2, rank=3, alpha=6.0, training=training)
+    found = lora_ensemble(base, [(images, torch.arange(3))], recipe, settings, progress=False)
+    members = [(one, index) for one in merged for index in range(one.num_members)]  # trained one by one, or as one
+    assert len(members) == 2
+    suffixes = PATHS["vit"]
+    wanted = [one for one, _ in model.named_modules() if "attention" in one and one.endswith(tuple(suffixes.values()))]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=6, target_modules=wanted), "0")
+    adapted.add_adapter("1", peft.LoraConfig(r=3, lora_alpha=6, target_modules=wanted))
+    for number, (one, index) in enumerate(members):
+        for name, part in adapted.named_modules():
+            if hasattr(part, "lora_A"):
+                layer = next(int(piece) for piece in name.split(".") if piece.isdigit())
+                key = f"{layer}_{next(own for own, path in suffixes.items() if name.endswith(path))}"
+                part.lora_A[str(number)].weight.data.copy_(one.down[key][index])
+                part.lora_B[str(number)].weight.data.copy_(one.up[key][index])
+    with torch.no_grad():
+        for number, logits in enumerate(found(images)):
+            adapted.set_adapter(str(number))
+            torch.testing.assert_close(adapted.eval()(pixel_values=images).logits, logits, rtol=1e-4, atol=1e-4)
+            assert (logits - base(images)[0]).abs().max() > 1e-2
+        assert (found(images)[0] - found(images)[1]).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", [SMALL, TOGETHER, replace(SMALL, members=1)], ids=["apart", "together", "single"])
 def test_members_differ_in_attention_and_classifier_alone(kind, settings, tmp_path):
