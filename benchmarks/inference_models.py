@@ -61,8 +61,8 @@ LAST = "-last"  # of a name: members differ in the last quarter of the layers al
 _RANKED = "data to rank heads; fine-tuning optional"
 METHODS = {  # what docs/how-to/which_method.md compares: their names there, and what they need
     "single": ("Single", "–"),
-    "hydra-k0": ("Hydra, 8 of 12 heads, no trunk", _RANKED),
-    "hydra-k8": ("Hydra, 8 of 12 heads above a trunk of 8 layers", _RANKED),
+    "hydra-k0": ("Pruned members, 8 of 12 heads, no trunk", _RANKED),
+    "hydra-k8": ("Pruned members, 8 of 12 heads above a trunk of 8 layers", _RANKED),
     "deep-in-turn": ("Deep Ensemble, models in turn", "three fine-tunings"),
     "deep-stacked": ("Deep Ensemble, `deep_ensemble`", "three fine-tunings"),
     "deep-last": ("Deep Ensemble of the last 3 blocks", "three fine-tunings of a quarter"),

@@ -17,7 +17,7 @@ Lines, their parts with ` | ` between:
 
 - `STUDY | ROW | KEY`, `STUDY | ROW - ROW | KEY`: a mean, a paired difference (`± KEY`: half its interval), of a stored
   study; `cost`, `work`, `parameters`, `trainings`, `seeds` of `ROW`, or of `ROW / ROW`. `most`, `least` in place of
-  a row: of all rows. `ROW again`: of the second part of a study that was run in two.
+  a row: of all rows; `KEY & KEY` of a row: their mean. `ROW again`: of the second part of a study that was run in two.
 - `STUDY | claims | VERDICT`: how many of the paper's claims have it.
 - `FILE | PATH`: of a JSON file, in per cent with ` | %`; `*` in the path is each entry there, and the number is their
   mean, or `most`, `least` (`~1` is a `/` in a name). `PATH - PATH` and `PATH / PATH` are what they say.
@@ -177,6 +177,8 @@ def of_study(study: Study, rows: str, key: str) -> float | Difference:
     if " / " in rows:
         first, second = rows.split(" / ")
         return price(study, first, key) / price(study, second, key)
+    if " & " in key:
+        return mean(float(of_study(study, rows, one)) for one in key.split(" & "))  # type: ignore[arg-type]
     if key in PRICES:
         return price(study, rows, key)
     value = study.mean(rows, key) if rows in study.rows else None

@@ -153,11 +153,9 @@ def price_table(found: Mapping[str, Any]) -> str:
 
 
 def demo_table() -> str:
-    """Of the README: who wins what in one run of the demo, and the table behind it."""
-    found = load("demo.json")
-    shown = from_plain(Gains, found["gains"], "gains")
-    words = [sentence.replace("*", "\\*") for sentence in shown.verdict]
-    return "\n".join([*words, "", to_markdown(shown.table).rstrip(), "From `results/demo.json`."])
+    """Of the quickstart: the table of one run of the demo."""
+    shown = from_plain(Gains, load("demo.json")["gains"], "gains")
+    return "\n".join([to_markdown(shown.table).rstrip(), "From `results/demo.json`."])
 
 
 def winners_table(studies: Sequence[Study]) -> str:
@@ -205,12 +203,12 @@ def pruned_line() -> str:
 def demo_line() -> str:
     """Of the README: what the demo's ensemble catches, beside the model that it is from."""
     found = load("demo.json")["gains"]
-    ours, single = (found["methods"][name] for name in ("Hydra", "Single"))
+    ours, single = (found["methods"][name] for name in ("Pruned branches", "Single"))
     keys = {"mistakes.unsure": "of its own mistakes", "near.both": "of near foreign images", "far.both": "of far ones"}
     means = {key: [one["numbers"][key]["mean"] for one in (ours, single)] for key in keys}
     shares = [f"{100 * means[key][0]:.0f} % {words} ({100 * means[key][1]:.0f} %)" for key, words in keys.items()]
     ahead = sum(alone > members for members, alone in means.values())
-    level = all({"Hydra", "Single"} <= set(found["best"][key]) for key in keys)
+    level = all({"Pruned branches", "Single"} <= set(found["best"][key]) for key in keys)
     return (
         f"There an ensemble, pruned and trained on, declines {', '.join(shares)}; in brackets the model alone, ahead "
         f"in {ahead} of these {len(keys)}{', within the scatter of draws,' if level else ''} at "

@@ -167,7 +167,7 @@ def two_reasons() -> None:
     drawing = Drawing(
         452, "Each image by how unsure the model is and how unfamiliar it looks; mistakes lie right, clothes above."
     )
-    answers = load_answers()["Hydra"][0]
+    answers = load_answers()["Pruned branches"][0]
     unsure = {name: 1 - one.logits.softmax(-1).mean(0).amax(-1) for name, one in answers.items()}
     limits = {
         "unsure": conformal_threshold(unsure["calibration"], 0.95),

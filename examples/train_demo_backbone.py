@@ -9,7 +9,7 @@ Three steps, so that the machine that trains needs no data sets:
 `pack` reads EuroSAT and Fashion-MNIST (`data/images/` below FOLDER) and draws the demo's sample into the package.
 `train` trains the same small vision transformer several times from different seeds: on 7 of EuroSAT's 10 classes,
 from scratch, with the last epoch's weights, so that no held-out image chooses anything. `store` puts the copy of seed 0
-into the package; of the others, whose weights stay outside, what they and the Hydra Ensembles made from them say of the
+into the package; of the others, whose weights stay outside, what they and the pruned branches made from them say of the
 sample (built as the demo builds its own, on a CPU in minutes). To leave the backbone as it is: `train --seeds 1 2`.
 On a CPU, `train --epochs 1 --limit 256 --seeds 1` shows that it runs.
 """

@@ -97,8 +97,6 @@ def demo(
     """
     console = Console()
     found = run_demo(output, settings, progress=progress, announce=lambda line: console.print(f"[bold]{line}[/]"))
-    for sentence in found.verdict:
-        console.print(sentence, style="bold", highlight=False)
     console.print(to_rich(found.table, title="One small vision transformer, seven EuroSAT classes"))
     model = output / "model"
     print(f"\nReport    {output / 'report.html'}\nModel     {model}\nNumbers   {output / 'results.json'}\n\nTry next")

@@ -1,4 +1,4 @@
-"""What a user gains: mistakes and foreign images caught at a promised acceptance, over many draws; who wins, in words.
+"""What a user gains: mistakes and foreign images caught at a promised acceptance, over many draws.
 
 A draw cuts the labelled images in two (one half sets temperature and thresholds, the other is measured) and takes half
 of each foreign set. All methods see the same draws, so their differences are paired. The spread between halves of one
@@ -22,7 +22,7 @@ from ..metrics.probabilities import ece_of_confidence
 from ..prediction import Prediction
 from ..report.compare import Cell, Column, Comparison, Row
 
-SINGLE, HYDRA, DEEP = "Single", "Hydra", "Deep Ensemble*"
+SINGLE, BRANCHES, DEEP = "Single", "Pruned branches", "Deep Ensemble*"
 FAMILIAR = "familiar"  # the name of the labelled set
 REASONS = ("unsure", "unfamiliar", "both")
 
@@ -38,17 +38,6 @@ COLUMNS = (
     Column("price", "Price", better="lower", suffix="×"),
 )
 """What the demo's table shows."""
-
-_JUDGED = {
-    "accuracy": "accuracy",
-    "nll": "likelihood",
-    "ece": "calibration",
-    "mistakes.unsure": "catching their own mistakes",
-    "near.unsure": "catching near foreign images by confidence",
-    "far.unsure": "catching far ones by confidence",
-    "near.both": "catching near ones by both reasons",
-    "far.both": "catching far ones by both reasons",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,32 +118,6 @@ class Gains:
     best: Mapping[str, tuple[str, ...]]
 
     @property
-    def verdict(self) -> tuple[str, str]:
-        """Who wins what; and what the second reason to abstain is worth."""
-        by_winners: dict[tuple[str, ...], list[str]] = {}
-        for key, words in _JUDGED.items():
-            if key in self.best:
-                by_winners.setdefault(self.best[key], []).append(words)
-        level = by_winners.pop(tuple(self.methods), None)
-        parts = [f"{_list(names)} {'is' if len(names) == 1 else 'are'} best at {_list(things)}"
-                 for names, things in by_winners.items()]  # fmt: skip
-        if level:
-            parts.append(f"all are level at {_list(level)}")
-        prices = _list([f"{name} {method.price:.2f}×" for name, method in self.methods.items()])
-        first = f"{'; '.join(parts)}. Price: {prices}."
-        own = {key: f"{100 * number.mean:.0f} %" for key, number in self.methods[HYDRA].numbers.items()}
-        caught = ", ".join(
-            f"{own[f'{kind}.both']} of {words} instead of {own[f'{kind}.unsure']}"
-            for kind, words in (("near", "near foreign images"), ("far", "far ones"), ("mistakes", "its own mistakes"))
-            if f"{kind}.both" in own
-        )
-        second = (
-            f"Refusing what is unfamiliar as well as what it is unsure of, {HYDRA} catches {caught}; it accepts "
-            f"{own['accepted.both']} of familiar images (by confidence alone {own['accepted.unsure']})."
-        )
-        return first, second
-
-    @property
     def table(self) -> Comparison:
         """All methods side by side; bold where no other is better beyond the intervals, and some are worse."""
         rows = []
@@ -171,8 +134,8 @@ class Gains:
                     text = column.write(number.mean, number.deviation)
                     cells.append(Cell(text, number.mean, number.deviation, "best" if marked else ""))
             rows.append(Row(name, tuple(cells)))
-        made = _list([f"{name} {method.backbones}" for name, method in self.methods.items()])
-        sizes = _list([f"{count:,} {name}" for name, count in self.samples.items()])
+        made = ", ".join(f"{name} {method.backbones}" for name, method in self.methods.items())
+        sizes = ", ".join(f"{count:,} {name}" for name, count in self.samples.items())
         half = (1 + self.share) / 2
         notes = (
             "Mistakes, Near, Far: the share that is caught (declined) of a model's own mistakes, of images of classes "
@@ -281,8 +244,3 @@ def _columns(rows: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, Values]
     """Numbers `[backbones][draws][key]` as `[key][backbones, draws]`; one that was never there is left out."""
     columns = {key: np.array([[draw[key] for draw in model] for model in rows]) for key in rows[0][0]}
     return {key: values for key, values in columns.items() if not np.isnan(values).all()}
-
-
-def _list(words: Sequence[str]) -> str:
-    """Words as a sentence lists them."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

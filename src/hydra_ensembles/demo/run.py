@@ -1,4 +1,4 @@
-"""The demo from start to end: build a Hydra Ensemble from the embedded backbone, compare it, write everything down."""
+"""The demo from start to end: build pruned branches from the embedded backbone, compare them, write everything down."""
 
 import math
 import re
@@ -29,9 +29,9 @@ from ..run_folder import RunFolder
 from ..schema import to_plain
 from ..training.recipe import Recipe
 from .embedded import FAR, ID_NAME, NEAR, DemoSample, load_answers, load_backbone, load_sample
-from .gains import DEEP, FAMILIAR, HYDRA, SINGLE, Answers, Gains, Sets, gains
+from .gains import BRANCHES, DEEP, FAMILIAR, SINGLE, Answers, Gains, Sets, gains
 
-METHODS = (SINGLE, HYDRA, DEEP)
+METHODS = (SINGLE, BRANCHES, DEEP)
 FORMAT = "hydra_ensembles demo 2"
 TRAIN_BATCH = 64
 FOREIGN = {"near": NEAR, "far": FAR}
@@ -121,7 +121,7 @@ def run_demo(
     progress: bool = True,
     announce: Callable[[str], object] = print,
 ) -> Gains:
-    """Make a Hydra Ensemble out of the embedded backbone; hold it against that model and a Deep Ensemble. No network.
+    """Make pruned branches of the embedded backbone; hold them against that model and a Deep Ensemble. No network.
 
     Interrupted, it goes on where it stopped when it is called again with the same settings. Called again after it
     has finished, it does everything anew, with the same numbers. A folder that holds something else is refused.
@@ -134,7 +134,7 @@ def run_demo(
         announce: Called with a line at the start of each step.
 
     Returns:
-        What each method catches, and at what price; `.verdict` says who wins, `.table` shows it.
+        What each method catches, and at what price; `.table` shows it.
     """
     settings = settings or DemoSettings()
     identity = {"format": FORMAT, "settings": to_plain(settings), "build": to_plain(settings.build)}
@@ -170,13 +170,12 @@ def _run(
     inputs = torch.cat([inputs for inputs, _ in data["test"]])[: settings.latency_batch]
     costs = measure_costs(models, inputs, repeats=settings.latency_repeats, warmup=1)
 
-    models[HYDRA].save_pretrained(folder / "model")
+    models[BRANCHES].save_pretrained(folder / "model")
     for name, evaluation in evaluations.items():
         evaluation.save(folder / "evaluations" / f"{'_'.join(re.findall(r'[a-z]+', name.lower()))}.json")
     save_costs(folder / "evaluations" / "costs.json", costs)
-    about: dict[str, Any] = {"title": "Hydra Ensembles: the embedded demo", "focus": HYDRA, "baseline": SINGLE}
-    about |= {"lead": found.verdict, "summary": found.table}
-    write_report(folder / "report.html", evaluations, costs=costs, **about)
+    about: dict[str, Any] = {"title": "Hydra Ensembles: the embedded demo", "focus": BRANCHES, "baseline": SINGLE}
+    write_report(folder / "report.html", evaluations, costs=costs, summary=found.table, **about)
     measured = {"seconds": round(time.perf_counter() - started, 1), "costs": [asdict(cost) for cost in costs]}
     run.write("results", {**_results(models, evaluations, settings, data, found), "measured": measured})
     shutil.rmtree(folder / "work")  # only an interrupted demo needs it
@@ -219,12 +218,12 @@ def build_models(
     place: Path | None = None,
     progress: bool = True,
 ) -> dict[str, Ensemble]:
-    """The backbone and the Hydra Ensemble made from it, both with familiarity fitted and thresholds set alike."""
+    """The backbone and the branches made from it, both with familiarity fitted and thresholds set alike."""
     config, ranking = settings.build, data["circuit_id"]
     sets: dict[str, Any] = {"id": ranking, "ood": data["circuit_ood"], "validation": data["calibration"]}
     hydra = build(backbone, config, train=train, **sets, output=place, progress=progress)
     familiar = fit_familiarity(backbone, ranking, held_out=0.0, seed=settings.seed)
-    return {SINGLE: calibrate(familiar, data["calibration"], share=config.accepted_share), HYDRA: hydra}
+    return {SINGLE: calibrate(familiar, data["calibration"], share=config.accepted_share), BRANCHES: hydra}
 
 
 def answers_of(model: Ensemble, data: Mapping[str, Sequence[Batch]], names: Sequence[str] = SEEN) -> dict[str, Answers]:
@@ -276,7 +275,7 @@ def _evaluations(
             logits = {key: one.logits for key, one in deep.items()}
             found[name] = evaluate_logits(logits["test"], labels, groups(logits), **common)
         else:
-            common |= {"scores": ("mahalanobis",), "gallery": 4 if name == HYDRA else 0}
+            common |= {"scores": ("mahalanobis",), "gallery": 4 if name == BRANCHES else 0}
             found[name] = evaluate(model, data["test"], groups(data), progress=progress, **common)
     return found
 
@@ -291,7 +290,6 @@ def _results(
     """Every number of a run that does not differ from run to run, as plain data."""
     first = evaluations[SINGLE]
     return {
-        "verdict": list(found.verdict),
         "settings": to_plain(settings),
         "versions": dict(first.provenance.versions),
         "hardware": first.provenance.hardware,

@@ -29,7 +29,7 @@ def members(sharing: Sharing, trunk: int = 0, count: int = 3) -> EnsembleConfig:
 
 CONFIGS = {
     "Single": VIT,
-    "Hydra, 8 of 12 heads, no trunk": replace(
+    "Pruned members, 8 of 12 heads, no trunk": replace(
         VIT, heads=((tuple(range(8)),) * 12,) * 3, sharing=Sharing(stem=True, mlp=True)
     ),
     "Deep Ensemble, ": members(Sharing()),
