@@ -466,7 +466,8 @@ def price_cell(studies: Sequence[Study], row: str) -> str:
     """Time of a batch over Single's on the first task that measured it, else multiply-adds in brackets."""
     having = [study for study in studies if row in study.rows]
     timed = [cost["latency_ratio"] for study in having if (cost := study.cost(row))]
-    return f"{timed[0]:.2f}x" if timed else f"({having[0].work(row)})"
+    work = having[0].work(row)
+    return f"{timed[0]:.2f}x" if timed else f"({work})" if work != "–" else work
 
 
 def priced(studies: Sequence[Study]) -> str:
@@ -512,14 +513,14 @@ def methods_table(studies: Sequence[Study]) -> str:
     for row in OFFERED:
         if having := [study for study in studies if row in study.rows]:
             first = having[0]
-            price = [f"{first.facts['trainings'][row]:g}", first.parameters(row), first.work(row)]
-            lines.append([row, *price, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
+            taken = [f"{first.facts['trainings'][row]:g}", first.parameters(row), price_cell(studies, row)]
+            lines.append([row, *taken, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
     singles = ", ".join(f"{TITLES[study.name]} {study.parameters(SINGLE)}" for study in studies)
     note = (
-        "A dash: not run, or not for this task. Trainings of a whole model, Single's among them; parameters, and "
-        f"multiply-adds of an answer over Single's, on the first task that has the row (Single: {singles}). {GAINED}"
+        "A dash: not run, or not for this task. Trainings of a whole model, Single's among them; parameters on the "
+        f"first task that has the row (Single: {singles}). {priced(studies)} {GAINED}"
     )
-    head = ["method", "trainings", "parameters", "work", *(TITLES[one.name] for one in studies), "seeds"]
+    head = ["method", "trainings ↓", "parameters ↓", "price ↓", *(TITLES[one.name] for one in studies), "seeds"]
     return markdown(head, lines, note)
 
 

@@ -148,7 +148,7 @@ def test_a_study_fills_its_blocks_as_soon_as_it_is_stored(study: Study, tmp_path
     assert head[4:] == ["CIFAR-100", "TinyImageNet-200", "EuroSAT, from scratch", "seeds"]
     told = {line[0]: line[1:] for line in lines}
     gained = findings.gains(scratch, PACKED)
-    assert told[PACKED] == ["1.5", scratch.parameters(PACKED), scratch.work(PACKED), "–", "–", gained, "–, –, 2"]
+    assert told[PACKED] == ["1.5", scratch.parameters(PACKED), f"({scratch.work(PACKED)})", "–", "–", gained, "–, –, 2"]
     assert told[MC_DROPOUT][-1] == "1, 1, –"
 
 
@@ -212,8 +212,8 @@ def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
     lines = [line[2:].split(" | ")[:5] for line in findings.methods_table([study]).splitlines()[2:5]]
     assert [line[:4] for line in lines] == [
         [MC_DROPOUT, "1", "–", "–"],
-        [HYDRA, "3", study.parameters(HYDRA), study.work(HYDRA)],
-        ["Hydra (Circ)", "4", study.parameters("Hydra (Circ)"), study.work("Hydra (Circ)")],
+        [HYDRA, "3", study.parameters(HYDRA), f"{study.cost(HYDRA)['latency_ratio']:.2f}x"],
+        ["Hydra (Circ)", "4", study.parameters("Hydra (Circ)"), f"({study.work('Hydra (Circ)')})"],
     ]
     assert lines[1][4].removesuffix(" |") == findings.gains(study, HYDRA)
     assert 1 < float(study.work(HYDRA).removesuffix("x")) < 3
