@@ -450,9 +450,9 @@ GAINED = (
 )
 
 
-def gains(study: Study, row: str) -> str:
+def gains(study: Study, row: str, keys: Sequence[str] = GAINS) -> str:
     """What a row gains over Single in a study."""
-    found = [(study.difference(row, SINGLE, key), key) for key in GAINS]
+    found = [(study.difference(row, SINGLE, key), key) for key in keys]
     texts = [judged_text(printed(one.value, key, "+"), one, key) for one, key in found if one is not None]
     return " / ".join(texts) or "–"
 

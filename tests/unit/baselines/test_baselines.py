@@ -119,6 +119,22 @@ def test_a_baseline_and_the_scores_of_zero_shot_methods_are_served():
         assert np.ptp(expected[names[0]]) > 0
 
 
+def test_the_two_views_answer_and_are_neither_saved_nor_calibrated_as_ensembles_are():
+    """As docs/how-to/which_method.md says."""
+    base, dual = single(), tiny_dual()
+    views = {
+        he.mc_dropout(base, 0.1, 3): (some(base)[0][0], some(base)[0][1]),
+        baselines.bayes_vlm(dual, pairs()).probit(NAMES): pair_samples(8),
+    }
+    for view, (inputs, labels) in views.items():
+        assert view.predict(inputs).probs.shape == (len(labels), view.num_classes)
+        assert not hasattr(view, "save_pretrained")
+        assert not hasattr(view, "optimize")
+        with pytest.raises(ConfigError, match="nsemble"):
+            he.calibrate(view, [(inputs, labels)])
+        assert he.fit_calibration(view(inputs), labels).calibration.temperature[0] > 0
+
+
 # --- refusals ------------------------------------------------------------------------------------------------
 
 TRAINED_BY = {

@@ -18,6 +18,8 @@ from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.heads import Head
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from random_ensembles import noisy
+from studies import dual_rows
+from studies import rows as classifier_rows
 from studies.__main__ import app
 from studies.analyses import analysis, chosen_heads, diversity, noise, pruned, registry, seeds, separation
 from studies.analyses.gates import expand, gates_after, measure, pruning_step, weight_terms
@@ -428,3 +430,21 @@ def test_the_paper_map_calls_done_what_has_results() -> None:
         said = bare(status).startswith(("done in part", "not measured", "impossible here"))
         assert said or not missing, f"{item}: {missing} have no results, but the status is {status!r}"
     assert seen == set(ANALYSES)  # each has a row
+
+
+def test_rows_of_studies_that_the_paper_map_names_are_stored() -> None:
+    """By `--rows` of a task, or of any (`TASK`): each is stored there, or the status says that it was not run."""
+    places = (ROOT / "results" / "studies").glob("*/study.json")
+    runs = {place.parent.name: json.loads(place.read_text())["runs"].values() for place in places}
+    stored = {name: {row for run in found for row in run["report"]} for name, found in runs.items()}
+    seen = set[str]()
+    for item, _, command, status in map_rows()[1]:
+        for task, listed in re.findall(r'studies (?:run )?([\w-]+) --rows "([^"]+)"', command):
+            known = set().union(*stored.values()) if task == "TASK" else stored.get(task, set())
+            rows = set(listed.split(";"))
+            assert rows <= set(dual_rows.ROWS if task == "zero-shot" else classifier_rows.ROWS), item
+            seen |= rows
+            whole = bare(status) in ("done", "done (...)", "done on a stand-in (...)")
+            assert rows <= known or (not whole and "not run" in status), (item, rows - known)
+    others = {"MC Dropout", "Temperature Scaling", "BayesVLM", "ViLU", "NegLabel"}
+    assert {*classifier_rows.BASELINES, *others} <= seen  # each has a row
