@@ -71,7 +71,7 @@ def level(study: Study, rows: Sequence[str]) -> str:
             others.setdefault(count, []).append(row)
     few = "; ".join(f"{count} of {', '.join(names)}" for count, names in others.items())
     if not others:
-        return f"Means over {usual} seeds"
+        return f"Means over {usual} seeds" if usual > 1 else "One seed: nothing is known of how seeds differ"
     return (
         f"Means over seeds ({usual} a row; {few}), so made that rows compare: Single's over all its seeds, of every "
         "other row that and its difference from Single on the seeds it has"
@@ -289,7 +289,7 @@ WHAT: Mapping[str, str] = {
     "SWAG": "three draws around where Single's training goes on",
     "Deep Ensembles (classifiers)": "three classifiers on one frozen Single",
     SOUP: "mean of three fine-tunings",
-    DEEP: "three fine-tunings",
+    DEEP: "three trainings like Single's",
     "Deep Ensembles, MLPs averaged": "three fine-tunings with the mean of their MLPs",
     "Taylor": "heads pruned by gradients, then D.2",
     "CircAvg": "heads pruned by accuracy and OOD detection, then D.2",

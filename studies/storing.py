@@ -59,7 +59,9 @@ def store(
     for number in sorted(int(folder.name.removeprefix("seed-")) for folder in study.glob("seed-*")):
         folder, before = study / f"seed-{number}" / REPORT, runs.get(str(number), {REPORT: {}})
         reports = by_row(folder, rows)
-        if reports:
+        if reports and SINGLE not in reports:
+            print(f"{study.name}: rows of seed {number} wait for the Single that they are held against", flush=True)
+        elif reports:
             whole = set(before[REPORT]) <= set(reports)
             taken = _store_columns(folder, place, number, list(reports), () if whole else before[REPORT])
             found = {**of_seed(number), REPORT: {name: reports[name] for name in taken}}
@@ -91,9 +93,9 @@ def _store_columns(folder: Path, place: Path, number: int, found: list[str], bef
         for older in _parts(place, number):
             older.unlink()
     else:
-        single = own.get(SINGLE)
+        single = own[SINGLE]
         own = {name: one for name, one in own.items() if name not in before or same_columns(named(name, one), kept)}
-        if own and single is not None and SINGLE not in own:
+        if own and SINGLE not in own:
             told = hashlib.sha256(b"".join(single[key].tobytes() for key in sorted(single))).hexdigest()[:8]
             again = {"rows": np.array(list(own)), **named(SINGLE, single)}
             write_columns(place / f"again-{number}-{told}.npz", again)

@@ -205,6 +205,19 @@ def test_sets_that_a_suite_got_later_are_shown_when_all_rows_have_them(tmp_path:
     assert "cifar100: d (far)" in TABLES["sets"](whole)
 
 
+def test_rows_wait_for_the_single_that_they_are_held_against(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, run = made_up(tmp_path, {}), tmp_path / "run" / "zero-shot"
+    for row in (HYDRA, "NegLabel"):
+        write_columns(run / "seed-0" / "report" / f"{slug(row)}.npz", study.columns(HYDRA, 0))
+        write_json(run / "seed-0" / "report" / f"{slug(row)}.json", {})
+    facts = {**study.facts, "trainings": dict.fromkeys((*ROWS, "NegLabel"), 1)}
+    store(run, tmp_path, facts, lambda seed: study.facts["runs"][str(seed)])
+    assert "NegLabel" not in DualStudy("zero-shot", tmp_path).rows
+    assert "seed 0 wait" in capsys.readouterr().out
+
+
 def test_tasks_near_chance_leave_the_means_by_rule(tmp_path: Path) -> None:
     study = made_up(tmp_path, {}, hopeless=("cifar100",))
     assert (study.counted, study.left_out) == (["pets"], ["cifar100"])

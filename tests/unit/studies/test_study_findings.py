@@ -20,7 +20,7 @@ from studies.classifiers import CLASSIFIERS
 from studies.engine import Run
 from studies.findings import judged
 from studies.measures import Difference, read_columns, write_columns
-from studies.rows import HYDRA, MC_DROPOUT, PACKED, SINGLE, SOUP, TUNED
+from studies.rows import DEEP, HYDRA, MC_DROPOUT, PACKED, SINGLE, SOUP, TUNED
 from studies.seed import Seed
 from studies.seed_folder import slug
 from studies.stored import RESULTS, Study
@@ -280,7 +280,7 @@ def test_verdicts_are_a_closed_list(study: Study) -> None:
     ("name", "rows"),
     [
         ("small", ROWS),
-        *((name, [HYDRA]) for name in STORED),
+        *((name, [DEEP]) for name in STORED),
         *(pytest.param(name, None, marks=pytest.mark.slow, id=f"{name}, all rows") for name in STORED),
     ],
 )
