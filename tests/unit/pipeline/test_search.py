@@ -105,10 +105,10 @@ def test_numbers_are_those_of_an_evaluation_on_samples_no_build_has_seen(finishe
 
 
 def test_what_is_too_dear_is_never_built(work) -> None:
-    limit = run(dry_run=True)
+    limit = run(dry_run=True, candidates=[TOGETHER, DEEPER])
     prices = {row.name: row.price for row in limit.rows}
     cost = (prices["random ×3, trunk 2, 1 heads off, trained together"] + max(prices.values())) / 2
-    found = run(cost=cost)
+    found = run(cost=cost, candidates=[TOGETHER, DEEPER])
     assert names(found, "too dear") == ["random ×3, trunk 1, 1 heads off, trained together"]
     assert work["finetune"] == 1  # nobody is left to compare the other one with, so it trains once, to the end
     assert work["update"] == STEPS
@@ -126,7 +126,7 @@ def test_a_plan_has_prices_and_leaves_nothing_behind(tmp_path, work) -> None:
 
 def test_one_that_is_worse_in_every_number_at_no_lower_price_stops_early(monkeypatch, work, tmp_path) -> None:
     first_numbers(monkeypatch, 0.2, 0.3)
-    found = run(tmp_path)
+    found = run(tmp_path, candidates=[TOGETHER, DEEPER])
     (stopped,) = names(found, "stopped early")
     assert stopped == "random ×3, trunk 1, 1 heads off, trained together"
     assert "10%" in next(row.note for row in found.rows if row.name == stopped)
@@ -136,7 +136,7 @@ def test_one_that_is_worse_in_every_number_at_no_lower_price_stops_early(monkeyp
 
 def test_a_cheaper_one_is_not_stopped_by_a_better_and_dearer_one(monkeypatch) -> None:
     first_numbers(monkeypatch, 0.3, 0.2)
-    assert not names(run(), "stopped early")
+    assert not names(run(candidates=[TOGETHER, DEEPER]), "stopped early")
 
 
 @pytest.mark.parametrize(
