@@ -3,7 +3,8 @@
 import hashlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,17 @@ def derived_seed(*parts: int | str, bits: int = 31) -> int:
     """A seed that depends on every part and on nothing else, the same on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1) % (1 << bits)
+
+
+@contextmanager
+def precise_products() -> Iterator[None]:
+    """Products in float32 as they are, where studies else take TF32: small differences decide."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Once:
@@ -78,17 +90,18 @@ class SeedFolder(Once):
         return found
 
     def ranked(self, name: str, rank: Callable[[], HeadRanking]) -> HeadRanking:
-        """A ranking by name."""
+        """A ranking by name; made in full float32."""
         place = self.folder / "rankings" / f"{name}.json"
-        self._made(place, lambda: rank().save(place))
+        self._made(place, lambda: precise_products()(rank)().save(place))
         return HeadRanking.load(place)
 
     def extracted(self, name: str, given: Callable[[], tuple[Any, Any, Any]], **how: Any) -> HeadRanking:
-        """A circuit by name, of a model on ID and OOD batches: `given`, which is asked where there is none yet."""
+        """An exact circuit by name, of a model on ID and OOD batches: `given`, asked where there is none yet."""
 
         def extract() -> HeadRanking:
             model, inside, outside = given()
-            return he.extract_circuit(model, inside, outside, max_memory=CIRCUIT_MEMORY, progress=False, **how)
+            settings: dict[str, Any] = {"method": "exact", "max_memory": CIRCUIT_MEMORY, "progress": False, **how}
+            return he.extract_circuit(model, inside, outside, **settings)
 
         return self.ranked(name, extract)
 

@@ -54,7 +54,7 @@ class Task(Once):
         self.name, self.settings, self.plain = name, settings, settings["tasks"][name]
         self.source, self.device, self.share, self.cache = source, device, share, cache
         self.suite = suite(self.plain["suite"])
-        self.kind = "text" if self.plain["backbone"] == "all_minilm_l6_v2" else "image"
+        self.kind = "text" if self.suite.id.source.startswith("text/") else "image"
         self.scratch = self.plain["backbone"] == SCRATCH
 
     @property

@@ -113,8 +113,8 @@ def run_stability(seed: Seed) -> dict[str, Any]:
                 other = task.samples(subset(outside, foreign, draw))
                 return base, task.batches(some), task.batches(other)
 
-            name, how = f"draw-{chosen['score']}-{count}-{size}-{draw}", {"score": chosen["score"], "method": "exact"}
-            rankings.append(seed.extracted(name, sides, budget=count, **how))
+            name = f"draw-{chosen['score']}-{count}-{size}-{draw}"
+            rankings.append(seed.extracted(name, sides, budget=count, score=chosen["score"]))
             start.append(rankings[-1].scores[-1])
         rows[str(size)] = {
             "inside": known,

@@ -9,8 +9,7 @@ attention the same terms are computed along the steps of the rankings, and the d
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from hydra_ensembles.data.corruptions import CORRUPTIONS, corrupted
 
 from ..results import markdown
 from ..seed import Seed
+from ..seed_folder import precise_products
 from ..sets import at_most
 from ..task import Drawn, Task
 from .analysis import Analysis, Found, asked, paper
@@ -150,17 +150,6 @@ def experiment(
         "weights": weights,
         "by_severity": curves,
     }
-
-
-@contextmanager
-def precise_products() -> Iterator[None]:
-    """Products in float32 as they are: signs of small differences are asked for."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def in_weights(model: he.Ensemble, batches: Mapping[str, Batches], named: Named, probes: int) -> dict[str, Any]:

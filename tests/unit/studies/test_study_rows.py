@@ -1,6 +1,7 @@
 """Rows of the studies of classifiers on small models: each is really trained, chosen, and answers."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,7 +121,26 @@ def test_which_rows_a_task_has(seeds: dict[str, Seed]) -> None:
     assert order.index(MC_DROPOUT) < order.index(LORA) < order.index(DEEP)
     texts = Task(TEXTS, recipe(), SmallFolder(), CPU)
     assert not {MIMO, OBA, PACKED} & set(rows_of(texts))
-    assert LORA in rows_of(texts)
+    assert (LORA in rows_of(texts), texts.kind) == (True, "text")
+
+
+def test_rankings_are_made_in_full_float32_and_circuits_exactly(tmp_path: Path, monkeypatch) -> None:
+    """Studies take TF32 for the rest; no circuit depends on it, nor on how fast a machine is."""
+    seed, seen = Seed(SmallTask(IMAGES), 0, tmp_path), []
+
+    def extract(*given: Any, method: str, **_: Any) -> he.HeadRanking:
+        seen.append((torch.get_float32_matmul_precision(), method))
+        return he.HeadRanking(((0, 0),), (1.0,), "circuit/exact", "avg")
+
+    monkeypatch.setattr(he, "extract_circuit", extract)
+    monkeypatch.setattr(seed, "sides", lambda: (None, None, None))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert seed.circuit("avg", 1).method == "circuit/exact"
+        assert (seen, torch.get_float32_matmul_precision()) == ([("highest", "exact")], "high")
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_a_baseline_is_chosen_on_half_b_and_reported(tmp_path: Path) -> None:
