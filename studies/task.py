@@ -22,7 +22,7 @@ from hydra_ensembles.training.recipe import Recipe
 from .measures import read_columns, write_columns
 from .samples import Augment, ImageSamples, Prepared, SampleBatches, Samples
 from .seed_folder import Once
-from .sets import SPLIT_SEED, DataFolder, at_most, class_halves, given, halves, suite
+from .sets import SPLIT_SEED, DataFolder, at_most, foreign_halves, given, halves, suite
 from .weights import SCRATCH, pretrained, small_vit, tokenizer
 
 RECIPE = Path(__file__).parent / "recipes" / "classifiers.yaml"
@@ -122,9 +122,7 @@ class Task(Once):
     @cached_property
     def foreign(self) -> Samples:
         """OOD samples that rank heads; they are in no report."""
-        whole = self.source.load(self.suite.circuit_ood)
-        many = len(np.unique(whole.labels)) >= 20  # else classes are too few to be cut in two
-        part = (class_halves if many else halves)(whole)[0]
+        part, _ = foreign_halves(self.source.load(self.suite.circuit_ood))
         return self.samples(at_most(part, self.settings["circuits"]))
 
     def inside(self, stage: Stage) -> Samples:

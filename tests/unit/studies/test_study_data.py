@@ -20,7 +20,7 @@ from studies.sets import (
     NamedImages,
     SharedSets,
     at_most,
-    class_halves,
+    foreign_halves,
     halves,
     label_names,
     load_npm_cifar10,
@@ -74,12 +74,12 @@ def test_halves_share_nothing_and_have_every_class(pictures: ImageDataset) -> No
     assert halves(pictures)[0].rows.tolist() == first.rows.tolist()
     labels = np.arange(63) % 21
     many = ImageDataset(Pictures(labels, 0), labels, tuple(map(str, range(21))), "many")
-    first, second = class_halves(many)
+    first, second = foreign_halves(many)
     assert (len(set(first.labels)), len(set(second.labels))) == (11, 10)
     assert set(first.labels).isdisjoint(second.labels)
     assert sorted([*first.rows, *second.rows]) == list(range(63))
-    with pytest.raises(DataError, match="3 classes"):
-        class_halves(pictures)
+    few = foreign_halves(pictures)
+    assert [half.rows.tolist() for half in few] == [half.rows.tolist() for half in halves(pictures)]
 
 
 @pytest.mark.parametrize(
