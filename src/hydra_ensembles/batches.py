@@ -175,11 +175,16 @@ def require_labels(labels: Tensor | None, classes: int, name: str = "data", inde
     """Labels that exist and fit the number of classes, or an error that names the batch."""
     if labels is None:
         raise DataError(f"batch {index} of {name} has no labels; this call needs (inputs, labels)")
+    return within_classes(labels, classes, f"batch {index} of {name}")
+
+
+def within_classes(labels: Tensor, classes: int, where: str) -> Tensor:
+    """Labels as int64, each of them one of so many classes; `where` is for messages."""
     labels = labels.long()  # before they are compared: not every integer type can be
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise DataError(
-            f"batch {index} of {name} has labels from {int(labels.min())} to {int(labels.max())}; "
-            f"the model has {classes} classes (0 to {classes - 1})"
+            f"{where} has labels from {int(labels.min())} to {int(labels.max())}, but there are {classes} classes "
+            f"(0 to {classes - 1}); check that model and data have the same classes"
         )
     return labels
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .arguments import checked
 from .errors import ConfigError, DataError
+from .metrics import inputs
 from .metrics.conformal import Reference
 from .metrics.distance import FittedName, LearnedName
 from .metrics.probabilities import EntropyParts, disagreement_per_sample, entropy_parts
@@ -367,16 +368,12 @@ def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, 
         raise DataError(f"member logits must be [members, samples, classes], got {list(member_logits.shape)}; {advice}")
     if not member_logits.is_floating_point():
         raise DataError(f"member logits must be floating point, but have dtype {member_logits.dtype}")
-    scaled = member_logits.float() if member_logits.dtype in (torch.float16, torch.bfloat16) else member_logits
+    scaled = inputs.at_least_float32(member_logits)
     if temperature is not None:
         divisor = torch.tensor(_temperatures(temperature, scaled), dtype=scaled.dtype)
         scaled = scaled / divisor.reshape(-1, 1, 1).to(scaled.device, non_blocking=True)  # [1 or M, 1, 1]
-    if check_finite and not bool(torch.isfinite(scaled).all()):
-        bad = (~torch.isfinite(scaled)).nonzero()
-        first = "member {}, sample {}, class {}".format(*bad[0].tolist())
-        divided = bool(torch.isfinite(member_logits).all())
-        advice = "use a larger temperature" if divided else "look for overflow in the model, or run it in float32"
-        raise DataError(f"{len(bad)} of {scaled.numel()} member logits are NaN or infinite, first {first}; {advice}")
+    if check_finite:
+        inputs.check_finite(scaled, f"member logits [M, B, C]{'' if temperature is None else ' / temperature'}")
     return scaled
 
 

@@ -159,10 +159,10 @@ LOGITS, LABELS = sample(2, 10, 3, 1.0, seed=5)
 @pytest.mark.parametrize(
     ("changes", "error", "token"),
     [
-        ({"member_logits": LOGITS.index_fill(1, torch.tensor(3), math.nan)}, DataError, "member 0, sample 3, class 0"),
+        ({"member_logits": LOGITS.index_fill(1, torch.tensor(3), math.nan)}, DataError, "\\(0, 3, 0\\)"),
         ({"member_logits": LOGITS[:, :1], "labels": LABELS[:1]}, DataError, "at least two samples"),
         ({"member_logits": LOGITS[0]}, DataError, "member logits"),
-        ({"labels": LABELS[:9]}, DataError, "10 samples, 9 labels"),
+        ({"labels": LABELS[:9]}, DataError, "10 inputs"),
         ({"labels": LABELS.double()}, DataError, "whole numbers"),
         ({"labels": LABELS + 1}, DataError, "3 classes"),
         ({"share": 0.0}, ConfigError, "share"),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .._utils import warn
+from ..batches import read_labels, within_classes
 from ..errors import DataError
 
 Labels = Tensor | Sequence[int]
@@ -80,21 +81,10 @@ def check_scores(scores: Tensor, what: str) -> Tensor:
 
 def check_labels(labels: Any, samples: int, classes: int, name: str | None = None) -> Tensor:
     """Class indices `[B]` in a tensor, an array or a list, one for each of so many samples, as int64."""
-    if not isinstance(labels, Tensor):
-        try:
-            labels = torch.as_tensor(labels)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"{where(name)}labels must be whole numbers [B], got a {type(labels).__name__}") from error
-    if labels.ndim != 1 or labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
-        got = f"{labels.dtype} {list(labels.shape)}"
-        raise DataError(f"{where(name)}labels must be whole numbers [B], one class index a sample, but are {got}")
-    check_same_length({"samples": samples, "labels": len(labels)}, name)
-    labels = labels.detach().long()
-    lowest, highest = int(labels.min()), int(labels.max())
-    if lowest < 0 or highest >= classes:
-        range_ = f"{where(name)}labels run from {lowest} to {highest}, but there are {classes} classes"
-        raise DataError(f"{range_} (0 to {classes - 1}); check that model and set have the same classes")
-    return labels
+    place = "the data" if name is None else f"set {name!r}"
+    found = read_labels(labels, samples, place)
+    check_same_length({"samples": samples}, name)
+    return within_classes(found.detach(), classes, place)
 
 
 def check_probs(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:

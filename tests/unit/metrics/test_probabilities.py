@@ -167,7 +167,7 @@ PROBS, LABELS = binary(0.5, 0.75), T([0, 1])
     ("probs", "labels", "token"),
     [
         (torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), "no samples"),
-        (PROBS, T([0]), "2 samples, 1 labels"),
+        (PROBS, T([0]), "2 inputs"),
         (PROBS, T([0, 2]), "from 0 to 2"),
         (PROBS, T([-1, 0]), "from -1 to 0"),
         (PROBS, T([0.0, 1.0]), "whole numbers.*float32"),
