@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, SupportsIndex, get_args
+from typing import Any, Literal, SupportsIndex, cast, get_args
 
 import torch
 from torch import Tensor
@@ -246,7 +246,8 @@ class Prediction:
 
         None is calibrated: a temperature would change the order of inputs by the first two.
         """
-        name = self.score_name if name is None else name
+        given: Any = self.score_name if name is None else name
+        name = given if isinstance(given, str) else cast(AnyScore, short(given))  # arrays cannot even be compared
         known = () if self.unfamiliarity is None else self.unfamiliarity.names
         if name not in (*get_args(ScoreName), *known):
             how = f"fit_familiarity(ensemble, id_batches, {name!r})"

@@ -251,7 +251,7 @@ def _circuits(add: Add) -> None:
         "budget": whole(1, LAYERS * HEADS),
         "score method ties": nothing,
         "max_accuracy_loss": number(0, 1, below=False, none=True),
-        "layers": lambda v: v is None or _is_one(v),
+        "layers": either(lambda v: v is None or _is_one(v), {1, 2}),
         "removed": heads,
         "dtype": _dtype,
         "device": either(_device, ""),

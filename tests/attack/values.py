@@ -41,6 +41,13 @@ VALUES: dict[str, Callable[[], Any]] = {
     "numpy 0.5": lambda: np.float32(0.5),
     "tensor 2": lambda: torch.tensor(2),
     "tensor [1., 2.]": lambda: torch.tensor([1.0, 2.0]),
+    "null character": lambda: "a\0b",
+    "{1, 2}": lambda: {1, 2},
+    "[[0, 0], [0]]": lambda: [[0, 0], [0]],
+    "array [2, 3]": lambda: np.zeros((2, 3)),
+    "array of objects": lambda: np.array([object()], dtype=object),
+    "complex tensor": lambda: torch.zeros(2, 3, dtype=torch.complex64),
+    "NaN tensor": lambda: torch.full((2, 3), math.nan),
 }
 
 
@@ -99,9 +106,9 @@ def text(none: bool = False, empty: bool | None = None) -> Takes:
     def takes(value: Any) -> bool | None:
         if value is None:
             return none
-        if value == "" and isinstance(value, str):
-            return empty
-        return None if value == "\ud800" else isinstance(value, str)
+        if not isinstance(value, str):
+            return False
+        return {"": empty, "\ud800": None, "a\0b": None}.get(value, True)
 
     return takes
 
