@@ -24,6 +24,7 @@ from .model.states import (
     join_states,
     listed,
     member_config,
+    member_state,
     place_of,
     require_same_dtype_and_device,
     unequal,
@@ -88,20 +89,28 @@ def fuse(
         raise ConfigError("fuse takes members of one kind, got ['DualEncoder', 'Ensemble']")
     if duals and average:
         raise ConfigError(f"average={average} is for classifiers; of dual encoders the layers are kept per member")
-    if trunk is None and (twins := _twins(given)):
-        warn(f"members {twins[0]} and {twins[1]} given to fuse are equal: they will never disagree")
+    if trunk is None and (equal := twins(given)):
+        warn(f"members {equal[0]} and {equal[1]} given to fuse are equal: they will never disagree")
     fused = _fuse_dual_encoders(duals, how, trunk) if duals else _fuse_ensembles(ensembles, how, trunk, average)
     return cast(Model, fused)
 
 
-def _twins(members: Sequence[Ensemble | DualEncoder]) -> tuple[int, int] | None:
-    """Positions of two single members that are the same to the last bit; None where there are none."""
-    for (i, one), (j, other) in combinations(enumerate(members), 2):
-        if one.num_members == other.num_members == 1 and one.config == other.config:
-            first, second = one.state_dict(), other.state_dict()
-            here = all(first[name].device == second[name].device for name in first)
-            if here and all(torch.equal(first[name], second[name]) for name in first):
-                return i, j
+def twins(models: Iterable[Ensemble | DualEncoder]) -> tuple[int, int] | None:
+    """Positions of two members, of all that these models have, that are the same to the last bit; None for none."""
+    found: list[tuple[object, Mapping[str, Tensor]]] = []
+    for one in models:
+        state = one.state_dict()
+        for index in range(one.num_members):
+            if isinstance(one, Ensemble):
+                found.append((member_config(one.config, index), member_state(one.config, state, index)))
+            else:
+                single = one if one.num_members == 1 else one.member(index)
+                found.append((single.config, single.state_dict()))
+    for (i, (config, first)), (j, (other, second)) in combinations(enumerate(found), 2):
+        if config != other or any(first[name].device != second[name].device for name in first):
+            continue
+        if all(torch.equal(first[name], second[name]) for name in reversed(list(first))):  # classifiers part first
+            return i, j
     return None
 
 

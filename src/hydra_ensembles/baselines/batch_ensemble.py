@@ -17,7 +17,7 @@ from ..schema import to_plain
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
 from ..training.loop import Job, TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import joined, require_single
+from .start import joined, parted, require_single
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def batch_ensemble(
     drawn = "random signs" if settings.start == "signs" else f"N(1, {settings.deviation:g})"
     line = f"BatchEnsemble, scales of {settings.scales} from {drawn} above a trunk of {trunk}"
     parts = f"scales, {', '.join(recipe.train_groups)}"
-    return train_parametrised(lambda copy: Scaled(copy, settings, recipe, seed), start, job, line, parts)
+    return parted(train_parametrised(lambda copy: Scaled(copy, settings, recipe, seed), start, job, line, parts))
 
 
 class Scaled(Parametrised):

@@ -250,6 +250,7 @@ class VLMPosterior:
     as_published: bool = False
 
     @checked
+    @own_precision()
     def zero_shot(
         self,
         class_names: Sequence[str],
@@ -290,6 +291,7 @@ class VLMPosterior:
         return Ensemble.from_state(many.config, state, base.metadata.after(line, text_side=side))
 
     @checked
+    @own_precision()
     def probit(self, class_names: Sequence[str], template: str = "A photo of a {label}.") -> "ProbitClassifier":
         """The closed form: one pass, logits `μ / √(1 + π/8 σ²)` from mean and variance of every similarity.
 

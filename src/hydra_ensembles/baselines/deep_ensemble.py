@@ -9,7 +9,7 @@ from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import joined, require_single, trained_apart
+from .start import joined, parted, require_single, trained_apart
 
 
 @trains
@@ -55,4 +55,4 @@ def deep_ensemble(
         goes_on = snapshots and index > 0
         start, own = (found[-1], replace(recipe, reinit_classifier=None)) if goes_on else (model, recipe)
         found.append(finetune(start, train, own, validation, index=index, **run))
-    return joined(found, *trained_apart(model, recipe))
+    return parted(joined(found, *trained_apart(model, recipe)))

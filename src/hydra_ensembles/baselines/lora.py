@@ -17,7 +17,7 @@ from ..schema import to_plain
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
 from ..training.loop import Job, TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import joined, require_single
+from .start import joined, parted, require_single
 
 Projection = Literal["query", "key", "value", "out"]
 INPUTS: tuple[Projection, ...] = ("query", "key", "value")
@@ -116,8 +116,8 @@ def lora_ensemble(
         return train_parametrised(lambda copy: LowRank(copy, settings, recipe, seed), start, job, line, parts)
 
     if together:
-        return trained(0)
-    return joined([trained(index) for index in range(settings.members)], sharing, trunk)
+        return parted(trained(0))
+    return parted(joined([trained(index) for index in range(settings.members)], sharing, trunk))
 
 
 class LowRank(Parametrised):

@@ -18,7 +18,7 @@ from ..schema import to_plain
 from ..training.finetune import Batch, EnsembleLearner, train_classifier, trained_metadata
 from ..training.loop import Job, Runtime, TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import fresh, joined, require_single
+from .start import fresh, joined, parted, require_single
 
 PATCH = "stem.patch"
 
@@ -69,7 +69,7 @@ def mimo(
     result = train_classifier(partial(MimoLearner, model, start, settings, recipe), start, job)
     how = f"rho {settings.rho:g}, batch repeat {settings.batch_repeat}"
     line = f"MIMO of {settings.members} from {settings.start}, {how}: {result.described(recipe)}"
-    return summed(start, result.state_like(start), model, trained_metadata(start, job.train, result, line))
+    return parted(summed(start, result.state_like(start), model, trained_metadata(start, job.train, result, line)))
 
 
 def wide(model: Ensemble, settings: MIMO, seed: int) -> Ensemble:

@@ -6,8 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .._utils import torch_seeded
+from .._utils import torch_seeded, warn
 from ..errors import ConfigError
+from ..fuse import twins
 from ..model.config import GROUPS, EnsembleConfig, Sharing
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, singles
@@ -32,6 +33,17 @@ def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ens
     states, heads, metadata = singles(members)
     config = replace(members[0].config, heads=heads, sharing=sharing, trunk=trunk)
     return Ensemble.from_state(config, join_states(config, states), metadata)
+
+
+def parted(found: Ensemble) -> Ensemble:
+    """The ensemble that a method ends with; members that training left equal are warned of."""
+    if equal := twins([found]):
+        warn(
+            f"members {equal[0]} and {equal[1]} are equal after training: they will never disagree. Let them differ by "
+            "the order of the data (DataLoader(..., shuffle=True)), dropout, classifiers (reinit_classifier='random') "
+            "or the method's own settings"
+        )
+    return found
 
 
 def trained_apart(model: Ensemble, recipe: Recipe) -> tuple[Sharing, int]:

@@ -16,7 +16,7 @@ from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import joined, require_single, trained_apart
+from .start import joined, parted, require_single, trained_apart
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def swag(
         Ensemble.from_state(point.config, visited.draw(settings.scale, drawn), point.metadata.after(line))
         for _ in range(settings.members)
     ]
-    return joined(members, sharing, trunk).to(point.device)
+    return parted(joined(members, sharing, trunk).to(point.device))
 
 
 class Visited:

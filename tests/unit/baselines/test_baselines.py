@@ -313,3 +313,27 @@ def test_a_callers_autocast_changes_nothing_that_is_kept(make):
         assert torch.is_autocast_enabled("cpu")
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor), name
+
+
+# --- members that training leaves equal ---------------------------------------------------------------------------
+
+CALM = replace(ONE, dropout=None)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (baselines.deep_ensemble, 2),  # one order, no dropout
+        (baselines.batch_ensemble, BatchEnsemble(members=2, deviation=0.0)),
+        (baselines.swag, SWAG(2, points=2, rank=2, scale=0.0)),
+        (baselines.mimo, MIMO(members=2, rho=1.0, batch_repeat=1)),
+    ],
+)
+def test_members_that_training_leaves_equal_are_said(make, settings):
+    base = single()
+    data = some(base, (4,))
+    with pytest.warns(he.HydraWarning, match="never disagree"):
+        found = make(base, data, CALM, settings, progress=False)
+    assert torch.equal(*found(data[0][0]))
+    with pytest.warns(he.HydraWarning, match="members 0 and 1"):
+        he.fuse([found])
