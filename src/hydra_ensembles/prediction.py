@@ -247,7 +247,7 @@ class Prediction:
         None is calibrated: a temperature would change the order of inputs by the first two.
         """
         given: Any = self.score_name if name is None else name
-        name = given if isinstance(given, str) else cast(AnyScore, short(given))  # arrays cannot even be compared
+        name = cast(AnyScore, given if isinstance(given, str) else short(given))  # arrays cannot even be compared
         known = () if self.unfamiliarity is None else self.unfamiliarity.names
         if name not in (*get_args(ScoreName), *known):
             how = f"fit_familiarity(ensemble, id_batches, {name!r})"
