@@ -11,6 +11,7 @@ from shared_paths import shared
 from studies.__main__ import app
 from studies.dual_recipe import load_dual_recipe
 from studies.sets import DataFolder, SharedSets, overlapping
+from studies.task import recipe
 
 
 @pytest.fixture
@@ -41,8 +42,17 @@ def prepared(data: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vision-tinyimagenet", "text-sst2"])
-def test_a_small_share_of_a_study_on_the_real_model_and_data(name: str, prepared: Path, tmp_path: Path) -> None:
-    """Real tokens or images, real weights, three fine-tunings that differ, columns, tables."""
+def test_a_small_share_of_a_study_on_the_real_model_and_data(
+    name: str, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real tokens or images, real weights, three fine-tunings that differ, columns, tables.
+
+    A trial has four images of every class, 800 a set: with 28 pixels a side a CPU does them in minutes.
+    """
+    settings = recipe()
+    if name.startswith("vision"):
+        settings["tasks"][name]["input_size"] = 28
+    monkeypatch.setattr("studies.__main__.recipe", lambda: settings)
     places = ["--results", str(tmp_path / "results")]
     some = ["--share", "0.002", "--seeds", "0", "--rows", "Single;Soup;Hydra", "--stages", "train,report,store"]
     options = ["--data", str(prepared), "--output", str(tmp_path / "runs"), "--device", "cpu", *some, *places]
