@@ -183,7 +183,7 @@ class ProjectionPosterior:
         root, given = math.sqrt(settings.pseudo_count), settings.prior_precision
         prior = given[side] if isinstance(given, tuple) else given
         if prior is None:
-            find = published_prior if settings.as_published else likeliest_prior
+            find = published_prior if settings.as_published else likeliest_precision
             prior = find(mean, root * inputs, root * outputs)
         added = math.sqrt(prior)
         one, two = (root * part + added * torch.eye(len(part), dtype=part.dtype) for part in (inputs, outputs))
@@ -207,7 +207,7 @@ class ProjectionPosterior:
         return self.mean + torch.linalg.solve_triangular(right, noise, upper=False, left=False)
 
 
-def likeliest_prior(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
+def likeliest_precision(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
     """The prior precision of largest evidence: `½ dq log λ - ½ λ |P|² - ½ log det` of the posterior's precision."""
     values = [torch.linalg.eigvalsh(part).clamp(min=0) for part in (inputs, outputs)]
     sizes, squared = (len(values[1]), len(values[0])), mean.square().sum()

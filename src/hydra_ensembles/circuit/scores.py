@@ -159,7 +159,7 @@ def judge(logits: Tensor, labels: Tensor, step: float) -> tuple[Tensor, Tensor, 
     precise = logits.double()
     largest = precise.amax(-1, keepdim=True)
     answer = (precise >= largest - step / 256).int().argmax(-1)  # the first of those that tie
-    return answer != labels, in_steps(log_odds(precise, answer), step), precise.isfinite().all(-1)
+    return answer != labels, in_steps(log_odds_of(precise, answer), step), precise.isfinite().all(-1)
 
 
 def in_steps(confidence: Tensor, step: float) -> Tensor:
@@ -167,7 +167,7 @@ def in_steps(confidence: Tensor, step: float) -> Tensor:
     return (confidence.clamp(-_LARGEST_LOG_ODDS, _LARGEST_LOG_ODDS) / step).round().nan_to_num().long()
 
 
-def log_odds(logits: Tensor, classes: Tensor) -> Tensor:
+def log_odds_of(logits: Tensor, classes: Tensor) -> Tensor:
     """log(p / (1 - p)) of one class for each row: `[B, C]` and `[B]` to `[B]`."""
     chosen = classes[..., None]
     others = logits.scatter(-1, chosen, -torch.inf).logsumexp(-1)
@@ -196,7 +196,7 @@ class Distance:
 def losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Negative log-likelihood of the label `[B]`, in float64 and never negative; 0 for samples without one."""
     precise = logits.double()
-    loss = -F.logsigmoid(log_odds(precise, labels.clamp(min=0)))
+    loss = -F.logsigmoid(log_odds_of(precise, labels.clamp(min=0)))
     return torch.where(labels < 0, 0.0, loss.nan_to_num(posinf=_LARGEST_LOG_ODDS).clamp(0, _LARGEST_LOG_ODDS))
 
 

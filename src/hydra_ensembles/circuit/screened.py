@@ -15,7 +15,7 @@ from torch import Tensor
 from ..heads.ranking import Head
 from .cache import CachedTower
 from .exact import Exact, Tell, silent
-from .scores import IntArray, Result, judge, log_odds, parts, quantum, require_finite, to_device
+from .scores import IntArray, Result, judge, log_odds_of, parts, quantum, require_finite, to_device
 
 AFRESH = 8  # steps after which all that is remembered is forgotten; a resumed run repeats at most as many
 _PREDICT_EVERY = 2  # steps after which a gradient corrects what is remembered
@@ -223,7 +223,7 @@ def _gate_gradients(tower: CachedTower, group: int, rows: Tensor, targets: Tenso
         for layer, gate in enumerate(gates.split(sizes, dim=1)):
             x = model.block(layer, x, context, gate)
         logits = model.classify(model.pool(x, context.key_mask, base.token_ids(rows))).double()
-        numbers = torch.where(targets < 0, log_odds(logits, logits.argmax(-1)), margins(logits, targets))
+        numbers = torch.where(targets < 0, log_odds_of(logits, logits.argmax(-1)), margins(logits, targets))
         (gradients,) = torch.autograd.grad(numbers.sum(), gates)
     # the way back, to activations alone, costs as much again
     model.work["layer_evaluations"] += len(rows) * model.layers

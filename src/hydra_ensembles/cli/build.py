@@ -28,7 +28,7 @@ from ..schema import to_plain
 from ..training.recipe import Recipe
 from . import sources as source
 from .command import Json, Quiet, command, emit, emit_json, parse_yaml, read_recipe, write_settings
-from .evaluations import read_named
+from .evaluations import grouped_specs
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 from .use import preprocessing_of
 
@@ -64,14 +64,16 @@ class BuildSources(DataSettings, ModelSettings):
         if SYNTHETIC in self.ood and len(self.ood) > 1:
             raise DataError(f"ood is {SYNTHETIC} data, or data that you give; got {', '.join(self.ood)}")
         for name in ("id", "train", "validation"):
-            source.require_different((name, getattr(self, name)), *(("ood", data) for _, data in ood_sources(self.ood)))
+            source.require_different_sources(
+                (name, getattr(self, name)), *(("ood", data) for _, data in ood_sources(self.ood))
+            )
 
 
 def ood_sources(specs: tuple[str, ...]) -> list[tuple[str | None, str]]:
     """Name (None: the data's own) and data of each OOD source that is given."""
     paths = [(None, spec) for spec in specs if source.existing_path(spec)[0] is not None]  # also one with "="
     others = [spec for spec in specs if spec != SYNTHETIC and (None, spec) not in paths]
-    return [*paths, *((name, data) for _, name, data in read_named(others))]
+    return [*paths, *((name, data) for _, name, data in grouped_specs(others))]
 
 
 @command
@@ -93,8 +95,8 @@ def build(sources: BuildSources, hydra: HydraConfig, quiet: Quiet = False, as_js
       hydra-ensembles build --config run/config.yaml
     """
     folder = Path(sources.output).expanduser()
-    with resumable(folder, "build"):
-        model, sets, size = prepared(sources, hydra, folder, "build")
+    with telling_how_to_go_on(folder, "build"):
+        model, sets, size = model_and_sets(sources, hydra, folder, "build")
         written = {**to_plain(replace(sources, batch_size=size)), **to_plain(hydra)}
         with with_settings(folder, written, "build"):
             made = build_ensemble(model, hydra, **sets, output=folder, device=sources.place(), progress=not quiet)
@@ -165,7 +167,7 @@ class SearchSources(DataSettings, ModelSettings):
             )
         labelled = [(name, getattr(self, name)) for name in ("id", "train", "judge_id")]
         foreign = [("ood", data) for _, data in (*ood_sources(self.ood), *ood_sources(self.judge_ood))]
-        source.require_different(*labelled, *foreign)
+        source.require_different_sources(*labelled, *foreign)
 
 
 @command
@@ -191,8 +193,8 @@ def search(
     hydra = HydraConfig(training=training, recipe=sources.recipe if training else None, seed=sources.seed)
     listed = None if sources.candidates is None else _read_candidates(Path(sources.candidates).expanduser())
     names = ("cost", "recipe", "familiarity", "first", "tolerance", "price", "seed")
-    with resumable(folder, "search"):
-        model, sets, size = prepared(sources, hydra, folder, "search")
+    with telling_how_to_go_on(folder, "search"):
+        model, sets, size = model_and_sets(sources, hydra, folder, "search")
         written = to_plain(replace(sources, batch_size=size))
         with nullcontext() if dry_run else with_settings(folder, written, "search"):
             found = run_search(
@@ -240,7 +242,7 @@ def _read_candidates(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def resumable(folder: Path, name: str) -> Iterator[None]:
+def telling_how_to_go_on(folder: Path, name: str) -> Iterator[None]:
     """Work of a command that says how to go on when it is interrupted."""
     try:
         yield
@@ -265,7 +267,7 @@ def with_settings(folder: Path, settings: Mapping[str, Any], name: str) -> Itera
         yield
 
 
-def prepared(sources: Any, hydra: HydraConfig, folder: Path, name: str) -> tuple[Ensemble, dict[str, Any], int]:
+def model_and_sets(sources: Any, hydra: HydraConfig, folder: Path, name: str) -> tuple[Ensemble, dict[str, Any], int]:
     """The model, its sets as batches by role, those that the config has a use for, and the samples of a batch.
 
     The settings have a field for each set, of those in `LABELLED` and `FOREIGN`. The folder is where the command of

@@ -60,7 +60,7 @@ class MeasuredSettings(DataSettings, ModelSettings):
         super().__post_init__()
         if self.id is None and self.suite is None:
             raise ConfigError("no data to evaluate on; give id (and ood, as near:NAME=DATA), or a suite")
-        source.require_different(("id", self.id), *(("ood", data) for _, _, data in read_named(self.ood)))
+        source.require_different_sources(("id", self.id), *(("ood", data) for _, _, data in grouped_specs(self.ood)))
 
     @property
     def common(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class AtlasSettings(MeasuredSettings):
         return Path(self.output).expanduser()
 
 
-def read_named(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
+def grouped_specs(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
     """Group, name (None: the data's own) and data of each `[GROUP:][NAME=]DATA`."""
     found = []
     for option in options:
@@ -146,7 +146,7 @@ def read_sets(settings: MeasuredSettings, model: Ensemble) -> tuple[AnyDataset, 
     if settings.suite is not None and not wanted:
         references = [(group, ref.name) for group in GROUPS for ref in getattr(suite(settings.suite), group)]
         wanted = tuple(f"{group}:{name}=suite:{settings.suite}:{name}" for group, name in references)
-    for group, name, spec in read_named(wanted):
+    for group, name, spec in grouped_specs(wanted):
         data = _read(spec, settings, model, labelled=False)
         name = name or data.name
         if any(name in sets for sets in groups.values()):
@@ -174,7 +174,7 @@ def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = F
     """
     model = source.load_classifier(settings)
     test, groups = read_sets(settings, model)
-    shifts = {name or spec: _read(spec, settings, model) for _, name, spec in read_named(settings.shift)}
+    shifts = {name or spec: _read(spec, settings, model) for _, name, spec in grouped_specs(settings.shift)}
     evaluation = evaluate_model(
         model,
         test,

@@ -322,7 +322,7 @@ def existing_path(spec: str) -> tuple[Path | None, str | None]:
     return None, None
 
 
-def require_different(*named: tuple[str, str | None]) -> None:
+def require_different_sources(*named: tuple[str, str | None]) -> None:
     """Refuse settings (the name of each, and the data it names) two of which stand for the same data."""
     seen: dict[object, str] = {}
     for name, spec in named:

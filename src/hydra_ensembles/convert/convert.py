@@ -22,7 +22,7 @@ from ..model.stem_readout import Projections, linear
 from ..preprocessing import TextPreprocessing
 from . import open_clip, timm, torchvision, transformers, transformers_dual, transformers_rotary
 from .altered import require_known_parts, require_unaltered
-from .core import Architecture, DualArchitecture, qualified_name, require_finite, require_fit, translate
+from .core import Architecture, DualArchitecture, qualified_name, require_all_used, require_finite_weights, translate
 from .declared import Declaration
 from .dropout import read_dropout
 from .guess import beginning, guessed, require_proof
@@ -326,13 +326,13 @@ def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, prob
     places = tuple(f"{place}." for place, _, _ in found if place)
     if len(places) == len(found):  # the declaration of a tower without a place of its own looks at the whole model
         left = [name for name in model.state_dict() if not name.startswith((*places, *_SCALES))]
-        require_fit((), left, replace(found[0][2], name=dual.name))
+        require_all_used((), left, replace(found[0][2], name=dual.name))
     scale, bias = (getattr(model, name, None) for name in _SCALES)
     if scale is None:
         raise ConversionError(f"{dual.name}: the model has no logit_scale")
     for name, value in zip(_SCALES, (scale, bias), strict=True):
         if value is not None:
-            require_finite(value.detach(), name, dual.name)
+            require_finite_weights(value.detach(), name, dual.name)
     processors = [] if processor is None else list(processor) if isinstance(processor, list | tuple) else [processor]
     origin = Metadata(source=f"{dual.name} ({qualified_name(model)})", history=(f"converted from {dual.name}",))
     (image, image_projection), (text, text_projection) = (

@@ -38,7 +38,7 @@ Entry = str | Source
 Weights = Mapping[str, Entry | tuple[Entry, ...]]
 
 
-def copied(name: str) -> Source:
+def as_stored(name: str) -> Source:
     """The same tensor; axes of length one may come or go."""
     return Source((name,), lambda tensors, shape: _reshaped(tensors[0], shape))
 
@@ -48,7 +48,7 @@ def transposed(name: str) -> Source:
     return Source((name,), lambda tensors, shape: _reshaped(tensors[0].t(), shape))
 
 
-def joined(*names: str) -> Source:
+def concatenated(*names: str) -> Source:
     """Several tensors put one after another along their first axis."""
     return Source(names, lambda tensors, shape: _reshaped(torch.cat(list(tensors)), shape))
 
@@ -71,19 +71,19 @@ def attention(out: str, *qkv: str, order: Order | None = None, place: str = "enc
     """
     weights, biases = (tuple(name.replace("*", leaf) for name in qkv) for leaf in ("weight", "bias"))
     return {
-        f"{place}qkv": into_heads(*weights, order=order),
-        f"{place}qkv_bias": into_heads(*biases, order=order),
-        f"{place}out": out_of_heads(f"{out}.weight"),
+        f"{place}qkv": qkv_by_head(*weights, order=order),
+        f"{place}qkv_bias": qkv_by_head(*biases, order=order),
+        f"{place}out": out_by_head(f"{out}.weight"),
         f"{place}out_bias": f"{out}.bias",
     }
 
 
-def out_of_heads(name: str) -> Source:
+def out_by_head(name: str) -> Source:
     """The output projection, `[d, H·d_k]`, as one of every head, `[H, d_k, d]`."""
     return Source((name,), lambda tensors, shape: tensors[0].t().reshape(shape))
 
 
-def into_heads(*names: str, order: Order | None = None) -> Source:
+def qkv_by_head(*names: str, order: Order | None = None) -> Source:
     """Queries, keys and values of all heads, or biases of queries and values alone, in one tensor or in several."""
 
     def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
@@ -251,14 +251,14 @@ def translate(
             continue
         used.update(source.names)
         for part in source.names:
-            require_finite(foreign[part], part, architecture.name)
+            require_finite_weights(foreign[part], part, architecture.name)
         try:
             state[name] = source.read([foreign[part] for part in source.names], shape).reshape(shape)
         except RuntimeError as error:
             misfits.append(f"{list(source.names)} cannot become the canonical parameter {name} {list(shape)}: {error}")
     left = [name for name in stored if name not in used and not name.startswith(architecture.ignored)]
     problems = [f"no tensor {one} for {name}{nearest(one, left)}" for one, name in missing.items()] + misfits
-    require_fit(problems, left, architecture)
+    require_all_used(problems, left, architecture)
     dtypes = sorted({str(tensor.dtype) for tensor in state.values()})
     if len(dtypes) > 1:
         raise ConversionError(
@@ -277,7 +277,7 @@ def block_name(architecture: Architecture, model: nn.Module, layer: int) -> str:
     return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, zip(*names, strict=False)))
 
 
-def require_fit(problems: Sequence[str], left: Sequence[str], architecture: Architecture) -> None:
+def require_all_used(problems: Sequence[str], left: Sequence[str], architecture: Architecture) -> None:
     """Refuse a model that does not fit its declaration, with all that is wrong at once."""
     found = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else [])]
     if left:
@@ -297,7 +297,7 @@ def nearest(name: str, known: Collection[str]) -> str:
     return f" (did you mean {found[0]}?)" if found else ""
 
 
-def require_finite(tensor: Tensor, name: str, architecture: str) -> None:
+def require_finite_weights(tensor: Tensor, name: str, architecture: str) -> None:
     """Refuse values that no trained model has and that would turn every prediction into NaN."""
     if not tensor.is_meta and not tensor.isfinite().all():
         broken = int((~tensor.isfinite()).sum())
@@ -317,7 +317,7 @@ def _source_of(weights: Weights, name: str, foreign: Mapping[str, Tensor]) -> So
         tail = f".{leaf}{tail}"
         if not head:
             return None
-    entries = [copied(one + tail) if isinstance(one, str) else one for one in _alternatives(weights[head])]
+    entries = [as_stored(one + tail) if isinstance(one, str) else one for one in _alternatives(weights[head])]
     sources = [replace(one, names=tuple(part.replace("{i}", layer) for part in one.names)) for one in entries]
     return next((source for source in sources if foreign.keys() >= set(source.names)), sources[0])
 

@@ -27,9 +27,9 @@ from .core import (
     DualArchitecture,
     Weights,
     activation_of,
+    as_stored,
     attention,
     below,
-    copied,
     dropout_rate,
     first_of,
     is_identity,
@@ -78,7 +78,7 @@ _TEXT_WEIGHTS: Weights = {
     "stem.positions": "positional_embedding",
     **_LAYERS,
     "readout.norm": "ln_final",
-    "readout.classifier.weight": (transposed("text_projection"), copied("text_projection.weight")),
+    "readout.classifier.weight": (transposed("text_projection"), as_stored("text_projection.weight")),
     "readout.classifier.bias": "text_projection.bias",
 }
 

@@ -23,15 +23,15 @@ from .core import (
     Architecture,
     Source,
     activation_of,
-    copied,
+    as_stored,
+    concatenated,
     dropout_rate,
-    joined,
     nearest,
     number_of_classes,
-    out_of_heads,
+    out_by_head,
     pair,
     refuse,
-    require_fit,
+    require_all_used,
 )
 from .declared import IN_BLOCK, Declaration, Part, Place, called, is_masked, paths, unknown_arguments
 
@@ -120,7 +120,7 @@ class _Reading:
         }
         stored = self.model.state_dict()
         left = [name for name in stored if name not in used and not name.startswith(self.frame.ignored)]
-        require_fit([*self._unmatched(left), *self._misfits()], left, self.frame)
+        require_all_used([*self._unmatched(left), *self._misfits()], left, self.frame)
         return replace(self.frame, weights=weights)
 
     # --- where things lie ------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class _Reading:
             if part in _LINEAR or part in _NORMS:
                 yield from self._with_bias(part, str(place), names[0])
             elif part in _TENSORS:
-                yield _TENSORS[part], copied(names[0])
+                yield _TENSORS[part], as_stored(names[0])
             elif part == "words":
                 yield "stem.words", Source((names[0],), lambda found, shape: (found[0] * scale).reshape(shape))
             elif part == "position":
@@ -262,10 +262,10 @@ class _Reading:
                     yield f"{_BLOCK}.attention.qkv_bias", self._biases(names, biases)
             elif part in ("patch", "out"):
                 canonical = "stem.patch" if part == "patch" else f"{_BLOCK}.attention.out"
-                yield canonical, Source((names[0],), self._patches) if part == "patch" else out_of_heads(names[0])
+                yield canonical, Source((names[0],), self._patches) if part == "patch" else out_by_head(names[0])
                 bias = self._bias(str(place))
                 if bias is not None:
-                    yield f"{canonical}_bias", copied(bias)
+                    yield f"{canonical}_bias", as_stored(bias)
 
     def _with_bias(self, part: Part, path: str, weight: str) -> Iterator[tuple[str, Source]]:
         """A linear layer or a norm; where it has no bias and the canonical one needs one, it is zero."""
@@ -279,11 +279,11 @@ class _Reading:
                 yield f"{canonical}.bias", Source((bias,), self._of_a_head)
                 return
         else:
-            yield f"{canonical}.weight", copied(weight) if gates[0] is None else joined(gates[0], weight)
+            yield f"{canonical}.weight", as_stored(weight) if gates[0] is None else concatenated(gates[0], weight)
         if bias is None:
             yield f"{canonical}.bias", Source((weight,), lambda found, shape: found[0].new_zeros(shape))
         else:
-            yield f"{canonical}.bias", copied(bias) if gates[1] is None else joined(gates[1], bias)
+            yield f"{canonical}.bias", as_stored(bias) if gates[1] is None else concatenated(gates[1], bias)
 
     def _given(self, tensor: Tensor) -> Source:
         return Source((), lambda found, shape: _first_rows([tensor.to(self._of("norm1"))], shape))

@@ -23,13 +23,13 @@ from .core import (
     activation_of,
     attention,
     below,
+    concatenated,
     dropout_rate,
     first_of,
-    into_heads,
     is_identity,
-    joined,
     norm_eps,
     pair,
+    qkv_by_head,
     read_classifier,
     refuse,
     require_usual_scale,
@@ -49,8 +49,8 @@ _LAYERS: Weights = below(
         "encoder.layers.{i}.attention.scale": ("ls1.gamma", "gamma_1"),
         "encoder.layers.{i}.norm2": "norm2",
         # timm's unpacked SwiGLU keeps gate and value apart
-        "encoder.layers.{i}.mlp.up.weight": ("mlp.fc1.weight", joined("mlp.fc1_g.weight", "mlp.fc1_x.weight")),
-        "encoder.layers.{i}.mlp.up.bias": ("mlp.fc1.bias", joined("mlp.fc1_g.bias", "mlp.fc1_x.bias")),
+        "encoder.layers.{i}.mlp.up.weight": ("mlp.fc1.weight", concatenated("mlp.fc1_g.weight", "mlp.fc1_x.weight")),
+        "encoder.layers.{i}.mlp.up.bias": ("mlp.fc1.bias", concatenated("mlp.fc1_g.bias", "mlp.fc1_x.bias")),
         "encoder.layers.{i}.mlp.norm": "mlp.norm",
         "encoder.layers.{i}.mlp.down": "mlp.fc2",
         "encoder.layers.{i}.mlp.scale": ("ls2.gamma", "gamma_2"),
@@ -241,7 +241,7 @@ def _eva_attention(model: Any) -> Weights:
     entries = {**attention("attn.proj", *names, order=by)}
     if not _biases(model.blocks[0].attn)[1]:
         names = ("attn.q_proj.bias", "attn.v_proj.bias") if split else ("attn.q_bias", "attn.v_bias")
-        entries[f"{place}qkv_bias"] = into_heads(*names, order=by)
+        entries[f"{place}qkv_bias"] = qkv_by_head(*names, order=by)
     if rope is not None:
         for leaf in ("weight", "bias"):
             entries[f"{place}query_norm.{leaf}"] = normed(leaf, "q")

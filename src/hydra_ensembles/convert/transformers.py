@@ -28,8 +28,8 @@ from .core import (
     activation_of,
     attention,
     below,
+    concatenated,
     either,
-    joined,
     pair,
     read_classifier,
     refuse,
@@ -197,7 +197,7 @@ _DINOV2_LAYER: Weights = {
     **{
         f"encoder.layers.{{i}}.mlp.up.{leaf}": (
             f"mlp.fc1.{leaf}",
-            joined(f"mlp.gate_proj.{leaf}", f"mlp.up_proj.{leaf}"),
+            concatenated(f"mlp.gate_proj.{leaf}", f"mlp.up_proj.{leaf}"),
             f"mlp.weights_in.{leaf}",
         )
         for leaf in ("weight", "bias")

@@ -21,10 +21,10 @@ from .core import (
     activation_of,
     attention,
     below,
+    concatenated,
     either,
-    into_heads,
-    joined,
     number_of_classes,
+    qkv_by_head,
     refuse,
     run,
 )
@@ -34,7 +34,10 @@ from .transformers import READOUT, TEXTS, declare, patch_stem, read_classes, rea
 def _gated(up: str) -> Weights:
     """The first layer of an MLP: gate and value, or without a gate one of another name."""
     return {
-        f"encoder.layers.{{i}}.mlp.up.{leaf}": (joined(f"mlp.gate_proj.{leaf}", f"mlp.up_proj.{leaf}"), f"{up}.{leaf}")
+        f"encoder.layers.{{i}}.mlp.up.{leaf}": (
+            concatenated(f"mlp.gate_proj.{leaf}", f"mlp.up_proj.{leaf}"),
+            f"{up}.{leaf}",
+        )
         for leaf in ("weight", "bias")
     }
 
@@ -53,8 +56,8 @@ _DINOV3_NAME = "transformers DINOv3"
 _DINOV3_LAYER: Weights = {
     **attention("attention.o_proj", *(f"attention.{part}_proj.*" for part in "qkv")),
     "encoder.layers.{i}.attention.qkv_bias": (
-        into_heads(*(f"attention.{part}_proj.bias" for part in "qkv")),
-        into_heads("attention.q_proj.bias", "attention.v_proj.bias"),
+        qkv_by_head(*(f"attention.{part}_proj.bias" for part in "qkv")),
+        qkv_by_head("attention.q_proj.bias", "attention.v_proj.bias"),
     ),
     "encoder.layers.{i}.norm1": "norm1",
     "encoder.layers.{i}.attention.scale": "layer_scale1.lambda1",

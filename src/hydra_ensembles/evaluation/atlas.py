@@ -32,7 +32,7 @@ from ..overlap import Keys, require_unlike, sample_keys
 from ..prediction import AnyScore, Prediction
 from ..schema import from_plain, to_plain
 from .evaluate import Data, batched, read_groups, require_different, set_name
-from .evaluation import ModelInfo, Provenance, describe_model, provenance_of, read_json
+from .evaluation import ModelInfo, Provenance, describe_model, provenance_of, read_saved
 from .kept import Kept
 from .measure import Measure
 from .running import shown
@@ -181,7 +181,7 @@ class Atlas:
             DataError: The file is missing, was changed, or is no atlas, or one of a newer version.
             ConfigError: A field does not hold what it should.
         """
-        data = read_json(path, "a saved atlas")
+        data = read_saved(path, "a saved atlas")
         if data.get("format") != FORMAT or data.get("version") != VERSION:
             got = f"format {data.get('format')!r}, version {data.get('version')!r}"
             raise DataError(f"{path} is not an atlas that this library reads: it has {got}, not {FORMAT!r}, {VERSION}")

@@ -434,7 +434,7 @@ class Evaluation:
                 missing, were changed, or belong to another evaluation.
             ConfigError: A field does not hold what it should.
         """
-        data = read_json(path, "a saved evaluation")
+        data = read_saved(path, "a saved evaluation")
         evaluation = cls.from_dict({key: value for key, value in data.items() if key != DIGEST}, str(path))
         if not with_logits:
             return evaluation
@@ -449,7 +449,7 @@ class Evaluation:
         return replace(evaluation, logits=logits, logits_digest=digest)
 
 
-def read_json(path: str | Path, what: str) -> dict[str, Any]:
+def read_saved(path: str | Path, what: str) -> dict[str, Any]:
     """The JSON object in a file, unchanged where it has a digest; or a `DataError` that says what it should be."""
     try:
         plain = files.read_object(Path(path))

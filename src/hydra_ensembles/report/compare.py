@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from .._utils import require
 from ..arguments import checked
 from ..errors import ConfigError, DataError
-from ..evaluation.evaluation import Evaluation, read_json
+from ..evaluation.evaluation import Evaluation, read_saved
 from ..files import write_sealed
 from ..model.cost import Cost
 from ..schema import from_plain, to_plain
@@ -442,7 +442,7 @@ def load_costs(path: str | Path) -> tuple[Cost, ...]:
         DataError: The file is missing or holds something else.
         ConfigError: A field does not hold what it should.
     """
-    data = read_json(path, "a table of costs")
+    data = read_saved(path, "a table of costs")
     rows = data.get("costs") if data.get("format") == FORMAT else None
     if not isinstance(rows, list):
         raise DataError(f'{path} is not a table of costs: it lacks "format": "{FORMAT}", or the list of "costs"')

@@ -92,7 +92,7 @@ def roc(methods: Mapping[str, Evaluation], focus: str, set_name: str) -> str:
 
 
 @_plain_matplotlib()
-def risk_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
+def risk_by_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
     """Error among the answered inputs, against the share that is answered."""
     curves = {name: one.figures.risk_coverage for name, one in methods.items()}
     # the first few answered samples make any risk look wild; the scale follows what comes after them

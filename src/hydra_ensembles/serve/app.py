@@ -389,7 +389,7 @@ class _Server:
                         images.append(await value.read())
         elif kind == "application/json":
             body = await request.body()
-            return lambda: self._samples(*read_named(protocol.parse_json(body)), nearest)
+            return lambda: self._samples(*read_named(protocol.request_of(body)), nearest)
         elif kind.startswith("image/") or kind == "application/octet-stream":
             images.append(await request.body())
         elif kind == "text/plain":
@@ -431,7 +431,7 @@ class _Server:
 
     async def metadata(self, request: "Request") -> "Response":
         """Inputs and outputs of the model, its classes and reasons."""
-        return _json(protocol.describe_model(self.service))
+        return _json(protocol.model_metadata(self.service))
 
     async def infer(self, request: "Request") -> "Response":
         """Answers as named tensors."""

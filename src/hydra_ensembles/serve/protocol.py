@@ -35,7 +35,7 @@ LONGEST_NUMBER = 18  # digits: all of them fit 64 bits
 Array = np.ndarray[Any, Any]
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
+def request_of(body: bytes) -> dict[str, Any]:
     """A JSON object, or a refusal."""
     try:
         found = json.loads(body)
@@ -62,7 +62,7 @@ def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[
         if not told or told > length:
             raise RequestError(f"{HEADER} must be a number of bytes from 1 to those of the body, {length}")
         length = told
-    request, rest = parse_json(body[:length]), memoryview(body)[length:]
+    request, rest = request_of(body[:length]), memoryview(body)[length:]
     inputs = request.get("inputs")
     if not isinstance(inputs, list) or not inputs or not all(isinstance(one, dict) for one in inputs):
         raise RequestError("a request needs 'inputs', a list of tensors with name, shape, datatype and data")
@@ -188,7 +188,7 @@ def deadline_of(request: Mapping[str, Any]) -> float:
     return given / 1e6 if isinstance(given, int) and 0 < given < 10**LONGEST_NUMBER else math.inf
 
 
-def describe_model(service: Service) -> dict[str, Any]:
+def model_metadata(service: Service) -> dict[str, Any]:
     """The metadata of a model: its inputs (raw or as tensors; one way is enough) and outputs, classes and reasons."""
     name, meaning = RAW[service.kind]
     raw = [] if service.preprocessing is None else [{"name": name, "datatype": "BYTES", "shape": [-1]}]

@@ -15,7 +15,7 @@ from hydra_ensembles.baselines.bayes_vlm import (
     ProjectionPosterior,
     bayes_vlm,
     kronecker_factors,
-    likeliest_prior,
+    likeliest_precision,
     published_bayes_vlm,
     published_prior,
 )
@@ -87,7 +87,7 @@ def test_groups_of_negatives_are_compared_among_themselves():
 def test_the_prior_is_where_the_evidence_of_the_whole_precision_is_largest():
     seen, projection, other = case()
     inputs, outputs = kronecker_factors(seen, seen @ projection.T, other, 3.0, 100)
-    found = likeliest_prior(projection, inputs, outputs)
+    found = likeliest_precision(projection, inputs, outputs)
 
     def evidence(prior):
         root = math.sqrt(prior)

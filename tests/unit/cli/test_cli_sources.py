@@ -20,7 +20,7 @@ from hydra_ensembles.cli.sources import (
     load_classifier,
     load_data,
     load_model,
-    require_different,
+    require_different_sources,
     with_labels_of,
 )
 from hydra_ensembles.data.dataset import ImageDataset
@@ -125,10 +125,10 @@ def test_without_a_library_its_extra_is_named(world, monkeypatch):
 
 
 def test_two_names_of_the_same_data(world):
-    require_different(("id", None), ("ood", None), ("ood", "hub:a:test"))
+    require_different_sources(("id", None), ("ood", None), ("ood", "hub:a:test"))
     for one, other in (("hub:a:test", "hub:a:test"), (f"{world}/val", f"{world}/./val/")):
         with pytest.raises(DataError, match=r"ood .* names the same data as id "):
-            require_different(("id", one), ("ood", other))
+            require_different_sources(("id", one), ("ood", other))
 
 
 def test_a_split_is_written_behind_a_path(tmp_path):

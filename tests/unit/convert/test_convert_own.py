@@ -23,7 +23,7 @@ from architectures_own import (
     RopeBert,
     own,
 )
-from hydra_ensembles.convert.core import Architecture, copied
+from hydra_ensembles.convert.core import Architecture, as_stored
 from hydra_ensembles.convert.guess import _agrees
 from hydra_ensembles.convert.own import Asked
 
@@ -175,7 +175,7 @@ def test_ids_that_are_told_apart_are_known_by_what_is_asked_of_them(besides: Any
             "",
             (),
             lambda *given: None,  # type: ignore[arg-type,return-value]
-            {"stem.words": copied("words.weight")},
+            {"stem.words": as_stored("words.weight")},
             answer=lambda model, inputs, fresh: model(inputs["input_ids"]),
         )
     )
