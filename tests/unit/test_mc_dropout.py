@@ -1,11 +1,15 @@
 """MC Dropout: passes are members, the answer depends on the seed alone, the ensemble is untouched."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_ensembles.baselines.mc_dropout import MCDropout, mc_dropout
 from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
 from random_ensembles import noisy, small
@@ -101,6 +105,15 @@ def test_predict_gives_uncertainty_and_no_foreign_calibration():
     assert prediction.class_names == ("a", "b", "c", "d")
     with pytest.raises(DataError, match="preprocessing"):
         mc_dropout(tiny(), 0.3, 8).predict("text")
+
+
+def test_data_of_the_same_classes_in_another_order_are_refused():
+    view = mc_dropout(tiny(), 0.3, 2)
+    for names, refused in ((("a", "b", "c", "d"), False), (("b", "a", "c", "d"), True)):
+        data = TensorDataset(IMAGES, torch.arange(3))
+        data.classes = names
+        with pytest.raises(DataError, match="'b'") if refused else nullcontext():
+            evaluate(view, DataLoader(data, 3), progress=False)
 
 
 @pytest.mark.parametrize(

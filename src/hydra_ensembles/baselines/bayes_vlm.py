@@ -34,7 +34,7 @@ from ..model.dual_encoder import (
 )
 from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear
-from ..model.metadata import PROJECTION, TextSide
+from ..model.metadata import PROJECTION, Metadata, TextSide
 from ..prediction import Prediction
 from ..training.text import features_of, read_pairs
 from .start import joined
@@ -317,6 +317,7 @@ class ProbitClassifier(Droppable):
     def __init__(self, posterior: VLMPosterior, names: Sequence[str], texts: Tensor) -> None:
         super().__init__()
         self.dual, self.names = posterior.dual, tuple(names)
+        self.metadata = Metadata(labels=self.names, preprocessing=self.dual.image.metadata.preprocessing)
         self.kind, self.num_members, self.num_classes = "image", 1, len(names)
         covariances = posterior.image.covariance, posterior.text.covariance
         if posterior.as_published:

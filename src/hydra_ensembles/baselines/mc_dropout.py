@@ -12,6 +12,7 @@ from ..model.config import EnsembleConfig
 from ..model.dropping import Droppable, dropping
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, built_around
+from ..model.metadata import Metadata
 from ..prediction import Prediction
 
 
@@ -58,6 +59,11 @@ class MCDropout(Droppable):
         self.kind, self.num_members = ensemble.kind, self.passes * ensemble.num_members
         self.num_classes = ensemble.num_classes
         self.eval()
+
+    @property
+    def metadata(self) -> Metadata:
+        """What is known of the ensemble, without its calibration and familiarity."""
+        return self.model.metadata
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Member logits `[M·passes, B, C]`, of what an ensemble takes; the passes of a member lie together."""

@@ -85,6 +85,8 @@ def oba(
     require_single(model, "oba")
     settings.check(model)
     require_rereadable(train, "train")
+    if recipe is None and validation is not None:
+        raise ConfigError("validation chooses between weights in training; give a recipe, too, or leave it out")
     if recipe is not None:
         recipe.check(model, train, validation)
     output, seed = run.get("output"), derive_seed(0 if recipe is None else recipe.seed, "oba")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
@@ -204,6 +205,10 @@ def test_the_closed_form_predicts_and_is_evaluated():
     result = he.evaluate(found, [(images.double(), labels)])
     expected = (found(images.double())[0].argmax(-1) == labels).double().mean().item()
     assert result.id.accuracy == pytest.approx(expected)
+    data = TensorDataset(images.double(), labels)
+    data.classes = NAMES[::-1]
+    with pytest.raises(DataError, match=NAMES[-1]):
+        he.evaluate(found, DataLoader(data, 4), progress=False)
 
 
 def test_features_that_were_computed_before_stand_for_images():

@@ -136,6 +136,8 @@ def test_a_part_of_the_data_stands_for_all(structure):
     torch.testing.assert_close(precision(part), precision(whole))
     base = single()
     assert "120 samples" in laplace(base, some(base), Laplace(samples=120)).metadata.history[-1]
+    with pytest.raises(ConfigError, match="15 samples are given"):
+        laplace(base, some(base), Laplace(samples=14))
 
 
 def test_the_prior_where_nothing_is_known():

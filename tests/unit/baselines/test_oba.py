@@ -119,5 +119,7 @@ def test_a_stopped_pruning_goes_on(tmp_path, monkeypatch):
 def test_keywords_that_all_trainings_take_are_checked_though_they_are_written_once():
     with pytest.raises(TypeError, match="outptu"):  # nothing would read it
         train(single(), recipe=None, outptu="here")
+    with pytest.raises(ConfigError, match="validation"):  # nothing would read it
+        train(single(), recipe=None, validation=some(single()))
     with pytest.raises(ConfigError, match="checkpoint_every"):
         train(single(), recipe=None, checkpoint_every="often")
