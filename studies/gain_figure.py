@@ -78,7 +78,8 @@ def price_of(study: Study, row: str) -> tuple[float | None, bool]:
 
 
 def draw(results: Path, path: Path) -> Path:
-    """Draw it from the studies of a folder of results that know a price."""
+    """Draw it from the studies of a folder of results that have Hydra, and know a price."""
+    fused = [one for one in stored_studies(results) if HYDRA in one.rows]
     dual = [DualStudy(ZERO_SHOT, results)] if (results / ZERO_SHOT / "study.json").exists() else []
-    priced = [one for one in (*stored_studies(results), *dual) if any(price_of(one, row)[0] for row in one.rows)]
+    priced = [one for one in (*fused, *dual) if any(price_of(one, row)[0] for row in one.rows)]
     return save_figure(figure(priced), path)
