@@ -1,8 +1,9 @@
 """The command `hydra-ensembles`: help, version, completion and wrong options are answered at once, without PyTorch.
 
 What the commands are and take is read from a table, `hydra_ensembles/cli/commands.json`, which `make commands` derives
-from the commands themselves, and a test holds against them. Only a command that is to run loads the package. This file
-lies beside the package since whatever lies inside it loads all of it; `python -m hydra_ensembles` asks it first.
+from the commands themselves, and a test holds against them. Only a command that is to run loads the package, which is
+given the options as they were read here. This file lies beside the package since whatever lies inside it loads all of
+it; `python -m hydra_ensembles` asks it first.
 """
 
 import importlib.util
@@ -23,20 +24,32 @@ NEAR = 0.7  # of difflib's measure, which is 1 for what is the same
 
 
 def main() -> None:
-    """Run the command line."""
-    answer()
-    from hydra_ensembles.__main__ import main as run
+    """Run the command line; without its libraries, the package names them."""
+    try:
+        table = read_table()
+        if table is None:
+            run("", {})
+        make_app(table or {}, run)(prog_name=NAME)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
-    run()
+
+def run(name: str, given: dict[str, Any]) -> None:
+    """Load the package, and run a command."""
+    try:
+        from hydra_ensembles.__main__ import run as run_loaded
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    run_loaded(name, given)
 
 
 def answer() -> None:
     """Answer what needs no package, and end there; return where a command is to run."""
-    table = read_table()
+    table, asked = read_table(), list[str]()
     if table is not None:
-        asked: list[str] = []
         try:
-            make_app(table, asked.append)(prog_name=NAME)
+            make_app(table, lambda name, _: asked.append(name))(prog_name=NAME)
         except SystemExit as end:
             if end.code or not asked:  # help was wanted, or something is wrong
                 raise
@@ -53,8 +66,8 @@ def read_table() -> dict[str, Any] | None:
     return table
 
 
-def make_app(table: dict[str, Any], ask: Callable[[str], None]) -> Any:
-    """A command line that has the commands of a table, and instead of running one calls `ask` with its name."""
+def make_app(table: dict[str, Any], run: Callable[[str, dict[str, Any]], None]) -> Any:
+    """The command line with the commands of a table; one that is asked for is given to `run`, with what it is given."""
     import typer
     from typer.core import TyperCommand
 
@@ -76,40 +89,59 @@ def make_app(table: dict[str, Any], ask: Callable[[str], None]) -> Any:
             print(f"hydra-ensembles {table['version']}")
             raise typer.Exit
 
+    def root(
+        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+        version: Annotated[
+            bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version.")
+        ] = False,
+    ) -> None:
+        """Uncertainty from one pretrained transformer: build, evaluate, compare and use Hydra Ensembles.
+
+        `hydra-ensembles demo` shows the whole method in minutes; `hydra-ensembles COMMAND --help` has examples.
+        """
+
     app = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["--help", "-h"]},
     )
-    app.callback()(_stub(table["root"], lambda: None, {"version": print_version}))
+    app.callback()(root)
     for one in table["commands"]:
-        app.command(cls=Command)(_stub(one, partial(ask, one["name"])))
+        app.command(cls=Command)(_stub(one, partial(run, one["name"])))
     return app
 
 
-def _stub(described: dict[str, Any], run: Callable[[], None], callbacks: dict[str, Any] | None = None) -> Any:
-    """A function that looks to typer as the described one does."""
+def _stub(described: dict[str, Any], run: Callable[[dict[str, Any]], None]) -> Any:
+    """A function that looks to typer as the described one does; it gives `run` what it is given."""
+    import typer
 
     def stub(**given: Any) -> None:
-        run()
+        run({name: _plain(value) for name, value in given.items()})
 
-    parameters = [_parameter(one, (callbacks or {}).get(one["name"])) for one in described["parameters"]]
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [*map(_parameter, described["parameters"]), context]
     stub.__name__, stub.__doc__ = described["name"], described["help"]
     stub.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     stub.__annotations__ = {one.name: one.annotation for one in parameters}
     return stub
 
 
-def _parameter(one: dict[str, Any], callback: Any) -> inspect.Parameter:
+def _plain(value: Any) -> Any:
+    """A choice by its name, and some of them in a list."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def _parameter(one: dict[str, Any]) -> inspect.Parameter:
     import typer
 
     kind: Any = Enum("Choice", {name: name for name in one["choices"]}) if "choices" in one else TYPES[one["type"]]
     kind = list[kind] if one.get("several") else kind
     default = one.get("default", inspect.Parameter.empty)
     make: Any = typer.Option if "flags" in one else typer.Argument
-    more = {"callback": callback, "is_eager": True} if callback else {}
-    more |= {name: one[name] for name in ("metavar", "min", "show_default") if name in one}
+    more = {name: one[name] for name in ("metavar", "min", "show_default") if name in one}
     info = make(*one.get("flags", ()), help=one["help"], **more)
     return inspect.Parameter(
         one["name"],

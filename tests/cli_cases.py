@@ -10,8 +10,10 @@ from PIL import Image
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from hydra_ensembles.cli.main import make_app
+import hydra_ensembles_cli
+from hydra_ensembles.cli import main
 
+APP = hydra_ensembles_cli.make_app(hydra_ensembles_cli.read_table() or {}, main.run)
 COLOURS = ("blue", "green", "red")
 VIT_OPTIONS = {"img_size": 16, "patch_size": 8, "depth": 3, "num_heads": 4}
 WORDS = ("good", "fine", "great", "bad", "dull", "long", "film", "plot", "a", "the")
@@ -29,7 +31,7 @@ SMALL_BERT = {
 
 def run(*arguments: object, **settings: Any) -> Any:
     """The command line in this process."""
-    return CliRunner().invoke(make_app(), [str(argument) for argument in arguments], **settings)
+    return CliRunner().invoke(APP, [str(argument) for argument in arguments], **settings)
 
 
 def succeed(*arguments: object, **settings: Any) -> str:

@@ -21,7 +21,7 @@ from serving import LIMIT, opened, picture, settings
 
 ENDED_INSIDE = """
 import os, signal, sys
-from hydra_ensembles.cli.main import main
+from hydra_ensembles_cli import main
 from hydra_ensembles.serve.service import Service
 
 original, number = Service.workers, getattr(signal, sys.argv.pop(1))

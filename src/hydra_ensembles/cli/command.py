@@ -19,7 +19,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
-from enum import Enum
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -119,8 +118,8 @@ def described(function: Callable[..., None]) -> dict[str, Any]:
         one = {"name": parameter.name, "help": info.help}
         if isinstance(info, typer.models.OptionInfo):
             one["flags"] = [flag for flag in (info.default, *(info.param_decls or ())) if isinstance(flag, str)]
-        if get_origin(kind) is Literal or issubclass(kind, Enum):
-            one["choices"] = [str(choice) for choice in get_args(kind) or kind]
+        if get_origin(kind) is Literal:
+            one["choices"] = list(get_args(kind))
         else:
             one["type"] = kind.__name__.lower()
         one |= {"several": True} if several else {}

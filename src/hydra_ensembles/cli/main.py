@@ -1,9 +1,7 @@
 """The command line: all commands, and the demo."""
 
 import json
-import logging
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +13,7 @@ from ..demo import DemoSettings, run_demo
 from ..files import write_atomically
 from ..report.compare import to_rich
 from .build import build, search
-from .command import Debug, command, described
+from .command import command, described
 from .evaluations import atlas, compare, evaluate, report
 from .serving import export, score, serve
 from .use import bench, info, predict
@@ -23,23 +21,14 @@ from .use import bench, info, predict
 TABLE = Path(__file__).with_name("commands.json")
 
 
-def make_app() -> typer.Typer:
-    """The command line with all its commands."""
-    app = typer.Typer(
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-        context_settings={"help_option_names": ["--help", "-h"]},
-    )
-    app.callback()(_root)
-    for one in commands():
-        app.command()(one)
-    return app
-
-
 def commands() -> tuple[Callable[..., None], ...]:
     """All commands, in the order of the help."""
     return (demo, build, search, evaluate, compare, report, atlas, predict, score, serve, export, bench, info)
+
+
+def run(name: str, given: Mapping[str, Any]) -> None:
+    """Run the command of a name with its options, as `hydra_ensembles_cli` read them."""
+    {one.__name__: one for one in commands()}[name](**given)
 
 
 def table() -> str:
@@ -50,31 +39,12 @@ def table() -> str:
         return f'{json.dumps(one, ensure_ascii=False)[:-1]}, "parameters": [\n{rows}\n]}}'
 
     rest = ",\n".join(text(described(one)) for one in commands())
-    root = text(described(_root))
-    return f'{{"version": {json.dumps(__version__)}, "root": {root}, "commands": [\n{rest}\n]}}\n'
+    return f'{{"version": {json.dumps(__version__)}, "commands": [\n{rest}\n]}}\n'
 
 
 def write_table() -> None:
     """Write the table to its place (`make commands`)."""
     write_atomically(TABLE, table().encode())
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"hydra-ensembles {__version__}")
-        raise typer.Exit
-
-
-def _root(
-    debug: Debug = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
-    """Uncertainty from one pretrained transformer: build, evaluate, compare and use Hydra Ensembles.
-
-    `hydra-ensembles demo` shows the whole method in minutes; `hydra-ensembles COMMAND --help` has examples.
-    """
 
 
 @command
@@ -102,10 +72,3 @@ def demo(
     print(f"\nReport    {output / 'report.html'}\nModel     {model}\nNumbers   {output / 'results.json'}\n\nTry next")
     print(f"  hydra-ensembles info {model}\n  hydra-ensembles predict {model} YOUR_IMAGE.jpg")
     print(f"  hydra-ensembles compare {output / 'evaluations'}")
-
-
-def main() -> None:
-    """Run the command line."""
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what fails is said once, by us
-    make_app()(prog_name="hydra-ensembles")

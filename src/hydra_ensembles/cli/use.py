@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -43,14 +42,8 @@ TOKENS = 128  # length of the texts that `bench` runs, as far as the model takes
 
 Item = tuple[str, Callable[[], Any]]
 """One input: what the result calls it, and how its content is read."""
+Baseline = Literal["single", "deep"]  # what `bench` measures beside a model
 OutputFormat = Literal["table", "jsonl", "csv"]
-
-
-class Baseline(StrEnum):
-    """What `bench` measures beside a model."""
-
-    SINGLE = "single"
-    DEEP = "deep"
 
 
 # --- predict ---------------------------------------------------------------------------------------------------------
@@ -323,8 +316,8 @@ def bench(
         raise ConfigError(f"batch takes whole numbers of at least 1 and {MOST_DIGITS} digits, as 1,8,32; got {batch}")
     ensemble, title = load_classifier(model), name or model.own_name
     models: dict[str, Ensemble] = {}
-    for one in baseline or [Baseline.SINGLE]:
-        models[one.value] = _whole(ensemble, 1 if one is Baseline.SINGLE else ensemble.num_members)
+    for one in baseline or ["single"]:
+        models[one] = _whole(ensemble, 1 if one == "single" else ensemble.num_members)
     if title in models:
         raise ConfigError(f"the model and a baseline are both called {title!r}; give the model another name")
     measured: dict[str, Callable[[Any], Any]] = {**models, title: ensemble}
