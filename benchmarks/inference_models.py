@@ -43,9 +43,12 @@ LABELS = {
     "deep-in-turn": "Deep Ensemble, in turn",
     "deep-vmap": "Deep Ensemble, torch.func",
     "deep-stacked": "Deep Ensemble, stacked (ours)",
-    **{f"hydra-k{trunk}": f"Hydra, {f'trunk of {trunk}' if trunk else 'no trunk'}" for trunk in (0, 4, 6, 8, 10)},
-    "hydra-uneven": "Hydra, uneven heads",
-    "hydra-joint": "Hydra, circuits of both towers",
+    **{
+        f"hydra-k{trunk}": f"Pruned members, {f'trunk of {trunk}' if trunk else 'no trunk'}"
+        for trunk in (0, 4, 6, 8, 10)
+    },
+    "hydra-uneven": "Pruned members, uneven heads",
+    "hydra-joint": "Pruned members, circuits of both towers",
 }
 ZERO_SHOT = ("single", "ours", "deep-in-turn", "hydra-joint")
 NAMES = tuple(name for name in LABELS if name != "hydra-joint")

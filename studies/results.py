@@ -71,7 +71,7 @@ def pyplot() -> Any:
 def save_figure(figure: Any, path: Path, source: str | None = None) -> Path:
     """Write a drawing as SVG, which may say what it was drawn from, and let go of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fit = "tight" if figure.get_layout_engine() is None else None  # a layout has put all of it inside
+    fit = None if figure.get_constrained_layout() else "tight"  # that layout has put all of it inside
     figure.savefig(path, metadata={"Date": None, "Source": source}, bbox_inches=fit, facecolor="white")
     pyplot().close(figure)
     return path

@@ -1,6 +1,7 @@
 """Every benchmark runs on a tiny shape; what its numbers rest on is checked against plain computation."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -78,6 +79,11 @@ def test_figures_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch, tmp
     inference_report.main()
     names = {path.name for path in (ROOT / "docs" / "figures").glob("inference_*.svg")}
     assert {path.name for path in tmp_path.iterdir()} == names
+    drawn = (tmp_path / "inference_cost.svg").read_text()
+    _, _, width, height = map(float, re.findall(r'viewBox="([^"]*)"', drawn)[0].split())
+    places = [(float(x), float(y)) for x, y in re.findall(r'<text[^>]* x="([\d.-]+)" y="([\d.-]+)"', drawn)]
+    assert len(places) > 10
+    assert all(0 < x < width and 0 < y < height for x, y in places)  # the legend below, too
 
 
 def test_tables_of_the_documents_are_those_of_the_results() -> None:
