@@ -177,10 +177,11 @@ def winners_table(studies: Sequence[Study]) -> str:
         taken = [f"{first.facts['trainings'][row]:g}", price_cell(studies, row)]
         cells = [marked(first, row, key) for key in WINS]
         lines.append([row, *taken, *cells, "; ".join(wins.get(row, ["–"]))])
+    tasks = "; ".join(f"{TITLES[study.name]} {len(study.seeds(SINGLE))}" for study in studies)
     about = (
         f"Numbers: {TITLES[first.name]}, calibrated, per cent but for NLL; **better** and *worse* than Single beyond "
         f"chance (95 % intervals over seeds and test samples, paired). {level(first, rows)}. Wins: the best of these "
-        f"rows, where it is better than Single beyond chance, on {' and '.join(TITLES[one.name] for one in studies)}; "
+        f"rows, where it is better than Single beyond chance, on tasks of two seeds or more (of Single: {tasks}); "
         f"what nobody wins is not named. {priced(studies)} From `results/studies/`."
     )
     head = ["method", "trainings ↓", "price ↓", *WINS.values(), "wins"]

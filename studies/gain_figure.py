@@ -56,7 +56,7 @@ def figure(studies: Sequence[Study]) -> Any:
         field.set_xscale("log")
         field.set_xticks([1, 2, 3], ["1", "2", "3"])
         field.set_xticks([], minor=True)
-        field.set_xlim(0.8, 3.8)
+        field.set_xlim(0.94 * min([0.9, *taken]), 3.8)
         field.grid(alpha=0.25)
         field.set_title("zero-shot" if dual else TITLES[study.name], fontsize=9)
     fields[0].set_ylabel("gain in OOD AUROC (points)")

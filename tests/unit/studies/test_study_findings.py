@@ -219,9 +219,11 @@ def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
     assert 1 < float(study.work(HYDRA).removesuffix("x")) < 3
 
 
-def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path) -> None:
-    """Of a field the marks: price and gain of a row, filled where its time was measured."""
+def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a field the marks: price and gain of a row, filled where its time was measured; a cheap row is in it."""
     pytest.importorskip("matplotlib")
+    found = gain_figure.price_of
+    monkeypatch.setattr(gain_figure, "price_of", lambda one, row: (0.5, False) if row == "CircAvg" else found(one, row))
     (field,) = gain_figure.figure([study]).axes
     rows = [row for row in gain_figure.MARKS if row in study.rows]
     marks = {row: bar.lines[0] for row, bar in zip(rows, field.containers, strict=True)}
@@ -231,6 +233,7 @@ def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path) -> Non
     assert marks[HYDRA].get_xdata() == pytest.approx(study.cost(HYDRA)["latency_ratio"])
     assert marks[HYDRA].get_ydata() == pytest.approx(100 * gain.value)
     assert [row for row, mark in marks.items() if mark.get_markerfacecolor() != "white"] == [HYDRA]
+    assert field.get_xlim()[0] < marks["CircAvg"].get_xdata()[0] == 0.5
     assert gain_figure.draw(study.folder.parent, tmp_path / "figure.svg").stat().st_size > 0
 
 
