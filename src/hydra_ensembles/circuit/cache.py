@@ -21,7 +21,7 @@ from ..model.config import EncoderConfig, PatchStemConfig
 from ..model.ensemble import Ensemble
 from ..model.layers import Attention, Block, Context, Read, asked_by, read_tokens
 from ..model.stem_readout import MapPool, Readout
-from .scores import Distance, IntArray, SampleGroup, Samples, parts, to_device
+from .scores import CircuitData, Distance, IntArray, SampleGroup, parts, to_device
 
 Work = Counter[str]  # "layer_evaluations", blocks run on one sample; "multiply_adds", of the products really needed
 Record = Callable[[IntArray, IntArray, Tensor], None]  # takes logits [P, C] of pairs of candidate and sample number
@@ -193,7 +193,7 @@ def mlp_cost(encoder: EncoderConfig, queries: int) -> int:
     return queries * encoder.width * encoder.mlp_width * (3 if encoder.gated else 2)
 
 
-def forward_cost(model: Ensemble, samples: Samples) -> int:
+def forward_cost(model: Ensemble, samples: CircuitData) -> int:
     """Multiply-adds of all blocks for all samples; the last block only for the tokens that are read."""
     return sum(len(group) * sample_cost(model, group) for group in samples.groups)
 
@@ -229,7 +229,7 @@ class CachedTower:
     def __init__(
         self,
         model: WorkingModel,
-        samples: Samples,
+        samples: CircuitData,
         candidates: Sequence[Head],
         own: Sequence[Head],
         batch_size: int,
@@ -477,7 +477,7 @@ def default_max_memory(device: torch.device) -> int:
     return free // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def fitting_batch_size(model: Ensemble, samples: Samples) -> int:
+def fitting_batch_size(model: Ensemble, samples: CircuitData) -> int:
     """Samples (or pairs of candidate and sample) in a batch: enough to keep the device busy, if they fit."""
     if model.device.type != "cuda":
         return 64

@@ -12,7 +12,7 @@ from ..heads.masking import masked
 from ..heads.ranking import Head
 from ..model.ensemble import Ensemble
 from .cache import CachedTower, Work, forward_cost
-from .scores import NO_HEAD, Distance, IntArray, Objective, Result, Samples, Tally, parts
+from .scores import NO_HEAD, CircuitData, Distance, IntArray, Objective, Result, Tally, parts
 
 Tell = Callable[[int], None]  # takes the number of candidates of this rank that are decided so far in a step
 
@@ -26,7 +26,7 @@ class Naive:
     """Evaluates each candidate from the inputs to the logits, on all samples: the reference."""
 
     model: Ensemble
-    samples: Samples
+    samples: CircuitData
     objective: Objective
     ranks: Ranks
     work: Work
@@ -66,7 +66,7 @@ class Naive:
 def run_without(
     model: Ensemble,
     off: Sequence[Head],
-    samples: Samples,
+    samples: CircuitData,
     batch_size: int,
     work: Work,
     distance: Distance | None = None,

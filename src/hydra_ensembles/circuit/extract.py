@@ -36,7 +36,7 @@ from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_
 from .exact import Exact, Naive
 from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
 from .journal import FORMAT, Journal, Step, read_journal, resumed
-from .scores import Distance, Method, Objective, OODScore, Result, Samples, Score, Ties, read_samples
+from .scores import CircuitData, Distance, Method, Objective, OODScore, Result, Score, Ties, read_samples
 from .screened import AFRESH, Screened
 from .timing import MINUTES, CandidateBar, in_words, say, seconds_of, speed_of
 
@@ -283,7 +283,7 @@ class Extraction:
     max_accuracy_loss: float | None
     model: Ensemble  # a private copy of what classifies
     texts: Texts | None  # of a dual encoder, where heads of the text tower may be off
-    samples: Samples
+    samples: CircuitData
     objective: Objective
     ranks: Ranks
     batch_size: int
@@ -417,7 +417,7 @@ class Extraction:
         return search
 
     def _cached(
-        self, model: Ensemble, samples: Samples, left: Sequence[Head], off: Sequence[Head], share: float = 1.0
+        self, model: Ensemble, samples: CircuitData, left: Sequence[Head], off: Sequence[Head], share: float = 1.0
     ) -> CachedTower:
         """A copy of its own without some heads, and a share of the memory for its activations."""
         room = default_max_memory(model.device) if self.max_memory is None else self.max_memory

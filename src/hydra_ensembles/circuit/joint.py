@@ -20,7 +20,7 @@ from ..model.ensemble import Ensemble
 from ..model.stem_readout import compose
 from .cache import CachedTower
 from .exact import Exact, Naive, Tell, run_without, silent
-from .scores import IntArray, Result, SampleGroup, Samples, Tally, to_device
+from .scores import CircuitData, IntArray, Result, SampleGroup, Tally, to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Texts:
     """What class embeddings are made of."""
 
     tower: Ensemble  # a private copy; it answers with embeddings, its projection being its classifier
-    prompts: Samples  # every class in every template, one class after another, without labels
+    prompts: CircuitData  # every class in every template, one class after another, without labels
     templates: int  # prompts of each class
     scale: Tensor  # [1], what cosines are multiplied with
 
@@ -48,7 +48,7 @@ def read_texts(
     mask, segments = (None if part is None else part.to(device) for part in others)
     group = SampleGroup(np.arange(len(ids)), (ids.to(device), mask, segments))
     labels = torch.full((len(group),), -1, device=device)
-    prompts = Samples((group,), labels, {"prompts": len(group)}, np.zeros((len(group), 2), np.int64), "")
+    prompts = CircuitData((group,), labels, {"prompts": len(group)}, np.zeros((len(group), 2), np.int64), "")
     projection = compose(tower.readout.classifier, dual.projections.text)
     if projection is not None:
         width, biased = projection.weight.shape[1], projection.bias is not None

@@ -55,7 +55,7 @@ class SampleGroup:
 
 
 @dataclass(eq=False)
-class Samples:
+class CircuitData:
     """All samples, numbered in the order they were read: ID first, then OOD."""
 
     groups: tuple[SampleGroup, ...]  # by shape of their inputs
@@ -81,7 +81,7 @@ class Samples:
         return dict(list(self.sources.items())[1:])
 
 
-def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | None, seed: int) -> Samples:
+def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | None, seed: int) -> CircuitData:
     """Read all batches, check them, and move them to the device and dtype of the model.
 
     Random numbers of PyTorch and of the sources start from `seed` meanwhile and are put back afterwards: a shuffling
@@ -123,7 +123,7 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
         columns = zip(*(piece.inputs for piece in same), strict=True)
         inputs = cast(Inputs, tuple(None if column[0] is None else torch.cat(column) for column in columns))
         groups.append(SampleGroup(np.concatenate([piece.numbers for piece in same]), inputs))
-    return Samples(tuple(groups), truth.to(model.device), sizes, np.array(origin, np.int64), "+".join(fingerprints))
+    return CircuitData(tuple(groups), truth.to(model.device), sizes, np.array(origin, np.int64), "+".join(fingerprints))
 
 
 def to_device(index: IntArray, device: torch.device) -> Tensor:
@@ -200,7 +200,7 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.where(labels < 0, 0.0, loss.nan_to_num(posinf=_LARGEST_LOG_ODDS).clamp(0, _LARGEST_LOG_ODDS))
 
 
-def require_finite(finite: Tensor, samples: Samples, head: Head) -> None:
+def require_finite(finite: Tensor, samples: CircuitData, head: Head) -> None:
     """Raise where a sample `[n]` has logits that are not finite, naming its batch."""
     if not finite.all():
         source, batch = samples.origin[int((~finite).nonzero()[0, 0])]
@@ -302,7 +302,7 @@ class Tally:
     bounds of its result, also of the loss that decides between models whose other integers are equal.
     """
 
-    def __init__(self, samples: Samples, objective: Objective, heads: Sequence[Head], dtype: torch.dtype) -> None:
+    def __init__(self, samples: CircuitData, objective: Objective, heads: Sequence[Head], dtype: torch.dtype) -> None:
         self.samples, self.objective, self.heads, self.step = samples, objective, list(heads), quantum(dtype)
         shape, device = (len(heads), objective.samples), samples.labels.device
         self.wrong = torch.empty(shape, dtype=torch.bool, device=device)

@@ -15,7 +15,7 @@ from ..heads.ranking import Head
 from ..model.cost import times_in_turn
 from ..model.ensemble import Ensemble
 from .cache import forward_cost, sample_cost
-from .scores import Method, Objective, Samples
+from .scores import CircuitData, Method, Objective
 
 MINUTES = 600.0  # seconds up to which `auto` takes the exact method
 _SHARE = {"acc": 0.15, "ood": 0.4, "avg": 0.4}  # of the blocks above its head that a candidate of "exact" runs
@@ -26,7 +26,11 @@ _PASSES = 3  # that are timed; the fastest counts
 
 
 def seconds_of(
-    towers: Sequence[tuple[Ensemble, Samples]], left: Sequence[Head], steps: int, objective: Objective, speed: float
+    towers: Sequence[tuple[Ensemble, CircuitData]],
+    left: Sequence[Head],
+    steps: int,
+    objective: Objective,
+    speed: float,
 ) -> dict[Method, float]:
     """Seconds that so many steps would take by each method, about, at a speed in multiply-adds a second, of all ranks.
 
@@ -48,7 +52,7 @@ def seconds_of(
 
 
 @torch.no_grad()
-def speed_of(model: Ensemble, samples: Samples, batch_size: int) -> float:
+def speed_of(model: Ensemble, samples: CircuitData, batch_size: int) -> float:
     """Multiply-adds a second: how fast the device runs blocks."""
     group = max(samples.groups, key=len)
     rows = min(len(group), batch_size, _TIMED["cuda" if model.device.type == "cuda" else "cpu"])

@@ -301,7 +301,9 @@ def train_best(
             if folder is not None and ranks.rank == 0:
                 remove_leftovers(folder)
             with _compiling() if job.recipe.compile else nullcontext():
-                results = [Run(make_learner(runtime), own, rate, runtime).finish() for rate in sorted(job.recipe.rates)]
+                results = [
+                    Training(make_learner(runtime), own, rate, runtime).finish() for rate in sorted(job.recipe.rates)
+                ]
     return max(results, key=lambda result: () if result.best is None else result.best.merit)
 
 
@@ -326,7 +328,7 @@ def _place(folder: Path, rate: float) -> Path:
     return folder / f"rate-{rate!r}"
 
 
-class Run(Generic[BatchT]):
+class Training(Generic[BatchT]):
     """The state of a run at one learning rate, and the loop that moves it on."""
 
     def __init__(self, learner: Learner[BatchT], job: Job, rate: float, runtime: Runtime) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from circuit_models import SCORES
 from hydra_ensembles.circuit.scores import (
     NO_HEAD,
+    CircuitData,
     Objective,
-    Samples,
     Score,
     Tally,
     judge,
@@ -143,7 +143,7 @@ def test_hardest_samples_come_first() -> None:
 
 def answers(inside: int, outside: int, score: Score = "avg") -> Tally:
     labels = torch.cat([torch.zeros(inside, dtype=torch.long), torch.full((outside,), -1)])
-    samples = Samples((), labels, {"id_batches": inside, "ood": outside}, np.zeros((len(labels), 2), np.int64), "")
+    samples = CircuitData((), labels, {"id_batches": inside, "ood": outside}, np.zeros((len(labels), 2), np.int64), "")
     objective = Objective(score, inside, (outside,) if outside else (), "likelihood")
     return Tally(samples, objective, [Head(0, 0), Head(0, 1)], torch.float64)
 
