@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from ._utils import all_seeded, derive_seed
+from ._utils import all_seeded, derive_seed, warn
 from .errors import DataError
 from .schema import short
 
@@ -205,6 +205,19 @@ def require_same_classes(batches: Batches, labels: Sequence[str], name: str) -> 
                 "taken for another; number them as the model does (dataset.relabel), or, where the loader does so, "
                 "leave the names out: model.with_metadata(labels=())"
             )
+
+
+def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
+    """Say so where none of the classes that a model learns is called as one of its own: it keeps the names it has."""
+    for names in _class_names(batches):
+        other = [str(one) for one in names if not str(one).isdecimal()]
+        if labels and other and set(other).isdisjoint(labels):
+            warn(
+                f"train has the classes {', '.join(other[:4])}, and the model {', '.join(labels[:4])}: it learns the "
+                "former and calls them by the latter. Where they are not the same, give it names: "
+                "model.with_metadata(labels=...)"
+            )
+            return
 
 
 def class_names_in(batches: Batches, classes: int) -> tuple[str, ...]:

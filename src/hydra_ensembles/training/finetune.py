@@ -27,6 +27,7 @@ from ..batches import (
     require_labels,
     require_same_classes,
     size_of,
+    warn_of_other_classes,
 )
 from ..errors import ConfigError, DataError
 from ..model.dual_encoder import require_ensemble
@@ -257,6 +258,7 @@ def train_classifier(make_learner: Callable[[Runtime], Learner[Batch]], start: E
     for name, source in (("train", job.train), ("validation", job.validation)):
         if source is not None:
             require_same_classes(source, start.metadata.labels, name)
+    warn_of_other_classes(job.train, start.metadata.labels)
     if job.validation is not None:
         why = "it says little about new data"
         warn_if_shared("train", keys_at_hand(job.train), "validation", keys_at_hand(job.validation), why)

@@ -1,6 +1,7 @@
 """Fine-tuning: what is learned, what moves, how members and random numbers go together."""
 
 import copy
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -213,3 +214,19 @@ def test_a_model_without_names_of_classes_takes_those_of_its_training_data():
         train(trained, loader, recipe)
     data.classes = ["x", "y", "z"]
     assert train(trained, loader, recipe).metadata.labels == ("ant", "bee", "cat")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(("spam", "ham"), True), (("neg", "ham"), False), (("neg", "pos"), False), (("0", "1"), False), ((), False)],
+)
+def test_classes_that_the_model_calls_otherwise_are_said(names, said):
+    model = tiny()
+    model = model.with_metadata(labels=("neg", "pos", *(f"other {one}" for one in range(2, model.num_classes))))
+    data = TensorDataset(*samples(4))
+    data.classes = names
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = finetune(model, DataLoader(data, 4), Recipe(learning_rate=1e-3, steps=1), progress=False)
+    assert ["spam" in str(one.message) for one in caught] == [True] * said
+    assert found.metadata.labels == model.metadata.labels
