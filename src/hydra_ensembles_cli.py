@@ -37,7 +37,7 @@ def main() -> None:
 def run(name: str, given: dict[str, Any]) -> None:
     """Load the package, and run a command."""
     try:
-        from hydra_ensembles.__main__ import run as run_loaded
+        from hydra_ensembles.__main__ import run_loaded
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

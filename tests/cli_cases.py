@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import hydra_ensembles_cli
 from hydra_ensembles.cli import main
 
-APP = hydra_ensembles_cli.make_app(hydra_ensembles_cli.read_table() or {}, main.run)
+APP = hydra_ensembles_cli.make_app(hydra_ensembles_cli.read_table() or {}, main.run_command)
 COLOURS = ("blue", "green", "red")
 VIT_OPTIONS = {"img_size": 16, "patch_size": 8, "depth": 3, "num_heads": 4}
 WORDS = ("good", "fine", "great", "bad", "dull", "long", "film", "plot", "a", "the")

@@ -10,14 +10,14 @@ from ._utils import require
 from .errors import MissingExtraError
 
 
-def run(name: str, given: Mapping[str, Any]) -> None:
+def run_loaded(name: str, given: Mapping[str, Any]) -> None:
     """Run a command by its name; without its libraries, and before and after it, nothing ends in a traceback."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what fails is said once, by us
     try:
         for library in ("typer", "rich", "yaml"):
             require(library, extra="cli")
-        require("hydra_ensembles.cli.main", extra="cli").run(name, given)
+        require("hydra_ensembles.cli.main", extra="cli").run_command(name, given)
     except MissingExtraError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -86,4 +86,4 @@ def test_one_word_has_one_meaning() -> None:
         }
     ]
     twice = {name for names in (files, defined) for name in names if names.count(name) > 1 and name[0] != "_"}
-    assert twice == {"load", "main", "make_app"}  # he.load and he.data.load; what starts the package, shell and server
+    assert twice == {"load"}  # he.load and he.data.load

@@ -26,7 +26,7 @@ def commands() -> tuple[Callable[..., None], ...]:
     return (demo, build, search, evaluate, compare, report, atlas, predict, score, serve, export, bench, info)
 
 
-def run(name: str, given: Mapping[str, Any]) -> None:
+def run_command(name: str, given: Mapping[str, Any]) -> None:
     """Run the command of a name with its options, as `hydra_ensembles_cli` read them."""
     {one.__name__: one for one in commands()}[name](**given)
 

@@ -189,7 +189,7 @@ def test_a_missing_library_is_named_with_its_extra_and_an_interrupt_outside_a_co
     assert "hydra-ensembles[cli]" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.setattr(sys, "argv", ["hydra-ensembles", "info", "m"])
-    monkeypatch.setattr("hydra_ensembles.cli.main.run", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("hydra_ensembles.cli.main.run_command", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit) as stopped:
         hydra_ensembles_cli.main()
     assert (stopped.value.code, capsys.readouterr().err) == (130, "interrupted\n")
