@@ -222,12 +222,22 @@ def judged(found: Difference, claimed: str, margin: float) -> str:
 
 def claims_table(study: Study) -> str:
     """The claims, the paper's difference beside ours, and OOD sets that a verdict hangs on."""
-    lines = []
+    lines, missing = [], list[str]()
     for one in claims(study):
+        if one["ours"] is None:
+            first, second = one["first"], one["second"]
+            missing += [row for row in (first, second) if row not in study.rows] or [f"{first} beside {second}"]
+            continue
         found = hangs_on(study, one)
         alone = "; ".join(f"{told(gap, one['metric'])} without {name}: {verdict}" for name, gap, verdict in found)
         lines.append([*claim_cells(one), alone])
-    return markdown(["claim", "margin", f"paper, {study.stands_for}", "here", "verdict", "hangs on"], lines)
+    note = (
+        f"Not tested, for want of rows: what the paper claims of {', '.join(dict.fromkeys(missing))}."
+        if missing
+        else ""
+    )
+    head = ["claim", "margin", f"paper, {study.stands_for}", "here", "verdict", "hangs on"]
+    return markdown(head, lines, note) if lines else f"*{note}*"
 
 
 def hangs_on(study: Study, claim: Mapping[str, Any]) -> list[tuple[str, Difference, str]]:
@@ -255,6 +265,9 @@ def not_testable_table(_: Study, kind: str = "classifier") -> str:
     return markdown(["claim", "why it is not testable here"], found, left=2)
 
 
+TOO_FEW = "fewer than three rows have settings that it chose, which correlate with nothing"
+
+
 def choices_table(study: Study) -> str:
     """What half B said of every setting that was compared, and what was taken."""
     lines = []
@@ -269,7 +282,7 @@ def choices_table(study: Study) -> str:
         for found in [foretold(study, key)]
         if found is not None
     ]
-    note = f"Rank correlation of what held-out data said with what the test said: {', '.join(told)}." if told else ""
+    note = f"Rank correlation of what held-out data said with what the test said: {', '.join(told) or TOO_FEW}."
     return markdown(["row", "setting", "accuracy", "NLL", "AUROC, held-out sets", ""], lines, note, left=2)
 
 

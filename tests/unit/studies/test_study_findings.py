@@ -143,7 +143,12 @@ def test_a_study_fills_its_blocks_as_soon_as_it_is_stored(study: Study, tmp_path
     shown = {f"study_{one.name}_{table}" for one in (another, scratch) for table in findings.TABLES}
     made = findings.blocks([study, another, scratch], shown)
     assert set(made) == {*shown, "study_gains", "study_methods"}
-    assert all(made[name].startswith("| ") for name in shown)
+    assert [name for name in sorted(shown) if not made[name].startswith("| ")] == [
+        f"study_{one.name}_claims"
+        for one in (scratch, another)  # the paper has none of their rows but Single
+    ]
+    assert "Hydra (Circ)" in made["study_vision-tinyimagenet_claims"]
+    assert findings.TOO_FEW in made["study_vision-tinyimagenet_choices"]  # of MC Dropout alone
     head, *lines = (line[2:-2].split(" | ") for line in made["study_methods"].splitlines() if line.startswith("| "))
     assert head[4:] == ["CIFAR-100", "TinyImageNet-200", "EuroSAT, from scratch", "seeds"]
     told = {line[0]: line[1:] for line in lines}
