@@ -75,6 +75,8 @@ def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | 
         _require_samples_apart((declaration,), model, num_labels)
         other = isinstance(error, OtherSizeError)
         for change in ({"resample": way} for way in get_args(Resample)) if other else _changes(declaration, model):
+            if all(getattr(declaration, name) == value for name, value in change.items()):
+                continue  # that is the one which differs
             if _agrees(replace(declaration, **change), copies, num_labels, metadata):
                 better = ", ".join(f"{name}={value!r}" for name, value in change.items())
                 raise ConversionError(f"{error}; they agree with {better}") from error
