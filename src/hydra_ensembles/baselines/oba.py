@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._utils import derive_seed
 from ..arguments import Checked, Rate, Whole
 from ..batches import Batches, Inputs, borrowed, epoch_of, fingerprint, iterate, require_labels, require_rereadable
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..heads.ranking import model_fingerprint
 from ..model.dropping import dropping
 from ..model.ensemble import Ensemble
@@ -72,7 +72,7 @@ def oba(
 
     The importance of a weight is `|θ (Hθ)|`, with H the Hessian of the cross-entropy, in evaluation mode, summed with
     its sign over batches. All maps of stem, attention and MLP are pruned, with their biases. A recipe trains what is
-    left: zeros stay zeros. Time and memory of the result are those of the whole model.
+    left: zeros stay zeros (a `finetune` afterwards would fill them). Time and memory of the result are those of the whole model.
 
     Args:
         model: A classifier with one member; it is not changed.
@@ -134,14 +134,21 @@ def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: 
     weights = {name: model.get_parameter(name) for name in names}
     parameters, sums = list(weights.values()), [torch.zeros_like(one) for one in weights.values()]
     with dropping(False), sdpa_kernel(SDPBackend.MATH):  # faster kernels have no second derivative
-        for inputs, labels in batches:
+        for index, (inputs, labels) in enumerate(batches):
             logits = model(model.prepare(inputs))[0]  # [B, C]
             loss = F.cross_entropy(logits, labels.to(logits.device))
+            if not loss.isfinite():
+                raise DataError(
+                    f"batch {index} of train gives a loss of {loss.item()}; look for bad values in its inputs"
+                )
             first = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
             ahead = [one.detach() for one in parameters]
             second = torch.autograd.grad(first, parameters, grad_outputs=ahead, materialize_grads=True)
             for total, product, one in zip(sums, second, parameters, strict=True):
                 total += product * one.detach()
+    for name, total in zip(weights, sums, strict=True):
+        if not total.isfinite().all():
+            raise DataError(f"the curvature of the loss in {name} is not finite; look for very large weights or inputs")
     return dict(zip(weights, sums, strict=True))
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.oba import OBA, curvature, importances, kept, oba, removable
-from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.errors import ConfigError, DataError
 from random_ensembles import ALL_SHAPES
 
 SMALL = OBA(keep=0.8, steps=3, batches=2)
@@ -114,6 +114,15 @@ def test_a_stopped_pruning_goes_on(tmp_path, monkeypatch):
         assert_same(train(model, recipe=None, output=tmp_path), whole)
         assert len(calls) == 2
         assert_same(train(model, recipe=None, output=tmp_path), whole)  # finished: nothing is computed any more
+
+
+@pytest.mark.parametrize(("value", "token"), [(float("nan"), "batch 1"), (1e200, "finite|batch 1")])
+def test_values_that_nothing_can_be_ranked_by_are_refused(value, token):
+    base = single()
+    data = some(base)
+    data[1] = (torch.full_like(data[1][0], value), data[1][1])
+    with pytest.raises(DataError, match=token):
+        oba(base, data, None, OBA(keep=0.9, steps=1, batches=3))
 
 
 def test_keywords_that_all_trainings_take_are_checked_though_they_are_written_once():
