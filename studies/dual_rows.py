@@ -7,6 +7,7 @@ neither.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from hydra_ensembles.model.metadata import Familiarity
 from .dual_seed import BATCH, DualSeed, DualTask, Family, ZeroSet
 from .samples import SampleBatches
 from .seed_folder import CHOICES, slug
-from .storing import SINGLE
+from .storing import SINGLE, read_if_there
 
 HYDRA = "Hydra (Circ)"
 BAYES_VLM, VILU, NEG_LABEL = "BayesVLM", "ViLU", "NegLabel"
@@ -85,8 +86,20 @@ def chosen(seed: DualSeed, row: str, setting: str, measured: Mapping[float, floa
     best = min(measured, key=measured.__getitem__)
     listed = [{setting: one, "nll": loss} for one, loss in measured.items()]
     choice = {"row": row, "setting": {setting: best}, "measured": listed}
-    write_json(seed.folder / CHOICES / f"{slug(row)}.json", choice)
+    write_json(_choice(seed, row), choice)
     return best
+
+
+def _choice(seed: DualSeed, row: str) -> Path:
+    return seed.folder / CHOICES / f"{slug(row)}.json"
+
+
+def drawn_pairs(seed: DualSeed) -> list[Any]:
+    """Pairs of the study, whose texts are drawn: the same for all settings, and in every stage."""
+    pairs = seed.task.pairs(seed.dual)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed.derived("bayes_vlm"))
+        return list(pairs)
 
 
 def bayes_vlm(seed: DualSeed, names: Sequence[str]) -> Any:
@@ -102,7 +115,7 @@ def bayes_vlm(seed: DualSeed, names: Sequence[str]) -> Any:
 
     def make() -> Any:
         factors = seed.recipe.factors
-        pairs = list(seed.task.pairs(seed.dual)) if factors is None else []  # texts are drawn: once for all settings
+        pairs = [] if factors is not None else drawn_pairs(seed)
 
         def posterior(count: float) -> Any:
             settings = baselines.BayesVLM(count)
@@ -110,6 +123,9 @@ def bayes_vlm(seed: DualSeed, names: Sequence[str]) -> Any:
                 return baselines.bayes_vlm(seed.dual, pairs, settings)
             return baselines.published_bayes_vlm(seed.dual, factors, settings)
 
+        known = read_if_there(_choice(seed, BAYES_VLM))  # an earlier stage has chosen
+        if known is not None:
+            return posterior(known["setting"]["pseudo_count"])
         found = {one: posterior(one) for one in PSEUDO_COUNTS}
         return found[chosen(seed, BAYES_VLM, "pseudo_count", {one: loss(found[one]) for one in found})]
 

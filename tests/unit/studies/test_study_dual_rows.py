@@ -40,6 +40,21 @@ def test_bayes_vlm_has_the_pseudo_count_that_held_out_images_choose(seed: DualSe
     assert ROWS[BAYES_VLM].whole(seed, held.classes[:3]).num_classes == 3
 
 
+def test_what_an_earlier_stage_chose_is_not_chosen_again(tmp_path: Path) -> None:
+    seed = dual_seed(tmp_path, dual_recipe(choices=dual_recipe().choices[:1]))
+    names = seed.task.held_out.classes
+    place = seed.folder / "choices" / "bayesvlm.json"
+    place.parent.mkdir(parents=True)
+    before = json.dumps({"row": BAYES_VLM, "setting": {"pseudo_count": 3.0}, "measured": []})
+    place.write_text(before)
+    found = ROWS[BAYES_VLM].whole(seed, names)(images_of(seed))
+    torch.rand(1)  # whatever was drawn before, in this process or another
+    pairs = dual_rows.drawn_pairs(seed)
+    expected = baselines.bayes_vlm(seed.dual, pairs, baselines.BayesVLM(3.0)).probit(names)
+    torch.testing.assert_close(found, expected(images_of(seed)))
+    assert place.read_text() == before
+
+
 def test_vilu_is_single_with_a_score_that_goes_with_any_classes(
     seed: DualSeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
