@@ -72,7 +72,8 @@ def oba(
 
     The importance of a weight is `|θ (Hθ)|`, with H the Hessian of the cross-entropy, in evaluation mode, summed with
     its sign over batches. All maps of stem, attention and MLP are pruned, with their biases. A recipe trains what is
-    left: zeros stay zeros (a `finetune` afterwards would fill them). Time and memory of the result are those of the whole model.
+    left: zeros stay zeros (a `finetune` afterwards would fill them). Time and memory of the result are those of the
+    whole model.
 
     Args:
         model: A classifier with one member; it is not changed.
