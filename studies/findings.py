@@ -69,12 +69,13 @@ def level(study: Study, rows: Sequence[str]) -> str:
     for row, count in counts.items():
         if count != usual:
             others.setdefault(count, []).append(row)
-    few = "; ".join(f"{count} of {', '.join(names)}" for count, names in others.items())
-    if not others:
+    few = "".join(f"; {count} of {', '.join(names)}" for count, names in others.items())
+    later = ", rows of a later run from the Single of that run" if study.in_parts else ""
+    if not others and not later:
         return f"Means over {usual} seeds" if usual > 1 else "One seed: nothing is known of how seeds differ"
     return (
-        f"Means over seeds ({usual} a row; {few}), so made that rows compare: Single's over all its seeds, of every "
-        "other row that and its difference from Single on the seeds it has"
+        f"Means over seeds ({usual} a row{few}), so made that rows compare: Single's over all its "
+        f"seeds, of every other row that and its difference from Single on the seeds it has{later}"
     )
 
 
@@ -93,7 +94,7 @@ def main_table(study: Study) -> str:
     note = (
         f"{level(study, study.rows)}. In per cent but for NLL and Brier score; **better** and *worse* than Single "
         "beyond chance "
-        f"(95 % intervals over seeds and test samples, paired).{parts(study)} NLL, Brier score and ECE after "
+        "(95 % intervals over seeds and test samples, paired). NLL, Brier score and ECE after "
         "calibration on held-out data. OOD AUROC by the largest probability, near and far; by entropy and Mahalanobis "
         "distance, mean over all sets. FPR95 of sets of 1,000 samples or more, at the first threshold that finds 95 % "
         "of them. "
@@ -109,8 +110,8 @@ def detection_table(study: Study) -> str:
     titles = {"auroc": "AUROC ↑", "fpr95": "FPR95 ↓", "aupr": "AUPR ↑"}
     head = [f"{group} {titles[metric]}" for group, _, metric in (key.partition(".") for key in keys)]
     small = small_sets(study)
-    note = f"FPR95 leaves out {', '.join(small)}: under 1,000 samples." if small else ""
-    return markdown(["row", *head], lines, note)
+    note = f" FPR95 leaves out {', '.join(small)}: under 1,000 samples." if small else ""
+    return markdown(["row", *head], lines, f"{level(study, study.rows)}.{note}")
 
 
 def memory(cost: Mapping[str, Any]) -> str:
@@ -123,7 +124,7 @@ def sets_table(study: Study) -> str:
     """AUROC by the largest probability of every OOD set."""
     sets = [(group, name) for group, names in study.facts["groups"].items() for name in names]
     lines = [[row, *(marked(study, row, f"ood.{name}.auroc") for _, name in sets)] for row in study.rows]
-    return markdown(["row", *(f"{name} ({group})" for group, name in sets)], lines)
+    return markdown(["row", *(f"{name} ({group})" for group, name in sets)], lines, f"{level(study, study.rows)}.")
 
 
 def shift_table(study: Study) -> str:
@@ -388,9 +389,9 @@ def paper_table(study: Study) -> str:
     ]
     small = small_sets(study)
     note = (
-        f"Ours, and in brackets the paper's on {study.stands_for}; before calibration, OOD by the largest probability, "
-        "means over all sets and over seeds, in per cent but for NLL and Brier score. AUPR hangs on how many samples a "
-        "set has."
+        f"Ours, and in brackets the paper's on {study.stands_for}; before calibration, OOD by the largest probability "
+        f"over all sets, in per cent but for NLL and Brier score. {level(study, list(theirs))}. AUPR hangs on how many "
+        "samples a set has."
     ) + (f" Our FPR95 leaves out sets under 1,000 samples: {', '.join(small)}." if small else "")
     return markdown(["row", *PRINTED.values()], lines, note)
 

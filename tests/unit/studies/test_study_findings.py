@@ -108,8 +108,9 @@ def test_means_compare_whichever_seeds_a_row_has(study: Study) -> None:
         assert study.mean(MC_DROPOUT, key) == study.plain_mean(MC_DROPOUT, key) == pytest.approx(np.mean(ours) + gap)
     assert study.mean(MC_DROPOUT, "mahalanobis:all.auroc") is None
     assert findings.level(study, [SINGLE, HYDRA, SOUP]) == "Means over 2 seeds"  # of Soup there is nothing
-    assert "(1 a row; 2 of Single, Hydra)" in findings.summary_table(study)
-    assert "(1 a row; 2 of Single, Hydra)" in findings.main_table(study)
+    tables = ("summary", "main", "sets", "detection")
+    assert all("(1 a row; 2 of Single, Hydra)" in findings.TABLES[name](study) for name in tables)
+    assert "(1 a row; 2 of Single)" in findings.paper_table(study)  # the paper has no Hydra of ours
 
 
 def test_a_verdict_that_hangs_on_one_set_says_so(study: Study, tmp_path: Path) -> None:
