@@ -80,6 +80,9 @@ def test_the_readme_code_runs(
     again, steps = blocks(QUICKSTART)
     assert mine == again
     exec(own, names)
+    fused = he.load(tmp_path / "my-hydra")
+    assert (fused.num_members, fused.config.trunk) == (3, 10)
+    assert fused.metadata.familiarity is not None, "two reasons to decline"
     exec(mine, {})
     assert re.match(r"\['(dark|light)'\] tensor\(\[0", capsys.readouterr().out)
     assert len([line for line in mine.splitlines() if line.strip()]) <= 10
