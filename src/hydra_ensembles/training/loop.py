@@ -368,6 +368,11 @@ class Training(Generic[BatchT]):
                 with epoch_of(self.job.train, self.state.position.epoch, self.order, self.runtime.device):
                     self._run_epoch(bar)
         weights = self.best_weights or self.learner.weights()
+        if not all(bool(one.isfinite().all()) for one in weights.values()):
+            raise DataError(
+                f"weights are not finite after step {self.state.position.step} (member {self.job.index}, learning rate "
+                f"{self.rate:g}): lower the rate, clip, or use a wider precision"
+            )
         self.state = replace(self.state, finished=True, files={}, checksums={})
         self._write({"result": weights})
         return RunResult(weights, self.state.best, self.state.position.step, self.rate)

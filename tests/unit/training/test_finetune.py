@@ -176,6 +176,8 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_batches():
         train(tiny(), data)
     with pytest.raises(DataError, match=r"at step 1 \(batch 2, 3 of epoch 0"):
         train(tiny(), data, replace(RECIPE, gradient_accumulation=2))
+    with pytest.raises(DataError, match=r"weights are not finite after step 1 "):  # the last step: no loss tells it
+        train(tiny(), batches(), Recipe(optimizer="sgd", learning_rate=3e38, weight_decay=1e3, steps=1))
 
 
 def test_the_order_of_the_data_and_the_dropout_have_seeds_of_their_own():
