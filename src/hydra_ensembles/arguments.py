@@ -170,7 +170,7 @@ def _fits(hint: Any, value: Any) -> bool:
         return isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1))
     if kind in (int, float):
         number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool | np.bool_)
-        return number and not math.isnan(value)
+        return number and bool(value == value)  # NaN is not; whole numbers may be too large for a float
     if kind is str:
         return isinstance(value, str) and _can_be_written(value)
     if kind is Path:

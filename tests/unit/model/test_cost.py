@@ -65,7 +65,7 @@ def test_what_cannot_be_measured_is_refused():
     far = nn.Linear(2, 2, device="meta")
     for error, token, models, inputs, repeats in [
         (ConfigError, "no models", {}, torch.zeros(1), 1),
-        (ConfigError, "repeats=0", {"a": len}, torch.zeros(1), 0),
+        (ConfigError, "repeats", {"a": len}, torch.zeros(1), 0),
         (DataError, "empty", {"a": len}, torch.zeros(0, 3), 1),
         (DataError, "'a' is on meta", {"a": far}, torch.zeros(1, 2), 1),
     ]:
