@@ -17,8 +17,10 @@ Lines, their parts with ` | ` between:
 
 - `STUDY | ROW | KEY`, `STUDY | ROW - ROW | KEY`: a mean, a paired difference (`± KEY`: half its interval), of a stored
   study; `cost`, `work`, `parameters`, `trainings`, `seeds` of `ROW`, or of `ROW / ROW`. `most`, `least` in place of
-  a row: of all rows; `KEY & KEY` of a row: their mean. `ROW again`: of the second part of a study that was run in two.
+  a row: of all rows; `KEY & KEY` of a row: their mean. `ROW again`: of the second part of a study that was run in two;
+  `ROW @ 0`: of that seed alone.
 - `STUDY | claims | VERDICT`: how many of the paper's claims have it.
+- `STUDY | foretold | KEY`: rank correlation of what held-out data said of chosen settings with what the test said.
 - `FILE | PATH`: of a JSON file, in per cent with ` | %`; `*` in the path is each entry there, and the number is their
   mean, or `most`, `least` (`~1` is a `/` in a name). `PATH - PATH` and `PATH / PATH` are what they say.
 - `paper | TASK | ROW | KEY`: what the paper prints.
@@ -36,9 +38,10 @@ from typing import Any
 
 from studies.dual_findings import DualStudy
 from studies.dual_findings import claims as dual_claims
-from studies.findings import LOWER, PLAIN, claims
+from studies.findings import LOWER, PLAIN, claims, foretold
 from studies.measures import Difference, Number, numbers, read_columns
 from studies.paper import paper_numbers
+from studies.results import fixed
 from studies.stored import Study
 
 COMMENT = re.compile(r"<!-- numbers:\n(.*?)\n *-->", re.DOTALL)
@@ -49,7 +52,7 @@ NO_PROSE = re.compile(  # code, targets of links, generated parts, tables, headi
     re.DOTALL | re.MULTILINE,
 )
 A_NUMBER = next(NUMBER.finditer("+0.0"))  # a place that takes any
-GIVEN, AGAIN = "given", " again"
+GIVEN, AGAIN, AT = "given", " again", " @ "
 OF_ALL: Mapping[str, Callable[[Sequence[float]], float]] = {"most": max, "least": min}
 BETWEEN: Mapping[str, Callable[[float, float], float]] = {" - ": operator.sub, " / ": operator.truediv}
 PRICES = ("cost", "work", "parameters", "trainings", "seeds")
@@ -115,7 +118,7 @@ def formatted(value: float | str, place: re.Match[str], source: str) -> str:
             raise UnbackedError(f"{value} is given")
         return value
     sign, _, decimals = place.groups()
-    text = f"{abs(value):,.{len(decimals or '.') - 1}f}"
+    text = fixed(abs(value), len(decimals or ".") - 1)
     if sign:
         return f"{'+' if value >= 0 else '−' if sign == '+' else sign}{text}"
     if value < 0 and float(text.replace(",", "")):
@@ -135,6 +138,10 @@ def number_of(source: str, studies: Mapping[str, Study], results: Path) -> float
         return of_file(results / first, rest)
     claim = rest.pop() if rest[-1] in CLAIMS else None
     rows, key = rest
+    if rows == "foretold":
+        if (known := foretold(studies[first], key)) is None:
+            raise UnbackedError(f"{first} has too few settings that were chosen")
+        return known[0]
     value = of_study(studies[first], rows, key)
     if isinstance(value, Difference):
         if claim and not holds(value, key, claim):
@@ -177,6 +184,9 @@ def of_study(study: Study, rows: str, key: str) -> float | Difference:
     if " / " in rows:
         first, second = rows.split(" / ")
         return price(study, first, key) / price(study, second, key)
+    if AT in rows:
+        row, _, seed = rows.partition(AT)
+        return study.numbers(row, int(seed))[key].value
     if " & " in key:
         return mean(float(of_study(study, rows, one)) for one in key.split(" & "))  # type: ignore[arg-type]
     if key in PRICES:

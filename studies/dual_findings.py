@@ -32,6 +32,7 @@ BY_OWN = (
     "ViLU and NegLabel answer like Single and bring a score: OOD numbers of their rows, and ECE, aECE and AURC of "
     "ViLU, are by that score, those of all other rows by the largest probability."
 )
+MARKED = "**Better** and *worse* than Single beyond chance (95 % intervals over seeds and test samples, paired)"
 LARGE = "FPR95 of sets of 1,000 images or more; a dash where there is none."
 Value = TypeVar("Value")
 
@@ -168,7 +169,12 @@ def tasks_table(study: DualStudy, key: str = "accuracy") -> str:
         lines.append([row, *(marked(study, row, one) for one in keys)])
         lines += _of_paper(paper.get(row, {}), keys, 0)
     heads = [f"{task} ({one['domain']}, {one['samples']})" for task, one in tasks.items()]
-    note = "The paper's columns: ImageNet-1K for tinyimagenet, SUN397 for scene15, DTD for dtd10."
+    unseen = sum(one["domain"] == UNSEEN for one in tasks.values())
+    note = (
+        f"{MARKED}; the paper's numbers below, in italics throughout: ImageNet-1K for tinyimagenet, SUN397 for "
+        f"scene15, DTD for dtd10. Mean: over {len(study.counted)} of {unseen} unseen tasks "
+        f"({', '.join(study.counted)}), the paper's over its nine. {left_out(study)}"
+    )
     note += "" if key == "accuracy" else " ViLU: of the confidence that it brings."
     return markdown([CLASSIFICATION[key], *heads, *(["mean"] if study.counted else [])], lines, note)
 
@@ -244,7 +250,13 @@ def claims(study: DualStudy) -> list[dict[str, Any]]:
 def claims_table(study: DualStudy) -> str:
     """The claims, the paper's difference beside ours."""
     lines = [[one["scope"], *claim_cells(one)] for one in claims(study)]
-    return markdown(["where", "claim", "margin", "paper", "here", "verdict"], lines, left=2)
+    note = (
+        f"Here: paired differences ± half a 95 % interval over {len(study.facts['runs'])} seeds{few_seeds(study)} and "
+        "test samples, in points but for NLL; AUROC by the largest probability. A claim is reproduced when the whole "
+        "interval lies on its side of the margin, which is how much less still counts as equal, not reproduced when it "
+        "lies on the other, else a tie. The paper's: of ImageNet-1K for tinyimagenet, over its nine sets for unseen."
+    )
+    return markdown(["where", "claim", "margin", "paper", "here", "verdict"], lines, note, left=2)
 
 
 def choices_table(study: DualStudy) -> str:
@@ -276,7 +288,8 @@ def settings_table(study: DualStudy) -> str:
     ]
     if not lines:
         return "*Nothing was chosen.*"
-    note = "NLL on held-out images: of the right class; of ViLU, of whether Single is right."
+    of_vilu = "; of ViLU, of whether Single is right" if any(row == VILU for row, _ in found) else ""
+    note = f"NLL on held-out images, of the right class{of_vilu}."
     return markdown(["row", "setting", "NLL", "seeds that took it"], lines, note, left=2)
 
 

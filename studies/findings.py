@@ -9,7 +9,7 @@ from scipy.stats import spearmanr
 
 from .measures import FEWEST, SEVERITIES, SHIFT, Difference
 from .paper import Numbers, paper_numbers, read_csv
-from .results import markdown
+from .results import fixed, markdown
 from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, ROWS, SINGLE, SOUP, TUNED
 from .stored import ALL_BUT, RESULTS, Study
 from .storing import same_columns
@@ -34,7 +34,7 @@ def printed(value: float | None, key: str, sign: str = "") -> str:
     """A number as tables show it."""
     if value is None:
         return "–"
-    return f"{value:{sign}.3f}" if key.rpartition(".")[2] in PLAIN else f"{100 * value:{sign}.2f}"
+    return fixed(value, 3, sign) if key.rpartition(".")[2] in PLAIN else fixed(100 * value, 2, sign)
 
 
 def told(found: Difference, key: str) -> str:
@@ -110,8 +110,9 @@ def detection_table(study: Study) -> str:
     titles = {"auroc": "AUROC ↑", "fpr95": "FPR95 ↓", "aupr": "AUPR ↑"}
     head = [f"{group} {titles[metric]}" for group, _, metric in (key.partition(".") for key in keys)]
     small = small_sets(study)
-    note = f" FPR95 leaves out {', '.join(small)}: under 1,000 samples." if small else ""
-    return markdown(["row", *head], lines, f"{level(study, study.rows)}.{note}")
+    note = f"By the largest probability, in per cent, means over OOD sets. {level(study, study.rows)}."
+    note += f" FPR95 leaves out {', '.join(small)}: under 1,000 samples." if small else ""
+    return markdown(["row", *head], lines, note)
 
 
 def memory(cost: Mapping[str, Any]) -> str:
@@ -188,9 +189,10 @@ def contrast_table(study: Study) -> str:
             ]
             lines.append([first, second, *cells, str(max(one.seeds for one in found if one is not None))])
     head = ["row", "less", *(MAIN[key] for key in keys), "seeds"]
-    return markdown(
-        head, lines, "Paired differences ± half a 95 % interval over seeds and test samples; bold without zero.", 2
+    note = (
+        "Paired differences ± half a 95 % interval over seeds and test samples; bold without zero, from two seeds on."
     )
+    return markdown(head, lines, note, 2)
 
 
 def claims(study: Study) -> list[dict[str, Any]]:
@@ -488,7 +490,10 @@ def priced(studies: Sequence[Study]) -> str:
     """What the prices of a table are."""
     timed = [TITLES[study.name] for study in studies if study.facts["costs"]]
     if not timed:
-        return "Price, in brackets: multiply-adds of an answer over Single's; no time was measured."
+        return (
+            "Price, in brackets: multiply-adds of an answer over Single's; not timed in these studies, `docs/price.md` "
+            "has times."
+        )
     return (
         f"Price: time of a batch on a GPU over Single's, measured on {' and '.join(timed)}; in brackets multiply-adds, "
         "where no time was."
@@ -531,7 +536,8 @@ def methods_table(studies: Sequence[Study]) -> str:
             lines.append([row, *taken, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
     singles = ", ".join(f"{TITLES[study.name]} {study.parameters(SINGLE)}" for study in studies)
     note = (
-        "A dash: not run, or not for this task. Trainings of a whole model, Single's among them; parameters on the "
+        f"A dash: not run, or not for this task; {MC_DROPOUT} has Single's parameters and takes five of its passes. "
+        "Trainings of a whole model, Single's among them; parameters on the "
         f"first task that has the row (Single: {singles}). {priced(studies)} {GAINED}"
     )
     head = ["method", "trainings ↓", "parameters ↓", "price ↓", *(TITLES[one.name] for one in studies), "seeds"]

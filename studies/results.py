@@ -5,6 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], align: str = 
     """Lines of a Markdown table; `align` has an `l` or an `r` for each column, those it does not name are numbers."""
     rule = "".join("|---" if side == "l" else "|---:" for side in align.ljust(len(header), "r"))
     return [f"| {' | '.join(header)} |", rule + "|", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+
+
+def fixed(value: float, decimals: int, sign: str = "") -> str:
+    """A number as documents write it: halves go up, and the last bits, which the order of sums decides, have no say."""
+    exact = Decimal(repr(round(value, 9))).quantize(Decimal(10) ** -decimals, ROUND_HALF_UP)
+    return f"{exact:{sign},}"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], note: str = "", left: int = 1) -> str:

@@ -19,7 +19,7 @@ from hydra_ensembles.errors import ConfigError
 from ..evidence import Judged, stored
 from ..measures import Array, plain_numbers
 from ..paper import SHARES, read_csv
-from ..results import markdown
+from ..results import fixed, markdown
 from ..samples import SampleBatches, Samples
 from ..seed import Seed
 from ..task import Drawn, Task
@@ -153,7 +153,7 @@ def by_seed(found: Found, *path: str) -> list[Any]:
 
 def printed(value: float, column: str) -> str:
     """A number as tables show it: shares in percent."""
-    return f"{100 * value:.2f}" if column.rpartition(".")[2] in SHARES else f"{value:.3f}"
+    return fixed(100 * value, 2) if column.rpartition(".")[2] in SHARES else fixed(value, 3)
 
 
 def cell(values: Sequence[Any], column: str, form: Callable[[float, str], str] = printed) -> str:

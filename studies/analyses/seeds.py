@@ -6,7 +6,7 @@ from typing import Any
 
 from ..dual_findings import DualStudy
 from ..paper import zero_shot_numbers
-from ..results import markdown
+from ..results import fixed, markdown
 from ..rows import DEEP, HYDRA, HYDRA_CIRC, SINGLE
 from ..stored import Study
 from .analysis import ALL, CLASSIFICATION, Analysis, Found, about, by_seed, cell, paper_task, printed, rows_table
@@ -99,7 +99,7 @@ def towers_figure(found: Found) -> Any:
 
 
 def _shown(value: float, column: str) -> str:
-    return f"{100 * value:.2f}" if column.endswith("ece") else printed(value, column)
+    return fixed(100 * value, 2) if column.endswith("ece") else printed(value, column)
 
 
 SEEDS = Analysis("Over seeds (Table 12)", None, seeds_table, seeds_figure, read=read_seeds)

@@ -17,7 +17,7 @@ import quoted  # noqa: E402
 import serve  # noqa: E402
 import tables  # noqa: E402
 
-from studies.measures import Difference  # noqa: E402
+from studies.measures import Difference, Number  # noqa: E402
 
 del sys.path[:2]
 
@@ -121,6 +121,9 @@ class MadeUp:
     def seeds(self, row: str) -> list[int]:
         return [0, 1]
 
+    def numbers(self, row: str, seed: int) -> dict[str, Number]:
+        return {"accuracy": Number(0.4 + seed / 10, {})}
+
     def difference(self, first: str, second: str, key: str) -> Difference:
         value = {"A": 0.0, "B": 0.02, "C": 0.005}[first] - {"A": 0.0, "B": 0.02, "C": 0.005}[second]
         return Difference(-value if key == "calibrated.nll" else value, 0.01, 2)
@@ -138,6 +141,7 @@ def test_numbers_of_sentences_are_written_from_results(tmp_path: Path, monkeypat
         json.dumps({"a/b": {"x": 1234.6, "y": 2.0}, "list": [{"z": 0.25}, {"z": 0.75}]})
     )
     monkeypatch.setattr(quoted, "claims", lambda _: [{"verdict": "tie"}, {"verdict": "tie"}, {"verdict": "not run"}])
+    monkeypatch.setattr(quoted, "foretold", lambda _, key: (0.48, 10))
     gap = "small | B - A | accuracy"
     for before, after, *sources in (
         ("CIFAR-10 9.9 % (`77` [1](2.md)), D.2", "CIFAR-10 52.0 % (`77` [1](2.md)), D.2", "small | B | accuracy"),
@@ -150,6 +154,8 @@ def test_numbers_of_sentences_are_written_from_results(tmp_path: Path, monkeypat
         ("9.0", "51.0", "small | B | accuracy & other.accuracy"),
         ("9 are ties", "2 are ties", "small | claims | tie"),
         ("9", "92", "paper | CIFAR-100 | Single | accuracy"),
+        ("9.0 and 9.0", "40.0 and 50.0", "small | B @ 0 | accuracy", "small | B @ 1 | accuracy"),  # of one seed
+        ("+9.00", "+0.48", "small | foretold | calibrated.nll"),
     ):
         assert sentence(before, *sources, results=tmp_path) == (after, [])
 

@@ -41,8 +41,11 @@ class ViLU(Checked):
     projections: bool = False
 
     @staticmethod
-    def recipe(epochs: int = 300, learning_rate: float = 0.01, **changes: Any) -> Recipe:
-        """How the network is trained in the public code: SGD with momentum and weight decay, a cosine."""
+    def recipe(epochs: int = 300, learning_rate: float | None = 0.01, **changes: Any) -> Recipe:
+        """How the network is trained in the public code: SGD with momentum and weight decay, a cosine.
+
+        A choice of rates, made on `validation=` of `vilu`, is `recipe(learning_rate=None, grid=(0.01, 0.1, 1.0))`.
+        """
         plain = {"optimizer": "sgd", "weight_decay": 5e-4, "no_decay_on_bias_and_norm": False}
         return Recipe(**{**plain, "epochs": epochs, "learning_rate": learning_rate, **changes})
 

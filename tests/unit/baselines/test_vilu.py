@@ -112,6 +112,12 @@ def test_it_learns_to_tell_right_from_wrong():
     assert "validation accuracy" in validated.metadata.history[-1]
 
 
+def test_held_out_samples_choose_its_rate():
+    recipe = ViLU.recipe(epochs=2, learning_rate=None, grid=(0.001, 0.1))
+    chosen = fitted(zero_shot(), recipe, validation=data(24, seed=2)).metadata.history[-1]
+    assert "chosen of 2" in chosen
+
+
 def test_it_is_calibrated_and_evaluated():
     found, images = fitted(zero_shot(members=2)), pair_samples(5, seed=3)[0]
     calibrated = he.calibrate(found, data(40, seed=5), share=0.8)

@@ -241,6 +241,15 @@ def test_claims_have_their_sign_and_margin(tmp_path: Path) -> None:
     assert found["unseen", "accuracy", HYDRA, SINGLE]["paper"] == pytest.approx(0.0035)
 
 
+def test_tables_say_what_their_marks_and_means_are(tmp_path: Path) -> None:
+    study = made_up(tmp_path, {SINGLE: 0.6, HYDRA: 0.7}, hopeless=("cifar100",))
+    for name in ("tasks", "ece"):
+        assert "**Better**" in (note := TABLES[name](study).splitlines()[-1])
+        assert "over 1 of 2 unseen tasks (pets)" in note
+    assert "5 seeds" in (note := TABLES["claims"](study).splitlines()[-1])
+    assert {"margin,", "tie."} <= set(note.split())
+
+
 def test_false_positives_are_counted_of_large_sets_alone(tmp_path: Path) -> None:
     _, *cells = row_of(TABLES["sets"](made_up(tmp_path, {})), SINGLE)
     assert [" / – / " not in cell for cell in cells] == [False, True, False] * 2

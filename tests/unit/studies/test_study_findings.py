@@ -1,5 +1,6 @@
 """A whole study of classifiers on small models, from the first training to the tables, and the tables by other code."""
 
+import csv
 import re
 import shutil
 from pathlib import Path
@@ -20,6 +21,8 @@ from studies.classifiers import CLASSIFIERS
 from studies.engine import Run
 from studies.findings import judged
 from studies.measures import Difference, read_columns, write_columns
+from studies.paper import FOLDER, paper_numbers
+from studies.results import ROOT, fixed
 from studies.rows import DEEP, HYDRA, MC_DROPOUT, PACKED, SINGLE, SOUP, TUNED
 from studies.seed import Seed
 from studies.seed_folder import slug
@@ -191,6 +194,26 @@ def test_the_papers_table_has_both_numbers_and_names_sets_without_fpr95(study: S
     assert hydra.split(" | ")[1] == f"{ours:.2f} (92.11)"
     assert not any(line.startswith(f"| {HYDRA} |") for line in lines)  # the paper has no such row
     assert "mnist" in lines[-1]  # 60 samples
+
+
+def test_files_of_the_paper_have_a_cell_for_every_column() -> None:
+    """A comma without quotes would cut what stands there."""
+    for path in FOLDER.glob("*.csv"):
+        widths = {len(row) for row in csv.reader(path.open(encoding="utf-8", newline=""))}
+        assert len(widths) == 1, path.name
+    assert paper_numbers("classifier", "SST-2")["LoRA-single"]["all.fpr95"] == pytest.approx(0.6884)
+
+
+def test_a_half_is_rounded_alike_whatever_the_order_of_a_sum() -> None:
+    assert {fixed(one, 2) for one in (90.775, 90.77499999999999, 90.77500000000002)} == {"90.78"}
+    assert (fixed(30.5, 0), fixed(-0.125, 2), fixed(1234.5, 1, "+")) == ("31", "-0.13", "+1,234.5")
+
+
+@pytest.mark.parametrize("name", [path.parent.name for path in sorted(RESULTS.glob("*/study.json"))])
+def test_the_page_of_all_tables_has_every_table_of_ood_sets(name: str) -> None:
+    pages = [path.read_text() for path in (ROOT / "docs").glob("tables_*.md")]
+    prefix = "study_" + name.replace("zero-shot", "zero_shot")
+    assert all(any(f"<!-- table: {prefix}_{one} -->" in page for page in pages) for one in ("detection", "sets"))
 
 
 def test_every_row_is_told_and_its_setting_too(study: Study) -> None:
