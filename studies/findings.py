@@ -5,8 +5,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import spearmanr
-
 from .measures import FEWEST, SEVERITIES, SHIFT, Difference
 from .paper import Numbers, paper_numbers, read_csv
 from .results import fixed, markdown
@@ -407,6 +405,8 @@ def small_sets(study: Study) -> list[str]:
 
 def foretold(study: Study, key: str) -> tuple[float, int] | None:
     """Rank correlation of a number of chosen settings on held-out data with that on the test, and of how many."""
+    from scipy.stats import spearmanr  # takes a second to import, and one table asks
+
     said, came = [], []
     for row, choice in study.facts["choices"].items():
         if row in study.rows:

@@ -15,8 +15,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.stats import norm
-from scipy.stats import t as student
+from scipy.special import ndtri, stdtrit  # quantiles; scipy.stats has the same, but takes a second to import
 
 from hydra_ensembles.files import write_atomically
 from hydra_ensembles.metrics import adaptive_ece_of_confidence, aurc
@@ -80,10 +79,10 @@ class Difference:
     def of(cls, ours: Sequence[Number], theirs: Sequence[Number]) -> "Difference":
         """Of numbers of the same seeds; both sources of chance add in squares, seeds by Student's t."""
         parts = [one.minus(other) for one, other in zip(ours, theirs, strict=True)]
-        among_samples = float(norm.ppf((1 + LEVEL) / 2)) * Number.mean(parts).deviation
+        among_samples = float(ndtri((1 + LEVEL) / 2)) * Number.mean(parts).deviation
         among_seeds, count = 0.0, len(parts)
         if count > 1:
-            quantile = float(student.ppf((1 + LEVEL) / 2, count - 1))
+            quantile = float(stdtrit(count - 1, (1 + LEVEL) / 2))
             among_seeds = quantile * stdev(part.value for part in parts) / count**0.5
         return cls(mean(part.value for part in parts), float(np.hypot(among_samples, among_seeds)), count)
 
