@@ -73,7 +73,7 @@ def small_vit(layers: int, heads: int) -> he.Ensemble:
 
 
 class SmallTask(Task):
-    """A task of the recipe on a handful of pictures, with one epoch and a ViT of width 24."""
+    """A task of the recipe on a handful of pictures, with one epoch and a ViT of width 12."""
 
     def __init__(self, name: str) -> None:
         settings = recipe()
@@ -86,7 +86,7 @@ class SmallTask(Task):
         self.kind = "image"
 
     def start(self) -> he.Ensemble:
-        return small_vit(layers=6, heads=6)
+        return small_vit(layers=6, heads=3)
 
 
 class ManyClasses(SmallFolder):
