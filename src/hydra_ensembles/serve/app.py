@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .._utils import __version__, require
 from ..errors import DataError, RequestError
+from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from . import protocol
 from .batcher import Batcher
-from .service import Answer, Sample, ServeSettings, Service, finite, read_named, require_servable, tensor_of
+from .service import Answer, Sample, ServeSettings, Service, finite, read_named, tensor_of
 from .telemetry import Telemetry, log, log_failure
 
 if TYPE_CHECKING:
@@ -138,7 +139,9 @@ def make_app(
         True
     """
     fastapi = require("fastapi", extra="serve")
-    service = model if isinstance(model, Service) else Service(require_servable(model), settings or ServeSettings())
+    service = model
+    if not isinstance(service, Service):
+        service = Service(require_ensemble(model, "make_app"), settings or ServeSettings())
     used: Engine = LocalEngine(service) if engine is None else engine
     server = _Server(service, used)
 
@@ -441,10 +444,10 @@ class _Server:
             parts = await request.body(), request.headers.get(protocol.HEADER)
             loop = asyncio.get_running_loop()
             asked, inputs = await loop.run_in_executor(self.decoders, protocol.read_request, *parts)
-            protocol.check_asked(asked, self.service)
-            deadline = protocol.deadline_of(asked)
+            outputs, deadline = protocol.asked_outputs(asked, self.service), protocol.deadline_of(asked)
             rows, answers = await self._answers(request, lambda: self._tensor_rows(inputs), deadline)
-        content, headers = protocol.write_answer(asked, self.service, answers, [row.notes for row in rows])
+        notes = [row.notes for row in rows]
+        content, headers = protocol.write_answer(asked, self.service, outputs, answers, notes)
         return Response(content, headers=headers)
 
     def _tensor_rows(self, inputs: dict[str, Any]) -> list[Sample]:

@@ -20,14 +20,13 @@ from .._utils import __version__, require
 from ..arguments import Rate, checked
 from ..errors import ConfigError, ConversionError, DataError
 from ..files import checksum, flush, json_bytes, locked, remove, writing
-from ..metrics.conformal import Reference
 from ..model.config import PatchStemConfig
 from ..model.dropping import dropping
-from ..model.dual_encoder import DualEncoder
+from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..preprocessing import TextPreprocessing
 from ..schema import to_plain
-from .outputs import REASON_WORDS, Answering, Field, input_fields, output_fields
+from .outputs import REASON_WORDS, Answering, Field, held_out, input_fields, output_fields
 
 Format = Literal["onnx", "pt2", "aoti"]
 Named = Mapping[str, Tensor]
@@ -83,7 +82,12 @@ def export(
     """
     path = Path(path).expanduser()
     format = _format(path, format)
-    outputs = _require_exportable(ensemble, format)
+    outputs = output_fields(require_ensemble(ensemble, "export"))
+    if format == "onnx":
+        for library in ("onnx", "onnxscript", "onnxruntime"):
+            require(library, extra="onnx")
+        if ensemble.dtype != torch.float32:
+            raise ConfigError(f"the ensemble is {ensemble.dtype}; ONNX Runtime runs float32 here: use ensemble.float()")
     allowed = TOLERANCES[ensemble.dtype] if tolerance is None else tolerance
     own = copy.deepcopy(ensemble).cpu() if format == "onnx" and ensemble.device.type != "cpu" else ensemble
     answering, inputs = Answering(own), input_fields(own)
@@ -132,19 +136,6 @@ def _format(path: Path, format: Format | None) -> Format:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file")
     return format
-
-
-def _require_exportable(ensemble: Any, format: Format) -> tuple[Field, ...]:
-    """The outputs of what can be exported; all else is refused."""
-    if not isinstance(ensemble, Ensemble):
-        advice = "he.zero_shot(model, names)" if isinstance(ensemble, DualEncoder) else "he.convert(model)"
-        raise ConfigError(f"export takes an Ensemble, got a {type(ensemble).__name__}; make one: {advice}")
-    if format == "onnx":
-        for library in ("onnx", "onnxscript", "onnxruntime"):
-            require(library, extra="onnx")
-        if ensemble.dtype != torch.float32:
-            raise ConfigError(f"the ensemble is {ensemble.dtype}; ONNX Runtime runs float32 here: use ensemble.float()")
-    return output_fields(ensemble)
 
 
 @contextmanager
@@ -213,25 +204,21 @@ def _compare(found: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float
 
     What is decided by a comparison (label, verdict, votes) is compared where it does not hang on less than that.
     """
-    decided, largest = _decided(expected, ensemble, allowed), 0.0
-    known, calibration = ensemble.metadata.familiarity, ensemble.metadata.calibration
-    references: dict[str, tuple[Reference | None, str, float]] = {}  # with the scores that they hold against it
-    if calibration is not None:
-        references["p_value"] = (calibration.reference, "score", allowed)
-    if known is not None:
-        references["familiarity"] = (known.settings.reference, known.settings.scores[0], allowed * DISTANCES)
+    decided, largest, known = _decided(expected, ensemble, allowed), 0.0, ensemble.metadata.familiarity
+    p_values = {"p_value" if score == "score" else "familiarity": score for score in held_out(ensemble)}
     for name, wanted in expected.items():
         if found[name].shape != wanted.shape:
             raise ConversionError(f"{name} of the {format} file is {found[name].shape}, where {wanted.shape} is right")
         difference = np.abs(found[name].astype(np.float64) - wanted.astype(np.float64))
         # a small logit beside large ones is rounded as they are: the largest of a row is its size
         size = np.abs(wanted.astype(np.float64)).max(axis=tuple(range(1, wanted.ndim)), keepdims=True, initial=0.0)
-        limit, (reference, score, slack) = allowed * (1 + size), references.get(name, (None, "", 0.0))
+        limit = allowed * (1 + size)
         if known is not None and name in known.settings.scores:
             limit = limit * DISTANCES
-        elif reference is not None:  # a score passes the held-out ones that are as near as it may differ, each a step
-            scores = torch.from_numpy(expected[score].astype(np.float64))
-            reach = slack * (1 + scores.abs())
+        elif name in p_values:  # a score passes the held-out ones that are as near as it may differ, each a step
+            reference: Any = held_out(ensemble)[p_values[name]][0]
+            scores = torch.from_numpy(expected[p_values[name]].astype(np.float64))
+            reach = _slack(p_values[name], allowed) * (1 + scores.abs())
             limit = limit + (reference.p_values(scores - reach) - reference.p_values(scores + reach)).numpy()
         elif name in ("label", "accept", "reason", "disagreement", "confidence"):
             limit = np.where(decided, limit, np.inf)
@@ -247,19 +234,20 @@ def _compare(found: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float
 
 def _decided(expected: Arrays, ensemble: Ensemble, allowed: float) -> np.ndarray[Any, Any]:
     """`[B]`: where no two classes, and no score and its threshold, are as near as answers may differ."""
-    calibration, known = ensemble.metadata.calibration, ensemble.metadata.familiarity
     found = np.ones(len(expected["label"]), dtype=bool)
     for values in (expected["member_logits"], expected["probs"][:, None]):  # [B, M or 1, C]
         first, second = np.moveaxis(np.sort(values, axis=-1)[..., :-3:-1], -1, 0)  # [B, M or 1] each
         found &= ((first - second) > 2 * allowed * (1 + np.abs(first))).all(axis=1)
-    limits = {"score": None if calibration is None else calibration.threshold}
-    if known is not None:
-        limits[known.settings.scores[0]] = known.settings.threshold
-    for name, threshold in limits.items():
+    for score, (_, threshold) in held_out(ensemble).items():
         if threshold is not None:
-            slack = allowed * (1 if name == "score" else DISTANCES)
-            found &= np.abs(expected[name] - threshold) > slack * (1 + np.abs(expected[name]))
+            reach = _slack(score, allowed) * (1 + np.abs(expected[score]))
+            found &= np.abs(expected[score] - threshold) > reach
     return found
+
+
+def _slack(score: str, allowed: float) -> float:
+    """How much a score that decides may differ: one of features by more."""
+    return allowed if score == "score" else allowed * DISTANCES
 
 
 # --- formats --------------------------------------------------------------------------------------------------------

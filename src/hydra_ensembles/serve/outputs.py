@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..batches import READ
 from ..errors import ConfigError
+from ..metrics.conformal import Reference
 from ..model.config import PatchStemConfig
 from ..model.ensemble import Ensemble
 from ..prediction import REASONS, Prediction
@@ -90,6 +91,15 @@ def output_fields(ensemble: Ensemble) -> tuple[Field, ...]:
               f"How unlike familiar data the features are, by {name}; higher = less familiar.")
         for name, array in columns(blank).items()
     )  # fmt: skip
+
+
+def held_out(ensemble: Ensemble) -> dict[str, tuple[Reference | None, float | None]]:
+    """What the outputs that decide are held against, by name: held-out scores, and the threshold; if there are any."""
+    calibration, known = ensemble.metadata.calibration, ensemble.metadata.familiarity
+    found = {} if calibration is None else {"score": (calibration.reference, calibration.threshold)}
+    if known is not None:
+        found[known.settings.scores[0]] = (known.settings.reference, known.settings.threshold)
+    return found
 
 
 def named_tensors(prediction: Prediction) -> dict[str, Tensor]:

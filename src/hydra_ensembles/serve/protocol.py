@@ -6,7 +6,7 @@ A request is JSON; where the header `Inference-Header-Content-Length` says how l
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ RAW = {"image": ("image", "Encoded images, such as the bytes of PNG or JPEG file
 LONGEST_NUMBER = 18  # digits: all of them fit 64 bits
 
 Array = np.ndarray[Any, Any]
+Asked = tuple[Field, bool]  # an output, and whether it is to be binary
 
 
 def request_of(body: bytes) -> dict[str, Any]:
@@ -139,11 +140,15 @@ def _from_binary(name: str, datatype: str, shape: tuple[int, ...], content: byte
 
 
 def write_answer(
-    request: Mapping[str, Any], service: Service, answers: Sequence[Answer], notes: Sequence[Sequence[str]] = ()
+    request: Mapping[str, Any],
+    service: Service,
+    outputs: Iterable[Asked],
+    answers: Sequence[Answer],
+    notes: Sequence[Sequence[str]] = (),
 ) -> tuple[bytes, dict[str, str]]:
     """The body of an answer and its headers; `notes` on each sample become one text, where there are any."""
     tensors, buffers = list[dict[str, Any]](), list[bytes]()
-    for field, binary in _asked(request, service.outputs):
+    for field, binary in outputs:
         array = np.stack([answer[field.name] for answer in answers])  # [B, …]
         tensor: dict[str, Any] = {"name": field.name, "datatype": NAMES[field.dtype], "shape": list(array.shape)}
         if binary:
@@ -165,17 +170,12 @@ def write_answer(
     return head + b"".join(buffers), {"Content-Type": "application/octet-stream", HEADER: str(len(head))}
 
 
-def check_asked(request: Mapping[str, Any], service: Service) -> None:
-    """Refuse outputs that there are not, before anything is computed."""
-    _asked(request, service.outputs)
-
-
-def _asked(request: Mapping[str, Any], outputs: Sequence[Field]) -> list[tuple[Field, bool]]:
-    """The outputs that a request asks for, and whether each is to be binary; all if it names none."""
-    known, usual = {field.name: field for field in outputs}, bool(_parameters(request).get("binary_data_output"))
-    asked = request.get("outputs")
+def asked_outputs(request: Mapping[str, Any], service: Service) -> list[Asked]:
+    """The outputs that a request asks for; all if it names none. Those that there are not are refused."""
+    known = {field.name: field for field in service.outputs}
+    usual, asked = bool(_parameters(request).get("binary_data_output")), request.get("outputs")
     if not asked:
-        return [(field, usual) for field in outputs]
+        return [(field, usual) for field in service.outputs]
     names = tuple(known)  # compared, not looked up: what is asked for may be anything that JSON has
     if not isinstance(asked, list) or not all(isinstance(one, dict) and one.get("name") in names for one in asked):
         raise RequestError(f"outputs are asked for as a list of objects, each with a name: {', '.join(known)}")

@@ -15,7 +15,7 @@ from ..arguments import Whole, checked
 from ..errors import ConfigError, RequestError
 from ..model.ensemble import Ensemble
 from .app import all_of, make_app
-from .service import Answer, Sample, ServeSettings, Service, require_servable
+from .service import Answer, Sample, ServeSettings, Service
 
 ATTEMPTS = 5  # replicas that are asked, one after another, where each one dies
 
@@ -131,4 +131,4 @@ class _Replicas:
 
 
 def _loaded(model: str | Path | Ensemble) -> Ensemble:
-    return require_servable(model if isinstance(model, Ensemble) else Ensemble.from_pretrained(model))
+    return model if isinstance(model, Ensemble) else Ensemble.from_pretrained(model)

@@ -359,19 +359,16 @@ class _Worker:
 
     def answer(self, rows: list[Sample]) -> list[Answer]:
         """One answer for each row, in their order."""
-        with _on(self.plan.device):
-            return self._answer(rows)
-
-    def _answer(self, rows: list[Sample]) -> list[Answer]:
         groups: dict[Hashable, list[int]] = {}
         for place, row in enumerate(rows):
             groups.setdefault(row.shape, []).append(place)
         answers: dict[int, Answer] = {}
-        for places in groups.values():
-            while places:
-                size = max(size for size in self.sizes if size <= len(places))
-                piece, places = places[:size], places[size:]
-                answers |= dict(zip(piece, self._piece([rows[place] for place in piece]), strict=True))
+        with _on(self.plan.device):
+            for places in groups.values():
+                while places:
+                    size = max(size for size in self.sizes if size <= len(places))
+                    piece, places = places[:size], places[size:]
+                    answers |= dict(zip(piece, self._piece([rows[place] for place in piece]), strict=True))
         return [answers[place] for place in range(len(rows))]
 
     def _piece(self, rows: list[Sample]) -> list[Answer]:
@@ -414,15 +411,6 @@ def _stacked(rows: Sequence[Sample]) -> Tensor | dict[str, Tensor]:
     """Rows of one shape as a batch, `[B, …]`."""
     batch = {name: torch.stack([row.inputs[name] for row in rows]) for name in rows[0].inputs}
     return next(iter(batch.values())) if len(batch) == 1 else batch
-
-
-def require_servable(ensemble: Any) -> Ensemble:
-    """The ensemble, provided it is one that a server can answer with."""
-    if not isinstance(ensemble, Ensemble):
-        raise ConfigError(f"a server takes an Ensemble, got {type(ensemble).__name__}; make a classifier of it first")
-    if not ensemble.num_classes:
-        raise ConfigError("this ensemble has no classifier; convert the model with num_labels=")
-    return ensemble
 
 
 def finite(value: Any) -> float | None:

@@ -9,14 +9,13 @@ import json
 import logging
 import math
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from .._utils import __version__, require
-from ..metrics.conformal import Reference
-from .outputs import REASON_WORDS
+from .outputs import REASON_WORDS, held_out
 from .service import Answer, Service
 
 LOGGER = logging.getLogger(__name__)
@@ -101,19 +100,12 @@ def outcome_of(answer: Answer) -> str:
 
 def _score_bins(service: Service) -> list[tuple[str, str, Sequence[float]]]:
     """Every output that is one number a sample, with its meaning and the edges of its bins."""
-    metadata = service.ensemble.metadata
-    calibration, fitted = metadata.calibration, metadata.familiarity
-    references: dict[str, tuple[Reference | None, float | None]] = {}
-    if calibration is not None:
-        references["score"] = calibration.reference, calibration.threshold
-    if fitted is not None:
-        references[fitted.settings.scores[0]] = fitted.settings.reference, fitted.settings.threshold
-    most = math.log(len(service.labels))
+    known, most = held_out(service.ensemble), math.log(len(service.labels))
     found: list[tuple[str, str, Sequence[float]]] = []
     for one in service.outputs:
         if one.shape or not one.dtype.startswith("float"):
             continue
-        reference, threshold = references.get(one.name, (None, None))
+        reference, threshold = known.get(one.name, (None, None))
         if reference is not None:
             values = reference.values
             edges = {values[min(len(values) * place // BINS, len(values) - 1)] for place in range(1, BINS + 1)}
@@ -135,8 +127,7 @@ def _score_bins(service: Service) -> list[tuple[str, str, Sequence[float]]]:
 def log(event: str, level: int = logging.INFO, **fields: Any) -> None:
     """Write one event as a line of JSON."""
     if LOGGER.isEnabledFor(level):
-        now = time.time()
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e3):03d}Z"
+        stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         LOGGER.log(level, json.dumps({"time": stamp, "level": logging.getLevelName(level), "event": event, **fields}))
 
 

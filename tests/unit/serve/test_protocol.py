@@ -10,7 +10,7 @@ import pytest
 from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.outputs import columns, output_fields
-from hydra_ensembles.serve.protocol import NAMES, check_asked, deadline_of, read_request
+from hydra_ensembles.serve.protocol import NAMES, asked_outputs, deadline_of, read_request
 from hydra_ensembles.serve.service import Service
 from served_models import inputs_for, served
 from serving import ask, listening, opened, picture, settings
@@ -202,7 +202,7 @@ def test_the_time_that_a_client_gives(given: Any, seconds: float) -> None:
 @pytest.mark.parametrize("asked", [[{"name": []}], [{"name": {}}], [{}], {"name": "probs"}, "probs"])
 def test_outputs_are_asked_for_by_names(asked: Any) -> None:
     with pytest.raises(RequestError, match="member_logits"):
-        check_asked({"outputs": asked}, Service(served("image"), settings()))
+        asked_outputs({"outputs": asked}, Service(served("image"), settings()))
 
 
 def test_mixed_inputs_are_refused() -> None:

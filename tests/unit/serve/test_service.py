@@ -9,8 +9,9 @@ import torch
 
 from hydra_ensembles.errors import ConfigError, HydraError, RequestError
 from hydra_ensembles.preprocessing import TextPreprocessing
+from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.outputs import columns
-from hydra_ensembles.serve.service import NEAREST, Sample, Service, require_servable
+from hydra_ensembles.serve.service import NEAREST, Sample, Service
 from served_models import SCORES, inputs_for, served
 from serving import POSTSCRIPT, opened, picture, png, settings
 from zero_shot_models import NAMES
@@ -229,4 +230,4 @@ def test_the_wrong_kind_is_refused() -> None:
 
 def test_only_classifiers_are_served() -> None:
     with pytest.raises(ConfigError, match="Linear"):
-        require_servable(torch.nn.Linear(2, 2))
+        make_app(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
