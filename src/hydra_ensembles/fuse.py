@@ -15,7 +15,7 @@ from .convert.convert import convert
 from .errors import ConfigError
 from .heads.masking import Model
 from .model.config import KeptHeads, Sharing
-from .model.dual_encoder import DualEncoder, require_ensemble, require_model
+from .model.dual_encoder import DualEncoder, require_model, require_single
 from .model.ensemble import Ensemble, singles
 from .model.layers import GroupedLinear
 from .model.states import (
@@ -138,9 +138,7 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
     """
     given = [one if isinstance(one, Ensemble) else convert(one) for one in listed(models, "soup")]
     for one in given:
-        require_ensemble(one, "soup")
-        if one.num_members != 1:
-            raise ConfigError(f"soup averages single models, got {one.num_members} members; give ensemble.member(i)")
+        require_single(one, "soup", classifies=False)
     states, heads, metadata = singles(given)
     if len(set(heads)) > 1:
         raise ConfigError("soup averages models with the same heads; these lost different ones: fuse them instead")

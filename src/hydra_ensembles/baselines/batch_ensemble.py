@@ -11,13 +11,14 @@ from ..arguments import END, Checked, NotNegative, Positive, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import Sharing
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from ..model.states import copies_of, place_of
 from ..schema import to_plain
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
 from ..training.loop import Job, TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import joined, parted, require_single
+from .start import joined, parted
 
 
 @dataclass(frozen=True)

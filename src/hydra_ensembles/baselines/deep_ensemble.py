@@ -5,11 +5,12 @@ from typing import Unpack
 
 from ..arguments import Whole
 from ..batches import Batches
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import joined, parted, require_single, trained_apart
+from .start import joined, parted, trained_apart
 
 
 @trains

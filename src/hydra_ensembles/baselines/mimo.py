@@ -12,13 +12,14 @@ from ..arguments import END, Checked, Share, Whole
 from ..batches import Batches, Inputs, move
 from ..errors import ConfigError, DataError
 from ..model.config import PatchStemConfig, Sharing
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from ..schema import to_plain
 from ..training.finetune import Batch, EnsembleLearner, train_classifier, trained_metadata
 from ..training.loop import Job, Runtime, TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import fresh, joined, parted, require_single
+from .start import fresh, joined, parted
 
 PATCH = "stem.patch"
 

@@ -18,6 +18,7 @@ from ..batches import Batches, Inputs, borrowed, epoch_of, fingerprint, iterate,
 from ..errors import ConfigError, DataError
 from ..heads.ranking import model_fingerprint
 from ..model.dropping import dropping
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from ..model.states import place_of
 from ..schema import to_plain
@@ -25,7 +26,6 @@ from ..training.finetune import Parametrised, train_parametrised
 from ..training.loop import Job, TrainOptions, training_runtime, trains
 from ..training.recipe import Recipe, trainable_state
 from ..training.saved import Position, RunState, read_state, read_tensors, require_layout, usable, write_state
-from .start import require_single
 
 Rule = Literal["oba", "fastoba", "curvature"]
 _SMALL = 1e-6  # added to what importances are divided by

@@ -9,11 +9,12 @@ from ..arguments import Checked, Positive, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import EnsembleConfig, TextStemConfig, all_heads
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import fresh, require_single
+from .start import fresh
 
 
 @dataclass(frozen=True)

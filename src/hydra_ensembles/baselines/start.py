@@ -1,4 +1,4 @@
-"""What a method starts from: a single model, members that are copies of it, or fresh weights."""
+"""What a method starts from, and ends with: members that are copies of one model, or fresh weights."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,15 +15,6 @@ from ..model.ensemble import Ensemble, singles
 from ..model.metadata import Metadata
 from ..model.states import join_states
 from ..training.recipe import Recipe
-
-
-def require_single(model: object, caller: str) -> None:
-    """Refuse what is not an ensemble with one member, or has no classes; `caller` is the function that takes one."""
-    ensemble = require_ensemble(model, caller)
-    if ensemble.num_members != 1:
-        raise ConfigError(f"{caller} takes a single model, got {ensemble.num_members} members; give ensemble.member(i)")
-    if not ensemble.num_classes:
-        raise ConfigError(f"{caller} takes a classifier, but this ensemble has none (num_classes is 0)")
 
 
 def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ensemble:

@@ -12,11 +12,12 @@ from .._utils import derive_seed
 from ..arguments import END, Checked, NotNegative, Whole
 from ..batches import Batches
 from ..errors import ConfigError
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import joined, parted, require_single, trained_apart
+from .start import joined, parted, trained_apart
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from ..batches import (
     require_labels,
     require_same_classes,
 )
-from ..errors import ConfigError, DataError, HeadError
-from ..model.dual_encoder import require_ensemble
+from ..errors import DataError, HeadError
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from .masking import (
     TOWER,
@@ -101,11 +101,7 @@ def taylor(
         >>> he.prune(base, ranking.first(12)).describe().parameters < base.describe().parameters
         True
     """
-    require_ensemble(ensemble, "taylor")
-    if ensemble.num_members != 1:
-        raise ConfigError(f"taylor ranks one model, got {ensemble.num_members} members; give ensemble.member(i)")
-    if not ensemble.num_classes:
-        raise ConfigError("taylor needs a loss, but this ensemble has no classifier (num_classes is 0)")
+    require_single(ensemble, "taylor")
     blocks = range(ensemble.num_layers) if scope == "layer" else None  # as many heads in each
     chosen_layers = checked_layers(ensemble.config, blocks if layers is None else layers)
     off, candidates = off_and_left(ensemble, [TOWER], chosen_layers, removed)

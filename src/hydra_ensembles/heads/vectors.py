@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..arguments import checked
 from ..batches import Batches, iterate
-from ..errors import ConfigError, DataError
+from ..errors import DataError
 from ..model.dropping import dropping
-from ..model.dual_encoder import require_ensemble
+from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from ..model.layers import Block, Context
 from .masking import attention_of, existing_heads
@@ -31,9 +31,7 @@ def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | N
         batches: Inputs; labels are not read.
         layers: Layers whose heads are wanted; None for the last one.
     """
-    require_ensemble(ensemble, "head_vectors")
-    if ensemble.num_members != 1:
-        raise ConfigError(f"head_vectors takes one model, got {ensemble.num_members} members; give ensemble.member(i)")
+    require_single(ensemble, "head_vectors", classifies=False)
     heads = existing_heads(ensemble.config, (ensemble.num_layers - 1,) if layers is None else layers)
     has_class_token = ensemble.config.readout.pool in ("cls", "distilled", "cls_mean")
     found: dict[Head, list[Tensor]] = {head: [] for head in heads}

@@ -259,6 +259,15 @@ def require_ensemble(model: object, caller: str) -> Ensemble:
     return model
 
 
+def require_single(model: object, caller: str, classifies: bool = True) -> None:
+    """Refuse what is not an `Ensemble` with one member, or, where it has to classify, has no classes."""
+    ensemble = require_ensemble(model, caller)
+    if ensemble.num_members != 1:
+        raise ConfigError(f"{caller} takes a single model, got {ensemble.num_members} members; give ensemble.member(i)")
+    if classifies and not ensemble.num_classes:
+        raise ConfigError(f"{caller} takes a classifier, but this ensemble has none (num_classes is 0)")
+
+
 def require_model(model: object, caller: str) -> None:
     """Refuse what is neither an `Ensemble` nor a `DualEncoder`."""
     if not isinstance(model, Ensemble | DualEncoder):
