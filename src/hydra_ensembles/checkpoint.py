@@ -28,7 +28,7 @@ import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._utils import __version__, require_device
 from .errors import CheckpointError, ConfigError
@@ -248,7 +248,7 @@ class Stored:
 
     def tensors(
         self,
-        build: Callable[[], nn.Module],
+        named: Callable[[], Mapping[str, Tensor]],
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         at_least: int = 0,
@@ -256,8 +256,8 @@ class Stored:
         """Read the tensors that a model needs, no more and no less.
 
         On the CPU they may still lie in the mapped file: copy them before they are used, as `Ensemble.from_state` does.
-        `build` makes the model, under the meta device, to learn names and shapes without memory; with fewer tensors
-        than `at_least` it is not even tried. None is the CPU, or what is stored.
+        `named` makes them, under the meta device, to learn names and shapes without memory; with fewer tensors than
+        `at_least` it is not even tried. None is the CPU, or what is stored.
         """
         place = None if device is None else require_device(device)
         if dtype is not None and dtype not in DTYPES.values():
@@ -268,7 +268,7 @@ class Stored:
                 raise CheckpointError(f"it holds {len(names)} tensors, the configuration needs at least {at_least}")
             slices = {name: file.get_slice(name) for name in names}
             stored = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
-            shapes = require_fit(stored, build)
+            shapes = require_fit(stored, named)
             if self.record.complete:
                 require_one_dtype({name: dtype for name, (_, dtype) in stored.items()})
             # after the cheap checks: it reads the whole file

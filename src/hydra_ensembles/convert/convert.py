@@ -26,7 +26,7 @@ from .core import Architecture, DualArchitecture, qualified_name, require_all_us
 from .declared import Declaration
 from .dropout import read_dropout
 from .guess import beginning, guessed, require_proof
-from .own import needed_beside, same_when_padded_left
+from .own import warn_of_padding
 from .probe import Both, require_same_answers
 from .processors import amended, is_for_images, size_of_images, with_processor
 from .reading import read_declaration, with_size
@@ -136,18 +136,10 @@ def convert(
         require_proof(declaration, model, num_labels, metadata)
     elif probe:
         require_same_answers(both)
-    if probe and both.own and not same_when_padded_left(both):
-        warn(
-            f"{architecture.name}: the answers agree on texts with padding behind them, but not on texts with padding "
-            "before them, where the model counts tokens in a way of its own: pad on the right (padding_side='right')"
-        )
-    needed = needed_beside(both) if probe and both.own else []
-    if needed:
-        warn(
-            f"{architecture.name}: without {' and '.join(needed)} the model answers otherwise than the converted one, "
-            "which takes every id for a token, of the first segment: always give what the tokenizer gives"
-        )
-    if not probe or not both.own or (declaration is not None and declaration.dropout is not None):
+    if not probe or not both.own:
+        return both.ensemble
+    warn_of_padding(both)
+    if declaration is not None and declaration.dropout is not None:
         return both.ensemble
     trained, whole = read_dropout(both)
     if not whole:

@@ -13,7 +13,7 @@ from .._utils import torch_seeded
 from ..model.config import EnsembleConfig
 from ..model.dropping import Dropout
 from .core import Inputs
-from .probe import Both, difference
+from .probe import Both, difference, our_tokens
 
 # Where a canonical model drops, by the end of the module's name: the part of the configuration, and its rate there.
 _SITES = {
@@ -48,7 +48,8 @@ def read_dropout(both: Both) -> tuple[EnsembleConfig, bool]:
         with _calls(both.model, lambda one: type(one) is nn.Dropout and one.p > 0) as theirs:
             both.original(inputs)
         with _calls(both.ensemble, lambda one: isinstance(one, Dropout)) as ours:
-            _forward(both, inputs)
+            tokens, context = our_tokens(both.ensemble, inputs)  # all of them, as in the original
+            both.ensemble.readout(tokens[-1][None], context.key_mask, next(iter(inputs.values())))
         config, read = _matched(both.ensemble.config, theirs, ours)
         return config, _is_certain(both, config, read, inputs)
 
@@ -72,16 +73,6 @@ def _calls(model: nn.Module, wanted: Callable[[Any], bool]) -> Iterator[list[_Ca
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _forward(both: Both, inputs: Inputs) -> None:
-    """All tokens through all blocks, as the original has them; the last block needs few."""
-    ensemble = both.ensemble
-    arguments = ensemble.unpack(dict(inputs), None, None)
-    x, context = ensemble.embed(*arguments)
-    for block in ensemble.encoder.layers:
-        x = block(x, context)
-    ensemble.readout(x, context.key_mask, arguments[0])
 
 
 def _matched(config: EnsembleConfig, theirs: Sequence[_Call], ours: Sequence[_Call]) -> tuple[EnsembleConfig, set[str]]:

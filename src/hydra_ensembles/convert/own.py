@@ -271,40 +271,41 @@ def _of_own_ids(architecture: Architecture, alone: Sequence[int], suspects: Sequ
 # --- padding before texts, and padding that it is not told of -------------------------------------------------------
 
 
-def same_when_padded_left(both: Both) -> bool:
-    """Whether a text model that is told of padding agrees on texts with padding before them, too.
+def warn_of_padding(both: Both) -> None:
+    """Say where a text model agrees with the converted one only on texts that are padded behind, and as it is told.
 
-    Where it counts positions from the first token, or looks for the last at the number of tokens, it does not.
+    One that counts positions from the first token, or looks for the last at the number of tokens, answers otherwise
+    with padding before texts. One that looks for padding itself where it is told of none does so without a mask or
+    segments, where the converted one takes every id for a token.
     """
-    if not isinstance(both.ensemble.config.stem, TextStemConfig) or not both.architecture.masks:
-        return True
-    found = both.samples()
-    places = torch.arange(found["input_ids"].shape[1], device=both.ensemble.device)[None]  # [1, T]
-    shift = (found["attention_mask"] == 0).sum(1, keepdim=True)  # [B, 1]
-    inputs = {name: one.gather(1, (places - shift) % places.shape[1]) for name, one in found.items()}  # padding first
-    with both.answering():
+    if not isinstance(both.ensemble.config.stem, TextStemConfig):
+        return
+    found, name = both.samples(), both.architecture.name
+
+    def differs(inputs: Inputs, unanswered: bool) -> bool:
         try:
             expected = both.original(inputs)
         except ConversionError:
-            return False  # it cannot answer, where the converted one can
-        return difference(both.converted(inputs), expected) <= both.allowed(inputs)
+            return unanswered
+        return not difference(both.converted(inputs), expected) <= both.allowed(inputs)
 
-
-def needed_beside(both: Both) -> list[str]:
-    """What a text model has to be told beside ids, mask or segments: left out, it answers otherwise than the converted.
-
-    Such a model looks for padding itself where it is told of none; the converted takes every id for a token then.
-    """
-    if not isinstance(both.ensemble.config.stem, TextStemConfig):
-        return []
-    found, needed = both.samples(), []
     with both.answering():
-        for name in [one for one in found if one != "input_ids"]:
-            inputs = {other: tensor for other, tensor in found.items() if other != name}
-            try:
-                expected = both.original(inputs)
-            except ConversionError:
-                continue  # it says so itself
-            if difference(both.converted(inputs), expected) > both.allowed(inputs):
-                needed.append(name)
-    return needed
+        padded_before = False
+        if both.architecture.masks:
+            places = torch.arange(found["input_ids"].shape[1], device=both.ensemble.device)[None]  # [1, T]
+            shift = (found["attention_mask"] == 0).sum(1, keepdim=True)  # [B, 1]
+            moved = {part: one.gather(1, (places - shift) % places.shape[1]) for part, one in found.items()}
+            padded_before = differs(moved, unanswered=True)  # where the converted one answers
+        beside = [part for part in found if part != "input_ids"]
+        left_out = {part: {other: one for other, one in found.items() if other != part} for part in beside}
+        needed = [part for part, rest in left_out.items() if differs(rest, unanswered=False)]  # it says so itself
+    if padded_before:
+        warn(
+            f"{name}: the answers agree on texts with padding behind them, but not on texts with padding before them, "
+            "where the model counts tokens in a way of its own: pad on the right (padding_side='right')"
+        )
+    if needed:
+        warn(
+            f"{name}: without {' and '.join(needed)} the model answers otherwise than the converted one, which takes "
+            "every id for a token, of the first segment: always give what the tokenizer gives"
+        )

@@ -15,7 +15,7 @@ from .._utils import evaluation_mode, torch_seeded
 from ..errors import ConversionError
 from ..model.config import EnsembleConfig, PatchStemConfig, TextStemConfig
 from ..model.ensemble import Ensemble
-from ..model.layers import GroupedLinear
+from ..model.layers import Context, GroupedLinear
 from ..preprocessing import TextPreprocessing
 from .core import Architecture, Inputs, block_name
 
@@ -334,7 +334,7 @@ def _first_difference(both: Both, inputs: Inputs, allowed: float) -> str:
     if not theirs and both.own:
         return f"somewhere: {names[0] or 'a block'} is not called as a module, so that nothing is seen of it"
     mask = inputs.get("attention_mask")
-    ours = our_tokens(ensemble, inputs)
+    ours, _ = our_tokens(ensemble, inputs)
     for index, (mine, their) in enumerate(zip(ours, theirs, strict=False)):
         if their.shape != mine.shape and their.dim() == mine.dim():
             their = their.transpose(0, 1)  # [T, B, d] -> [B, T, d]
@@ -348,14 +348,14 @@ def _first_difference(both: Both, inputs: Inputs, allowed: float) -> str:
     return f"after {names[-1]}, where tokens are pooled and classified"
 
 
-def our_tokens(ensemble: Ensemble, inputs: Inputs) -> list[Tensor]:
-    """What enters the first block, and what leaves each of them, `[B, T, d]`."""
+def our_tokens(ensemble: Ensemble, inputs: Inputs) -> tuple[list[Tensor], Context]:
+    """What enters the first block, and what leaves each of them, `[B, T, d]`; and what attention knows of it."""
     x, context = ensemble.embed(*ensemble.unpack(dict(inputs), None, None))
     tokens = [x[0]]
     for block in ensemble.encoder.layers:
         x = block(x, context)
         tokens.append(x[0])
-    return tokens
+    return tokens, context
 
 
 def _their_tokens(both: Both, blocks: Sequence[nn.Module], inputs: Inputs) -> list[Tensor]:

@@ -36,6 +36,11 @@ def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | N
     has_class_token = ensemble.config.readout.pool in ("cls", "distilled", "cls_mean")
     found: dict[Head, list[Tensor]] = {head: [] for head in heads}
     by_layer = {layer: [head for head in heads if head.layer == layer] for layer in {head.layer for head in heads}}
+
+    def keep(layer: int, vectors: Tensor) -> None:  # [B, H, d_k]
+        for head, one in zip(by_layer[layer], vectors.float().cpu().unbind(1), strict=True):
+            found[head].append(one)
+
     with dropping(False), torch.no_grad():
         for inputs, _ in iterate(batches, "batches", labelled=False):
             x, context = ensemble.embed(*ensemble.unpack(ensemble.prepare(inputs)))  # [1, B, T, d]
@@ -43,15 +48,11 @@ def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | N
                 block = cast(Block, ensemble.encoder.layers[layer])
                 if layer in by_layer:
                     z = attention_of(ensemble, layer).mix(block.attention_input(x), context)  # [B, T, H, d_k]
-                    read = z[:, 0] if has_class_token else _mean_token(z, context.key_mask)  # [B, H, d_k]
-                    for head, vectors in zip(by_layer[layer], read.float().cpu().unbind(1), strict=True):
-                        found[head].append(vectors)
+                    keep(layer, z[:, 0] if has_class_token else _mean_token(z, context.key_mask))
                 x = block(x, context)
             if (pooling := ensemble.readout.map) is not None and ensemble.num_layers in by_layer:
                 tokens = ensemble.readout.before_pool(x)
-                read = pooling.attention.mix(tokens, Context(), pooling.query(tokens))[:, 0]  # [B, H, d_k]
-                for head, vectors in zip(by_layer[ensemble.num_layers], read.float().cpu().unbind(1), strict=True):
-                    found[head].append(vectors)
+                keep(ensemble.num_layers, pooling.attention.mix(tokens, Context(), pooling.query(tokens))[:, 0])
     return {head: torch.cat(parts) for head, parts in found.items()}
 
 

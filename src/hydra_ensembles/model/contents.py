@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
 from ..model_card import dual_model_card, model_card
@@ -176,16 +176,16 @@ def _check_text_side(config: EnsembleConfig, texts: TextSettings) -> None:
 
 
 def require_fit(
-    stored: Mapping[str, tuple[tuple[int, ...], str]], build: Callable[[], nn.Module]
+    stored: Mapping[str, tuple[tuple[int, ...], str]], named: Callable[[], Mapping[str, Tensor]]
 ) -> dict[str, tuple[int, ...]]:
-    """Hold names, shapes and types of tensors against the model that `build` makes, without allocating any of it.
+    """Hold names, shapes and types of tensors against those that `named` makes, without allocating any of them.
 
     Returns:
         The names and shapes that the model has. In a file of before, those of an attention that pools are other ones.
     """
     try:
         with torch.device("meta"):
-            expected = {name: tuple(tensor.shape) for name, tensor in build().state_dict().items()}
+            expected = {name: tuple(tensor.shape) for name, tensor in named().items()}
     except (RuntimeError, OverflowError, TypeError) as error:  # sizes whose product no tensor can have
         raise CheckpointError(f"its configuration describes an impossible model: {first_line(error)}") from error
     shapes = expected

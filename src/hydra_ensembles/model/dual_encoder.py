@@ -163,7 +163,7 @@ class DualEncoder(Saved, Droppable):
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "DualEncoder":
         config, image, text = stored.read(read_dual_encoder)
         layers = config.image.encoder.layers + config.text.encoder.layers
-        state = stored.tensors(lambda: cls._empty(config, image, text), device, dtype, at_least=layers)
+        state = stored.tensors(lambda: cls._empty(config, image, text).state_dict(), device, dtype, at_least=layers)
         return cls.from_state(config, state, image, text)
 
     # --- looking at it -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ..errors import ConfigError, DataError
 from ..prediction import Prediction
 from ..preprocessing import is_raw
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
-from .contents import ENSEMBLE, Contents, ensemble_contents, read_ensemble, with_parts
+from .contents import ENSEMBLE, FAMILIARITY, TEXT_SIDE, Contents, ensemble_contents, read_ensemble, with_parts
 from .cost import Description, describe
 from .dropping import Droppable, dropping, drops
 from .given import (
@@ -35,7 +35,7 @@ from .given import (
     warn_of_untold_padding,
 )
 from .layers import Context, Encoder, GroupedNorm
-from .metadata import Calibration, Metadata, common_metadata, member_metadata
+from .metadata import Calibration, Metadata, common_metadata, member_metadata, text_state
 from .states import (
     join_states,
     listed,
@@ -454,24 +454,17 @@ class Ensemble(Saved, Droppable):
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":
         config, metadata, texts, fitted = stored.read(read_ensemble)
 
-        def skeleton() -> Ensemble:
-            """The ensemble with text side and statistics as parts of it: so the tensors of a checkpoint are named."""
-            ensemble = cls(config)
+        def expected() -> dict[str, Tensor]:
+            """The tensors of the ensemble, its text side and its statistics, as a checkpoint names them."""
+            found = cls(config).state_dict()
             if texts is not None:
-                parts = {"tower": cls(texts.tower)}
                 projection = projection_from(texts.projection, output_width(texts.tower))
-                ensemble.text_side = nn.ModuleDict(parts if projection is None else {**parts, "projection": projection})
-            for name, shape in {} if fitted is None else fitted.shapes(config.members, ensemble.num_classes).items():
-                score, _, last = f"familiarity.{name}".rpartition(".")
-                part: nn.Module = ensemble
-                for step in score.split("."):
-                    if not hasattr(part, step):
-                        part.add_module(step, nn.Module())
-                    part = part.get_submodule(step)
-                part.register_buffer(last, torch.empty(shape))
-            return ensemble
+                side = text_state(cls(texts.tower).state_dict(), {} if projection is None else projection.state_dict())
+                found |= {f"{TEXT_SIDE}.{name}": tensor for name, tensor in side.items()}
+            shapes = {} if fitted is None else fitted.shapes(config.members, config.readout.num_classes)
+            return found | {f"{FAMILIARITY}.{name}": torch.empty(shape) for name, shape in shapes.items()}
 
-        state = stored.tensors(skeleton, device, dtype, at_least=config.encoder.layers)
+        state = stored.tensors(expected, device, dtype, at_least=config.encoder.layers)
         own, metadata = with_parts(state, metadata, texts, fitted)
         return cls.from_state(config, own, metadata)
 
