@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 import hydra_ensembles as he
-from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.errors import ConfigError, SameMembersError
 from hydra_ensembles.files import write_json
 from hydra_ensembles.model.cost import measure_costs
 from hydra_ensembles.schema import to_plain
 
 from .samples import device_name
+from .storing import newest_costs, read_if_there
 
 COSTS = "costs.json"
 Job = tuple[str, int, str]  # step, seed, and what of it
@@ -86,7 +87,10 @@ class Kind:
 
 
 def do_all(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> list[Exception]:
-    """Do all jobs. One that fails is told and stops no other, nor the stages after it: its rows will be missing."""
+    """Do all jobs. One that fails is told and stops no other, nor the stages after it: its rows will be missing.
+
+    Nor is it a failure where a seed has no members that differ: that is told, and the row is missing.
+    """
     done: Iterable[tuple[Job, Callable[[], None]]]
     if pool is None:
         done = ((job, partial(_do, job)) for job in jobs)
@@ -97,6 +101,8 @@ def do_all(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> list[Except
     for job, ended in done:
         try:
             ended()
+        except SameMembersError as error:  # no member is left out and no setting changed: there is no such row
+            print(f"NOT TO BE HAD: {_OWN['name']} {_named(job)}: {error}", flush=True)
         except Exception as error:
             traceback.print_exception(error)
             print(f"FAILED: {_OWN['name']} {_named(job)}: {error}", flush=True)
@@ -156,6 +162,8 @@ def timed(models: Mapping[str, Any], inputs: Any, device: torch.device) -> dict[
 
 
 def write_costs(study: Path, device: torch.device, batch: int, rows: Mapping[str, Any]) -> None:
-    """What was measured of the rows of a study, and on what."""
+    """What was measured of the rows of a study, and on what; where some rows of before were not, those stay."""
     about = {"device": device_name(device), "torch": torch.__version__, "batch": batch}
-    write_json(study / COSTS, {**about, "rows": dict(rows)})
+    place, before = study / COSTS, read_if_there(study / COSTS)
+    known = before["rows"] if before else rows
+    write_json(place, newest_costs(study.name, before, {**about, "rows": dict(rows)}, known))

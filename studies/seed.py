@@ -120,6 +120,10 @@ class Seed(SeedFolder):
             return tuple(one.first(self.prune) for _, one in distinct_taylor(self.taylor, self.prune, self.members))
         return circuit_members({one: self.circuit(one) for one in CIRCUIT_ORDER}, self.prune, self.members)
 
+    def lost(self, kind: Heads, index: int) -> Sequence[he.Head]:
+        """What one member of the paper's loses; the first by Taylor is there even where no second one differs."""
+        return self.taylor().first(self.prune) if (kind, index) == ("taylor", 0) else self.heads(kind)[index]
+
     # --- the paper's members -----------------------------------------------------------------------------------------
 
     def recovered(self, kind: Heads, index: int, rate: float, **changes: Any) -> he.Ensemble:
@@ -127,7 +131,7 @@ class Seed(SeedFolder):
         named = "".join(f"-{key}-{value}" for key, value in changes.items())
         training = self.task.recovery(seed=self.derived("recovery", index), learning_rate=rate, **changes)
         return self.trained(
-            f"{kind}-{index}-rate-{rate:g}{named}", lambda: he.prune(self.base, self.heads(kind)[index]), training
+            f"{kind}-{index}-rate-{rate:g}{named}", lambda: he.prune(self.base, self.lost(kind, index)), training
         )
 
     def whole_recovered(self, rate: float) -> he.Ensemble:

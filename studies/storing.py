@@ -39,6 +39,23 @@ def choices_in(folder: Path) -> dict[str, Any]:
     return {one["row"]: one for one in map(read_json, sorted((folder / CHOICES).glob("*.json")))}
 
 
+def newest_costs(study: str, before: Any, found: Any, rows: Collection[str]) -> Any:
+    """Costs that were found, or those of before, where some of their rows, of `rows` that there are, are not found.
+
+    Only what was measured side by side can be compared, so no table has rows of both.
+    """
+    if before is None or found is None:
+        return before if found is None else found
+    left = [name for name in before["rows"] if name in rows and name not in found["rows"]]
+    if left:
+        print(
+            f"{study}: costs stay as they were measured before, side by side with {', '.join(left)}; name all rows to "
+            "measure them again",
+            flush=True,
+        )
+    return before if left else found
+
+
 def store(
     study: Path,
     results: Path,
@@ -69,7 +86,9 @@ def store(
             replaced |= {str(number)} if whole else set()
     if not runs:
         raise DataError(f"{study} has no finished rows; run the stage `report`")
-    stays: dict[str, Any] = {key: known[key] for key in ("choice", "costs") if key in known and facts.get(key) is None}
+    stays: dict[str, Any] = {key: known[key] for key in ("choice",) if key in known and facts.get(key) is None}
+    if "costs" in facts:
+        stays["costs"] = newest_costs(study.name, known.get("costs"), facts["costs"], rows)
     if known["runs"].keys() - replaced:  # rows of before stay, which were asked about these sets and no others
         stays |= {key: known[key] for key in ("tasks", "groups") if key in known}
     choices = {"choices": {**known.get("choices", {}), **facts["choices"]}} if "choices" in facts else {}

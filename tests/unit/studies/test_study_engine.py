@@ -4,9 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from hydra_ensembles.errors import ConfigError, DataError
-from studies.engine import Job, Kind, Run
+from hydra_ensembles.errors import ConfigError, DataError, SameMembersError
+from hydra_ensembles.files import read_json
+from studies.engine import COSTS, Job, Kind, Run, write_costs
+from studies.storing import newest_costs
 
 
 class Numbers:
@@ -24,6 +27,8 @@ class NumberSeed:
 def doubled(seed: NumberSeed, row: str) -> None:
     if row == "three":
         raise DataError("three cannot be doubled")
+    if row == "same":
+        raise SameMembersError("no second one differs")
     (seed.place / row).touch(exist_ok=False)
 
 
@@ -35,7 +40,7 @@ def listed(run: Run) -> None:
     (run.results / "all.txt").write_text(" ".join(sorted(path.name for path in run.output.glob("seed-*/*"))))
 
 
-ROWS = dict.fromkeys(("one", "two", "three"))
+ROWS = dict.fromkeys(("one", "two", "three", "same"))
 KIND = Kind(NumberSeed, lambda _: ROWS, {"double": doubled}, rounds, {"store": listed})
 
 
@@ -48,6 +53,37 @@ def test_a_job_that_fails_stops_neither_the_others_nor_later_stages(
     assert (tmp_path / "all.txt").read_text() == "one one two two"
     failed = re.findall(r"^FAILED: ([^:]+):", capsys.readouterr().out, re.MULTILINE)
     assert sorted(failed) == [f"numbers double three, seed {seed}" for seed in (0, 1)]
+
+
+def test_a_row_that_has_no_different_members_is_said_not_to_be_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    KIND.run(Run(Numbers(), tmp_path, tmp_path, ["one", "same"], [0, 1]), KIND.stages)  # which does not fail
+    assert (tmp_path / "all.txt").read_text() == "one one"
+    told = re.findall(r"^NOT TO BE HAD: ([^:]+): no second one", capsys.readouterr().out, re.MULTILINE)
+    assert told == [f"numbers double same, seed {seed}" for seed in (0, 1)]
+
+
+def test_costs_that_were_measured_side_by_side_stay_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, both = tmp_path / "numbers", {"one": {"latency": 1.0}, "two": {"latency": 2.0}}
+
+    def measured(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+        write_costs(study, torch.device("cpu"), 8, rows)
+        found: dict[str, dict[str, float]] = read_json(study / COSTS)["rows"]
+        return found
+
+    assert measured(both) == both
+    assert measured({"one": {"latency": 3.0}, "three": {"latency": 3.0}}) == both
+    assert "side by side with two" in capsys.readouterr().out
+    every = {name: {"latency": 4.0} for name in ("one", "two", "three")}
+    assert measured(every) == every
+    assert not capsys.readouterr().out
+    before, found = {"rows": both}, {"rows": {"one": {"latency": 5.0}}}
+    assert newest_costs("numbers", before, found, ["one", "two"]) is before
+    assert newest_costs("numbers", before, found, ["one"]) is found  # there is no second row any more
+    assert newest_costs("numbers", before, None, ["one"]) is before
 
 
 def test_what_made_nothing_to_store_is_what_is_raised(tmp_path: Path) -> None:
