@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from .._utils import __version__, noted, require, require_device
+from .._utils import __version__, noted, require, require_device, require_same_run
 from ..arguments import Whole, checked
 from ..batches import READ, tensors_digest
 from ..checkpoint import locate
 from ..data.dataset import decode_image, read_image
 from ..data.loading import Columns
 from ..errors import CheckpointError, ConfigError, DataError, HydraError
-from ..files import checksum, digest_of, write_atomically
+from ..files import checksum, digest_of, read_object, write_atomically
 from ..heads.ranking import model_fingerprint
 from ..model.contents import CONFIG
 from ..model.ensemble import Ensemble
@@ -37,6 +37,7 @@ from .service import FORMATS, SLIMMEST
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 SHARD, UNREADABLE, SUMMARY = "rows/part-{:05d}.parquet", "unreadable/part-{:05d}.jsonl", "summary"
+ABOUT = "about"  # what a reader of the shards has to know
 INPUT, CLASS, ERROR, NOTE = "input", "class_name", "error", "note"  # columns beside those of `outputs`
 KEPT = "kept_"  # before the name of a column to keep that an answer has
 
@@ -115,6 +116,7 @@ class Scorer:
             device = require_device(place if self.device == "auto" else self.device)
             dtype: torch.dtype | None = None if self.dtype is None else getattr(torch, self.dtype)
             if isinstance(self.model, Ensemble):
+                self.model.verified_metadata()
                 fits = self.model.device == device and self.model.dtype == (dtype or self.model.dtype)
                 self._loaded = self.model if fits else copy.deepcopy(self.model).to(device, dtype)
             else:
@@ -322,7 +324,8 @@ def score_archive(
     Every readable item has exactly one row in `rows/part-*.parquet`, with the outputs of `scorer` and `input`, its
     place in the archive; the others have a line in `unreadable/`, with the reason. A shard appears whole or not at all,
     and `run.json` has its digest: whatever ends the work, also a kill, the same call goes on where it ended, and the
-    shards are those of a run without a break. Another model, archive or setting is refused.
+    shards are those of a run without a break. Another model, archive or setting is refused, and so is what another
+    version of this library began and did not finish.
 
     Args:
         scorer: With the model, the columns to read and those of tables to keep.
@@ -339,7 +342,9 @@ def score_archive(
     folder = RunFolder(place, identity, what="scores")
     with folder.working():
         items, number = iter(archive), 0
-        folder.write("about", _about(scorer))
+        _require_same_answers(folder, about := _about(scorer))
+        if not folder.has(f"{SUMMARY}.json"):
+            folder.write(ABOUT, about)
         with tqdm(total=archive.count(), unit=" items", disable=not progress) as bar:
             while (first := next(items, None)) is not None:
                 part, there = chain((first,), islice(items, shard_rows - 1)), folder.has(SHARD.format(number))
@@ -374,6 +379,14 @@ def _require_among(shard: Path, names: Sequence[str]) -> None:
         raise CheckpointError(f"{shard} has {min(moved)!r}, which the archive now gives elsewhere; give a new folder")
 
 
+def _require_same_answers(folder: RunFolder, about: Mapping[str, Any]) -> None:
+    """Refuse to go on with shards that another version of this library began: all rows are to say the same things."""
+    file = cast(Path, folder.place(f"{ABOUT}.json"))
+    begun = any((file.parent / SHARD).parent.glob("*.parquet"))
+    if begun and not folder.has(f"{SUMMARY}.json"):  # what is finished stays as it is
+        require_same_run(read_object(file) if file.exists() else {}, about, file.parent, "scores")
+
+
 def _identity(ensemble: Ensemble) -> dict[str, Any]:
     """What answers depend on."""
     metadata, known = ensemble.metadata, ensemble.metadata.familiarity
@@ -387,8 +400,13 @@ def _about(scorer: Scorer) -> dict[str, Any]:
     """What a reader of the shards has to know."""
     fields = [{"name": one.name, "meaning": one.meaning} for one in scorer.fields]
     labels = list(scorer.ensemble.metadata.labels)
-    about = {"made_by": f"hydra_ensembles {__version__}", "outputs": fields, "labels": labels, "reasons": REASON_WORDS}
-    return {**about, "kept": scorer.kept}
+    about = {
+        "made_by": f"hydra_ensembles {__version__}",
+        "outputs": fields,
+        "labels": labels,
+        "reasons": list(REASON_WORDS),
+    }
+    return {**about, "kept": scorer.kept, "beside": [INPUT, *([CLASS] if labels else []), NOTE]}
 
 
 def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, seen: Callable[[int], Any]) -> tuple[bytes, bytes]:

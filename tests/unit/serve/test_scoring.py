@@ -485,6 +485,23 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
         score(source, tmp_path / "mine")
 
 
+@pytest.mark.parametrize("change", [{"made_by": "hydra_ensembles 0.0.9"}, {"beside": ["input"]}, None])
+def test_what_another_version_began_is_not_gone_on_with(change: dict[str, Any] | None, tmp_path: Path) -> None:
+    source, output = archive(tmp_path / "in"), tmp_path / "out"
+    score(source, output)
+    about = output / "about.json"
+    before = json.loads(about.read_text())
+    about.unlink() if change is None else about.write_text(json.dumps({**before, **change}))
+    left = None if change is None else about.read_bytes()
+    score(source, output)  # which was finished: nothing is mixed, and it still says who made it
+    assert left is None or about.read_bytes() == left
+    (output / "summary.json").unlink()
+    with pytest.raises(CheckpointError, match="another run"):
+        score(source, output)
+    about.write_text(json.dumps(before))
+    score(source, output)
+
+
 def test_a_deleted_shard_is_made_anew_in_its_place(tmp_path: Path) -> None:
     source, output = archive(tmp_path / "in"), tmp_path / "out"
     wanted, before = score(source, output), written(output)
