@@ -10,6 +10,7 @@ from torch import Tensor
 from ..arguments import checked
 from ..batches import Batches, iterate
 from ..errors import DataError
+from ..metrics.inputs import check_finite
 from ..model.dropping import dropping
 from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
@@ -30,6 +31,9 @@ def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | N
         ensemble: A model with one member; heads that were pruned are not there.
         batches: Inputs; labels are not read.
         layers: Layers whose heads are wanted; None for the last one.
+
+    Raises:
+        DataError: There are no batches, or a head gives numbers that are not finite.
     """
     require_single(ensemble, "head_vectors", classifies=False)
     heads = existing_heads(ensemble.config, (ensemble.num_layers - 1,) if layers is None else layers)
@@ -42,7 +46,7 @@ def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | N
             found[head].append(one)
 
     with dropping(False), torch.no_grad():
-        for inputs, _ in iterate(batches, "batches", labelled=False):
+        for index, (inputs, _) in enumerate(iterate(batches, "batches", labelled=False)):
             x, context = ensemble.embed(*ensemble.unpack(ensemble.prepare(inputs)))  # [1, B, T, d]
             for layer in range(min(max(by_layer, default=-1) + 1, ensemble.num_layers)):
                 block = cast(Block, ensemble.encoder.layers[layer])
@@ -53,6 +57,8 @@ def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | N
             if (pooling := ensemble.readout.map) is not None and ensemble.num_layers in by_layer:
                 tokens = ensemble.readout.before_pool(x)
                 keep(ensemble.num_layers, pooling.attention.mix(tokens, Context(), pooling.query(tokens))[:, 0])
+            for head in heads:
+                check_finite(found[head][-1], f"vectors of head {head}, batch {index},", "batches")
     return {head: torch.cat(parts) for head, parts in found.items()}
 
 

@@ -43,6 +43,14 @@ def test_without_a_class_token_padding_does_not_count() -> None:
         torch.testing.assert_close(vectors, other[head], rtol=1e-4, atol=1e-5)
 
 
+def test_vectors_that_are_no_numbers_are_refused() -> None:
+    problem = random_problem("image-cls")
+    images, labels = problem.id_batches[0]
+    bad = [(images, labels), (images.clone().index_fill_(0, torch.tensor([1]), torch.nan), labels)]
+    with pytest.raises(DataError, match="batch 1"):
+        head_vectors(problem.model, bad)
+
+
 def test_heads_that_are_pruned_are_not_there_and_layers_are_as_asked() -> None:
     problem = random_problem()
     last = problem.model.num_layers - 1
