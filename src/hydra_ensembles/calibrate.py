@@ -13,7 +13,7 @@ from ._utils import warn
 from .arguments import PositiveShare, checked
 from .batches import Batches
 from .errors import ConfigError, DataError
-from .familiarity import Answered, FitOptions, Fitting, answers, digests, require_fresh
+from .familiarity import Answered, FitOptions, Fitting, answers, beside, digests, require_fresh
 from .metrics.conformal import Reference, conformal_threshold, samples_for
 from .metrics.distance import FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean, warn_of_probabilities
@@ -67,7 +67,8 @@ def calibrate(
 
     `predict` applies all of it and it is saved with the model, in place of an earlier calibration. The numbers of the
     fit are added to its metrics under `validation/`. It is of these weights: once they are edited in place, or trained,
-    it is dropped with a warning. Edits through `.data` and steps of fused optimizers are not seen: calibrate again.
+    it is dropped with a warning. Edits through `.data` and steps of fused optimizers are not seen at once, but
+    where the model is next saved, copied, evaluated, optimized or exported.
 
     Args:
         ensemble: It is not changed.
@@ -92,7 +93,8 @@ def calibrate(
     weights = getattr(ensemble, "_orig_mod", ensemble)  # compiled ones are let through
     require_ensemble(weights, "calibrate")
     _require_members_for(score, ensemble.num_members)
-    known, parts, seen = ensemble.metadata.familiarity, list[Answered](), list[str]()  # seen: a name of each sample
+    known = weights.verified_metadata().familiarity
+    parts, seen = list[Answered](), list[str]()  # seen: a name of each sample
     fitted = known if known is not None and familiarity in ("auto", known.settings.scores[0]) else None
     for inputs, some in answers(ensemble, validation, "validation", labelled=True):
         parts.append(some if familiarity is not None else some._replace(features=some.features[..., :0]))
@@ -121,6 +123,7 @@ def calibrate(
             else:
                 wanted: FamiliarityName = "mahalanobis" if familiarity == "auto" else familiarity
                 found, held = _half_fitted(ensemble, samples, seen, wanted, share)
+                found = beside(found, known)
             known, both = _with_threshold(found, held, fit.calibration, share)
             metrics |= both
             line += f", {known.settings.scores[0]} threshold {both['validation/familiar_share']:.2%}; both accept "

@@ -18,7 +18,7 @@ from .arguments import NotNegative, Rate, Seed, Whole, checked
 from .batches import Batches, Inputs, iterate, require_labels, require_same_classes
 from .errors import ConfigError, DataError
 from .metrics.conformal import Reference
-from .metrics.distance import BY_CLASS, FamiliarityName, is_normalised, is_relative
+from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_normalised, is_relative
 from .metrics.inputs import check_finite
 from .model.dropping import dropping
 from .model.dual_encoder import require_ensemble
@@ -70,7 +70,8 @@ def fit_familiarity(
     """A copy of an ensemble that says how familiar an input is: `p.score("mahalanobis")`, `p.familiarity`.
 
     A share of the samples, drawn by the seed, is held out: it has no part in the statistics, and p-values come from it.
-    `calibrate` sets a threshold, on other data, and p-values then come from those.
+    `calibrate` sets a threshold, on other data, and p-values then come from those. Scores that were fitted here before
+    are replaced; those of `baselines.vilu` and `baselines.neg_label` stay, behind the new ones.
 
     Args:
         ensemble: Any classifier: of images, of texts, zero-shot. It is not changed.
@@ -98,7 +99,7 @@ def fit_familiarity(
         >>> bool(answer.score("knn")[1] > answer.score("knn")[0])  # clothes are further off than fields
         True
     """
-    require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity")
+    require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity").verified_metadata()
     wanted = (score,) if isinstance(score, str) else tuple(score)
     options = FitOptions(wanted, shrinkage, neighbours, principal, stored)
     draws = np.random.default_rng(seed)
@@ -120,6 +121,7 @@ def fit_familiarity(
         scores = known.scores(kept.features, kept.logits)[0].mean(dim=0)
         known = Familiarity(replace(known.settings, reference=Reference.of(scores)), known.state)
     line = f"familiarity ({', '.join(options.scores)}) fitted on {known.settings.samples} samples"
+    known = beside(known, ensemble.metadata.familiarity)
     metadata = replace(ensemble.metadata, familiarity=known, history=(*ensemble.metadata.history, line))
     return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
 
@@ -129,26 +131,28 @@ def with_score(ensemble: Ensemble, found: Familiarity, line: str) -> Ensemble:
 
     Scores of before stay, but one of the same name is replaced.
     """
-    known, settings, state = ensemble.metadata.familiarity, found.settings, dict(found.state)
-    if known is not None:
-        old, new = known.settings, found.settings
-        others = tuple(score for score in old.scores if score not in new.scores)
-        state |= {key: tensor for key, tensor in known.state.items() if key.rpartition(".")[0] in others}
-        settings = replace(
-            old,
-            scores=(*new.scores, *others),
-            samples=new.samples,
-            marks=new.marks,
-            embedding=new.embedding,
-            hidden=new.hidden or old.hidden,
-            words=new.words if any(new.words) else old.words,
-            projected=(new if "vilu" in new.scores else old).projected,
-            threshold=None,
-            reference=None,
-        )
-    metadata = replace(ensemble.metadata, familiarity=Familiarity(settings, state))
+    known = ensemble.verified_metadata().familiarity
+    metadata = replace(ensemble.metadata, familiarity=found if known is None else _joined(found, known, ()))
     metadata = replace(metadata, history=(*metadata.history, line))
     return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
+
+
+def beside(found: Familiarity, known: Familiarity | None) -> Familiarity:
+    """What was fitted to features, with those scores of before behind it that are not fitted to features."""
+    return found if known is None else _joined(found, known, FAMILIARITY_NAMES)
+
+
+def _joined(found: Familiarity, known: Familiarity, replaced: Sequence[str]) -> Familiarity:
+    """Scores that were found, which decide, and those known before, but for those of the same names and `replaced`."""
+    old, new = known.settings, found.settings
+    others = tuple(score for score in old.scores if score not in (*new.scores, *replaced))
+    state = {key: tensor for key, tensor in known.state.items() if key.rpartition(".")[0] in others}
+    own = {"knn": ("stored", "neighbours"), "vim": ("principal",), "neglabel": ("words",)}
+    own["vilu"] = ("hidden", "projected")
+    kept = {name: getattr(old, name) for score in others for name in own.get(score, ())}
+    if {"vilu", "neglabel"} & set(others):
+        kept["embedding"] = old.embedding  # one for both: that of the texts
+    return Familiarity(replace(new, scores=(*new.scores, *others), **kept), {**found.state, **state})
 
 
 @dataclass(frozen=True)

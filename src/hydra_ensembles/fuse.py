@@ -17,6 +17,7 @@ from .heads.masking import Model
 from .model.config import KeptHeads, Sharing
 from .model.dual_encoder import DualEncoder, require_model, require_single
 from .model.ensemble import Ensemble, singles
+from .model.given import require_values
 from .model.layers import GroupedLinear
 from .model.states import (
     common_layers,
@@ -82,6 +83,7 @@ def fuse(
     given: list[Ensemble | DualEncoder] = [*listed(members, "fuse")]
     for member in given:
         require_model(member, "fuse")
+    require_values(next(given[0].parameters(), None))
     how: How = {"stem": stem, "mlp": mlp, "norms": norms, "readout": readout}
     duals = [member for member in given if isinstance(member, DualEncoder)]
     ensembles = [member for member in given if isinstance(member, Ensemble)]
@@ -107,7 +109,7 @@ def twins(models: Iterable[Ensemble | DualEncoder]) -> tuple[int, int] | None:
                 single = one if one.num_members == 1 else one.member(index)
                 found.append((single.config, single.state_dict()))
     for (i, (config, first)), (j, (other, second)) in combinations(enumerate(found), 2):
-        if config != other or any(first[name].device != second[name].device for name in first):
+        if config != other or any(first[name].device != second[name].device or first[name].is_meta for name in first):
             continue
         if all(torch.equal(first[name], second[name]) for name in reversed(list(first))):  # classifiers part first
             return i, j

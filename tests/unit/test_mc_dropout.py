@@ -123,3 +123,8 @@ def test_settings_that_cannot_work_are_refused(name, values):
     for value in values:
         with pytest.raises(ConfigError, match=rf"\b{name}\b"):
             mc_dropout(tiny(), **{"p": 0.1, "passes": 2, name: value})
+
+
+def test_a_view_is_not_saved(tmp_path):
+    with pytest.raises(ConfigError, match="save its ensemble"):
+        mc_dropout(tiny(), 0.1, 2).save_pretrained(tmp_path)

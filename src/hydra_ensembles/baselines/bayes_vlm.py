@@ -366,6 +366,10 @@ class ProbitClassifier(Droppable):
         """As `Ensemble.prepare`."""
         return self.dual.image.prepare(inputs, **named)
 
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Refused: this is a view of a dual encoder; what `VLMPosterior.zero_shot` draws is saved."""
+        raise ConfigError("BayesVLM's closed form is a view and is not saved; save the dual encoder, or drawn members")
+
 
 # --- both sides of a dual encoder ------------------------------------------------------------------------
 

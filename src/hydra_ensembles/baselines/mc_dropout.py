@@ -1,6 +1,7 @@
 """MC Dropout as an ensemble: the members are passes of one model with different neurons dropped."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from ..arguments import Rate, Seed, Whole, checked, trusted
 from ..batches import Inputs
+from ..errors import ConfigError
 from ..model.config import EnsembleConfig
 from ..model.dropping import Droppable, dropping
 from ..model.dual_encoder import require_ensemble
@@ -85,6 +87,11 @@ class MCDropout(Droppable):
     def prepare(self, inputs: Any = None, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""
         return self.model.prepare(inputs, **named)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Refused: this is a view; what can be saved is the ensemble that it is of."""
+        again = f"he.mc_dropout(he.load(folder), p={self.p}, passes={self.passes}, seed={self.seed})"
+        raise ConfigError(f"MC Dropout is a view and is not saved; save its ensemble, and look at it again: {again}")
 
 
 def _with_dropout(config: EnsembleConfig, p: float) -> EnsembleConfig:

@@ -249,7 +249,7 @@ def atlas(
     require_ensemble(ensemble, "atlas")
     if not ensemble.num_classes:
         raise ConfigError("this ensemble has no classifier to look at; convert the model with num_labels=")
-    known, id_name, name = ensemble.metadata, id_name or set_name(id_data), name or "model"
+    known, id_name, name = ensemble.verified_metadata(), id_name or set_name(id_data), name or "model"
     preprocess, calibration = preprocess or known.preprocessing, known.calibration or Calibration()
     measure = Measure(name, id_name, score, (), "torch-uncertainty", calibration, 0, False, known.familiarity)
     foreign = {key: data for group, sets in read_groups(ood).items() if group != "apart" for key, data in sets.items()}

@@ -117,7 +117,9 @@ def evaluate(
             f"evaluate takes an Ensemble, or anything to call with inputs, got a {type(ensemble).__name__}"
         )
     inner = unwrapped(ensemble) if isinstance(ensemble, nn.Module) else ensemble
-    if isinstance(inner, Ensemble) and (inner.metadata.familiarity is not None or not hasattr(ensemble, "metadata")):
+    if isinstance(inner, Ensemble) and (
+        inner.verified_metadata().familiarity is not None or not hasattr(ensemble, "metadata")
+    ):
         ensemble = inner  # what is around it passes logits on, and neither calibration nor features
     remembered = getattr(ensemble, "metadata", None)
     known = remembered if isinstance(remembered, Metadata) else Metadata()

@@ -23,6 +23,7 @@ from ..errors import ConfigError, DataError
 from ..metrics.inputs import at_least_float32, check_finite, warn_of_probabilities, where
 from ..model.dropping import evaluating
 from ..model.ensemble import Ensemble
+from ..model.given import require_values
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import Keys, sample_keys
 from ..prediction import Prediction
@@ -215,6 +216,7 @@ def running(model: object, device: torch.device | None) -> Iterator[tuple[torch.
         elif isinstance(model, nn.Module):
             parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
             if parameter is not None:
+                require_values(parameter)
                 home, dtype = parameter.device, parameter.dtype
                 if device not in (None, home):
                     restoring.callback(model.to, home)

@@ -66,12 +66,12 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
         saved += [(attention, row, attention.out.detach()[row].clone()) for row in rows]
     towers = towers_of(ensemble).values()
     try:
-        with torch.no_grad(), edited(*towers):
+        with torch.no_grad(), edited(*towers, masks=1):
             for attention, row, _ in saved:
                 attention.out[row].zero_()
         yield ensemble
     finally:
-        with torch.no_grad(), edited(*towers):
+        with torch.no_grad(), edited(*towers, masks=-1):
             for attention, row, values in saved:
                 attention.out[row].copy_(values)
 

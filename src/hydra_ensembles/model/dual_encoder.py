@@ -21,6 +21,7 @@ from .contents import DUAL_ENCODER, ENSEMBLE, Contents, dual_encoder_contents, r
 from .cost import Description
 from .dropping import Droppable, dropping
 from .ensemble import Ensemble, Saved, built_around, copied
+from .given import require_values
 from .layers import GroupedLinear
 from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, odd_names, text_state
 from .states import copies_of, head_axis, member_index, place_of
@@ -157,7 +158,8 @@ class DualEncoder(Saved, Droppable):
     # --- saving and loading ------------------------------------------------------------------------------
 
     def _contents(self, name: str) -> Contents:
-        return dual_encoder_contents(name, self.config, self.image.metadata, self.text.metadata, self.state_dict())
+        image, text = self.image.verified_metadata(), self.text.verified_metadata()
+        return dual_encoder_contents(name, self.config, image, text, self.state_dict())
 
     @classmethod
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "DualEncoder":
@@ -253,9 +255,10 @@ def _numbers(values: float | Tensor, like: Ensemble) -> nn.Parameter:
 
 
 def require_ensemble(model: object, caller: str) -> Ensemble:
-    """The model, refused where it is not an `Ensemble`; `caller` is the function that takes one."""
+    """The model, refused where it is not an `Ensemble` with weights; `caller` is the function that takes one."""
     if not isinstance(model, Ensemble):
         raise ConfigError(f"{caller} takes an Ensemble, got {_with_advice(model)}")
+    require_values(next(model.parameters(), None))
     return model
 
 
@@ -390,6 +393,7 @@ def zero_shot(
         raise ConfigError(f"zero_shot takes a DualEncoder, got {type(dual).__name__}; convert a CLIP model")
     if dual.image.readout.config.cosine is not None:
         raise ConfigError("the image tower must end in one feature vector, not in class embeddings; convert it again")
+    require_values(dual.logit_scale)
     names, sentences = checked_names(class_names), checked_templates(templates)
     side = _text_side(dual, sentences)
     classes = _class_state(side, names, dual.device)

@@ -30,6 +30,7 @@ from .given import (
     gathered,
     require_at_home,
     require_dense,
+    require_values,
     warn_of_other_size,
     warn_of_raw_pixels,
     warn_of_untold_padding,
@@ -44,6 +45,7 @@ from .states import (
     member_state,
     require_same_architecture,
     require_same_dtype_and_device,
+    weights_digest,
 )
 from .stem_readout import PatchStem, Readout, TextStem, projection_from
 
@@ -172,6 +174,8 @@ class Ensemble(Saved, Droppable):
         self.config, self._metadata = config, Metadata() if metadata is None else metadata
         self._places: list[nn.Module] = []  # where weights lie
         self._measured: list[tuple[int, int]] | None = None  # the weights that metadata are of; None: random ones
+        self._digest: int | None = None  # of the values of those weights; None where nothing was measured
+        self._masks = 0  # masks on the weights now: they are not what was measured, and that is meant
         self.kind, self.num_members, self.num_classes = config.kind, config.members, config.readout.num_classes
         self.num_layers, self.num_heads = config.encoder.layers, config.encoder.heads
         self.heads: KeptHeads = tuple(kept[: self.num_layers] for kept in config.heads)
@@ -217,10 +221,41 @@ class Ensemble(Saved, Droppable):
         self._metadata = metadata
         self.take_as_measured()
 
+    def verified_metadata(self) -> Metadata:
+        """The metadata, once the values of the weights were held against those that were measured.
+
+        No counter shows edits through `.data` and steps of fused optimizers. Reading all weights does: where a model is
+        saved, copied, evaluated or prepared for something, not where it answers.
+        """
+        looked_at = self.metadata.measured and self._digest is not None and not self._masks
+        if looked_at and weights_digest(self.parameters()) not in (None, self._digest):
+            self._forget("weights edited", "the weights of this ensemble were edited after it was measured")
+        return self._metadata
+
     def take_as_measured(self) -> None:
         """The metadata are of the weights as they are now."""
+        self.count_edits()
+        self._digest = weights_digest(self.parameters()) if self._metadata.measured else None
+
+    def leave_unwatched(self) -> None:
+        """Edits of the weights are not looked for any more: the metadata are what they are."""
+        self._places, self._measured, self._digest = [], None, None
+
+    def count_edits(self) -> None:
+        """Edits of the weights count from now on."""
         self._places = [module for module in self.modules() if module._parameters]
         self._measured = self._weights()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to` and its kin do: another device has the same bits, another dtype has others of the same weights."""
+        home = next(self.parameters(), None)
+        rounded = home is not None and self._digest is not None and fn(home.detach()[:0]).dtype != home.dtype
+        if rounded:
+            self.verified_metadata()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if rounded and self._digest is not None:
+            self._digest = weights_digest(self.parameters())
+        return self
 
     def _weights(self) -> list[tuple[int, int]]:
         """Which parameters there are, and how often each was edited in place: known without a look at their values."""
@@ -228,14 +263,14 @@ class Ensemble(Saved, Droppable):
         return [(id(one), -1 if one.is_inference() else one._version) for one in parameters]  # -1: nobody counts
 
     def _forget(self, line: str, problem: str) -> None:
-        self._metadata = self._metadata.after(line)
+        self._metadata, self._digest = self._metadata.after(line), None
         warn(f"{problem}: its calibration, familiarity and metrics are dropped; calibrate again")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *others: Any) -> None:
         """What `load_state_dict` does here, also of a model around this one; other weights are not calibrated."""
         pairs = ((own, state_dict.get(prefix + name)) for name, own in self.named_parameters() if not own.is_meta)
         new = (isinstance(one, Tensor) and not torch.equal(own, one.to(own)) for own, one in pairs)
-        if self.metadata.measured and self._measured is not None and any(new):
+        if self._measured is not None and self.verified_metadata().measured and any(new):
             self._forget("other weights loaded", "other weights are loaded into an ensemble that was measured before")
         super()._load_from_state_dict(state_dict, prefix, *others)
 
@@ -243,12 +278,14 @@ class Ensemble(Saved, Droppable):
         self.take_as_measured()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_metadata": self.metadata, "_places": []}
+        known = self.verified_metadata()
+        digest = weights_digest(self.parameters()) if self._masks and known.measured else self._digest
+        return {**self.__dict__, "_metadata": known, "_places": [], "_digest": digest, "_masks": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._measured is not None:
-            self.take_as_measured()
+            self.count_edits()
 
     # --- running -----------------------------------------------------------------------------------------
 
@@ -321,7 +358,8 @@ class Ensemble(Saved, Droppable):
             raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
             inputs = self._metadata.preprocessing(raw)
         arguments, home = self.unpack(inputs, **named), next(self.parameters())
-        if arguments[0].is_meta and not home.is_meta:
+        require_values(home)
+        if arguments[0].is_meta:
             raise DataError("the inputs are on the device 'meta', where tensors have no values; give real ones")
         if ready and self.kind == "image":
             warn_of_raw_pixels(arguments[0], self._metadata.preprocessing)
@@ -413,7 +451,7 @@ class Ensemble(Saved, Droppable):
         """A copy of one member as an ensemble of its own; the calibration of several members is not its own."""
         index = member_index(index, self.num_members)
         state = member_state(self.config, self.state_dict(), index)
-        metadata = member_metadata(self.metadata, index, self.num_members)
+        metadata = member_metadata(self.verified_metadata(), index, self.num_members)
         return Ensemble.from_state(member_config(self.config, index), state, metadata)
 
     @classmethod
@@ -432,7 +470,7 @@ class Ensemble(Saved, Droppable):
         strange = sorted(set(changes) - set(known))
         if strange:
             raise ConfigError(f"there is no metadata {strange}; there are {known}")
-        metadata = replace(self.metadata, **changes)
+        metadata = replace(self.verified_metadata(), **changes)
         metadata.check(self.config)
         return built_around(lambda: Ensemble(self.config, metadata), self.state_dict())
 
@@ -448,7 +486,7 @@ class Ensemble(Saved, Droppable):
                 f"the ensemble is not what its configuration says, in {odd[0][0]}, and could not be loaded again; undo "
                 "what was changed (torch.nn.utils.prune.remove, parametrize.remove_parametrizations), then save"
             )
-        return ensemble_contents(name, self.config, self.metadata, state)
+        return ensemble_contents(name, self.config, self.verified_metadata(), state)
 
     @classmethod
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":
@@ -487,13 +525,14 @@ class Ensemble(Saved, Droppable):
 
 
 @contextmanager
-def edited(*ensembles: Ensemble) -> Iterator[None]:
-    """Edits inside leave what was measured as it is; those of before have been seen."""
+def edited(*ensembles: Ensemble, masks: int) -> Iterator[None]:
+    """Edits inside leave what was measured as it is; those of before have been seen. They put on or take off a mask."""
     for one in ensembles:
         _ = one.metadata
     yield
     for one in ensembles:
-        one.take_as_measured()
+        one.count_edits()
+        one._masks += masks
 
 
 def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], KeptHeads, Metadata]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._utils import warn
 from ..batches import READ, looks_like_input, tensors_of
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from .config import PatchStemConfig, TextStemConfig
 
@@ -189,6 +189,13 @@ def _whole(tensor: Tensor) -> bool:
 def _visible(tensor: Tensor) -> bool:
     """Whether the values of a tensor can be read without waiting for anything."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def require_values(home: Tensor | None) -> None:
+    """Refuse to compute with parameters (`home` is one) on the device `meta`, where there are shapes and no values."""
+    if home is not None and home.is_meta:
+        advice = "load some first: he.load(...), or load_state_dict(state, assign=True)"
+        raise ConfigError(f"the model is on the device 'meta', where its weights have no values; {advice}")
 
 
 def require_at_home(tensors: Arguments, home: Tensor | None) -> None:

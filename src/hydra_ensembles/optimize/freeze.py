@@ -59,6 +59,7 @@ def simplified(ensemble: Ensemble) -> Ensemble:
     Weights of half precision come back in float32, where folding does not lose digits; the caller converts.
     """
     result = _twin(ensemble, {}, share=False).eval()
+    result.leave_unwatched()  # its weights are written anew; what becomes of the ensemble's is not its concern
     _merge_equal_copies(result)
     if result.dtype in (torch.bfloat16, torch.float16):
         result.to(torch.float32)

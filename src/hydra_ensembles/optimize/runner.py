@@ -18,7 +18,7 @@ from ..batches import Inputs
 from ..errors import ConfigError
 from ..model.cost import times_in_turn
 from ..model.ensemble import Ensemble
-from ..model.given import Given, require_at_home
+from ..model.given import Given, require_at_home, require_values
 from ..prediction import Prediction
 from .freeze import frozen, with_plan
 from .frozen_layers import Plan
@@ -83,11 +83,13 @@ class OptimizedEnsemble:
             raise ConfigError(f"plans must be some of {list(PLANS)}, got {list(chosen)}")
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"dtype must be a floating type such as torch.bfloat16, got {dtype}")
+        require_values(next(ensemble.parameters(), None))
         self.device, self.dtype = ensemble.device, dtype or ensemble.dtype
         on_cuda = self.device.type == "cuda"
         if graphs and not on_cuda:
             raise ConfigError(f"CUDA graphs need an ensemble on a CUDA device, this one is on {self.device}")
-        self.config, self.metadata, self.description = ensemble.config, ensemble.metadata, ensemble.describe()
+        self.config, self.description = ensemble.config, ensemble.describe()
+        self.metadata = ensemble.verified_metadata()
         self.kind, self.num_members, self.num_classes = ensemble.kind, ensemble.num_members, ensemble.num_classes
         self.choices: dict[Key, Choice] = {}
         self._one_at_a_time = _Lock()

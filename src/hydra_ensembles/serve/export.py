@@ -82,7 +82,8 @@ def export(
     """
     path = Path(path).expanduser()
     format = _format(path, format)
-    outputs = output_fields(require_ensemble(ensemble, "export"))
+    require_ensemble(ensemble, "export").verified_metadata()
+    outputs = output_fields(ensemble)
     if format == "onnx":
         for library in ("onnx", "onnxscript", "onnxruntime"):
             require(library, extra="onnx")

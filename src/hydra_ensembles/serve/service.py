@@ -138,7 +138,7 @@ class Service:
         """Take an ensemble that is a classifier; its weights are read when `workers` makes plans."""
         self.ensemble, self.settings, self.kind = ensemble, settings, ensemble.kind
         self.inputs, self.outputs = input_fields(ensemble), output_fields(ensemble)
-        self.labels = ensemble.metadata.labels or tuple(map(str, range(ensemble.num_classes)))
+        self.labels = ensemble.verified_metadata().labels or tuple(map(str, range(ensemble.num_classes)))
         self.preprocessing = ensemble.metadata.preprocessing
         known = ensemble.metadata.calibration or Calibration()
         left = known.temperature if known.calibrates == "probs" else (1.0,)  # that of logits is in them already

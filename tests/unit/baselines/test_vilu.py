@@ -142,6 +142,29 @@ def test_scores_of_before_stay_and_the_new_one_decides():
     torch.testing.assert_close(again.predict(images).score("neglabel"), third.predict(images).score("neglabel"))
 
 
+def by_features(one):
+    return he.fit_familiarity(one, data(48), ("mahalanobis", "mahalanobis++"))
+
+
+def by_halves(one):
+    return he.calibrate(one, data(64, seed=5), share=0.8, familiarity="mahalanobis")
+
+
+@pytest.mark.parametrize(
+    ("fit", "own"), [(by_features, ("mahalanobis", "mahalanobis++")), (by_halves, ("mahalanobis",))]
+)
+def test_what_is_fitted_to_features_leaves_the_other_scores(fit, own, tmp_path):
+    images = pair_samples(5, seed=3)[0]
+    words = [f"{one} {two}" for one in ("cat", "red", "the", "picture") for two in ("tree", "of", "photo", "green")]
+    before = fitted(he.fit_familiarity(zero_shot(members=2), data(48), "knn"))
+    before = neg_label(before, words, settings=NegLabel(share=1.0, groups=2))
+    fit(before).save_pretrained(tmp_path / "made")
+    made = he.load(tmp_path / "made")
+    assert made.metadata.familiarity.settings.scores == (*own, "neglabel", "vilu")  # knn is replaced
+    for score in ("neglabel", "vilu"):
+        torch.testing.assert_close(made.predict(images).score(score), before.predict(images).score(score))
+
+
 def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     ensemble = zero_shot()
     images = pair_samples(5, seed=3)[0]

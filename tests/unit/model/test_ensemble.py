@@ -253,6 +253,60 @@ def test_weights_that_were_edited_are_not_calibrated(edit: Any, used: Any, tmp_p
     assert ours.predict(torch.randn(1, 3, 8, 8)).threshold is None
 
 
+def through_data(one: he.Ensemble) -> None:
+    one.readout.classifier.weight.data.mul_(2.0)  # type: ignore[union-attr]
+
+
+def rows_swapped(one: he.Ensemble) -> None:
+    weight = one.readout.classifier.weight  # type: ignore[union-attr]
+    weight.data = weight.data.flip(1)
+
+
+def fused_step(one: he.Ensemble) -> None:
+    one(torch.randn(2, 3, 8, 8)).sum().backward()
+    torch.optim.SGD(one.parameters(), 0.1, fused=True).step()
+
+
+@pytest.mark.parametrize(
+    ("edit", "used"),
+    [
+        (through_data, lambda one, folder: one.save_pretrained(folder)),
+        (rows_swapped, lambda one, folder: one.save_pretrained(folder)),
+        (fused_step, lambda one, folder: one.save_pretrained(folder)),
+        (through_data, lambda one, _: he.evaluate(one, [(torch.randn(3, 3, 8, 8), torch.arange(3))], progress=False)),
+        (through_data, lambda one, _: copy.deepcopy(one)),
+        (through_data, lambda one, _: one.optimize()),
+        (through_data, lambda one, _: one.with_metadata(labels=("a", "b", "c"))),
+        (through_data, lambda one, _: one.member(0)),
+        (through_data, lambda one, _: he.prune(one, [])),
+        (through_data, lambda one, _: one.double()),
+        (through_data, lambda one, _: one.load_state_dict(one.state_dict())),
+    ],
+)
+def test_edits_that_nobody_counts_are_seen_where_weights_are_read(edit: Any, used: Any, tmp_path: Path) -> None:
+    ours = measured()
+    edit(ours)
+    with pytest.warns(he.HydraWarning, match="edited"):
+        used(ours, tmp_path / "a")
+    assert ours.metadata.calibration is None
+
+
+@pytest.mark.parametrize(
+    "moved", [lambda one: one.bfloat16(), lambda one: one.double().float(), lambda one: one.to("cpu")]
+)
+def test_weights_that_are_only_moved_or_masked_are_those_that_were_measured(moved: Any, tmp_path: Path) -> None:
+    ours = moved(measured())
+    with he.masked(ours, [(0, 0)]):
+        he.evaluate(ours, [(torch.randn(3, 3, 8, 8), torch.arange(3))], progress=False)
+        copied = copy.deepcopy(ours)  # of the weights as they are, masked
+    for one, name in ((ours, "a"), (copied, "b")):
+        one.save_pretrained(tmp_path / name)
+        assert one.metadata.calibration == Calibration((2.0,), 0.5)
+    through_data(ours)
+    with pytest.warns(he.HydraWarning, match="edited"):
+        ours.save_pretrained(tmp_path / "a")
+
+
 @torch.inference_mode()
 def in_inference_mode(one: he.Ensemble) -> he.Ensemble:
     assert one.double().predict(torch.randn(1, 3, 8, 8)).threshold == 0.5

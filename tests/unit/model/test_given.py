@@ -4,6 +4,7 @@ import warnings
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -369,3 +370,22 @@ def test_on_a_gpu_data_are_checked_before_they_leave_the_cpu_and_not_read_back()
         torch.cuda.set_sync_debug_mode("default")
     for answer in answers:
         torch.testing.assert_close(answer.probs, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda one, _: one.predict(PIXELS),
+        lambda one, folder: one.save_pretrained(folder / "a"),
+        lambda one, _: he.fuse([one, one]),
+        lambda one, _: he.soup([one, one]),
+        lambda one, _: one.optimize(),
+        lambda one, folder: he.export(one, folder / "a.pt2"),
+        lambda one, _: he.evaluate(one, [(PIXELS, LABELS[:2])], progress=False),
+        lambda one, _: he.calibrate(one, [(PIXELS, LABELS[:2])]),
+        lambda one, _: he.mc_dropout(one, 0.1, 2),
+    ],
+)
+def test_a_model_without_values_is_refused_where_they_count(use: Any, tmp_path: Path) -> None:
+    with pytest.raises(he.HydraError, match="meta"):
+        use(model(IMAGE).to("meta"), tmp_path)
