@@ -36,9 +36,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from studies.cells import LOWER, PLAIN
 from studies.dual_findings import DualStudy
 from studies.dual_findings import claims as dual_claims
-from studies.findings import LOWER, PLAIN, claims, foretold
+from studies.findings import claims, foretold
 from studies.measures import Difference, Number, numbers, read_columns
 from studies.paper import paper_numbers
 from studies.results import fixed

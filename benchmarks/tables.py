@@ -27,13 +27,15 @@ from hydra_ensembles.convert.convert import supported
 from hydra_ensembles.demo import Gains
 from hydra_ensembles.report import to_markdown
 from hydra_ensembles.schema import from_plain
+from studies.all_tasks import TITLES, price_cell, priced
 from studies.analyses.registry import blocks, draw, undrawn
+from studies.cells import LOWER, level, marked, printed
 from studies.circuit_draws import draws_table
 from studies.dual_findings import DualStudy
 from studies.dual_findings import blocks as dual_blocks
 from studies.dual_recipe import ZERO_SHOT
-from studies.findings import LOWER, TITLES, level, marked, price_cell, priced, printed, stored_studies
 from studies.findings import blocks as study_blocks
+from studies.findings import stored_studies
 from studies.results import RESULTS, ROOT, load, table
 from studies.rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, SINGLE, SOUP
 from studies.stored import Study

@@ -7,10 +7,13 @@ from typing import Any, TypeVar, get_args
 
 from hydra_ensembles.metrics.distance import LearnedName
 
+from .all_tasks import gains
+from .cells import MARKED, marked, memory, parts, printed, shown
+from .detection import PAPER, TITLE, detected
 from .dual_rows import BAYES_VLM, HYDRA, NEG_LABEL, VILU
-from .findings import claim_cells, gains, marked, memory, not_testable_table, parts, printed, tested
+from .findings import claim_cells, not_testable_table, tested
 from .measures import SHOWN, Columns, Number, numbers, plain_numbers
-from .paper import read_csv, zero_shot_numbers
+from .paper import Numbers, read_csv, zero_shot_numbers
 from .results import markdown
 from .stored import Study
 from .storing import SINGLE, of_row
@@ -24,15 +27,13 @@ CLASSIFICATION = {
     "calibrated.ece": "ECE, own temperature ↓",
     "own.aurc": "AURC ↓",
 }
-DETECTION = ("auroc", "fpr95", "aupr")
-UNSEEN, PAPER = "unseen", "*paper*"
+UNSEEN = "unseen"
 MEANS = ("accuracy", "nll", "brier", "ece", "aece", "calibrated.ece", "aurc", "own.ece", "own.aece", "own.aurc")
 OWN = get_args(LearnedName)  # scores that rows bring
 BY_OWN = (
     "ViLU and NegLabel answer like Single and bring a score: OOD numbers of their rows, and ECE, aECE and AURC of "
     "ViLU, are by that score, those of all other rows by the largest probability."
 )
-MARKED = "**Better** and *worse* than Single beyond chance (95 % intervals over seeds and test samples, paired)"
 LARGE = "FPR95 of sets of 1,000 images or more; a dash where there is none."
 Value = TypeVar("Value")
 
@@ -98,7 +99,7 @@ class DualStudy(Study):
         tasks = self.facts["tasks"]
         return [task for task, one in tasks.items() if one["domain"] == UNSEEN and task not in self.counted]
 
-    def paper(self) -> Mapping[str, Mapping[str, float]]:
+    def paper(self) -> Mapping[str, Numbers]:
         """The paper's numbers by row, under the keys of ours."""
         return zero_shot_numbers(list(self.facts["tasks"]), self.detections)
 
@@ -146,12 +147,6 @@ def left_out(study: DualStudy) -> str:
     return f"Tasks where Single is below {least:g} times chance leave the means: {', '.join(study.left_out) or 'none'}."
 
 
-def shown(study: DualStudy, row: str, key: str) -> str:
-    """A mean as `marked` has it; one without an interval as it is."""
-    known = any(key in study.numbers(row, seed) for seed in study.seeds(row))
-    return marked(study, row, key) if known else printed(study.plain_mean(row, key), key)
-
-
 def _of_paper(own: Mapping[str, float], keys: Iterable[str], after: int) -> list[list[str]]:
     """The paper's line with so many empty cells at its end; none where it gives none of these numbers."""
     found = [(own.get(key.replace(".own.", ".")), key) for key in keys]
@@ -166,16 +161,17 @@ def tasks_table(study: DualStudy, key: str = "accuracy") -> str:
     lines = [["*chance*", *(f"*{printed(1 / one['classes'], 'accuracy')}*" for one in tasks.values())]]
     lines = [[*lines[0], *[""] * (len(keys) - len(tasks))]] if key == "accuracy" else []
     for row in study.rows:
-        lines.append([row, *(marked(study, row, one) for one in keys)])
+        lines.append([row, *(shown(study, row, one) for one in keys)])
         lines += _of_paper(paper.get(row, {}), keys, 0)
     heads = [f"{task} ({one['domain']}, {one['samples']})" for task, one in tasks.items()]
     unseen = sum(one["domain"] == UNSEEN for one in tasks.values())
+    marks = "aECE has no interval" if key == "own.aece" else MARKED
     note = (
-        f"{MARKED}; the paper's numbers below, in italics throughout: ImageNet-1K for tinyimagenet, SUN397 for "
+        f"{marks}; the paper's numbers below, in italics throughout: ImageNet-1K for tinyimagenet, SUN397 for "
         f"scene15, DTD for dtd10. Mean: over {len(study.counted)} of {unseen} unseen tasks "
         f"({', '.join(study.counted)}), the paper's over its nine. {left_out(study)}"
     )
-    note += "" if key == "accuracy" else " ViLU: of the confidence that it brings."
+    note += " ViLU: of the confidence that it brings." if key.startswith("own.") else ""
     return markdown([CLASSIFICATION[key], *heads, *(["mean"] if study.counted else [])], lines, note)
 
 
@@ -187,9 +183,9 @@ def sets_table(study: DualStudy) -> str:
         for group, names in study.groups(task).items()
         for name in names
     ]
-    lines = _detected(study, [f"{task}.own.ood.{name}" for task, _, name in places])
+    lines = detected(study, [f"{task}.own.ood.{name}" for task, _, name in places])
     heads = [f"{task}: {name} ({group})" for task, group, name in places]
-    return markdown(["row", *heads], lines, f"AUROC ↑ / FPR95 ↓ / AUPR ↑, the paper's below. {LARGE} {BY_OWN}")
+    return markdown(["row", *heads], lines, f"{TITLE}, the paper's below: textures for dtd10. {LARGE} {BY_OWN}")
 
 
 def detection_table(study: DualStudy) -> str:
@@ -199,27 +195,11 @@ def detection_table(study: DualStudy) -> str:
     places = [f"{task}.own.{group}" for task in study.detections for group in (*study.groups(task), "all")]
     lines = [
         [*line, *([""] * len(keys) if line[0] == PAPER else [marked(study, line[0], key) for key in keys])]
-        for line in _detected(study, places)
+        for line in detected(study, places)
     ]
     heads = [place.replace(".own.", " ") for place in places]
-    note = f"AUROC ↑ / FPR95 ↓ / AUPR ↑, means over OOD sets, the paper's below; then AUROC. {LARGE} {BY_OWN}"
+    note = f"{TITLE}, means over OOD sets, the paper's below; then AUROC. {LARGE} {BY_OWN}"
     return markdown(["row", *heads, *keys.values()], lines, note)
-
-
-def _detected(study: DualStudy, places: Iterable[str]) -> list[list[str]]:
-    """AUROC, FPR95 and AUPR of every row at every place, and the paper's line below where it has one."""
-    lines, paper = [], study.paper()
-    for row in study.rows:
-        own, cells, theirs = paper.get(row, {}), list[str](), list[str]()
-        for place in places:
-            keys = [f"{place}.{metric}" for metric in DETECTION]
-            cells.append(" / ".join(shown(study, row, key) for key in keys))
-            told = [own.get(key.replace(".own.", ".")) for key in keys]
-            both = " / ".join(printed(one, key) for one, key in zip(told, keys, strict=True))
-            theirs.append("" if told[0] is None else f"*{both}*")
-        lines.append([row, *cells])
-        lines += [[PAPER, *theirs]] if any(theirs) else []
-    return lines
 
 
 def price_table(study: DualStudy) -> str:
@@ -323,7 +303,10 @@ def methods_table(study: DualStudy) -> str:
 TABLES: Mapping[str, Callable[[DualStudy], str]] = {
     "main": main_table,
     "tasks": tasks_table,
+    "brier": lambda study: tasks_table(study, "brier"),
+    "nll": lambda study: tasks_table(study, "nll"),
     "ece": lambda study: tasks_table(study, "own.ece"),
+    "aece": lambda study: tasks_table(study, "own.aece"),
     "sets": sets_table,
     "detection": detection_table,
     "price": price_table,

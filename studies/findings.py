@@ -1,16 +1,17 @@
 """What the documents show of the studies of classifiers, made from their stored columns alone."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from .measures import FEWEST, SEVERITIES, SHIFT, Difference
+from .all_tasks import gains_table, methods_table
+from .cells import level, marked, memory, printed, told
+from .detection import detection_table, sets_table, small_sets
+from .measures import SEVERITIES, SHIFT, Difference
 from .paper import Numbers, paper_numbers, read_csv
-from .results import fixed, markdown
-from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, ROWS, SINGLE, SOUP, TUNED
+from .results import markdown
+from .rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, ROWS, SINGLE, SOUP, TUNED
 from .stored import ALL_BUT, RESULTS, Study
-from .storing import same_columns
 from .task import recipe
 
 MAIN = {
@@ -24,57 +25,6 @@ MAIN = {
     "entropy:all.auroc": "entropy ↑",
     "mahalanobis:all.auroc": "Mahalanobis ↑",
 }
-LOWER = ("nll", "brier", "ece", "aurc", "fpr95")  # is better
-PLAIN = ("nll", "brier")  # not in per cent
-
-
-def printed(value: float | None, key: str, sign: str = "") -> str:
-    """A number as tables show it."""
-    if value is None:
-        return "–"
-    return fixed(value, 3, sign) if key.rpartition(".")[2] in PLAIN else fixed(100 * value, 2, sign)
-
-
-def told(found: Difference, key: str) -> str:
-    """A difference with its interval."""
-    return f"{printed(found.value, key, '+')} ± {printed(found.half_width, key)}"
-
-
-def marked(study: Study, row: str, key: str) -> str:
-    """A mean; bold where it is better than Single's beyond chance, in italics where it is worse."""
-    text = printed(study.mean(row, key), key)
-    return text if row == SINGLE else judged_text(text, study.difference(row, SINGLE, key), key)
-
-
-def judged_text(text: str, found: Difference | None, key: str) -> str:
-    """A text in bold where a difference is better beyond chance, in italics where it is worse."""
-    if found is None or not found.certain:
-        return text
-    better = (found.value < 0) == (key.rpartition(".")[2] in LOWER)
-    return f"**{text}**" if better else f"*{text}*"
-
-
-def parts(study: Study) -> str:
-    """What is to be known of a study that several runs made."""
-    return " Rows that a later run added are held against the Single of that run." if study.in_parts else ""
-
-
-def level(study: Study, rows: Sequence[str]) -> str:
-    """How means of rows compare that have other seeds than Single, and how many each has."""
-    counts = {row: len(study.seeds(row)) for row in rows if row in study.rows}
-    usual = max(sorted(set(counts.values())), key=list(counts.values()).count)
-    others: dict[int, list[str]] = {}
-    for row, count in counts.items():
-        if count != usual:
-            others.setdefault(count, []).append(row)
-    few = "".join(f"; {count} of {', '.join(names)}" for count, names in others.items())
-    later = ", rows of a later run from the Single of that run" if study.in_parts else ""
-    if not others and not later:
-        return f"Means over {usual} seeds" if usual > 1 else "One seed: nothing is known of how seeds differ"
-    return (
-        f"Means over seeds ({usual} a row{few}), so made that rows compare: Single's over all its "
-        f"seeds, of every other row that and its difference from Single on the seeds it has{later}"
-    )
 
 
 def main_table(study: Study) -> str:
@@ -99,31 +49,6 @@ def main_table(study: Study) -> str:
         f"Trainings: of a whole model, Single's among them.{where} From `results/studies/{study.name}/`."
     )
     return markdown(head, lines, note)
-
-
-def detection_table(study: Study) -> str:
-    """What Tables 15 to 17 print of finding foreign inputs by the largest probability, of all rows."""
-    keys = [f"{group}.{metric}" for group in ("near", "far", "all") for metric in ("auroc", "fpr95", "aupr")]
-    lines = [[row, *(printed(study.plain_mean(row, key), key) for key in keys)] for row in study.rows]
-    titles = {"auroc": "AUROC ↑", "fpr95": "FPR95 ↓", "aupr": "AUPR ↑"}
-    head = [f"{group} {titles[metric]}" for group, _, metric in (key.partition(".") for key in keys)]
-    small = small_sets(study)
-    note = f"By the largest probability, in per cent, means over OOD sets. {level(study, study.rows)}."
-    note += f" FPR95 leaves out {', '.join(small)}: under 1,000 samples." if small else ""
-    return markdown(["row", *head], lines, note)
-
-
-def memory(cost: Mapping[str, Any]) -> str:
-    """Peak memory."""
-    found = cost.get("peak_memory_bytes")
-    return f"{found / 2**20:.0f} MiB" if found else "–"
-
-
-def sets_table(study: Study) -> str:
-    """AUROC by the largest probability of every OOD set."""
-    sets = [(group, name) for group, names in study.facts["groups"].items() for name in names]
-    lines = [[row, *(marked(study, row, f"ood.{name}.auroc") for _, name in sets)] for row in study.rows]
-    return markdown(["row", *(f"{name} ({group})" for group, name in sets)], lines, f"{level(study, study.rows)}.")
 
 
 def shift_table(study: Study) -> str:
@@ -396,13 +321,6 @@ def paper_table(study: Study) -> str:
     return markdown(["row", *PRINTED.values()], lines, note)
 
 
-def small_sets(study: Study) -> list[str]:
-    """OOD sets too small for an FPR95."""
-    row = study.rows[0]
-    columns = study.columns(row, study.seeds(row)[0])
-    return [name for name in study.outside if len(columns[f"{name}|msp"]) < FEWEST]
-
-
 def foretold(study: Study, key: str) -> tuple[float, int] | None:
     """Rank correlation of a number of chosen settings on held-out data with that on the test, and of how many."""
     from scipy.stats import spearmanr  # takes a second to import, and one table asks
@@ -434,114 +352,6 @@ TABLES: Mapping[str, Callable[[Study], str]] = {
 def written(study: Study, tables: Mapping[str, Callable[[Any], str]]) -> str:
     """All tables of a study, one below the other."""
     return "\n\n".join(f"### {study.name}: {name}\n\n{table(study)}" for name, table in tables.items())
-
-
-GAINS = ("accuracy", "calibrated.nll", "near.auroc", "far.auroc")
-GAINING = (
-    "Single, trained as long",
-    "Laplace (last layer)",
-    "LoRA-Ensemble",
-    SOUP,
-    DEEP,
-    "Deep Ensembles, MLPs averaged",
-    HYDRA,
-    TUNED,
-    "Single, D.2, nothing pruned",
-    "CircAvg",
-    "Random heads",
-    HYDRA_TAYLOR,
-    HYDRA_CIRC,
-)
-TITLES = {  # of the tasks, where several stand in one table
-    "vision-cifar100": "CIFAR-100",
-    "vision-cifar10": "CIFAR-10",
-    "vision-tinyimagenet": "TinyImageNet-200",
-    "text-sst2": "SST-2",
-    "vision-eurosat-scratch": "EuroSAT, from scratch",
-}
-OFFERED = (MC_DROPOUT, *BASELINES, SOUP, DEEP, HYDRA, HYDRA_CIRC)
-GAINED = (
-    "Gain over Single: accuracy ↑ / NLL ↓ after calibration / OOD AUROC near ↑ / far ↑ by the largest probability, "
-    "in points but for NLL; **better** and *worse* beyond chance (95 % intervals over seeds and test samples, paired)."
-)
-
-
-def gains(study: Study, row: str, keys: Sequence[str] = GAINS) -> str:
-    """What a row gains over Single in a study."""
-    found = [(study.difference(row, SINGLE, key), key) for key in keys]
-    texts = [judged_text(printed(one.value, key, "+"), one, key) for one, key in found if one is not None]
-    return " / ".join(texts) or "–"
-
-
-def seeds_cell(studies: Sequence[Study], row: str) -> str:
-    """Of how many seeds a row is, on every task."""
-    return ", ".join(str(len(study.seeds(row)) or "–") for study in studies)
-
-
-def price_cell(studies: Sequence[Study], row: str) -> str:
-    """Time of a batch over Single's on the first task that measured it, else multiply-adds in brackets."""
-    having = [study for study in studies if row in study.rows]
-    timed = [cost["latency_ratio"] for study in having if (cost := study.cost(row))]
-    work = having[0].work(row)
-    return f"{timed[0]:.2f}x" if timed else f"({work})" if work != "–" else work
-
-
-def priced(studies: Sequence[Study]) -> str:
-    """What the prices of a table are."""
-    timed = [TITLES[study.name] for study in studies if study.facts["costs"]]
-    if not timed:
-        return (
-            "Price, in brackets: multiply-adds of an answer over Single's; not timed in these studies, `docs/price.md` "
-            "has times."
-        )
-    return (
-        f"Price: time of a batch on a GPU over Single's, measured on {' and '.join(timed)}; in brackets multiply-adds, "
-        "where no time was."
-    )
-
-
-def same_models(studies: Sequence[Study], rows: Sequence[str]) -> str:
-    """Rows that are one and the same model on a task, since held-out data chose what another row is."""
-    told = []
-    for study in studies:
-        for first, second in combinations([row for row in rows if row in study.rows], 2):
-            seeds = study.seeds(first)
-            if seeds == study.seeds(second) and all(
-                same_columns(study.columns(first, seed), study.columns(second, seed)) for seed in seeds
-            ):
-                told.append(f" On {TITLES[study.name]} *{first}* and *{second}* are the same model.")
-    return "".join(told)
-
-
-def gains_table(studies: Sequence[Study]) -> str:
-    """What the main rows take on the first task that has them, and what they gain over Single on every task."""
-    lines = []
-    for row in GAINING:
-        if having := [study for study in studies if row in study.rows]:
-            taken = [f"{having[0].facts['trainings'][row]:g}", price_cell(studies, row)]
-            lines.append([row, *taken, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
-    told = f"{GAINED} Trainings of a whole model, Single's among them. {priced(studies)}"
-    note = told + same_models(studies, GAINING)
-    head = ["row", "trainings ↓", "price ↓", *(TITLES[study.name] for study in studies), "seeds"]
-    return markdown(head, lines, note)
-
-
-def methods_table(studies: Sequence[Study]) -> str:
-    """What each method takes on the first task that has it, and what it gains on every task: for whoever picks one."""
-    lines = []
-    for row in OFFERED:
-        if having := [study for study in studies if row in study.rows]:
-            first = having[0]
-            taken = [f"{first.facts['trainings'][row]:g}", first.parameters(row), price_cell(studies, row)]
-            lines.append([row, *taken, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
-    singles = ", ".join(f"{TITLES[study.name]} {study.parameters(SINGLE)}" for study in studies)
-    note = (
-        f"A dash: not run, or not for this task; {MC_DROPOUT} has Single's parameters and takes five of its passes. "
-        "Trainings of a whole model, Single's among them; parameters on the "
-        f"first task that has the row (Single: {singles}). {priced(studies)} {GAINED}"
-    )
-    head = ["method", "trainings ↓", "parameters ↓", "price ↓", *(TITLES[one.name] for one in studies), "seeds"]
-    return markdown(head, lines, note)
 
 
 def stored_studies(folder: Path = RESULTS) -> list[Study]:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .all_tasks import TITLES
 from .dual_findings import DualStudy
 from .dual_recipe import ZERO_SHOT
-from .findings import TITLES, stored_studies
+from .findings import stored_studies
 from .results import pyplot, save_figure
 from .rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, SINGLE, SOUP
 from .stored import Study

@@ -2,11 +2,13 @@
 
 `classifiers.csv`: Tables 1, 2 and 15 to 17 (M = 3, maximum softmax probability); near and far of BatchEnsemble and LoRA
 Ensembles on ImageNet-1K are those of Tables 21 and 22, for Table 15 mixes them up. `shift.csv`: Tables 13 and 14, by
-severity, and under `shift` their average. `zero_shot.csv`: Tables 3 and 24 to
-28 (OpenCLIP ViT-B/32), `average` is the mean over its nine data sets; `zero_shot_tasks.csv` and `zero_shot_sets.csv`:
-set by set, without rows that do not give their own mean, and of Table 26 without Texture, MNIST and SVHN of Single and
-ViLU, whose numbers it has in each other's place. `analyses.csv`: Tables 4 to 6 and 8 to 12, B.1 and B.2.2; near and far
-of Single on SST-2 are those of Table 17, for Table 4 prints averages. `…_claims.csv`: what it says of them.
+severity, and under `shift` their average. `classifier_sets.csv`: Tables 18 to 23, set by set, and CIFAR-10 of Table 16;
+without MIMO and MC Dropout of Table 23, whose rows repeat those of other methods. `zero_shot.csv`: Tables 3 and 24 to
+28 (OpenCLIP ViT-B/32), `average` is the mean over its nine data sets; Brier of Temperature Scaling and far AUPR of
+CircAvg are what the sets give. `zero_shot_tasks.csv` and `zero_shot_sets.csv`: set by set, without Single's NLL on
+CIFAR-100, which does not give its mean, and of Table 26 without Texture, MNIST and SVHN of Single and ViLU, whose
+numbers it has in each other's place. `analyses.csv`: Tables 4 to 6 and 8 to 12, B.1 and B.2.2; near and far of Single
+on SST-2 are those of Table 17, for Table 4 prints averages. `…_claims.csv`: what it says of them.
 """
 
 import csv
@@ -20,12 +22,16 @@ STANDS_FOR: Mapping[str, str] = {
     "tinyimagenet": "ImageNet-1K",
     "imagenet": "ImageNet-1K",
     "cifar100": "CIFAR-100",
+    "sst2": "SST-2",
 }
-"""The task of the paper that an ID task of a zero-shot study stands for."""
+"""The task of the paper that an ID set is, or stands for."""
+LIKE: Mapping[str, str] = {"dtd10": "textures", "miniplaces": "places365"}
+"""The paper's OOD set that one of another name stands for."""
 COLUMN: Mapping[str, str] = {"tinyimagenet": "imagenet", "scene15": "sun397", "dtd10": "dtd"}
 """The data set of the paper's Table 24 that a task of another name stands for."""
 SHARES = ("accuracy", "auroc", "fpr95", "aupr")  # printed in percent
 FILES = {"classifier": ("classifiers", SHARES), "dual": ("zero_shot", (*SHARES, "ece", "aece"))}
+SETS = {"classifier": "classifier_sets", "dual": "zero_shot_sets"}
 
 Numbers = Mapping[str, float]
 
@@ -49,6 +55,24 @@ def paper_numbers(kind: str, task: str) -> dict[str, dict[str, float]]:
     return found
 
 
+def set_numbers(kind: str, task: str) -> dict[str, dict[str, float]]:
+    """Numbers at OOD sets of one task by method, `ood.mnist.auroc` and so on; sets that stand for one have its."""
+    found: dict[str, dict[str, float]] = {}
+    for row in (row for row in read_csv(SETS[kind]) if row["task"] == task):
+        for name in (row["set"], *(ours for ours, theirs in LIKE.items() if theirs == row["set"])):
+            numbers = {f"ood.{name}.{key}": float(row[key]) / 100 for key in ("auroc", "fpr95", "aupr")}
+            found.setdefault(row["method"], {}).update(numbers)
+    return found
+
+
+def classifier_numbers(inside: str) -> Mapping[str, Numbers]:
+    """Everything that the paper says of the rows of a study, by the name of its ID set; nothing of other tasks."""
+    if inside not in STANDS_FOR:
+        return {}
+    sets = set_numbers("classifier", STANDS_FOR[inside])
+    return {row: own | sets.get(row, {}) for row, own in paper_numbers("classifier", STANDS_FOR[inside]).items()}
+
+
 def zero_shot_numbers(tasks: Sequence[str], detections: Sequence[str]) -> Mapping[str, Numbers]:
     """Everything that the paper says of the rows of a zero-shot study, under the keys that ours have."""
     found: dict[str, dict[str, float]] = {}
@@ -60,8 +84,7 @@ def zero_shot_numbers(tasks: Sequence[str], detections: Sequence[str]) -> Mappin
         metric, whole = row["metric"], 100 if row["metric"] in FILES["dual"][1] else 1
         there = {f"{task}.{metric}": row.get(COLUMN.get(task, task)) for task in tasks}
         found.setdefault(row["method"], {}).update({key: float(cell) / whole for key, cell in there.items() if cell})
-    for row in read_csv("zero_shot_sets"):
-        for task in (task for task, name in stands_for.items() if name == row["task"]):
-            own = found.setdefault(row["method"], {})
-            own.update({f"{task}.ood.{row['set']}.{key}": float(row[key]) / 100 for key in ("auroc", "fpr95", "aupr")})
+    for task, name in stands_for.items():
+        for method, numbers in set_numbers("dual", name).items():
+            found.setdefault(method, {}).update({f"{task}.{key}": value for key, value in numbers.items()})
     return found

@@ -24,6 +24,7 @@ from .measures import (
     plain_numbers,
     shift_numbers,
 )
+from .paper import Numbers, classifier_numbers
 from .seed_folder import Once
 from .storing import FORMAT, SINGLE, of_row, single_of
 
@@ -108,6 +109,10 @@ class Study(Once):
             for each in (row, SINGLE)
         )
         return _on_level(own, single, {seed: self._plain_again(row, seed).get(key) for seed in own})
+
+    def paper(self) -> Mapping[str, Numbers]:
+        """The paper's numbers by row, under the keys of ours; none where its task is another than this one."""
+        return classifier_numbers(self.facts["inside"])
 
     @property
     def stands_for(self) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.metrics import auc, roc_auc_score, roc_curve
+from sklearn.metrics import auc, average_precision_score, roc_auc_score, roc_curve
 
 Columns = Mapping[str, Any]  # by `set|column`
 SCORES = {"": "msp", "entropy:": "entropy", "mahalanobis:": "mahalanobis"}
@@ -32,9 +32,14 @@ def by_other_code(stored: Columns, own: str, groups: Mapping[str, Sequence[str]]
             area = {name: float(roc_auc_score(*_sides(columns, own, name, score))) for name in every}
             for group, names in {**groups, "all": every}.items():
                 found[f"{prefix}{group}.auroc"] = float(np.mean([area[name] for name in names]))
-    for group, names in groups.items():
-        large = [_false(*_sides(columns, own, name, "msp")) for name in names if len(columns[f"{name}|msp"]) >= 1000]
-        found |= {f"{group}.fpr95": float(np.mean(large))} if large else {}
+    for name in every:
+        sides = _sides(columns, own, name, "msp")
+        found[f"ood.{name}.auroc"], found[f"ood.{name}.aupr"] = roc_auc_score(*sides), average_precision_score(*sides)
+        found |= {f"ood.{name}.fpr95": _false(*sides)} if len(columns[f"{name}|msp"]) >= 1000 else {}
+    for group, names in {**groups, "all": every}.items():
+        for metric in ("fpr95", "aupr"):
+            told = [found[key] for name in names if (key := f"ood.{name}.{metric}") in found]
+            found |= {f"{group}.{metric}": float(np.mean(told))} if told else {}
     return found
 
 

@@ -243,7 +243,7 @@ def test_claims_have_their_sign_and_margin(tmp_path: Path) -> None:
 
 def test_tables_say_what_their_marks_and_means_are(tmp_path: Path) -> None:
     study = made_up(tmp_path, {SINGLE: 0.6, HYDRA: 0.7}, hopeless=("cifar100",))
-    for name in ("tasks", "ece"):
+    for name in ("tasks", "brier", "nll", "ece"):
         assert "**Better**" in (note := TABLES[name](study).splitlines()[-1])
         assert "over 1 of 2 unseen tasks (pets)" in note
     assert "5 seeds" in (note := TABLES["claims"](study).splitlines()[-1])
@@ -295,6 +295,30 @@ def test_the_published_main_table_by_other_code(rows: list[str] | None) -> None:
         cost = study.cost(row)
         price = f"{cost['latency_ms'] / study.cost(SINGLE)['latency_ms']:.2f}x" if cost else "–"
         assert told == {"row": row, **({"cost": price} if study.facts["costs"] else {})}
+
+
+@pytest.mark.parametrize("row", [HYDRA, "ViLU"])
+def test_every_task_by_other_code(row: str) -> None:
+    """A table a metric, as it is printed; beside it what the paper has of the same task."""
+    study = DualStudy("zero-shot", RESULTS)
+    study.rows = [row]
+    tasks = list(study.facts["tasks"])
+    found = [
+        {task: by_other_code(of_row(task, study.columns(row, seed)), task, study.groups(task)) for task in tasks}
+        for seed in study.seeds(row)
+    ]
+    for name, key in {
+        "tasks": "accuracy",
+        "brier": "brier",
+        "nll": "nll",
+        "ece": "own.ece",
+        "aece": "own.aece",
+    }.items():
+        for task, cell in zip([*tasks, None], row_of(TABLES[name](study), row)[1:], strict=True):
+            each = [[one[place][key] for place in ([task] if task else study.counted)] for one in found]
+            assert_printed(cell, [float(np.mean(one)) for one in each], key)
+    paper = row_of(TABLES["aece"](study), "*paper*")[1:]
+    assert paper[tasks.index("pets")] == {HYDRA: "*2.31*", "ViLU": "*5.50*"}[row]
 
 
 def test_the_published_study_has_every_row_and_task() -> None:

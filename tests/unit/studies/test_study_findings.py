@@ -3,6 +3,7 @@
 import csv
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -11,17 +12,19 @@ from other_code import assert_printed, by_other_code
 from small_studies import SmallTask
 from typer.testing import CliRunner
 
+import hydra_ensembles as he
 from hydra_ensembles.data.corruptions import CORRUPTIONS
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json, write_json
-from studies import classifiers, findings, gain_figure, storing
+from studies import all_tasks, cells, classifiers, findings, gain_figure, storing
 from studies import rows as study_rows
 from studies.__main__ import app
 from studies.classifiers import CLASSIFIERS
+from studies.detection import METRICS, PAPER
 from studies.engine import Run
 from studies.findings import judged
 from studies.measures import Difference, read_columns, write_columns
-from studies.paper import FOLDER, paper_numbers
+from studies.paper import FOLDER, STANDS_FOR, paper_numbers, set_numbers
 from studies.results import ROOT, fixed
 from studies.rows import DEEP, HYDRA, MC_DROPOUT, PACKED, SINGLE, SOUP, TUNED
 from studies.seed import Seed
@@ -52,10 +55,9 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
 def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
     assert study.rows == ROWS
     assert [study.seeds(row) for row in (SINGLE, HYDRA, MC_DROPOUT)] == [[0, 1], [0, 1], [0]]
-    tables = {findings.main_table: ROWS, findings.detection_table: ROWS, findings.sets_table: ROWS}
-    for table, shown in tables.items():
-        lines = [line for line in table(study).splitlines() if line.startswith("| ")]
-        assert [line[2:].partition(" | ")[0] for line in lines[1:]] == shown
+    for table in ("main", "detection", "sets"):
+        lines = [line for line in findings.TABLES[table](study).splitlines() if line.startswith("| ")]
+        assert [row for line in lines[1:] if (row := line[2:].partition(" | ")[0]) != PAPER] == ROWS
     assert study.cost(HYDRA)["latency_ratio"] > 0
     assert "| taken |" in findings.choices_table(study)
     head, *_ = findings.main_table(study).splitlines()
@@ -110,7 +112,7 @@ def test_means_compare_whichever_seeds_a_row_has(study: Study) -> None:
         assert study.mean(SINGLE, key) == pytest.approx(np.mean(ours))
         assert study.mean(MC_DROPOUT, key) == study.plain_mean(MC_DROPOUT, key) == pytest.approx(np.mean(ours) + gap)
     assert study.mean(MC_DROPOUT, "mahalanobis:all.auroc") is None
-    assert findings.level(study, [SINGLE, HYDRA, SOUP]) == "Means over 2 seeds"  # of Soup there is nothing
+    assert cells.level(study, [SINGLE, HYDRA, SOUP]) == "Means over 2 seeds"  # of Soup there is nothing
     tables = ("summary", "main", "sets", "detection")
     assert all("(1 a row; 2 of Single, Hydra)" in findings.TABLES[name](study) for name in tables)
     assert "(1 a row; 2 of Single)" in findings.paper_table(study)  # the paper has no Hydra of ours
@@ -134,9 +136,9 @@ def test_a_verdict_that_hangs_on_one_set_says_so(study: Study, tmp_path: Path) -
 
 
 def test_rows_that_are_one_model_are_told(study: Study, tmp_path: Path) -> None:
-    assert findings.same_models([study], [SINGLE, HYDRA, MC_DROPOUT]) == ""
+    assert all_tasks.same_models([study], [SINGLE, HYDRA, MC_DROPOUT]) == ""
     both = as_another(study, tmp_path, {SINGLE: SINGLE, HYDRA: HYDRA, TUNED: HYDRA})
-    assert f"On TinyImageNet-200 *{HYDRA}* and *{TUNED}* are the same model" in findings.gains_table([both])
+    assert f"On TinyImageNet-200 *{HYDRA}* and *{TUNED}* are the same model" in all_tasks.gains_table([both])
 
 
 def test_a_study_fills_its_blocks_as_soon_as_it_is_stored(study: Study, tmp_path: Path) -> None:
@@ -156,7 +158,7 @@ def test_a_study_fills_its_blocks_as_soon_as_it_is_stored(study: Study, tmp_path
     head, *lines = (line[2:-2].split(" | ") for line in made["study_methods"].splitlines() if line.startswith("| "))
     assert head[4:] == ["CIFAR-100", "TinyImageNet-200", "EuroSAT, from scratch", "seeds"]
     told = {line[0]: line[1:] for line in lines}
-    gained = findings.gains(scratch, PACKED)
+    gained = all_tasks.gains(scratch, PACKED)
     assert told[PACKED] == ["1.5", scratch.parameters(PACKED), f"({scratch.work(PACKED)})", "–", "–", gained, "–, –, 2"]
     assert told[MC_DROPOUT][-1] == "1, 1, –"
 
@@ -204,6 +206,46 @@ def test_files_of_the_paper_have_a_cell_for_every_column() -> None:
     assert paper_numbers("classifier", "SST-2")["LoRA-single"]["all.fpr95"] == pytest.approx(0.6884)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("classifier", "sst2"), *product(("classifier", "dual"), ("imagenet", "cifar100"))]
+)
+def test_sets_of_the_paper_give_its_means(kind: str, name: str) -> None:
+    """But where it contradicts itself, which the paper map says; of methods whose sets are all there."""
+    suite = he.data.suite(f"paper-{'zero-shot-' if kind == 'dual' else ''}{name}")
+    task, near, far = STANDS_FOR[name], *([one.name for one in sets] for sets in (suite.near, suite.far))
+    printed, sets, compared, wrong = paper_numbers(kind, task), set_numbers(kind, task), 0, []
+    for method, own in sets.items():
+        for (group, names), metric in product({"near": near, "far": far, "all": [*near, *far]}.items(), METRICS):
+            if all(f"ood.{one}.{metric}" in own for one in names):
+                compared += 1
+                mean = np.mean([own[f"ood.{one}.{metric}"] for one in names])
+                if abs(mean - printed[method][f"{group}.{metric}"]) > 0.00015:
+                    wrong.append((method, f"{group}.{metric}"))
+    assert compared >= 9 * (len(sets) - 2)
+    table_23 = [("CircAvg", "far.fpr95"), ("CircAvg", "all.fpr95")]
+    assert wrong == (table_23 if (kind, name) == ("classifier", "cifar100") else [])
+
+
+def test_the_papers_numbers_stand_below_rows_of_its_own_tasks_alone() -> None:
+    """Textures for their ten classes, places for MiniPlaces; nothing where another task is learnt."""
+    shown = {name: findings.TABLES["sets"](few_rows(name, [SINGLE, MC_DROPOUT])) for name in STORED}
+    below = {name: re.findall(r"^\| \*paper\* \| (.*) \|$", table, re.MULTILINE) for name, table in shown.items()}
+    assert below["text-sst2"][0].startswith("*62.43 / 86.47 / 98.35* | *56.47 / 89.79 / 99.81* |")
+    assert "| *95.79 / 20.51 / 93.86* | *89.78 / 36.77 / 96.54* |" in below["vision-cifar100"][0]
+    assert below["vision-cifar100"][1] == "*88.88 / 41.03 / 88.97* |  |  |  | "  # it prints OBA's at the far sets
+    assert below["vision-tinyimagenet"][0] == " |  | *86.58 / 50.51 / 49.30* |  |  |  | "
+    assert below["vision-eurosat-scratch"] == []
+    assert "textures for dtd10, places365 for miniplaces" in shown["vision-cifar100"]
+    assert "trec (far, 500)" in shown["text-sst2"]
+
+
+def few_rows(name: str, rows: list[str]) -> Study:
+    """A stored study of which tables show some rows."""
+    study = Study(name, RESULTS)
+    study.rows = rows
+    return study
+
+
 def test_a_half_is_rounded_alike_whatever_the_order_of_a_sum() -> None:
     assert {fixed(one, 2) for one in (90.775, 90.77499999999999, 90.77500000000002)} == {"90.78"}
     assert (fixed(30.5, 0), fixed(-0.125, 2), fixed(1234.5, 1, "+")) == ("31", "-0.13", "+1,234.5")
@@ -224,11 +266,11 @@ def test_every_row_is_told_and_its_setting_too(study: Study) -> None:
 
 
 def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
-    assert set(findings.TITLES) == set(recipe()["tasks"])
-    head, _, *lines = findings.gains_table([study, study]).splitlines()
+    assert set(all_tasks.TITLES) == set(recipe()["tasks"])
+    head, _, *lines = all_tasks.gains_table([study, study]).splitlines()
     assert head == "| row | trainings ↓ | price ↓ | CIFAR-100 | CIFAR-100 | seeds |"
     (hydra,) = (line for line in lines if line.startswith(f"| {HYDRA} |"))
-    gains = [study.difference(HYDRA, SINGLE, key) for key in findings.GAINS]
+    gains = [study.difference(HYDRA, SINGLE, key) for key in all_tasks.GAINS]
     told = [f"{100 * one.value:+.2f}" if place != 1 else f"{one.value:+.3f}" for place, one in enumerate(gains) if one]
     assert hydra.replace("*", "").split(" | ")[1:4] == [
         "3",
@@ -238,13 +280,13 @@ def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
     (paper,) = (line for line in lines if line.startswith("| Hydra (Circ) |"))
     assert paper.split(" | ")[2] == f"({study.work('Hydra (Circ)')})"  # of which no time was measured
     assert not any(line.startswith(f"| {SOUP} |") for line in lines)  # not run
-    lines = [line[2:].split(" | ")[:5] for line in findings.methods_table([study]).splitlines()[2:5]]
+    lines = [line[2:].split(" | ")[:5] for line in all_tasks.methods_table([study]).splitlines()[2:5]]
     assert [line[:4] for line in lines] == [
         [MC_DROPOUT, "1", "–", "–"],
         [HYDRA, "3", study.parameters(HYDRA), f"{study.cost(HYDRA)['latency_ratio']:.2f}x"],
         ["Hydra (Circ)", "4", study.parameters("Hydra (Circ)"), f"({study.work('Hydra (Circ)')})"],
     ]
-    assert lines[1][4].removesuffix(" |") == findings.gains(study, HYDRA)
+    assert lines[1][4].removesuffix(" |") == all_tasks.gains(study, HYDRA)
     assert 1 < float(study.work(HYDRA).removesuffix("x")) < 3
 
 
@@ -295,7 +337,7 @@ def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path) -> None
         assert turned == study.difference(HYDRA, MC_DROPOUT, "calibrated.nll")  # whichever stands first
         for row in (MC_DROPOUT, HYDRA):
             assert both.difference(row, SINGLE, "accuracy") == study.difference(row, SINGLE, "accuracy")
-    assert findings.seeds_cell([both, study], added) == "1, –"
+    assert all_tasks.seeds_cell([both, study], added) == "1, –"
     for row in ROWS[1:]:
         reported(row, row)
     whole = stored()
@@ -316,7 +358,9 @@ def test_verdicts_are_a_closed_list(study: Study) -> None:
         *(pytest.param(name, None, marks=pytest.mark.slow, id=f"{name}, all rows") for name in STORED),
     ],
 )
-def test_the_main_table_by_other_code(name: str, rows: list[str] | None, request: pytest.FixtureRequest) -> None:
+def test_main_table_and_ood_sets_by_other_code(
+    name: str, rows: list[str] | None, request: pytest.FixtureRequest
+) -> None:
     """Of every stored study, and a small one, rows as they are printed: on the level of Single's mean."""
     study: Study = request.getfixturevalue("study") if name == "small" else Study(name, RESULTS)
     few = Study(study.name, study.folder.parent)
@@ -325,16 +369,27 @@ def test_the_main_table_by_other_code(name: str, rows: list[str] | None, request
     keys = {title: key for key, title in [*findings.MAIN.items(), ("far.fpr95", "far FPR95 ↓")]}
     sets = (few.facts["inside"], few.facts["groups"])
     single = {seed: by_other_code(few.columns(SINGLE, seed), *sets) for seed in few.seeds(SINGLE)}
-    for row, cells in zip(few.rows, lines[: len(few.rows)], strict=True):
+    every = [name for names in few.facts["groups"].values() for name in names]
+    places = {"detection": [*few.facts["groups"], "all"], "sets": [f"ood.{one}" for one in every]}
+    detected = {
+        table: {row: told for line in findings.TABLES[table](few).splitlines() for row, *told in [line.split(" | ")]}
+        for table in places
+    }
+    for row, printed in zip(few.rows, lines[: len(few.rows)], strict=True):
         later = {seed: storing.single_of(few.folder, seed).get(row) for seed in few.seeds(row)}
         beside = {seed: by_other_code(one, *sets) if one else single[seed] for seed, one in later.items()}
         found = {seed: by_other_code(few.columns(row, seed), *sets) for seed in few.seeds(row)}
         report, cost = few.facts["runs"][str(few.seeds(row)[0])]["report"][row], few.cost(row)
-        told = dict(zip(head, cells, strict=True))
-        for title, key in keys.items():
+        told = dict(zip(head, printed, strict=True))
+        shown = [(told.pop(title), key) for title, key in keys.items()]
+        for table, some in places.items():
+            for place, cell in zip(some, detected[table][f"| {row}"], strict=True):
+                three = cell.removesuffix(" |").split(" / ")
+                shown += [(one, f"{place}.{key}") for one, key in zip(three, METRICS, strict=True)]
+        for cell, key in shown:
             level = [one[key] for one in single.values() if key in one]
             gaps = [one[key] - beside[seed][key] for seed, one in found.items() if key in one]
-            assert_printed(told.pop(title), [float(np.mean(level)) + gap for gap in gaps], key)
+            assert_printed(cell, [float(np.mean(level)) + gap for gap in gaps], key)
         count, memory = report.get("parameters"), cost.get("peak_memory_bytes")
         assert told.pop("parameters") == (f"{count / 1e6:.1f} M" if count else "–")
         if few.facts["costs"]:

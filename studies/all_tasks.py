@@ -1,0 +1,117 @@
+"""All studies of classifiers side by side: what rows take, and what they gain over Single on every task."""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+from .cells import judged_text, printed
+from .results import markdown
+from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, SINGLE, SOUP, TUNED
+from .stored import Study
+from .storing import same_columns
+
+GAINS = ("accuracy", "calibrated.nll", "near.auroc", "far.auroc")
+GAINING = (
+    "Single, trained as long",
+    "Laplace (last layer)",
+    "LoRA-Ensemble",
+    SOUP,
+    DEEP,
+    "Deep Ensembles, MLPs averaged",
+    HYDRA,
+    TUNED,
+    "Single, D.2, nothing pruned",
+    "CircAvg",
+    "Random heads",
+    HYDRA_TAYLOR,
+    HYDRA_CIRC,
+)
+TITLES = {  # of the tasks, where several stand in one table
+    "vision-cifar100": "CIFAR-100",
+    "vision-cifar10": "CIFAR-10",
+    "vision-tinyimagenet": "TinyImageNet-200",
+    "text-sst2": "SST-2",
+    "vision-eurosat-scratch": "EuroSAT, from scratch",
+}
+OFFERED = (MC_DROPOUT, *BASELINES, SOUP, DEEP, HYDRA, HYDRA_CIRC)
+GAINED = (
+    "Gain over Single: accuracy ↑ / NLL ↓ after calibration / OOD AUROC near ↑ / far ↑ by the largest probability, "
+    "in points but for NLL; **better** and *worse* beyond chance (95 % intervals over seeds and test samples, paired)."
+)
+
+
+def gains(study: Study, row: str, keys: Sequence[str] = GAINS) -> str:
+    """What a row gains over Single in a study."""
+    found = [(study.difference(row, SINGLE, key), key) for key in keys]
+    texts = [judged_text(printed(one.value, key, "+"), one, key) for one, key in found if one is not None]
+    return " / ".join(texts) or "–"
+
+
+def seeds_cell(studies: Sequence[Study], row: str) -> str:
+    """Of how many seeds a row is, on every task."""
+    return ", ".join(str(len(study.seeds(row)) or "–") for study in studies)
+
+
+def price_cell(studies: Sequence[Study], row: str) -> str:
+    """Time of a batch over Single's on the first task that measured it, else multiply-adds in brackets."""
+    having = [study for study in studies if row in study.rows]
+    timed = [cost["latency_ratio"] for study in having if (cost := study.cost(row))]
+    work = having[0].work(row)
+    return f"{timed[0]:.2f}x" if timed else f"({work})" if work != "–" else work
+
+
+def priced(studies: Sequence[Study]) -> str:
+    """What the prices of a table are."""
+    timed = [TITLES[study.name] for study in studies if study.facts["costs"]]
+    if not timed:
+        return (
+            "Price, in brackets: multiply-adds of an answer over Single's; not timed in these studies, `docs/price.md` "
+            "has times."
+        )
+    return (
+        f"Price: time of a batch on a GPU over Single's, measured on {' and '.join(timed)}; in brackets multiply-adds, "
+        "where no time was."
+    )
+
+
+def same_models(studies: Sequence[Study], rows: Sequence[str]) -> str:
+    """Rows that are one and the same model on a task, since held-out data chose what another row is."""
+    told = []
+    for study in studies:
+        for first, second in combinations([row for row in rows if row in study.rows], 2):
+            seeds = study.seeds(first)
+            if seeds == study.seeds(second) and all(
+                same_columns(study.columns(first, seed), study.columns(second, seed)) for seed in seeds
+            ):
+                told.append(f" On {TITLES[study.name]} *{first}* and *{second}* are the same model.")
+    return "".join(told)
+
+
+def gains_table(studies: Sequence[Study]) -> str:
+    """What the main rows take on the first task that has them, and what they gain over Single on every task."""
+    lines = []
+    for row in GAINING:
+        if having := [study for study in studies if row in study.rows]:
+            taken = [f"{having[0].facts['trainings'][row]:g}", price_cell(studies, row)]
+            lines.append([row, *taken, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
+    told = f"{GAINED} Trainings of a whole model, Single's among them. {priced(studies)}"
+    note = told + same_models(studies, GAINING)
+    head = ["row", "trainings ↓", "price ↓", *(TITLES[study.name] for study in studies), "seeds"]
+    return markdown(head, lines, note)
+
+
+def methods_table(studies: Sequence[Study]) -> str:
+    """What each method takes on the first task that has it, and what it gains on every task: for whoever picks one."""
+    lines = []
+    for row in OFFERED:
+        if having := [study for study in studies if row in study.rows]:
+            first = having[0]
+            taken = [f"{first.facts['trainings'][row]:g}", first.parameters(row), price_cell(studies, row)]
+            lines.append([row, *taken, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
+    singles = ", ".join(f"{TITLES[study.name]} {study.parameters(SINGLE)}" for study in studies)
+    note = (
+        f"A dash: not run, or not for this task; {MC_DROPOUT} has Single's parameters and takes five of its passes. "
+        "Trainings of a whole model, Single's among them; parameters on the "
+        f"first task that has the row (Single: {singles}). {priced(studies)} {GAINED}"
+    )
+    head = ["method", "trainings ↓", "parameters ↓", "price ↓", *(TITLES[one.name] for one in studies), "seeds"]
+    return markdown(head, lines, note)

@@ -1,0 +1,74 @@
+"""How tables of studies write a number: its form, whether it is beyond chance, and over which seeds it is a mean."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .measures import Difference
+from .results import fixed
+from .stored import Study
+from .storing import SINGLE
+
+LOWER = ("nll", "brier", "ece", "aurc", "fpr95")  # is better
+PLAIN = ("nll", "brier")  # not in per cent
+MARKED = "**Better** and *worse* than Single beyond chance (95 % intervals over seeds and test samples, paired)"
+
+
+def printed(value: float | None, key: str, sign: str = "") -> str:
+    """A number as tables show it."""
+    if value is None:
+        return "–"
+    return fixed(value, 3, sign) if key.rpartition(".")[2] in PLAIN else fixed(100 * value, 2, sign)
+
+
+def told(found: Difference, key: str) -> str:
+    """A difference with its interval."""
+    return f"{printed(found.value, key, '+')} ± {printed(found.half_width, key)}"
+
+
+def marked(study: Study, row: str, key: str) -> str:
+    """A mean; bold where it is better than Single's beyond chance, in italics where it is worse."""
+    text = printed(study.mean(row, key), key)
+    return text if row == SINGLE else judged_text(text, study.difference(row, SINGLE, key), key)
+
+
+def shown(study: Study, row: str, key: str) -> str:
+    """A mean as `marked` has it; one without an interval as it is."""
+    known = any(key in study.numbers(row, seed) for seed in study.seeds(row))
+    return marked(study, row, key) if known else printed(study.plain_mean(row, key), key)
+
+
+def judged_text(text: str, found: Difference | None, key: str) -> str:
+    """A text in bold where a difference is better beyond chance, in italics where it is worse."""
+    if found is None or not found.certain:
+        return text
+    better = (found.value < 0) == (key.rpartition(".")[2] in LOWER)
+    return f"**{text}**" if better else f"*{text}*"
+
+
+def parts(study: Study) -> str:
+    """What is to be known of a study that several runs made."""
+    return " Rows that a later run added are held against the Single of that run." if study.in_parts else ""
+
+
+def level(study: Study, rows: Sequence[str]) -> str:
+    """How means of rows compare that have other seeds than Single, and how many each has."""
+    counts = {row: len(study.seeds(row)) for row in rows if row in study.rows}
+    usual = max(sorted(set(counts.values())), key=list(counts.values()).count)
+    others: dict[int, list[str]] = {}
+    for row, count in counts.items():
+        if count != usual:
+            others.setdefault(count, []).append(row)
+    few = "".join(f"; {count} of {', '.join(names)}" for count, names in others.items())
+    later = ", rows of a later run from the Single of that run" if study.in_parts else ""
+    if not others and not later:
+        return f"Means over {usual} seeds" if usual > 1 else "One seed: nothing is known of how seeds differ"
+    return (
+        f"Means over seeds ({usual} a row{few}), so made that rows compare: Single's over all its "
+        f"seeds, of every other row that and its difference from Single on the seeds it has{later}"
+    )
+
+
+def memory(cost: Mapping[str, Any]) -> str:
+    """Peak memory."""
+    found = cost.get("peak_memory_bytes")
+    return f"{found / 2**20:.0f} MiB" if found else "–"
