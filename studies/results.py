@@ -5,6 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,10 @@ def store(path: Path, content: Any) -> None:
 def versions(*packages: str) -> dict[str, str]:
     """Versions of torch, of this library, and of others that are installed."""
     found = {"torch": str(torch.__version__), "hydra_ensembles": hydra_ensembles.__version__}
-    installed = importlib.metadata.packages_distributions()
-    return found | {package: importlib.metadata.version(package) for package in packages if package in installed}
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def hardware(device: str) -> str:

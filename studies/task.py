@@ -1,8 +1,9 @@
 """A task of the studies of classifiers: its data on a device, by what they are for, and its pretrained model."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -31,7 +32,12 @@ Stage = Literal["held_out", "report"]
 
 
 def recipe() -> dict[str, Any]:
-    """The settings of the studies of classifiers."""
+    """The settings of the studies of classifiers: a copy, which whoever asks may change."""
+    return copy.deepcopy(_written())
+
+
+@cache
+def _written() -> dict[str, Any]:
     return cast(dict[str, Any], yaml.safe_load(RECIPE.read_text(encoding="utf-8")))
 
 
