@@ -189,23 +189,29 @@ _OLD_VIT_LAYER: Weights = {
     "encoder.layers.{i}.mlp.down": "output.dense",
 }
 _VIT: Weights = {**_PATCHES, **either(below("layers.{i}.", _VIT_LAYER), below("encoder.layer.{i}.", _OLD_VIT_LAYER))}
-_DINOV2_LAYER: Weights = {
+
+
+def gated(*others: str) -> Weights:
+    """The first layer of an MLP: gate and value apart, or one of another name."""
+    return {
+        f"encoder.layers.{{i}}.mlp.up.{leaf}": (
+            concatenated(f"mlp.gate_proj.{leaf}", f"mlp.up_proj.{leaf}"),
+            *(f"{other}.{leaf}" for other in others),
+        )
+        for leaf in ("weight", "bias")
+    }
+
+
+DINO_LAYER: Weights = {
     **either(_ATTENTION, _OLD_ATTENTION),
     "encoder.layers.{i}.norm1": "norm1",
     "encoder.layers.{i}.norm2": "norm2",
     "encoder.layers.{i}.attention.scale": "layer_scale1.lambda1",
-    **{
-        f"encoder.layers.{{i}}.mlp.up.{leaf}": (
-            f"mlp.fc1.{leaf}",
-            concatenated(f"mlp.gate_proj.{leaf}", f"mlp.up_proj.{leaf}"),
-            f"mlp.weights_in.{leaf}",
-        )
-        for leaf in ("weight", "bias")
-    },
+    **gated("mlp.fc1", "mlp.weights_in"),
     "encoder.layers.{i}.mlp.down": ("mlp.fc2", "mlp.down_proj", "mlp.weights_out"),
     "encoder.layers.{i}.mlp.scale": "layer_scale2.lambda1",
 }
-_DINOV2: Weights = {**_PATCHES, **below("encoder.layer.{i}.", _DINOV2_LAYER)}
+_DINOV2: Weights = {**_PATCHES, **below("encoder.layer.{i}.", DINO_LAYER)}
 
 
 def _vit_config(

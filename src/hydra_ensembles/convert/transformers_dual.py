@@ -90,12 +90,7 @@ def _clip_classifier_config(model: Any, num_labels: int | None) -> EnsembleConfi
 
 def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     found = getattr(model.config, "text_config", model.config)
-    stem = TextStemConfig(
-        vocabulary=int(found.vocab_size),
-        positions=int(found.max_position_embeddings),
-        embedding_width=int(found.hidden_size),
-        norm=False,
-    )
+    stem = _text_stem(getattr(model, "text_model", model).embeddings)
     encoder = read_encoder(found, _CLIP_TEXT, causal=True, attention_dropout=float(found.attention_dropout))
     end = int(found.eos_token_id)
     readout = replace(
@@ -105,6 +100,12 @@ def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         norm="tokens",
     )
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+
+
+def _text_stem(embeddings: Any) -> TextStemConfig:
+    """Words and positions without a norm, of sizes that are read off the tables."""
+    words, positions = embeddings.token_embedding, embeddings.position_embedding
+    return TextStemConfig(words.num_embeddings, positions.num_embeddings, words.embedding_dim, norm=False)
 
 
 def _clip_readout(projection: nn.Linear | None, found: Any, num_labels: int | None, name: str) -> ReadoutConfig:
@@ -172,24 +173,15 @@ _SIGLIP_IMAGE, _SIGLIP_TEXT = "transformers SigLIP image tower", "transformers S
 
 
 _SIGLIP_IMAGE_TOWER: Weights = {
-    "stem.patch": "embeddings.patch_embedding.weight",
+    **_CLIP_IMAGE_TOWER,
     "stem.patch_bias": "embeddings.patch_embedding.bias",
-    "stem.position": "embeddings.position_embedding.weight",
-    **_LAYERS,
-    "readout.norm": "post_layernorm",
     "readout.map.query_token": "head.probe",
     **attention("head.attention.out_proj", "head.attention.in_proj_*", place=POOLING),
     "readout.map.norm": "head.layernorm",
     "readout.map.up": "head.mlp.fc1",
     "readout.map.down": "head.mlp.fc2",
 }
-_SIGLIP_TEXT_TOWER: Weights = {
-    "stem.words": "embeddings.token_embedding.weight",
-    "stem.positions": "embeddings.position_embedding.weight",
-    **_LAYERS,
-    "readout.norm": "final_layer_norm",
-    "readout.classifier": "head",
-}
+_SIGLIP_TEXT_TOWER: Weights = {**_CLIP_TEXT_TOWER, "readout.classifier": "head"}
 
 
 def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
@@ -218,13 +210,7 @@ def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 def _siglip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """The text tower reads the token at the last place, which is padding in all but the longest texts."""
     model = getattr(model, "text_model", model)  # releases of transformers 5 differ, here and in their classes
-    found, embeddings = model.config, model.embeddings
-    stem = TextStemConfig(
-        vocabulary=embeddings.token_embedding.num_embeddings,
-        positions=embeddings.position_embedding.num_embeddings,
-        embedding_width=int(found.hidden_size),
-        norm=False,
-    )
+    found, stem = model.config, _text_stem(model.embeddings)
     encoder = read_encoder(found, _SIGLIP_TEXT, attention_dropout=float(found.attention_dropout))
     classes = number_of_classes(model.head.out_features, num_labels, _SIGLIP_TEXT)
     bias = model.head.bias is not None

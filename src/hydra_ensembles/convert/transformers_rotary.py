@@ -21,25 +21,23 @@ from .core import (
     activation_of,
     attention,
     below,
-    concatenated,
     either,
     number_of_classes,
     qkv_by_head,
     refuse,
     run,
 )
-from .transformers import READOUT, TEXTS, declare, patch_stem, read_classes, read_encoder, text_readout
-
-
-def _gated(up: str) -> Weights:
-    """The first layer of an MLP: gate and value, or without a gate one of another name."""
-    return {
-        f"encoder.layers.{{i}}.mlp.up.{leaf}": (
-            concatenated(f"mlp.gate_proj.{leaf}", f"mlp.up_proj.{leaf}"),
-            f"{up}.{leaf}",
-        )
-        for leaf in ("weight", "bias")
-    }
+from .transformers import (
+    DINO_LAYER,
+    READOUT,
+    TEXTS,
+    declare,
+    gated,
+    patch_stem,
+    read_classes,
+    read_encoder,
+    text_readout,
+)
 
 
 def _base(parameters: Any, name: str) -> float:
@@ -54,17 +52,12 @@ def _base(parameters: Any, name: str) -> float:
 
 _DINOV3_NAME = "transformers DINOv3"
 _DINOV3_LAYER: Weights = {
-    **attention("attention.o_proj", *(f"attention.{part}_proj.*" for part in "qkv")),
+    **DINO_LAYER,
     "encoder.layers.{i}.attention.qkv_bias": (
         qkv_by_head(*(f"attention.{part}_proj.bias" for part in "qkv")),
         qkv_by_head("attention.q_proj.bias", "attention.v_proj.bias"),
     ),
-    "encoder.layers.{i}.norm1": "norm1",
-    "encoder.layers.{i}.attention.scale": "layer_scale1.lambda1",
-    "encoder.layers.{i}.norm2": "norm2",
-    **_gated("mlp.up_proj"),
-    "encoder.layers.{i}.mlp.down": "mlp.down_proj",
-    "encoder.layers.{i}.mlp.scale": "layer_scale2.lambda1",
+    **gated("mlp.up_proj"),
 }
 
 
@@ -131,7 +124,7 @@ _ROTARY_BERT: Weights = {
         {
             **attention("self_attn.o_proj", *(f"self_attn.{part}_proj.*" for part in "qkv")),
             "encoder.layers.{i}.norm1": "post_attention_layernorm",
-            **_gated("mlp.fc1"),
+            **gated("mlp.fc1"),
             "encoder.layers.{i}.mlp.down": ("mlp.down_proj", "mlp.fc2"),
             "encoder.layers.{i}.norm2": "post_mlp_layernorm",
         },
