@@ -23,6 +23,7 @@ from .findings import TABLES, paper_table, written
 from .seed import Seed
 from .sets import DataFolder
 from .stored import RESULTS, Study
+from .storing import forget as forget_rows
 from .task import Task, recipe
 
 app = typer.Typer(help="Studies of Hydra Ensembles on real models and data.", add_completion=False)
@@ -186,6 +187,16 @@ def zero_shot(
         return
     task = DualTask(settings, DataFolder(data, cifar), torch_device(device))
     run_stages(ZERO_SHOT, task, output, results, stages, rows, seeds, workers)
+
+
+@app.command()
+def forget(
+    name: Annotated[str, typer.Argument(help="Stored study.")],
+    rows: Annotated[str, typer.Argument(help="Rows, with semicolons between.")],
+    results: Folder = RESULTS,
+) -> None:
+    """Take rows out of the results of a study, for a run that stores them anew; what is stored, runs do not replace."""
+    forget_rows(results / name, rows.split(";"))
 
 
 @app.command()

@@ -2,10 +2,11 @@
 
 Runs that share no models have a Single each. A run with all rows of a stored seed takes its place; of another, rows
 that are not stored yet are added, and `again-N-….npz` has the Single that they are held against. Sets that a suite got
-since are shown when all rows were asked about them.
+since are shown when all rows were asked about them. `forget` takes rows out that are to be stored anew.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,32 @@ def store(
     choices = {"choices": {**known.get("choices", {}), **facts["choices"]}} if "choices" in facts else {}
     ordered = {number: runs[number] for number in sorted(runs, key=int)}
     write_json(place / STUDY, {"format": FORMAT, "study": study.name, **facts, **stays, **choices, "runs": ordered})
+
+
+def forget(place: Path, rows: Collection[str]) -> None:
+    """Take rows out of a stored study, so that another run can store them anew: their settings were wrong, say."""
+    known = read_if_there(place / STUDY)
+    if known is None:
+        raise DataError(f"{place} has no stored study")
+    there = {name for run in known["runs"].values() for name in run[REPORT]} - {SINGLE}
+    if not rows or (wrong := [name for name in rows if name not in there]):
+        raise DataError(
+            f"{place} has the rows {sorted(there)}, each held against {SINGLE}; got {wrong if rows else []}"
+        )
+    tables = [known.get("choices", {}), *(one for run in known["runs"].values() for one in run.values())]
+    for table, name in itertools.product(tables, rows):
+        if isinstance(table, dict):
+            table.pop(name, None)
+    for file in sorted(place.glob("*.npz")):
+        columns = read_columns(file)
+        kept = {key: one for key, one in columns.items() if key.partition("|")[0] not in rows}
+        if "rows" in kept:  # those that a Single of a later run is for
+            kept["rows"] = np.array([name for name in kept["rows"].tolist() if name not in rows])
+        if not len(kept.get("rows", kept)):
+            file.unlink()
+        elif len(kept) < len(columns) or "rows" in kept:
+            write_columns(file, kept)
+    write_json(place / STUDY, known)
 
 
 def store_shift(folder: Path, place: Path, rows: Collection[str]) -> None:

@@ -345,6 +345,36 @@ def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path) -> None
     assert whole.numbers(SINGLE, 0)["accuracy"].value == study.numbers(HYDRA, 0)["accuracy"].value
 
 
+def test_rows_are_forgotten_and_stored_anew(study: Study, tmp_path: Path) -> None:
+    """What is stored stays as it is until it is forgotten; then the row comes with the Single of its new run."""
+    run, results = tmp_path / "run", tmp_path / "results"
+    shutil.copytree(study.folder, results / NAME)
+    report = run / NAME / "seed-0" / "report"
+    for row, like in ((SINGLE, HYDRA), (MC_DROPOUT, SINGLE)):
+        write_columns(report / f"{slug(row)}.npz", study.columns(like, 0))
+        write_json(report / f"{slug(row)}.json", study.facts["runs"]["0"]["report"][like])
+
+    def stored() -> Study:
+        CLASSIFIERS.run(Run(SmallTask(NAME), run, results, [], [0]), ["store"])
+        return Study(NAME, results)
+
+    assert stored().plain(MC_DROPOUT) == study.plain(MC_DROPOUT)
+    for _ in range(2):  # also of a row that has a Single of its own
+        storing.forget(results / NAME, [MC_DROPOUT])
+        without = Study(NAME, results)
+        assert (without.seeds(MC_DROPOUT), without.in_parts) == ([], False)
+        assert MC_DROPOUT not in without.facts["choices"]
+        assert without.plain(HYDRA) == study.plain(HYDRA)
+        anew = stored()
+        assert (anew.seeds(MC_DROPOUT), anew.in_parts) == ([0], True)
+        assert anew.difference(MC_DROPOUT, SINGLE, "accuracy") == Difference.of(
+            [study.numbers(SINGLE, 0)["accuracy"]], [study.numbers(HYDRA, 0)["accuracy"]]
+        )
+    for wrong in ([SINGLE], ["no row"], []):
+        with pytest.raises(DataError, match="held against"):
+            storing.forget(results / NAME, wrong)
+
+
 def test_verdicts_are_a_closed_list(study: Study) -> None:
     known = {"reproduced", "not reproduced", "tie", "not run", "one seed"}
     assert {one["verdict"] for one in findings.claims(study)} <= known
