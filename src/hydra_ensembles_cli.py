@@ -9,7 +9,9 @@ it; `python -m hydra_ensembles` asks it first.
 import importlib.util
 import inspect
 import json
+import logging
 import sys
+import warnings
 from collections.abc import Callable
 from difflib import get_close_matches
 from enum import Enum
@@ -35,13 +37,23 @@ def main() -> None:
 
 
 def run(name: str, given: dict[str, Any]) -> None:
-    """Load the package, and run a command."""
+    """Load the package, and run a command; without its libraries, and before and after it, none ends in a traceback."""
     try:
-        from hydra_ensembles.__main__ import run_loaded
+        from hydra_ensembles._utils import require
+        from hydra_ensembles.errors import MissingExtraError
+
+        warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; what fails is said once, by us
+        try:
+            for library in ("typer", "rich", "yaml"):
+                require(library, extra="cli")
+            require("hydra_ensembles.cli.main", extra="cli").run_command(name, given)
+        except MissingExtraError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    run_loaded(name, given)
 
 
 def answer() -> None:

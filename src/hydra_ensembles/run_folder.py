@@ -206,7 +206,12 @@ class RunFolder:
         assert self.path is not None
         if not (self.path / IDENTITY).exists():  # rank 0 is about to write it
             return {}
-        identity, products = _read_identity(self.path / IDENTITY)
+        plain = read_object(self.path / IDENTITY)
+        identity = unsealed(plain, str(self.path / IDENTITY), required=PRODUCTS in plain)
+        products = identity.pop(PRODUCTS, None)  # an earlier version has none
+        known = isinstance(products, dict) and all(isinstance(one, str) for one in products.values())
+        if products is not None and not known:
+            raise CheckpointError(f"{self.path / IDENTITY} has no digests of products by name; give another folder")
         require_same_run(identity, self._identity, self.path, self._what)
         return products
 
@@ -214,14 +219,3 @@ class RunFolder:
 def _content(place: Path) -> Path:
     """The file whose digest stands for a product: of an ensemble, the one that has those of its other files."""
     return place / "config.json" if place.is_dir() else place
-
-
-def _read_identity(file: Path) -> tuple[dict[str, Any], Mapping[str, str] | None]:
-    """What a run is, and the digests of its products; None where an earlier version began it."""
-    plain = read_object(file)
-    identity = unsealed(plain, str(file), required=PRODUCTS in plain)
-    products = identity.pop(PRODUCTS, None)
-    known = products is None or (isinstance(products, dict) and all(isinstance(one, str) for one in products.values()))
-    if not known:
-        raise CheckpointError(f"{file} has no digests of products by name; give another folder")
-    return identity, products

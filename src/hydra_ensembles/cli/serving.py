@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,26 +100,22 @@ def run_server(uvicorn: Any, app: Any, place: socket.socket, settings: ServeSett
         timeout_keep_alive=KEPT_OPEN,
         backlog=BACKLOG,
     )
-    server = _announcing(uvicorn.Server, lambda: _announce(place, settings))(config)
+
+    class Announcing(uvicorn.Server):  # type: ignore[misc]
+        """A server that says when it takes requests."""
+
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                _announce(place, settings)
+
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it is done: a clean end is 0
     try:
-        server.run([place])
+        Announcing(config).run([place])
     except KeyboardInterrupt:  # likewise
         pass
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _announcing(kind: Any, announce: Callable[[], None]) -> Any:
-    """A server that says when it takes requests."""
-
-    class Announcing(kind):  # type: ignore[misc]
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            if self.started:
-                announce()
-
-    return Announcing
 
 
 def _announce(place: socket.socket, settings: ServeSettings) -> None:

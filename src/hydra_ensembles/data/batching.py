@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .._utils import require
+from ..arguments import Checked, Positive, PositiveShare, Share, Whole
 from ..errors import ConfigError, DataError
 from ..preprocessing import ImagePreprocessing, to_rgb
 from ..training.recipe import RandAugment
@@ -140,7 +141,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class TrainTransform:
+class TrainTransform(Checked):
     """Random resized crop, random flip, optionally RandAugment, then normalisation.
 
     The defaults are the paper's fine-tuning transform for ImageNet-1K; for CIFAR-100 it leaves RandAugment
@@ -154,24 +155,17 @@ class TrainTransform:
         mean, std: Of each channel, subtracted and divided by last.
     """
 
-    size: tuple[int, int] = (224, 224)
-    crop_scale: tuple[float, float] = (0.08, 1.0)
-    flip_probability: float = 0.5
+    size: tuple[Whole, Whole] = (224, 224)
+    crop_scale: tuple[PositiveShare, PositiveShare] = (0.08, 1.0)
+    flip_probability: Share = 0.5
     rand_augment: RandAugment | None = field(default_factory=RandAugment)
-    mean: tuple[float, ...] = ImagePreprocessing.mean
-    std: tuple[float, ...] = ImagePreprocessing.std
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
 
     def __post_init__(self) -> None:
-        crop = self.crop_scale
-        for name, valid, accepted in (
-            ("size", len(self.size) == 2 and min(self.size) > 0, "a positive height and width"),
-            ("crop_scale", len(crop) == 2 and 0 < crop[0] <= crop[1] <= 1, "0 < smallest <= largest <= 1"),
-            ("flip_probability", 0 <= self.flip_probability <= 1, "in [0, 1]"),
-            ("mean", len(self.mean) == 3, "three entries"),
-            ("std", len(self.std) == 3 and min(self.std) > 0, "three positive entries"),
-        ):
-            if not valid:
-                raise ConfigError(f"{name} must be {accepted}, got {getattr(self, name)!r}")
+        super().__post_init__()
+        if self.crop_scale[0] > self.crop_scale[1]:
+            raise ConfigError(f"crop_scale must be 0 < smallest <= largest <= 1, got {self.crop_scale}")
 
     @classmethod
     def matching(cls, preprocessing: ImagePreprocessing, **changes: Any) -> Self:

@@ -234,12 +234,10 @@ def decode_image(content: bytes, where: str, formats: Sequence[str] | None = Non
         image = pillow.open(io.BytesIO(content), formats=formats)
         image.load()  # Pillow reads lazily; a truncated file must fail here, where its place is known
         return to_rgb(image)
-    except pillow.UnidentifiedImageError as error:  # its own text names an object in memory
-        raise DataError(
-            f"{where} cannot be decoded as an image ({size}): its kind is not known; repair or remove it"
-        ) from error
     except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
-        raise DataError(f"{where} cannot be decoded as an image ({size}): {error}; repair or remove it") from error
+        unknown = isinstance(error, pillow.UnidentifiedImageError)  # whose own text names an object in memory
+        why = "its kind is not known" if unknown else error
+        raise DataError(f"{where} cannot be decoded as an image ({size}): {why}; repair or remove it") from error
 
 
 def read_image(path: Path, where: str | None = None, formats: Sequence[str] | None = None) -> "Image":

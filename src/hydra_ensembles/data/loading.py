@@ -177,13 +177,13 @@ class _Table:
 
     def image(self, column: str, row: int) -> "Image":
         """Decode a cell `{bytes, path}`, or of plain bytes."""
-        cell, where = self.cell(column, row), f"row {row} of {self.where}"
-        content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
-        if isinstance(content, bytes):
-            return decode_image(content, where)
-        if path:
-            return read_image(self.folder / path, f"{where} ({path})")
-        what = f"{where} has no image in column {column!r} (a {type(cell).__name__}, expected bytes or {{bytes, path}})"
+        found, where = self.stored(column, row), f"row {row} of {self.where}"
+        if isinstance(found, bytes):
+            return decode_image(found, where)
+        if found is not None:
+            return read_image(found, f"{where} ({found})")
+        got = type(self.cell(column, row)).__name__
+        what = f"{where} has no image in column {column!r} (a {got}, expected bytes or {{bytes, path}})"
         raise DataError(f"{what}; remove or fill it, or name the column with columns=Columns(image=...)")
 
     def stored(self, column: str, row: int) -> bytes | Path | None:

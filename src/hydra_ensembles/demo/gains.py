@@ -18,7 +18,8 @@ from torch import Tensor
 from ..calibrate import fit_calibration
 from ..errors import HydraWarning
 from ..metrics.conformal import conformal_threshold
-from ..metrics.probabilities import ece_of_confidence
+from ..metrics.inputs import mean
+from ..metrics.probabilities import at_labels, ece_of_confidence
 from ..prediction import Prediction
 from ..report.compare import Cell, Column, Comparison, Row
 
@@ -222,22 +223,18 @@ def _measured(
     own = refused(known, test)
     foreign = {name: refused(sets[name], halves(sets[name].size)[0]) for names in groups.values() for name in names}
     found = {
-        "accuracy": 1.0 - _share(wrong),
-        "nll": -p.log_probs.gather(1, labels[test][:, None]).double().mean().item(),
+        "accuracy": 1.0 - mean(wrong),
+        "nll": -mean(at_labels(p.log_probs, labels[test])),
         "ece": ece_of_confidence(p.confidence, ~wrong),
     }
     for reason in REASONS:
-        found[f"accepted.{reason}"] = 1.0 - _share(own[reason])
-        found[f"mistakes.{reason}"] = _share(own[reason][wrong])  # NaN without a mistake
-        caught = {group: np.mean([_share(foreign[name][reason]) for name in names]) for group, names in groups.items()}
-        found |= {f"{group}.{reason}": float(mean) for group, mean in caught.items()}
+        found[f"accepted.{reason}"] = 1.0 - mean(own[reason])
+        found[f"mistakes.{reason}"] = mean(own[reason][wrong])  # NaN without a mistake
+        caught = {group: np.mean([mean(foreign[name][reason]) for name in names]) for group, names in groups.items()}
+        found |= {f"{group}.{reason}": float(part) for group, part in caught.items()}
         # familiar images answered right, or declined where wrong; foreign ones declined: each kind counts alike
-        found[f"handled.{reason}"] = float(np.mean([_share(own[reason] == wrong), *caught.values()]))
+        found[f"handled.{reason}"] = float(np.mean([mean(own[reason] == wrong), *caught.values()]))
     return found
-
-
-def _share(chosen: Tensor) -> float:
-    return chosen.double().mean().item()
 
 
 def _columns(rows: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, Values]:

@@ -162,7 +162,8 @@ def _run(
     answers[DEEP] = [{name: Answers.stacked([one[name] for one in deep]) for name in live[SINGLE]}]
     models[DEEP] = _deep_ensemble(backbone, answers[DEEP][0]["calibration"], data["calibration"])
     labels = torch.cat([labels for name in ("calibration", "test") for _, labels in data[name]])
-    prices = {name: _multiply_adds(model) / _multiply_adds(backbone) for name, model in models.items()}
+    whole = backbone.describe().multiply_adds
+    prices = {name: model.describe().multiply_adds / whole for name, model in models.items()}
     joined = {name: [_reported(one) for one in found] for name, found in answers.items()}
     found = gains(joined, labels, FOREIGN, prices, share=settings.share, draws=settings.draws)
     evaluations = _evaluations(models, data, answers[DEEP][0], progress)
@@ -244,10 +245,6 @@ def _reported(sets: Sets) -> dict[str, Answers]:
 
 def _limited(sets: Sets, limit: int | None) -> dict[str, Answers]:
     return {name: Answers(one.logits[:, :limit], one.unfamiliar[:limit]) for name, one in sets.items()}
-
-
-def _multiply_adds(model: Ensemble) -> float:
-    return float(model.describe().multiply_adds)
 
 
 def _deep_ensemble(backbone: Ensemble, answers: Answers, calibration: Sequence[Batch]) -> Ensemble:

@@ -51,11 +51,6 @@ class Column:
         """Title and an arrow to where better is."""
         return self.title + {"higher": " ↑", "lower": " ↓", "neither": ""}[self.better]
 
-    @property
-    def long_heading(self) -> str:
-        """Group, title and arrow, for formats with one line of headings."""
-        return f"{self.group} {self.heading}".strip()
-
     def write(self, value: float, spread: float | None = None) -> str:
         """A number as the table shows it."""
         text = f"{value * self.scale:.{self.digits}f}"
@@ -311,7 +306,7 @@ def to_markdown(comparison: Comparison) -> str:
         True
     """
     marks = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
-    headings = ["Method", *(column.long_heading for column in comparison.columns)]
+    headings = ["Method", *(f"{column.group} {column.heading}".strip() for column in comparison.columns)]
     lines = [[_markdown(heading) for heading in headings], ["---", *["---:"] * len(comparison.columns)]]
     for row in comparison.rows:
         lines.append([_markdown(row.name), *(marks[cell.rank].format(_markdown(cell.text)) for cell in row.cells)])

@@ -10,7 +10,7 @@ import json
 import os
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from lzma import LZMAError
 from pathlib import Path, PurePosixPath
@@ -179,12 +179,8 @@ class Archive:
             raise DataError(str(error)) from error
 
     def _delimited(self, file: Path) -> Iterator[Item]:
-        """CSV fields may be quoted; those of TSV never are, so that a lone quotation mark is just a character."""
-        csv.field_size_limit(max(csv.field_size_limit(), _FIELD))
-        suffix = file.suffix.lower()
-        quoting: Any = csv.QUOTE_MINIMAL if suffix == ".csv" else csv.QUOTE_NONE
         with self._opened(file) as lines:
-            rows = csv.reader(lines, delimiter=DELIMITERS[suffix], quoting=quoting)
+            rows = _cells(lines, file)
             header = next(rows, [])
             self._require_in(header, file)
             for row, cells in enumerate(rows):
@@ -243,20 +239,15 @@ class Archive:
             if self.keep:
                 raise DataError(f"{self.path} has no tables, so there are no columns {list(self.keep)} to keep")
             return
-        suffix, known = first.suffix.lower(), list[str]()
-        if suffix == ".parquet":
-            arrow = require("pyarrow", extra="data")
+        if first.suffix.lower() == ".parquet":
             try:
-                known = list(require("pyarrow.parquet", extra="data").read_schema(first).names)
-            except (OSError, arrow.ArrowException) as error:
+                known = require("pyarrow.parquet", extra="data").read_schema(first).names
+            except (OSError, require("pyarrow", extra="data").ArrowException) as error:
                 raise DataError(f"{first} cannot be read as Parquet: {error}") from error
-        else:
+            self._require_in(known, first)
+        elif first.suffix.lower() in DELIMITERS:  # of JSON, a line may lack what others have
             with self._opened(first) as lines:
-                if suffix in DELIMITERS:
-                    known = next(csv.reader(lines, delimiter=DELIMITERS[suffix]), [])
-                else:  # a line may lack what others have
-                    return
-        self._require_in(known, first)
+                self._require_in(next(_cells(lines, first), []), first)
 
     def _opened(self, file: Path) -> Any:
         """A text file; what is no UTF-8 in it becomes half a character, which a tokenizer's checks refuse."""
@@ -282,6 +273,14 @@ def _files(path: Path, without: Path | None) -> list[Path]:
         folders[:] = sorted(one for one in folders if not one.startswith("."))
         found += [here / name for name in names if not name.startswith(".") and (here / name).is_file()]
     return sorted(found, key=lambda one: one.relative_to(path).parts)
+
+
+def _cells(lines: Iterable[str], file: Path) -> Iterator[list[str]]:
+    """CSV fields may be quoted; those of TSV never are, so that a lone quotation mark is just a character."""
+    csv.field_size_limit(max(csv.field_size_limit(), _FIELD))
+    suffix = file.suffix.lower()
+    quoting: Any = csv.QUOTE_MINIMAL if suffix == ".csv" else csv.QUOTE_NONE
+    return csv.reader(lines, delimiter=DELIMITERS[suffix], quoting=quoting)
 
 
 def _require_end(members: tarfile.TarFile) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..batches import READ
-from ..errors import ConfigError
 from ..metrics.conformal import Reference
 from ..model.config import PatchStemConfig
 from ..model.ensemble import Ensemble
@@ -79,9 +78,7 @@ _OUTPUTS: Mapping[str, tuple[str, Callable[[Prediction], Tensor | None]]] = {
 
 
 def output_fields(ensemble: Ensemble) -> tuple[Field, ...]:
-    """What comes out of this ensemble; p-values, familiarity and a verdict only where they were fitted."""
-    if not ensemble.num_classes:
-        raise ConfigError("this ensemble has no classifier; convert the model with num_labels=")
+    """What comes out of this classifier; p-values, familiarity and a verdict only where they were fitted."""
     known, members = ensemble.metadata.familiarity, ensemble.num_members
     kept = torch.float64 if ensemble.dtype == torch.float64 else torch.float32
     scores = None if known is None else torch.zeros(len(known.settings.scores), members, 1)  # [S, M, 1]

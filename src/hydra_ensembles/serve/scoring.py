@@ -209,11 +209,8 @@ class Scorer:
                     cause = " ".join(str(error).split()) or type(error).__name__
                     return None, f"it cannot be read as an image: {cause}", ""
 
-        if self.workers > 1 and len(items) > 1:
-            with ThreadPoolExecutor(self.workers) as pool:
-                made = list(pool.map(one, items))
-        else:
-            made = list(map(one, items))
+        with ThreadPoolExecutor(self.workers) as pool:
+            made = list(pool.map(one, items))
         images = {row: image for row, (image, _, _) in enumerate(made) if image is not None}
         parts = [(torch.cat(list(images.values())), list(images))] if images else []
         return parts, [error for _, error, _ in made], [note for _, _, note in made]

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -301,15 +302,11 @@ class Service:
                     model, dtype=self.settings.dtype, compile=self.settings.compile, compiled_shapes=shapes
                 )
                 if self.settings.warm_up:
-                    self._warm(plans[place])
+                    with _on(place):
+                        for size, row in product(self.sizes(), self.examples()):
+                            plans[place].predict(_stacked([row] * size), check_finite=False)
             found.append(_Worker(plans[place], self.sizes()))
         return [worker.answer for worker in found]
-
-    def _warm(self, plan: OptimizedEnsemble) -> None:
-        with _on(plan.device):
-            for size in self.sizes():
-                for row in self.examples():
-                    plan.predict(_stacked([row] * size), check_finite=False)
 
     def examples(self) -> list[Sample]:
         """A blank row of every shape that is known beforehand."""

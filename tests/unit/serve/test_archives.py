@@ -80,6 +80,11 @@ def test_texts_of_every_kind(tmp_path: Path) -> None:
     assert read(tmp_path / "n.jsonl", "text", columns=Columns(text="deep.en")) == [("n.jsonl:0", "hello")]
 
 
+def test_a_quotation_mark_in_the_header_of_tsv_is_a_character(tmp_path: Path) -> None:
+    (tmp_path / "one.tsv").write_text('"id\ttext\n1\thello\n')
+    assert [item.content for item in Archive(tmp_path, "text")] == ["hello"]
+
+
 def test_what_is_broken_is_an_item(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,id\nfine,1\nshort\nfine,2\nfine,3,4\nfine,4\n")
     (tmp_path / "b.csv").write_text("other\nhello\n")
