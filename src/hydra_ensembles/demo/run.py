@@ -139,48 +139,42 @@ def run_demo(
     settings = settings or DemoSettings()
     identity = {"format": FORMAT, "settings": to_plain(settings), "build": to_plain(settings.build)}
     run = RunFolder(output, identity, what="a demo")
+    folder = Path(output).expanduser()
     with run.working():
-        return _run(run, Path(output).expanduser(), settings, progress, announce)
+        started, backbone, sample = time.perf_counter(), load_backbone(), load_sample()
+        data, train = prepare_data(sample, backbone, settings), training_batches(sample, backbone, settings)
+        announce(
+            f"Building: three members above {settings.shared_layers} common layers of 6, trained together on "
+            f"{len(train.dataset)} images, {settings.epochs} times each"
+        )
+        models = build_models(backbone, data, train, settings, folder / "work", progress)
+        announce("Looking at EuroSAT, at unknown land use (near) and at clothes (far)")
+        live = {name: answers_of(model, data) for name, model in models.items()}
+        stored = {name: [_limited(one, settings.limit) for one in found] for name, found in load_answers().items()}
+        answers = {name: [live[name], *stored[name]] for name in live}
+        deep = [live[SINGLE], *stored[SINGLE]]
+        answers[DEEP] = [{name: Answers.stacked([one[name] for one in deep]) for name in live[SINGLE]}]
+        models[DEEP] = _deep_ensemble(backbone, answers[DEEP][0]["calibration"], data["calibration"])
+        labels = torch.cat([labels for name in ("calibration", "test") for _, labels in data[name]])
+        whole = backbone.describe().multiply_adds
+        prices = {name: model.describe().multiply_adds / whole for name, model in models.items()}
+        joined = {name: [_reported(one) for one in found] for name, found in answers.items()}
+        found = gains(joined, labels, FOREIGN, prices, share=settings.share, draws=settings.draws)
+        evaluations = _evaluations(models, data, answers[DEEP][0], progress)
+        announce("Measuring the time of a batch")
+        inputs = torch.cat([inputs for inputs, _ in data["test"]])[: settings.latency_batch]
+        costs = measure_costs(models, inputs, repeats=settings.latency_repeats, warmup=1)
 
-
-def _run(
-    run: RunFolder, folder: Path, settings: DemoSettings, progress: bool, announce: Callable[[str], object]
-) -> Gains:
-    """All steps of the demo."""
-    started, backbone, sample = time.perf_counter(), load_backbone(), load_sample()
-    data, train = prepare_data(sample, backbone, settings), training_batches(sample, backbone, settings)
-    announce(
-        f"Building: three members above {settings.shared_layers} common layers of 6, trained together on "
-        f"{len(train.dataset)} images, {settings.epochs} times each"
-    )
-    models = build_models(backbone, data, train, settings, folder / "work", progress)
-    announce("Looking at EuroSAT, at unknown land use (near) and at clothes (far)")
-    live = {name: answers_of(model, data) for name, model in models.items()}
-    stored = {name: [_limited(one, settings.limit) for one in found] for name, found in load_answers().items()}
-    answers = {name: [live[name], *stored[name]] for name in live}
-    deep = [live[SINGLE], *stored[SINGLE]]
-    answers[DEEP] = [{name: Answers.stacked([one[name] for one in deep]) for name in live[SINGLE]}]
-    models[DEEP] = _deep_ensemble(backbone, answers[DEEP][0]["calibration"], data["calibration"])
-    labels = torch.cat([labels for name in ("calibration", "test") for _, labels in data[name]])
-    whole = backbone.describe().multiply_adds
-    prices = {name: model.describe().multiply_adds / whole for name, model in models.items()}
-    joined = {name: [_reported(one) for one in found] for name, found in answers.items()}
-    found = gains(joined, labels, FOREIGN, prices, share=settings.share, draws=settings.draws)
-    evaluations = _evaluations(models, data, answers[DEEP][0], progress)
-    announce("Measuring the time of a batch")
-    inputs = torch.cat([inputs for inputs, _ in data["test"]])[: settings.latency_batch]
-    costs = measure_costs(models, inputs, repeats=settings.latency_repeats, warmup=1)
-
-    models[BRANCHES].save_pretrained(folder / "model")
-    for name, evaluation in evaluations.items():
-        evaluation.save(folder / "evaluations" / f"{'_'.join(re.findall(r'[a-z]+', name.lower()))}.json")
-    save_costs(folder / "evaluations" / "costs.json", costs)
-    about: dict[str, Any] = {"title": "Hydra Ensembles: the embedded demo", "focus": BRANCHES, "baseline": SINGLE}
-    write_report(folder / "report.html", evaluations, costs=costs, summary=found.table, **about)
-    measured = {"seconds": round(time.perf_counter() - started, 1), "costs": [asdict(cost) for cost in costs]}
-    run.write("results", {**_results(models, evaluations, settings, data, found), "measured": measured})
-    shutil.rmtree(folder / "work")  # only an interrupted demo needs it
-    return found
+        models[BRANCHES].save_pretrained(folder / "model")
+        for name, evaluation in evaluations.items():
+            evaluation.save(folder / "evaluations" / f"{'_'.join(re.findall(r'[a-z]+', name.lower()))}.json")
+        save_costs(folder / "evaluations" / "costs.json", costs)
+        about: dict[str, Any] = {"title": "Hydra Ensembles: the embedded demo", "focus": BRANCHES, "baseline": SINGLE}
+        write_report(folder / "report.html", evaluations, costs=costs, summary=found.table, **about)
+        measured = {"seconds": round(time.perf_counter() - started, 1), "costs": [asdict(cost) for cost in costs]}
+        run.write("results", {**_results(models, evaluations, settings, data, found), "measured": measured})
+        shutil.rmtree(folder / "work")  # only an interrupted demo needs it
+        return found
 
 
 def prepare_data(sample: DemoSample, backbone: Ensemble, settings: DemoSettings) -> dict[str, list[Batch]]:

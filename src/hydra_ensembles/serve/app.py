@@ -14,7 +14,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -244,7 +244,7 @@ class _Server:
             except HTTPException as error:  # a form that cannot be parsed
                 response = self.refusal(RequestError(f"the form cannot be read: {error.detail}", error.status_code))
             except ClientDisconnect:
-                response = Response(status_code=CLOSED_BY_CLIENT)
+                response = _response(b"", CLOSED_BY_CLIENT)
             except Exception as error:
                 log_failure(error, id=name, route=route)
                 response = self.refusal(RequestError(f"internal error; the log tells more under {name}", 500))
@@ -343,12 +343,9 @@ class _Server:
 
     async def page(self, request: "Request") -> "Response":
         """The page to try the model on."""
-        from fastapi.responses import HTMLResponse
-
-        headers = {"Content-Security-Policy": self._policy, "X-Content-Type-Options": "nosniff"}
-        return HTMLResponse(
-            self._page, headers={**headers, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
-        )
+        headers = {"Content-Security-Policy": self._policy, "Referrer-Policy": "no-referrer"}
+        headers |= {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+        return _response(self._page, headers=headers, media_type="text/html")
 
     async def model(self, request: "Request") -> "Response":
         """What is served: kind, classes, members, thresholds."""
@@ -413,10 +410,8 @@ class _Server:
 
     async def metrics(self, request: "Request") -> "Response":
         """Counters and histograms, as Prometheus reads them."""
-        from fastapi import Response
-
         content, kind = self.telemetry.exposition()
-        return Response(content, media_type=kind)
+        return _response(content, media_type=kind)
 
     # --- the Open Inference Protocol ---------------------------------------------------------------------------------
 
@@ -438,8 +433,6 @@ class _Server:
 
     async def infer(self, request: "Request") -> "Response":
         """Answers as named tensors."""
-        from fastapi import Response
-
         async with self._admitted():
             parts = await request.body(), request.headers.get(protocol.HEADER)
             loop = asyncio.get_running_loop()
@@ -448,7 +441,7 @@ class _Server:
             rows, answers = await self._answers(request, lambda: self._tensor_rows(inputs), deadline)
         notes = [row.notes for row in rows]
         content, headers = protocol.write_answer(asked, self.service, outputs, answers, notes)
-        return Response(content, headers=headers)
+        return _response(content, headers=headers)
 
     def _tensor_rows(self, inputs: dict[str, Any]) -> list[Sample]:
         """Rows of named tensors: encoded images, texts, or what the model reads."""
@@ -477,7 +470,13 @@ def _digests(parts: Sequence[str]) -> str:
 
 
 def _json(content: Any, status: int = 200) -> "Response":
+    body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return _response(body, status, {"X-Content-Type-Options": "nosniff"}, "application/json")
+
+
+def _response(
+    body: bytes, status: int = 200, headers: Mapping[str, str] | None = None, media_type: str | None = None
+) -> "Response":
     from fastapi import Response
 
-    body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-    return Response(body, status, media_type="application/json", headers={"X-Content-Type-Options": "nosniff"})
+    return Response(body, status, headers, media_type)
