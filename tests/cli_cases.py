@@ -1,19 +1,21 @@
 """A small world for the command line: a timm ViT, a BERT, images and reviews, in one folder."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import typer.testing
 from PIL import Image
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import hydra_ensembles_cli
 from hydra_ensembles.cli import main
 
 APP = hydra_ensembles_cli.make_app(hydra_ensembles_cli.read_table() or {}, main.run_command)
+typer.testing._get_command = functools.cache(typer.main.get_command)  # else it makes all commands anew for each call
 COLOURS = ("blue", "green", "red")
 VIT_OPTIONS = {"img_size": 16, "patch_size": 8, "depth": 3, "num_heads": 4}
 WORDS = ("good", "fine", "great", "bad", "dull", "long", "film", "plot", "a", "the")
@@ -31,7 +33,7 @@ SMALL_BERT = {
 
 def run(*arguments: object, **settings: Any) -> Any:
     """The command line in this process."""
-    return CliRunner().invoke(APP, [str(argument) for argument in arguments], **settings)
+    return typer.testing.CliRunner().invoke(APP, [str(argument) for argument in arguments], **settings)
 
 
 def succeed(*arguments: object, **settings: Any) -> str:
