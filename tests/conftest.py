@@ -29,6 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in FIRST)
 
 
+def pytest_collection_finish() -> None:
+    """Leave all that is imported by now out of every later walk, of those at the end of the session too."""
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give a worker whole files, and all files of a folder that share a finished study or build."""
