@@ -146,19 +146,6 @@ def test_answers_and_gradients_are_those_of_the_original(name: str) -> None:
         assert math.isclose(ours, theirs, rel_tol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["encoder-found", "vit", "bert", "rope-bert"])
-def test_what_is_done_to_library_models_is_done_to_them(name: str, tmp_path: Any) -> None:
-    build, declaration, inputs = CASES[name]
-    base = he.convert(build(), declaration=declaration)
-    heads = [he.Head(0, 1), he.Head(1, 2)]
-    pruned = he.prune(base, heads)
-    with he.masked(base, heads), torch.no_grad():
-        near(pruned(inputs), base(inputs))
-    hydra = he.fuse([base, pruned])
-    hydra.save_pretrained(tmp_path)
-    assert torch.equal(he.Ensemble.from_pretrained(tmp_path)(inputs), hydra(inputs))
-
-
 # --- what the checker says -----------------------------------------------------------------------------------
 
 
