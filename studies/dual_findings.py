@@ -260,7 +260,8 @@ def settings_table(study: DualStudy) -> str:
         for row, one in run.get("choices", {}).items():
             for measured in one["measured"]:
                 setting = {key: measured[key] for key in one["setting"]}
-                text = ", ".join(f"{key.replace('_', ' ')} {value:g}" for key, value in setting.items())
+                texts = {key: one if isinstance(one, str) else f"{one:g}" for key, one in setting.items()}
+                text = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in texts.items())
                 found.setdefault((row, text), []).append((measured["nll"], setting == one["setting"]))
     lines = [
         [row, text, f"{mean(loss for loss, _ in told):.3f}", f"{sum(taken for _, taken in told)} of {len(told)}"]

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from typing import Any, Generic, ParamSpec, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,12 @@ class Learner(ABC, Generic[BatchT]):
     """A model in training, in which `requires_grad` says what trains; `shares` and `spared` as for `make_optimizer`.
 
     Subclasses say what a batch is, what its gradients are, and how the model is measured.
+
+    Attributes:
+        by_nll: Whether the best weights are those of the lowest NLL on validation data, not the highest accuracy.
     """
+
+    by_nll: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -429,7 +434,8 @@ class Training(Generic[BatchT]):
         if validation is None or (done and done[-1].step == position.step):
             return
         with epoch_of(validation, 0, derive_seed(self.seed, "validation"), self.runtime.device):
-            found = Validation(position.step, position.epoch, *self.learner.measure(validation))
+            measured = self.learner.measure(validation)
+            found = Validation(position.step, position.epoch, *measured, by_nll=self.learner.by_nll)
         self.state = self.state.after(found, self.recipe.min_delta)
         if self.state.best is found:
             self.best_weights = self.learner.weights()

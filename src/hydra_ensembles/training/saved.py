@@ -28,11 +28,12 @@ class Validation:
     epoch: int
     accuracy: float
     nll: float
+    by_nll: bool = field(default=False, metadata=ADDED_LATER)  # whether the NLL says what is better, not the accuracy
 
     @property
     def merit(self) -> tuple[float, float]:
-        """Larger is better: higher accuracy; where equal, lower NLL."""
-        return self.accuracy, -self.nll
+        """Larger is better: higher accuracy, and where equal, lower NLL; or the other way round."""
+        return (-self.nll, self.accuracy) if self.by_nll else (self.accuracy, -self.nll)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class RunState:
     evaluations: tuple[Validation, ...] = ()  # the journal of the run
     best: Validation | None = None  # the one whose weights are kept; of equal ones, the first
     waited: int = 0  # validations in a row that brought no improvement over `reference`
-    reference: float | None = None  # the last accuracy that did; None before the first validation
+    reference: float | None = None  # the last accuracy (or minus NLL) that did; None before the first validation
     finished: bool = False  # whether the result is final
     files: Mapping[str, str] = field(default_factory=dict)  # of tensors, by what they hold
     checksums: Mapping[str, str] = field(default_factory=dict, metadata=ADDED_LATER)  # SHA-256 of each file
@@ -61,13 +62,13 @@ class RunState:
 
     def after(self, found: Validation, min_delta: float) -> "RunState":
         """The state after one more validation; only a rise by more than `min_delta` counts as improvement."""
-        improved = self.reference is None or found.accuracy - min_delta > self.reference
+        improved = self.reference is None or found.merit[0] - min_delta > self.reference
         return replace(
             self,
             evaluations=(*self.evaluations, found),
             best=found if self.best is None or found.merit > self.best.merit else self.best,
             waited=0 if improved else self.waited + 1,
-            reference=found.accuracy if improved else self.reference,
+            reference=found.merit[0] if improved else self.reference,
         )
 
     def check(self) -> None:

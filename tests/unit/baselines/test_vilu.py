@@ -1,11 +1,13 @@
 """ViLU: the network and its loss are the published ones, and its score travels with the model."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from baseline_cases import assert_resumes
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.neg_label import NegLabel, neg_label
@@ -110,6 +112,43 @@ def test_it_learns_to_tell_right_from_wrong():
     assert learned > max(plain, 0.95)
     validated = fitted(ensemble, RECIPE, validation=data(24, seed=2))
     assert "validation accuracy" in validated.metadata.history[-1]
+
+
+def test_the_best_network_is_that_of_the_lowest_nll_on_held_out_samples(tmp_path):
+    """Not of the highest accuracy: one that knows its images by heart is sure where it errs."""
+    ensemble, held = zero_shot(), data(40, seed=2)
+    recipe = ViLU.recipe(epochs=40, learning_rate=0.01, optimizer="adamw")
+    found = fitted(ensemble, recipe, ViLU(hidden=(32, 16), batch_size=8), validation=held, output=tmp_path)
+    (journal,) = tmp_path.rglob("checkpoint.json")
+    measured = json.loads(journal.read_text())["evaluations"]
+    lowest = min(one["nll"] for one in measured)
+    assert max(measured, key=lambda one: one["accuracy"])["nll"] > lowest + 0.01  # both differ here
+    images, labels = (torch.cat(side) for side in zip(*held, strict=True))
+    said = found.predict(images)
+    right = (said.label == labels).float()
+    assert F.binary_cross_entropy_with_logits(-said.score("vilu"), right).item() == pytest.approx(lowest, rel=1e-4)
+
+
+def test_it_beats_a_constant_where_images_are_few():
+    """By AdamW in a few hundred updates; the authors' SGD is then still on the plateau where it began."""
+    drawn = torch.Generator().manual_seed(0)
+    texts = F.normalize(torch.randn(10, 16, generator=drawn), dim=-1)
+    labels = torch.randint(10, (1500,), generator=drawn)
+    noise = torch.randn(1500, 16, generator=drawn) * (0.1 + 0.8 * torch.rand(1500, 1, generator=drawn))
+    embedded, rows = F.normalize(texts[labels] + noise, dim=-1), 20 * texts
+    right = (embedded @ rows.T).argmax(-1) == labels
+    share = right[1000:].float().mean()
+    constant = -(share * share.log() + (1 - share) * (1 - share).log()).item()
+    held, losses = DataLoader(TensorDataset(embedded[1000:, None], right[1000:, None]), 500), {}
+    for optimizer, rate in (("sgd", 0.01), ("adamw", 1e-3)):
+        recipe = ViLU.recipe(epochs=30, learning_rate=rate, optimizer=optimizer)
+        learner = ViLULearner(rows[None], ViLU(hidden=(64, 32, 16)), recipe, Runtime(torch.device("cpu")))
+        for step in range(240):
+            part = torch.randperm(1000, generator=drawn)[:125]
+            learner.update([(embedded[part, None], right[part, None])], rate, step)
+        losses[optimizer] = learner.measure(held)[1]
+    assert losses["adamw"] < constant - 0.05
+    assert losses["sgd"] > constant - 0.02
 
 
 def test_held_out_samples_choose_its_rate():

@@ -74,7 +74,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     task = SmallDual(dual_recipe(), source, CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dual_rows, "EPOCHS", 2)  # of ViLU
-        patch.setattr(dual_rows, "RATES", (0.01,))
+        patch.setattr(dual_rows, "RATES", (("sgd", 0.01),))
         patch.setattr(dual_rows, "PSEUDO_COUNTS", (1.0, 10.0))
         run = Run(task, output, output / "results", [], [0])
         ZERO_SHOT.run(run, ["choose", "train", "rank", "fix"])

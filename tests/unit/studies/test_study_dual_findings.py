@@ -49,8 +49,13 @@ def made_up(folder: Path, right: dict[str, float], hopeless: tuple[str, ...] = (
         write_columns(folder / "zero-shot" / f"seed-{seed}.npz", columns)
     circuit = {"id_samples": 3, "ood_samples": 4, "pruned": 2}
     measured = [{"pseudo_count": 1.0, "nll": 0.5}, {"pseudo_count": 10.0, "nll": 0.25}]
+    networks = [{"optimizer": "sgd", "learning_rate": 0.01, "nll": 0.66}]
+    taken = {"optimizer": "sgd", "learning_rate": 0.01}
     run = {
-        "choices": {"BayesVLM": {"row": "BayesVLM", "setting": {"pseudo_count": 10.0}, "measured": measured}},
+        "choices": {
+            "BayesVLM": {"row": "BayesVLM", "setting": {"pseudo_count": 10.0}, "measured": measured},
+            "ViLU": {"row": "ViLU", "setting": taken, "measured": networks},
+        },
         "report": {row: {} for row in ROWS},
         "samples": 9,
         "circuits": {"avg image+text": circuit, "avg image": circuit},
@@ -92,6 +97,7 @@ def test_settings_of_rows_are_shown_with_what_chose_them(tmp_path: Path) -> None
     told = TABLES["settings"](made_up(tmp_path, {}))
     assert "| BayesVLM | pseudo count 1 | 0.500 | 0 of 5 |" in told
     assert "| BayesVLM | pseudo count 10 | 0.250 | 5 of 5 |" in told
+    assert "| ViLU | optimizer sgd, learning rate 0.01 | 0.660 | 5 of 5 |" in told
 
 
 def test_rows_that_some_seeds_lack_and_circuits_that_are_not_there_are_said(tmp_path: Path) -> None:

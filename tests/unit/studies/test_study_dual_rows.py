@@ -71,25 +71,26 @@ def test_vilu_is_single_with_a_score_that_goes_with_any_classes(
     assert not torch.allclose(few.score("vilu"), expected.score("vilu"))
     assert (seed.folder / "models" / "vilu").exists()
     choice = json.loads((seed.folder / "choices" / "vilu.json").read_text())
-    losses = {one["learning_rate"]: one["nll"] for one in choice["measured"]}
+    losses = {(one["optimizer"], one["learning_rate"]): one["nll"] for one in choice["measured"]}
     assert list(losses) == list(dual_rows.RATES)
-    rate = choice["setting"]["learning_rate"]
-    assert losses[rate] == min(losses.values())
-    assert f"learning rate {rate:g}" in trained.metadata.history[-1]
+    assert list(choice["setting"]) == ["optimizer", "learning_rate"]
+    taken = choice["setting"]["optimizer"], choice["setting"]["learning_rate"]
+    assert losses[taken] == min(losses.values())
+    assert f"{taken[0]}, learning rate {taken[1]:g}" in trained.metadata.history[-1]
     said = DualRow(model=lambda *_: trained).asked(seed, held)
     sure = (-said.score("vilu")).sigmoid()  # of being right
     right = said.label == held.samples.labels
-    assert losses[rate] == pytest.approx(-float(torch.where(right, sure, 1 - sure).log().mean()), rel=1e-4)
+    assert losses[taken] == pytest.approx(-float(torch.where(right, sure, 1 - sure).log().mean()), rel=1e-4)
 
 
 def test_a_rate_at_which_vilu_diverges_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = dual_seed(tmp_path, dual_recipe(choices=dual_recipe().choices[:1]))
     monkeypatch.setattr(dual_rows, "EPOCHS", 1)
-    monkeypatch.setattr(dual_rows, "RATES", (1e30, 0.01))
+    monkeypatch.setattr(dual_rows, "RATES", (("sgd", 1e30), ("sgd", 0.01)))
     dual_rows._trained_vilu(seed)
     choice = json.loads((seed.folder / "choices" / "vilu.json").read_text())
     assert [one["learning_rate"] for one in choice["measured"]] == [0.01]
-    monkeypatch.setattr(dual_rows, "RATES", (1e30,))
+    monkeypatch.setattr(dual_rows, "RATES", (("sgd", 1e30),))
     with pytest.raises(DataError, match="rate"):
         dual_rows._trained_vilu(dual_seed(tmp_path / "again", dual_recipe(choices=dual_recipe().choices[:1])))
 

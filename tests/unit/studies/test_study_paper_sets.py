@@ -128,7 +128,7 @@ def test_a_given_model_has_bayes_vlm_by_its_factors_and_vilu_on_training_images(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dual_rows, "EPOCHS", 1)
-    monkeypatch.setattr(dual_rows, "RATES", (0.01,))
+    monkeypatch.setattr(dual_rows, "RATES", (("sgd", 0.01),))
     source, _ = small_clip.small_open_clip(tmp_path / "clip")
     recipe = load_dual_recipe(tiny=True, suite="paper", model=source, factors=str(tmp_path))
     recipe = replace(recipe, counts=replace(recipe.counts, calibration=3))  # of six images, one of each class
