@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from .._utils import compiled_at_will
+from .._utils import compiled_at_will, own_precision
 from ..arguments import Whole, checked
 from ..batches import Inputs
 from ..errors import ConfigError
@@ -50,6 +50,7 @@ class OptimizedEnsemble:
     """
 
     @checked
+    @own_precision()
     def __init__(
         self,
         ensemble: Ensemble,
@@ -73,7 +74,8 @@ class OptimizedEnsemble:
             compiled_shapes: For so many input shapes code of their own is compiled; further ones run uncompiled.
             graphs: Whether to record CUDA graphs; None does so on a CUDA device. They are kept for 16 shapes, or for
                 `compiled_shapes` if that is more.
-            dtype: Floating type to compute in, such as `torch.bfloat16`; None keeps the ensemble's.
+            dtype: Floating type to compute in, such as `torch.bfloat16`; None keeps the ensemble's. A caller's autocast
+                changes nothing: what is compiled or recorded serves all calls.
 
         Raises:
             ConfigError: A setting is not accepted, or not on this device.
@@ -114,6 +116,7 @@ class OptimizedEnsemble:
         return self.answers(*given, **named)[0]
 
     @torch.inference_mode()
+    @own_precision()
     def answers(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
         arguments = self._arguments(*given, **named)
@@ -135,6 +138,7 @@ class OptimizedEnsemble:
         return self._model.prepare(inputs, **named)
 
     @torch.inference_mode()
+    @own_precision()
     def choice_for(self, inputs: Given) -> "Choice":
         """How inputs of this shape are run; measured if need be."""
         arguments = self._arguments(inputs)

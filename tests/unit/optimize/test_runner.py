@@ -39,6 +39,18 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:
     return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
 
 
+def test_an_autocast_of_the_caller_changes_nothing_that_is_kept_or_answered() -> None:
+    ensemble, inputs = hydra(), images(3)
+    plain = ensemble.optimize(inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = ensemble.optimize(inputs)
+        assert close(ensemble.optimize()(inputs), plain(inputs))
+    for plan in ("batched", "loop"):
+        pairs = zip(plain.module(plan).parameters(), inside.module(plan).parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+    assert close(inside(inputs), ensemble(inputs))
+
+
 # --- choosing --------------------------------------------------------------------------------------------
 
 
