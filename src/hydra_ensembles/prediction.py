@@ -322,8 +322,12 @@ class Prediction:
         features = [one.unfamiliarity for one in predictions if one.unfamiliarity is not None]
         if not features:
             return dataclasses.replace(first, member_logits=joined)
-        if len(features) < len(predictions) or len({one.names for one in features}) > 1:
-            raise DataError("some predictions have scores of features that others lack; join those of one model")
+        deciding = [(one.names, one.threshold, one.reference) for one in features]
+        if len(features) < len(predictions) or any(one != deciding[0] for one in deciding):
+            raise DataError(
+                "some predictions have scores of features that others lack, or other thresholds on them; join those of "
+                "one model"
+            )
         known = dataclasses.replace(features[0], members=torch.cat([one.members for one in features], dim=2))
         return dataclasses.replace(first, member_logits=joined, unfamiliarity=known)
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from checkpoint_models import ensemble, single
 from hydra_ensembles.errors import ConfigError, DataError, HydraError
 from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.model.metadata import Calibration
-from hydra_ensembles.prediction import Prediction, ScoreName, scale_logits
+from hydra_ensembles.prediction import Prediction, ScoreName, Unfamiliarity, scale_logits
 
 T = torch.tensor
 SCORES = ScoreName.__args__
@@ -243,6 +244,12 @@ def test_joining_batches_and_moving_devices():
             Prediction.concat([p, other])
     with pytest.raises(DataError, match="got no predictions"):
         Prediction.concat([])
+    about = Unfamiliarity(("knn",), torch.rand(1, p.members, 6), 0.5, Reference((0.1, 0.2), 2))
+    known = replace(p, unfamiliarity=about)
+    assert torch.equal(Prediction.concat([known[:2], known[2:]]).accept, known.accept)
+    for change in ({"threshold": 0.6}, {"reference": Reference((0.1, 0.3), 2)}, {"names": ("vim",)}):
+        with pytest.raises(DataError, match="one model"):  # whose threshold would it be?
+            Prediction.concat([known, replace(p, unfamiliarity=replace(about, **change))])
     moved = p.to(torch.device("meta"))
     assert {getattr(moved, name).device.type for name in TENSORS} == {"meta"}  # accept as well: there is a threshold
 

@@ -14,7 +14,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._utils import derive_seed
 from ..arguments import Checked, Rate, Whole
-from ..batches import Batches, Inputs, borrowed, epoch_of, fingerprint, iterate, require_labels, require_rereadable
+from ..batches import (
+    Batches,
+    Inputs,
+    borrowed,
+    epoch_of,
+    fingerprint,
+    iterate,
+    require_labels,
+    require_rereadable,
+    require_same_classes,
+)
 from ..errors import ConfigError, DataError
 from ..heads.ranking import model_fingerprint
 from ..model.dropping import dropping
@@ -86,6 +96,7 @@ def oba(
     require_single(model, "oba")
     settings.check(model)
     require_rereadable(train, "train")
+    require_same_classes(train, model.metadata.labels, "train")
     if recipe is None and validation is not None:
         raise ConfigError("validation chooses between weights in training; give a recipe, too, or leave it out")
     if recipe is not None:

@@ -20,6 +20,12 @@ def train(model, settings=SMALL, recipe=QUICK, **options):
     return oba(model, some(model), recipe, settings, progress=False, **options)
 
 
+class Named(list):
+    def __init__(self, batches, names):
+        super().__init__(batches)
+        self.class_names = names
+
+
 def zeros(model):
     return {name: one == 0 for name, one in removable(model).items()}
 
@@ -123,6 +129,15 @@ def test_values_that_nothing_can_be_ranked_by_are_refused(value, token):
     data[1] = (torch.full_like(data[1][0], value), data[1][1])
     with pytest.raises(DataError, match=token):
         oba(base, data, None, OBA(keep=0.9, steps=1, batches=3))
+
+
+@pytest.mark.parametrize("recipe", [None, QUICK])
+def test_classes_in_another_order_are_refused_before_anything_is_ranked(recipe, monkeypatch):
+    monkeypatch.setattr(sys.modules[oba.__module__], "pruned_masks", None)
+    base = single()
+    names = tuple(f"class {index}" for index in range(base.num_classes))
+    with pytest.raises(DataError, match="which the model has as class"):
+        oba(base.with_metadata(labels=names), Named(some(base), names[::-1]), recipe, SMALL, progress=False)
 
 
 def test_keywords_that_all_trainings_take_are_checked_though_they_are_written_once():
