@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ..optimize.runner import OptimizedEnsemble
 
 Model = TypeVar("Model", bound=nn.Module)
+DROPPED = "its calibration, familiarity and metrics are dropped; calibrate again"
 
 
 def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Model:
@@ -264,7 +265,7 @@ class Ensemble(Saved, Droppable):
 
     def _forget(self, line: str, problem: str) -> None:
         self._metadata, self._digest = self._metadata.after(line), None
-        warn(f"{problem}: its calibration, familiarity and metrics are dropped; calibrate again")
+        warn(f"{problem}: {DROPPED}")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *others: Any) -> None:
         """What `load_state_dict` does here, also of a model around this one; other weights are not calibrated."""
@@ -462,7 +463,7 @@ class Ensemble(Saved, Droppable):
         return built_around(lambda: cls(config, metadata), copied(state))
 
     def with_metadata(self, **changes: Any) -> "Ensemble":
-        """The same ensemble with some of its metadata replaced.
+        """The same ensemble with some of its metadata replaced; what was measured goes with another preprocessing.
 
         Its weights are these, not copies of them: training one in place, or masking heads of it, changes both.
         """
@@ -470,7 +471,13 @@ class Ensemble(Saved, Droppable):
         strange = sorted(set(changes) - set(known))
         if strange:
             raise ConfigError(f"there is no metadata {strange}; there are {known}")
-        metadata = replace(self.verified_metadata(), **changes)
+        known, new = self.verified_metadata(), changes.get("preprocessing")
+        if known.measured and None not in (new, known.preprocessing) and new != known.preprocessing:
+            dropped: dict[str, Any] = {"calibration": None, "familiarity": None, "metrics": {}}
+            if dropped.keys() - changes.keys():  # those that are given are the caller's word
+                warn(f"what was measured saw inputs through another preprocessing: {DROPPED}")
+            changes = {**dropped, **changes}
+        metadata = replace(known, **changes)
         metadata.check(self.config)
         return built_around(lambda: Ensemble(self.config, metadata), self.state_dict())
 
@@ -486,7 +493,11 @@ class Ensemble(Saved, Droppable):
                 f"the ensemble is not what its configuration says, in {odd[0][0]}, and could not be loaded again; undo "
                 "what was changed (torch.nn.utils.prune.remove, parametrize.remove_parametrizations), then save"
             )
-        return ensemble_contents(name, self.config, self.verified_metadata(), state)
+        metadata = self.verified_metadata()
+        if self._masks and metadata.measured:
+            metadata = metadata.after("saved with heads masked")
+            warn(f"this ensemble is saved with heads masked, which was measured with all of them: {DROPPED}")
+        return ensemble_contents(name, self.config, metadata, state)
 
     @classmethod
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":

@@ -148,6 +148,11 @@ class Familiarity:
             return False
         return self.state.keys() == other.state.keys() and not unequal([self.state, other.state])
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the statistics, by name."""
+        return {name: tuple(tensor.shape) for name, tensor in self.state.items()}
+
     def scores(self, features: Tensor, logits: Tensor) -> Tensor:
         """Every score of every member, `[S, M, B]`, from features `[M, B, d]` and logits `[M, B, C]`."""
         known, neighbours = self._on(features.device), self.settings.neighbours
@@ -217,13 +222,16 @@ class Metadata:
         require_types(self)
 
     def check(self, config: EnsembleConfig) -> None:
-        """Refuse labels, temperatures and preprocessing that do not belong to such a model."""
+        """Refuse labels, temperatures, statistics and preprocessing that do not belong to such a model."""
         classes, labels = config.readout.num_classes, len(self.labels)
         if classes and labels not in (0, classes):
             raise ConfigError(f"{labels} labels for {classes} classes; give one label per class, or none")
         count = 1 if self.calibration is None else len(self.calibration.temperature)
         if count not in (1, config.members):
             raise ConfigError(f"{count} temperatures for {config.members} members; give one, or one each")
+        known = self.familiarity
+        if known is not None and known.shapes != known.settings.shapes(config.members, classes):
+            raise ConfigError("the familiarity was fitted to another model: fit it to this one, by fit_familiarity")
         given = self.preprocessing
         if given is not None and given.kind != config.kind:
             raise ConfigError(f"preprocessing is {type(given).__name__} for a model of {config.kind}s")

@@ -1,6 +1,7 @@
 """An ensemble's edges: settings and inputs that it cannot take, metadata that change without its weights."""
 
 import copy
+import dataclasses
 import pickle
 import warnings
 from pathlib import Path
@@ -336,6 +337,32 @@ def test_what_leaves_the_weights_alone_leaves_the_calibration(same: Any) -> None
     with pytest.warns(he.HydraWarning, match="edited"), he.masked(made, [(0, 0)]):
         pass
     assert made.metadata.calibration is None
+
+
+def test_what_another_preprocessing_was_measured_with_is_dropped() -> None:
+    ours = measured().with_metadata(preprocessing=IMAGES)  # it was not known: nothing speaks against it
+    assert ours.metadata.calibration is not None
+    assert ours.with_metadata(preprocessing=IMAGES, labels=("a", "b", "c")).metadata.calibration is not None
+    with pytest.warns(he.HydraWarning, match="another preprocessing"):
+        other = ours.with_metadata(preprocessing=dataclasses.replace(IMAGES, mean=(0.1, 0.1, 0.1)))
+    assert (other.metadata.calibration, ours.metadata.calibration is not None) == (None, True)
+
+
+def test_what_is_saved_with_heads_masked_is_not_calibrated(tmp_path: Path) -> None:
+    ours = measured()
+    with he.masked(ours, [(0, 0)]), pytest.warns(he.HydraWarning, match="masked"):
+        ours.save_pretrained(tmp_path / "a")
+    found = he.load(tmp_path / "a")
+    assert (found.metadata.calibration, found.metadata.history[-1]) == (None, "saved with heads masked")
+    assert ours.metadata.calibration is not None
+
+
+def test_familiarity_of_another_model_is_refused() -> None:
+    single, images = measured(), torch.randn(24, 3, 8, 8)
+    known = he.fit_familiarity(single, [(images, torch.arange(24) % 3)], "knn").metadata.familiarity
+    with pytest.raises(ConfigError, match="another model"):
+        he.Ensemble.stack([single, measured(1)]).with_metadata(familiarity=known)
+    assert single.with_metadata(familiarity=known).metadata.familiarity is known
 
 
 def test_training_a_calibrated_ensemble_by_hand_is_warned_of() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hydra_ensembles.errors import ConfigError, HydraError, RequestError
+from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.preprocessing import TextPreprocessing
 from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.outputs import columns
@@ -21,6 +22,12 @@ TEXTS = ["hello", "hello wörld", "wörld " * 7, "hello hello hello"]
 
 def service(kind: str, **changes: Any) -> Service:
     return Service(served(kind), settings(**changes))
+
+
+def read_by(known: Ensemble, preprocessing: TextPreprocessing) -> Ensemble:
+    """The same with another preprocessing, and with what was measured: the tokens of these texts are the same."""
+    kept = {"calibration": known.metadata.calibration, "familiarity": known.metadata.familiarity, "metrics": {}}
+    return known.with_metadata(preprocessing=preprocessing, **kept)
 
 
 def same(answers: list[Any], expected: dict[str, Any]) -> None:
@@ -78,7 +85,7 @@ def test_texts_are_padded_to_few_lengths_and_those_without_a_mask_to_none() -> N
     assert one.lengths() == [9]
     assert {row.shape for row in one.texts(TEXTS)} == {row.shape for row in one.examples()}
     plain = TextPreprocessing(max_length=9, attention_mask=False, tokenizer=known.metadata.preprocessing.tokenizer)
-    unmasked = Service(known.with_metadata(preprocessing=plain), settings())
+    unmasked = Service(read_by(known, plain), settings())
     assert unmasked.lengths() == []
     assert [row.inputs["input_ids"].shape[0] for row in unmasked.texts(TEXTS)] == [1, 2, 7, 3]
     same(unmasked.workers()[0](unmasked.texts(TEXTS[:1])), columns(known.predict(TEXTS[:1])))
@@ -116,7 +123,7 @@ def test_plans_keep_what_was_recorded_for_every_shape_they_will_run() -> None:
 def test_rows_of_several_shapes_keep_their_order() -> None:
     known = served("text")
     plain = TextPreprocessing(max_length=9, attention_mask=False, tokenizer=known.metadata.preprocessing.tokenizer)
-    one = Service(known.with_metadata(preprocessing=plain), settings())
+    one = Service(read_by(known, plain), settings())
     (run,) = one.workers()
     found = run(one.texts([*TEXTS, *TEXTS]))
     expected = [columns(known.predict([text])) for text in TEXTS] * 2
