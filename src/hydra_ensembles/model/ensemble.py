@@ -467,10 +467,10 @@ class Ensemble(Saved, Droppable):
 
         Its weights are these, not copies of them: training one in place, or masking heads of it, changes both.
         """
-        known = [one.name for one in fields(Metadata)]
-        strange = sorted(set(changes) - set(known))
+        names = [one.name for one in fields(Metadata)]
+        strange = sorted(set(changes) - set(names))
         if strange:
-            raise ConfigError(f"there is no metadata {strange}; there are {known}")
+            raise ConfigError(f"there is no metadata {strange}; there are {names}")
         known, new = self.verified_metadata(), changes.get("preprocessing")
         if known.measured and None not in (new, known.preprocessing) and new != known.preprocessing:
             dropped: dict[str, Any] = {"calibration": None, "familiarity": None, "metrics": {}}
