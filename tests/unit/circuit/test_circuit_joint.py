@@ -1,5 +1,6 @@
 """Circuits over both towers of a dual encoder: exact == naive, and each tower runs for its own heads only."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ KNOWN, ODD = 14, 9  # samples
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
+@cache
 def dual_in_float64(name: str = "open_clip-nonscalar") -> he.DualEncoder:
+    """Made once; not to be changed by a test."""
     return dual_of(CASES[name]).double()
 
 
