@@ -116,6 +116,8 @@ def _from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> A
             raise ValueError("values out of range")
     except (ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"the data of input {name!r} are not {math.prod(shape)} numbers of {datatype}") from error
+    if array.ndim > 1 and array.shape != shape:  # in rows, which say themselves how they lie
+        raise RequestError(f"the data of input {name!r} are in rows of shape {list(array.shape)}, not {list(shape)}")
     return made.reshape(shape)
 
 

@@ -149,6 +149,8 @@ def body(**changes: Any) -> bytes:
         (body(data=[1]), None, "2 numbers"),
         (body(data=[[1, 2], [3]]), None, "numbers"),
         (body(data=["x", "y"]), None, "numbers"),
+        (body(shape=[3, 2], data=[[1, 2, 3], [4, 5, 6]]), None, "rows"),  # as many, but they lie otherwise
+        (body(shape=[1, 2, 1], data=[[1, 2]]), None, "rows"),
         (body(data="12"), None, "list"),
         (body(datatype="INT64"), None, "INT64"),  # 2.5
         (body(datatype="UINT8", data=[1, 256]), None, "UINT8"),
@@ -182,6 +184,12 @@ def test_binary_tensors_must_have_the_size_they_claim(
     head = json.dumps({"inputs": [given]}).encode()
     with pytest.raises(RequestError, match=token):
         read_request(head + content, str(len(head)))
+
+
+@pytest.mark.parametrize("data", [[1, 2, 3, 4, 5, 6], [[1, 2, 3], [4, 5, 6]]])
+def test_numbers_come_one_after_another_or_in_rows(data: Any) -> None:
+    _, found = read_request(body(shape=[2, 3], data=data), None)
+    assert found["a"].tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
 def test_several_tensors_in_json_and_binary() -> None:
