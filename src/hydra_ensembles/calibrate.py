@@ -13,7 +13,7 @@ from ._utils import warn
 from .arguments import PositiveShare, checked
 from .batches import Batches
 from .errors import ConfigError, DataError
-from .familiarity import Answered, FitOptions, Fitting, answers, beside, digests, require_fresh
+from .familiarity import OF_BOTH, Answered, FitOptions, Fitting, answers, beside, digests, require_fresh
 from .metrics.conformal import Reference, conformal_threshold, samples_for
 from .metrics.distance import FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean, warn_of_probabilities
@@ -93,7 +93,7 @@ def calibrate(
     weights = getattr(ensemble, "_orig_mod", ensemble)  # compiled ones are let through
     require_ensemble(weights, "calibrate")
     _require_members_for(score, ensemble.num_members)
-    known = weights.verified_metadata().familiarity
+    known, before = weights.verified_metadata().familiarity, weights.metadata.metrics
     parts, seen = list[Answered](), list[str]()  # seen: a name of each sample
     fitted = known if known is not None and familiarity in ("auto", known.settings.scores[0]) else None
     for inputs, some in answers(ensemble, validation, "validation", labelled=True):
@@ -137,7 +137,7 @@ def calibrate(
         ensemble.metadata,
         calibration=fit.calibration,
         familiarity=known,
-        metrics={**ensemble.metadata.metrics, **metrics},
+        metrics={**{name: one for name, one in before.items() if name not in OF_BOTH}, **metrics},
         history=(*ensemble.metadata.history, line),
     )
     # weights of its own: what was calibrated stays what it is, whatever becomes of the ensemble (masked, trained)

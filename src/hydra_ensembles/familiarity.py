@@ -23,13 +23,15 @@ from .metrics.inputs import check_finite
 from .model.dropping import dropping
 from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
-from .model.metadata import Familiarity, FamiliaritySettings
+from .model.metadata import Familiarity, FamiliaritySettings, Metadata
 from .overlap import sample_keys
 
 FEW_A_CLASS = 20  # samples a class below which the covariance is shrunk more
 SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # of the mean eigenvalue, added to each
 HELD_OUT_MOST = 4096  # samples held out for p-values
 MARKS = 16  # samples that are known again
+OF_BOTH = ("validation/sure_share", "validation/familiar_share")  # metrics of two thresholds, each by itself
+OF_ACCEPTED = ("validation/accepted_share", "validation/risk_of_accepted")  # of all thresholds there are
 _NULL = 1e-10  # of the largest eigenvalue: directions in which nothing varies
 
 
@@ -122,7 +124,7 @@ def fit_familiarity(
         known = Familiarity(replace(known.settings, reference=Reference.of(scores)), known.state)
     line = f"familiarity ({', '.join(options.scores)}) fitted on {known.settings.samples} samples"
     known = beside(known, ensemble.metadata.familiarity)
-    metadata = replace(ensemble.metadata, familiarity=known, history=(*ensemble.metadata.history, line))
+    metadata = _refitted(ensemble.metadata, known, line)
     return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
 
 
@@ -132,9 +134,17 @@ def with_score(ensemble: Ensemble, found: Familiarity, line: str) -> Ensemble:
     Scores of before stay, but one of the same name is replaced.
     """
     known = ensemble.verified_metadata().familiarity
-    metadata = replace(ensemble.metadata, familiarity=found if known is None else _joined(found, known, ()))
-    metadata = replace(metadata, history=(*metadata.history, line))
+    metadata = _refitted(ensemble.metadata, found if known is None else _joined(found, known, ()), line)
     return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
+
+
+def _refitted(metadata: Metadata, found: Familiarity, line: str) -> Metadata:
+    """Metadata with what was fitted; a threshold of before was that of another score, and so were shares it accepts."""
+    known, metrics = metadata.familiarity, metadata.metrics
+    if known is not None and known.settings.threshold is not None:
+        metrics = {name: one for name, one in metrics.items() if name not in (*OF_BOTH, *OF_ACCEPTED)}
+        warn("the threshold of familiarity is dropped, so no input is called unfamiliar: calibrate again")
+    return replace(metadata, familiarity=found, metrics=metrics, history=(*metadata.history, line))
 
 
 def beside(found: Familiarity, known: Familiarity | None) -> Familiarity:

@@ -226,6 +226,20 @@ def test_both_thresholds_promise_their_share() -> None:
     assert he.Prediction.concat([p[:100], p[100:]]).reason == p.reason
 
 
+def test_shares_that_thresholds_accept_go_with_the_thresholds() -> None:
+    calibrated = he.calibrate(model(CONFIG), batches(CONFIG, 200), share=0.9)
+    shares = {"validation/sure_share", "validation/familiar_share"}
+    assert shares <= calibrated.metadata.metrics.keys()
+    again = he.calibrate(calibrated, batches(CONFIG, 200), share=0.9, familiarity=None)
+    assert not shares & again.metadata.metrics.keys()
+    assert "validation/accepted_share" in again.metadata.metrics
+    with pytest.warns(he.HydraWarning, match="calibrate again"):
+        other = he.fit_familiarity(calibrated, batches(CONFIG, 100, seed=3), "knn")
+    assert other.metadata.familiarity.settings.threshold is None
+    assert "validation/accuracy" in other.metadata.metrics
+    assert not {*shares, "validation/accepted_share", "validation/risk_of_accepted"} & other.metadata.metrics.keys()
+
+
 def test_a_build_fits_both(tmp_path) -> None:
     base = model(single())
     data, ood = batches(base.config, 160), batches(base.config, 40, seed=4, shift=5.0)
