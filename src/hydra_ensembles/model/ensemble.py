@@ -45,14 +45,15 @@ from .states import (
     member_state,
     require_same_architecture,
     require_same_dtype_and_device,
-    weights_digest,
 )
 from .stem_readout import PatchStem, Readout, TextStem, projection_from
+from .watch import WeightWatch
 
 if TYPE_CHECKING:
     from ..optimize.runner import OptimizedEnsemble
 
 Model = TypeVar("Model", bound=nn.Module)
+EDITED = "weights edited", "the weights of this ensemble were edited after it was measured"  # history, warning
 DROPPED = "its calibration, familiarity and metrics are dropped; calibrate again"
 
 
@@ -173,10 +174,7 @@ class Ensemble(Saved, Droppable):
     def __init__(self, config: EnsembleConfig, metadata: Metadata | None = None) -> None:
         super().__init__()
         self.config, self._metadata = config, Metadata() if metadata is None else metadata
-        self._places: list[nn.Module] = []  # where weights lie
-        self._measured: list[tuple[int, int]] | None = None  # the weights that metadata are of; None: random ones
-        self._digest: int | None = None  # of the values of those weights; None where nothing was measured
-        self._masks = 0  # masks on the weights now: they are not what was measured, and that is meant
+        self._watch = WeightWatch()  # of the weights that metadata are of; off while these are random
         self.kind, self.num_members, self.num_classes = config.kind, config.members, config.readout.num_classes
         self.num_layers, self.num_heads = config.encoder.layers, config.encoder.heads
         self.heads: KeptHeads = tuple(kept[: self.num_layers] for kept in config.heads)
@@ -211,10 +209,8 @@ class Ensemble(Saved, Droppable):
     @property
     def metadata(self) -> Metadata:
         """What is known beside the weights. What was measured with weights that have been edited since is dropped."""
-        if torch.compiler.is_compiling() or self._measured is None or not self._metadata.measured:
-            return self._metadata
-        if (now := self._weights()) != self._measured and -1 not in (count for _, count in now):
-            self._forget("weights edited", "the weights of this ensemble were edited after it was measured")
+        if not torch.compiler.is_compiling() and self._metadata.measured and self._watch.edited():
+            self._forget(*EDITED)
         return self._metadata
 
     @metadata.setter
@@ -228,50 +224,38 @@ class Ensemble(Saved, Droppable):
         No counter shows edits through `.data` and steps of fused optimizers. Reading all weights does: where a model is
         saved, copied, evaluated or prepared for something, not where it answers.
         """
-        looked_at = self.metadata.measured and self._digest is not None and not self._masks
-        if looked_at and weights_digest(self.parameters()) not in (None, self._digest):
-            self._forget("weights edited", "the weights of this ensemble were edited after it was measured")
+        if self.metadata.measured and self._watch.values_differ(self):
+            self._forget(*EDITED)
         return self._metadata
 
     def take_as_measured(self) -> None:
         """The metadata are of the weights as they are now."""
-        self.count_edits()
-        self._digest = weights_digest(self.parameters()) if self._metadata.measured else None
+        self._watch.take(self, self._metadata.measured)
 
     def leave_unwatched(self) -> None:
         """Edits of the weights are not looked for any more: the metadata are what they are."""
-        self._places, self._measured, self._digest = [], None, None
-
-    def count_edits(self) -> None:
-        """Edits of the weights count from now on."""
-        self._places = [module for module in self.modules() if module._parameters]
-        self._measured = self._weights()
+        self._watch.stop()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `to` and its kin do: another device has the same bits, another dtype has others of the same weights."""
-        home = next(self.parameters(), None)
-        rounded = home is not None and self._digest is not None and fn(home.detach()[:0]).dtype != home.dtype
+        rounded = self._watch.rounded_by(fn, self)
         if rounded:
             self.verified_metadata()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if rounded and self._digest is not None:
-            self._digest = weights_digest(self.parameters())
+        if rounded:
+            self._watch.take_rounded(self)
         return self
 
-    def _weights(self) -> list[tuple[int, int]]:
-        """Which parameters there are, and how often each was edited in place: known without a look at their values."""
-        parameters = (one for place in self._places for one in place._parameters.values() if one is not None)
-        return [(id(one), -1 if one.is_inference() else one._version) for one in parameters]  # -1: nobody counts
-
     def _forget(self, line: str, problem: str) -> None:
-        self._metadata, self._digest = self._metadata.after(line), None
+        self._metadata = self._metadata.after(line)
+        self._watch.forget()
         warn(f"{problem}: {DROPPED}")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *others: Any) -> None:
         """What `load_state_dict` does here, also of a model around this one; other weights are not calibrated."""
         pairs = ((own, state_dict.get(prefix + name)) for name, own in self.named_parameters() if not own.is_meta)
         new = (isinstance(one, Tensor) and not torch.equal(own, one.to(own)) for own, one in pairs)
-        if self._measured is not None and self.verified_metadata().measured and any(new):
+        if self._watch.on and self.verified_metadata().measured and any(new):
             self._forget("other weights loaded", "other weights are loaded into an ensemble that was measured before")
         super()._load_from_state_dict(state_dict, prefix, *others)
 
@@ -280,13 +264,12 @@ class Ensemble(Saved, Droppable):
 
     def __getstate__(self) -> dict[str, Any]:
         known = self.verified_metadata()
-        digest = weights_digest(self.parameters()) if self._masks and known.measured else self._digest
-        return {**self.__dict__, "_metadata": known, "_places": [], "_digest": digest, "_masks": 0}
+        return {**self.__dict__, "_metadata": known, "_watch": self._watch.for_copy(self, known.measured)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self._measured is not None:
-            self.count_edits()
+        if self._watch.on:
+            self._watch.count(self)
 
     # --- running -----------------------------------------------------------------------------------------
 
@@ -494,7 +477,7 @@ class Ensemble(Saved, Droppable):
                 "what was changed (torch.nn.utils.prune.remove, parametrize.remove_parametrizations), then save"
             )
         metadata = self.verified_metadata()
-        if self._masks and metadata.measured:
+        if self._watch.masks and metadata.measured:
             metadata = metadata.after("saved with heads masked")
             warn(f"this ensemble is saved with heads masked, which was measured with all of them: {DROPPED}")
         return ensemble_contents(name, self.config, metadata, state)
@@ -542,8 +525,8 @@ def edited(*ensembles: Ensemble, masks: int) -> Iterator[None]:
         _ = one.metadata
     yield
     for one in ensembles:
-        one.count_edits()
-        one._masks += masks
+        one._watch.count(one)
+        one._watch.masks += masks
 
 
 def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], KeptHeads, Metadata]:
