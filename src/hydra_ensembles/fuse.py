@@ -4,14 +4,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Literal, cast
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from ._utils import warn
-from .arguments import Count, checked
-from .convert.convert import convert
+from .arguments import Count, Rate, checked
 from .errors import ConfigError
 from .heads.masking import Model
 from .model.config import KeptHeads, Sharing
@@ -38,16 +37,36 @@ How = Mapping[str, StemFusion]  # by group of parameters
 KIN = 0.5  # cosine of two models' weights in a layer: fine-tunings of one start have 0.9 and more, strangers about 0
 
 
-@checked
+@overload
 def fuse(
     members: Iterable[Model],
+    stem: StemFusion = ...,
+    mlp: Fusion = ...,
+    norms: Fusion = ...,
+    readout: Fusion = ...,
+    trunk: int | None = ...,
+    average: float = ...,
+) -> Model: ...
+@overload
+def fuse(
+    members: Iterable[nn.Module],
+    stem: StemFusion = ...,
+    mlp: Fusion = ...,
+    norms: Fusion = ...,
+    readout: Fusion = ...,
+    trunk: int | None = ...,
+    average: float = ...,
+) -> Ensemble | Any: ...
+@checked
+def fuse(
+    members: Iterable[Ensemble | DualEncoder | nn.Module],
     stem: StemFusion = "shared",
     mlp: Fusion = "mean",
     norms: Fusion = "separate",
     readout: Fusion = "separate",
     trunk: Count | None = None,
-    average: Count = 0,
-) -> Model:
+    average: Count | Rate = 0,
+) -> Ensemble | DualEncoder:
     """One model out of copies of one model that were pruned, and maybe fine-tuned, in different ways.
 
     Attention stays per member, with each member's own heads. Layers at the start in which all members are
@@ -56,7 +75,8 @@ def fuse(
     scales that are not go with the readout. A `HydraWarning` tells of averaged weights that have no common start.
 
     Args:
-        members: At least one ensemble, or one dual encoder; one with several members contributes all of them.
+        members: At least one ensemble, dual encoder, or model that `convert` takes, all of one kind; one with several
+            members contributes all of them.
         stem: `"shared"` stores one stem and needs the members' stems to be equal; `"mean"` averages them;
             `"separate"` keeps one each.
         mlp: `"mean"` averages weights and biases of the MLPs over the members, `"separate"` keeps them.
@@ -65,12 +85,14 @@ def fuse(
             keep the same heads of it.
         trunk: At most so many of the equal first layers are stored once; None: all of them. Members that are equal
             now and shall part in training need a limit.
-        average: The stem and the first so many layers become the mean of the members' and are stored once. For several
-            fine-tunings of one model: most of what they gain together, at little more than the price of one.
+        average: The stem and the first so many layers, or below 1 this share of the layers, rounded, become the mean of
+            the members' and are stored once. For several fine-tunings of one model, with `mlp="separate"`: most of what
+            they gain together, at little more than the price of one.
 
     Raises:
         ConfigError: Members of different architectures, dtypes, devices or class names, unequal stems with
             `stem="shared"`, or layers to average that lost different heads.
+        ConversionError: A model of another library that cannot be converted.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -79,8 +101,16 @@ def fuse(
         >>> hydra = he.fuse([he.prune(base, [(5, head)]) for head in range(3)])
         >>> hydra.num_members, hydra.config.trunk  # five layers are the same in all members and run once
         (3, 5)
+
+        Fine-tunings differ in every layer. The mean of the first ones takes their place:
+
+        >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
+        >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
+        >>> tuned = [he.finetune(base, batches, recipe, index=index, progress=False) for index in range(2)]
+        >>> he.fuse(tuned, mlp="separate", average=0.8).config.trunk  # of 6 layers
+        5
     """
-    given: list[Ensemble | DualEncoder] = [*listed(members, "fuse")]
+    given: list[Ensemble | DualEncoder] = listed(members, "fuse")
     for member in given:
         require_model(member, "fuse")
     require_values(next(given[0].parameters(), None))
@@ -93,8 +123,19 @@ def fuse(
         raise ConfigError(f"average={average} is for classifiers; of dual encoders the layers are kept per member")
     if trunk is None and (equal := twins(given)):
         warn(f"members {equal[0]} and {equal[1]} given to fuse are equal: they will never disagree")
-    fused = _fuse_dual_encoders(duals, how, trunk) if duals else _fuse_ensembles(ensembles, how, trunk, average)
-    return cast(Model, fused)
+    if duals:
+        return _fuse_dual_encoders(duals, how, trunk)
+    return _fuse_ensembles(ensembles, how, trunk, _whole_layers(average, ensembles[0].num_layers))
+
+
+def _whole_layers(average: float, layers: int) -> int:
+    """Layers to average, of so many that there are: a number of them, or a share below 1."""
+    if isinstance(average, int):
+        return average
+    found = round(average * layers)
+    if average and not found:
+        raise ConfigError(f"average={average} of {layers} layers is none; give at least {1 / layers:.2g}, or a number")
+    return found
 
 
 def twins(models: Iterable[Ensemble | DualEncoder]) -> tuple[int, int] | None:
@@ -138,7 +179,7 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
         >>> he.soup(tuned).num_members
         1
     """
-    given = [one if isinstance(one, Ensemble) else convert(one) for one in listed(models, "soup")]
+    given: list[Ensemble] = listed(models, "soup")
     for one in given:
         require_single(one, "soup", classifies=False)
     states, heads, metadata = singles(given)
@@ -157,7 +198,10 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None, av
     differing = unequal(states)
     stem = next((name for name in differing if place_of(name)[0] == "stem"), None)
     if how["stem"] == "shared" and stem is not None:
-        advice = 'fuse with stem="mean" or stem="separate", or fine-tune without the stem'
+        advice = (
+            'of fine-tunings of one model, average the first layers: average=0.8, mlp="separate"; else fuse with '
+            'stem="mean" or stem="separate", or fine-tune without the stem'
+        )
         raise ConfigError(f"the members differ in {stem}, so one stem cannot serve all; {advice}")
     config = replace(member_config(members[0].config, 0), heads=heads)
     if len(states) > 1:

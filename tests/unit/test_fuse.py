@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hydra_ensembles as he
-from hydra_ensembles.errors import ConfigError, HeadError
+from hydra_ensembles.errors import ConfigError, HeadError, HydraError
 from hydra_ensembles.model.config import PatchStemConfig, Sharing
 from hydra_ensembles.model.states import place_of
 from random_ensembles import small as small_config
@@ -89,7 +89,11 @@ def test_the_trunk_is_found_exactly_when_it_exists(trunk: int) -> None:
 @pytest.mark.parametrize(
     ("members", "settings", "token"),
     [
-        (lambda: [tuned(small(), member, ("stem",)) for member in range(2)], {}, r'differ in stem\..*stem="mean"'),
+        (
+            lambda: [tuned(small(), member, ("stem",)) for member in range(2)],
+            {},
+            r'differ in stem\..*average=.*stem="mean"',
+        ),
         (lambda: [small(), small(norm_first=False)], {}, r"encoder\.norm_first: True and False"),
         (lambda: [small()], {"mlp": "shared"}, "mlp"),
         (lambda: [small()], {"stem": "same"}, "stem"),
@@ -118,8 +122,25 @@ def test_members_come_in_any_iterable(join: Callable[[Any], he.Ensemble]) -> Non
     parts = [tuned(base, member) for member in range(2)]
     assert torch.equal(join(part for part in parts)(IMAGES), join(parts)(IMAGES))
     for wrong, token in [(base, "single Ensemble"), ([nn.Linear(2, 2)], "Linear"), ([], "at least one")]:
-        with pytest.raises(ConfigError, match=token):
+        with pytest.raises(HydraError, match=token):
             join(wrong)
+
+
+@pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack, he.soup], ids=["fuse", "stack", "soup"])
+def test_models_of_other_libraries_are_converted(join: Callable[[Any], he.Ensemble]) -> None:
+    """As `convert` does by itself; one of ours may stand beside them."""
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=3).eval()
+    other = timm.create_model("test_vit", num_classes=3).eval()
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        other.head.weight.add_(0.1)
+    images = torch.randn(2, 3, 160, 160)
+    found = join([model, he.convert(other)])
+    assert torch.equal(found(images), join([he.convert(model), he.convert(other)])(images))
+    assert found.num_members == (1 if join is he.soup else 2)
+    wrapped = nn.DataParallel(he.convert(other))  # type: ignore[arg-type]
+    assert torch.equal(found(images), join([model, wrapped])(images))
 
 
 def test_pruning_refuses_heads_that_are_not_there() -> None:
@@ -231,12 +252,30 @@ def test_a_mean_trunk_is_a_soup_below_and_the_members_above(mlp: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "average", "token"), [([], 4, "3 layers"), ([(1, 0)], 2, "layer 1"), ([], -1, "average")]
+    ("heads", "average", "token"),
+    [
+        ([], 4, "3 layers"),
+        ([(1, 0)], 2, "layer 1"),
+        ([(1, 0)], 0.6, "layer 1"),
+        ([], -1, "average"),
+        ([], 1.0, "average"),
+        ([], 0.1, "of 3 layers is none"),
+    ],
 )
-def test_a_mean_trunk_needs_layers_with_the_same_heads(heads: Any, average: int, token: str) -> None:
+def test_a_mean_trunk_needs_layers_with_the_same_heads(heads: Any, average: float, token: str) -> None:
     members = [he.prune(small(0), heads), small(1)]
     with pytest.raises(ConfigError, match=token):
         he.fuse(members, average=average)
+
+
+@pytest.mark.parametrize(("share", "layers"), [(0.8, 2), (0.5, 2), (0.34, 1), (0.9, 3), (0.0, 0)])
+def test_a_share_of_the_layers_is_averaged(share: float, layers: int) -> None:
+    """Rounded to whole layers, of three; nothing else differs from asking for their number."""
+    base = small()
+    members = [noisy(he.Ensemble.from_state(base.config, base.state_dict()), seed, "mlp") for seed in range(2)]
+    found = he.fuse(members, mlp="separate", average=share)
+    assert found.config.trunk == layers
+    assert torch.equal(found(IMAGES), he.fuse(members, mlp="separate", average=layers)(IMAGES))
 
 
 @pytest.mark.parametrize(
