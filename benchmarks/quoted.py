@@ -13,7 +13,7 @@ Below a paragraph, or several, a comment names where their numbers come from, on
 number without a sign is negative, and where a claim is wrong: `better` or `worse` beyond chance, within `chance`, on
 average `higher` or `lower`. A line that begins with `!` is a claim without a number.
 
-Lines, their parts with ` | ` between:
+Lines, their parts with ` | ` between (several on a line have ` ; ` between them):
 
 - `STUDY | ROW | KEY`, `STUDY | ROW - ROW | KEY`: a mean, a paired difference (`± KEY`: half its interval), of a stored
   study; `cost`, `work`, `parameters`, `trainings`, `seeds` of `ROW`, or of `ROW / ROW`. `most`, `least` in place of
@@ -77,7 +77,8 @@ def written(text: str, studies: Mapping[str, Study], results: Path) -> tuple[str
             return place[0]
 
     for comment in COMMENT.finditer(text):
-        before, lines = text[start : comment.start()], [line.strip() for line in comment[1].splitlines()]
+        before = text[start : comment.start()]
+        lines = [one.strip() for line in comment[1].splitlines() for one in line.split(" ; ")]
         for claim in (line.removeprefix("! ") for line in lines if line.startswith("! ")):
             new(claim, A_NUMBER)
         found = numbers_in(before)

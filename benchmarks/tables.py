@@ -10,10 +10,9 @@ the document itself, so that a git host and the site show the same. Analyses wit
 
 import argparse
 import re
-import statistics
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ from hydra_ensembles.convert.convert import supported
 from hydra_ensembles.demo import Gains
 from hydra_ensembles.report import to_markdown
 from hydra_ensembles.schema import from_plain
-from studies.all_tasks import TITLES, price_cell, priced
+from studies.all_tasks import TITLES
 from studies.analyses.registry import blocks, draw, undrawn
-from studies.cells import LOWER, level, marked, printed
+from studies.cells import marked, printed
 from studies.circuit_draws import draws_table
 from studies.dual_findings import DualStudy
 from studies.dual_findings import blocks as dual_blocks
@@ -49,14 +48,12 @@ COMPARED = (  # rows of the README
     DEEP,
     HYDRA,
     "Single, D.2, nothing pruned",
-    "Random heads",
     HYDRA_TAYLOR,
     HYDRA_CIRC,
 )
-WINS = {
+GIVEN = {  # columns of the README
     "accuracy": "accuracy ↑",
     "calibrated.nll": "NLL ↓",
-    "calibrated.ece": "ECE ↓",
     "aurc": "own mistakes, AURC ↓",
     "all.auroc": "foreign, unsure ↑",
     "mahalanobis:all.auroc": "foreign, unfamiliar ↑",
@@ -98,8 +95,7 @@ def tables(stored: Mapping[str, Study]) -> dict[str, str]:
         "serve": serve_table(),
         "search": to_markdown(SearchResult.load(RESULTS / "search.json").table()),
         "price": price_table(load("price.json")),
-        "winners": winners_table(classifiers),
-        "pruned": pruned_line(),
+        "compared": compared_table(classifiers[0]),
         "demo_gain": demo_line(),
         "conversion": conversion_line(),
         "takes": takes_table(),
@@ -160,63 +156,35 @@ def demo_table() -> str:
     return "\n".join([to_markdown(shown.table).rstrip(), "From `results/demo.json`."])
 
 
-def winners_table(studies: Sequence[Study]) -> str:
-    """Of the README: what methods take and give on the first task, and which of them wins what on every task."""
-    first, wins = studies[0], dict[str, list[str]]()
-    rows = [row for row in COMPARED if row in first.rows]
-    for study in studies:
-        won: dict[str, list[str]] = {}
-        for key, title in WINS.items():
-            means = {row: value for row in rows if row in study.rows and (value := study.mean(row, key)) is not None}
-            best = (min if key.rpartition(".")[2] in LOWER else max)(means, key=means.__getitem__)
-            found = study.difference(best, SINGLE, key)
-            if best != SINGLE and found is not None and found.certain:
-                won.setdefault(best, []).append(title.rpartition(", ")[2].rstrip(" ↑↓"))
-        for row, titles in won.items():
-            wins.setdefault(row, []).append(f"{TITLES[study.name]}: {', '.join(titles)}")
-    lines = []
-    for row in rows:
-        taken = [f"{first.facts['trainings'][row]:g}", price_cell(studies, row)]
-        cells = [marked(first, row, key) for key in WINS]
-        lines.append([row, *taken, *cells, "; ".join(wins.get(row, ["–"]))])
-    tasks = "; ".join(f"{TITLES[study.name]} {len(study.seeds(SINGLE))}" for study in studies)
-    about = (
-        f"Numbers: {TITLES[first.name]}, calibrated, per cent but for NLL; **better** and *worse* than Single beyond "
-        f"chance (95 % intervals over seeds and test samples, paired). {level(first, rows)}. Wins: the best of these "
-        f"rows, where it is better than Single beyond chance, on tasks of two seeds or more (of Single: {tasks}); "
-        f"what nobody wins is not named. {priced(studies)} From `results/studies/`."
-    )
-    head = ["method", "trainings ↓", "price ↓", *WINS.values(), "wins"]
-    return "\n".join([*table(head, lines), "", about])
-
-
-def pruned_line() -> str:
-    """Of the README: what one model loses by pruning alone."""
-    seeds = load("analyses/untrained-vision-cifar100.json")["seeds"].values()
-    left = [
-        f"{100 * statistics.fmean(one['rows'][row]['accuracy'] for one in seeds):.1f}"
-        for row in (SINGLE, "Taylor", "CircAvg")
+def compared_table(study: Study) -> str:
+    """Of the README: what methods take and give on one task."""
+    rows = [row for row in COMPARED if row in study.rows]
+    lines = [
+        [row, f"{study.facts['trainings'][row]:g}", study.work(row), *(marked(study, row, key) for key in GIVEN)]
+        for row in rows
     ]
-    return (
-        f"Without 12 of 72 heads and not trained on, one model falls from {left[0]} % to {left[1]} % (Taylor scores) "
-        f"or {left[2]} % of right answers (circuits; `results/analyses/untrained-vision-cifar100.json`)."
+    fewest, most = (choose(len(study.seeds(row)) for row in rows) for choose in (min, max))
+    about = (
+        f"{TITLES[study.name]}, calibrated, per cent but for NLL; **better** and *worse* than Single beyond chance "
+        f"(95 % intervals, paired). {fewest} to {most} seeds a row: Single's mean, and the difference from it on the "
+        "seeds of the row. Work: multiply-adds. From `results/studies/`."
     )
+    return "\n".join([*table(["method", "trainings ↓", "work ↓", *GIVEN.values()], lines), "", about])
 
 
 def demo_line() -> str:
     """Of the README: what the demo's ensemble catches, beside the model that it is from."""
     found = load("demo.json")["gains"]
     ours, single = (found["methods"][name] for name in ("Pruned branches", "Single"))
-    keys = {"mistakes.unsure": "of its own mistakes", "near.both": "of near foreign images", "far.both": "of far ones"}
+    keys = {"mistakes.both": "of its own mistakes", "near.both": "of near foreign images", "far.both": "of far ones"}
     means = {key: [one["numbers"][key]["mean"] for one in (ours, single)] for key in keys}
-    shares = [f"{100 * means[key][0]:.0f} % {words} ({100 * means[key][1]:.0f} %)" for key, words in keys.items()]
-    ahead = sum(alone > members for members, alone in means.values())
+    shares = ", ".join(f"{100 * means[key][0]:.0f} % {words}" for key, words in keys.items())
+    alone = ", ".join(f"{100 * means[key][1]:.0f} %" for key in keys)
     level = all({"Pruned branches", "Single"} <= set(found["best"][key]) for key in keys)
     return (
-        f"There an ensemble, pruned and trained on, declines {', '.join(shares)}; in brackets the model alone, ahead "
-        f"in {ahead} of these {len(keys)}{', within the scatter of draws,' if level else ''} at "
-        f"{100 * single['price'] / ours['price']:.0f} % of the work. What catches foreign images is the second reason. "
-        "From `results/demo.json`."
+        f"The ensemble declines {shares}; the model alone {alone}, at {100 * single['price'] / ours['price']:.0f} % of "
+        f"the work{': no difference beyond the scatter of draws' if level else ''}. Both promise to accept "
+        f"{100 * found['share']:.0f} % of familiar images. From `results/demo.json`."
     )
 
 

@@ -74,6 +74,7 @@ def test_the_readme_code_runs(
         "images": images[:4],
         "id_loader": [(images[i : i + 16], labels[i : i + 16]) for i in range(0, SAMPLES, 16)],
         "ood_loader": [(others[i : i + 16], labels[:16]) for i in range(0, SAMPLES, 16)],
+        "train_loader": [(images[i : i + 16].flip(3), labels[i : i + 16]) for i in range(0, SAMPLES, 16)],
     }
     my_timm_model(tmp_path, monkeypatch)
     own, mine = blocks(README)

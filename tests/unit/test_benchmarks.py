@@ -152,6 +152,7 @@ def test_numbers_of_sentences_are_written_from_results(tmp_path: Path, monkeypat
         ("9.00, 9.0", "0.75, 617.3", "some.json | list/*/z | most", "some.json | a~1b/x / a~1b/y"),
         ("1.5 of 72", "1.5 of 72", "given 1.5 72", f"! {gap} | better", f"! {gap} | higher"),
         ("9.0", "51.0", "small | B | accuracy & other.accuracy"),
+        ("9.0 of 3", "52.0 of 3", f"small | B | accuracy ; given 3 ; ! {gap} | better"),  # several on a line
         ("9 are ties", "2 are ties", "small | claims | tie"),
         ("9", "92", "paper | CIFAR-100 | Single | accuracy"),
         ("9.0 and 9.0", "40.0 and 50.0", "small | B @ 0 | accuracy", "small | B @ 1 | accuracy"),  # of one seed
@@ -174,6 +175,7 @@ def test_numbers_of_sentences_are_written_from_results(tmp_path: Path, monkeypat
         ("3", "small | B | aurc", "no aurc"),
         ("3", "other | B | aurc", "other"),
         ("3", "missing.json | a/b", "missing.json"),
+        ("3", "given 3 ; ! small | B - A | accuracy | lower", "lower"),
     ],
 )
 def test_a_sentence_that_results_do_not_bear_out_is_refused(text: str, source: str, token: str) -> None:
