@@ -7,7 +7,7 @@ import operator
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_overloads, get_type_hints
 
 import pytest
 import torch
@@ -68,3 +68,12 @@ def test_types_and_docstring_are_complete(name: str) -> None:
         untyped = [key for key, one in signature.parameters.items() if one.annotation is one.empty and key != "self"]
         assert not untyped, function
         assert signature.return_annotation is not signature.empty, function
+
+
+def test_type_checkers_know_what_a_model_becomes() -> None:
+    """`Any` stands beside `Ensemble` where a dual encoder may come: nobody has to tell the two apart to use one."""
+    open_ended = he.Ensemble | Any
+    found = [get_type_hints(one)["return"] for one in get_overloads(inspect.unwrap(he.convert))]
+    assert found == [he.DualEncoder, open_ended]
+    assert get_type_hints(inspect.unwrap(he.load))["return"] == open_ended
+    assert [get_type_hints(one)["return"] for one in get_overloads(inspect.unwrap(he.fuse))][1] == open_ended

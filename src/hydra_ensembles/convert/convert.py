@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, overload
 
 from torch import nn
 
@@ -47,9 +47,32 @@ _SPREAD = 0.02  # of weights as timm and most of transformers draw them
 _SCALES = ("logit_scale", "logit_bias")
 
 
-@checked
+class TwoTowers(Protocol):
+    """A dual encoder of transformers, as type checkers know it: it has features of images and of texts."""
+
+    def get_image_features(self, *args: Any, **kwargs: Any) -> Any:
+        """Features of images."""
+
+    def get_text_features(self, *args: Any, **kwargs: Any) -> Any:
+        """Features of texts."""
+
+
+@overload
+def convert(model: TwoTowers, *, processor: Any = ..., probe: bool = ...) -> DualEncoder: ...
+@overload
 def convert(
     model: nn.Module,
+    *,
+    num_labels: int | None = ...,
+    labels: Sequence[str] | None = ...,
+    processor: Any = ...,
+    declaration: Declaration | None = ...,
+    preprocessing: Mapping[str, Any] | None = ...,
+    probe: bool = ...,
+) -> Ensemble | Any: ...  # Any: a dual encoder whose class does not tell; `isinstance` does
+@checked
+def convert(
+    model: nn.Module | TwoTowers,
     *,
     num_labels: int | None = None,
     labels: Sequence[str] | None = None,
@@ -57,7 +80,7 @@ def convert(
     declaration: Declaration | None = None,
     preprocessing: Mapping[str, Any] | None = None,
     probe: bool = True,
-) -> Any:
+) -> Ensemble | DualEncoder:
     """Translate a model of timm, torchvision, transformers or open_clip, or one of your own, into one of ours.
 
     The predictions do not change: every part of the model is read, and in the end both models answer the same small
@@ -94,7 +117,8 @@ def convert(
         >>> torch.allclose(base(images)[0], model(images), atol=1e-5)
         True
     """
-    given, model = model, unwrapped(model)
+    given: Any = model
+    model = unwrapped(given)
     if declaration is not None:
         declaration = with_size(declaration, model, size_of_images(processor, preprocessing))
         architecture: Architecture | DualArchitecture = _read_own(declaration, model)

@@ -197,8 +197,11 @@ def load(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     token: str | None = None,
-) -> Any:
+) -> Ensemble | Any:
     """The saved model in a folder or on the hub, ready to answer: an `Ensemble` or a `DualEncoder`.
+
+    To type checkers it is an `Ensemble`, unless `isinstance` says otherwise; `DualEncoder.from_pretrained` reads the
+    other kind alone.
 
     `he.load("my-hydra").predict(inputs)` gives answers and `he.load("my-hydra")(inputs)` member logits, of tensors, and
     of texts and pictures where the preprocessing was saved.
