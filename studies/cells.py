@@ -38,8 +38,8 @@ def shown(study: Study, row: str, key: str) -> str:
 
 
 def judged_text(text: str, found: Difference | None, key: str) -> str:
-    """A text in bold where a difference is better beyond chance, in italics where it is worse."""
-    if found is None or not found.certain:
+    """A text: bold where a difference is better beyond chance, italics where it is worse; plain what rounds to zero."""
+    if found is None or not found.certain or not float(printed(found.value, key)):
         return text
     better = (found.value < 0) == (key.rpartition(".")[2] in LOWER)
     return f"**{text}**" if better else f"*{text}*"
