@@ -59,12 +59,12 @@ def level(study: Study, rows: Sequence[str]) -> str:
         if count != usual:
             others.setdefault(count, []).append(row)
     few = "".join(f"; {count} of {', '.join(names)}" for count, names in others.items())
-    later = ", rows of a later run from the Single of that run" if study.in_parts else ""
+    later = ", of a later run over the Single of that run" if study.in_parts else ""
     if not others and not later:
         return f"Means over {usual} seeds" if usual > 1 else "One seed: nothing is known of how seeds differ"
     return (
-        f"Means over seeds ({usual} a row{few}), so made that rows compare: Single's over all its "
-        f"seeds, of every other row that and its difference from Single on the seeds it has{later}"
+        f"Means over seeds ({usual} a row{few}), on one level: Single's mean over all its seeds, plus what a row has "
+        f"over Single on its own seeds{later}"
     )
 
 
