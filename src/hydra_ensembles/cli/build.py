@@ -121,7 +121,8 @@ class SearchSources(DataSettings, ModelSettings):
     Attributes:
         output: Folder of the search.
         id: Held-out labelled data, of which a half judges.
-        ood: Data unlike the training data, of which a half judges, once for each source, as [NAME=]DATA.
+        ood: Data unlike the training data, of which a half judges, once for each source, as [NAME=]DATA, or
+            synthetic, which is made from id and is what is taken if none is given.
         train: Labelled training data; without them no candidate is trained.
         cost: The highest price, as a multiple of that of the model.
         candidates: YAML file with a list of candidates, each with settings of build.
@@ -140,9 +141,9 @@ class SearchSources(DataSettings, ModelSettings):
 
     output: str = field(kw_only=True)
     id: str = field(kw_only=True)
-    ood: tuple[str, ...] = field(kw_only=True)
+    ood: tuple[str, ...] = ()
     train: str | None = None
-    cost: float = 1.3
+    cost: float = 1.5
     candidates: str | None = None
     models: tuple[str, ...] = ()
     recipe: Recipe | None = None
@@ -161,9 +162,10 @@ class SearchSources(DataSettings, ModelSettings):
         super().__post_init__()
         if not self.output:
             raise ConfigError("output is empty; name the folder that the search goes to")
-        if not self.ood or SYNTHETIC in (*self.ood, *self.judge_ood):
+        if (SYNTHETIC in self.ood and len(self.ood) > 1) or SYNTHETIC in self.judge_ood:
             raise ConfigError(
-                f"ood is {', '.join(self.ood) or 'empty'}; candidates are judged on OOD data that you give"
+                f"ood is {', '.join(self.ood) or SYNTHETIC}, judge_ood {', '.join(self.judge_ood) or 'not given'}: "
+                f"{SYNTHETIC} stands alone as ood; other data are given"
             )
         labelled = [(name, getattr(self, name)) for name in ("id", "train", "judge_id")]
         foreign = [("ood", data) for _, data in (*ood_sources(self.ood), *ood_sources(self.judge_ood))]
@@ -184,7 +186,7 @@ def search(
     no worse in any number. A search that was interrupted goes on when the same command is given again.
 
     Examples:
-      hydra-ensembles search my-vit/ --id val/ --ood other/ --train train/ --cost 1.3 --output search
+      hydra-ensembles search my-vit/ --id val/ --ood other/ --train train/ --cost 1.5 --output search
       hydra-ensembles search my-vit/ --id val/ --ood other/ --candidates candidates.yaml --output search --dry-run
       hydra-ensembles search my-vit/ --id val/ --ood other/ --models seed-1/ --models seed-2/ --cost 3 -o search
     """

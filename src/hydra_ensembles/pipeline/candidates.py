@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -35,9 +35,19 @@ from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
 from ..training.recipe import Recipe
 from .chain import Chain, calibrated, model_identity
-from .choice import DEEP, FORMAT, SOUP, YOURS, Price, SearchResult, SearchRow, dominates
-from .material import Batch, BuildData, StartingModel, halves, read_all, samples_in, starting_model, with_upper_layers
-from .settings import LARGEST_SEED, HydraConfig
+from .choice import DEEP, FORMAT, FUSED, SOUP, YOURS, Price, SearchResult, SearchRow, dominates
+from .material import (
+    Batch,
+    BuildData,
+    StartingModel,
+    halves,
+    made_foreign,
+    read_all,
+    samples_in,
+    starting_model,
+    with_upper_layers,
+)
+from .settings import LARGEST_SEED, HydraConfig, usual_trunk
 
 DEPTHS = (5 / 6, 2 / 3, 1 / 2)  # of the layers: the trunks that are tried where nothing is asked for
 REPEATS = 10  # timed runs of a model, in turn with the one that was given
@@ -53,9 +63,9 @@ def search(
     model: nn.Module,
     *,
     id: Batches,
-    ood: Sources,
+    ood: Sources | Literal["synthetic"] = "synthetic",
     train: Batches | None = None,
-    cost: Annotated[float, (1, 1e6)] = 1.3,
+    cost: Annotated[float, (1, 1e6)] = 1.5,
     candidates: Sequence[Any] | None = None,
     models: Sequence[nn.Module] = (),
     pretrained: nn.Module | None = None,
@@ -89,12 +99,16 @@ def search(
         id: Held-out labelled ID batches, kept in memory. A half drawn by the seed judges; of the other, one half ranks
             heads and fits familiarity, the other calibrates.
         ood: Batches unlike the training data, kept in memory, or `{name: batches}` of several sources, which count
-            alike. One half is for circuits, the other judges.
+            alike. One half is for circuits, the other judges. `"synthetic"` makes both from `id`, see
+            `data.synthetic_ood`: better than none, but what candidates are worth on them need not be what they are
+            worth on inputs that really come.
         train: Labelled training batches that can be read again and again; without them no candidate is trained.
-        cost: The highest price, 1 or more; the given model costs 1.
+        cost: The highest price, 1 or more; the given model costs 1. Three members above five sixths of the layers have
+            1.33 times its multiply-adds.
         candidates: `HydraConfig`s, or mappings of their fields; None takes trunks of different depth, with and without
             pruned heads, trained in different ways.
-        models: Further trainings of the model: their soup and their Deep Ensemble are candidates, too.
+        models: Further trainings of the model: candidates are also their soup, their Deep Ensemble, and all of them
+            fused above the mean of their first five sixths, with MLPs of their own.
         pretrained: As of `build`, for all candidates that train.
         recipe: How candidates train that bring no recipe of their own; None takes `Recipe.preset("hydra")`.
         judge_id: Labelled ID batches to judge on, instead of a half of `id`.
@@ -120,8 +134,7 @@ def search(
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
         >>> batches = [(torch.randn(28, 3, 64, 64), torch.arange(28) % 7) for _ in range(2)]  # or a DataLoader
-        >>> foreign = [(torch.randn(7, 3, 64, 64),) for _ in range(2)]
-        >>> settings = {"id": batches, "ood": foreign, "cost": 3.0, "price": "multiply_adds", "progress": False}
+        >>> settings = {"id": batches, "cost": 3.0, "price": "multiply_adds", "progress": False}  # and ood=, at best
         >>> plan = he.search(base, candidates=[{"strategy": "random", "prune": 2}], dry_run=True, **settings)
         >>> [row.state for row in plan.rows]  # nothing is built yet; leave dry_run out, and plan.ensemble is the choice
         ['planned', 'planned']
@@ -133,10 +146,10 @@ def search(
     if not isinstance(found, Ensemble):
         raise ConfigError("search takes classifiers; of a dual encoder make one: zero_shot(dual, class_names)")
     start = starting_model(found, None, DEFAULT_TEMPLATES, device)
-    data, judges = _read(seed, start.base.num_classes, train, id, ood, judge_id, judge_ood)
+    data, judges = _read(seed, start.base, train, id, ood, judge_id, judge_ood)
     wanted = _usual(start, train is not None, seed) if candidates is None else candidates
     built = _checked(wanted, start, data, pretrained, recipe, familiarity, strict=candidates is not None)
-    others = [one if isinstance(one, Ensemble) else convert(one) for one in models]
+    others: list[Ensemble] = [one if isinstance(one, Ensemble) else convert(one) for one in models]
     options = dict(optimize or {})
     identity = {
         "format": FORMAT,
@@ -182,17 +195,18 @@ class _Settings:
 
 def _read(
     seed: int,
-    classes: int,
+    base: Ensemble,
     train: Batches | None,
     id: Batches,
-    ood: Sources,
+    ood: Sources | Literal["synthetic"],
     judge_id: Batches | None,
     judge_ood: Sources | None,
 ) -> tuple[BuildData, Judges]:
     """What builds read, and what judges them."""
     if train is not None:
         require_rereadable(train, "train")
-    own, circuits = read_all(id, "id", seed, classes), _foreign(ood, "ood", seed)
+    classes = base.num_classes
+    own, circuits = read_all(id, "id", seed, classes), {} if isinstance(ood, str) else _foreign(ood, "ood", seed)
     judged = None if judge_id is None else read_all(judge_id, "judge_id", seed, classes)
     odd = {} if judge_ood is None else _foreign(judge_ood, "judge_ood", seed)
     keys = {"train": keys_at_hand(train), "id": keys_at_hand(own), "judge_id": keys_at_hand(judged)}
@@ -210,10 +224,12 @@ def _read(
         )
     if judged is None:
         own, judged = halves(own, seed)
-    if not odd:
+    ranking, validation = halves(own, seed + 1)
+    if isinstance(ood, str):
+        circuits, odd = {"ood": made_foreign(ranking, seed, base)}, odd or {ood: made_foreign(judged, seed, base)}
+    elif not odd:
         cut = {name: halves(one, seed) for name, one in circuits.items()}
         circuits, odd = ({name: two[half] for name, two in cut.items()} for half in (0, 1))
-    ranking, validation = halves(own, seed + 1)
     several = dict(zip(map(str, ood), circuits.values(), strict=True)) if isinstance(ood, Mapping) else circuits["ood"]
     return BuildData(train, ranking, validation, several, seed), {"ID": judged, **odd}
 
@@ -234,7 +250,7 @@ def _usual(start: StartingModel, trained: bool, seed: int) -> Iterator[dict[str,
             more = 2 * HydraConfig(**plain).settled(start).lost
             yield from ({**together, "strategy": "branches"}, {**together, "whole": True}, together)
             yield {**together, "prune": more}
-            yield {**plain, "strategy": "branches", "training": "apart", "average_trunk": True}
+            yield {**plain, "strategy": "branches", "training": "apart", "average_trunk": True, "mlp": "separate"}
 
 
 def _checked(
@@ -274,6 +290,7 @@ def _name(config: HydraConfig) -> str:
     parts += (
         [f"trained {config.training}{', trunk averaged' if config.average_trunk else ''}"] if config.training else []
     )
+    parts += ["MLPs apart"] if config.mlp == "separate" else []
     return ", ".join(parts)
 
 
@@ -447,8 +464,12 @@ class _Search:
     def _of_models(self) -> dict[str, Callable[[], Ensemble]]:
         if not self.others:
             return {}
-        every = [self.start.base, *self.others]
-        return {SOUP: lambda: soup(every), DEEP: lambda: Ensemble.stack(every)}
+        every, trunk = [self.start.base, *self.others], usual_trunk(self.start.base.num_layers)
+        return {
+            SOUP: lambda: soup(every),
+            FUSED: lambda: fuse(every, mlp="separate", average=trunk),
+            DEEP: lambda: Ensemble.stack(every),
+        }
 
 
 def _stand_in(config: HydraConfig, start: StartingModel) -> Ensemble:

@@ -15,7 +15,7 @@ from ..schema import from_plain, to_plain
 from .settings import HydraConfig
 
 FORMAT = "hydra_ensembles search 1"
-YOURS, SOUP, DEEP = "yours", "soup", "deep ensemble"
+YOURS, SOUP, FUSED, DEEP = "yours", "soup", "fused above a mean trunk", "deep ensemble"
 
 Price = Literal["latency", "multiply_adds"]
 State = Literal["planned", "too dear", "not possible", "stopped early", "judged"]
@@ -29,7 +29,7 @@ class SearchRow:
         name: What tables call it.
         price: Time of a batch (or multiply-adds) against the model that was given.
         state: How far it came.
-        config: How it is built; None for the given model, the soup and the Deep Ensemble.
+        config: How it is built; None for the given model, and for what is made of several given ones.
         numbers: What held-out data say of it, under the names of `Evaluation.numbers`; empty unless it was judged.
         note: Why it was not judged.
     """

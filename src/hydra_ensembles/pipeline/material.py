@@ -203,8 +203,13 @@ def read_data(
     if isinstance(ood, str):
         if ranking is None:
             raise DataError(f"ood={ood!r} is made from the data of id=, which is missing; give it")
-        unlike = [(inputs, None) for (inputs,) in synthetic_ood(ranking, seed=seed, model=model)]
+        unlike = made_foreign(ranking, seed, model)
     return BuildData(train, ranking, checked, unlike, seed)
+
+
+def made_foreign(batches: list[Batch], seed: int, model: Ensemble | None) -> list[Batch]:
+    """OOD data made from ID data, of as many samples."""
+    return [(inputs, None) for (inputs,) in synthetic_ood(batches, seed=seed, model=model)]
 
 
 def read_all(batches: Batches, name: str, seed: int, classes: int | None = None) -> list[Batch]:

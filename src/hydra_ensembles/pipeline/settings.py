@@ -27,6 +27,11 @@ Number = Annotated[int, (0, LARGEST_SEED + 1)]
 Some = Annotated[int, (1, LARGEST_SEED + 1)]
 
 
+def usual_trunk(layers: int) -> int:
+    """Layers that members share where nothing is said, of so many."""
+    return min(round(TRUNK * layers), layers - 1)
+
+
 @dataclass(frozen=True)
 class HydraConfig(Checked):
     """How to make a Hydra Ensemble out of one model.
@@ -149,7 +154,7 @@ class HydraConfig(Checked):
     def settled(self, start: StartingModel) -> "HydraConfig":
         """The config with every number that was left open, for this model."""
         ours, layers = self.prune is None and start.dual is None, start.base.num_layers
-        usual = min(round(TRUNK * layers), layers - 1) if ours or self.average_trunk else 0
+        usual = usual_trunk(layers) if ours or self.average_trunk else 0
         shared = usual if self.shared_layers is None else self.shared_layers
         prune, free = self.prune, range(min(shared, layers - 1), self._last(start))
         if prune is None and self.pruned_members:

@@ -60,6 +60,14 @@ def test_a_plan_writes_nothing(flags, tmp_path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_without_ood_data_some_are_made_and_called_so(flags, tmp_path) -> None:
+    place = flags.index("--ood")
+    for ood in ([], ["--ood", "synthetic"]):
+        given = [*flags[:place], *ood, *flags[place + 2 :]]
+        plan = json.loads(succeed("search", *given, "--output", tmp_path / "new", "--dry-run", "--json"))
+        assert plan["samples"].keys() == {"ID", "synthetic"}
+
+
 def test_an_interruption_says_how_to_go_on(flags, searched, tmp_path, monkeypatch) -> None:
     folder = tmp_path / "stopped"
 
@@ -84,6 +92,8 @@ def test_bad_candidates_data_given_twice_and_too_low_a_price_are_refused(flags, 
     for option, value, token in (
         ("--candidates", tmp_path / "none.yaml", "none.yaml"),
         ("--judge-ood", world / "stripes", "same data"),
+        ("--judge-ood", "synthetic", "stands alone"),
+        ("--ood", "synthetic", "stands alone"),
         ("--cost", 0.5, "cost"),
     ):
         assert token in fail("search", *flags, option, value, "--output", tmp_path / "run")

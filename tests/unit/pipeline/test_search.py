@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from build_cases import batches, image_model, recipe, same, samples, text_batches, text_model
+from build_cases import BLOCKS, batches, image_model, recipe, same, samples, text_batches, text_model
 
 import hydra_ensembles as he
+from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, SameMembersError, StorageError
 from hydra_ensembles.files import locked
 from hydra_ensembles.pipeline import candidates as searching
 from hydra_ensembles.pipeline import chain
-from hydra_ensembles.pipeline.choice import DEEP, SOUP, YOURS
+from hydra_ensembles.pipeline.choice import DEEP, FUSED, SOUP, YOURS
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import count_calls, watch_replacements
+from random_ensembles import noisy, small
 
 PLAIN = {"shared_layers": 2, "strategy": "random", "prune": 1}
 TOGETHER = {**PLAIN, "training": "together"}
@@ -170,18 +172,52 @@ def test_candidates_whose_members_would_be_equal_are_left_out_with_the_reason(mo
     assert "the same heads" in found.rows[1].note
 
 
-def test_soup_and_deep_ensemble_of_given_models() -> None:
-    found = run(candidates=[PLAIN], models=[image_model(5), image_model(6)])
+def test_soup_mean_trunk_and_deep_ensemble_of_given_models(tmp_path: Path) -> None:
+    """The setting that the documents recommend is among them, as `fuse` makes it."""
+    models = [image_model(5), image_model(6)]
+    found = run(tmp_path, candidates=[PLAIN], models=models)
     prices = {row.name: row.price for row in found.rows}
     assert prices[SOUP] == 1.0
     assert prices[DEEP] == pytest.approx(3.0)
     assert names(found, "judged") == [row.name for row in found.rows]
+    kept = he.Ensemble.from_pretrained(tmp_path / "candidates" / "fused-above-a-mean-trunk" / "ensemble")
+    assert same_state(kept, he.fuse([image_model(), *models], mlp="separate", average=2))  # five sixths of 3, rounded
+    assert prices[FUSED] < prices[DEEP]
+
+
+def test_the_usual_budget_admits_what_the_documents_recommend() -> None:
+    """Of 12 layers, as those of the documents: by multiply-adds, which no measurement scatters."""
+    deep = small(classes=3, **{**BLOCKS, "layers": 12})
+    own, *models = (noisy(deep, seed) for seed in range(3))
+    settings = {"id": SETS["id"], "train": SETS["train"], "price": "multiply_adds", "progress": False}
+    plan = he.search(own, models=models, dry_run=True, **settings)
+    rows = {row.name: row for row in plan.rows}
+    trained = rows["branches ×3, trunk 10, trained apart, trunk averaged, MLPs apart"]
+    for row in (rows[FUSED], trained):
+        assert row.state == "planned"
+        assert 1.25 < row.price < 1.35
+    assert rows[DEEP].state == "too dear"
+    assert trained.config is not None
+    assert trained.config.mlp == "separate"
 
 
 def test_several_ood_sources_are_cut_in_two_each() -> None:
     several = {"near": SETS["ood"], "far": batches(24, size=24, seed=8, shift=4.0)}
     circuit = {"prune": 1, "shared_layers": 2, "members": 1, "method": "naive"}
     assert run(candidates=[circuit], ood=several).samples == {"ID": 124, "ood['near']": 24, "ood['far']": 12}
+
+
+def test_without_ood_data_judges_are_made_from_the_half_that_judges() -> None:
+    """And are called what they are; judges that are given stay, whatever circuits see."""
+    circuit = {"prune": 1, "shared_layers": 2, "members": 1, "method": "naive"}
+    given = {name: value for name, value in SETS.items() if name != "ood"}
+    usual = {"candidates": [circuit], "price": "multiply_adds", "cost": 4.0, "progress": False}
+    found = he.search(image_model(), **given, **usual)
+    assert found.samples == {"ID": 124, "synthetic": 124}
+    assert names(found, "judged") == [row.name for row in found.rows]
+    assert "synthetic (124 samples)" in found.table().notes[0]
+    judged = he.search(image_model(), **given, **usual, judge_ood=SETS["ood"], dry_run=True)
+    assert judged.samples == {"ID": 124, "judge_ood": 48}
 
 
 def test_the_usual_candidates_fit_the_model_and_train_only_with_data() -> None:
