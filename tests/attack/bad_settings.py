@@ -423,7 +423,7 @@ def _results(add: Add) -> None:
     add("compare(evaluation)", lambda v: he.compare([runs[0], v]), nothing)
     add("compare(named)", lambda v: he.compare({"A": runs[0], "B": v}), nothing)
     add("compare(costs)", lambda v: he.compare(runs, v), either(only((), {}, none=True), "", {}))
-    add("compare(columns)", lambda v: he.compare(runs, columns=v), either(only((), {}), "", {}))
+    add("compare(columns)", lambda v: he.compare(runs, columns=v), either(only((), {}, none=True), "", {}))
     add("write_report(evaluations)", lambda v: he.write_report(_saved() / "r.html", v), nothing)
     add(
         "write_report(focus)",

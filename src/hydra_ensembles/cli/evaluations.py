@@ -16,15 +16,16 @@ from ..errors import ConfigError, DataError
 from ..evaluation.atlas import atlas as make_atlas
 from ..evaluation.evaluate import evaluate as evaluate_model
 from ..evaluation.evaluation import FORMAT as EVALUATION
-from ..evaluation.evaluation import Evaluation, logits_path
+from ..evaluation.evaluation import Evaluation, Selective, logits_path
 from ..files import parse_json, read_file, read_json
 from ..metrics.inputs import Convention
 from ..model.cost import Cost
 from ..model.ensemble import Ensemble
 from ..prediction import AnyScore
-from ..report.compare import COLUMNS, load_costs, set_columns, to_csv, to_latex, to_markdown, to_rich
+from ..report.columns import columns_for
 from ..report.compare import FORMAT as COSTS
 from ..report.compare import compare as compare_evaluations
+from ..report.compare import load_costs, to_csv, to_latex, to_markdown, to_rich
 from ..report.html import write_atlas, write_report
 from ..schema import to_plain
 from . import sources as source
@@ -197,13 +198,21 @@ def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = F
     if as_json:
         emit_json(read_json(settings.file))
         return
-    columns = (*COLUMNS, *set_columns(list(evaluation.ood)))
+    columns = columns_for([evaluation], list(evaluation.ood))
     Console().print(to_rich(compare_evaluations([evaluation], columns=columns)))
-    chosen = evaluation.selective
-    if chosen is not None:
-        risk = "" if chosen.risk is None else f", of which {chosen.risk:.2%} are wrong"
-        print(f"The calibrated threshold accepts {chosen.accepted:.2%} of {evaluation.id_name}{risk}.")
+    if evaluation.selective is not None:
+        print(accepted_in_words(evaluation.selective, evaluation.id_name))
     print(f"wrote {settings.file}")
+
+
+def accepted_in_words(chosen: Selective, id_name: str) -> str:
+    """What calibrated thresholds do on the in-distribution set."""
+    risk = "" if chosen.risk is None else f", of which {chosen.risk:.2%} are wrong"
+    text = f"{chosen.accepted:.2%} of {id_name}{risk}"
+    if chosen.sure is not None and chosen.familiar is not None:
+        alone = f"{chosen.score} alone {chosen.sure:.2%}, {chosen.familiarity} alone {chosen.familiar:.2%}"
+        return f"Both calibrated thresholds together accept {text} ({alone})."
+    return f"The calibrated threshold accepts {text}."
 
 
 TableFormat = Literal["table", "markdown", "latex", "csv"]

@@ -21,7 +21,8 @@ from ..metrics.conformal import conformal_threshold
 from ..metrics.inputs import mean
 from ..metrics.probabilities import at_labels, ece_of_confidence
 from ..prediction import Prediction
-from ..report.compare import Cell, Column, Comparison, Row
+from ..report.columns import Column
+from ..report.compare import Cell, Comparison, Row
 
 SINGLE, BRANCHES, DEEP = "Single", "Pruned branches", "Deep Ensemble*"
 FAMILIAR = "familiar"  # the name of the labelled set

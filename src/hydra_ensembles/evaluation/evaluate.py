@@ -25,6 +25,7 @@ from ..optimize.runner import OptimizedEnsemble
 from ..overlap import require_unlike, warn_of_copies
 from ..prediction import AnyScore, ScoreName
 from .evaluation import (
+    UNNAMED,
     Evaluation,
     LabelledLogits,
     MemberLogits,
@@ -83,7 +84,8 @@ def evaluate(
         name: What tables call the model.
         id_name: Name of the in-distribution set; that of a data set is known.
         score: Score that detects OOD samples, of the mean over members.
-        scores: Further scores to report; those that `fit_familiarity` fitted are known too.
+        scores: Further scores to report; those that the ensemble was fitted to give (`fit_familiarity`) are reported
+            unasked.
         convention: How AUPR and FPR95 are defined; see `hydra_ensembles.metrics.ood`.
         calibration: Temperature and threshold to apply; an ensemble brings its own.
         preprocess: Turns a list of raw items into inputs; an ensemble brings its own.
@@ -128,7 +130,7 @@ def evaluate(
     id_name = id_name or set_name(id_data)
     applied = calibration or Calibration()
     fitted = known.familiarity if isinstance(ensemble, Ensemble | OptimizedEnsemble) else None
-    measure = Measure(name or "model", id_name, score, scores, convention, applied, bootstrap, keep_logits, fitted)
+    measure = Measure(name or UNNAMED, id_name, score, scores, convention, applied, bootstrap, keep_logits, fitted)
     if isinstance(ensemble, Ensemble | OptimizedEnsemble) and not ensemble.num_classes:
         raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
     groups = read_groups(ood)
@@ -177,7 +179,7 @@ def evaluate_logits(
     ood: Mapping[str, Any] | None = None,
     shift: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     *,
-    name: str = "model",
+    name: str = UNNAMED,
     id_name: str = "id",
     score: ScoreName = "msp",
     scores: Sequence[ScoreName] = (),

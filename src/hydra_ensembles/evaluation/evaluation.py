@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from ..batches import tensors_digest
 from ..errors import DataError
 from ..files import DIGEST, parse_json, unsealed, write_atomically, write_sealed
 from ..metrics.bootstrap import Interval
+from ..metrics.distance import FittedName
 from ..metrics.inputs import Convention, at_least_float32
 from ..model.config import KeptHeads
 from ..model.ensemble import Ensemble
@@ -31,6 +32,9 @@ from ..prediction import AnyScore
 from ..schema import ADDED_LATER, from_plain, to_plain
 
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
+MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}  # groups that each mean is over
+DECLINED = ("abstained", "unsure", "unfamiliar")  # shares of an OOD set: by any threshold, and by each
+UNNAMED = "model"  # what an evaluation is called that was given no name
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ class OodSet:
     Attributes:
         group: `near`, `far`, `apart` (in no mean), or `ungrouped` (in the mean over all sets only).
         detection: Of each score.
-        abstained: Share of the set that the calibrated threshold refuses; None without a threshold.
+        abstained: Share of the set that is declined by any calibrated threshold; None without one.
+        unsure: Share whose score of uncertainty is above its threshold; None without one.
+        unfamiliar: Share whose fitted score of features is; a sample may be both.
     """
 
     group: OodGroup
@@ -90,21 +96,33 @@ class OodSet:
     mutual_information: float
     disagreement: float
     abstained: float | None = None
+    unsure: float | None = field(default=None, metadata=ADDED_LATER)
+    unfamiliar: float | None = field(default=None, metadata=ADDED_LATER)
 
 
 @dataclass(frozen=True)
 class Selective:
-    """What the calibrated threshold of a score does on the in-distribution set.
+    """What calibrated thresholds do on the in-distribution set: together, and each by itself.
 
     Attributes:
-        accepted: Share of the samples answered.
+        score: The score that says how unsure an answer is.
+        threshold: Of that score; None where familiarity alone has one.
+        accepted: Share of the samples answered: those that pass every threshold.
         risk: Share of wrong answers among them; None where nothing is answered.
+        sure: Share that passes the threshold of `score`; None without one, and in older files.
+        familiarity: The fitted score that says how unfamiliar an input is; None where it has no threshold.
+        familiarity_threshold: Of that score.
+        familiar: Share that passes it.
     """
 
     score: str
-    threshold: float
+    threshold: float | None
     accepted: float
     risk: float | None
+    sure: float | None = field(default=None, metadata=ADDED_LATER)
+    familiarity: str | None = field(default=None, metadata=ADDED_LATER)
+    familiarity_threshold: float | None = field(default=None, metadata=ADDED_LATER)
+    familiar: float | None = field(default=None, metadata=ADDED_LATER)
 
 
 @dataclass(frozen=True)
@@ -121,15 +139,15 @@ class ModelInfo:
     kind: Literal["image", "text", "callable"]
     members: int
     classes: int
-    class_names: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = field(default=(), repr=False)
     parameters: int | None = None
     multiply_adds: int | None = None
     tokens: int | None = None
-    heads: KeptHeads | None = None
+    heads: KeptHeads | None = field(default=None, repr=False)
     heads_per_layer: int | None = None
     source: str = ""
-    history: tuple[str, ...] = ()
-    calibration: Calibration | None = None
+    history: tuple[str, ...] = field(default=(), repr=False)
+    calibration: Calibration | None = field(default=None, repr=False)
     pooling_heads: int = field(default=0, metadata=ADDED_LATER)
 
     @property
@@ -322,7 +340,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Every metric of one model on one suite.
+    """Every metric of one model on one suite. Printed it is a table of one row; `numbers` has everything.
 
     Attributes:
         score: The score that detects OOD samples and orders the risk-coverage curve.
@@ -350,17 +368,32 @@ class Evaluation:
     score: AnyScore
     convention: Convention
     id: Classification
-    ood: Mapping[str, OodSet]
-    means: Mapping[str, Mapping[str, Detection]]
-    shift: Mapping[str, Classification]
+    ood: Mapping[str, OodSet] = field(repr=False)
+    means: Mapping[str, Mapping[str, Detection]] = field(repr=False)
+    shift: Mapping[str, Classification] = field(repr=False)
     selective: Selective | None
     model: ModelInfo
-    provenance: Provenance
-    figures: Figures
-    intervals: Mapping[str, Interval] = field(default_factory=dict)
-    gallery: tuple[GalleryItem, ...] = ()
+    provenance: Provenance = field(repr=False)
+    figures: Figures = field(repr=False)
+    intervals: Mapping[str, Interval] = field(default_factory=dict, repr=False)
+    gallery: tuple[GalleryItem, ...] = field(default=(), repr=False)
     logits: MemberLogits | None = field(default=None, compare=False, repr=False)
     logits_digest: str | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        from ..report.compare import compare, to_markdown  # a table is made of evaluations
+
+        return to_markdown(compare({self.name: self}))
+
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows."""
+        return str(self)
+
+    @property
+    def fitted(self) -> tuple[str, ...]:
+        """Those of the reported scores that were fitted to features, such as `mahalanobis`."""
+        known = [score for one in self.ood.values() for score in one.detection if score in get_args(FittedName)]
+        return tuple(dict.fromkeys(known))
 
     @property
     def samples(self) -> dict[str, int]:
@@ -372,7 +405,8 @@ class Evaluation:
     def numbers(self) -> dict[str, float]:
         """Every number under one flat name: `accuracy`, `near.auroc`, `ood.cifar100.fpr95`, `shift.fog.ece`.
 
-        Detection results of a score other than the evaluation's own have its name in front: `energy:near.auroc`.
+        Detection results of a score other than the evaluation's own have its name in front: `energy:near.auroc`. Shares
+        that are declined are `far.abstained`, and by reason `far.unsure` and `far.unfamiliar`.
         """
         found = self.id.numbers()
         single = {f"ood.{name}": result.detection for name, result in self.ood.items()}
@@ -383,18 +417,19 @@ class Evaluation:
         for name, result in self.ood.items():
             found[f"ood.{name}.mutual_information"] = result.mutual_information
             found[f"ood.{name}.disagreement"] = result.disagreement
-            if result.abstained is not None:
-                found[f"ood.{name}.abstained"] = result.abstained
-        counted = [result for result in self.ood.values() if result.group != "apart"]
-        if counted:
-            for key in ("mutual_information", "disagreement"):
-                found[f"all.{key}"] = sum(getattr(result, key) for result in counted) / len(counted)
+            declined = {key: getattr(result, key) for key in DECLINED}
+            found |= {f"ood.{name}.{key}": share for key, share in declined.items() if share is not None}
+        for place, groups in MEANS.items():
+            counted = [result for result in self.ood.values() if result.group in groups]
+            for key in (*(("mutual_information", "disagreement") if place == "all" else ()), *DECLINED):
+                shares = [share for result in counted if (share := getattr(result, key)) is not None]
+                if counted and len(shares) == len(counted):
+                    found[f"{place}.{key}"] = sum(shares) / len(shares)
         for name, shifted in self.shift.items():
             found |= {f"shift.{name}.{key}": value for key, value in shifted.numbers().items()}
         if self.selective is not None:
-            found["selective.accepted"] = self.selective.accepted
-            if self.selective.risk is not None:
-                found["selective.risk"] = self.selective.risk
+            chosen = {key: getattr(self.selective, key) for key in ("accepted", "risk", "sure", "familiar")}
+            found |= {f"selective.{key}": share for key, share in chosen.items() if share is not None}
         return found
 
     def to_dict(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ..metrics.probabilities import (
 from ..model.metadata import Calibration, Familiarity
 from ..prediction import AnyScore, Prediction, ScoreName
 from .evaluation import (
+    MEANS,
     Classification,
     Curve,
     Detection,
@@ -40,7 +41,6 @@ from .evaluation import (
 )
 
 COVERAGES = (0.8, 0.9, 0.95)  # shares of the inputs answered at which the remaining risk is reported
-MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}  # groups that each mean is over
 POINTS = 160  # most that a stored curve has
 HISTOGRAM_BINS = 30
 
@@ -60,12 +60,17 @@ class Measure:
     familiarity: Familiarity | None = None  # of an ensemble that was fitted to give scores of features
 
     def __post_init__(self) -> None:
-        fitted = () if self.familiarity is None else self.familiarity.settings.scores
+        fitted = self._fitted
         known = (*get_args(ScoreName), *fitted)
         unknown = [name for name in (self.score, *self.scores) if name not in known]
         if unknown:
             fit = "; fit_familiarity makes an ensemble give scores of its features" if not fitted else ""
             raise ConfigError(f"scores {unknown} are not known; choose from {', '.join(known)}{fit}")
+
+    @property
+    def _fitted(self) -> tuple[AnyScore, ...]:
+        """Scores of features that the ensemble gives; they are reported unasked."""
+        return () if self.familiarity is None else self.familiarity.settings.scores
 
     def predict(self, logits: Tensor, unfamiliarity: Tensor | None = None) -> Prediction:
         """A prediction from logits `[M, B, C]` that are finite; only a division by less than one can change that."""
@@ -90,7 +95,7 @@ class Measure:
             for sets in logits.ood.values()
             for key, one in sets.items()
         }
-        wanted = tuple(dict.fromkeys((self.score, *self.scores)))
+        wanted = tuple(dict.fromkeys((self.score, *self.scores, *self._fitted)))
         id_scores = {one: prediction.score(one) for one in wanted}
         ood = {
             key: OodSet(
@@ -99,7 +104,7 @@ class Measure:
                 detection={one: self._detection(id_scores[one], answers[key].score(one)) for one in wanted},
                 mutual_information=mean(answers[key].epistemic),
                 disagreement=mean(answers[key].disagreement),
-                abstained=None if (accept := answers[key].accept) is None else mean(~accept),
+                **_declined(answers[key]),
             )
             for group, sets in logits.ood.items()
             for key in sets
@@ -226,13 +231,39 @@ def _mean(found: Sequence[Detection]) -> Detection:
     return Detection(**{key: sum(getattr(one, key) for one in found) / len(found) for key in get_args(OodMetric)})
 
 
+def _passed(prediction: Prediction) -> dict[str, Tensor | None]:
+    """What passes each threshold, `[B]` of bool by the reason not to; None without the threshold."""
+    passed: dict[str, Tensor | None] = {"unsure": None, "unfamiliar": None}
+    if prediction.threshold is not None:
+        passed["unsure"] = prediction.score() <= prediction.threshold
+    known = prediction.unfamiliarity
+    if known is not None and known.threshold is not None:
+        passed["unfamiliar"] = known.score(known.names[0]) <= known.threshold
+    return passed
+
+
+def _declined(prediction: Prediction) -> dict[str, float | None]:
+    """Shares of a set that are declined: by any threshold, and by each."""
+    passed = {"abstained": prediction.accept, **_passed(prediction)}
+    return {key: None if one is None else mean(~one) for key, one in passed.items()}
+
+
 def _selective(prediction: Prediction, labels: Tensor) -> Selective | None:
-    """What the calibrated threshold does on a labelled set; None without a threshold."""
-    if prediction.threshold is None or (accept := prediction.accept) is None:
+    """What calibrated thresholds do on a labelled set; None without any."""
+    if (accept := prediction.accept) is None:
         return None
-    wrong = (prediction.label != labels)[accept]
-    risk = mean(wrong) if len(wrong) else None
-    return Selective(prediction.score_name, prediction.threshold, accepted=mean(accept), risk=risk)
+    wrong, known = (prediction.label != labels)[accept], prediction.unfamiliarity
+    passed = {reason: None if one is None else mean(one) for reason, one in _passed(prediction).items()}
+    return Selective(
+        score=prediction.score_name,
+        threshold=prediction.threshold,
+        accepted=mean(accept),
+        risk=mean(wrong) if len(wrong) else None,
+        sure=passed["unsure"],
+        familiarity=None if known is None or known.threshold is None else known.names[0],
+        familiarity_threshold=None if known is None else known.threshold,
+        familiar=passed["unfamiliar"],
+    )
 
 
 def _agreement(prediction: Prediction) -> Tensor:

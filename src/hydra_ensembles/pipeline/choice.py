@@ -9,7 +9,8 @@ from ..arguments import checked
 from ..errors import CheckpointError
 from ..files import read_sealed, write_sealed
 from ..model.ensemble import Ensemble
-from ..report.compare import Cell, Column, Comparison, tabulated
+from ..report.columns import Column
+from ..report.compare import Cell, Comparison, tabulated
 from ..report.figures import Front, draw_fronts
 from ..schema import from_plain, to_plain
 from .settings import HydraConfig

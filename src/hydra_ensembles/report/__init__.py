@@ -1,19 +1,13 @@
 """Comparison tables, the HTML report, and the page of a head atlas."""
 
+from .columns import CLASSIFICATION, COLUMNS, COST, DIVERSITY, OOD, Column, columns_for, set_columns
 from .compare import (
-    CLASSIFICATION,
-    COLUMNS,
-    COST,
-    DIVERSITY,
-    OOD,
     Cell,
-    Column,
     Comparison,
     Row,
     compare,
     load_costs,
     save_costs,
-    set_columns,
     to_csv,
     to_latex,
     to_markdown,
@@ -31,6 +25,7 @@ __all__ = [
     "Column",
     "Comparison",
     "Row",
+    "columns_for",
     "compare",
     "load_costs",
     "save_costs",

@@ -1,4 +1,4 @@
-"""Evaluations side by side: columns, rows, formats."""
+"""Evaluations side by side: rows, notes, formats."""
 
 import csv
 import io
@@ -14,89 +14,15 @@ from typing import Any, Literal, TypeVar
 from .._utils import require
 from ..arguments import checked
 from ..errors import ConfigError, DataError
-from ..evaluation.evaluation import Evaluation, read_saved
+from ..evaluation.evaluation import UNNAMED, Evaluation, read_saved
 from ..files import write_sealed
 from ..model.cost import Cost
 from ..schema import from_plain, to_plain
+from .columns import CLASSIFICATION, COLUMNS, COST, DIVERSITY, OOD, Column, columns_for, promise, set_columns
+
+__all__ = ["CLASSIFICATION", "COLUMNS", "COST", "DIVERSITY", "OOD", "Column", "set_columns"]  # also found here
 
 T = TypeVar("T")
-
-Direction = Literal["higher", "lower", "neither"]
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column of a comparison.
-
-    Attributes:
-        key: Name of the number in `Evaluation.numbers`, a field of `Cost`, or `heads`.
-        title: Heading.
-        group: Heading above several columns; empty for none.
-        better: Which way is better.
-        digits: Digits after the point.
-        scale: Factor before writing: 100 for percent, 1e-6 for millions.
-        suffix: Written after the number.
-    """
-
-    key: str
-    title: str
-    group: str = ""
-    better: Direction = "neither"
-    digits: int = 2
-    scale: float = 1.0
-    suffix: str = ""
-
-    @property
-    def heading(self) -> str:
-        """Title and an arrow to where better is."""
-        return self.title + {"higher": " ↑", "lower": " ↓", "neither": ""}[self.better]
-
-    def write(self, value: float, spread: float | None = None) -> str:
-        """A number as the table shows it."""
-        text = f"{value * self.scale:.{self.digits}f}"
-        if float(text) == 0:
-            text = text.removeprefix("-")
-        return text + self.suffix if spread is None else f"{text} ± {spread * self.scale:.{self.digits}f}{self.suffix}"
-
-
-def _detection(mean: str, group: str) -> tuple[Column, ...]:
-    return (
-        Column(f"{mean}.auroc", "AUROC", group, "higher", scale=100),
-        Column(f"{mean}.fpr95", "FPR95", group, "lower", scale=100),
-        Column(f"{mean}.aupr", "AUPR", group, "higher", scale=100),
-    )
-
-
-HEADS = Column("heads", "Heads")
-CLASSIFICATION = (
-    Column("accuracy", "Acc", better="higher", scale=100),
-    Column("brier", "Brier", better="lower", digits=3),
-    Column("nll", "NLL", better="lower", digits=3),
-    Column("ece", "ECE", better="lower", digits=3),
-    Column("aece", "aECE", better="lower", digits=3),
-)
-OOD = (*_detection("near", "Near-OOD"), *_detection("far", "Far-OOD"), *_detection("all", "OOD avg"))
-COST = (
-    Column("parameters", "Params (M)", better="lower", scale=1e-6),
-    Column("multiply_adds", "MAdds (G)", better="lower", scale=1e-9),
-    Column("latency_ratio", "Latency", better="lower", suffix="×"),
-)
-COLUMNS: tuple[Column, ...] = (HEADS, *CLASSIFICATION, *OOD, *COST)
-"""The columns of the paper's tables, and the costs."""
-
-DIVERSITY = (
-    Column("mutual_information", "MI", "ID", digits=3),
-    Column("disagreement", "DI", "ID", digits=3),
-    Column("all.mutual_information", "MI", "OOD", digits=3),
-    Column("all.disagreement", "DI", "OOD", digits=3),
-)
-"""Mutual information and disagreement, in distribution and out of it."""
-
-
-def set_columns(names: list[str]) -> tuple[Column, ...]:
-    """Detection columns of single OOD sets, for a table that takes a mean apart."""
-    return tuple(column for name in names for column in _detection(f"ood.{name}", name))
-
 
 Rank = Literal["best", "second", ""]
 Runs = Mapping[str, Evaluation | Sequence[Evaluation]] | Iterable[Evaluation]
@@ -127,9 +53,9 @@ class Row:
     cells: tuple[Cell, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
-    """A table of methods and metrics; `to_markdown`, `to_latex`, `to_csv` and `to_rich` write it.
+    """A table of methods and metrics; printed it is Markdown, `to_latex`, `to_csv` and `to_rich` write it otherwise.
 
     Attributes:
         columns: Columns that at least one method has a number for.
@@ -141,12 +67,22 @@ class Comparison:
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        return f"Comparison({', '.join(row.name for row in self.rows)}: {len(self.columns)} columns)"
+
+    def __str__(self) -> str:
+        return to_markdown(self)
+
+    def _repr_markdown_(self) -> str:
+        """What a notebook shows."""
+        return to_markdown(self)
+
 
 @checked
 def compare(
     evaluations: Runs,
     costs: Iterable[Cost] | None = None,
-    columns: Sequence[Column] = COLUMNS,
+    columns: Sequence[Column] | None = None,
     *,
     allow_mismatch: bool = False,
 ) -> Comparison:
@@ -154,14 +90,17 @@ def compare(
 
     Args:
         evaluations: By method name, one evaluation or several (seeds), which are shown as mean ± standard
-            deviation; or evaluations that bring their names, where equal names are runs of one method.
+            deviation; or evaluations that bring their names, where equal names are runs of one method: models of one
+            make, which may keep other heads.
         costs: Rows of `measure_costs`, found by method name.
-        columns: What to show, from left to right. A column nobody has a number for is left out.
+        columns: What to show, from left to right: `COLUMNS`, and unless they are given also what a model with fitted
+            familiarity declines, and the AUROC of its fitted scores. A column nobody has a number for is left out.
         allow_mismatch: Compare evaluations of different sets or sizes all the same, and say so in the notes.
 
     Raises:
         DataError: There is nothing to compare, or the evaluations are not of the same data.
-        ConfigError: They use different scores or conventions.
+        ConfigError: They use different scores or conventions; or evaluations without names, or of models that differ,
+            are called the same.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -181,6 +120,8 @@ def compare(
     notes = _describe(methods, allow_mismatch)
     by_name = {cost.name: cost for cost in (() if costs is None else costs)}
     found = {name: (runs, by_name.get(name)) for name, runs in methods.items()}
+    if columns is None:
+        columns = columns_for(run for runs in methods.values() for run in runs)
     return tabulated(columns, found, lambda column, one: _cell(column, *one), notes)
 
 
@@ -198,7 +139,11 @@ def tabulated(
 
 
 def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
-    """Evaluations by method name, in the order given; none at all is a `DataError`."""
+    """Evaluations by method name, in the order given; none at all is a `DataError`.
+
+    Those that bring their names are runs of one method where the names are equal, so they must have been given names,
+    and to models of one make. Whoever gives a mapping has said so.
+    """
     methods: dict[str, list[Evaluation]] = {}
     if isinstance(evaluations, Mapping):
         for name, runs in evaluations.items():
@@ -206,10 +151,36 @@ def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
     else:
         for evaluation in evaluations:
             methods.setdefault(evaluation.name, []).append(evaluation)
+        for name, found in methods.items():
+            _require_one_method(name, found)
     if not methods or not all(methods.values()):
         empty = [name for name, runs in methods.items() if not runs]
         raise DataError(f"there is nothing to compare: methods without an evaluation: {empty or 'no method at all'}")
     return methods
+
+
+def _require_one_method(name: str, runs: Sequence[Evaluation]) -> None:
+    """Refuse evaluations of one name that are not runs of one method."""
+    advice = "name them apart, by name= (--name) of evaluate; or give compare a mapping, {name: evaluation or runs}"
+    if len(runs) > 1 and name == UNNAMED:
+        raise ConfigError(f"{len(runs)} evaluations were given no name; {advice}")
+    first, *others = (_make(run) for run in runs)
+    for other in others:
+        unlike = [f"{key} ({value} and {other[key]})" for key, value in first.items() if other[key] != value]
+        if unlike:
+            raise ConfigError(f"evaluations called {name!r} are of models that differ in {', '.join(unlike)}; {advice}")
+
+
+def _make(run: Evaluation) -> dict[str, Any]:
+    """What the models of one method have in common; seeds keep as many heads, and not always the same."""
+    known = run.model
+    plain = {key: getattr(known, key) for key in ("kind", "source", "members", "classes", "parameters")}
+    return {**plain, "heads": known.heads_label, "calibrated": _is_calibrated(run)}
+
+
+def _is_calibrated(run: Evaluation) -> bool:
+    """Whether a temperature has changed the probabilities."""
+    return run.model.calibration is not None and any(one != 1.0 for one in run.model.calibration.temperature)
 
 
 def _cell(column: Column, runs: Sequence[Evaluation], cost: Cost | None) -> Cell:
@@ -269,7 +240,37 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
     if any(len(found) > 1 for found in methods.values()):
         counts = ", ".join(f"{name}: {len(found)}" for name, found in methods.items())
         notes.append(f"Mean ± standard deviation over runs ({counts}).")
+    notes += [note for note in (_calibration_note(methods), _decline_note(methods)) if note]
     return tuple(dict.fromkeys(notes))
+
+
+def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
+    """Which methods are calibrated, where others are not."""
+    kinds: dict[str, list[str]] = {"Calibrated": [], "not": [], "in part": []}
+    for name, runs in methods.items():
+        done = {_is_calibrated(run) for run in runs}
+        kinds["in part" if len(done) > 1 else "Calibrated" if done == {True} else "not"].append(name)
+    known = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
+    if kinds["in part"] or (kinds["Calibrated"] and kinds["not"]):
+        return f"{known}. Brier, NLL, ECE and aECE compare among the calibrated, or among the others."
+    return ""
+
+
+def _decline_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
+    """What a share that is declined means, where a model declines for two reasons."""
+    known = [(name, run) for name, runs in methods.items() for run in runs]
+    if not any(run.selective is not None and run.selective.familiarity is not None for _, run in known):
+        return ""
+    promises: dict[tuple[float, int], list[str]] = {}
+    for name, run in known:
+        promised = promise(run)
+        if promised is not None and name not in promises.setdefault(promised, []):
+            promises[promised].append(name)
+    text = "Declined: unsure, or unfamiliar by a fitted score of features."
+    for (share, count), names in promises.items():
+        each = f"{count} thresholds, of which each promises" if count > 1 else "one threshold, which promises"
+        text += f" {', '.join(names)}: {each} to accept {100 * share:.4g} % in distribution."
+    return text + (" Shares declined compare where the same is promised." if len(promises) > 1 else "")
 
 
 def _data_note(evaluation: Evaluation) -> str:

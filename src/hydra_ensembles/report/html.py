@@ -20,7 +20,8 @@ from ..evaluation.evaluation import Evaluation
 from ..files import write_atomically
 from ..model.cost import Cost
 from . import figures
-from .compare import Column, Comparison, Runs, compare, cost_of, group_runs, set_columns
+from .columns import Column, columns_for
+from .compare import Comparison, Runs, compare, cost_of, group_runs
 
 ONE_TABLE = 12  # most columns the results may have before they are shown as two tables
 _TILES = {
@@ -28,6 +29,9 @@ _TILES = {
     "near.auroc": "Near-OOD AUROC",
     "far.auroc": "Far-OOD AUROC",
     "all.auroc": "OOD AUROC",
+    "near.abstained": "Near-OOD declined",
+    "far.abstained": "Far-OOD declined",
+    "all.abstained": "OOD declined",
     "ece": "Calibration error",
     "latency_ratio": "Latency",
 }
@@ -178,8 +182,9 @@ def _tiles(
     """The numbers a reader asks for first, against the baseline."""
     rows = {row.name: row.cells for row in comparison.rows}
     found = {one[0].key: one for one in zip(comparison.columns, rows[focus], rows[baseline], strict=True)}
-    if "near.auroc" in found or "far.auroc" in found:
-        found.pop("all.auroc", None)
+    for kind in ("auroc", "abstained"):
+        if f"near.{kind}" in found or f"far.{kind}" in found:
+            found.pop(f"all.{kind}", None)
     for key in [key for key in _TILES if key in found]:
         column, cell, other = found[key]
         if cell.value is None:
@@ -188,7 +193,7 @@ def _tiles(
         if other.value is not None and baseline != focus:
             amount = (cell.value - other.value) * column.scale
             change = f"{amount:+.{column.digits}f} vs {baseline}".replace("-", "−", 1)
-            if column.write(cell.value) != column.write(other.value):
+            if column.better != "neither" and column.write(cell.value) != column.write(other.value):
                 outcome = "better" if (amount > 0) == (column.better == "higher") else "worse"
         interval = None if spread else shown.intervals.get(key)
         yield {
@@ -226,7 +231,8 @@ def _costs(runs: Mapping[str, Evaluation], measured: Mapping[str, Cost]) -> dict
 def _detection(runs: Mapping[str, Evaluation], name: str) -> dict[str, Any]:
     """The numbers of one OOD set, of the methods that were evaluated on it."""
     known = {method: one for method, one in runs.items() if name in one.ood}
-    comparison = compare(known, columns=set_columns([name]), allow_mismatch=True)
+    columns = [one for one in columns_for(known.values(), [name]) if f"ood.{name}." in one.key]
+    comparison = compare(known, columns=columns, allow_mismatch=True)
     return _table(comparison, comparison.columns)
 
 

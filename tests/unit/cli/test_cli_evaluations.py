@@ -5,14 +5,16 @@ import os
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
 
 from cli_cases import fail, run, save_images, succeed, vit_flags
+from hydra_ensembles.cli.evaluations import accepted_in_words
 from hydra_ensembles.data.suites import SetRef, Suite, all_suites
 from hydra_ensembles.evaluation.atlas import Atlas, Sweep
-from hydra_ensembles.evaluation.evaluation import Evaluation
+from hydra_ensembles.evaluation.evaluation import Evaluation, Selective
 from hydra_ensembles.evaluation.running import Runner
 from hydra_ensembles.report.compare import save_costs
 from processes import count_calls
@@ -41,10 +43,23 @@ def test_an_evaluation_is_written_with_settings_that_repeat_it(evaluations, worl
     assert settings["score"] == "msp"
     out = succeed("evaluate", "--config", evaluations / "hydra.config.yaml", "-o", tmp_path / "again.json", "-q")
     assert "Near-OOD" in out
-    assert "calibrated threshold accepts" in out
+    assert "Both calibrated thresholds together accept" in out
+    assert "mahalanobis alone" in out
+    assert "AUROC by mahalanobis" in out
+    assert "Declined %" in out
     assert f"wrote {tmp_path / 'again.json'}" in out
     first, again = (Evaluation.load(file) for file in (evaluations / "hydra.json", tmp_path / "again.json"))
     assert first.numbers() == again.numbers()
+
+
+def test_both_thresholds_are_named():
+    one = Selective("msp", 0.5, accepted=0.9, risk=0.02)
+    assert accepted_in_words(one, "own") == "The calibrated threshold accepts 90.00% of own, of which 2.00% are wrong."
+    both = replace(one, risk=None, sure=0.96, familiarity="knn", familiarity_threshold=3.0, familiar=0.94)
+    text = "Both calibrated thresholds together accept 90.00% of own (msp alone 96.00%, knn alone 94.00%)."
+    assert accepted_in_words(both, "own") == text
+    alone = replace(both, threshold=None, sure=None)
+    assert accepted_in_words(alone, "own") == "The calibrated threshold accepts 90.00% of own."
 
 
 def test_texts_without_groups_and_with_shift(text_folder, world, tmp_path):
@@ -56,7 +71,7 @@ def test_texts_without_groups_and_with_shift(text_folder, world, tmp_path):
     found = Evaluation.load(tmp_path / "out" / "text-run.json", with_logits=True)
     assert found.id.samples == 16
     assert found.shift["older"].samples == 16
-    assert set(found.ood["news"].detection) == {"msp", "energy"}
+    assert set(found.ood["news"].detection) == {"msp", "energy", "mahalanobis"}  # what the build fitted, unasked
     assert found.intervals
     assert found.logits is not None
 

@@ -13,11 +13,13 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from hydra_ensembles._distributed import check_unsharded
+from hydra_ensembles.calibrate import calibrate
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.evaluation import kept
 from hydra_ensembles.evaluation.evaluate import evaluate, evaluate_logits
+from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.evaluation.kept import Kept
 from hydra_ensembles.evaluation.running import Runner, running
 from hydra_ensembles.familiarity import fit_familiarity
@@ -128,6 +130,37 @@ def test_saved_calibration_is_applied_and_can_be_replaced():
     assert found.selective.accepted == pytest.approx(prediction.accept.float().mean().item(), abs=1e-6)
     with pytest.raises(DataError, match="temperature"):  # the logits overflow
         evaluate(plain, data, calibration=Calibration(temperature=(1e-38,)), progress=False)
+
+
+def test_both_thresholds_are_told_apart():
+    """What is accepted passes both; each is said by its own name, with the share that passes it alone."""
+    data = image_batches((40,), seed=4)
+    known = fit_familiarity(tiny_ensemble(), image_batches((60,), seed=2), ("knn", "vim"))
+    known = calibrate(known, image_batches((60,), seed=3), share=0.7)
+    found = evaluate(known, data, OOD, progress=False)
+    p, foreign = known.predict(data[0][0]), known.predict(OOD["far"]["noise"][0][0])
+    sure, familiar = p.score("msp") <= p.threshold, p.score("knn") <= p.unfamiliarity.threshold
+    said = found.selective
+    assert (said.score, said.threshold) == ("msp", p.threshold)
+    assert (said.familiarity, said.familiarity_threshold) == ("knn", p.unfamiliarity.threshold)
+    for share, passed in ((said.sure, sure), (said.familiar, familiar), (said.accepted, sure & familiar)):
+        assert share == pytest.approx(passed.double().mean().item(), abs=1e-6)
+    noise = found.ood["noise"]
+    unsure, unfamiliar = foreign.score("msp") > p.threshold, foreign.score("knn") > p.unfamiliarity.threshold
+    for share, declined in ((noise.unsure, unsure), (noise.unfamiliar, unfamiliar), (noise.abstained, ~foreign.accept)):
+        assert share == pytest.approx(declined.double().mean().item(), abs=1e-6)
+    numbers = found.numbers()
+    assert numbers["far.abstained"] == numbers["ood.noise.abstained"] == noise.abstained
+    assert numbers["all.unfamiliar"] == (noise.unfamiliar + found.ood["close"].unfamiliar) / 2
+    assert {"knn:far.auroc", "vim:far.auroc"} < numbers.keys()  # what is fitted is reported unasked
+    assert Evaluation.from_dict(found.to_dict()) == found
+    alone = evaluate(known, data, OOD, calibration=Calibration(), progress=False).selective
+    assert (alone.threshold, alone.sure, alone.accepted) == (None, None, said.familiar)
+    one = evaluate(tiny_ensemble(), data, OOD, calibration=CALIBRATION, progress=False)
+    assert (one.selective.sure, one.selective.familiarity, one.selective.familiar) == (
+        one.selective.accepted, None, None
+    )  # fmt: skip
+    assert (one.ood["noise"].unsure, one.ood["noise"].unfamiliar) == (one.ood["noise"].abstained, None)
 
 
 def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():

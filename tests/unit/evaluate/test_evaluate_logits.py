@@ -15,7 +15,7 @@ from torch.nn.functional import one_hot
 from hydra_ensembles import metrics
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
-from hydra_ensembles.evaluation.evaluation import Evaluation, MemberLogits
+from hydra_ensembles.evaluation.evaluation import Evaluation, MemberLogits, Selective
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.prediction import Prediction
 
@@ -138,6 +138,13 @@ def test_files_of_the_first_version_stay_readable(evaluation):
     set_keys = ("group", "samples", "detection", "mutual_information", "disagreement", "abstained")
     old["ood"] = {name: {key: one[key] for key in set_keys} for name, one in plain["ood"].items()}
     assert Evaluation.from_dict(old) == evaluation
+    old["selective"] = {"score": "msp", "threshold": 0.3, "accepted": 0.9, "risk": 0.1}
+    for one in old["ood"].values():
+        one["abstained"] = 0.5
+    read = Evaluation.from_dict(old)
+    assert read.selective == Selective("msp", 0.3, accepted=0.9, risk=0.1, sure=None, familiar=None)
+    assert read.numbers()["all.abstained"] == 0.5
+    assert not {"all.unsure", "selective.sure"} & read.numbers().keys()
 
 
 def test_stored_logits_rebuild_the_evaluation(evaluation, tmp_path):

@@ -12,6 +12,7 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 
 from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.report.compare import (
     COLUMNS,
     DIVERSITY,
@@ -104,6 +105,8 @@ def test_several_runs_give_mean_and_standard_deviation():
         ([evaluation("One"), replace(evaluation("Other"), score="energy")], ConfigError, "energy"),
         ([evaluation("One"), replace(evaluation("Other"), convention="openood")], ConfigError, "openood"),
         ([evaluation("One"), evaluation("Other", ood=False)], DataError, "Other"),
+        ([evaluation("model"), evaluation("model", seed=2)], ConfigError, "name="),  # nobody named them
+        ([evaluation("One"), evaluation("One", members=3)], ConfigError, r"members.*1 and 3"),
         ([], DataError, "no method"),
         ({"Single": evaluation("One"), "Hydra": []}, DataError, r"\['Hydra'\]"),
     ],
@@ -114,6 +117,44 @@ def test_what_does_not_compare_is_refused(evaluations, error, token):
     if token == "Other":
         notes = compare(evaluations, allow_mismatch=True).notes
         assert any(note.startswith("Not the same data: Other") for note in notes)
+
+
+def test_models_of_one_name_have_to_be_of_one_kind():
+    one = evaluation("One", members=3)
+    other = replace(one, model=replace(one.model, heads=one.model.heads[::-1]))  # seeds keep other heads
+    assert len(compare([one, other]).rows) == 1
+    fewer = tuple(tuple(layer[1:] for layer in member) for member in one.model.heads)
+    for changes, token in (
+        ({"heads": fewer}, "heads"),
+        ({"parameters": 5}, "parameters"),
+        ({"source": "elsewhere"}, "source"),
+        ({"calibration": Calibration(temperature=(2.0,))}, "calibrated"),
+    ):
+        unlike = replace(one, model=replace(one.model, **changes))
+        with pytest.raises(ConfigError, match=rf"'One'.*{token}"):
+            compare([one, unlike])
+        assert len(compare({"A": one, "B": unlike}).rows) == 2
+    assert len(compare({"One": [one, unlike]}).rows) == 1  # said by the caller
+
+
+def test_calibrated_and_uncalibrated_methods_are_named():
+    one, other = evaluation("One"), evaluation("Other", seed=2)
+    assert not [note for note in compare([one, other]).notes if "alibrated" in note]
+    warm = replace(other, model=replace(other.model, calibration=Calibration(temperature=(1.3,), threshold=0.5)))
+    assert not [note for note in compare([warm]).notes if "alibrated" in note]
+    note = next(note for note in compare([one, warm]).notes if "alibrated" in note)
+    assert "Calibrated: Other; not: One." in note
+    mixed = {"Some": [one, replace(warm, name="One")], "Other": warm}
+    assert any("in part: Some" in note for note in compare(mixed).notes)
+
+
+def test_what_is_printed_is_the_table(comparison):
+    for made in (comparison, methods()[2]):
+        assert str(made) == made._repr_markdown_()
+        assert str(made).startswith("| Method | Heads | Acc ↑")
+        assert len(repr(made)) < 1000
+    assert str(comparison) == to_markdown(comparison)
+    assert "Hydra" in repr(comparison)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,26 @@ def test_the_first_numbers_stand_against_the_baseline(text):
         assert words in text
 
 
+def test_both_thresholds_and_what_they_decline_are_said(render):
+    single, _, hydra = methods()
+    both = replace(hydra.selective, sure=0.95, familiarity="knn", familiarity_threshold=12.5, familiar=0.9)
+    sets = {
+        name: replace(one, detection={**one.detection, "knn": one.detection["msp"]}) for name, one in hydra.ood.items()
+    }
+    means = {name: {**one, "knn": one["msp"]} for name, one in hydra.means.items()}
+    page = render([single, replace(hydra, selective=both, ood=sets, means=means)])
+    said = "thresholds (msp ≤ 0.5, knn ≤ 12.5) Hydra answers"
+    assert said in page
+    assert "(95.0&nbsp;% are sure enough, 90.0&nbsp;% are familiar enough)" in page
+    assert page.count("AUROC by knn") == 1 + len(sets)  # the means, and each set by itself
+    assert page.count("Declined %") == 1 + len(sets)
+    header = page[page.index("<header>") : page.index("</header>")]
+    assert f"{100 * hydra.ood['close'].abstained:.2f}" in header
+    assert "Near-OOD declined" in header
+    text = render([replace(hydra, selective=replace(both, threshold=None, sure=None))])
+    assert "threshold (knn ≤ 12.5) Hydra answers" in text
+
+
 def test_focus_and_baseline_can_be_chosen_and_several_runs_show_a_spread(render):
     runs = [evaluation(name, seed=seed, ood=False) for seed, name in enumerate(("lr-0.001", "lr-0.0001", "lr-0.001"))]
     text = render(runs, focus="lr-0.001", baseline="lr-0.0001")

@@ -1,0 +1,136 @@
+"""The columns of a comparison: the paper's, costs, and what a model declines where it knows what is familiar."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..evaluation.evaluation import Evaluation
+
+Direction = Literal["higher", "lower", "neither"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a comparison.
+
+    Attributes:
+        key: Name of the number in `Evaluation.numbers`, a field of `Cost`, or `heads`.
+        title: Heading.
+        group: Heading above several columns; empty for none.
+        better: Which way is better.
+        digits: Digits after the point.
+        scale: Factor before writing: 100 for percent, 1e-6 for millions.
+        suffix: Written after the number.
+    """
+
+    key: str
+    title: str
+    group: str = ""
+    better: Direction = "neither"
+    digits: int = 2
+    scale: float = 1.0
+    suffix: str = ""
+
+    @property
+    def heading(self) -> str:
+        """Title and an arrow to where better is."""
+        return self.title + {"higher": " ↑", "lower": " ↓", "neither": ""}[self.better]
+
+    def write(self, value: float, spread: float | None = None) -> str:
+        """A number as the table shows it."""
+        text = f"{value * self.scale:.{self.digits}f}"
+        if float(text) == 0:
+            text = text.removeprefix("-")
+        return text + self.suffix if spread is None else f"{text} ± {spread * self.scale:.{self.digits}f}{self.suffix}"
+
+
+def _detection(mean: str, group: str) -> tuple[Column, ...]:
+    return (
+        Column(f"{mean}.auroc", "AUROC", group, "higher", scale=100),
+        Column(f"{mean}.fpr95", "FPR95", group, "lower", scale=100),
+        Column(f"{mean}.aupr", "AUPR", group, "higher", scale=100),
+    )
+
+
+HEADS = Column("heads", "Heads")
+CLASSIFICATION = (
+    Column("accuracy", "Acc", better="higher", scale=100),
+    Column("brier", "Brier", better="lower", digits=3),
+    Column("nll", "NLL", better="lower", digits=3),
+    Column("ece", "ECE", better="lower", digits=3),
+    Column("aece", "aECE", better="lower", digits=3),
+)
+OOD = (*_detection("near", "Near-OOD"), *_detection("far", "Far-OOD"), *_detection("all", "OOD avg"))
+COST = (
+    Column("parameters", "Params (M)", better="lower", scale=1e-6),
+    Column("multiply_adds", "MAdds (G)", better="lower", scale=1e-9),
+    Column("latency_ratio", "Latency", better="lower", suffix="×"),
+)
+COLUMNS: tuple[Column, ...] = (HEADS, *CLASSIFICATION, *OOD, *COST)
+"""The columns of the paper's tables, and the costs."""
+
+DIVERSITY = (
+    Column("mutual_information", "MI", "ID", digits=3),
+    Column("disagreement", "DI", "ID", digits=3),
+    Column("all.mutual_information", "MI", "OOD", digits=3),
+    Column("all.disagreement", "DI", "OOD", digits=3),
+)
+"""Mutual information and disagreement, in distribution and out of it."""
+
+
+def set_columns(names: Sequence[str], fitted: Sequence[str] = ()) -> tuple[Column, ...]:
+    """Detection columns of single OOD sets, for a table that takes a mean apart.
+
+    Args:
+        names: The sets.
+        fitted: Scores of features, such as `mahalanobis`, whose AUROC is shown beside that of the evaluation's score.
+    """
+    return tuple(
+        column
+        for name in names
+        for column in (
+            *_detection(f"ood.{name}", name),
+            *(Column(f"{score}:ood.{name}.auroc", _by(score), name, "higher", scale=100) for score in fitted),
+        )
+    )
+
+
+def _by(score: str) -> str:
+    return f"AUROC by {score}"
+
+
+_MEANS = {"near": "Near-OOD", "far": "Far-OOD", "all": "OOD avg"}
+_DECLINED = "Declined %"
+
+
+def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> tuple[Column, ...]:
+    """What a comparison of these shows unless it is told: `COLUMNS`, and what familiarity adds to them.
+
+    Where a model has fitted scores of features, their AUROC; and where it also declines by them, the share of the
+    in-distribution set that is accepted, and the share of each group that is declined for either reason. Those are
+    ranked only where all promise to accept the same share. `sets` are OOD sets to show by themselves.
+    """
+    runs = list(evaluations)
+    fitted = list(dict.fromkeys(score for run in runs for score in run.fitted if score != run.score))
+    places = {**_MEANS, **{f"ood.{name}": name for name in sets}}
+    by_features = tuple(
+        Column(f"{score}:{place}.auroc", title, _by(score), "higher", scale=100)
+        for score in fitted
+        for place, title in _MEANS.items()
+    )
+    declined: tuple[Column, ...] = ()
+    if any(run.selective is not None and run.selective.familiarity is not None for run in runs):
+        better: Direction = "higher" if len({promise(run) for run in runs} - {None}) == 1 else "neither"
+        declined = (
+            Column("selective.accepted", "ID", "Accepted %", scale=100),
+            *(Column(f"{place}.abstained", title, _DECLINED, better, scale=100) for place, title in places.items()),
+        )
+    return (HEADS, *CLASSIFICATION, *OOD, *by_features, *declined, *COST, *set_columns(sets, fitted))
+
+
+def promise(run: Evaluation) -> tuple[float, int] | None:
+    """The share that each threshold of a model promises to accept, and how many thresholds it has; None without."""
+    said, known = run.selective, run.model.calibration
+    if said is None or known is None:
+        return None
+    return known.accepted_share, (said.threshold is not None) + (said.familiarity is not None)

@@ -1,0 +1,96 @@
+"""Columns of a comparison: those of the paper, and what a model declines that knows what is familiar."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import hydra_ensembles as he
+from hydra_ensembles.evaluation import Evaluation
+from hydra_ensembles.report import COLUMNS, compare, set_columns
+from hydra_ensembles.report.columns import columns_for
+from random_ensembles import noisy, small
+from sample_evaluations import evaluation
+
+
+def image_batches(sizes, seed=0, scale=1.0):
+    draw = torch.Generator().manual_seed(seed)
+    return [(scale * torch.randn(size, 3, 8, 8, generator=draw), torch.arange(size) % 3) for size in sizes]
+
+
+OOD = {"near": {"close": image_batches((11,), seed=5)}, "far": {"noise": image_batches((9,), seed=6, scale=40.0)}}
+DATA = image_batches((30, 30), seed=1)
+
+
+@pytest.fixture(scope="module")
+def known() -> he.Ensemble:
+    """An ensemble that declines by two thresholds."""
+    fitted = he.fit_familiarity(noisy(small()), image_batches((60, 60), seed=2), "knn")
+    return he.calibrate(fitted, image_batches((60,), seed=3), share=0.8)
+
+
+@pytest.fixture(scope="module")
+def found(known) -> Evaluation:
+    return he.evaluate(known, DATA, OOD, name="Known", progress=False)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Evaluation:
+    return he.evaluate(noisy(small()), DATA, OOD, name="Plain", progress=False)
+
+
+def cells(comparison, name):
+    row = next(row for row in comparison.rows if row.name == name)
+    return {column.key: cell for column, cell in zip(comparison.columns, row.cells, strict=True)}
+
+
+def test_what_is_fitted_and_what_is_declined_is_shown_unasked(known, found, plain):
+    p = known.predict(OOD["far"]["noise"][0][0])
+    by_distance = he.metrics.auroc(
+        known.predict(torch.cat([inputs for inputs, _ in DATA])).score("knn"), p.score("knn")
+    )
+    shown = cells(compare([plain, found]), "Known")
+    assert shown["knn:far.auroc"].value == pytest.approx(by_distance, abs=1e-6)
+    assert shown["far.abstained"].value == pytest.approx((~p.accept).double().mean().item(), abs=1e-6)
+    assert shown["selective.accepted"].value == found.selective.accepted
+    assert shown["all.abstained"].value == pytest.approx(
+        (found.ood["close"].abstained + found.ood["noise"].abstained) / 2
+    )
+    assert {"knn:near.auroc", "knn:all.auroc", "near.abstained"} < shown.keys()
+    other = cells(compare([plain, found]), "Plain")
+    assert {other[key].text for key in shown if key.startswith("knn:") or key.endswith("abstained")} == {"–"}
+    assert [column.key for column in compare([found], columns=COLUMNS).columns] == [
+        column.key for column in compare([plain]).columns
+    ]
+
+
+def test_without_familiarity_the_columns_are_those_of_the_paper(plain):
+    assert columns_for([plain, evaluation(threshold=0.5)]) == COLUMNS
+    only = he.fit_familiarity(noisy(small()), image_batches((60,), seed=2), "knn")  # no threshold: none declines
+    found = he.evaluate(only, DATA, OOD, name="Fitted", progress=False)
+    assert {"knn:far.auroc"} < {column.key for column in compare([found]).columns}
+    assert not [column.key for column in compare([found]).columns if column.key.endswith(("abstained", "accepted"))]
+    by_distance = he.evaluate(only, DATA, OOD, score="knn", progress=False)  # then it is in the paper's columns
+    assert not [column.key for column in compare([by_distance]).columns if ":" in column.key]
+
+
+def test_columns_of_single_sets(found):
+    keys = [column.key for column in set_columns(["noise"], ["knn"])]
+    assert keys == ["ood.noise.auroc", "ood.noise.fpr95", "ood.noise.aupr", "knn:ood.noise.auroc"]
+    assert [column.key for column in set_columns(["noise"])] == keys[:3]
+    shown = cells(compare([found], columns=columns_for([found], ["noise"])), "Known")
+    assert shown["ood.noise.abstained"].value == found.ood["noise"].abstained
+    assert shown["knn:ood.noise.auroc"].value == found.ood["noise"].detection["knn"].auroc
+
+
+def test_shares_declined_are_ranked_where_the_same_is_promised(known, found):
+    other = he.evaluate(known, [DATA[0]], {"near": OOD["near"], "far": OOD["far"]}, name="B", progress=False)
+    rival = replace(found, name="B", ood={**found.ood, "noise": replace(found.ood["noise"], abstained=0.25)})
+    table = compare([found, rival])
+    assert cells(table, "Known")["far.abstained"].rank == "best"
+    assert any("80 %" in note and "declined" in note.lower() for note in table.notes)
+    looser = replace(rival.model.calibration, accepted_share=0.5)
+    table = compare([found, replace(rival, model=replace(rival.model, calibration=looser))])
+    assert cells(table, "Known")["far.abstained"].rank == ""
+    assert any("Known" in note and "50 %" in note for note in table.notes)
+    assert other.selective.familiar is not None
