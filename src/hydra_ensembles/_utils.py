@@ -1,5 +1,6 @@
 """Small things that many rooms need: the version, optional libraries, devices, seeds, flags."""
 
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -18,7 +19,8 @@ from torch import nn
 
 from .errors import CheckpointError, ConfigError, HydraWarning, MissingExtraError
 
-_PACKAGE = Path(__file__).parent
+# whose lines nobody looks for a warning at: ours, and those of torch and Python that lie between a caller and ours
+_NOT_THE_CALLER = Path(__file__).parent, Path(torch.__file__).parent, Path(contextlib.__file__)
 _flags = threading.Lock()
 _THREAD = threading.local()  # `notes`: what `noted` collects in this thread
 _evaluated: dict[nn.Module, tuple[int, bool]] = {}  # parts in `evaluation_mode`: how often, and their mode before
@@ -84,13 +86,13 @@ def noted() -> Iterator[list[str]]:
 
 
 def warn(message: str) -> None:
-    """Warn of something, at the first line that is not this library's; inside `noted`, note it."""
+    """Warn of something, at the first line that is a caller's; inside `noted`, note it."""
     notes: list[str] | None = getattr(_THREAD, "notes", None)
     if notes is not None:
         notes.append(message)
         return
     level, frame = 1, inspect.currentframe()
-    while frame is not None and Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
+    while frame is not None and any(map(Path(frame.f_code.co_filename).is_relative_to, _NOT_THE_CALLER)):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, HydraWarning, stacklevel=level)
 

@@ -6,6 +6,8 @@ import math
 import os
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
@@ -17,17 +19,68 @@ from .errors import ConfigError, DataError
 from .schema import hints_of, require_types, short
 
 END = 2**63  # the first number that torch and numpy do not count, nor draw random numbers from
+_FAR = 10**6  # limits from here on are named only to whoever is beyond them
 
-# Numbers with the range that `checked` and `Checked` accept: the first of it, and the first beyond it.
-Whole = Annotated[int, (1, END)]
-Count = Annotated[int, (0, END)]
-Seed = Annotated[int, (0, END)]
-Positive = Annotated[float, (math.ulp(0.0), math.inf)]
-NotNegative = Annotated[float, (0.0, math.inf)]
-Rate = Annotated[float, (0.0, 1.0)]
-Share = Annotated[float, (0.0, math.nextafter(1.0, 2.0))]  # 1 too
-PositiveShare = Annotated[float, (math.ulp(0.0), math.nextafter(1.0, 2.0))]
-InnerShare = Annotated[float, (math.ulp(0.0), 1.0)]
+
+@dataclass(frozen=True, repr=False)
+class Range:
+    """Which numbers are accepted: from `least` to `most`, or `above` one and `below` another; never infinite ones.
+
+    It stands in annotations, as in `Annotated[int, Range(1, 16)]`, which `checked` and `Checked` read and `help` shows.
+    """
+
+    least: float = -math.inf
+    most: float = math.inf
+    _: KW_ONLY
+    above: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: Any) -> bool:
+        low = self.least <= value if self.above is None else self.above < value
+        high = value <= self.most if self.below is None else value < self.below
+        return bool(low and high and abs(value) < math.inf)
+
+    def __repr__(self) -> str:
+        return self._limits()
+
+    def of(self, noun: str, got: Any = None) -> str:
+        """A number of this range in words, for whoever gave another: `noun` says of which kind, "a whole number"."""
+        limits = self._limits(got)
+        finite = "finite " if isinstance(got, float) and math.isinf(got) else ""
+        if limits == "positive":
+            return f"a {limits} {finite}{noun.removeprefix('a ')}"
+        return f"a {finite}{noun.removeprefix('a ')} {'of ' if limits.startswith('at ') else ''}{limits}"
+
+    def _limits(self, got: Any = None) -> str:
+        end = self.most if self.below is None else self.below
+        told = end < _FAR or (isinstance(got, int | float | np.number) and bool(end <= got < math.inf))
+        if self.above == 0 and not told:
+            return "positive"
+        if self.above is None and self.below is None and told:
+            return f"from {_written(self.least)} to {_written(self.most)}"
+        low = f"at least {_written(self.least)}" if self.above is None else f"above {_written(self.above)}"
+        high = f" and {'at most' if self.below is None else 'below'} {_written(end)}"
+        return low + (high if told else "")
+
+
+def _written(number: float) -> str:
+    """A limit as people write it: 1, not 1.0, and 2**63 - 1, not its nineteen digits."""
+    for power in (63, 62, 31):
+        if number in (2**power, 2**power - 1):
+            return f"2**{power}{'' if number == 2**power else ' - 1'}"
+    return f"{number:g}" if isinstance(number, float) and number >= _FAR else f"{number}".removesuffix(".0")
+
+
+# Numbers with the range that `checked` and `Checked` accept.
+Whole = Annotated[int, Range(1, END - 1)]
+Count = Annotated[int, Range(0, END - 1)]
+Seed = Annotated[int, Range(0, END - 1)]
+Positive = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range(0)]
+Rate = Annotated[float, Range(0, below=1)]
+Share = Annotated[float, Range(0, 1)]
+PositiveShare = Annotated[float, Range(above=0, most=1)]
+InnerShare = Annotated[float, Range(above=0, below=1)]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,7 +96,7 @@ _WORDS: dict[Any, str] = {
     Iterable: "an iterable, such as a DataLoader or a list",
     Sequence: "a list",
     Collection: "a list",
-    Mapping: "a mapping",
+    Mapping: 'a mapping ({"name": ...})',
     Callable: "something that can be called",
 }
 
@@ -58,6 +111,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     signature, title = inspect.signature(function), function.__name__
     if title == "__init__":
         title = function.__qualname__.split(".")[-2]
+    open_ended = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
 
     @functools.cache
     def hints() -> dict[str, Any]:
@@ -67,18 +121,23 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:  # which does not say of which function
+            unknown = [] if open_ended else [name for name in kwargs if name not in signature.parameters]
+            advice = _advice(unknown[0], kwargs[unknown[0]], hints()) if unknown else ""
+            raise TypeError(f"{title}() {error}{advice}") from None
         for name, value in (bound.arguments | kwargs).items():
             if name not in hints() and any(get_origin(hint) is Unpack for hint in hints().values()):
-                raise TypeError(f"{title}() got an unexpected keyword argument {name!r}")
+                advice = _advice(name, value, hints())
+                raise TypeError(f"{title}() got an unexpected keyword argument {name!r}{advice}")
             if name in hints() and not _fits(hints()[name], value):
                 choices = _choices(hints()[name])
                 data = any(
                     (get_origin(one) or one) in (Iterable, Mapping, Tensor) and not _listed(one) for one in choices
                 )
-                wanted = " or ".join(dict.fromkeys(map(_in_words, choices)))
-                got = f"{short(value)}{'' if isinstance(value, str | int | float) else f' ({type(value).__name__})'}"
-                raise (DataError if data else ConfigError)(f"{name} of {title} must be {wanted}, got {got}")
+                wanted = " or ".join(dict.fromkeys(_in_words(one, value) for one in choices))
+                raise (DataError if data else ConfigError)(f"{name} of {title} must be {wanted}, got {_shown(value)}")
             if isinstance(value, np.integer | np.floating) and name in bound.arguments:
                 bound.arguments[name] = value.item()
         return function(*bound.args, **bound.kwargs)
@@ -104,7 +163,7 @@ class Checked:
 def _check_range(name: str, value: Any, hint: Any) -> None:
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        require_number(name, value, *inner[1])
+        require_number(name, value, inner[1])
     elif origin is tuple:
         if Ellipsis not in inner and len(value) != len(inner):
             raise ConfigError(f"{name} must be {len(inner)} numbers, got {short(value)}")
@@ -115,11 +174,38 @@ def _check_range(name: str, value: Any, hint: Any) -> None:
         _check_range(name, value, (several or inner)[0])
 
 
-def require_number(name: str, value: Any, least: float, end: float) -> None:
-    """Refuse what is no number of at least `least` and less than `end`."""
-    wanted = Annotated[float, (least, end)]
-    if not _fits(wanted, value):
-        raise ConfigError(f"{name} must be {_in_words(wanted)}, got {short(value)}")
+def require_number(name: str, value: Any, accepted: Range) -> None:
+    """Refuse what is no number, or one beyond a range."""
+    if not _fits(Annotated[float, accepted], value):
+        raise ConfigError(f"{name} must be {accepted.of(_WORDS[float], value)}, got {short(value)}")
+
+
+def _advice(name: str, value: Any, hints: Mapping[str, Any]) -> str:
+    """What may have been meant by an argument that a function does not have; nothing where nobody knows."""
+    for parameter, hint in hints.items():
+        for kind in _choices(hint):
+            if isinstance(kind, type) and is_dataclass(kind) and name in (one.name for one in fields(kind) if one.init):
+                given = f"{name}={short(value) if _is_plain(value) else '...'}"
+                return f"; {name!r} is a setting of {kind.__name__}: {parameter}={kind.__name__}({given})"
+    near = get_close_matches(name, [one for one in hints if one != "return"], 1, cutoff=0.7)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is shown best as it is written: no tensors in it, and nothing that is long."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(isinstance(one, str | int | float | None) for one in value)
+    return isinstance(value, str | bytes | int | float | complex | None)
+
+
+def _shown(value: Any) -> str:
+    """A value that was refused: itself where it is plain, else of what kind it is."""
+    kind = type(value).__name__
+    if _is_plain(value):
+        return f"{short(value)}{'' if isinstance(value, str | int | float) else f' ({kind})'}"
+    if isinstance(value, list | tuple):
+        return f"a {kind} of {len(value)}, the first a {type(value[0]).__name__}"
+    return f"a {kind} {list(value.shape)}" if isinstance(value, Tensor | np.ndarray) else f"{short(value)} ({kind})"
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
@@ -130,18 +216,16 @@ def _choices(hint: Any) -> tuple[Any, ...]:
     return tuple(one for one in inner if one is not str) if Path in inner else inner
 
 
-def _in_words(hint: Any) -> str:
+def _in_words(hint: Any, got: Any) -> str:
+    """What is accepted, for whoever gave something else."""
     if get_origin(hint) is Literal:
         return f"one of {list(get_args(hint))}"
     if get_origin(hint) is Annotated:
-        kind, (least, end) = get_args(hint)
-        low = "above 0" if least == math.ulp(0.0) else f"of at least {least}"
-        high = {math.inf: "", END: " and less than 2**63", math.nextafter(1.0, 2.0): " and at most 1"}
-        other = f" and at most {end - 1}" if kind is int else f" and less than {end}"
-        return f"{_in_words(kind)} {low}{high.get(end, other)}"
+        kind, accepted = get_args(hint)
+        return str(accepted.of(_WORDS[kind], got))
     kind = get_origin(hint) or hint
     if _listed(hint):
-        return f"a list of which each is {_in_words(get_args(hint)[0])}"
+        return f"a list of which each is {_in_words(get_args(hint)[0], None)}"
     return _WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")
 
 
@@ -163,8 +247,8 @@ def _fits(hint: Any, value: Any) -> bool:
     if origin is Literal:
         return isinstance(value, str | int | type(None)) and value in get_args(hint)
     if origin is Annotated:
-        kind, (least, end) = get_args(hint)
-        return _fits(kind, value) and bool(least <= value < end)
+        kind, accepted = get_args(hint)
+        return _fits(kind, value) and value in accepted
     kind = origin or hint
     if kind is bool:
         return isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1))

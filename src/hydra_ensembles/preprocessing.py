@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ._utils import require, warn
-from .arguments import END, Checked, Positive, PositiveShare
+from .arguments import Checked, Count, Positive, PositiveShare, Range
 from .errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 TextCleaning = Literal["none", "whitespace", "lower", "canonicalize"]
-Pixels = Annotated[int, (1, (1 << 16) + 1)]
+Pixels = Annotated[int, Range(1, 1 << 16)]
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class TextPreprocessing(Checked):
 
     kind: ClassVar[str] = "text"
 
-    max_length: Annotated[int, (1, (1 << 20) + 1)]
-    pad_id: Annotated[int, (0, END)] = 0
+    max_length: Annotated[int, Range(1, 1 << 20)]
+    pad_id: Count = 0
     pad_token: str = "[PAD]"
     pad_to_max: bool = False
     attention_mask: bool = True

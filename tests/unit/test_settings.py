@@ -6,6 +6,8 @@ import math
 import pkgutil
 import types
 from collections.abc import Iterator
+from functools import partial
+from operator import add
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
@@ -45,9 +47,9 @@ def wrong(hint: Any) -> Iterator[Any]:
     """Values that a field of this type refuses."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        least, end = inner[1]
-        below = least - 1 if isinstance(least, int) else math.nextafter(least, -math.inf)
-        yield from (one for one in (below, end) if math.isfinite(one))
+        accepted, step = inner[1], partial(add, 1) if inner[0] is int else lambda x: math.nextafter(x, math.inf)
+        yield -step(-accepted.least) if accepted.above is None else accepted.above
+        yield step(accepted.most) if accepted.below is None else accepted.below  # infinite where there is no end
         yield from wrong(inner[0])
     elif origin in (Union, types.UnionType):
         yield from wrong(inner[0]) if len(inner) == 2 and inner[1] is types.NoneType else ()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import derive_seed
-from ..arguments import END, Checked, NotNegative, Positive, Whole
+from ..arguments import END, Checked, NotNegative, Positive, Range, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import Sharing
@@ -42,7 +42,7 @@ class BatchEnsemble(Checked):
         rate: Learning rate of the scales over that of the weights. Scales never decay.
     """
 
-    members: Annotated[int, (2, END)] = 3
+    members: Annotated[int, Range(2, END - 1)] = 3
     scales: Literal["all", "inputs"] = "all"
     last_layers: Whole | None = None
     start: Literal["normal", "signs"] = "normal"

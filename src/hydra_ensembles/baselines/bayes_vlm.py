@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed, own_precision
-from ..arguments import END, Checked, Positive, Seed, Whole, checked, trusted
+from ..arguments import END, Checked, Positive, Range, Seed, Whole, checked, trusted
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
 from ..model.config import Sharing
@@ -58,7 +58,7 @@ class BayesVLM(Checked):
     """
 
     pseudo_count: Positive = 10.0
-    negatives: Annotated[int, (2, END)] = 32_768
+    negatives: Annotated[int, Range(2, END - 1)] = 32_768
     prior_precision: Positive | tuple[Positive, Positive] | None = None
     as_published: bool = False
 

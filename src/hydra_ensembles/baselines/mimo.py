@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._utils import derive_seed
-from ..arguments import END, Checked, Share, Whole
+from ..arguments import END, Checked, Range, Share, Whole
 from ..batches import Batches, Inputs, move
 from ..errors import ConfigError, DataError
 from ..model.config import PatchStemConfig, Sharing
@@ -36,7 +36,7 @@ class MIMO(Checked):
             where all images are the same); `"scratch"` draws all weights.
     """
 
-    members: Annotated[int, (2, END)] = 3
+    members: Annotated[int, Range(2, END - 1)] = 3
     rho: Share = 0.5
     batch_repeat: Whole = 4
     start: Literal["pretrained", "scratch"] = "pretrained"

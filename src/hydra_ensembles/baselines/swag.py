@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._utils import derive_seed
-from ..arguments import END, Checked, NotNegative, Whole
+from ..arguments import END, Checked, NotNegative, Range, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.dual_encoder import require_single
@@ -32,8 +32,8 @@ class SWAG(Checked):
     """
 
     members: Whole = 3
-    points: Annotated[int, (2, END)] = 10
-    rank: Annotated[int, (2, END)] = 10
+    points: Annotated[int, Range(2, END - 1)] = 10
+    rank: Annotated[int, Range(2, END - 1)] = 10
     scale: NotNegative = 1.0
 
     def __post_init__(self) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch
 
 from .._distributed import Ranks, all_ranks, local_device
 from .._utils import own_precision, require_device, warn
-from ..arguments import Count, Seed, Share, Whole, checked
+from ..arguments import Count, Range, Seed, Share, Whole, checked
 from ..batches import Batches, Sources, require_same_classes
 from ..errors import ConfigError, DataError, HydraError
 from ..files import resumable
@@ -59,7 +58,7 @@ def extract_circuit(
     removed: Iterable[HeadLike] = (),
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    max_memory: Annotated[float, (1, math.inf)] | None = None,
+    max_memory: Annotated[float, Range(1)] | None = None,
     batch_size: Whole | None = None,
     journal: str | Path | None = None,
     progress: bool = True,

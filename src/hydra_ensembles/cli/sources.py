@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from .._utils import require, require_device, warn
-from ..arguments import END, Checked, Whole
+from ..arguments import END, Checked, Count, Range, Whole
 from ..convert.convert import convert, require_supported
 from ..convert.processors import IMAGE_SETTINGS, TEXT_SETTINGS, with_preprocessing
 from ..convert.refusals import explained, in_lines, refusal
@@ -270,9 +270,9 @@ class DataSettings(Checked):
     root: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     by_position: bool = False
-    limit: Annotated[int, (2, END)] | None = None
+    limit: Annotated[int, Range(2, END - 1)] | None = None
     batch_size: Whole | None = None
-    workers: Annotated[int, (0, END)] = 0
+    workers: Count = 0
 
 
 def load_data(spec: str, settings: DataSettings, labelled: bool = True) -> AnyDataset:
@@ -369,7 +369,7 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
         if unknown:
             raise DataError(
                 f"{data.name} has the classes {_some(unknown)}, which the model does not have (it has {_some(labels)})"
-                f"{did_you_mean(unknown[0], labels)}; rename them, or set by_position if they are in the model's order"
+                f"{did_you_mean(unknown[0], labels)}; rename them, or give --by-position if their order is the model's"
             )
         numbers, names = {index: known[alike(names[index])] for index in present}, labels
     elif _are_numbers(names):  # called 0, 1, 10, 2: the names are the numbers, not their order
@@ -379,7 +379,7 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
     elif len(names) != classes:
         raise DataError(
             f"{data.name} has {len(names)} classes ({_some(names)}), the model {classes} without names; if these are "
-            "the first ones, set by_position"
+            "the first ones, give --by-position"
         )
     if max(numbers.values()) >= classes:
         raise DataError(f"{data.name} has labels up to {max(numbers.values())}, but the model has {classes} classes")
@@ -394,7 +394,7 @@ def _warn_of_numbers(data: AnyDataset, numbers: Mapping[int, int]) -> None:
         warn(
             f"{data.name} has classes called by numbers, and {numbers[other]} is taken for the model's class of that "
             f"number, though it is at place {other} of the sorted names: if the model was trained on such folders by "
-            "torchvision, which counts places, set by_position"
+            "torchvision, which counts places, give --by-position"
         )
     elif min(numbers.values()) == 1:
         warn(

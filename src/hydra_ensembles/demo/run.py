@@ -1,6 +1,5 @@
 """The demo from start to end: build pruned branches from the embedded backbone, compare them, write everything down."""
 
-import math
 import re
 import shutil
 import time
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ..arguments import END, Checked, Whole
+from ..arguments import END, Checked, InnerShare, Range, Whole
 from ..calibrate import calibrate, fit_calibration
 from ..data.batching import BatchLoader, batches
 from ..data.dataset import subset
@@ -71,9 +70,9 @@ class DemoSettings(Checked):
     learning_rate: float = 1e-4
     new_classifiers: bool = True
     classifier_rate: float = 20.0
-    share: Annotated[float, (math.ulp(0.0), 1.0)] = 0.9
-    draws: Annotated[int, (2, END)] = 20
-    limit: Annotated[int, (28, END)] | None = None
+    share: InnerShare = 0.9
+    draws: Annotated[int, Range(2, END - 1)] = 20
+    limit: Annotated[int, Range(28, END - 1)] | None = None
     batch_size: Whole = 32
     latency_batch: Whole = 16
     latency_repeats: Whole = 7

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..arguments import Count, Whole, checked
+from ..arguments import Count, Range, Whole, checked
 from ..batches import Inputs, changed, iterate, length_of, require_labels, require_same_classes, size_of
 from ..circuit.timing import in_words, say
 from ..data.batching import Preprocess
@@ -201,7 +201,7 @@ def atlas(
     name: str | None = None,
     id_name: str | None = None,
     score: AnyScore = "msp",
-    inputs: Annotated[int, (0, MOST_INPUTS + 1)] = 4,
+    inputs: Annotated[int, Range(0, MOST_INPUTS)] = 4,
     layers: Sequence[int] | None = None,
     preprocess: Preprocess | None = None,
     batch_size: Whole = 64,

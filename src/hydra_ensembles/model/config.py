@@ -4,18 +4,18 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, get_args
 
-from ..arguments import Checked, Rate, require_number
+from ..arguments import Checked, InnerShare, Range, Rate, require_number
 from ..errors import ConfigError
 from ..schema import ADDED_LATER
 
 MAX_SIZE = 1 << 24  # no width, vocabulary or count of a real model is larger; guards against absurd files
 MAX_COPIES = 4096  # of layers, heads, members
 
-Size = Annotated[int, (1, MAX_SIZE + 1)]
-Count = Annotated[int, (0, MAX_SIZE + 1)]
-Copies = Annotated[int, (1, MAX_COPIES + 1)]
-Epsilon = Annotated[float, (math.ulp(0.0), 1.0)]
-Base = Annotated[float, (1.0, 1e12)]
+Size = Annotated[int, Range(1, MAX_SIZE)]
+Count = Annotated[int, Range(0, MAX_SIZE)]
+Copies = Annotated[int, Range(1, MAX_COPIES)]
+Epsilon = InnerShare
+Base = Annotated[float, Range(1, below=1e12)]
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 NormKind = Literal["layer", "layer_no_bias", "rms"]
@@ -48,7 +48,7 @@ class RotaryConfig(Checked):
     centred: bool = False
     offset: float = 0.0
     reference: tuple[Size, Size] | None = None
-    shift: Annotated[float, (0.0, 1e6)] = 0.0
+    shift: Annotated[float, Range(0, below=1e6)] = 0.0
     jitter: Base = 1.0
     rescale: Base = 1.0
 
@@ -142,9 +142,9 @@ class PatchStemConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("PatchStemConfig.position_prefix", self.position_prefix, 0, self.prefix_tokens + 1)
+        require_number("PatchStemConfig.position_prefix", self.position_prefix, Range(0, self.prefix_tokens))
         for name in ("patch_size", "grid"):
-            require_number(f"PatchStemConfig.{name}, multiplied,", math.prod(getattr(self, name)), 1, MAX_SIZE + 1)
+            require_number(f"PatchStemConfig.{name}, multiplied,", math.prod(getattr(self, name)), Range(1, MAX_SIZE))
 
     @property
     def prefix_tokens(self) -> int:
@@ -187,7 +187,7 @@ class TextStemConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.positions_after is not None:  # a position is left for a token
-            require_number("TextStemConfig.positions_after", self.positions_after, 0, self.positions - 1)
+            require_number("TextStemConfig.positions_after", self.positions_after, Range(0, self.positions - 2))
 
     @property
     def max_tokens(self) -> int:
@@ -294,8 +294,8 @@ class EnsembleConfig:
     trunk: int = 0
 
     def __post_init__(self) -> None:
-        require_number("members", self.members, 1, MAX_COPIES + 1)
-        require_number("trunk", self.trunk, 0, self.encoder.layers + 1)
+        require_number("members", self.members, Range(1, MAX_COPIES))
+        require_number("trunk", self.trunk, Range(0, self.encoder.layers))
         blocks, counts = self.encoder.layers, self.head_counts
         for member, layers in enumerate(self.heads):
             if len(layers) not in (blocks, len(counts)):

@@ -15,7 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .._distributed import launched
-from ..arguments import PositiveShare, Share, checked
+from ..arguments import PositiveShare, Range, Share, checked
 from ..batches import Batches, Sources, changed, length_of, named_sources, require_rereadable, size_of
 from ..convert.convert import convert
 from ..errors import ConfigError, DataError, SameMembersError
@@ -65,7 +65,7 @@ def search(
     id: Batches,
     ood: Sources | Literal["synthetic"] = "synthetic",
     train: Batches | None = None,
-    cost: Annotated[float, (1, 1e6)] = 1.5,
+    cost: Annotated[float, Range(1, below=1e6)] = 1.5,
     candidates: Sequence[Any] | None = None,
     models: Sequence[nn.Module] = (),
     pretrained: nn.Module | None = None,
@@ -76,11 +76,11 @@ def search(
     first: PositiveShare = 0.1,
     tolerance: Share = 0.0,
     price: Price = "latency",
-    batch_size: Annotated[int, (1, 2**31)] = 32,
+    batch_size: Annotated[int, Range(1, 2**31 - 1)] = 32,
     optimize: Mapping[str, Any] | None = None,
     output: str | Path | None = None,
     device: torch.device | str | None = None,
-    seed: Annotated[int, (0, LARGEST_SEED)] = 0,
+    seed: Annotated[int, Range(0, LARGEST_SEED - 1)] = 0,
     dry_run: bool = False,
     progress: bool = True,
 ) -> SearchResult:

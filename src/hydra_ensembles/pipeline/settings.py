@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from ..arguments import Checked, PositiveShare, Share
+from ..arguments import Checked, PositiveShare, Range, Share
 from ..batches import length_of
 from ..circuit.scores import Method, Ties
 from ..errors import ConfigError, DataError
@@ -23,8 +23,8 @@ PAPER_POOL = 100 / 48  # the paper samples 48 heads to prune out of the first 10
 TRUNK = 5 / 6  # of the layers, and of heads 8 % of all and at most a quarter of those above: our own defaults
 PRUNED, PRUNED_ABOVE = 0.08, 0.25
 LARGEST_SEED = 2**62  # what every random generator behind a build accepts, with room for one seed per member
-Number = Annotated[int, (0, LARGEST_SEED + 1)]
-Some = Annotated[int, (1, LARGEST_SEED + 1)]
+Number = Annotated[int, Range(0, LARGEST_SEED)]
+Some = Annotated[int, Range(1, LARGEST_SEED)]
 
 
 def usual_trunk(layers: int) -> int:

@@ -133,7 +133,9 @@ def _format(path: Path, format: Format | None) -> Format:
         format = next((one for one, suffix in SUFFIXES.items() if suffix == path.suffix.lower()), None)
     if format is None or path.suffix.lower() != SUFFIXES[format]:
         endings = ", ".join(f"{suffix} for {one}" for one, suffix in SUFFIXES.items())
-        raise ConfigError(f"{path} does not end as the format {format or 'wanted'} does; names end in {endings}")
+        what = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
+        known = "by which no format is known" if format is None else f"which is not that of {format}"
+        raise ConfigError(f"{path} has {what}, {known}; there are {endings}")
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file")
     return format

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import noted, require
-from ..arguments import Checked
+from ..arguments import Checked, Range
 from ..batches import READ
 from ..data.dataset import decode_image
 from ..errors import ConfigError, DataError, HydraError, RequestError
@@ -73,18 +73,18 @@ class ServeSettings(Checked):
     """
 
     host: str = "127.0.0.1"
-    port: Annotated[int, (0, 65_536)] = 8000
+    port: Annotated[int, Range(0, 65_535)] = 8000
     uds: str | None = None
     name: str = "model"
     api_key: str | None = field(default=None, repr=False)
-    max_batch: Annotated[int, (1, 4097)] = 16
-    max_wait: Annotated[float, (0.0, 60_001.0)] = 5.0
-    max_queue: Annotated[int, (1, 1_000_001)] = 256
-    timeout: Annotated[float, (0.001, 86_401.0)] = 30.0
-    workers: Annotated[int, (1, 65)] = 1
-    max_body: Annotated[float, (0.001, 4097.0)] = 16.0
-    max_pixels: Annotated[float, (0.001, 1001.0)] = 50.0
-    max_characters: Annotated[int, (1, 100_000_001)] = 100_000
+    max_batch: Annotated[int, Range(1, 4096)] = 16
+    max_wait: Annotated[float, Range(0, below=60_001)] = 5.0
+    max_queue: Annotated[int, Range(1, 1_000_000)] = 256
+    timeout: Annotated[float, Range(0.001, below=86_401)] = 30.0
+    workers: Annotated[int, Range(1, 64)] = 1
+    max_body: Annotated[float, Range(0.001, below=4097)] = 16.0
+    max_pixels: Annotated[float, Range(0.001, below=1001)] = 50.0
+    max_characters: Annotated[int, Range(1, 100_000_000)] = 100_000
     precision: Precision | None = None
     compile: bool = False
     warm_up: bool = True

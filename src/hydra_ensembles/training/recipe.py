@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import require
-from ..arguments import Checked, NotNegative, Positive, Rate, Share, checked, require_number
+from ..arguments import Checked, NotNegative, Positive, Range, Rate, Share, checked, require_number
 from ..batches import Batches, length_of
 from ..errors import ConfigError
 from ..model.config import GROUPS, EnsembleConfig, Group
@@ -22,8 +22,8 @@ from ..schema import ADDED_LATER, from_plain
 OptimizerName = Literal["sgd", "adamw"]
 Precision = Literal["float32", "bf16", "fp16"]
 Schedule = Literal["cosine", "linear", "constant"]
-Counted = Annotated[int, (1, math.inf)]
-AnySeed = Annotated[int, (0, math.inf)]
+Counted = Annotated[int, Range(1)]
+AnySeed = Annotated[int, Range(0)]
 
 
 @cache
@@ -39,7 +39,7 @@ class RandAugment(Checked):
     """RandAugment settings for the data pipeline: operations per image, and their magnitude."""
 
     operations: Counted = 2
-    magnitude: Annotated[int, (0, 31)] = 12  # torchvision has so many
+    magnitude: Annotated[int, Range(0, 30)] = 12  # torchvision has so many
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Recipe(Checked):
     def __post_init__(self) -> None:
         """Check every setting, and that they fit together."""
         super().__post_init__()
-        require_number("Recipe.warmup", self.warmup, 0, math.inf if isinstance(self.warmup, int) else 1.0)
+        require_number("Recipe.warmup", self.warmup, Range(0) if isinstance(self.warmup, int) else Range(0, below=1))
         for one, other in (("learning_rate", "grid"), ("steps", "epochs")):
             given = [getattr(self, one), getattr(self, other)]
             if sum(value not in (None, ()) for value in given) != 1:

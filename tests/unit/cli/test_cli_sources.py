@@ -213,7 +213,7 @@ def test_folders_called_by_numbers_are_those_numbers(world, tmp_path):
 @pytest.mark.parametrize(
     ("labels", "names", "found", "token"),
     [
-        ((), ("10", "2"), [2, 10], "by_position"),  # torchvision would count places
+        ((), ("10", "2"), [2, 10], "--by-position"),  # torchvision would count places
         ((), ("0", "1", "2"), [1, 2], "from 1"),  # a table with whole numbers, and none of the first class
         ((), ("0", "1", "2"), [0, 2], None),
         (("001", "002", "003"), ("0", "1", "2", "3"), [0, 2], None),  # 1 and 3 of a table, where zeros are lost

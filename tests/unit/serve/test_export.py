@@ -204,8 +204,15 @@ def test_files_of_an_earlier_export_do_not_stay_beside(monkeypatch, tmp_path: Pa
 @pytest.mark.parametrize(
     ("make", "file", "options", "error", "token"),
     [
-        (lambda: served("image"), "model.bin", {}, ConfigError, ".onnx for onnx"),
-        (lambda: served("image"), "model.pt2", {"format": "onnx"}, ConfigError, "onnx"),
+        (
+            lambda: served("image"),
+            "model.bin",
+            {},
+            ConfigError,
+            "no format is known; there are .onnx for onnx",
+        ),
+        (lambda: served("image"), "model", {}, ConfigError, "no suffix"),
+        (lambda: served("image"), "model.pt2", {"format": "onnx"}, ConfigError, "'.pt2', which is not that of onnx"),
         (lambda: served("image"), "model.pt2", {"format": "tflite"}, ConfigError, "tflite"),
         (lambda: served("image"), "model.pt2", {"tolerance": -1.0}, ConfigError, "tolerance"),
         (lambda: served("image"), "model.pt2", {"examples": torch.zeros(1, 3, 4, 4)}, DataError, "4"),
