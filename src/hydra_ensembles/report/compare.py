@@ -2,12 +2,12 @@
 
 import csv
 import io
+import itertools
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -91,7 +91,7 @@ def compare(
     Args:
         evaluations: By method name, one evaluation or several (seeds), which are shown as mean ± standard
             deviation; or evaluations that bring their names, where equal names are runs of one method: models of one
-            make, which may keep other heads.
+            make, which may keep other heads. Several that nobody named are rows of their own, `model 1` and so on.
         costs: Rows of `measure_costs`, found by method name.
         columns: What to show, from left to right: `COLUMNS`, and unless they are given also what a model with fitted
             familiarity declines, and the AUROC of its fitted scores. A column nobody has a number for is left out.
@@ -99,8 +99,7 @@ def compare(
 
     Raises:
         DataError: There is nothing to compare, or the evaluations are not of the same data.
-        ConfigError: They use different scores or conventions; or evaluations without names, or of models that differ,
-            are called the same.
+        ConfigError: They use different scores or conventions; or evaluations of models that differ are called the same.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -141,16 +140,19 @@ def tabulated(
 def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
     """Evaluations by method name, in the order given; none at all is a `DataError`.
 
-    Those that bring their names are runs of one method where the names are equal, so they must have been given names,
-    and to models of one make. Whoever gives a mapping has said so.
+    Those that bring their names are runs of one method where the names are equal, so these must be of models of one
+    make; those that nobody named are told apart by numbers. Whoever gives a mapping has said what belongs together.
     """
     methods: dict[str, list[Evaluation]] = {}
     if isinstance(evaluations, Mapping):
         for name, runs in evaluations.items():
             methods[name] = [runs] if isinstance(runs, Evaluation) else list(runs)
     else:
-        for evaluation in evaluations:
-            methods.setdefault(evaluation.name, []).append(evaluation)
+        given = list(evaluations)
+        numbers = itertools.count(1) if sum(one.name == UNNAMED for one in given) > 1 else None
+        for one in given:
+            name = one.name if numbers is None or one.name != UNNAMED else f"{UNNAMED} {next(numbers)}"
+            methods.setdefault(name, []).append(one)
         for name, found in methods.items():
             _require_one_method(name, found)
     if not methods or not all(methods.values()):
@@ -162,8 +164,6 @@ def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
 def _require_one_method(name: str, runs: Sequence[Evaluation]) -> None:
     """Refuse evaluations of one name that are not runs of one method."""
     advice = "name them apart, by name= (--name) of evaluate; or give compare a mapping, {name: evaluation or runs}"
-    if len(runs) > 1 and name == UNNAMED:
-        raise ConfigError(f"{len(runs)} evaluations were given no name; {advice}")
     first, *others = (_make(run) for run in runs)
     for other in others:
         unlike = [f"{key} ({value} and {other[key]})" for key, value in first.items() if other[key] != value]
@@ -332,7 +332,7 @@ def to_latex(comparison: Comparison) -> str:
     lines += [rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
     if any(column.group for column in columns):
         headings, rules, position = [""], [], 2
-        for group, members in groupby(columns, key=lambda column: column.group):
+        for group, members in itertools.groupby(columns, key=lambda column: column.group):
             width = len(list(members))
             headings.append(rf"\multicolumn{{{width}}}{{c}}{{{group.translate(_LATEX)}}}")
             if group:

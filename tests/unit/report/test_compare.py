@@ -105,7 +105,6 @@ def test_several_runs_give_mean_and_standard_deviation():
         ([evaluation("One"), replace(evaluation("Other"), score="energy")], ConfigError, "energy"),
         ([evaluation("One"), replace(evaluation("Other"), convention="openood")], ConfigError, "openood"),
         ([evaluation("One"), evaluation("Other", ood=False)], DataError, "Other"),
-        ([evaluation("model"), evaluation("model", seed=2)], ConfigError, "name="),  # nobody named them
         ([evaluation("One"), evaluation("One", members=3)], ConfigError, r"members.*1 and 3"),
         ([], DataError, "no method"),
         ({"Single": evaluation("One"), "Hydra": []}, DataError, r"\['Hydra'\]"),
@@ -117,6 +116,12 @@ def test_what_does_not_compare_is_refused(evaluations, error, token):
     if token == "Other":
         notes = compare(evaluations, allow_mismatch=True).notes
         assert any(note.startswith("Not the same data: Other") for note in notes)
+
+
+def test_evaluations_that_nobody_named_are_rows_of_their_own():
+    unnamed = [evaluation("model"), evaluation("Hydra"), evaluation("model", seed=2)]
+    assert [row.name for row in compare(unnamed).rows] == ["model 1", "Hydra", "model 2"]
+    assert [row.name for row in compare(unnamed[:2]).rows] == ["model", "Hydra"]
 
 
 def test_models_of_one_name_have_to_be_of_one_kind():
