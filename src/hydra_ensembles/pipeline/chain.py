@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._distributed import all_ranks
-from .._utils import __version__
+from .._utils import __version__, warn
 from ..arguments import checked
 from ..batches import Batches, Sources, named_sources
 from ..calibrate import calibrate
@@ -26,6 +26,7 @@ from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
 from ..heads.ranking import Head, HeadRanking, model_fingerprint
 from ..heads.taylor import taylor
+from ..metrics.bootstrap import bootstrap_metric
 from ..metrics.distance import FamiliarityName
 from ..model.dual_encoder import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
@@ -59,7 +60,8 @@ def build(
 ) -> Ensemble:
     """Make a Hydra Ensemble: convert, rank heads, choose members, prune, fine-tune and fuse, calibrate.
 
-    Members train apart and are fused, or are fused and train together (`HydraConfig.training`).
+    Members train apart and are fused, or are fused and train together (`HydraConfig.training`). A warning, and
+    the history, tell of a result that is less accurate on held-out data than the model itself, beyond chance.
 
     Each stage leaves its product in `output`. Called again with the same arguments, a build that was stopped at any
     point goes on there and (on a CPU) ends with the same bits; of a finished one the result is read back. To repeat a
@@ -174,6 +176,31 @@ def _familiar(fused: Ensemble, config: HydraConfig, ranking: list[Batch] | None,
         return fused  # calibration tries with a half of its own samples, and says what is amiss
 
 
+def held_against_base(made: Ensemble, base: Ensemble, validation: list[Batch], seed: int) -> Ensemble:
+    """What was made, with a warning and a line in its history where it is less accurate than the base, beyond chance.
+
+    Chance is a paired bootstrap over the samples: the whole 95 % interval of the difference lies below 0.
+    """
+    own, before = (_right(one, validation) for one in (made, base))
+    found = bootstrap_metric(lambda right: float(right.mean()), [own], minus=[before], seed=seed)
+    if found.high >= 0:
+        return made
+    line = (
+        f"held-out accuracy {own.mean():.1%} is below the {before.mean():.1%} of the model itself, beyond chance "
+        f"({found.value:+.1%}, paired bootstrap {found.low:+.1%} to {found.high:+.1%}, {len(own)} samples)"
+    )
+    warn(
+        f"{line}: prune fewer heads, train the members (recipe= and train=), or keep the model: he.calibrate(model, …)"
+    )
+    return made.with_metadata(history=(*made.metadata.history, line))
+
+
+def _right(model: Ensemble, batches: list[Batch]) -> Tensor:
+    """Of each sample, 1 where the model's label is that of the data, else 0: `[n]`."""
+    answers = [(model.predict(inputs).label.cpu(), labels) for inputs, labels in batches if labels is not None]
+    return torch.cat([(label == labels.cpu()).double() for label, labels in answers])
+
+
 @dataclass(frozen=True)
 class MemberHeads:
     """How the heads of a member were chosen, in words, and the heads it loses."""
@@ -230,7 +257,14 @@ class Chain:
     def ensemble(self) -> Ensemble:
         """The result."""
         made = partial(self.run.ensemble, "fused", self._fused)
-        return self.run.ensemble(RESULT, lambda: calibrated(made(), self.config, self.data))
+
+        def judged() -> Ensemble:
+            found, validation = calibrated(made(), self.config, self.data), self.data.validation
+            if validation is None or self.rankings is not None:  # a search judges the model beside its candidates
+                return found
+            return held_against_base(found, self.start.base, validation, self.config.seed)
+
+        return self.run.ensemble(RESULT, judged)
 
     def _fused(self) -> Ensemble:
         config, count = self.config, range(self.config.members)
