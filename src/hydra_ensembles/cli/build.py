@@ -204,7 +204,7 @@ def search(
                 **sets,
                 **{name: getattr(sources, name) for name in names},
                 candidates=listed,
-                models=[_further(sources, name, model.metadata.labels) for name in sources.models],
+                models=[source.load_further(sources, name, model.metadata.labels) for name in sources.models],
                 batch_size=sources.latency_batch,
                 optimize={"compile": True} if sources.compile else None,
                 output=folder,
@@ -224,12 +224,6 @@ def search(
               f"{folder / 'search.json'}. Next:")  # fmt: skip
         print(f"  hydra-ensembles info {shlex.quote(str(folder))}")
         print(f"  hydra-ensembles evaluate {shlex.quote(str(folder))} --id DATA --ood near:NAME=DATA")
-
-
-def _further(sources: SearchSources, name: str, labels: tuple[str, ...]) -> Any:
-    """Another training of the model, with its class names where it has none."""
-    found = source.load_classifier(replace(sources, model=name, weights=None, model_options={}))
-    return found if found.metadata.labels else found.with_metadata(labels=labels)
 
 
 def _read_candidates(path: Path) -> list[dict[str, Any]]:

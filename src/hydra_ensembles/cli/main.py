@@ -15,6 +15,7 @@ from ..report.compare import to_rich
 from .build import build, search
 from .command import command, described
 from .evaluations import atlas, compare, evaluate, report
+from .ready import calibrate, fuse
 from .serving import export, score, serve
 from .use import bench, info, predict
 
@@ -23,7 +24,8 @@ TABLE = Path(__file__).with_name("commands.json")
 
 def commands() -> tuple[Callable[..., None], ...]:
     """All commands, in the order of the help."""
-    return (demo, build, search, evaluate, compare, report, atlas, predict, score, serve, export, bench, info)
+    making, judging = (demo, calibrate, fuse, build, search), (evaluate, compare, report, atlas)
+    return (*making, *judging, predict, score, serve, export, bench, info)
 
 
 def run_command(name: str, given: Mapping[str, Any]) -> None:

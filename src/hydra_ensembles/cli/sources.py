@@ -1,7 +1,7 @@
 """Models and data by name: folders and files, the Hugging Face hub, timm, torchvision, suites; classes made to fit."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,6 +102,12 @@ def load_classifier(settings: ModelSettings) -> Ensemble:
     if not model.num_classes:
         raise ConfigError(f"{settings.model} has no classifier; fine-tune it on your classes first")
     return model
+
+
+def load_further(settings: ModelSettings, name: str, labels: tuple[str, ...]) -> Ensemble:
+    """Another training of the model of the settings, with its class names where it has none."""
+    found = load_classifier(replace(settings, model=name, weights=None, model_options={}))
+    return found if found.metadata.labels else found.with_metadata(labels=labels)
 
 
 def load_model(settings: ModelSettings) -> Ensemble | DualEncoder:

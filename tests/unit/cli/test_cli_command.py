@@ -19,7 +19,10 @@ from hydra_ensembles.cli.command import read_settings, report_failure
 from hydra_ensembles.cli.main import TABLE, commands, table
 from hydra_ensembles.errors import ConfigError, ConversionError, DataError
 
-MAKING, USING = ["demo", "build", "search"], ["predict", "score", "serve", "export", "bench", "info"]
+MAKING, USING = (
+    ["demo", "calibrate", "fuse", "build", "search"],
+    ["predict", "score", "serve", "export", "bench", "info"],
+)
 COMMANDS = [*MAKING, "evaluate", "compare", "report", "atlas", *USING]
 KINDS = {"sources": BuildSources, "hydra": he.HydraConfig}
 

@@ -1,0 +1,152 @@
+"""`hydra-ensembles calibrate` and `fuse`: a trained model that says when not to answer, and several made one."""
+
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..arguments import Checked, Count, NotNegative, PositiveShare
+from ..calibrate import calibrate as calibrate_ensemble
+from ..data.batching import batches
+from ..errors import ConfigError, DataError
+from ..fuse import Fusion, StemFusion
+from ..fuse import fuse as fuse_models
+from ..metrics.distance import FamiliarityChoice
+from ..model.ensemble import Ensemble
+from ..prediction import ScoreName
+from . import sources as source
+from .command import command
+from .sources import USUAL_BATCH, DataSettings, ModelSettings
+
+
+@dataclass(frozen=True)
+class CalibrateSettings(DataSettings, ModelSettings):
+    """What is calibrated, on what, and where it goes; `calibrate` says more of each.
+
+    Attributes:
+        output: New folder for the calibrated model.
+        id: Held-out labelled data, which had no part in training.
+        share: Share of inputs like these that each threshold accepts.
+        score: Score that says how unsure an answer is.
+        per_member: One temperature per member instead of one for all.
+        temperature: Fit a temperature.
+        familiarity: Score of features that says how familiar an input is.
+    """
+
+    output: str = field(kw_only=True)
+    id: str = field(kw_only=True)
+    share: PositiveShare = 0.95
+    score: ScoreName = "msp"
+    per_member: bool = False
+    temperature: bool = True
+    familiarity: FamiliarityChoice | None = "auto"
+
+
+@command
+def calibrate(settings: CalibrateSettings) -> None:
+    """Teach a trained model when not to answer.
+
+    Fits a temperature, a threshold on how unsure it is, and one on how unfamiliar an input is, on held-out labelled
+    data; nothing is trained or pruned. What is written is a model for every other command.
+
+    Examples:
+      hydra-ensembles calibrate my-vit/ --id val/ --output my-model
+      hydra-ensembles calibrate timm:vit_small_patch16_224 --weights mine.safetensors --id val/ --output my-model
+      hydra-ensembles calibrate my-hydra/ --id val/ --share 0.9 --output my-hydra-90
+      hydra-ensembles calibrate my-bert/ --id val.csv --output my-model
+    """
+    folder = _new_folder(settings.output, settings.id)
+    model, data = source.load_classifier(settings), source.load_data(settings.id, settings)
+    model = source.with_labels_of(model, data)
+    data, size = source.fit_to_model(data, model, settings), settings.batch_size or USUAL_BATCH
+    transform: Any = model.metadata.preprocessing
+    names = ("share", "score", "per_member", "temperature", "familiarity")
+    made = calibrate_ensemble(
+        model,
+        batches(data, transform, size, num_workers=settings.workers),
+        **{name: getattr(settings, name) for name in names},
+    )
+    _written(made, folder)
+    print(
+        f"  hydra-ensembles predict {shlex.quote(str(folder))} {'IMAGE...' if made.kind == 'image' else '--text TEXT'}"
+    )
+    print(f"  hydra-ensembles evaluate {shlex.quote(str(folder))} --id DATA --ood near:NAME=DATA")
+
+
+@dataclass(frozen=True)
+class FuseSettings(Checked):
+    """How models become members of one; `fuse` says more of each.
+
+    Attributes:
+        output: New folder for the fused model.
+        average: The stem and the first so many layers, or below 1 this share of them, become the mean of all models.
+        stem: How the stems are fused.
+        mlp: How the MLPs are fused.
+        norms: How the norms are fused.
+        readout: How poolers and classifiers are fused.
+        trunk: At most so many equal first layers are stored once; all of them if not given.
+    """
+
+    output: str = field(kw_only=True)
+    average: NotNegative = 0.0
+    stem: StemFusion = "shared"
+    mlp: Fusion = "mean"
+    norms: Fusion = "separate"
+    readout: Fusion = "separate"
+    trunk: Count | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without loading anything."""
+        super().__post_init__()
+        if self.average >= 1 and not self.average.is_integer():
+            raise ConfigError(f"average is {self.average:g}; give a number of layers, or a share of them below 1")
+
+
+@command
+def fuse(
+    first: ModelSettings,
+    fusion: FuseSettings,
+    others: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL...", help="Further models, folders or names like the first.")
+    ] = None,
+) -> None:
+    """Make several trainings of one model one ensemble.
+
+    Fine-tunings of one pretrained model differ in every layer: --average 0.8 --mlp separate takes the mean of the first
+    four fifths of the layers, which then run once, and keeps every model's own above. Calibrate the result.
+
+    Examples:
+      hydra-ensembles fuse seed-0/ seed-1/ seed-2/ --average 0.8 --mlp separate --output my-hydra
+      hydra-ensembles fuse seed-0/ seed-1/ --average 10 --mlp separate --output my-hydra
+    """
+    folder = _new_folder(fusion.output)
+    model = source.load_classifier(first)
+    labels = model.metadata.labels
+    models = [model, *(source.load_further(first, name, labels) for name in others or ())]
+    names = ("stem", "mlp", "norms", "readout", "trunk")
+    average = fusion.average if fusion.average < 1 else int(fusion.average)
+    made: Ensemble = fuse_models(models, **{name: getattr(fusion, name) for name in names}, average=average)
+    _written(made, folder)
+    print(f"  hydra-ensembles calibrate {shlex.quote(str(folder))} --id DATA --output FOLDER")
+
+
+def _new_folder(output: str, data: str | None = None) -> Path:
+    """Where a model is written to: a folder that has nothing in it yet, and is not among the data."""
+    if not output:
+        raise ConfigError("output is empty; name the folder that the model goes to")
+    folder = Path(output).expanduser()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(f"output is {folder}, where something is already; name a new folder")
+    place, _ = source.existing_path(data or "")
+    if place is not None and folder.resolve().is_relative_to(place.resolve()):
+        raise DataError(f"output is {folder}, which is among the data of {place}; name a folder outside it")
+    return folder
+
+
+def _written(made: Ensemble, folder: Path) -> None:
+    """Save a model, and say what it is, what was done last, and where it lies."""
+    made.save_pretrained(folder)
+    print(f"{made.describe()}\n{made.metadata.history[-1]}\n\nThe model is in {folder}. Next:")
+    print(f"  hydra-ensembles info {shlex.quote(str(folder))}")

@@ -1,0 +1,97 @@
+"""`hydra-ensembles calibrate` and `fuse` through their entry point: what they write is what the functions make."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import hydra_ensembles as he
+from checkpoint_models import same_state
+from cli_cases import fail, save_images, small_vit, succeed, vit_flags
+from hydra_ensembles import data
+
+
+@pytest.fixture(scope="module")
+def tunings(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three fine-tunings of one model."""
+    folder, found = tmp_path_factory.mktemp("tunings"), []
+    for seed in range(3):
+        model = he.convert(small_vit(), labels=["blue", "green", "red"])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+        model.save_pretrained(folder / f"seed-{seed}")
+        found.append(folder / f"seed-{seed}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_images(tmp_path_factory.mktemp("held") / "val", 20, seed=8)
+
+
+@pytest.mark.parametrize(("flag", "average"), [("0.8", 0.8), ("2", 2)])
+def test_fine_tunings_become_one_model(tunings, tmp_path, flag: str, average: float) -> None:
+    out = succeed("fuse", *tunings, "--average", flag, "--mlp", "separate", "--output", tmp_path / "hydra")
+    found = he.load(tmp_path / "hydra")
+    assert same_state(found, he.fuse([he.load(one) for one in tunings], mlp="separate", average=average))
+    assert found.config.trunk == 2
+    assert f"calibrate {tmp_path / 'hydra'} --id" in out
+    assert "fused 3 members" in out
+
+
+def test_a_model_is_calibrated_as_the_function_does(world, held_out, tmp_path) -> None:
+    flags = vit_flags(world / "mine.safetensors")
+    out = succeed("calibrate", *flags, "--id", held_out, "--share", 0.9, "--no-temperature", "-o", tmp_path / "ready")
+    found = he.load(tmp_path / "ready")
+    assert found.metadata.calibration.temperature == (1.0,)
+    assert found.metadata.calibration.accepted_share == 0.9
+    assert found.metadata.familiarity is not None
+    assert found.metadata.labels == ("blue", "green", "red")  # those of the folders
+    base = he.convert(small_vit(), labels=["blue", "green", "red"])
+    again = he.calibrate(
+        base, data.batches(data.load(held_out), base.metadata.preprocessing, 64), share=0.9, temperature=False
+    )
+    assert found.metadata.calibration == again.metadata.calibration
+    assert found.metadata.history[-1] in out
+    assert "verdict" in succeed("predict", tmp_path / "ready", world / "test", "--format", "csv")
+
+
+def test_what_is_fused_is_calibrated_and_texts_are_too(tunings, held_out, world, tmp_path) -> None:
+    succeed("fuse", *tunings, "--average", 0.8, "--mlp", "separate", "--output", tmp_path / "hydra")
+    succeed("calibrate", tmp_path / "hydra", "--id", held_out, "--output", tmp_path / "ready")
+    assert he.load(tmp_path / "ready").num_members == 3
+    succeed("calibrate", world / "bert", "--id", world / "val.csv", "--share", 0.9, "--output", tmp_path / "text")
+    assert he.load(tmp_path / "text").metadata.calibration is not None
+
+
+def test_settings_may_come_from_a_file(held_out, world, tmp_path) -> None:
+    (tmp_path / "settings.yaml").write_text(f"id: {held_out}\nshare: 0.8\nfamiliarity: null\n")
+    flags = [*vit_flags(world / "mine.safetensors"), "--config", tmp_path / "settings.yaml"]
+    succeed("calibrate", *flags, "--output", tmp_path / "ready")
+    found = he.load(tmp_path / "ready")
+    assert found.metadata.familiarity is None
+    assert found.metadata.calibration.accepted_share == 0.8
+
+
+def test_what_cannot_work_is_refused_in_a_line_and_nothing_is_written(tunings, held_out, world, tmp_path) -> None:
+    new, model = tmp_path / "new", vit_flags(world / "mine.safetensors")
+    for arguments, token in (
+        ((*tunings, "--output", new), "average="),
+        ((*tunings, "--average", 2.5, "--output", new), "share"),
+        ((*tunings, "--average", 7, "--output", new), "3 layers"),
+        ((*tunings, "--average", -1, "--output", new), "average"),
+        ((tunings[0], tmp_path / "none", "--output", new), "no model"),
+        ((*tunings, "--average", 0.8, "--output", tunings[0]), "new folder"),
+        ((*tunings, "--average", 0.8), "output"),
+    ):
+        assert token in fail("fuse", *arguments)
+    for arguments, token in (
+        (("--output", new), "id"),
+        (("--id", held_out, "--share", 0, "--output", new), "share"),
+        (("--id", held_out, "--output", held_out / "ready"), "among the data"),
+        (("--id", world / "stripes", "--output", new), "stripes"),
+        (("--id", held_out, "--output", world), "new folder"),
+    ):
+        assert token in fail("calibrate", *model, *arguments)
+    assert not new.exists()
