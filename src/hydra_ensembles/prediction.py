@@ -72,6 +72,8 @@ class Prediction:
         [0.0, 1.0]
         >>> bool(answer.epistemic[1] > answer.epistemic[0])
         True
+        >>> answer.to_dict()["label"]
+        [0, 0]
     """
 
     member_logits: Tensor
@@ -305,6 +307,26 @@ class Prediction:
         if self.class_names is None:
             raise DataError("the class names are not known; give them to the model: convert(model, labels=[...])")
         return [self.class_names[index] for index in self.label.tolist()]
+
+    def to_dict(self) -> dict[str, list[Any]]:
+        """The answer as plain lists by name, an entry a sample: for JSON, or as the columns of a table.
+
+        Labels are names where these are known. What is not known, for want of a calibration, is None; probabilities and
+        logits are left out, and are read as tensors.
+        """
+        known, nothing = self.unfamiliarity, [None] * len(self)
+        return {
+            "label": self.label.tolist() if self.class_names is None else self.names(),
+            "confidence": self.confidence.tolist(),
+            "entropy": self.entropy.tolist(),
+            "aleatoric": self.aleatoric.tolist(),
+            "epistemic": self.epistemic.tolist(),
+            "disagreement": self.disagreement.tolist(),
+            "score": self.score().tolist(),
+            "familiarity": nothing if known is None or known.reference is None else self.familiarity.tolist(),
+            "accept": nothing if self.accept is None else self.accept.tolist(),
+            "reason": nothing if self.doubt is None else self.reason,
+        }
 
     @classmethod
     @checked

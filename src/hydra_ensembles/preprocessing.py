@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -67,6 +68,8 @@ class ImagePreprocessing(Checked):
             raise DataError("got no images; give at least one")
         for index, image in enumerate(batch):
             if not isinstance(image, image_module.Image):
+                if isinstance(image, str | PathLike):
+                    raise DataError(f"item {index} is {image!r}, expected a PIL image: PIL.Image.open({str(image)!r})")
                 raise DataError(
                     f"item {index} is a {type(image).__name__}, expected a PIL image: PIL.Image.open, "
                     "PIL.Image.fromarray; give normalised images as one tensor [B, channels, H, W], and of a batch "

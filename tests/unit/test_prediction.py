@@ -1,6 +1,7 @@
 """`Prediction`: uncertainty identities for any logits, scores, abstention, picking and joining samples."""
 
 import functools
+import json
 import math
 from dataclasses import replace
 
@@ -338,3 +339,19 @@ def test_a_prediction_does_not_follow_the_callers_buffer():
     prediction = Prediction.from_logits(logits)
     logits.copy_(torch.tensor([[[0.0, 5.0]]]))
     assert prediction.label.tolist() == [0]
+
+
+def test_plain_lists_say_what_the_tensors_say() -> None:
+    about = Unfamiliarity(("knn",), torch.rand(1, 3, 6), 0.5, Reference((0.1, 0.2), 2))
+    bare, full = random_prediction(), random_prediction(threshold=0.3, class_names=list("abcd"), unfamiliarity=about)
+    for one in (bare, full):
+        found = json.loads(json.dumps(one.to_dict()))
+        assert {len(column) for column in found.values()} == {6}
+        for name in ("confidence", "entropy", "aleatoric", "epistemic", "disagreement"):
+            assert found[name] == getattr(one, name).tolist()
+        assert found["score"] == one.score().tolist()
+    plain, known = bare.to_dict(), full.to_dict()
+    assert plain["label"] == bare.label.tolist()
+    assert [plain[name] for name in ("familiarity", "accept", "reason")] == [[None] * 6] * 3
+    assert (known["label"], known["accept"], known["reason"]) == (full.names(), full.accept.tolist(), full.reason)
+    assert known["familiarity"] == full.familiarity.tolist()

@@ -4,6 +4,7 @@ import io
 import json
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,3 +146,9 @@ def test_preprocessing_does_not_follow_the_usual_type_of_tensors() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("given", ["photo.jpg", ["photo.jpg"], Path("photo.jpg")])
+def test_a_path_is_refused_with_the_call_that_opens_it(given: Any) -> None:
+    with pytest.raises(DataError, match=r"PIL\.Image\.open\('photo\.jpg'\)"):
+        plain(3)(given)

@@ -31,7 +31,7 @@ from ..schema import from_plain, to_plain
 from .command import Json, NamedColumns, assign, command, did_you_mean, emit, emit_json
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model
 
-NUMBERS = ("confidence", "epistemic", "entropy", "disagreement")
+NUMBERS = ("confidence", "epistemic", "entropy", "disagreement", "score", "familiarity")
 READ = ("confidence", "epistemic", "familiarity")  # in a table, which has to fit a terminal
 LONGEST = 60  # characters of an input that a table shows
 KEPT, PRUNED = "■", "·"
@@ -151,16 +151,13 @@ def _texts(argument: str, path: Path) -> list[str]:
 
 def _answers(names: Sequence[str], prediction: Prediction) -> list[dict[str, Any]]:
     """The columns of the output; a label is a number where the model has no names, uncertainties are in nats."""
-    known, accept, fitted = prediction.class_names, prediction.accept, prediction.unfamiliarity
-    known_reference = None if fitted is None else fitted.reference
-    columns: dict[str, Sequence[Any]] = {
+    found, words = prediction.to_dict(), {None: None, True: "accept", False: "abstain"}
+    columns = {
         "input": names,
-        "label": [str(label) if known is None else known[label] for label in prediction.label.tolist()],
-        **{name: getattr(prediction, name).tolist() for name in NUMBERS},
-        "score": prediction.score().tolist(),
-        "familiarity": [None] * len(names) if known_reference is None else prediction.familiarity.tolist(),
-        "verdict": [None] * len(names) if accept is None else ["accept" if one else "abstain" for one in accept],
-        "reason": [None] * len(names) if accept is None else prediction.reason,
+        "label": [str(one) for one in found["label"]],
+        **{name: found[name] for name in NUMBERS},
+        "verdict": [words[one] for one in found["accept"]],
+        "reason": found["reason"],
     }
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
