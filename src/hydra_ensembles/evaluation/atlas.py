@@ -1,11 +1,10 @@
 """A head atlas: what every head of an ensemble is good for, found by switching it off and nothing else."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -13,29 +12,26 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..arguments import Count, Range, Whole, checked
-from ..batches import Inputs, changed, iterate, length_of, require_labels, require_same_classes, size_of
-from ..circuit.timing import in_words, say
+from ..batches import Batches, Inputs, changed, iterate, length_of, require_labels, require_same_classes, size_of
 from ..data.batching import Preprocess
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
 from ..files import DIGEST, write_sealed
-from ..heads.masking import checked_layers, masked, working_copy
-from ..heads.ranking import Head
+from ..heads.masking import working_copy
 from ..metrics.inputs import mean
 from ..metrics.ood import auroc
-from ..metrics.probabilities import at_labels
-from ..model.cost import times_in_turn
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
 from ..overlap import Keys, require_unlike, sample_keys
-from ..prediction import AnyScore, Prediction
+from ..prediction import AnyScore
 from ..schema import from_plain, to_plain
 from .evaluate import Data, batched, read_groups, require_different, set_name
 from .evaluation import ModelInfo, Provenance, describe_model, provenance_of, read_saved
 from .kept import Kept
 from .measure import Measure
 from .running import shown
+from .sweep import Sweep, Swept, heads_of
 
 FORMAT, VERSION = "hydra_ensembles.atlas", 1
 MOST_INPUTS = 16  # shown for a head, of either kind: more make a page that no browser likes
@@ -252,75 +248,129 @@ def atlas(
     known, id_name, name = ensemble.verified_metadata(), id_name or set_name(id_data), name or "model"
     preprocess, calibration = preprocess or known.preprocessing, known.calibration or Calibration()
     measure = Measure(name, id_name, score, (), "torch-uncertainty", calibration, 0, False, known.familiarity)
+    sets = atlas_sets(id_data, ood, id_name, preprocess, batch_size, num_workers)
+    sweep = Sweep(ensemble, working_copy(ensemble, None, None), heads_of(ensemble, layers), measure)
+    require_same_classes(sets.batches[id_name], ensemble.metadata.labels, f"set {id_name!r}")
+    found = sweep_all(sweep, sets, inputs, known.preprocessing or preprocess, output, progress)
+    model = describe_model(ensemble, ensemble.num_members, ensemble.num_classes, known.calibration)
+    return assembled(sweep, sets, found, model)
+
+
+# --- in three steps: the sets, their answers, the atlas ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The sets of an atlas by name, the in-distribution one first: as they were given, and in batches."""
+
+    id_name: str
+    given: Mapping[str, Data]
+    batches: Mapping[str, Batches]
+
+    @property
+    def titles(self) -> list[str]:
+        """What errors call them."""
+        own, *others = self.given
+        return [f"the in-distribution set {own!r}", *(f"OOD set {key!r}" for key in others)]
+
+
+def atlas_sets(
+    id_data: Data,
+    ood: Mapping[str, Any] | None,
+    id_name: str,
+    preprocess: Preprocess | None,
+    batch_size: int,
+    num_workers: int,
+) -> Sets:
+    """The sets that are looked at, all different from each other."""
     foreign = {key: data for group, sets in read_groups(ood).items() if group != "apart" for key, data in sets.items()}
     if id_name in foreign:
         raise DataError(f"the in-distribution set and an OOD set are both called {id_name!r}; give id_name another")
-    own_title, titles = f"the in-distribution set {id_name!r}", [f"OOD set {key!r}" for key in foreign]
-    require_different({own_title: id_data, **dict(zip(titles, foreign.values(), strict=True))}, preprocess)
-    given = {id_name: id_data, **foreign}
-    loaders = {key: batched(data, key, preprocess, batch_size, num_workers) for key, data in given.items()}
-    sweep = Sweep(ensemble, working_copy(ensemble, None, None), heads_of(ensemble, layers), measure)
-    require_same_classes(loaders[id_name], ensemble.metadata.labels, f"set {id_name!r}")
-    shelves = {own: MostChanged(len(sweep.heads), inputs) for own in (True, False)}  # ID inputs, OOD inputs
-    found: dict[str, list[Swept]] = {}
-    keys: dict[str, list[Keys]] = {}
-    truth: list[Tensor] = []
-    settings = {"heads": [str(head) for head in sweep.heads], "score": score, "calibration": to_plain(calibration)}
-    keeping, said = Kept(output, ensemble, settings, "an atlas"), not progress
-    with keeping as kept_answers, torch.no_grad(), tqdm(desc="atlas", bar_format=_BAR, disable=not progress) as bar:
-        for key, batches in loaders.items():
-            own, first = key == id_name, 0
+    found = Sets(id_name, {id_name: id_data, **foreign}, {})
+    require_different(dict(zip(found.titles, found.given.values(), strict=True)), preprocess)
+    batches = {key: batched(data, key, preprocess, batch_size, num_workers) for key, data in found.given.items()}
+    return replace(found, batches=batches)
+
+
+@dataclass(eq=False)
+class AllAnswers:
+    """What was found in all sets, batch by batch: answers and keys of samples by set, the labels, inputs to show."""
+
+    own: "MostChanged"
+    foreign: "MostChanged"
+    swept: dict[str, list[Swept]] = field(default_factory=dict)
+    keys: dict[str, list[Keys]] = field(default_factory=dict)
+    labels: list[Tensor] = field(default_factory=list)
+
+
+@torch.no_grad()
+def sweep_all(
+    sweep: Sweep, sets: Sets, most: int, preprocessing: object, output: str | Path | None, progress: bool
+) -> AllAnswers:
+    """Answers to every batch, those read back that `output` keeps; of either kind at `most` so many inputs a head."""
+    ensemble, measure = sweep.ensemble, sweep.measure
+    found = AllAnswers(MostChanged(len(sweep.heads), most), MostChanged(len(sweep.heads), most))
+    heads, calibration = [str(head) for head in sweep.heads], to_plain(measure.calibration)
+    keeping = Kept(output, ensemble, {"heads": heads, "score": measure.score, "calibration": calibration}, "an atlas")
+    said = not progress
+    with keeping as kept, tqdm(desc="atlas", bar_format=_BAR, disable=not progress) as bar:
+        for key, batches in sets.batches.items():
+            own, first = key == sets.id_name, 0
             for index, (read, targets) in enumerate(iterate(batches, f"set {key!r}", labelled=own)):
                 prepared = ensemble.prepare(read)
                 labels = require_labels(targets, ensemble.num_classes, f"set {key!r}", index) if own else None
                 samples = sample_keys(read)
-                batch = kept_answers.key(read, samples, labels)
-                stored = kept_answers.get(batch)
+                batch = kept.key(read, samples, labels)
+                stored = kept.get(batch)
                 if not said and stored is None:
-                    said, bar.total = True, inputs_of(given.values(), size_of(read))
-                    *_, warm = times_in_turn({"pass": partial(sweep.copy, prepared)}, 2, ensemble.device)["pass"]
-                    seconds = sweep.blocks / ensemble.num_layers * warm
-                    words = "" if bar.total is None else f": {in_words(seconds * bar.total / size_of(read))}"
-                    say(f"{len(sweep.heads)} heads, each switched off by itself{words}")
+                    said, bar.total = True, inputs_of(sets.given.values(), size_of(read))
+                    sweep.say_how_long(prepared, size_of(read), bar.total)
                 if stored is None:
                     answers = sweep.answers(prepared, labels, f"batch {index} of set {key!r}", bar)
-                    kept_answers.put(batch, answers._asdict())
+                    kept.put(batch, answers._asdict())
                 else:
                     answers = Swept(**stored)
                     bar.update(size_of(read))
-                found.setdefault(key, []).append(answers)
-                keys.setdefault(key, []).append(samples)
-                truth += [] if labels is None else [labels.cpu()]
+                found.swept.setdefault(key, []).append(answers)
+                found.keys.setdefault(key, []).append(samples)
+                found.labels += [] if labels is None else [labels.cpu()]
                 about = key, first, None if labels is None else labels.tolist()
-                shelves[own].put(answers, read, *about, known.preprocessing or preprocess)
+                (found.own if own else found.foreign).put(answers, read, *about, preprocessing)
                 first += size_of(read)
         bar.total = bar.n  # what was guessed where batches are not alike
         bar.refresh()
-    own_keys, *other_keys = (np.concatenate(parts) for parts in keys.values())
+    return found
+
+
+def assembled(sweep: Sweep, sets: Sets, found: AllAnswers, model: ModelInfo) -> Atlas:
+    """The atlas of all answers, once no sample is in two sets."""
+    own_keys, *other_keys = (np.concatenate(parts) for parts in found.keys.values())
+    own_title, *titles = sets.titles
     require_unlike(own_title, own_keys, dict(zip(titles, other_keys, strict=True)))
-    joined = {key: Swept.joined(parts) for key, parts in found.items()}
-    whole, effects = effects_of(sweep, joined[id_name], torch.cat(truth), {key: joined[key] for key in foreign})
-    shown_for = [[*shelves[True].of[row], *shelves[False].of[row]] for row in range(len(effects))]
-    kept = shelves[True].kept | shelves[False].kept
+    joined = {key: Swept.joined(parts) for key, parts in found.swept.items()}
+    foreign = {key: one for key, one in joined.items() if key != sets.id_name}
+    whole, effects = effects_of(sweep, joined[sets.id_name], torch.cat(found.labels), foreign)
+    kept = found.own.kept | found.foreign.kept
     places = {key: place for place, key in enumerate(kept)}
+    heads = []
+    for effect, *most in zip(effects, found.own.of, found.foreign.of, strict=True):
+        changes = tuple(replace(one, input=places[key]) for part in most for key, one in part)
+        heads.append(replace(effect, changed=changes))
     return Atlas(
-        name,
-        id_name,
+        sweep.measure.name,
+        sets.id_name,
         {key: one.label.shape[1] for key, one in joined.items()},
-        score,
+        sweep.measure.score,
         whole,
-        tuple(
-            replace(effect, changed=tuple(replace(one, input=places[key]) for key, one in row))
-            for effect, row in zip(effects, shown_for, strict=True)
-        ),
+        tuple(heads),
         tuple(kept.values()),
-        describe_model(ensemble, ensemble.num_members, ensemble.num_classes, known.calibration),
-        provenance_of(ensemble.device, ensemble.dtype),
+        model,
+        provenance_of(sweep.ensemble.device, sweep.ensemble.dtype),
     )
 
 
 def effects_of(
-    sweep: "Sweep", own: "Swept", labels: Tensor, foreign: Mapping[str, "Swept"]
+    sweep: Sweep, own: Swept, labels: Tensor, foreign: Mapping[str, Swept]
 ) -> tuple[Quality, list[HeadEffect]]:
     """How good the whole ensemble is, and what becomes of it without each head; no inputs are shown yet."""
     right = own.label == labels  # [1 + K, n]
@@ -341,109 +391,11 @@ def effects_of(
     return whole, effects
 
 
-def heads_of(ensemble: Ensemble, layers: Sequence[int] | None) -> list[Head]:
-    """The heads that some member keeps in some layers (None: in all), first layer first."""
-    found = []
-    for layer in checked_layers(ensemble.config, layers):
-        there = {head for kept in ensemble.config.heads for head in kept[layer]}
-        found += [Head(layer, head) for head in sorted(there)]
-    if not found:
-        raise ConfigError("there is no head left in these layers that could be switched off; give other layers")
-    return found
-
-
 def inputs_of(given: Collection[Data], batch: int) -> int | None:
     """How many inputs there are, where batches of others than our data sets hold so many each; None if not known."""
     counts = [len(one) if isinstance(one, Dataset) else length_of(one) for one in given]
     sizes = [1 if isinstance(one, Dataset) else batch for one in given]
     return None if None in counts else sum(count * size for count, size in zip(counts, sizes, strict=True) if count)
-
-
-class Swept(NamedTuple):
-    """What the ensemble says of B inputs with all heads, first row, and without each of K; all `[1 + K, B]`.
-
-    `moved` is the share of the probability that went to other classes, `likelihood` the logarithm of the probability
-    of the label, zero where there is none.
-    """
-
-    label: Tensor
-    confidence: Tensor
-    score: Tensor
-    moved: Tensor
-    likelihood: Tensor
-
-    @classmethod
-    def joined(cls, parts: Sequence["Swept"]) -> "Swept":
-        """Those of consecutive batches."""
-        return cls(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """The ensemble, a private copy of it to switch heads off in, and what is made of its logits."""
-
-    ensemble: Ensemble
-    copy: Ensemble
-    heads: Sequence[Head]
-    measure: Measure
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks are run on each batch."""
-        layers = self.ensemble.num_layers
-        return layers + sum(layers - head.layer for head in self.heads)
-
-    def answers(self, inputs: Inputs, labels: Tensor | None, where: str, bar: Any) -> Swept:
-        """Answers to one batch; on a GPU they are waited for once."""
-        rows, finite, whole = [], [], None
-        for prediction in self._predictions(inputs, bar):
-            whole = prediction if whole is None else whole
-            likelihood = torch.zeros_like(prediction.confidence)
-            if labels is not None:
-                likelihood = at_labels(prediction.log_probs, labels.to(likelihood.device))
-            moved = (prediction.probs - whole.probs).abs().sum(dim=-1) / 2
-            score = prediction.score(self.measure.score)
-            rows.append((prediction.label, prediction.confidence, score, moved, likelihood))
-            finite.append(prediction.member_logits.isfinite().all() & score.isfinite().all())
-        good = torch.stack(finite).cpu()
-        if not good.all():
-            row = int((~good).nonzero()[0, 0])
-            state = f" with head {self.heads[row - 1]} switched off" if row else ""
-            raise DataError(
-                f"{where} gives logits that are NaN or infinite{state}; check its inputs, or use a wider dtype"
-            )
-        return Swept(*(torch.stack(part).cpu() for part in zip(*rows, strict=True)))
-
-    def _predictions(self, inputs: Inputs, bar: Any) -> Iterator[Prediction]:
-        """The prediction of the ensemble, then those without each head, each from the input of its block on."""
-        copy, arguments = self.copy, self.copy.unpack(inputs)
-        blocks, read = list(copy.encoder.layers), copy.readout.tokens_read()
-        x, context = copy.embed(*arguments)
-        levels = [x]  # what enters each block, and then the readout, [N, B, T, d]
-        for block in blocks[:-1]:
-            levels.append(block(levels[-1], context))
-        levels.append(blocks[-1](levels[-1], context, read))
-
-        def predicted(layer: int) -> Prediction:
-            x = levels[layer]
-            for block in blocks[layer:]:
-                x = block(x, context, read if block is blocks[-1] else None)
-            pooled = copy.readout.pool(x, context.key_mask, arguments[0])
-            logits = copy.readout.classify(pooled)  # [N, B, C]
-            logits = logits.expand(copy.num_members, *logits.shape[1:])
-            fitted, scores = self.measure.familiarity, None
-            if fitted is not None and self.measure.score in fitted.settings.scores:
-                features = pooled.flatten(2)
-                scores = fitted.scores(features.expand(copy.num_members, *features.shape[1:]), logits)
-            return self.measure.predict(logits, scores)
-
-        step = len(arguments[0]) / self.blocks  # of the bar, which counts inputs
-        yield predicted(len(blocks))
-        bar.update(step * len(blocks))
-        for head in self.heads:
-            with masked(copy, [head]):
-                yield predicted(head.layer)
-            bar.update(step * (len(blocks) - head.layer))
 
 
 @dataclass(eq=False)
