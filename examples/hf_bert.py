@@ -1,10 +1,9 @@
-"""A Hydra Ensemble from a BERT classifier of transformers.
+"""A BERT classifier of transformers that reads strings and says when not to answer: alone, or with pruned members.
 
-    python examples/hf_bert.py                                  # offline: a small BERT, trained here in seconds
-    python examples/hf_bert.py --model textattack/bert-base-uncased-SST-2 --reviews reviews.csv --others news.csv
+    python examples/hf_bert.py              # offline: a small BERT, trained here in seconds; --prune 2 makes members
+    python examples/hf_bert.py --model textattack/bert-base-uncased-SST-2 --reviews reviews.csv
 
-The CSV files have the columns `text` and `label` (labels of `--others` are not read). Whatever the model, the part
-that makes the ensemble is the same; see `make_ensemble`.
+The CSV files have the columns `text` and `label` (labels of `--others` are not read).
 """
 
 import argparse
@@ -23,17 +22,23 @@ Labelled = list[tuple[str, int]]
 
 
 # start: ensemble
-def make_ensemble(model: Any, tokenizer: Any, reviews: Any, others: Any, prune: int, output: Path) -> he.Ensemble:
-    """From a live model and two sets of texts to a fused, calibrated ensemble that reads strings."""
+def make_ensemble(model: Any, tokenizer: Any, reviews: Any) -> he.Ensemble:
+    """One model as it is, with a temperature and two reasons to decline, by held-out labelled texts."""
     base = he.convert(model, processor=tokenizer, labels=["negative", "positive"])
-    batches = [data.batches(texts, base.metadata.preprocessing, batch_size=32) for texts in (reviews, others)]
-    config = he.HydraConfig(members=3, prune=prune, strategy="sampled")  # draws from the circuit for both goals
-    hydra = he.build(base, config, id=batches[0], ood=batches[1], output=output / "run")
-    hydra.save_pretrained(output / "model")
-    return hydra
+    return he.calibrate(base, data.batches(reviews, base.metadata.preprocessing, batch_size=32))
 
 
 # end: ensemble
+# start: prune
+def prune_and_train(base: he.Ensemble, sets: dict[str, Any], prune: int, output: Path) -> he.Ensemble:
+    """Members of one model, each without `prune` of its heads and trained on; `sets` are id, ood and train."""
+    batches = {name: data.batches(one, base.metadata.preprocessing, batch_size=32) for name, one in sets.items()}
+    recipe = he.Recipe(learning_rate=1e-5, epochs=3, train_groups=("attention", "mlp", "norms", "readout"))
+    config = he.HydraConfig(prune=prune, strategy="sampled", recipe=recipe)  # draws from the circuit for both goals
+    return he.build(base, config, **batches, output=output)
+
+
+# end: prune
 
 
 def made_up_reviews() -> Labelled:
@@ -49,7 +54,7 @@ def made_up_reviews() -> Labelled:
 
 
 def made_up_questions() -> Labelled:
-    """Sentences of another kind, for the circuits."""
+    """Sentences of another kind, for circuits."""
     things, places = "river bridge station tower market", "london cairo lima oslo kyoto"
     frames = ("how old is the {} of {}", "which {} is nearest to {}", "where in {1} is the {0}")
     combinations = itertools.product(frames, things.split(), places.split())
@@ -87,23 +92,26 @@ def main() -> None:
     parser.add_argument("--model", help="Hub id or folder of a two-class BERT; default: a small one trained here")
     parser.add_argument("--reviews", type=Path, help="CSV with `text` and `label`: held-out texts of the task")
     parser.add_argument("--others", type=Path, help="CSV with `text`: texts unlike those of the task")
-    parser.add_argument("--prune", type=int, default=4, help="heads each member loses")
+    parser.add_argument("--train", type=Path, help="CSV with `text` and `label`: training texts, for pruned members")
+    parser.add_argument("--prune", type=int, default=0, help="heads each member loses; default: nothing is pruned")
     parser.add_argument("--output", type=Path, default=Path("hydra-bert"), help="folder for run and model")
     options = parser.parse_args()
-    reviews: Any = made_up_reviews() if options.reviews is None else data.load(options.reviews)
-    others: Any = made_up_questions() if options.others is None else data.load(options.others, labels="optional")
+    made, others = made_up_reviews(), options.others and data.load(options.others, labels="optional")
+    sets: dict[str, Any] = {"id": made[1::2], "train": made[::2], "ood": others or made_up_questions()}
     if options.model is None:
-        model, tokenizer = small_bert(reviews[::2], others)
-        reviews = reviews[1::2]  # held out
+        model, tokenizer = small_bert(sets["train"], sets["ood"])
     else:
         model = transformers.AutoModelForSequenceClassification.from_pretrained(options.model, trust_remote_code=False)
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
-    hydra = make_ensemble(model, tokenizer, reviews, others, options.prune, options.output)
+        sets |= {"id": data.load(options.reviews)} | ({"train": data.load(options.train)} if options.prune else {})
+    hydra = make_ensemble(model, tokenizer, sets["id"])
+    if options.prune:
+        hydra = prune_and_train(hydra, sets, options.prune, options.output / "run")
+    hydra.save_pretrained(options.output / "model")
     texts = ["the ending was wonderful", "i found the cast stale", "the plot was strange", "where in oslo is the tower"]
     p = hydra.predict(texts)
     for row, text in enumerate(texts):
-        said = f"{p.names()[row]:9} confidence {p.confidence[row]:.2f}  epistemic {p.epistemic[row]:.4f}"
-        print(f"{said}  {'accept' if p.accept is not None and p.accept[row] else 'abstain':8} {text}")
+        print(f"{p.names()[row]:9} {p.confidence[row]:.2f}  {'abstain' if p.reason[row] else 'accept':8} {text}")
     print(f"saved to {options.output / 'model'}")
 
 

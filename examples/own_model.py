@@ -1,4 +1,4 @@
-"""A Hydra Ensemble from a vision transformer that you wrote yourself.
+"""Pruned members of a vision transformer that you wrote yourself.
 
     python examples/own_model.py      # offline: trains the model below on embedded images, in seconds
 

@@ -1,11 +1,12 @@
-"""A Hydra Ensemble from a vision transformer of timm.
+"""A vision transformer of timm that says when not to answer: alone, fused from several fine-tunings, or pruned.
 
     python examples/timm_vit.py                                      # offline: the embedded ViT and images
-    python examples/timm_vit.py --model vit_small_patch16_224 --weights mine.safetensors --images mine/ --others odd/
+    python examples/timm_vit.py --model vit_small_patch16_224 --weights mine.safetensors --images mine/
+    python examples/timm_vit.py --model vit_small_patch16_224 --weights a.safetensors b.safetensors --images mine/
+    python examples/timm_vit.py --prune 2                            # pruned members, trained on
 
-`--images` has a folder for each class, as the model counts them; `--others` holds pictures unlike the training data.
-Without `--others` heads are chosen by Taylor scores, with it by circuits. Whatever the model, the part that makes the
-ensemble is the same; see `make_ensemble`.
+`--images` has a folder for each class, as the model counts them. `--prune` chooses heads by circuits with `--others`,
+pictures unlike the training data, and by Taylor scores without.
 """
 
 import argparse
@@ -20,21 +21,25 @@ from hydra_ensembles.demo.embedded import load_backbone, load_sample
 
 
 # start: ensemble
-def make_ensemble(model: Any, processor: Any, images: Any, others: Any, prune: int, output: Path) -> he.Ensemble:
-    """From a live timm model and held-out labelled images to a fused, calibrated ensemble."""
-    base = he.convert(model, labels=images.class_names, processor=processor)  # None takes timm's preprocessing
-    batches: dict[str, Any] = {"id": data.batches(images, base.metadata.preprocessing, batch_size=16)}
-    if others is None:
-        config = he.HydraConfig(members=3, prune=prune, strategy="taylor", taylor_scope="global", calibration_batches=4)
-    else:
-        config = he.HydraConfig(members=3, prune=prune, strategy="circuit")
-        batches["ood"] = data.batches(others, base.metadata.preprocessing, batch_size=16)
-    hydra = he.build(base, config, **batches, output=output / "run")
-    hydra.save_pretrained(output / "model")
-    return hydra
+def make_ensemble(models: list[Any], processor: Any, images: Any) -> he.Ensemble:
+    """From a live timm model, or several fine-tunings of one, and held-out labelled images to a calibrated model."""
+    members = [he.convert(one, labels=images.class_names, processor=processor) for one in models]  # None takes timm's
+    hydra = members[0] if len(members) == 1 else he.fuse(members, mlp="separate", average=0.8)  # 10 of 12 layers
+    return he.calibrate(hydra, data.batches(images, hydra.metadata.preprocessing, batch_size=16))
 
 
 # end: ensemble
+# start: prune
+def prune_and_train(base: he.Ensemble, sets: dict[str, Any], prune: int, output: Path) -> he.Ensemble:
+    """Members of one model, each without `prune` of its heads and trained on; `sets` are id, train and maybe ood."""
+    batches = {name: data.batches(one, base.metadata.preprocessing, batch_size=16) for name, one in sets.items()}
+    recipe = he.Recipe(learning_rate=3e-5, epochs=3, train_groups=("attention", "mlp", "norms", "readout"))
+    strategy: Any = "circuit" if "ood" in sets else "taylor"
+    config = he.HydraConfig(prune=prune, strategy=strategy, taylor_scope="global", calibration_batches=2, recipe=recipe)
+    return he.build(base, config, **batches, output=output)
+
+
+# end: prune
 
 
 NAMES = {  # ours: timm's
@@ -73,40 +78,40 @@ def embedded_vit() -> Any:
     return model.eval()
 
 
-def verdicts(prediction: he.Prediction) -> list[str]:
-    """What to do with each answer; without a calibrated threshold all are accepted."""
-    taken = [True] * len(prediction) if prediction.accept is None else prediction.accept.tolist()
-    return ["accept" if one else "abstain" for one in taken]
-
-
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="name of a timm ViT; default: the one in the package")
-    parser.add_argument("--weights", help="your checkpoint of it; default: timm's pretrained weights")
+    parser.add_argument("--weights", nargs="*", default=[], help="your checkpoints of it; default: timm's weights")
     parser.add_argument("--images", type=Path, help="held-out images, a folder for each class; default: embedded ones")
     parser.add_argument("--others", type=Path, help="images unlike the training data")
-    parser.add_argument("--prune", type=int, default=12, help="heads each member loses")
+    parser.add_argument("--train", type=Path, help="training images, for pruned members; default: some embedded ones")
+    parser.add_argument("--prune", type=int, default=0, help="heads each member loses; default: nothing is pruned")
     parser.add_argument("--output", type=Path, default=Path("hydra-vit"), help="folder for run and model")
     options = parser.parse_args()
     sample = load_sample().sets
     images = sample["calibration"] if options.images is None else data.load(options.images)
-    others = None if options.others is None else data.load(options.others, labels="optional")
-    if options.model is None:
-        model, processor = embedded_vit(), load_backbone().metadata.preprocessing
-    else:
+    models, processor = [embedded_vit()], load_backbone().metadata.preprocessing
+    if options.model is not None:
+        settings: list[dict[str, Any]] = [{"checkpoint_path": one} for one in options.weights] or [{"pretrained": True}]
+        models = [timm.create_model(options.model, num_classes=len(images.class_names), **one) for one in settings]
         processor = None
-        settings = {"checkpoint_path": options.weights} if options.weights else {"pretrained": True}
-        model = timm.create_model(options.model, num_classes=len(images.class_names), **settings)
-    hydra = make_ensemble(model, processor, images, others, options.prune, options.output)
+    hydra = make_ensemble(models, processor, images)
+    if options.prune:
+        embedded = options.model is None and options.train is None
+        train = sample["train"].select(range(0, 700, 6)) if embedded else data.load(options.train)
+        sets = {"id": images, "train": train}
+        if options.others is not None:
+            sets["ood"] = data.load(options.others, labels="optional")
+        hydra = prune_and_train(hydra, sets, options.prune, options.output / "run")
+    hydra.save_pretrained(options.output / "model")
     print(hydra.describe())
-
     p = hydra.predict([images[index][0] for index in range(5)])
     for row, name in enumerate(p.names()):
         said = f"{name:20} confidence {p.confidence[row]:.2f}  epistemic {p.epistemic[row]:.4f}"
-        print(f"{said}  {verdicts(p)[row]:8} (is: {images.class_names[images.labels[row]]})")
-    odd = verdicts(hydra.predict([sample["FashionMNIST"][index][0] for index in range(32)]))
-    print(f"of 32 pictures of clothes, which no class is for, it abstains from {odd.count('abstain')}")
+        print(f"{said}  {'abstain' if p.reason[row] else 'accept':8} (is: {images.class_names[images.labels[row]]})")
+    odd = hydra.predict([sample["FashionMNIST"][index][0] for index in range(32)]).reason
+    print(f"of 32 pictures of clothes, which no class is for, it abstains from {sum(map(bool, odd))}")
     print(f"saved to {options.output / 'model'}")
 
 

@@ -1,4 +1,4 @@
-"""The cheap ensembles a Hydra Ensemble is compared with, side by side on one model.
+"""The cheap ensembles that fused members are compared with, side by side on one model.
 
     python examples/which_method.py                       # the embedded model and images; some minutes on a CPU
     python examples/which_method.py --steps 100 --images 1000

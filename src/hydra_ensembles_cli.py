@@ -107,9 +107,9 @@ def make_app(table: dict[str, Any], run: Callable[[str, dict[str, Any]], None]) 
             bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version.")
         ] = False,
     ) -> None:
-        """Uncertainty from one pretrained transformer: build, evaluate, compare and use Hydra Ensembles.
+        """Transformer classifiers that know when not to answer: make, evaluate, compare and use them.
 
-        `hydra-ensembles demo` shows the whole method in minutes; `hydra-ensembles COMMAND --help` has examples.
+        `hydra-ensembles demo` shows how it works in minutes; `hydra-ensembles COMMAND --help` has examples.
         """
 
     app = typer.Typer(

@@ -1,4 +1,4 @@
-"""Uncertainty from one pretrained transformer: prune different heads, fuse the copies, predict in one pass."""
+"""Transformer classifiers that know when not to answer: one alone, or several members fused and run in one pass."""
 
 import sys
 

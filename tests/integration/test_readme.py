@@ -78,7 +78,7 @@ def test_the_readme_code_runs(
     }
     my_timm_model(tmp_path, monkeypatch)
     own, mine = blocks(README)
-    again, steps = blocks(QUICKSTART)
+    again, several, steps = blocks(QUICKSTART)
     assert mine == again
     exec(own, names)
     fused = he.load(tmp_path / "my-hydra")
@@ -90,6 +90,8 @@ def test_the_readme_code_runs(
     thresholds = he.load(tmp_path / "my-model").metadata
     assert thresholds.calibration is not None
     assert thresholds.familiarity is not None, "two reasons to decline"
+    exec("import hydra_ensembles as he\n" + several, few := dict(names))
+    assert (few["hydra"].num_members, few["hydra"].config.trunk) == (3, 10)
     exec(steps, names)
     assert "heads kept" in capsys.readouterr().out
     assert (tmp_path / "my-hydra" / "model.safetensors").exists()

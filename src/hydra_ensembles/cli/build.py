@@ -1,4 +1,4 @@
-"""`hydra-ensembles build` and `search`: a Hydra Ensemble from one trained model, or the best one for a price."""
+"""`hydra-ensembles build` and `search`: an ensemble from one trained model, or the best one for a price."""
 
 import os
 import shlex
@@ -78,20 +78,21 @@ def ood_sources(specs: tuple[str, ...]) -> list[tuple[str | None, str]]:
 
 @command
 def build(sources: BuildSources, hydra: HydraConfig, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Make a Hydra Ensemble from one trained model.
+    """Make an ensemble from one trained model: the paper's pruned members, or branches that only training makes differ.
 
-    Ranks heads, prunes a copy per member, fine-tunes if asked, fuses, calibrates. Every stage leaves its product in the
-    run folder; a build that was interrupted goes on where it stopped when the same command is given again.
+    Ranks heads, prunes a copy per member, fine-tunes if asked, fuses, calibrates. Members that are pruned and not
+    trained lose accuracy: prune few heads, and give --train and --recipe. Every stage leaves its product in the run
+    folder; a build that was interrupted goes on where it stopped when the same command is given again.
 
     MODEL is a folder, timm:NAME or hub:OWNER/NAME. Data are a folder of images with a sub-folder per class, a Parquet,
     CSV or JSONL file, hub:NAME:SPLIT or suite:NAME:SET. The circuit strategies need --ood, given once for each source,
     or --ood synthetic, which makes such data from --id; taylor and random do not.
 
     Examples:
-      hydra-ensembles build timm:vit_base_patch16_224 --id val/ --ood other/ --prune 24 --output run
-      hydra-ensembles build timm:vit_small_patch16_224 --weights mine.safetensors --id val/ --ood other/ -p 12 -o run
-      hydra-ensembles build my-bert/ --id val.csv --strategy taylor --prune 12 --output run
       hydra-ensembles build my-bert/ --id val.csv --ood news.csv --train train.csv --recipe sst2 -p 12 -o run
+      hydra-ensembles build my-vit/ --id val/ --ood other/ --train train/ --recipe cifar100-last5 --prune 4 -o run
+      hydra-ensembles build timm:vit_small_patch16_224 --weights mine.safetensors --id val/ --ood synthetic -p 4 -o run
+      hydra-ensembles build my-bert/ --id val.csv --strategy taylor --prune 12 --output run
       hydra-ensembles build --config run/config.yaml
     """
     folder = Path(sources.output).expanduser()

@@ -58,7 +58,7 @@ def build(
     pretrained: nn.Module | None = None,
     preprocessing: Mapping[str, Any] | None = None,
 ) -> Ensemble:
-    """Make a Hydra Ensemble: convert, rank heads, choose members, prune, fine-tune and fuse, calibrate.
+    """Make an ensemble from one model: convert, rank heads, choose members, prune, fine-tune and fuse, calibrate.
 
     Members train apart and are fused, or are fused and train together (`HydraConfig.training`). A warning, and
     the history, tell of a result that is less accurate on held-out data than the model itself, beyond chance.

@@ -34,7 +34,7 @@ def usual_trunk(layers: int) -> int:
 
 @dataclass(frozen=True)
 class HydraConfig(Checked):
-    """How to make a Hydra Ensemble out of one model.
+    """How to make an ensemble out of one model.
 
     Attributes:
         prune: Heads each member loses; None takes 8 % of all heads, and at most a quarter of those above the trunk.
