@@ -1,4 +1,4 @@
-"""Pruned members of a vision transformer that you wrote yourself.
+"""A vision transformer that you wrote yourself, and that says when not to answer.
 
     python examples/own_model.py      # offline: trains the model below on embedded images, in seconds
 
@@ -61,11 +61,10 @@ PROCESSOR = he.ImagePreprocessing(size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3
 
 
 def make_ensemble(model: nn.Module, images: data.ImageDataset, output: Path) -> he.Ensemble:
-    """From a model of one's own and held-out labelled images to a fused, calibrated ensemble."""
+    """From a model of one's own and held-out labelled images to a calibrated ensemble of one member."""
     declaration = he.Declaration(names=OUTSIDE | BLOCKS, heads=4)
     base = he.convert(model, declaration=declaration, processor=PROCESSOR, labels=images.class_names)
-    config = he.HydraConfig(prune=4, strategy="taylor", taylor_scope="global", calibration_batches=4)
-    hydra = he.build(base, config, id=data.batches(images, PROCESSOR, batch_size=16), output=output / "run")
+    hydra = he.calibrate(base, data.batches(images, PROCESSOR, batch_size=16))
     hydra.save_pretrained(output / "model")
     return hydra
 
@@ -87,7 +86,7 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="steps of training")
-    parser.add_argument("--output", type=Path, default=Path("hydra-own"), help="folder for run and model")
+    parser.add_argument("--output", type=Path, default=Path("hydra-own"), help="folder for the model")
     options = parser.parse_args()
     torch.manual_seed(0)
     seen, held_out = load_sample().train, load_sample().test
