@@ -21,7 +21,7 @@ def detected(study: Study, places: Sequence[str]) -> list[list[str]]:
         for place in places:
             keys = [f"{place}.{metric}" for metric in METRICS]
             cells.append(" / ".join(shown(study, row, key) for key in keys))
-            told = [own.get(key.replace(".own.", ".")) for key in keys]
+            told = [own.get(key) for key in keys]
             both = " / ".join(printed(one, key) for one, key in zip(told, keys, strict=True))
             theirs.append("" if told[0] is None else f"*{both}*")
         lines.append([row, *cells])

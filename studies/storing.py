@@ -103,23 +103,20 @@ def forget(place: Path, rows: Collection[str]) -> None:
     if known is None:
         raise DataError(f"{place} has no stored study")
     there = {name for run in known["runs"].values() for name in run[REPORT]} - {SINGLE}
-    if not rows or (wrong := [name for name in rows if name not in there]):
-        raise DataError(
-            f"{place} has the rows {sorted(there)}, each held against {SINGLE}; got {wrong if rows else []}"
-        )
+    if not rows or not there.issuperset(rows):
+        raise DataError(f"{place} has the rows {sorted(there)}, each held against {SINGLE}; got {list(rows)}")
     tables = [known.get("choices", {}), *(one for run in known["runs"].values() for one in run.values())]
     for table, name in itertools.product(tables, rows):
         if isinstance(table, dict):
             table.pop(name, None)
     for file in sorted(place.glob("*.npz")):
-        columns = read_columns(file)
-        kept = {key: one for key, one in columns.items() if key.partition("|")[0] not in rows}
+        kept = {key: one for key, one in read_columns(file).items() if key.partition("|")[0] not in rows}
         if "rows" in kept:  # those that a Single of a later run is for
             kept["rows"] = np.array([name for name in kept["rows"].tolist() if name not in rows])
-        if not len(kept.get("rows", kept)):
-            file.unlink()
-        elif len(kept) < len(columns) or "rows" in kept:
+        if len(kept.get("rows", kept)):
             write_columns(file, kept)
+        else:
+            file.unlink()
     write_json(place / STUDY, known)
 
 

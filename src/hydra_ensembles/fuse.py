@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ._utils import warn
 from .arguments import Count, Rate, checked
+from .convert.convert import as_ours
 from .errors import ConfigError
 from .heads.masking import Model
 from .model.config import KeptHeads, Sharing
@@ -110,7 +111,7 @@ def fuse(
         >>> he.fuse(tuned, mlp="separate", average=0.8).config.trunk  # of 6 layers
         5
     """
-    given: list[Ensemble | DualEncoder] = listed(members, "fuse")
+    given: list[Ensemble | DualEncoder] = [as_ours(one) for one in listed(members, "fuse")]
     for member in given:
         require_model(member, "fuse")
     require_values(next(given[0].parameters(), None))
@@ -179,7 +180,7 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
         >>> he.soup(tuned).num_members
         1
     """
-    given: list[Ensemble] = listed(models, "soup")
+    given: list[Ensemble] = [as_ours(one) for one in listed(models, "soup")]
     for one in given:
         require_single(one, "soup", classifies=False)
     states, heads, metadata = singles(given)

@@ -174,6 +174,14 @@ def convert(
     return both.ensemble if trained == config else Ensemble.from_state(trained, state, metadata)
 
 
+def as_ours(model: Any) -> Any:
+    """A model of another library converted, one of ours out of what wraps it; what is no model stays as it is."""
+    if not isinstance(model, nn.Module):
+        return model
+    inner = unwrapped(model)  # compiled, or spread over devices
+    return inner if isinstance(inner, Ensemble | DualEncoder) else convert(model)
+
+
 def _is_as_drawn(ensemble: Ensemble, spread: float) -> bool:
     """Whether a classifier looks as libraries begin one, and what it stands on does not: zeros, or a normal spread."""
     classifier = ensemble.readout.classifier

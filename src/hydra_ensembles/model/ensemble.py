@@ -417,16 +417,18 @@ class Ensemble(Saved, Droppable):
     # --- members -----------------------------------------------------------------------------------------
 
     @staticmethod
-    def stack(members: Iterable["Ensemble"]) -> "Ensemble":
+    def stack(members: Iterable["Ensemble | nn.Module"]) -> "Ensemble":
         """One ensemble with all members of the given ones and nothing shared between them.
 
-        Stacking three independently trained models gives their Deep Ensemble, in one forward pass.
+        Stacking three independently trained models gives their Deep Ensemble, in one forward pass. Models of other
+        libraries are converted.
         """
-        given = listed(members, "Ensemble.stack")
+        from ..convert.convert import as_ours  # a layer above
+
+        given = [as_ours(one) for one in listed(members, "Ensemble.stack")]
         strange = sorted({type(one).__name__ for one in given if not isinstance(one, Ensemble)})
         if strange:
-            advice = "convert models first: he.convert(model); dual encoders are fused"
-            raise ConfigError(f"Ensemble.stack takes ensembles, got {strange}; {advice}")
+            raise ConfigError(f"Ensemble.stack takes classifiers, got {strange}; dual encoders are fused: he.fuse(…)")
         states, heads, metadata = singles(given)
         config = replace(member_config(given[0].config, 0), heads=heads)
         return Ensemble.from_state(config, join_states(config, states), metadata)

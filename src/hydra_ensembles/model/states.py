@@ -9,7 +9,6 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from .._utils import unwrapped
 from ..errors import ConfigError
 from .config import GROUPS, EnsembleConfig, Group, KeptHeads, Sharing
 
@@ -115,24 +114,12 @@ def are_several(members: object) -> TypeGuard[Iterable[Any]]:
 
 
 def listed(members: Iterable[Any], caller: str) -> list[Any]:
-    """Members from any iterable, at least one, those of other libraries converted; `caller` is who takes them."""
+    """Members from any iterable, at least one; `caller` is the function that takes them."""
     given = list(members) if are_several(members) else []
     if not given:
         what = "none" if are_several(members) else f"a single {type(members).__name__}"
         raise ConfigError(f"{caller} takes a list of at least one member, got {what}; give [model, ...]")
-    return [_ours(one) for one in given]
-
-
-def _ours(member: Any) -> Any:
-    """A model of another library as one of ours; what is no model stays: the caller knows what it takes."""
-    from ..convert.convert import convert  # a layer above
-    from .dual_encoder import DualEncoder
-    from .ensemble import Ensemble
-
-    if not isinstance(member, nn.Module):
-        return member
-    inner = unwrapped(member)  # compiled, or spread over devices
-    return inner if isinstance(inner, Ensemble | DualEncoder) else convert(member)
+    return given
 
 
 def require_same_dtype_and_device(states: Sequence[Mapping[str, Tensor]]) -> None:
