@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._utils import warn
+from ._utils import own_precision, warn
 from .arguments import PositiveShare, checked
 from .batches import Batches
-from .errors import ConfigError, DataError
+from .errors import DataError
 from .familiarity import OF_BOTH, Answered, FitOptions, Fitting, answers, beside, digests, require_fresh
 from .metrics.conformal import Reference, conformal_threshold, samples_for
 from .metrics.distance import FamiliarityChoice, FamiliarityName
@@ -22,7 +22,7 @@ from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
 from .model.metadata import Calibration, Familiarity
 from .overlap import warn_of_copies
-from .prediction import ScoreName, scale_logits
+from .prediction import ScoreName, require_members_for, scale_logits
 
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures searched
 _GRID = 24
@@ -49,6 +49,7 @@ class CalibrationFit:
 
 
 @checked
+@own_precision()
 def calibrate(
     ensemble: Ensemble,
     validation: Batches,
@@ -68,7 +69,8 @@ def calibrate(
     `predict` applies all of it and it is saved with the model, in place of an earlier calibration. The numbers of the
     fit are added to its metrics under `validation/`. It is of these weights: once they are edited in place, or trained,
     it is dropped with a warning. Edits through `.data` and steps of fused optimizers are not seen at once, but
-    where the model is next saved, copied, evaluated, optimized or exported.
+    where the model is next saved, copied, evaluated, optimized or exported. It is of answers in the precision of the
+    model, whatever autocast the caller has: convert what will answer in half precision first, `ensemble.bfloat16()`.
 
     Args:
         ensemble: It is not changed.
@@ -92,8 +94,9 @@ def calibrate(
     """
     weights = getattr(ensemble, "_orig_mod", ensemble)  # compiled ones are let through
     require_ensemble(weights, "calibrate")
-    _require_members_for(score, ensemble.num_members)
-    known, before = weights.verified_metadata().familiarity, weights.metadata.metrics
+    require_members_for(score, ensemble.num_members)
+    metadata = weights.kept_metadata("calibrated")
+    known, before = metadata.familiarity, metadata.metrics
     parts, seen = list[Answered](), list[str]()  # seen: a name of each sample
     fitted = known if known is not None and familiarity in ("auto", known.settings.scores[0]) else None
     for inputs, some in answers(ensemble, validation, "validation", labelled=True):
@@ -134,11 +137,11 @@ def calibrate(
             line += f"; familiarity is not fitted: {problem}"
             warn(f"familiarity is not fitted, so no input is ever called unfamiliar: {problem}")
     metadata = replace(
-        ensemble.metadata,
+        metadata,
         calibration=fit.calibration,
         familiarity=known,
         metrics={**{name: one for name, one in before.items() if name not in OF_BOTH}, **metrics},
-        history=(*ensemble.metadata.history, line),
+        history=(*metadata.history, line),
     )
     # weights of its own: what was calibrated stays what it is, whatever becomes of the ensemble (masked, trained)
     return Ensemble.from_state(ensemble.config, weights.state_dict(), metadata)
@@ -223,7 +226,7 @@ def fit_calibration(
         (100, True)
     """
     member_logits = scale_logits(member_logits).detach()
-    _require_members_for(score, len(member_logits))
+    require_members_for(score, len(member_logits))
     warn_of_probabilities(member_logits)
     samples, classes = member_logits.shape[1:]
     if samples < 2:
@@ -259,11 +262,6 @@ def threshold_for(scores: Tensor, share: float) -> float:
         few = f"a share of {share:.4g} can be promised from {samples_for(share)} samples on, there are {len(scores)}"
         warn(f"{few}: every input is accepted; calibrate on more, or accept a smaller share")
     return torch.finfo(torch.float32).max  # a number that files can hold
-
-
-def _require_members_for(score: ScoreName, members: int) -> None:
-    if score == "mutual_information" and members == 1:
-        raise ConfigError("score is mutual_information, which is 0 for a single member; use another, such as msp")
 
 
 def _fit_temperature(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._utils import warn
+from ._utils import own_precision, warn
 from .arguments import NotNegative, Rate, Seed, Whole, checked
 from .batches import Batches, Inputs, iterate, require_labels, require_same_classes
 from .errors import ConfigError, DataError
@@ -57,6 +57,7 @@ class Answered(NamedTuple):
 
 
 @checked
+@own_precision()
 def fit_familiarity(
     ensemble: Ensemble,
     id_batches: Batches,
@@ -73,7 +74,8 @@ def fit_familiarity(
 
     A share of the samples, drawn by the seed, is held out: it has no part in the statistics, and p-values come from it.
     `calibrate` sets a threshold, on other data, and p-values then come from those. Scores that were fitted here before
-    are replaced; those of `baselines.vilu` and `baselines.neg_label` stay, behind the new ones.
+    are replaced; those of `baselines.vilu` and `baselines.neg_label` stay, behind the new ones. Features are in the
+    precision of the model, whatever autocast the caller has.
 
     Args:
         ensemble: Any classifier: of images, of texts, zero-shot. It is not changed.
@@ -101,7 +103,8 @@ def fit_familiarity(
         >>> bool(answer.score("knn")[1] > answer.score("knn")[0])  # clothes are further off than fields
         True
     """
-    require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity").verified_metadata()
+    weights = require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity")
+    before = weights.kept_metadata("fitted")
     wanted = (score,) if isinstance(score, str) else tuple(score)
     options = FitOptions(wanted, shrinkage, neighbours, principal, stored)
     draws = np.random.default_rng(seed)
@@ -123,9 +126,8 @@ def fit_familiarity(
         scores = known.scores(kept.features, kept.logits)[0].mean(dim=0)
         known = Familiarity(replace(known.settings, reference=Reference.of(scores)), known.state)
     line = f"familiarity ({', '.join(options.scores)}) fitted on {known.settings.samples} samples"
-    known = beside(known, ensemble.metadata.familiarity)
-    metadata = _refitted(ensemble.metadata, known, line)
-    return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
+    metadata = _refitted(before, beside(known, before.familiarity), line)
+    return Ensemble.from_state(weights.config, weights.state_dict(), metadata)
 
 
 def with_score(ensemble: Ensemble, found: Familiarity, line: str) -> Ensemble:
@@ -133,8 +135,9 @@ def with_score(ensemble: Ensemble, found: Familiarity, line: str) -> Ensemble:
 
     Scores of before stay, but one of the same name is replaced.
     """
-    known = ensemble.verified_metadata().familiarity
-    metadata = _refitted(ensemble.metadata, found if known is None else _joined(found, known, ()), line)
+    before = ensemble.kept_metadata("fitted")
+    known = before.familiarity
+    metadata = _refitted(before, found if known is None else _joined(found, known, ()), line)
     return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
 
 

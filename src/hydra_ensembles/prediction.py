@@ -104,7 +104,7 @@ class Prediction:
             member_logits: `[M, B, C]`, finite, floating point, at least one member and two classes.
             temperature: One number, or one per member.
             threshold: Samples whose score is above it are not accepted.
-            score: Name of the score that the threshold is for.
+            score: Name of the score that the threshold is for; `mutual_information` takes two members or more.
             class_names: One name per class.
             check_finite: Refuse NaN and infinity. On a GPU this waits for the logits, and nothing else here does.
             calibrates: What the temperature divides: `"logits"`, before softmax and mean, so that everything follows
@@ -117,6 +117,7 @@ class Prediction:
         if calibrates == "probs" and temperature is not None:
             kept, temperature = _temperatures(temperature, member_logits), None
         scaled = scale_logits(member_logits, temperature, check_finite)
+        require_members_for(score, len(scaled))
         if scaled is member_logits:
             scaled = member_logits.clone()  # what is computed later must not follow the caller's buffer
         if class_names is not None and len(class_names) != scaled.shape[-1]:
@@ -412,6 +413,12 @@ def _temperatures(temperature: Temperature, member_logits: Tensor) -> tuple[floa
     values = tuple(given.flatten().tolist())
     check_temperature(values)
     return values
+
+
+def require_members_for(score: ScoreName, members: int) -> None:
+    """Refuse to decide by a score that so many members give every input alike."""
+    if score == "mutual_information" and members == 1:
+        raise ConfigError("score is mutual_information, which is 0 for a single member; use another, such as msp")
 
 
 def check_temperature(values: Sequence[float]) -> None:

@@ -71,7 +71,7 @@ def _keep(ensemble: Ensemble, kept: Sequence[Sequence[int]], gone: Sequence[Head
             rows = [row for row, head in enumerate(ensemble.config.heads[0][layer]) if head in kept[layer]]
             tensor = tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)]
         state[name] = tensor
-    metadata = ensemble.verified_metadata()
+    metadata = ensemble.kept_metadata("copied")
     if gone:
         metadata = metadata.after(f"pruned {len(gone)} heads: {' '.join(str(head) for head in gone)}")
     config = replace(ensemble.config, heads=(tuple(tuple(layer) for layer in kept),))

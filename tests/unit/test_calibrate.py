@@ -250,6 +250,9 @@ def test_what_was_calibrated_under_a_mask_stays_so():
         inside = model(images).detach()
         calibrated = calibrate(model, [(images, torch.arange(6) % model.num_classes)])
     torch.testing.assert_close(calibrated(images), inside)
+    assert "kept" not in calibrated.metadata.metrics  # which was measured with all heads
+    assert "calibrated with heads masked" in calibrated.metadata.history
+    assert calibrated.predict(images).threshold is not None
 
 
 class Compiled(torch.nn.Module):
@@ -305,6 +308,19 @@ def test_probabilities_in_place_of_logits_are_said():
     logits, labels = sample(2, 60, 4, 1.0, 0)
     with pytest.warns(HydraWarning, match="probabilities"):
         fit_calibration(logits.softmax(-1), labels)
+
+
+def test_a_callers_autocast_does_not_calibrate():
+    model, data = tiny(), list(validation(200))
+    wanted = calibrate(model, data).metadata
+    with torch.autocast("cpu", torch.bfloat16):
+        found = calibrate(model, data).metadata
+        assert torch.is_autocast_enabled("cpu")
+    assert (found.calibration, found.familiarity, found.metrics) == (
+        wanted.calibration,
+        wanted.familiarity,
+        wanted.metrics,
+    )
 
 
 def test_distances_are_exact_under_autocast():

@@ -5,6 +5,7 @@ product as precision: `(√τ A + √λ I) ⊗ (√τ B + √λ I)`. A sums `a a
 loss in h, each over √n; τ is how many pairs the n at hand count for, λ the precision of the prior.
 """
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -69,7 +70,8 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
     """The posterior of both projections, from pairs of images and texts; nothing is trained.
 
     Args:
-        dual: A dual encoder with one member and two projections; it is not changed.
+        dual: A dual encoder with one member and two projections; it is not changed, and what becomes of it later does
+            not reach the result.
         pairs: Batches `(images, texts)`, as for `tune_text`, features in the place of images too; read once, their
             embeddings are kept.
         settings: How much the pairs count, and the prior.
@@ -79,7 +81,8 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
     scale, sigmoid = dual.logit_scale.exp().item(), None if dual.logit_bias is None else dual.logit_bias.item()
     place = dual.device if dual.device.type == "cuda" else torch.device("cpu")  # other devices lack float64
     with torch.no_grad():
-        seen = [_augmented(one, projection) for one, projection in zip((images, texts), projections, strict=True)]
+        biased = [projection.bias is not None for projection in projections]
+        seen = [_augmented(one, bias) for one, bias in zip((images, texts), biased, strict=True)]
         means = [_matrix(projection) for projection in projections]
         embedded = [one @ mean.T for one, mean in zip(seen, means, strict=True)]
         sides = []
@@ -87,7 +90,7 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
             read, mine, theirs = (one.to(place) for one in (seen[own], embedded[own], embedded[other]))
             inputs, outputs = kronecker_factors(read, mine, theirs, scale, settings.negatives, sigmoid)
             sides.append(ProjectionPosterior.of(means[own], inputs.cpu(), outputs.cpu(), settings, own))
-    return VLMPosterior(dual, sides[0], sides[1], settings.as_published)
+    return VLMPosterior(copy.deepcopy(dual), sides[0], sides[1], settings.as_published)
 
 
 @checked
@@ -122,7 +125,7 @@ def published_bayes_vlm(
                 raise CheckpointError(f"{path} must be a finite matrix {size}x{size} for this model, got {got}")
             found.append(factor.detach().double())
         sides.append(ProjectionPosterior.of(mean, found[0], found[1], settings, side))
-    return VLMPosterior(dual, sides[0], sides[1], settings.as_published)
+    return VLMPosterior(copy.deepcopy(dual), sides[0], sides[1], settings.as_published)
 
 
 def kronecker_factors(
@@ -242,7 +245,10 @@ def published_prior(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class VLMPosterior:
-    """Posteriors of both projections of a dual encoder; a classifier out of it is an ensemble, or one closed form."""
+    """Posteriors of both projections of a dual encoder; a classifier out of it is an ensemble, or one closed form.
+
+    The dual encoder is a copy: towers that are edited, or trained, are not those that the posteriors are of.
+    """
 
     dual: DualEncoder
     image: ProjectionPosterior
@@ -308,7 +314,7 @@ class VLMPosterior:
         with dropping(False):
             parts = [prompts[start : start + _PROMPTS] for start in range(0, len(prompts), _PROMPTS)]
             found = torch.cat([embed(self.dual.text, None, list(one), normalize=False)[0] for one in parts])
-        return _augmented(found.double().cpu(), _projections(self.dual)[1])
+        return _augmented(found.double().cpu(), _projections(self.dual)[1].bias is not None)
 
 
 class ProbitClassifier(Droppable):
@@ -316,8 +322,9 @@ class ProbitClassifier(Droppable):
 
     def __init__(self, posterior: VLMPosterior, names: Sequence[str], texts: Tensor) -> None:
         super().__init__()
-        self.dual, self.names = posterior.dual, tuple(names)
-        self.metadata = Metadata(labels=self.names, preprocessing=self.dual.image.metadata.preprocessing)
+        self.image, self.names = copy.deepcopy(posterior.dual.image), tuple(names)
+        self.metadata = Metadata(labels=self.names, preprocessing=self.image.metadata.preprocessing)
+        self.biased = _projections(posterior.dual)[0].bias is not None
         self.kind, self.num_members, self.num_classes = "image", 1, len(names)
         covariances = posterior.image.covariance, posterior.text.covariance
         if posterior.as_published:
@@ -338,9 +345,9 @@ class ProbitClassifier(Droppable):
     def similarities(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variance of the scaled similarities, `[B, C]` each, in float64."""
         with dropping(False):
-            features = embed(self.dual.image, None, inputs, normalize=False)[0].double()
+            features = embed(self.image, None, inputs, normalize=False)[0].double()
         self.known = {name: tensor.to(features.device) for name, tensor in self.known.items()}  # they stay there
-        known, seen = self.known, _augmented(features, _projections(self.dual)[0])
+        known, seen = self.known, _augmented(features, self.biased)
         embedded, spread = seen @ known["projection"].T, (seen @ known["inputs"] * seen).sum(-1)  # h [B, e], [B]
         of_image, of_text, classes = known["of_image"], known["of_text"], known["classes"]
         lengths = embedded.square().sum(-1) + spread * of_image.trace()  # E|h|², [B]
@@ -364,11 +371,11 @@ class ProbitClassifier(Droppable):
 
     def prepare(self, inputs: Any = None, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""
-        return self.dual.image.prepare(inputs, **named)
+        return self.image.prepare(inputs, **named)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Refused: this is a view of a dual encoder; what `VLMPosterior.zero_shot` draws is saved."""
-        raise ConfigError("BayesVLM's closed form is a view and is not saved; save the dual encoder, or drawn members")
+        """Refused: there is no file of a closed form; what `VLMPosterior.zero_shot` draws is saved."""
+        raise ConfigError("BayesVLM's closed form is not saved; save the dual encoder, or drawn members")
 
 
 # --- both sides of a dual encoder ------------------------------------------------------------------------
@@ -408,14 +415,14 @@ def _inputs_of_projections(dual: DualEncoder, pairs: Batches) -> tuple[Tensor, T
     return cast(tuple[Tensor, Tensor], found)
 
 
-def _augmented(seen: Tensor, projection: GroupedLinear) -> Tensor:
+def _augmented(seen: Tensor, biased: bool) -> Tensor:
     """Inputs with a one at the end where the projection has a bias, which is its weight."""
-    return seen if projection.bias is None else torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
+    return seen if not biased else torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
 
 
 def _matrix(projection: GroupedLinear) -> Tensor:
-    """The whole map `[e, d]`, a bias as its last column, in float64 on the CPU."""
-    weight = projection.weight[0].detach().double().cpu()
+    """The whole map `[e, d]`, a bias as its last column, in float64 on the CPU, a copy."""
+    weight = projection.weight[0].detach().to("cpu", torch.float64, copy=True)
     bias = projection.bias
     return weight if bias is None else torch.cat([weight, bias[0].detach().double().cpu()[:, None]], dim=1)
 

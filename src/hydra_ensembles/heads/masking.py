@@ -30,7 +30,8 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
 
     The parameters stay the same objects and are restored to the last bit when the block ends, also by an exception.
     Blocks may be nested, and may name the same head. Logits computed inside must be differentiated inside. What was
-    measured (calibration, familiarity) stays as it is.
+    measured (calibration, familiarity) stays as it is; copies and files that are made inside keep the mask for good, so
+    they go without it, with a warning.
 
     Args:
         ensemble: An ensemble or a dual encoder; changed in place until the block ends.

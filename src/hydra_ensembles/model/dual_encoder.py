@@ -158,7 +158,7 @@ class DualEncoder(Saved, Droppable):
     # --- saving and loading ------------------------------------------------------------------------------
 
     def _contents(self, name: str) -> Contents:
-        image, text = self.image.verified_metadata(), self.text.verified_metadata()
+        image, text = self.image.kept_metadata("saved"), self.text.kept_metadata("saved")
         return dual_encoder_contents(name, self.config, image, text, self.state_dict())
 
     @classmethod

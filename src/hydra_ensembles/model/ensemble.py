@@ -228,6 +228,25 @@ class Ensemble(Saved, Droppable):
             self._forget(*EDITED)
         return self._metadata
 
+    def kept_metadata(self, deed: str) -> Metadata:
+        """The metadata for weights that are saved or copied as they are now; `deed` is the word for it.
+
+        With heads masked they are not those that were measured, and stay so when the mask comes off here.
+        """
+        known = self.verified_metadata()
+        if not self._watch.masks:
+            return known
+        if known.measured:
+            warn(f"this ensemble is {deed} with heads masked, which was measured with all of them: {DROPPED}")
+        return known.after(f"{deed} with heads masked")
+
+    def lasting(self, deed: str) -> "Ensemble":
+        """This ensemble; with heads masked, the same weights with the metadata that these can keep."""
+        known = self.kept_metadata(deed)
+        return (
+            self if known is self._metadata else built_around(lambda: Ensemble(self.config, known), self.state_dict())
+        )
+
     def take_as_measured(self) -> None:
         """The metadata are of the weights as they are now."""
         self._watch.take(self, self._metadata.measured)
@@ -263,8 +282,7 @@ class Ensemble(Saved, Droppable):
         self.take_as_measured()
 
     def __getstate__(self) -> dict[str, Any]:
-        known = self.verified_metadata()
-        return {**self.__dict__, "_metadata": known, "_watch": self._watch.for_copy(self, known.measured)}
+        return {**self.__dict__, "_metadata": self.kept_metadata("copied"), "_watch": self._watch.for_copy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -437,7 +455,7 @@ class Ensemble(Saved, Droppable):
         """A copy of one member as an ensemble of its own; the calibration of several members is not its own."""
         index = member_index(index, self.num_members)
         state = member_state(self.config, self.state_dict(), index)
-        metadata = member_metadata(self.verified_metadata(), index, self.num_members)
+        metadata = member_metadata(self.kept_metadata("copied"), index, self.num_members)
         return Ensemble.from_state(member_config(self.config, index), state, metadata)
 
     @classmethod
@@ -478,11 +496,7 @@ class Ensemble(Saved, Droppable):
                 f"the ensemble is not what its configuration says, in {odd[0][0]}, and could not be loaded again; undo "
                 "what was changed (torch.nn.utils.prune.remove, parametrize.remove_parametrizations), then save"
             )
-        metadata = self.verified_metadata()
-        if self._watch.masks and metadata.measured:
-            metadata = metadata.after("saved with heads masked")
-            warn(f"this ensemble is saved with heads masked, which was measured with all of them: {DROPPED}")
-        return ensemble_contents(name, self.config, metadata, state)
+        return ensemble_contents(name, self.config, self.kept_metadata("saved"), state)
 
     @classmethod
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> "Ensemble":

@@ -14,7 +14,7 @@ from ..arguments import Checked, Count, PositiveShare, trusted
 from ..errors import ConfigError
 from ..metrics.conformal import Reference
 from ..metrics.distance import BY_CLASS, FittedName, Statistics, is_relative, nearest_class, ready, unfamiliarity
-from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature
+from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature, require_members_for
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import ADDED_LATER, require_types
 from .config import EnsembleConfig, ProjectionConfig
@@ -222,13 +222,15 @@ class Metadata:
         require_types(self)
 
     def check(self, config: EnsembleConfig) -> None:
-        """Refuse labels, temperatures, statistics and preprocessing that do not belong to such a model."""
+        """Refuse labels, temperatures, scores, statistics and preprocessing that do not belong to such a model."""
         classes, labels = config.readout.num_classes, len(self.labels)
         if classes and labels not in (0, classes):
             raise ConfigError(f"{labels} labels for {classes} classes; give one label per class, or none")
         count = 1 if self.calibration is None else len(self.calibration.temperature)
         if count not in (1, config.members):
             raise ConfigError(f"{count} temperatures for {config.members} members; give one, or one each")
+        if self.calibration is not None:
+            require_members_for(self.calibration.score, config.members)
         known = self.familiarity
         if known is not None and known.shapes != known.settings.shapes(config.members, classes):
             raise ConfigError("the familiarity was fitted to another model: fit it to this one, by fit_familiarity")

@@ -71,11 +71,11 @@ class WeightWatch:
         if self._digest is not None:
             self._digest = weights_digest(model.parameters())
 
-    def for_copy(self, model: nn.Module, measured: bool) -> "WeightWatch":
-        """What a copy of the model takes along: its weights are what these are now, masks and all; it counts anew."""
+    def for_copy(self) -> "WeightWatch":
+        """What a copy of the model takes along; it counts anew. With masks on, its weights were not measured."""
         found = WeightWatch()
         found._counted = self._counted
-        found._digest = weights_digest(model.parameters()) if self.masks and measured else self._digest
+        found._digest = None if self.masks else self._digest
         return found
 
     def _counters(self) -> list[tuple[int, int]]:

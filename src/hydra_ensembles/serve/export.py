@@ -82,7 +82,7 @@ def export(
     """
     path = Path(path).expanduser()
     format = _format(path, format)
-    require_ensemble(ensemble, "export").verified_metadata()
+    ensemble = require_ensemble(ensemble, "export").lasting("exported")
     outputs = output_fields(ensemble)
     if format == "onnx":
         for library in ("onnx", "onnxscript", "onnxruntime"):

@@ -108,6 +108,8 @@ def _from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> A
             raise RequestError(f"input {name!r} needs {math.prod(shape)} strings")
         return [one.encode("utf-8", "surrogatepass") for one in data]
     try:
+        if datatype != "BOOL" and bool in _kinds(data):
+            raise ValueError("true and false are no numbers")
         array = np.array(data)
         if array.dtype.kind not in "biuf" or array.size != math.prod(shape):
             raise ValueError(f"{array.size} values of {array.dtype}")
@@ -119,6 +121,12 @@ def _from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> A
     if array.ndim > 1 and array.shape != shape:  # in rows, which say themselves how they lie
         raise RequestError(f"the data of input {name!r} are in rows of shape {list(array.shape)}, not {list(shape)}")
     return made.reshape(shape)
+
+
+def _kinds(data: list[Any]) -> set[type]:
+    """The types of what lies in a list, or in the rows of it."""
+    kinds = set(map(type, data))
+    return kinds.union(*(_kinds(row) for row in data if type(row) is list)) if list in kinds else kinds
 
 
 def _from_binary(name: str, datatype: str, shape: tuple[int, ...], content: bytes) -> Array | list[bytes]:

@@ -211,6 +211,20 @@ def test_the_closed_form_predicts_and_is_evaluated():
         he.evaluate(found, DataLoader(data, 4), progress=False)
 
 
+def test_edits_of_the_dual_encoder_reach_nothing_that_was_made_of_it():
+    model = dual()
+    posterior = bayes_vlm(model, double_pairs())
+    found = posterior.probit(NAMES)
+    wanted, drawn = found(IMAGES), posterior.zero_shot(NAMES, members=2)(IMAGES)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(found(IMAGES), wanted)
+    assert torch.equal(posterior.zero_shot(NAMES, members=2)(IMAGES), drawn)
+    found.float()  # the classifier has weights of its own, too
+    assert torch.equal(posterior.probit(NAMES)(IMAGES), wanted)
+
+
 def test_features_that_were_computed_before_stand_for_images():
     model, data = dual(), double_pairs()
     cached = [(image_features(model, [images]), texts) for images, texts, _ in data]

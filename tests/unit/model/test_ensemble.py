@@ -33,6 +33,7 @@ from hydra_ensembles.model.stem_readout import Projections
 
 WIDTHS = [output_width(config) for config in (single(), text())]
 IDS = torch.ones(2, 5, dtype=torch.long)
+IMAGES_24 = torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 PIXELS = np.zeros((10, 10, 3), np.uint8)
 IMAGES, TEXTS = he.ImagePreprocessing((8, 8)), he.TextPreprocessing(8)
 SIZES = {"width": 8, "layers": 2, "heads": 2, "head_dim": 4, "mlp_width": 16}
@@ -299,10 +300,8 @@ def test_weights_that_are_only_moved_or_masked_are_those_that_were_measured(move
     ours = moved(measured())
     with he.masked(ours, [(0, 0)]):
         he.evaluate(ours, [(torch.randn(3, 3, 8, 8), torch.arange(3))], progress=False)
-        copied = copy.deepcopy(ours)  # of the weights as they are, masked
-    for one, name in ((ours, "a"), (copied, "b")):
-        one.save_pretrained(tmp_path / name)
-        assert one.metadata.calibration == Calibration((2.0,), 0.5)
+    ours.save_pretrained(tmp_path / "a")
+    assert ours.metadata.calibration == Calibration((2.0,), 0.5)
     through_data(ours)
     with pytest.warns(he.HydraWarning, match="edited"):
         ours.save_pretrained(tmp_path / "a")
@@ -355,6 +354,45 @@ def test_what_is_saved_with_heads_masked_is_not_calibrated(tmp_path: Path) -> No
     found = he.load(tmp_path / "a")
     assert (found.metadata.calibration, found.metadata.history[-1]) == (None, "saved with heads masked")
     assert ours.metadata.calibration is not None
+
+
+@pytest.mark.parametrize(
+    ("made", "deed"),
+    [
+        (copy.deepcopy, "copied"),
+        (lambda one: pickle.loads(pickle.dumps(one)), "copied"),
+        (lambda one: one.member(0), "copied"),
+        (lambda one: he.prune(one, []), "copied"),
+        (lambda one: one.optimize(plans=["loop"]), "optimized"),
+        (lambda one: he.fit_familiarity(one, [(IMAGES_24, torch.arange(24) % 3)], "knn"), "fitted"),
+    ],
+)
+def test_what_is_made_with_heads_masked_keeps_the_mask_and_no_calibration(made: Any, deed: str) -> None:
+    ours, plain = measured(), he.Ensemble.from_state(measured().config, measured().state_dict())
+    with he.masked(ours, [(0, 0)]):
+        expected = ours(IMAGES_24)
+        with pytest.warns(he.HydraWarning, match=f"{deed} with heads masked"):
+            found = made(ours)
+        assert ours.predict(IMAGES_24).threshold == 0.5
+    assert (found.metadata.calibration, found.metadata.metrics) == (None, {})
+    assert f"{deed} with heads masked" in found.metadata.history
+    torch.testing.assert_close(found(IMAGES_24), expected)
+    prediction = found.predict(IMAGES_24)
+    assert (prediction.threshold, prediction.temperature) == (None, (1.0,))
+    assert ours.predict(IMAGES_24).threshold == 0.5
+    with he.masked(plain, [(0, 0)]), warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing was measured: nothing to be said but in the history
+        assert f"{deed} with heads masked" in made(plain).metadata.history
+
+
+def test_one_member_cannot_decide_by_how_members_differ() -> None:
+    by_members = Calibration((1.0,), 0.1, "mutual_information")
+    with pytest.raises(ConfigError, match="single member"):
+        measured().with_metadata(calibration=by_members)
+    two = he.Ensemble.stack([measured(), measured(1)]).with_metadata(calibration=by_members)
+    assert two.predict(IMAGES_24).threshold == 0.1
+    with pytest.raises(ConfigError, match="single member"):
+        he.Prediction.from_logits(torch.randn(1, 4, 3), threshold=0.1, score="mutual_information")
 
 
 def test_familiarity_of_another_model_is_refused() -> None:

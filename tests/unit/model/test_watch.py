@@ -106,7 +106,7 @@ def test_another_dtype_has_other_bits_of_the_same_weights(change: Callable, roun
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_copy_holds_no_module_and_compares_with_the_same_values(copied: Callable) -> None:
     model, watch = watched()
-    taken = copied(watch.for_copy(model, measured=True))
+    taken = copied(watch.for_copy())
     assert taken.on
     assert not taken._places
     other = copy.deepcopy(model)
@@ -117,10 +117,9 @@ def test_a_copy_holds_no_module_and_compares_with_the_same_values(copied: Callab
     assert not watch.values_differ(model)
 
 
-def test_a_copy_that_is_made_with_masks_on_has_them_in_its_weights() -> None:
+def test_a_copy_that_is_made_with_masks_on_has_no_weights_that_were_measured() -> None:
     model, watch = watched()
     in_place(model)
     watch.masks = 1
-    for measured in (True, False):
-        taken = watch.for_copy(model, measured)
-        assert (taken.masks, taken.values_differ(model)) == (0, not measured)
+    taken = watch.for_copy()
+    assert (taken.on, taken.masks, taken.values_differ(model)) == (True, 0, False)

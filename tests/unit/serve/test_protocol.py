@@ -149,6 +149,9 @@ def body(**changes: Any) -> bytes:
         (body(data=[1]), None, "2 numbers"),
         (body(data=[[1, 2], [3]]), None, "numbers"),
         (body(data=["x", "y"]), None, "numbers"),
+        (body(data=[True, False]), None, "numbers"),
+        (body(data=[1.5, True]), None, "numbers"),
+        (body(shape=[2, 1], datatype="INT64", data=[[1], [True]]), None, "numbers"),
         (body(shape=[3, 2], data=[[1, 2, 3], [4, 5, 6]]), None, "rows"),  # as many, but they lie otherwise
         (body(shape=[1, 2, 1], data=[[1, 2]]), None, "rows"),
         (body(data="12"), None, "list"),
@@ -190,6 +193,11 @@ def test_binary_tensors_must_have_the_size_they_claim(
 def test_numbers_come_one_after_another_or_in_rows(data: Any) -> None:
     _, found = read_request(body(shape=[2, 3], data=data), None)
     assert found["a"].tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_true_and_false_are_what_they_are_where_they_are_asked_for() -> None:
+    _, found = read_request(body(datatype="BOOL", data=[True, False]), None)
+    assert (found["a"].dtype, found["a"].tolist()) == (np.bool_, [True, False])  # type: ignore[union-attr]
 
 
 def test_several_tensors_in_json_and_binary() -> None:
