@@ -374,8 +374,8 @@ class ProbitClassifier(Droppable):
         return self.image.prepare(inputs, **named)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Refused: there is no file of a closed form; what `VLMPosterior.zero_shot` draws is saved."""
-        raise ConfigError("BayesVLM's closed form is not saved; save the dual encoder, or drawn members")
+        """Refused: this is a view of a posterior; what `VLMPosterior.zero_shot` draws is saved."""
+        raise ConfigError("BayesVLM's closed form is a view and is not saved; save the dual encoder, or drawn members")
 
 
 # --- both sides of a dual encoder ------------------------------------------------------------------------
