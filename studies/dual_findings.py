@@ -12,7 +12,7 @@ from .cells import MARKED, marked, memory, parts, printed, shown
 from .detection import PAPER, TITLE, detected
 from .dual_rows import BAYES_VLM, HYDRA, NEG_LABEL, VILU
 from .findings import claim_cells, not_testable_table, tested
-from .measures import SHOWN, Columns, Number, numbers, plain_numbers
+from .measures import Columns, Number, numbers, plain_numbers
 from .paper import Numbers, read_csv, zero_shot_numbers
 from .results import markdown
 from .stored import Study
@@ -53,7 +53,7 @@ class DualStudy(Study):
     def numbers_of(self, columns: Columns) -> dict[str, Number]:
         found: dict[str, Number] = {}
         for task in self.facts["tasks"]:
-            own = numbers(of_row(task, columns), task, self.groups(task), SHOWN)
+            own = numbers(of_row(task, columns), task, self.groups(task))
             found |= {f"{task}.{key}": one for key, one in {**own, **by_own_score(own)}.items()}
         return found | self._means(found, Number.mean)
 

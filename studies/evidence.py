@@ -1,10 +1,11 @@
 """What a model of a study says about every sample, kept as columns: whatever is reported is made from them.
 
 A file `seed-N.npz` has, by `row|set|column` and one number a sample: the OOD scores `msp` (one minus the largest mean
-probability), `entropy`, `mutual_information` and, where features have a distance, `mahalanobis`; of the test set
+probability), `entropy` and, where features have a distance, `mahalanobis`; of the test set
 `correct`, `nll` and `brier` before and (`calibrated.…`) after calibration, and `calibrated.doubt`, one minus confidence
 (before calibration that is `msp`). Numbers are in float16, whose rounding is relative: doubt instead of confidence, so
-that answers that are nearly sure differ.
+that answers that are nearly sure differ. Of `mutual_information` there is the mean alone, one number a set: no table
+ranks samples by it.
 """
 
 from collections.abc import Mapping
@@ -21,11 +22,11 @@ from hydra_ensembles.errors import DataError
 from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
 from hydra_ensembles.prediction import AnyScore
 
-from .measures import Array
+from .measures import SPREAD, Array
 from .samples import Samples
 from .task import Task
 
-SCORES: tuple[AnyScore, ...] = ("msp", "entropy", "mutual_information")
+SCORES: tuple[AnyScore, ...] = ("msp", "entropy", SPREAD)
 SHIFTED = ("correct", "brier", "nll")  # columns of corrupted images
 LARGEST = 60000.0  # of float16
 
@@ -81,10 +82,13 @@ def judged(said: Prediction, labels: Tensor) -> dict[str, Tensor]:
 
 def stored(columns: Mapping[str, Tensor]) -> dict[str, Array]:
     """Columns as they are kept."""
-    return {
-        name: (one if one.dtype == torch.bool else one.clamp(-LARGEST, LARGEST).half()).cpu().numpy()
-        for name, one in columns.items()
-    }
+
+    def kept(name: str, one: Tensor) -> Tensor:
+        if name == SPREAD:
+            return one.double().mean(dim=0, keepdim=True)  # [1]
+        return one if one.dtype == torch.bool else one.clamp(-LARGEST, LARGEST).half()
+
+    return {name: kept(name, one).cpu().numpy() for name, one in columns.items()}
 
 
 def under_shift(judge: Judged, place: Path) -> dict[str, Array]:

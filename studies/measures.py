@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,10 @@ Groups = Mapping[str, Sequence[str]]  # names of OOD sets by `near` and `far`
 BINS = 15
 DOUBT = {"": "msp", "calibrated.": "calibrated.doubt"}  # one minus confidence
 LEVEL = 0.95
-NAMED = ("entropy", "mahalanobis", "mutual_information", *get_args(LearnedName))  # scores of a row, where it has them
+NAMED = ("entropy", "mahalanobis", *get_args(LearnedName))  # scores of a row, where it has them
 CONFIDENT = "vilu"  # the score that is minus the log-odds of being right, a confidence of its own
 SCORES = {"": "msp", **{f"{name}:": name for name in NAMED}}
-SHOWN = {prefix: score for prefix, score in SCORES.items() if score != "mutual_information"}  # by tables of studies
+SPREAD: Literal["mutual_information"] = "mutual_information"  # of members: its mean over a set, no score of samples
 SHIFT, SEVERITIES = "shift", tuple(f"severity {level}" for level in range(1, 6))  # of corrupted images
 FEWEST = 1000  # samples of a set whose false positives are counted at 95 % of them
 
@@ -92,7 +92,7 @@ class Difference:
         return self.seeds > 1 and abs(self.value) > self.half_width
 
 
-def numbers(columns: Columns, inside: str, groups: Groups, scores: Mapping[str, str] = SCORES) -> dict[str, Number]:
+def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
     """Every number with influences of one model: `accuracy`, `calibrated.nll`, `entropy:all.auroc` and so on."""
     here = {key.removeprefix(f"{inside}|"): one for key, one in columns.items() if key.startswith(f"{inside}|")}
     own = {column: one.astype(np.float64) for column, one in here.items()}
@@ -106,7 +106,7 @@ def numbers(columns: Columns, inside: str, groups: Groups, scores: Mapping[str, 
     if CONFIDENT in own:
         found[f"{CONFIDENT}:ece"] = _ece(_confidence(own[CONFIDENT]), own["correct"], inside)
         found[f"{CONFIDENT}:aurc"] = _aurc(own[CONFIDENT], 1.0 - own["correct"], inside)
-    for prefix, score in scores.items():
+    for prefix, score in SCORES.items():
         if score not in own:
             continue
         ours = _ordered(own[score])
@@ -148,10 +148,10 @@ def plain_numbers(
     if own in columns:
         sure[f"{CONFIDENT}:"] = _confidence(columns[own].astype(np.float64))
     found |= {f"{key}aece": adaptive_ece_of_confidence(torch.from_numpy(one), right) for key, one in sure.items()}
-    spread = {name: columns[f"{name}|mutual_information"] for names in groups.values() for name in names}
+    spread = {name: columns[f"{name}|{SPREAD}"] for names in groups.values() for name in names}
     means = {name: float(one.astype(np.float64).mean()) for name, one in spread.items()}
-    found["mutual_information"] = float(columns[f"{inside}|mutual_information"].astype(np.float64).mean())
-    found |= _by_set_and_group("", "mutual_information", means, groups)
+    found[SPREAD] = float(columns[f"{inside}|{SPREAD}"].astype(np.float64).mean())
+    found |= _by_set_and_group("", SPREAD, means, groups)
     for prefix, score in {"": "msp", **{f"{name}:": name for name in get_args(LearnedName)}}.items():
         if f"{inside}|{score}" in columns:
             found |= _detection(columns, inside, groups, prefix, score)

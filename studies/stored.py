@@ -15,7 +15,6 @@ from hydra_ensembles.files import read_object
 from .measures import (
     SEVERITIES,
     SHIFT,
-    SHOWN,
     Array,
     Columns,
     Difference,
@@ -73,7 +72,7 @@ class Study(Once):
 
     def numbers_of(self, columns: Columns) -> dict[str, Number]:
         """Numbers of what one model said about all sets."""
-        return numbers(columns, self.facts["inside"], self.facts["groups"], SHOWN)
+        return numbers(columns, self.facts["inside"], self.facts["groups"])
 
     def plain(self, row: str) -> list[dict[str, float]]:
         """All numbers, seed by seed."""
