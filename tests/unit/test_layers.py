@@ -1,7 +1,7 @@
 """The eight layers of docs/architecture.md: imports point downwards, without a cycle, and stay light."""
 
 import ast
-import re
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,11 +62,11 @@ def test_optional_libraries_are_not_loaded_at_the_top_and_studies_and_benchmarks
         assert foreign <= ({"typer", "rich", "yaml"} if name.startswith("cli.") else set()), name
 
 
-def test_the_page_on_architecture_lists_every_file_with_its_layer() -> None:
-    page = (PACKAGE.parents[1] / "docs" / "architecture.md").read_text()
-    listed = {row[1]: int(row[0]) for row in re.findall(r"^\| (\d) \| `([\w/]+)\.py` \|", page, re.MULTILINE)}
-    files = {name.replace(".", "/"): LAYER[name.partition(".")[0]] for name in FILES}
-    assert listed == {name: layer for name, layer in files.items() if not name.endswith("/__init__")}
+def test_the_page_of_every_file_is_as_written_and_the_page_on_architecture_has_its_layers() -> None:
+    docs = PACKAGE.parents[1] / "docs"
+    script = runpy.run_path(str(docs / "files.py"))
+    assert script["room_layers"]() == LAYER
+    assert (docs / "files.md").read_text() == script["table"](), "python docs/files.py"
 
 
 def test_one_word_has_one_meaning() -> None:
