@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import Any, get_args
 
@@ -235,7 +235,9 @@ class OptimizedEnsemble:
         return run
 
     def _with_graphs(self, function: Run) -> Run:
-        return GraphCache(function, self._pool, max(self._compiled_shapes, USUAL_SHAPES)) if self._graphed else function
+        if not self._graphed:
+            return function
+        return GraphCache(function, self.device, self._pool, max(self._compiled_shapes, USUAL_SHAPES))
 
 
 class _Lock:
@@ -320,15 +322,24 @@ class GraphCache:
 
     A graph reads from buffers of its own; arguments are copied in and the result is copied out, so callers may
     keep what they get. Graphs of one pool share the memory of their intermediate results, which is safe as long as
-    they are replayed one at a time.
+    they are replayed one at a time. Streams and recordings are those of the current device, whatever device the
+    tensors are on: elsewhere nothing would be recorded, without a word. So all of it happens with `device` current.
     """
 
-    def __init__(self, function: Run, pool: Any, limit: int) -> None:
-        self._function, self._pool, self._limit = function, pool, limit
+    def __init__(self, function: Run, device: torch.device, pool: Any, limit: int) -> None:
+        self._function, self._device, self._pool, self._limit = function, device, pool, limit
         self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, Arguments, tuple[Tensor, ...]]] = OrderedDict()
 
     def __call__(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
         """Replay the graph for these shapes, recording it first where there is none."""
+        with torch.cuda.device(self._device):
+            return self._replayed(arguments)
+
+    def forget(self, key: Key) -> None:
+        """Drop the graph of a shape and the memory it holds, if there is one."""
+        self._graphs.pop(key, None)
+
+    def _replayed(self, arguments: Arguments) -> tuple[Tensor, ...]:
         key = shape_key(arguments)
         if key not in self._graphs:
             self._graphs[key] = self._record(arguments)
@@ -342,10 +353,6 @@ class GraphCache:
         graph.replay()
         return tuple(one.clone() for one in result)
 
-    def forget(self, key: Key) -> None:
-        """Drop the graph of a shape and the memory it holds, if there is one."""
-        self._graphs.pop(key, None)
-
     def _record(self, arguments: Arguments) -> tuple[torch.cuda.CUDAGraph, Arguments, tuple[Tensor, ...]]:
         buffers = tuple(None if one is None else one.clone() for one in arguments)
         stream = torch.cuda.Stream()
@@ -355,6 +362,13 @@ class GraphCache:
                 self._function(*buffers)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others may go on
+        side = _recording_stream(self._device)
+        with torch.cuda.graph(graph, self._pool, side, capture_error_mode="thread_local"):  # others may go on
             result = self._function(*buffers)
         return graph, buffers, result
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that graphs of a device are recorded on; torch has but one, of the device that recorded first."""
+    return torch.cuda.Stream(device)

@@ -12,7 +12,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Annotated, Any, Literal
@@ -302,9 +301,8 @@ class Service:
                     model, dtype=self.settings.dtype, compile=self.settings.compile, compiled_shapes=shapes
                 )
                 if self.settings.warm_up:
-                    with _on(place):
-                        for size, row in product(self.sizes(), self.examples()):
-                            plans[place].predict(_stacked([row] * size), check_finite=False)
+                    for size, row in product(self.sizes(), self.examples()):
+                        plans[place].predict(_stacked([row] * size), check_finite=False)
             found.append(_Worker(plans[place], self.sizes()))
         return [worker.answer for worker in found]
 
@@ -360,12 +358,11 @@ class _Worker:
         for place, row in enumerate(rows):
             groups.setdefault(row.shape, []).append(place)
         answers: dict[int, Answer] = {}
-        with _on(self.plan.device):
-            for places in groups.values():
-                while places:
-                    size = max(size for size in self.sizes if size <= len(places))
-                    piece, places = places[:size], places[size:]
-                    answers |= dict(zip(piece, self._piece([rows[place] for place in piece]), strict=True))
+        for places in groups.values():
+            while places:
+                size = max(size for size in self.sizes if size <= len(places))
+                piece, places = places[:size], places[size:]
+                answers |= dict(zip(piece, self._piece([rows[place] for place in piece]), strict=True))
         return [answers[place] for place in range(len(rows))]
 
     def _piece(self, rows: list[Sample]) -> list[Answer]:
@@ -397,11 +394,6 @@ class _Worker:
             inputs = inputs.to(self.plan.dtype)
         found = None if known is None else known.nearest_class(module.features_and_logits(inputs)[0])
         return [-1] * len(rows) if found is None else [int(label) for label in found.tolist()]
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Where streams and graphs of a thread are made."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _stacked(rows: Sequence[Sample]) -> Tensor | dict[str, Tensor]:

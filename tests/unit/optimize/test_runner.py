@@ -1,6 +1,7 @@
 """An optimized ensemble: choosing plans, compiling, changing shapes, precision, memory."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,12 +153,55 @@ def test_graphs_are_kept_up_to_a_limit_and_recorded_anew_beyond_it(monkeypatch: 
         return SimpleNamespace(replay=lambda: None), arguments, arguments
 
     monkeypatch.setattr(runner.GraphCache, "_record", record)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     for limit, expected in ((3, [1, 2, 3]), (2, [1, 2, 3] * 2)):
-        cache = runner.GraphCache(lambda *given: given, None, limit)
+        cache = runner.GraphCache(lambda *given: given, torch.device("cuda", 0), None, limit)
         for batch in (1, 2, 3) * 2:
             cache(torch.zeros(batch))
         assert recorded == expected
         recorded.clear()
+
+
+def test_graphs_are_recorded_and_replayed_on_the_device_of_the_ensemble(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever device is current: streams and recordings go by that alone. The GPUs are made up."""
+    current, used, streams = ["cuda:0"], list[tuple[str, str]](), list[Any]()  # used: what was done, and where
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
+
+    def noting(name: str, result: Any = None) -> Any:
+        def call(*_: Any, **__: Any) -> Any:
+            used.append((name, current[-1]))
+            return result
+
+        return call
+
+    def recording(graph: Any, pool: Any, stream: Any = None, **_: Any) -> Any:
+        streams.append(stream)
+        return noting("graph", nullcontext())()
+
+    runner._recording_stream.cache_clear()
+    stream = SimpleNamespace(wait_stream=noting("wait"))
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "Stream", noting("Stream", stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", noting("current_stream", stream))
+    monkeypatch.setattr(torch.cuda, "stream", noting("stream", nullcontext()))
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=noting("replay")))
+    fast = hydra().optimize(plans=["batched"])
+    fast._graphed, fast.device = True, torch.device("cuda", 1)
+    run = fast._with_graphs(lambda x: noting("run", (x,))())
+    for batch in (2, 3, 2):
+        run(images(batch))
+    runner._recording_stream.cache_clear()
+    assert {name for name, _ in used} == {"Stream", "current_stream", "stream", "wait", "graph", "run", "replay"}
+    assert {device for _, device in used} == {"cuda:1"}
+    assert [name for name, _ in used].count("replay") == 3
+    assert streams == [stream, stream]  # torch's own would be of the device that anything was first recorded on
+    assert current == ["cuda:0"]
 
 
 @torch.no_grad()
