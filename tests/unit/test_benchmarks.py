@@ -15,7 +15,6 @@ import inference_models  # noqa: E402
 import inference_report  # noqa: E402
 import quoted  # noqa: E402
 import serve  # noqa: E402
-import tables  # noqa: E402
 
 from studies.measures import Difference, Number  # noqa: E402
 
@@ -84,14 +83,6 @@ def test_figures_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch, tmp
     places = [(float(x), float(y)) for x, y in re.findall(r'<text[^>]* x="([\d.-]+)" y="([\d.-]+)"', drawn)]
     assert len(places) > 10
     assert all(0 < x < width and 0 < y < height for x, y in places)  # the legend below, too
-
-
-def test_tables_of_the_documents_are_those_of_the_results() -> None:
-    stored = tables.studies()
-    made = tables.tables(stored)
-    for path in tables.documents():
-        text = path.read_text()
-        assert tables.rendered(text, made, stored) == (text, []), f"{path.name}: run benchmarks/tables.py"
 
 
 QUOTING = [ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "price.md", ROOT / "docs" / "analyses.md"]

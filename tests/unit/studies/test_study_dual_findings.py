@@ -1,12 +1,14 @@
 """Tables of the zero-shot study from stored columns: means over tasks, claims, and what the documents show."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from other_code import assert_printed, by_other_code
+from published import published_zero_shot
 from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
@@ -16,7 +18,6 @@ from studies.dual_findings import CLASSIFICATION, TABLES, DualStudy, blocks, cla
 from studies.dual_rows import HYDRA
 from studies.measures import Columns, read_columns, write_columns
 from studies.seed_folder import slug
-from studies.stored import RESULTS
 from studies.storing import SINGLE, named, of_row, single_of, store
 
 OUTSIDE = {"near": {"a": 900}, "far": {"b": 1100, "c": 900}}
@@ -172,7 +173,7 @@ def row_of(table: str, row: str) -> list[str]:
 
 
 def test_the_papers_numbers_stand_below_ours_in_every_table_of_ood_sets() -> None:
-    study = DualStudy("zero-shot", RESULTS)
+    study = published_zero_shot()
     study.rows = [HYDRA]
     for name, title, told in (
         ("main", "cifar100 near ↑", "*79.78*"),
@@ -275,16 +276,25 @@ def test_every_table_is_made_again_from_results(tmp_path: Path) -> None:
     assert "| 20.00 | taken |" in found["study_zero_shot_choices"]
 
 
-def on_level(study: DualStudy, row: str) -> list[dict[str, dict[str, float]]]:
+def by_task(columns: Columns) -> dict[str, dict[str, float]]:
+    """Numbers of the published study by task, by other code."""
+    study = published_zero_shot()
+    return {task: by_other_code(of_row(task, columns), task, study.groups(task)) for task in study.facts["tasks"]}
+
+
+@cache
+def of_singles() -> dict[int, dict[str, dict[str, float]]]:
+    study = published_zero_shot()
+    return {seed: by_task(study.columns(SINGLE, seed)) for seed in study.seeds(SINGLE)}
+
+
+@cache
+def on_level(row: str) -> list[dict[str, dict[str, float]]]:
     """Numbers of a row by seed and task, by other code: what it has over the Single of its run, on Single's mean."""
-
-    def each(columns: Columns) -> dict[str, dict[str, float]]:
-        return {task: by_other_code(of_row(task, columns), task, study.groups(task)) for task in study.facts["tasks"]}
-
-    single, found = {seed: each(study.columns(SINGLE, seed)) for seed in study.seeds(SINGLE)}, []
+    study, single, found = published_zero_shot(), of_singles(), []
     for seed in study.seeds(row):
         later = single_of(study.folder, seed).get(row)
-        own, beside = each(study.columns(row, seed)), single[seed] if later is None else each(later)
+        own, beside = by_task(study.columns(row, seed)), single[seed] if later is None else by_task(later)
         gaps = {task: {key: one - beside[task][key] for key, one in told.items()} for task, told in own.items()}
         found.append(
             {
@@ -300,12 +310,12 @@ def on_level(study: DualStudy, row: str) -> list[dict[str, dict[str, float]]]:
 @pytest.mark.parametrize("rows", [[HYDRA, "ViLU"], pytest.param(None, marks=pytest.mark.slow, id="all rows")])
 def test_the_published_main_table_by_other_code(rows: list[str] | None) -> None:
     """Rows as they are printed: unseen tasks that count, and OOD sets of both ID tasks."""
-    study = DualStudy("zero-shot", RESULTS)
+    study = published_zero_shot()
     study.rows = rows or study.rows
     head, _, *lines = (line.strip("| ").split(" | ") for line in TABLES["main"](study).splitlines())
     ours = [line for line in lines if line[0] in study.rows]
     for row, cells in zip(study.rows, ours, strict=True):
-        found = on_level(study, row)
+        found = on_level(row)
         told = dict(zip(head, cells, strict=True))
         for key, title in CLASSIFICATION.items():
             each = [[one[task].get(key) for task in study.counted] for one in found]
@@ -322,10 +332,10 @@ def test_the_published_main_table_by_other_code(rows: list[str] | None) -> None:
 @pytest.mark.parametrize("row", [HYDRA, "ViLU"])
 def test_every_task_by_other_code(row: str) -> None:
     """A table a metric, as it is printed; beside it what the paper has of the same task."""
-    study = DualStudy("zero-shot", RESULTS)
+    study = published_zero_shot()
     study.rows = [row]
     tasks = list(study.facts["tasks"])
-    found = on_level(study, row)
+    found = on_level(row)
     for name, key in {
         "tasks": "accuracy",
         "brier": "brier",
@@ -341,7 +351,7 @@ def test_every_task_by_other_code(row: str) -> None:
 
 
 def test_the_published_study_has_every_row_and_task() -> None:
-    study = DualStudy("zero-shot", RESULTS)
+    study = published_zero_shot()
     assert {SINGLE, HYDRA} <= set(study.rows)
     assert study.left_out != list(study.facts["tasks"])
     shown = TABLES["tasks"](study)

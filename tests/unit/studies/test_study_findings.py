@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from other_code import assert_printed, by_other_code
+from published import published
 from small_studies import SmallTask
 from typer.testing import CliRunner
 
@@ -241,7 +242,7 @@ def test_the_papers_numbers_stand_below_rows_of_its_own_tasks_alone() -> None:
 
 def few_rows(name: str, rows: list[str]) -> Study:
     """A stored study of which tables show some rows."""
-    study = Study(name, RESULTS)
+    study = published(name)
     study.rows = rows
     return study
 
@@ -392,9 +393,12 @@ def test_main_table_and_ood_sets_by_other_code(
     name: str, rows: list[str] | None, request: pytest.FixtureRequest
 ) -> None:
     """Of every stored study, and a small one, rows as they are printed: on the level of Single's mean."""
-    study: Study = request.getfixturevalue("study") if name == "small" else Study(name, RESULTS)
-    few = Study(study.name, study.folder.parent)
-    few.rows = rows or study.rows
+    if name == "small":
+        study: Study = request.getfixturevalue("study")
+        few = Study(study.name, study.folder.parent)
+    else:
+        few = published(name)
+    few.rows = rows or few.rows
     head, _, *lines = (line.strip("| ").split(" | ") for line in findings.main_table(few).splitlines())
     keys = {title: key for key, title in [*findings.MAIN.items(), ("far.fpr95", "far FPR95 ↓")]}
     sets = (few.facts["inside"], few.facts["groups"])
