@@ -2,10 +2,11 @@
 
     python examples/zero_shot.py                     # offline: a small CLIP with random weights, embedded pictures
     python examples/zero_shot.py --model ViT-B-32 --pretrained laion2b_s34b_b79k --images held-out --others odd \\
-        --template "A photo of a {label}." --prune 24
+        --template "A photo of a {label}."
 
-`held-out` has a folder of pictures for each class, named after it; they rank heads and set the threshold. `odd` has
-pictures unlike them. Nothing is trained. With the random weights of the offline run the answers mean nothing: it shows
+`held-out` has a folder of pictures for each class, named after it; they set temperature and thresholds. `odd` has
+pictures unlike them.Nothing is trained, and nothing
+pruned unless `--prune` says so. With the random weights of the offline run the answers mean nothing: it shows
 the steps, and what the saved model can do without open_clip.
 """
 
@@ -32,6 +33,16 @@ def small_clip() -> Any:
     image = {"layers": 3, "width": 64, "head_width": 16, "patch_size": 16, "image_size": 64}
     text = {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 4, "layers": 2}
     return open_clip.CLIP(embed_dim=64, vision_cfg=image, text_cfg=text).eval()
+
+
+# start: calibrate
+def calibrated(dual: he.DualEncoder, labels: list[str], template: str, images: Any) -> he.Ensemble:
+    """A zero-shot classifier that knows when not to answer, from held-out labelled pictures."""
+    ensemble = he.zero_shot(dual, labels, template)
+    return he.calibrate(ensemble, data.batches(images, ensemble.metadata.preprocessing, batch_size=32))
+
+
+# end: calibrate
 
 
 # start: build
@@ -69,7 +80,7 @@ def main() -> None:
     parser.add_argument("--others", type=Path, help="pictures unlike them")
     parser.add_argument("--labels", nargs="+", help="class names for the text tower; default: those of the folders")
     parser.add_argument("--template", default="A photo of a {label}.")
-    parser.add_argument("--prune", type=int, default=3, help="heads each member loses; a tenth of all is a good start")
+    parser.add_argument("--prune", type=int, default=0, help="heads that each of three members loses; 0: one model")
     parser.add_argument("--output", type=Path, default=Path("hydra-zero-shot"), help="folder for the saved model")
     options = parser.parse_args()
     sample = load_sample().sets
@@ -95,7 +106,9 @@ def main() -> None:
         ours = he.zero_shot(dual, labels, options.template)(pictures)[0]
     print(f"zero-shot logits differ from open_clip's by at most {(ours - theirs).abs().max():.1e}")
 
-    hydra = build(dual, labels, options.template, images, others, options.prune)
+    hydra = calibrated(dual, labels, options.template, images)
+    if options.prune:
+        hydra = build(dual, labels, options.template, images, others, options.prune)
     hydra.save_pretrained(options.output)
     # start: load
     hydra = he.Ensemble.from_pretrained(options.output)  # needs neither open_clip nor its tokenizer
