@@ -5,9 +5,8 @@
         --template "A photo of a {label}."
 
 `held-out` has a folder of pictures for each class, named after it; they set temperature and thresholds. `odd` has
-pictures unlike them.Nothing is trained, and nothing
-pruned unless `--prune` says so. With the random weights of the offline run the answers mean nothing: it shows
-the steps, and what the saved model can do without open_clip.
+pictures unlike them. Nothing is trained, and nothing pruned unless `--prune` says so. With the random weights of the
+offline run the answers mean nothing: it shows the steps, and what the saved model can do without open_clip.
 """
 
 import argparse

@@ -367,6 +367,10 @@ class Prediction:
         if isinstance(index, slice):
             return self._with(lambda tensor: tensor[:, index])
         rows = torch.as_tensor(index)
+        # numbers that were meant as a mask (`accept.float()`, `accept.byte()`) would be places: 0 and 1
+        if rows.ndim > 1 or (rows.numel() and (rows.is_floating_point() or rows.dtype == torch.uint8)):
+            got = f"{rows.dtype} {list(rows.shape)}"
+            raise DataError(f"samples are picked by a slice, places or a mask of bool, one axis of them; got {got}")
         if rows.ndim == 0:  # one sample; its axis stays
             if not -len(self) <= int(rows) < len(self):
                 raise IndexError(f"sample {int(rows)} of a prediction for {len(self)} samples")

@@ -355,3 +355,19 @@ def test_plain_lists_say_what_the_tensors_say() -> None:
     assert [plain[name] for name in ("familiarity", "accept", "reason")] == [[None] * 6] * 3
     assert (known["label"], known["accept"], known["reason"]) == (full.names(), full.accept.tolist(), full.reason)
     assert known["familiarity"] == full.familiarity.tolist()
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        torch.tensor([1.0, 0.0, 1.0, 1.0]),  # a mask made a number: as places it would be samples 1, 0, 1, 1
+        torch.tensor([1, 0, 1, 1], dtype=torch.uint8),
+        torch.tensor(0.7),
+        [0.2, 0.9],
+        [[0, 1], [2, 3]],
+        torch.ones(4, 2, dtype=torch.bool),
+    ],
+)
+def test_what_is_neither_places_nor_a_mask_picks_no_samples(index):
+    with pytest.raises(DataError, match="mask of bool"):
+        Prediction.from_logits(torch.randn(2, 4, 3))[index]
