@@ -26,7 +26,7 @@ from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
 from ..heads.ranking import Head, HeadRanking, model_fingerprint
 from ..heads.taylor import taylor
-from ..metrics.bootstrap import bootstrap_metric
+from ..metrics.bootstrap import bootstrap_mean
 from ..metrics.distance import FamiliarityName
 from ..model.dual_encoder import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
@@ -182,7 +182,7 @@ def held_against_base(made: Ensemble, base: Ensemble, validation: list[Batch], s
     Chance is a paired bootstrap over the samples: the whole 95 % interval of the difference lies below 0.
     """
     own, before = (_right(one, validation) for one in (made, base))
-    found = bootstrap_metric(lambda right: float(right.mean()), [own], minus=[before], seed=seed)
+    found = bootstrap_mean(own - before, seed=seed)
     if found.high >= 0:
         return made
     line = (
