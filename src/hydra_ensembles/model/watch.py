@@ -21,7 +21,7 @@ class WeightWatch:
 
     def __init__(self) -> None:
         self.masks = 0
-        self._places: list[nn.Module] = []  # where weights lie
+        self._places: list[nn.Module] = []  # all parts of the model: where weights and further parts lie
         self._counted: list[tuple[int, int]] | None = None  # the weights as they were last seen; None: not watched
         self._digest: int | None = None  # of the values that were measured; None where nothing was
 
@@ -37,7 +37,7 @@ class WeightWatch:
 
     def count(self, model: nn.Module) -> None:
         """Edits of the weights count from now on; what was measured with which values stays as it is."""
-        self._places = [module for module in model.modules() if module._parameters]
+        self._places = list(model.modules())
         self._counted = self._counters()
 
     def forget(self) -> None:
@@ -49,7 +49,7 @@ class WeightWatch:
         self._places, self._counted, self._digest = [], None, None
 
     def edited(self) -> bool:
-        """Whether a weight was edited in place, or replaced, since counting began: without a look at any value."""
+        """Whether a weight was edited in place, or it or a part replaced, since counting began; no value is read."""
         if self._counted is None:
             return False
         now = self._counters()
@@ -79,6 +79,9 @@ class WeightWatch:
         return found
 
     def _counters(self) -> list[tuple[int, int]]:
-        """Which parameters there are, and how often each was edited in place: known without a look at their values."""
+        """Which parts and parameters there are, and how often each was edited in place: without a look at values."""
+        parts = [(id(one), 0) for place in self._places for one in place._modules.values()]
         parameters = (one for place in self._places for one in place._parameters.values() if one is not None)
-        return [(id(one), -1 if one.is_inference() else one._version) for one in parameters]  # -1: nobody counts
+        return parts + [
+            (id(one), -1 if one.is_inference() else one._version) for one in parameters
+        ]  # -1: nobody counts

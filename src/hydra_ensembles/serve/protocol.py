@@ -39,11 +39,19 @@ Asked = tuple[Field, bool]  # an output, and whether it is to be binary
 def request_of(body: bytes) -> dict[str, Any]:
     """A JSON object, or a refusal."""
     try:
-        found = json.loads(body)
+        found = json.loads(body, object_pairs_hook=_named)
     except (ValueError, RecursionError) as error:
-        raise RequestError("the body is not valid JSON") from error
+        raise RequestError("the body is not valid JSON, or has a field twice") from error
     if not isinstance(found, dict):
         raise RequestError(f"the body is JSON of the type {type(found).__name__}; give an object with named fields")
+    return found
+
+
+def _named(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, each of whose fields is there once: of two, one would not be answered."""
+    found = dict(fields)
+    if len(found) < len(fields):
+        raise ValueError("a field is there twice")
     return found
 
 

@@ -225,6 +225,19 @@ def replaced(one: he.Ensemble) -> None:
     one.readout.classifier.weight = torch.nn.Parameter(torch.zeros(1, 3, 8))  # type: ignore[union-attr]
 
 
+def layer_repeated(one: he.Ensemble) -> None:
+    one.encoder.layers[1] = one.encoder.layers[0]
+
+
+def layers_swapped(one: he.Ensemble) -> None:
+    first, second = one.encoder.layers
+    one.encoder.layers = torch.nn.ModuleList([second, first])
+
+
+def layer_cut(one: he.Ensemble) -> None:
+    del one.encoder.layers[1]
+
+
 def scaled_sibling(one: he.Ensemble) -> None:
     scaled(one.with_metadata(labels=("a", "b", "c")))
 
@@ -239,6 +252,9 @@ def predicted(one: he.Ensemble, _: Path) -> None:
         (stepped, predicted),
         (scaled, predicted),
         (replaced, predicted),
+        (layer_repeated, predicted),
+        (layers_swapped, predicted),
+        (layer_cut, predicted),
         (scaled_sibling, predicted),
         (scaled, lambda one, folder: one.save_pretrained(folder)),
         (scaled, lambda one, _: he.evaluate(one, [(torch.randn(3, 3, 8, 8), torch.arange(3))], progress=False)),

@@ -136,6 +136,7 @@ def body(**changes: Any) -> bytes:
     [
         (b"{}", None, "inputs"),
         (b'{"inputs": [1]}', None, "inputs"),
+        (b'{"inputs": [], "inputs": []}', None, "twice"),
         (body(name=3), None, "name"),
         (json.dumps({"inputs": [ONE, ONE]}).encode(), None, "name"),
         (body(datatype="FP8"), None, "datatype"),
