@@ -34,7 +34,7 @@ def prune_and_train(base: he.Ensemble, sets: dict[str, Any], prune: int, output:
     """Members of one model, each without `prune` of its heads and trained on; `sets` are id, ood and train."""
     batches = {name: data.batches(one, base.metadata.preprocessing, batch_size=32) for name, one in sets.items()}
     recipe = he.Recipe(learning_rate=1e-5, epochs=3, train_groups=("attention", "mlp", "norms", "readout"))
-    config = he.HydraConfig(prune=prune, strategy="sampled", recipe=recipe)  # draws from the circuit for both goals
+    config = he.HydraConfig(prune=prune, shared_layers=0, strategy="sampled", recipe=recipe)  # drawn from one circuit
     return he.build(base, config, **batches, output=output)
 
 

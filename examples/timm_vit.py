@@ -34,8 +34,8 @@ def prune_and_train(base: he.Ensemble, sets: dict[str, Any], prune: int, output:
     """Members of one model, each without `prune` of its heads and trained on; `sets` are id, train and maybe ood."""
     batches = {name: data.batches(one, base.metadata.preprocessing, batch_size=16) for name, one in sets.items()}
     recipe = he.Recipe(learning_rate=3e-5, epochs=3, train_groups=("attention", "mlp", "norms", "readout"))
-    strategy: Any = "circuit" if "ood" in sets else "taylor"
-    config = he.HydraConfig(prune=prune, strategy=strategy, taylor_scope="global", calibration_batches=2, recipe=recipe)
+    ranked: Any = {"strategy": "circuit"} if "ood" in sets else {"strategy": "taylor", "taylor_scope": "global"}
+    config = he.HydraConfig(prune=prune, shared_layers=0, calibration_batches=2, recipe=recipe, **ranked)
     return he.build(base, config, **batches, output=output)
 
 

@@ -134,7 +134,7 @@ def all_cases() -> list[Case]:
 
 
 DISTURBED = (
-    "build {}/single --id {}/val --strategy random --prune 2 --output out -q",
+    "build {}/single --id {}/val --strategy random --prune 2 --shared-layers 0 --output out -q",
     "evaluate {}/model --id {}/val --ood {}/stripes -q --keep-logits --output out",
     "report {}/evaluation.json --output out.html",
     "compare {}/evaluation.json --format csv --output out.csv",
@@ -160,10 +160,10 @@ PATHS = (
     "evaluate {}/model --id {}/val --shift fog=? --output out -q",
     "evaluate {}/texts --id ? --output out -q",
     "evaluate {}/model --suite ? --output out -q",
-    "build ? --id {}/val --ood {}/stripes --prune 2 --output out -q",
-    "build {}/single --id ? --ood {}/stripes --prune 2 --output out -q",
-    "build {}/single --id {}/val --ood ? --prune 2 --output out -q",
-    "build {}/single --id {}/val --strategy taylor --train ? --prune 3 --output out -q",
+    "build ? --id {}/val --ood {}/stripes --prune 2 --shared-layers 0 --output out -q",
+    "build {}/single --id ? --ood {}/stripes --prune 2 --shared-layers 0 --output out -q",
+    "build {}/single --id {}/val --ood ? --prune 2 --shared-layers 0 --output out -q",
+    "build {}/single --id {}/val --strategy taylor --train ? --prune 3 --shared-layers 0 --output out -q",
     "build --config ?",
     "evaluate --config ?",
     "compare ?",
@@ -201,14 +201,14 @@ WRONG_PATHS = (
     *("x" * 5000, "half\ud800"),
 )
 _PREDICT, _EVALUATE = "predict {}/model {}/val/red/0.png", "evaluate {}/model --id {}/val -q --output out"
-_BUILD = "build {}/single --id {}/val --strategy random --prune 2 --output out -q"
+_BUILD = "build {}/single --id {}/val --strategy random --prune 2 --shared-layers 0 --output out -q"
 VALUES = (
     "info {}/model --device ?",
     *(f"{_PREDICT} --{option} ?" for option in ("threshold", "batch-size", "format", "column")),
     *(f"{_EVALUATE} --{name} ?" for name in ("score", "convention", "bootstrap", "batch-size", "workers", "set")),
     "build {}/single --id {}/val --strategy random --output out -q --prune ?",
     f"{_BUILD} --members ?",
-    "build {}/single --id {}/val --prune 2 --output out -q --strategy ?",
+    "build {}/single --id {}/val --prune 2 --shared-layers 0 --output out -q --strategy ?",
     *(f"{_BUILD} --{option} ?" for option in ("recipe", "seed", "stem", "set")),
     "bench {}/model --batch ? --repeats 1",
     "bench {}/model --batch 1 --baseline ? --repeats 1",

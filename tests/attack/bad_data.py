@@ -38,8 +38,10 @@ def readers(kind: str) -> dict[str, Callable[[Any], Any]]:
     single = model(kind)
     train, held_out, foreign = batches(kind, 24, 4, seed=6), batches(kind, 24, 4, seed=7), batches(kind, 16, 4, 8, 1.5)
     quiet: dict[str, Any] = {"progress": False}
-    circuit = he.HydraConfig(prune=2, members=2, strategy="sampled", pool=4, method="naive")
-    tuned = he.HydraConfig(prune=3, members=2, strategy="taylor", calibration_batches=2, recipe=recipe(steps=6))
+    circuit = he.HydraConfig(prune=2, shared_layers=0, members=2, strategy="sampled", pool=4, method="naive")
+    tuned = he.HydraConfig(
+        prune=3, shared_layers=0, members=2, strategy="taylor", calibration_batches=2, recipe=recipe(steps=6)
+    )
     all_steps = recipe(steps=6)  # one pass over the data
     return {
         "calibrate": lambda data: he.calibrate(single, data).metadata.calibration,

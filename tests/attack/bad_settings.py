@@ -221,7 +221,7 @@ def _functions(add: Add) -> None:
     add("finetune(recipe)", lambda v: he.finetune(own, train, v, **quiet), nothing)
     trained: dict[str, Takes] = {"index": whole(0), "checkpoint_every": whole(1), "device": on}
     _each(add, "finetune({})", partial(he.finetune, own, train, recipe(steps=1), **quiet), trained)
-    config = he.HydraConfig(prune=3, members=2, strategy="random", calibrate=False)
+    config = he.HydraConfig(prune=3, shared_layers=0, members=2, strategy="random", calibrate=False)
     add("build(model)", lambda v: he.build(v, config, **quiet), nothing)
     add("build(config)", lambda v: he.build(own, v, id=data, **quiet), nothing)
     _each(add, "build({})", partial(he.build, own, config, **quiet), {"device": on, "class_names": only(none=True)})

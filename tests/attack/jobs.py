@@ -75,7 +75,9 @@ def _tune_text(folder: Path) -> str:
 
 
 def _build(folder: Path, kind: str = "image", **settings: Any) -> str:
-    config = he.HydraConfig(**{"prune": 3, "members": 2, "recipe": recipe(steps=3, evaluate_every=2), **settings})
+    config = he.HydraConfig(
+        **{"prune": 3, "shared_layers": 0, "members": 2, "recipe": recipe(steps=3, evaluate_every=2), **settings}
+    )
     own, foreign = Shuffled(kind, 24, seed=2), batches(kind, 8, 4, seed=3, shift=1.5)
     given: dict[str, Any] = {"train": Shuffled(kind, 16), "id": own, "ood": foreign, "output": folder}
     return digest(he.build(model(kind), config, **given, progress=False))

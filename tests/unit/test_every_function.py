@@ -20,7 +20,7 @@ from hydra_ensembles.model.config import output_width
 from unit.pipeline import build_cases as cases
 
 CIRCUIT: dict[str, Any] = {"score": "acc", "budget": 2, "progress": False, "screen_size": 2}
-TAYLOR: dict[str, Any] = {"strategy": "taylor", "prune": 3, "members": 2, "calibration_batches": 2}
+TAYLOR: dict[str, Any] = {"strategy": "taylor", "prune": 3, "shared_layers": 0, "members": 2, "calibration_batches": 2}
 STEPS = he.Recipe(learning_rate=0.1, steps=3, dropout=0.2)
 Function = Callable[[Any, Any], Any]
 FUNCTIONS: dict[str, Function] = {
@@ -145,7 +145,11 @@ WITH_OOD: dict[str, Callable[[Any], Any]] = {
         he.extract_circuit(cases.image_model(), [(X, Y)], ood, score="avg", budget=1, progress=False).scores
     ),
     "build": lambda ood: he.build(
-        cases.image_model(), he.HydraConfig(prune=1, members=1, calibrate=False), id=[(X, Y)], ood=ood, progress=False
+        cases.image_model(),
+        he.HydraConfig(prune=1, shared_layers=0, members=1, calibrate=False),
+        id=[(X, Y)],
+        ood=ood,
+        progress=False,
     ),
 }
 

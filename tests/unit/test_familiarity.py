@@ -243,7 +243,7 @@ def test_shares_that_thresholds_accept_go_with_the_thresholds() -> None:
 def test_a_build_fits_both(tmp_path) -> None:
     base = model(single())
     data, ood = batches(base.config, 160), batches(base.config, 40, seed=4, shift=5.0)
-    config = he.HydraConfig(prune=3, members=2, strategy="taylor", taylor_scope="layer", calibration_batches=1)
+    config = he.HydraConfig(prune=3, shared_layers=0, members=2, strategy="taylor", calibration_batches=1)
     built = he.build(base, config, id=data, ood=ood, output=tmp_path, progress=False)
     known = built.metadata.familiarity.settings
     assert (known.samples, known.reference.samples) == (80, 80)  # ranking half, calibration half

@@ -29,7 +29,13 @@ ONE = [(OOD[0][0][:1], OOD[0][1][:1])]
 
 
 def build(ood: Any, **sets: Any) -> None:
-    he.build(MODEL, he.HydraConfig(prune=1, members=1, calibrate=False), **{"id": ID, **sets}, ood=ood, progress=False)
+    he.build(
+        MODEL,
+        he.HydraConfig(prune=1, shared_layers=0, members=1, calibrate=False),
+        **{"id": ID, **sets},
+        ood=ood,
+        progress=False,
+    )
 
 
 def extract(ood: Any) -> None:
@@ -60,7 +66,7 @@ def test_two_ood_sets_that_are_one() -> None:
 
 
 def test_ood_data_that_are_trained_on_and_id_data_that_validate() -> None:
-    config = he.HydraConfig(prune=1, members=1, recipe=cases.recipe(steps=1))
+    config = he.HydraConfig(prune=1, shared_layers=0, members=1, recipe=cases.recipe(steps=1))
     with pytest.raises(DataError, match="train"):
         he.build(MODEL, config, train=OOD, id=ID, ood=copied(OOD), progress=False)
     with pytest.warns(HydraWarning, match="validation"):

@@ -89,10 +89,10 @@ def build(sources: BuildSources, hydra: HydraConfig, quiet: Quiet = False, as_js
     or --ood synthetic, which makes such data from --id; taylor and random do not.
 
     Examples:
-      hydra-ensembles build my-bert/ --id val.csv --ood news.csv --train train.csv --recipe sst2 -p 12 -o run
-      hydra-ensembles build my-vit/ --id val/ --ood other/ --train train/ --recipe cifar100-last5 --prune 4 -o run
-      hydra-ensembles build timm:vit_small_patch16_224 --weights mine.safetensors --id val/ --ood synthetic -p 4 -o run
-      hydra-ensembles build my-bert/ --id val.csv --strategy taylor --prune 12 --output run
+      hydra-ensembles build my-bert/ --id val.csv --ood news.csv --train train.csv --recipe sst2 -o run
+      hydra-ensembles build my-vit/ --id val/ --ood odd/ --train train/ --recipe imagenet -p 4 --shared-layers 0 -o run
+      hydra-ensembles build timm:vit_small_patch16_224 --weights mine.safetensors --id val/ --ood synthetic -o run
+      hydra-ensembles build my-bert/ --id val.csv --strategy taylor --prune 12 --shared-layers 0 -o run
       hydra-ensembles build --config run/config.yaml
     """
     folder = Path(sources.output).expanduser()

@@ -103,7 +103,7 @@ def build(
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
         >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
-        >>> config = he.HydraConfig(members=3, prune=2, strategy="random", accepted_share=0.8)  # "circuit" needs ood=
+        >>> config = he.HydraConfig(members=3, strategy="random", accepted_share=0.8)  # "circuit" needs ood=
         >>> hydra = he.build(base, config, id=batches, output="run", progress=False)
         >>> answer = hydra.predict(torch.randn(5, 3, 64, 64))
         >>> hydra.num_members, answer.accept.shape  # where it is False, `answer.reason` says why

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
+from .._utils import warn
 from ..arguments import Checked, PositiveShare, Range, Share
 from ..batches import length_of
 from ..circuit.scores import Method, Ties
@@ -59,7 +60,8 @@ class HydraConfig(Checked):
             asks for some. Members that start equal, or from pretrained layers, get classifiers of their own.
         shared_layers: The first so many layers stay whole and common to all members: they run once however many
             members there are. Members that train apart leave them, and the stem, as they are. None takes five sixths
-            of the layers where `prune` is not given either or the trunk is averaged, else none.
+            of the layers where `prune` is not given either or the trunk is averaged, else none, with a warning. Where
+            you give `prune`, give this too: 0 is the paper's way, and the dearest.
         average_trunk: Members that train apart train these layers, and the stem, too, and the trunk is their mean: a
             Deep Ensemble's training, and most of its gain, at the price of a trunk.
         stem: How the stems are fused; see `fuse`.
@@ -75,7 +77,7 @@ class HydraConfig(Checked):
 
     Examples:
         >>> import hydra_ensembles as he
-        >>> config = he.HydraConfig(members=3, prune=24, strategy="taylor")
+        >>> config = he.HydraConfig(members=3, prune=24, shared_layers=0, strategy="taylor")
         >>> config.members, config.whole
         (3, False)
         >>> together = he.HydraConfig(training="together", recipe=he.Recipe.preset("hydra"), whole=True)
@@ -152,10 +154,17 @@ class HydraConfig(Checked):
         return 0 if self.strategy == "branches" else self.members - self.whole
 
     def settled(self, start: StartingModel) -> "HydraConfig":
-        """The config with every number that was left open, for this model."""
-        ours, layers = self.prune is None and start.dual is None, start.base.num_layers
-        usual = usual_trunk(layers) if ours or self.average_trunk else 0
-        shared = usual if self.shared_layers is None else self.shared_layers
+        """The config with every number that was left open, for this model; warns of a trunk lost by giving `prune`."""
+        layers, shared = start.base.num_layers, self.shared_layers
+        if shared is None:
+            usual = 0 if start.dual is not None and not self.average_trunk else usual_trunk(layers)
+            shared = usual if self.prune is None or self.average_trunk else 0
+            if shared < usual:
+                warn(
+                    f"prune={self.prune} without shared_layers: members share none of the {layers} layers, so each "
+                    "runs once for every member. It is the paper's way: say shared_layers=0 for it, or "
+                    f"shared_layers={usual} for what members share where prune is not given"
+                )
         prune, free = self.prune, range(min(shared, layers - 1), self._last(start))
         if prune is None and self.pruned_members:
             above = start.heads(None if start.dual is not None else free)

@@ -27,7 +27,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_folder(world: Path) -> Path:
     """A finished build of images, with circuits."""
     folder = world / "run"
-    model, naive = cases.vit_flags(world / "mine.safetensors"), ["--prune", 4, "--method", "naive"]  # few heads: quick
+    model, naive = (
+        cases.vit_flags(world / "mine.safetensors"),
+        ["--prune", 4, "--shared-layers", 0, "--method", "naive"],
+    )  # few heads: quick
     cases.succeed("build", *model, "--id", world / "val", "--ood", world / "stripes", *naive, "-o", folder, "-q")
     return folder
 
@@ -36,6 +39,6 @@ def run_folder(world: Path) -> Path:
 def text_folder(world: Path) -> Path:
     """A finished build of texts, with Taylor rankings."""
     folder = world / "text-run"
-    flags = ["--strategy", "taylor", "--calibration-batches", 3, "--prune", 3]
+    flags = ["--strategy", "taylor", "--calibration-batches", 3, "--prune", 3, "--shared-layers", 0]
     cases.succeed("build", world / "bert", "--id", world / "val.csv", *flags, "--output", folder, "--quiet")
     return folder

@@ -72,7 +72,10 @@ def test_a_build_of_texts(text_folder):
 
 
 def test_several_ood_sources_or_none(world, tmp_path):
-    model, flags = vit_flags(world / "mine.safetensors"), ["--id", world / "val", "--members", 2, "--prune", 2, "-q"]
+    model, flags = (
+        vit_flags(world / "mine.safetensors"),
+        ["--id", world / "val", "--members", 2, "--prune", 2, "--shared-layers", 0, "-q"],
+    )
     sources = ["--ood", f"lines={world / 'stripes'}", "--ood", f"more={world / 'test'}"]
     succeed("build", *model, *flags, *sources, "--output", tmp_path / "several")
     ranking = json.loads((tmp_path / "several" / "rankings" / "avg.json").read_text())["provenance"]
@@ -95,7 +98,20 @@ def test_a_recipe_with_rand_augment_crops_training_images(world, tmp_path):
     recipe = {"learning_rate": 0.1, "steps": 1, "batch_size": 8, "train_groups": ["mlp"]}
     recipe |= {"rand_augment": {"operations": 2, "magnitude": 9}}
     (tmp_path / "build.yaml").write_text(yaml.safe_dump({"recipe": recipe}))
-    flags = ["-c", tmp_path / "build.yaml", "--strategy", "random", "--members", 2, "--prune", 3, "--limit", 8]
+    flags = [
+        "-c",
+        tmp_path / "build.yaml",
+        "--strategy",
+        "random",
+        "--members",
+        2,
+        "--prune",
+        3,
+        "--shared-layers",
+        0,
+        "--limit",
+        8,
+    ]
     model, changes = vit_flags(world / "mine.safetensors"), ["--set", "recipe.steps=2", "--set", "recipe.batch_size=6"]
     sets = ["--id", world / "val", "--train", world / "test"]
     succeed("build", *model, *sets, *flags, *changes, "-o", tmp_path / "run", "-q")
@@ -123,7 +139,7 @@ def test_a_folder_with_data_or_other_things_is_left_alone(world, tmp_path, outpu
     before = sorted(tmp_path.rglob("*"))
     model = vit_flags(world / "mine.safetensors")
     sets = ["--id", tmp_path / "val", "--ood", f"{tmp_path / 'stripes'}:train"]
-    assert says in fail("build", *model, *sets, "--prune", 3, "-q", "--output", tmp_path / output)
+    assert says in fail("build", *model, *sets, "--prune", 3, "--shared-layers", 0, "-q", "--output", tmp_path / output)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -141,7 +157,19 @@ def test_a_folder_with_data_or_other_things_is_left_alone(world, tmp_path, outpu
     ],
 )
 def test_impossible_settings(world, tmp_path, flags, says):
-    common = ["--id", world / "val", "--strategy", "random", "--prune", 2, "-o", tmp_path / "run", "-q"]
+    common = [
+        "--id",
+        world / "val",
+        "--strategy",
+        "random",
+        "--prune",
+        2,
+        "--shared-layers",
+        0,
+        "-o",
+        tmp_path / "run",
+        "-q",
+    ]
     changed = [flag.format(world=world) for flag in flags]
     assert says in fail("build", *vit_flags(world / "mine.safetensors"), *common, *changed)
 
@@ -155,7 +183,7 @@ def test_an_interrupted_build_goes_on_and_ends_with_the_same_bits(run_folder, wo
         if str(target).endswith(moment):
             raise KeyboardInterrupt
 
-    sets = ["--id", world / "val", "--ood", world / "stripes", "--prune", 4, "--method", "naive"]
+    sets = ["--id", world / "val", "--ood", world / "stripes", "--prune", 4, "--shared-layers", 0, "--method", "naive"]
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", watch_replacements(interrupted))
         result = run("build", *vit_flags(world / "mine.safetensors"), *sets, "-o", folder, "-q")

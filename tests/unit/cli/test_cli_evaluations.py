@@ -115,7 +115,7 @@ def test_a_suite(run_folder, world, tmp_path, monkeypatch):
     assert "no suite 'colour'" in fail("evaluate", run_folder, "--suite", "colour", *common)
     model = vit_flags(world / "mine.safetensors")
     sets = ["--id", "suite:colours:validation", "--ood", "suite:colours:circuit_ood"]
-    build = [*sets, "--members", 2, "--strategy", "sampled", "--prune", 2]
+    build = [*sets, "--members", 2, "--strategy", "sampled", "--prune", 2, "--shared-layers", 0]
     succeed("build", *model, *build, "--output", tmp_path / "run", *common)
     assert "the suite" not in fail("evaluate", run_folder, "--suite", "colours", "-q")  # without --root: no such path
 

@@ -67,7 +67,7 @@ def numbers(ranking: he.HeadRanking) -> list[Any]:
 
 
 def built(one: he.Ensemble, batch: Any) -> Any:
-    settings = he.HydraConfig(prune=2, members=2, strategy="random")
+    settings = he.HydraConfig(prune=2, shared_layers=0, members=2, strategy="random")
     return dict(he.build(one, settings, train=[(batch, LABELS)], id=[(batch, LABELS)], progress=False).state_dict())
 
 

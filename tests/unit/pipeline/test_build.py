@@ -30,7 +30,7 @@ from hydra_ensembles.pipeline.settings import Strategy
 
 STRATEGIES: list[Strategy] = ["circuit", "taylor", "sampled", "random"]
 # One head of each layer for Taylor; on a model this small, the slowest way to find circuits is the quickest.
-QUICK: dict[str, Any] = {"prune": LAYERS, "calibration_batches": 1, "method": "naive"}
+QUICK: dict[str, Any] = {"prune": LAYERS, "shared_layers": 0, "calibration_batches": 1, "method": "naive"}
 
 
 def config(**changes: Any) -> he.HydraConfig:
@@ -159,7 +159,7 @@ def test_a_models_own_library_is_fine_too() -> None:
     case = VISION_CASES[0]  # of timm
     images = case.inputs()["pixel_values"]
     data = [(images, torch.arange(3))] * 2
-    settings = he.HydraConfig(prune=2, members=2, strategy="random")
+    settings = he.HydraConfig(prune=2, shared_layers=0, members=2, strategy="random")
     hydra = he.build(case.build(), settings, validation=data, progress=False)
     assert same(hydra, he.build(he.convert(case.build()), settings, validation=data, progress=False))
     assert hydra.metadata.history[0].startswith("converted from timm")
@@ -266,11 +266,13 @@ def test_a_result_below_its_model_beyond_chance_is_warned_of(tmp_path: Path) -> 
     base, sample = load_backbone(), data.subset(load_sample().test, 60, seed=0)
     held = {"id": data.batches(sample, base.metadata.preprocessing, batch_size=30), "progress": False}
     with pytest.warns(he.HydraWarning, match=r"below the .* beyond chance.*he\.calibrate"):
-        spoilt = he.build(base, he.HydraConfig(prune=30, strategy="random"), output=tmp_path, **held)
+        spoilt = he.build(base, he.HydraConfig(prune=30, shared_layers=0, strategy="random"), output=tmp_path, **held)
     assert "beyond chance" in spoilt.metadata.history[-1]
     assert "30 samples" in spoilt.metadata.history[-1]  # the half that calibrates
     assert "beyond chance" in json.loads((tmp_path / "summary.json").read_text())["history"][-1]
     assert spoilt.metadata.calibration is not None
-    assert same(spoilt, he.build(base, he.HydraConfig(prune=30, strategy="random"), output=tmp_path, **held))
-    fine = he.build(base, he.HydraConfig(prune=1, strategy="random"), **held)
+    assert same(
+        spoilt, he.build(base, he.HydraConfig(prune=30, shared_layers=0, strategy="random"), output=tmp_path, **held)
+    )
+    fine = he.build(base, he.HydraConfig(prune=1, shared_layers=0, strategy="random"), **held)
     assert not any("beyond chance" in line for line in fine.metadata.history)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.states import member_config, member_state, place_of
+from hydra_ensembles.pipeline.material import starting_model
 
 EVERYTHING = ("stem", "attention", "mlp", "norms", "readout")
 # not AdamW: it divides by gradients, and that of a key's bias is zero but for rounding
@@ -117,8 +118,22 @@ def test_what_is_left_open_follows_the_model() -> None:
     hydra = he.build(image_model(), he.HydraConfig(strategy="random", members=2), **sets())
     assert hydra.config.trunk >= 2
     assert all(sum(len(layer) for layer in member) == 11 for member in hydra.heads)
-    apart = he.build(image_model(), he.HydraConfig(prune=3, strategy="random", members=2, recipe=recipe()), **sets())
+    apart = he.build(
+        image_model(), he.HydraConfig(prune=3, shared_layers=0, strategy="random", members=2, recipe=recipe()), **sets()
+    )
     assert not torch.equal(*apart.state_dict()[NORM])
+
+
+@pytest.mark.parametrize("settings", [{"prune": 1, "strategy": "random"}, {"prune": 0, "strategy": "branches"}])
+def test_a_trunk_that_is_lost_by_giving_prune_is_said(settings: dict[str, Any]) -> None:
+    """Naming what would be pruned anyway changes what members share, and so the price."""
+    chosen = {"members": 2, "recipe": recipe(), **settings}
+    start = starting_model(image_model(), None, None, None)
+    assert he.HydraConfig(**{**chosen, "prune": None}).settled(start).trunk == 2
+    with pytest.warns(he.HydraWarning, match="shared_layers=2"):
+        assert he.HydraConfig(**chosen).settled(start).trunk == 0
+    for depth in (0, 2):
+        assert he.HydraConfig(**chosen, shared_layers=depth).settled(start).trunk == depth
 
 
 @pytest.mark.parametrize("training", ["together", "apart"])
