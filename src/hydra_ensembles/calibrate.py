@@ -12,7 +12,7 @@ from torch import Tensor
 from ._utils import own_precision, warn
 from .arguments import PositiveShare, checked
 from .batches import Batches
-from .errors import DataError
+from .errors import DataError, TooFewSamplesError
 from .familiarity import OF_BOTH, Answered, FitOptions, Fitting, answers, beside, digests, require_fresh
 from .metrics.conformal import Reference, conformal_threshold, samples_for
 from .metrics.distance import FamiliarityChoice, FamiliarityName
@@ -131,7 +131,7 @@ def calibrate(
             metrics |= both
             line += f", {known.settings.scores[0]} threshold {both['validation/familiar_share']:.2%}; both accept "
             line += f"{both['validation/accepted_share']:.2%} of the {len(held.labels)} that did not fit it"
-        except DataError as problem:
+        except TooFewSamplesError as problem:
             if familiarity != "auto" or fitted is not None:
                 raise
             line += f"; familiarity is not fitted: {problem}"
@@ -165,7 +165,9 @@ def _half_fitted(
     held = samples.pick(~fits)
     if len(held.labels) < max(samples_for(share), 1):
         few = f"a half of {len(samples.labels)} samples is too few to promise a share of {share:.4g} of familiar inputs"
-        raise DataError(f"{few}; it takes {samples_for(share)}, or statistics fitted before, by fit_familiarity")
+        raise TooFewSamplesError(
+            f"{few}; it takes {samples_for(share)}, or statistics fitted before, by fit_familiarity"
+        )
     fitting = Fitting(ensemble, FitOptions((score,)), draws)
     for rows in fits.nonzero()[:, 0].split(_ROWS):
         fitting.add(samples.pick(rows))

@@ -57,6 +57,10 @@ class DataError(HydraError):
     """Batches, labels or scores that cannot be used as given."""
 
 
+class TooFewSamplesError(DataError):
+    """Samples that are good, but too few, or too much alike, for what is to be fitted to them."""
+
+
 class MissingExtraError(HydraError, ImportError):
     """An optional library that this call needs is not installed."""
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ._utils import own_precision, warn
 from .arguments import NotNegative, Rate, Seed, Whole, checked
 from .batches import Batches, Inputs, iterate, require_labels, require_same_classes
-from .errors import ConfigError, DataError
+from .errors import ConfigError, DataError, TooFewSamplesError
 from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_normalised, is_relative
 from .metrics.inputs import check_finite
@@ -90,7 +90,8 @@ def fit_familiarity(
         seed: Draws what is held out and what is stored.
 
     Raises:
-        DataError: A class has no samples, there are too few for a covariance, or features are not finite.
+        TooFewSamplesError: A class has no samples, or there are too few for a covariance.
+        DataError: Features are not finite.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -113,8 +114,7 @@ def fit_familiarity(
         out = torch.from_numpy(draws.random(len(samples.labels)) < held_out)
         fitting.add(samples.pick(~out))
         fitting.mark(inputs, ~out)
-        for row in waiting.offer(samples.pick(out)):
-            fitting.add(row)
+        fitting.add(waiting.offer(samples.pick(out)))
     kept = waiting.samples()
     for label in fitting.missing():  # a class whose only samples were held out
         if kept is not None and bool((kept.labels == label).any()):
@@ -209,11 +209,17 @@ def digests(inputs: Inputs) -> list[str]:
     return [f"{key:016x}" for key in sample_keys(inputs).view(np.uint64).tolist()]
 
 
-def require_fresh(known: Familiarity, seen: Iterable[str]) -> None:
-    """Refuse samples that the statistics are from: a threshold on them would promise what it cannot keep."""
+def fitted_on(known: Familiarity, seen: Iterable[str]) -> int:
+    """How many of these samples the statistics are surely from; 0 where few of them, if any, are."""
     marks = set(known.settings.marks)
     found = len(marks & set(seen))
-    if 2 * found > len(marks):
+    return found if 2 * found > len(marks) else 0
+
+
+def require_fresh(known: Familiarity, seen: Iterable[str]) -> None:
+    """Refuse samples that the statistics are from: a threshold on them would promise what it cannot keep."""
+    found = fitted_on(known, seen)
+    if found:
         raise DataError(
             f"at least {found} of these samples fitted the familiarity of this ensemble, so they say nothing of how "
             "familiar new ones look; calibrate on other data"
@@ -228,26 +234,38 @@ class Reservoir:
 
     def __init__(self, most: int, draws: np.random.Generator) -> None:
         self.most, self.draws, self.offered = most, draws, 0
-        self.rows: list[Answered] = []
+        self.parts: list[Answered] = []  # one, once it is full
 
-    def offer(self, samples: Answered) -> list[Answered]:
-        """Take some of these; what is not taken, or has to go for it, comes back one by one."""
-        left = []
-        for place in range(len(samples.labels)):
-            row = samples.pick(torch.tensor([place]))
-            self.offered += 1
-            if len(self.rows) < self.most:
-                self.rows.append(row)
-                continue
-            slot = int(self.draws.integers(self.offered))
+    def offer(self, samples: Answered) -> Answered:
+        """Take some of these; what is not taken, or has to go for it, comes back, in the order of who came for it."""
+        first, count = self.offered, len(samples.labels)
+        self.offered += count
+        free = min(max(self.most - first, 0), count)
+        if free:
+            self.parts.append(samples.pick(torch.arange(free)))
+        kept = self.samples() if free < count else None
+        if kept is None:
+            return samples.pick(torch.arange(0))
+        slots = self.draws.integers(np.arange(first + free, first + count) + 1)  # of all so far, which one goes
+        inside: dict[int, int] = {}  # by slot, the sample that lies there now
+        left: list[int] = []  # places among the samples, followed by those that lay in the slots before
+        for place, slot in enumerate(slots.tolist(), free):
             if slot < self.most:
-                self.rows[slot], row = row, self.rows[slot]
-            left.append(row)
-        return left
+                left.append(inside.get(slot, count + len(inside)))
+                inside[slot] = place
+            else:
+                left.append(place)
+        slot_of, place_of = (torch.tensor([*some], dtype=torch.long) for some in (inside, inside.values()))
+        back = Answered.join([samples, kept.pick(slot_of)]).pick(torch.tensor(left))
+        kept.features[:, slot_of] = samples.features[:, place_of]
+        kept.logits[:, slot_of] = samples.logits[:, place_of]
+        kept.labels[slot_of] = samples.labels[place_of]
+        return back
 
     def samples(self) -> Answered | None:
         """All that are kept."""
-        return Answered.join(self.rows) if self.rows else None
+        self.parts = [Answered.join(self.parts)] if len(self.parts) > 1 else self.parts
+        return self.parts[0] if self.parts else None
 
 
 class Sums:
@@ -313,7 +331,7 @@ class Fitting:
     def finish(self) -> Familiarity:
         """The statistics, in float32."""
         if not self.samples:
-            raise DataError("there are no samples to fit familiarity on; give more, or hold out fewer")
+            raise TooFewSamplesError("there are no samples to fit familiarity on; give more, or hold out fewer")
         options, shrinkage = self.options, self._shrinkage()
         kept, state, settings = self.kept.samples(), dict[str, Tensor](), dict[str, Any](marks=tuple(self.marks))
         for name in options.scores:
@@ -342,14 +360,15 @@ class Fitting:
         missing, classes, width = self.missing(), len(sums.count), sums.shift.shape[1]
         if missing:
             listed = f"{missing[:8]}{' and more' if len(missing) > 8 else ''}"
-            raise DataError(f"classes {listed} have no samples, so nothing is familiar there; give some of every class")
+            none = f"classes {listed} have no samples, so nothing is familiar there"
+            raise TooFewSamplesError(f"{none}; give some of every class")
         if self.samples < 2 * classes:
-            raise DataError(
+            raise TooFewSamplesError(
                 f"{self.samples} samples of {classes} classes are too few for a covariance; give two a class at least, "
                 f"better {FEW_A_CLASS}, or use score='knn'"
             )
         if self.options.shrinkage == 0.0 and self.samples - classes < width:
-            raise DataError(
+            raise TooFewSamplesError(
                 f"{self.samples} samples of {classes} classes leave some of the {width} directions of the features "
                 f"unknown; give {width + classes} or more, or leave shrinkage=0 out"
             )
@@ -369,7 +388,7 @@ class Fitting:
             raise ConfigError(f"principal is {principal}, but features have {width} directions; some must be left over")
         if self.samples <= width:  # directions that no sample has would count for all
             few = f"vim needs more samples than features have directions, {width}; got {self.samples}"
-            raise DataError(f"{few}. Give more, or use 'mahalanobis' or 'knn'")
+            raise TooFewSamplesError(f"{few}. Give more, or use 'mahalanobis' or 'knn'")
         origin = self._origin()
         if origin is None:
             origin = sums.mean + sums.shift
@@ -417,7 +436,7 @@ def _whitening(covariance: Tensor, shrinkage: float) -> Tensor:
     values, directions = torch.linalg.eigh(covariance)
     mean, largest = values.mean(dim=-1, keepdim=True), values.amax(dim=-1, keepdim=True)  # [M, 1]
     if not bool((largest > 0).all()):
-        raise DataError("the features of all samples of a class are the same; familiarity needs some that vary")
+        raise TooFewSamplesError("the features of all samples of a class are the same; give some that vary")
     values = values.clamp(min=0.0) + shrinkage * mean
     scale = torch.where(values > _NULL * largest, values, torch.inf).rsqrt()  # [M, d]
     return directions * scale[:, None]

@@ -1,5 +1,6 @@
 """Familiarity: every score against independent computations, the way through a model's life, reasons, bad input."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ from torch import Tensor
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from checkpoint_models import ensemble, hydra, ragged, single, text
-from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
+from hydra_ensembles import familiarity
+from hydra_ensembles.errors import ConfigError, DataError, HydraWarning, TooFewSamplesError
 from hydra_ensembles.familiarity import HELD_OUT_MOST, Answered, Reservoir, fit_familiarity
 from hydra_ensembles.metrics.distance import FAMILIARITY_NAMES
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
+from hydra_ensembles.pipeline import chain
 from zero_shot_models import NAMES, dual_of
 
 CONFIG = single()
@@ -251,6 +254,28 @@ def test_a_build_fits_both(tmp_path) -> None:
     assert Ensemble.from_pretrained(tmp_path / "ensemble").metadata == built.metadata
 
 
+def test_a_build_goes_on_without_familiarity_for_want_of_samples_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, auto, named = model(CONFIG), he.HydraConfig(), he.HydraConfig(familiarity="mahalanobis")
+    good, fresh = batches(CONFIG, 60), batches(CONFIG, 60, seed=1)
+    assert chain._familiar(one, auto, good, fresh).metadata.familiarity is not None
+    assert chain._familiar(one, auto, good, good) is one  # calibration fits a half of them
+    assert chain._familiar(one, auto, good[:1], fresh).metadata.familiarity is not None
+    few = [(inputs[:1], labels[:1]) for inputs, labels in good[:1]]
+    assert chain._familiar(one, auto, few, fresh) is one
+    with pytest.raises(TooFewSamplesError, match="no samples"):
+        chain._familiar(one, named, few, fresh)
+    broken = [(torch.full_like(inputs, 3e38), labels) for inputs, labels in good]
+    with pytest.raises(DataError, match="finite"):
+        chain._familiar(one, auto, broken, fresh)
+
+    def faulty(*given: Any) -> Any:
+        raise DataError("something else")
+
+    monkeypatch.setattr(sys.modules["hydra_ensembles.calibrate"], "_half_fitted", faulty)
+    with pytest.raises(DataError, match="something else"):
+        he.calibrate(one, good)
+
+
 def test_calibrate_without_familiarity_or_with_another() -> None:
     one, data = model(CONFIG), batches(CONFIG, 200)
     assert he.calibrate(one, data, familiarity=None).metadata.familiarity is None
@@ -287,14 +312,58 @@ def test_memory_is_bounded_and_draws_are_even() -> None:
     left = []
     for start in range(0, 1000, 100):
         labels = torch.arange(start, start + 100)
-        left += kept.offer(Answered(torch.zeros(1, 100, 1), torch.zeros(1, 100, 2), labels))
+        left += kept.offer(Answered(torch.zeros(1, 100, 1), torch.zeros(1, 100, 2), labels)).labels.tolist()
     rows = kept.samples().labels
-    assert sorted([*rows.tolist(), *(int(one.labels) for one in left)]) == list(range(1000))  # none lost, none twice
+    assert sorted([*rows.tolist(), *left]) == list(range(1000))  # none lost, none twice
     assert len(rows) == 50
     assert 350 < rows.double().mean() < 650
     fitted = fit_familiarity(model(CONFIG), batches(CONFIG, 90), "knn", held_out=0.0, stored=40)
     assert fitted.metadata.familiarity.state["knn.bank"].shape == (1, 40, 8)
     assert HELD_OUT_MOST >= 1000
+
+
+def numbered(first: int, count: int) -> Answered:
+    """Samples whose features, logits and label are all one number."""
+    labels = torch.arange(first, first + count)
+    return Answered(labels.float().expand(2, 1, -1).mT.clone(), labels.float().expand(2, 3, -1).mT.clone(), labels)
+
+
+@pytest.mark.parametrize("sizes", [[7, 0, 30, 1, 64, 3], [5, 5, 5], [10, 10], [200, 1, 1]])
+def test_what_is_kept_does_not_depend_on_how_samples_are_batched(sizes: list[int]) -> None:
+    """Drawn for a whole batch at once, as if for one sample after another."""
+    first, by_batch, by_row = 0, Reservoir(10, np.random.default_rng(3)), Reservoir(10, np.random.default_rng(3))
+    for size in sizes:
+        whole = by_batch.offer(numbered(first, size))
+        single = [by_row.offer(numbered(first + row, 1)) for row in range(size)]
+        assert whole.labels.tolist() == [int(label) for one in single for label in one.labels]
+        first += size
+        for kept in (whole, by_batch.samples()):
+            assert kept is not None
+            assert torch.equal(kept.features[0, :, 0].long(), kept.labels)
+            assert torch.equal(kept.logits[1, :, 2].long(), kept.labels)
+    together, apart = by_batch.samples(), by_row.samples()
+    assert together is not None
+    assert apart is not None
+    assert torch.equal(together.labels, apart.labels)
+
+
+def test_a_seed_keeps_the_samples_it_always_kept() -> None:
+    kept = Reservoir(10, np.random.default_rng(3))
+    kept.offer(numbered(0, 105))
+    found = kept.samples()
+    assert found is not None
+    assert found.labels.tolist() == [94, 19, 67, 29, 52, 5, 73, 56, 10, 21]
+
+
+def test_what_overflows_is_fitted_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over one sample cost nearly what those over a batch do."""
+    added, add = [], familiarity.Sums.add
+    monkeypatch.setattr(familiarity, "HELD_OUT_MOST", 5)
+    monkeypatch.setattr(familiarity.Sums, "add", lambda sums, *given: (added.append(len(given[1])), add(sums, *given)))
+    data = batches(CONFIG, 90)
+    fitted = fit_familiarity(model(CONFIG), data, held_out=0.5)
+    assert fitted.metadata.familiarity.settings.samples == sum(added) == 85
+    assert len(added) <= 2 * len(data)
 
 
 def test_few_samples_are_said_and_shrunk() -> None:

@@ -20,8 +20,8 @@ from ..batches import Batches, Sources, named_sources
 from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
 from ..circuit.scores import Score
-from ..errors import CheckpointError, ConfigError, DataError, SameMembersError
-from ..familiarity import digests, fit_familiarity, require_fresh
+from ..errors import CheckpointError, ConfigError, DataError, SameMembersError, TooFewSamplesError
+from ..familiarity import digests, fit_familiarity, fitted_on
 from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
 from ..heads.ranking import Head, HeadRanking, model_fingerprint
@@ -167,13 +167,14 @@ def _familiar(fused: Ensemble, config: HydraConfig, ranking: list[Batch] | None,
     try:
         score: FamiliarityName = "mahalanobis" if wanted == "auto" else wanted
         found = fit_familiarity(fused, ranking, score, held_out=0.0, seed=config.seed)
-        if found.metadata.familiarity is not None:
-            require_fresh(found.metadata.familiarity, (one for inputs, _ in validation for one in digests(inputs)))
-        return found
-    except DataError:
+    except TooFewSamplesError:
         if wanted != "auto":
             raise
         return fused  # calibration tries with a half of its own samples, and says what is amiss
+    known, seen = found.metadata.familiarity, [one for inputs, _ in validation for one in digests(inputs)]
+    if wanted == "auto" and known is not None and fitted_on(known, seen):
+        return fused  # a half of the samples then fits it, the other sets its threshold
+    return found  # that what was asked for by name is fitted on other samples, calibration checks
 
 
 def held_against_base(made: Ensemble, base: Ensemble, validation: list[Batch], seed: int) -> Ensemble:
