@@ -1,4 +1,4 @@
-"""Small things that many rooms need: the version, optional libraries, devices, seeds, flags."""
+"""Small things that many rooms need: the version, optional libraries, devices, memory, seeds, flags."""
 
 import contextlib
 import hashlib
@@ -53,6 +53,47 @@ def require_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         cause = error
     raise ConfigError(f"device {str(device)!r} cannot be used here; PyTorch finds the CPU and {gpus} GPUs") from cause
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that this process can still take: what the host has, and what every control group it is in leaves it.
+
+    A container, or a job of a cluster, is such a group, and whoever takes more than its limit is killed. Cached files
+    (those not in use) count as free. None where the system, whose files lie under `root`, does not say.
+    """
+    free = []
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        free.append(_numbers(root / "proc/meminfo")["MemAvailable:"] * 1024)
+    for folder in _control_groups(root):
+        limit, used = ("memory.max", "memory.current")  # version 2 of control groups
+        if not (folder / limit).exists():
+            limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # version 1: without a limit, a huge one
+        with contextlib.suppress(OSError, ValueError, LookupError):  # among them "max": no limit
+            stat = _numbers(folder / "memory.stat") if (folder / "memory.stat").exists() else {}
+            cached = stat.get(
+                "total_inactive_file", stat.get("inactive_file", 0)
+            )  # total: with groups inside, as usage
+            taken = int((folder / used).read_text()) - cached
+            free.append(max(0, int((folder / limit).read_text()) - max(0, taken)))
+    return min(free, default=None)
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """The folders that may limit this process: of its own control groups for memory, and of all around them."""
+    lines = list[str]()
+    with contextlib.suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if not kinds or "memory" in kinds.split(","):  # version 2 has one tree, and names no kind
+            mount = root / "sys/fs/cgroup" / ("memory" if kinds else "")
+            names = [name for name in path.split("/") if name not in ("", "..")]
+            yield from (mount.joinpath(*names[:count]) for count in range(len(names) + 1))
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """A file of names and numbers, one of each in a line."""
+    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

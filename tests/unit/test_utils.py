@@ -3,16 +3,67 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import hydra_ensembles as he
-from hydra_ensembles._utils import evaluation_mode, noted, warn
+from hydra_ensembles._utils import evaluation_mode, free_memory, noted, warn
 from hydra_ensembles.demo import load_backbone
 from hydra_ensembles.errors import HydraWarning
 from hydra_ensembles.model.metadata import Calibration
+
+GB = 10**9
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+HOST = {"proc/meminfo": f"MemTotal: {64 * GB // 1024} kB\nMemAvailable: {40 * GB // 1024} kB\nHugePages_Total: 0\n"}
+
+
+def limited(folder: str, limit: int | str, used: int, cached: int = 0) -> dict[str, str]:
+    """The files of a control group, of version 1 under its mount, else of version 2."""
+    if folder.startswith(V1):
+        names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    else:
+        names = "memory.max", "memory.current", "inactive_file"
+    files = {names[0]: f"{limit}\n", names[1]: f"{used}\n", "memory.stat": f"anon 5\n{names[2]} {cached}\n"}
+    return {f"{folder}/{name}": text for name, text in files.items()}
+
+
+@pytest.mark.parametrize(
+    ("files", "gigabytes"),
+    [
+        ({}, None),
+        ({"proc/meminfo": "nothing of use\n"}, None),
+        (HOST, 40),
+        ({**HOST, "proc/self/cgroup": "0::/\n"}, 40),
+        ({**HOST, "proc/self/cgroup": "0::/\n", **limited(V2, 8 * GB, 3 * GB)}, 5),
+        ({**HOST, "proc/self/cgroup": "0::/\n", **limited(V2, 8 * GB, 7 * GB, cached=4 * GB)}, 5),
+        ({**HOST, "proc/self/cgroup": "0::/\n", **limited(V2, "max", 3 * GB)}, 40),
+        ({**HOST, "proc/self/cgroup": "0::/\n", **limited(V2, 8 * GB, 9 * GB)}, 0),
+        ({**HOST, "proc/self/cgroup": "0::/\n", **limited(V2, 90 * GB, GB)}, 40),
+        (  # of a job, the limit of the user around it
+            {
+                **HOST,
+                "proc/self/cgroup": "0::/user/job\n",
+                **limited(f"{V2}/user/job", "max", GB),
+                **limited(f"{V2}/user", 6 * GB, 2 * GB),
+            },
+            4,
+        ),
+        ({**HOST, "proc/self/cgroup": "9:cpu:/\n4:memory:/a/b\n0::/\n", **limited(f"{V1}/a/b", 7 * GB, GB)}, 6),
+        # a container whose own group is mounted as the root of all
+        ({**HOST, "proc/self/cgroup": "4:memory:/docker/1f\n", **limited(V1, 7 * GB, 5 * GB, cached=GB)}, 3),
+        ({**HOST, "proc/self/cgroup": "4:memory:/\n", **limited(V1, 9223372036854771712, 5 * GB)}, 40),
+        ({**HOST, "proc/self/cgroup": "0::/../../x\n", **limited(f"{V2}/x", 3 * GB, GB)}, 2),
+    ],
+)
+def test_free_memory_is_what_limits_leave(tmp_path: Path, files: dict[str, str], gigabytes: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = free_memory(tmp_path)
+    assert (found if found is None else round(found / GB, 3)) == gigabytes
 
 
 @contextmanager

@@ -8,13 +8,13 @@ model; what it computes above is kept too, and is still right after a removal fu
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .._utils import free_memory
 from ..heads.masking import working_copy
 from ..heads.ranking import Head
 from ..model.config import EncoderConfig, PatchStemConfig
@@ -466,14 +466,11 @@ def plan_memory(max_memory: int, groups: Sequence[Tensor], layers: int) -> tuple
 
 
 def default_max_memory(device: torch.device) -> int:
-    """Half of the free memory of a GPU, a quarter of that of the host, shared with the other local ranks."""
+    """Half of the free memory of a GPU, a quarter of what the host lets this process take; of local ranks, a share."""
     if device.type == "cuda":
         return _free_on_gpu(device) // 2
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        free = 4 << 30  # the system does not say
+    free = free_memory()
+    free = 4 << 30 if free is None else free  # where the system does not say
     return free // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

@@ -110,7 +110,7 @@ def extract_circuit(
         dtype: Precision of the evaluation; None for the model's own.
         device: Where to evaluate; None for where the model is. `"cuda"` is the GPU of the rank.
         max_memory: Bytes of activations to keep beside the embedded samples; None for half of the free memory of a
-            GPU, or a quarter of the host's.
+            GPU, or a quarter of what the host, or the limit of a container, leaves.
         batch_size: Samples in a batch, or pairs of head and sample; None for a size that suits the device.
         journal: A file to note every step in. Where it exists, the run goes on after its last step. One run at a time.
         progress: Say how long it will take, and show a bar that moves with every candidate.

@@ -1,8 +1,10 @@
 """How memory for activations is used; that what is computed from them is right, exact == naive proves."""
 
 import numpy as np
+import pytest
 import torch
 
+from hydra_ensembles.circuit import cache
 from hydra_ensembles.circuit.cache import CandidateActivations, plan_memory, worthwhile_levels
 
 
@@ -36,3 +38,14 @@ def test_memory_is_divided() -> None:
     assert plan_memory(10**6, groups, 4)[0] == [0, 1, 2, 3]
     assert plan_memory(640, groups, 4) == ([0, 2], [6, 2])
     assert plan_memory(1, groups, 4) == ([0], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("free", "ranks", "room"), [(8 << 30, "1", 2 << 30), (8 << 30, "4", 1 << 29), (None, "1", 1 << 30)]
+)
+def test_the_usual_memory_is_a_quarter_of_what_limits_leave(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, ranks: str, room: int
+) -> None:
+    monkeypatch.setattr(cache, "free_memory", lambda: free)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert cache.default_max_memory(torch.device("cpu")) == room
