@@ -64,7 +64,7 @@ class Judged:
 
 def columns_of(said: Prediction, after: Prediction | None = None, labels: Tensor | None = None) -> dict[str, Tensor]:
     """The columns of what is said about a set, `[N]` each; with labels, also of what is said after calibration."""
-    known = () if said.unfamiliarity is None else said.unfamiliarity.names
+    known = () if said.unfamiliarity is None else said.unfamiliarity.score_names
     found: dict[str, Tensor] = {name: said.score(name) for name in (*SCORES, *known)}
     if labels is not None and after is not None:
         found |= {"correct": said.label == labels, **judged(said, labels)}

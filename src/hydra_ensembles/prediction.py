@@ -37,14 +37,14 @@ GEN_POWER, GEN_CLASSES = 0.1, 100  # of the generalised entropy
 class Unfamiliarity:
     """How unlike the familiar data B samples are to M members, by S scores; the first is the one that decides."""
 
-    names: tuple[FittedName, ...]
-    members: Tensor  # [S, M, B]
+    score_names: tuple[FittedName, ...]
+    member_scores: Tensor  # [S, M, B]
     threshold: float | None = None
     reference: Reference | None = None
 
     def score(self, name: FittedName) -> Tensor:
         """`[B]`, the mean over members."""
-        return self.members[self.names.index(name)].mean(dim=0)
+        return self.member_scores[self.score_names.index(name)].mean(dim=0)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,6 +54,9 @@ class Prediction:
     All but the logits is computed when it is first asked for. `probs`, `log_probs`, `confidence` and `entropy` are
     calibrated, all else is not: `aleatoric + epistemic` is the entropy of `mean_probs`, in nats. Indexing picks
     samples, also by a mask: `prediction[prediction.accept]`.
+
+    What an ensemble cannot say because it was not calibrated, or not fitted, is None: `accept`, `doubt`, `reason`,
+    `familiarity`. A score, a p-value or a class name that is asked for and not known is refused.
 
     Attributes:
         member_logits: `[M, B, C]`.
@@ -210,7 +213,7 @@ class Prediction:
     @cached_property
     def _familiar(self) -> Tensor | None:
         known = self.unfamiliarity
-        return None if known is None or known.threshold is None else known.score(known.names[0]) <= known.threshold
+        return None if known is None or known.threshold is None else known.score(known.score_names[0]) <= known.threshold
 
     @cached_property
     def doubt(self) -> Tensor | None:
@@ -222,19 +225,21 @@ class Prediction:
         return found
 
     @cached_property
-    def reason(self) -> list[Reason | None]:
-        """Why each sample is not accepted: `"unfamiliar"` (also where it is unsure, too), `"unsure"`; None if it is."""
-        if self.doubt is None:
-            raise ConfigError("there is no threshold that could be a reason; calibrate the ensemble first")
-        return [REASONS[place] for place in self.doubt.tolist()]
+    def reason(self) -> list[Reason | None] | None:
+        """Why each sample is not accepted: `"unfamiliar"` (also where it is unsure, too), `"unsure"`, None if it is.
+
+        None instead of a list where there is no threshold (see `calibrate`).
+        """
+        return None if self.doubt is None else [REASONS[place] for place in self.doubt.tolist()]
 
     @property
-    def familiarity(self) -> Tensor:
-        """`[B]`, how familiar each sample is: the p-value of the first score of features, near 0 for foreign ones."""
+    def familiarity(self) -> Tensor | None:
+        """`[B]`, how familiar each sample is: the p-value of the first score of features, near 0 for foreign ones.
+
+        None where no score of features was fitted (`fit_familiarity`), or none was held out for it (`calibrate`).
+        """
         known = self.unfamiliarity
-        if known is None:
-            raise ConfigError("nothing says how familiar an input is; fit it: fit_familiarity(ensemble, id_batches)")
-        return self.p_value(known.names[0])
+        return None if known is None or known.reference is None else self.p_value(known.score_names[0])
 
     def score(self, name: AnyScore | None = None) -> Tensor:
         """How much each sample looks out of distribution, `[B]`, higher = more uncertain.
@@ -251,14 +256,14 @@ class Prediction:
         """
         given: Any = self.score_name if name is None else name
         name = cast(AnyScore, given if isinstance(given, str) else short(given))  # arrays cannot even be compared
-        known = () if self.unfamiliarity is None else self.unfamiliarity.names
+        known = () if self.unfamiliarity is None else self.unfamiliarity.score_names
         if name not in (*get_args(ScoreName), *known):
             how = f"fit_familiarity(ensemble, id_batches, {name!r})"
             how = "see baselines.vilu and baselines.neg_label" if name in get_args(LearnedName) else how
             advice = f"; {name} has to be fitted first: {how}" if name in get_args(FittedName) else ""
             choice = ", ".join((*get_args(ScoreName), *known))
             raise ConfigError(f"score {name!r} is not known; choose one of {choice}{advice}")
-        if self.unfamiliarity is not None and name in self.unfamiliarity.names:
+        if self.unfamiliarity is not None and name in self.unfamiliarity.score_names:
             return self.unfamiliarity.score(name)
         if name == "msp":
             return self._rest
@@ -287,7 +292,7 @@ class Prediction:
         inputs like the held-out data at most a share p has a p-value of p or less.
         """
         name, other = self.score_name if name is None else name, self.unfamiliarity
-        known = {self.score_name: self.reference} | ({} if other is None else {other.names[0]: other.reference})
+        known = {self.score_name: self.reference} | ({} if other is None else {other.score_names[0]: other.reference})
         reference, scores = known.get(name), self.score(name)
         if reference is None:
             raise ConfigError(f"there are no held-out scores of {name} to make p-values from; calibrate the ensemble")
@@ -345,13 +350,14 @@ class Prediction:
         features = [one.unfamiliarity for one in predictions if one.unfamiliarity is not None]
         if not features:
             return dataclasses.replace(first, member_logits=joined)
-        deciding = [(one.names, one.threshold, one.reference) for one in features]
+        deciding = [(one.score_names, one.threshold, one.reference) for one in features]
         if len(features) < len(predictions) or any(one != deciding[0] for one in deciding):
             raise DataError(
                 "some predictions have scores of features that others lack, or other thresholds on them; join those of "
                 "one model"
             )
-        known = dataclasses.replace(features[0], members=torch.cat([one.members for one in features], dim=2))
+        scores = torch.cat([one.member_scores for one in features], dim=2)  # [S, M, B]
+        known = dataclasses.replace(features[0], member_scores=scores)
         return dataclasses.replace(first, member_logits=joined, unfamiliarity=known)
 
     def to(self, device: torch.device | str) -> "Prediction":
@@ -386,7 +392,7 @@ class Prediction:
         """The same with the samples changed, which are on the second axis of what `change` is given."""
         known = self.unfamiliarity
         if known is not None:
-            known = dataclasses.replace(known, members=change(known.members.mT).mT)  # [S, M, B] as [S, B, M]
+            known = dataclasses.replace(known, member_scores=change(known.member_scores.mT).mT)  # [S, M, B] as [S, B, M]
         return dataclasses.replace(self, member_logits=change(self.member_logits), unfamiliarity=known)
 
 

@@ -96,7 +96,7 @@ def test_each_score_is_its_definition(name) -> None:
         for m in range(3)
     ]
     p, atol = fitted.predict(new), 5e-4 if name.startswith("relative") else 1e-4  # a difference of larger numbers
-    np.testing.assert_allclose(p.unfamiliarity.members[0].numpy(), by_member, rtol=1e-4, atol=atol)
+    np.testing.assert_allclose(p.unfamiliarity.member_scores[0].numpy(), by_member, rtol=1e-4, atol=atol)
     np.testing.assert_allclose(p.score(name).numpy(), np.mean(by_member, axis=0), rtol=1e-4, atol=atol)
     assert one.metadata.familiarity is None  # the input is untouched
     whole = fit_familiarity(one, [(inputs, labels)], name, **EXACT, neighbours=3, principal=5)  # read in one batch
@@ -404,14 +404,16 @@ def test_what_was_not_fitted_or_calibrated_is_named() -> None:
     plain, fitted = one.predict(data[0][0]), fit_familiarity(one, data, held_out=0.0).predict(data[0][0])
     for call, token in (
         (lambda: plain.score("mahalanobis"), "fit_familiarity"),
-        (lambda: plain.familiarity, "fit_familiarity"),
-        (lambda: plain.reason, "calibrate"),
-        (lambda: fitted.familiarity, "calibrate"),
+        (lambda: plain.p_value(), "calibrate"),
+        (lambda: fitted.p_value("mahalanobis"), "calibrate"),
         (lambda: fitted.score("knn"), "'knn'"),
         (lambda: he.evaluate(one, data, score="vim", progress=False), "fit_familiarity"),
     ):
         with pytest.raises(ConfigError, match=token):
             call()
+    for prediction in (plain, fitted):  # what nobody asked for by name is None
+        known = (prediction.accept, prediction.doubt, prediction.reason, prediction.familiarity)
+        assert known == (None, None, None, None)
 
 
 def test_labels_are_not_needed_where_no_class_is() -> None:

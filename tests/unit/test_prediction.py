@@ -248,7 +248,7 @@ def test_joining_batches_and_moving_devices():
     about = Unfamiliarity(("knn",), torch.rand(1, p.members, 6), 0.5, Reference((0.1, 0.2), 2))
     known = replace(p, unfamiliarity=about)
     assert torch.equal(Prediction.concat([known[:2], known[2:]]).accept, known.accept)
-    for change in ({"threshold": 0.6}, {"reference": Reference((0.1, 0.3), 2)}, {"names": ("vim",)}):
+    for change in ({"threshold": 0.6}, {"reference": Reference((0.1, 0.3), 2)}, {"score_names": ("vim",)}):
         with pytest.raises(DataError, match="one model"):  # whose threshold would it be?
             Prediction.concat([known, replace(p, unfamiliarity=replace(about, **change))])
     moved = p.to(torch.device("meta"))

@@ -503,7 +503,7 @@ def describe_model(model: object, members: int, classes: int, calibration: Calib
     """What is known of a model: everything of an ensemble, the name and parameters of others."""
     info = ModelInfo("callable", members, classes, calibration=None if calibration is None else calibration.brief)
     if isinstance(model, Ensemble | OptimizedEnsemble):
-        known, counts = model.metadata, model.describe() if isinstance(model, Ensemble) else model.description
+        known, counts = model.metadata, model.describe()
         kind: Literal["image", "text"] = "text" if model.kind == "text" else "image"
         info = replace(info, kind=kind, class_names=known.labels, **vars(counts))
         return replace(info, source=known.source, history=known.history)

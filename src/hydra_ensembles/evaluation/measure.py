@@ -238,7 +238,7 @@ def _passed(prediction: Prediction) -> dict[str, Tensor | None]:
         passed["unsure"] = prediction.score() <= prediction.threshold
     known = prediction.unfamiliarity
     if known is not None and known.threshold is not None:
-        passed["unfamiliar"] = known.score(known.names[0]) <= known.threshold
+        passed["unfamiliar"] = known.score(known.score_names[0]) <= known.threshold
     return passed
 
 
@@ -260,7 +260,7 @@ def _selective(prediction: Prediction, labels: Tensor) -> Selective | None:
         accepted=mean(accept),
         risk=mean(wrong) if len(wrong) else None,
         sure=passed["unsure"],
-        familiarity=None if known is None or known.threshold is None else known.names[0],
+        familiarity=None if known is None or known.threshold is None else known.score_names[0],
         familiarity_threshold=None if known is None else known.threshold,
         familiar=passed["unfamiliar"],
     )

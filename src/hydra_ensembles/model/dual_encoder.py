@@ -180,7 +180,7 @@ class DualEncoder(Saved, Droppable):
         """Dtype of the parameters."""
         return self.image.dtype
 
-    def describe(self) -> dict[Tower, Description]:
+    def describe_towers(self) -> dict[Tower, Description]:
         """Parameters, multiply-adds and heads kept of each tower; print them."""
         return {"image": self.image.describe(), "text": self.text.describe()}
 

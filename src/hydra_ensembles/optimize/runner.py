@@ -16,7 +16,7 @@ from .._utils import compiled_at_will, own_precision
 from ..arguments import Whole, checked
 from ..batches import Inputs
 from ..errors import ConfigError
-from ..model.cost import times_in_turn
+from ..model.cost import Description, times_in_turn
 from ..model.ensemble import Ensemble
 from ..model.given import Given, require_at_home, require_values
 from ..prediction import Prediction
@@ -91,7 +91,7 @@ class OptimizedEnsemble:
         on_cuda = self.device.type == "cuda"
         if graphs and not on_cuda:
             raise ConfigError(f"CUDA graphs need an ensemble on a CUDA device, this one is on {self.device}")
-        self.config, self.description = ensemble.config, ensemble.describe()
+        self.config, self._description = ensemble.config, ensemble.describe()
         self.metadata = ensemble.metadata
         self.kind, self.num_members, self.num_classes = ensemble.kind, ensemble.num_members, ensemble.num_classes
         self.choices: dict[Key, Choice] = {}
@@ -164,7 +164,11 @@ class OptimizedEnsemble:
         tensors = (tensor for module in self._modules.values() for tensor in [*module.parameters(), *module.buffers()])
         return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
-    def describe(self) -> str:
+    def describe(self) -> Description:
+        """Parameters, multiply-adds and heads kept of the ensemble that was optimized; print it."""
+        return self._description
+
+    def describe_plans(self) -> str:
         """Settings, memory, and for every input shape seen so far the plan and the times it was chosen by."""
         lines = [repr(self)]
         for key, choice in self.choices.items():

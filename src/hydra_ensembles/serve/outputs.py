@@ -103,7 +103,7 @@ def named_tensors(prediction: Prediction) -> dict[str, Tensor]:
     """The outputs of a prediction by name, on its device; nothing waits for it."""
     found = {name: read(prediction) for name, (_, read) in _OUTPUTS.items()}
     known = prediction.unfamiliarity
-    fitted = {} if known is None else {name: known.score(name) for name in known.names}
+    fitted = {} if known is None else {name: known.score(name) for name in known.score_names}
     return {name: tensor for name, tensor in (*found.items(), *fitted.items()) if tensor is not None}
 
 

@@ -70,7 +70,7 @@ def test_every_member_has_its_own_words_embedded_and_all_travels_with_the_model(
     assert ensemble.metadata.familiarity is None
     score = found.predict(IMAGES).score("neglabel")
     assert ((score > 0) & (score < 1)).all()
-    members = found.predict(IMAGES).unfamiliarity.members[0]
+    members = found.predict(IMAGES).unfamiliarity.member_scores[0]
     assert not torch.allclose(members[0], members[1])
     found.save_pretrained(tmp_path / "saved")
     loaded = he.Ensemble.from_pretrained(tmp_path / "saved")

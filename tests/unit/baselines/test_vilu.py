@@ -63,7 +63,7 @@ def test_the_score_is_what_the_published_network_computes_and_travels_with_the_m
     prediction = found.predict(images)
     for member in range(2):
         expected = by_hand(found, images, member)
-        torch.testing.assert_close(prediction.unfamiliarity.members[0, member], expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(prediction.unfamiliarity.member_scores[0, member], expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(prediction.member_logits, ensemble.predict(images).member_logits)  # answers stay
     score = prediction.score("vilu")
     found.save_pretrained(tmp_path / "saved")

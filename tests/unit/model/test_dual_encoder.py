@@ -198,4 +198,4 @@ def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(DataError, match="preprocessing"):
         dual.encode_text(["a photo"])
     assert repr(dual).startswith("DualEncoder(members=1, embedding=24, image=Ensemble(image, members=1")
-    assert dual.describe()["image"].parameters == sum(parameter.numel() for parameter in dual.image.parameters())
+    assert dual.describe_towers()["image"].parameters == sum(parameter.numel() for parameter in dual.image.parameters())

@@ -69,7 +69,7 @@ def test_a_shape_is_measured_once_and_its_choice_kept(monkeypatch: pytest.Monkey
     assert measured == [2, 3, 1]
     assert set(fast.choice_for(images(3)).seconds) == {"batched", "loop"}
     assert repr(fast).startswith("OptimizedEnsemble(plans=['batched', 'loop'], compile=False, graphs=False")
-    assert "[2, 3, 4, 6]: " in fast.describe()
+    assert "[2, 3, 4, 6]: " in fast.describe_plans()
 
 
 def test_the_fastest_plan_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_a_plan_that_fails_drops_out_and_where_all_fail_the_error_is_shown() -> 
     fast._plain["grouped"] = _failing
     assert close(fast(images(3)), ensemble(images(3)))
     assert fast.choice_for(images(3)).plan == "loop"
-    assert "grouped failed: strides" in fast.describe()
+    assert "grouped failed: strides" in fast.describe_plans()
     fast._plain["loop"] = _failing
     with pytest.raises(NotImplementedError, match="multiple of 16"):
         fast(images(2))
@@ -222,7 +222,7 @@ def test_code_is_compiled_once_a_shape_up_to_a_limit_or_for_all(
             assert close(fast(images(batch)), ensemble(images(batch)))
     assert [choice.compiled for choice in fast.choices.values()] == compiled
     assert len(graphs_made) in graphs
-    assert ("most allowed" in fast.describe()) == (not all(compiled))
+    assert ("most allowed" in fast.describe_plans()) == (not all(compiled))
 
 
 @torch.no_grad()
@@ -308,6 +308,6 @@ def test_later_changes_of_the_ensemble_do_not_reach_it() -> None:
     assert torch.equal(after.probs, before.probs)
     assert torch.equal(after.accept, before.accept)
     assert after.class_names == ("a", "b", "c", "d")
-    assert (fast.metadata, fast.description) == (remembered, description)
+    assert (fast.metadata, fast.describe()) == (remembered, description)
     assert (fast.kind, fast.num_members, fast.num_classes) == ("image", 3, 4)
     assert (fast.device, fast.dtype) == (torch.device("cpu"), torch.float32)

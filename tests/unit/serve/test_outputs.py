@@ -36,7 +36,7 @@ def expected(p: Prediction, name: str) -> np.ndarray:
         return np.array([REASON_WORDS.index(reason or "") for reason in p.reason])
     if name == "member_logits":
         return p.member_logits.numpy().swapaxes(0, 1)
-    if p.unfamiliarity is not None and name in p.unfamiliarity.names:
+    if p.unfamiliarity is not None and name in p.unfamiliarity.score_names:
         return p.score(name).numpy()
     methods = {"score": p.score, "p_value": p.p_value}
     return (methods[name]() if name in methods else getattr(p, name)).numpy()
