@@ -7,10 +7,10 @@ raised to float32; float64 stays float64. A temperature makes probabilities hone
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, SupportsIndex, cast, get_args
+from typing import Any, Literal, NamedTuple, SupportsIndex, cast, get_args
 
 import torch
 from torch import Tensor
@@ -213,7 +213,9 @@ class Prediction:
     @cached_property
     def _familiar(self) -> Tensor | None:
         known = self.unfamiliarity
-        return None if known is None or known.threshold is None else known.score(known.score_names[0]) <= known.threshold
+        return (
+            None if known is None or known.threshold is None else known.score(known.score_names[0]) <= known.threshold
+        )
 
     @cached_property
     def doubt(self) -> Tensor | None:
@@ -320,19 +322,15 @@ class Prediction:
         Labels are names where these are known. What is not known, for want of a calibration, is None; probabilities and
         logits are left out, and are read as tensors.
         """
-        known, nothing = self.unfamiliarity, [None] * len(self)
-        return {
-            "label": self.label.tolist() if self.class_names is None else self.names(),
-            "confidence": self.confidence.tolist(),
-            "entropy": self.entropy.tolist(),
-            "aleatoric": self.aleatoric.tolist(),
-            "epistemic": self.epistemic.tolist(),
-            "disagreement": self.disagreement.tolist(),
-            "score": self.score().tolist(),
-            "familiarity": nothing if known is None or known.reference is None else self.familiarity.tolist(),
-            "accept": nothing if self.accept is None else self.accept.tolist(),
-            "reason": nothing if self.doubt is None else self.reason,
-        }
+        words: dict[str, list[Any] | None] = {"reason": self.reason}
+        if self.class_names is not None:
+            words["label"] = self.names()
+        found: dict[str, list[Any]] = {}
+        for name in PLAIN:
+            value = words[name] if name in words else OUTPUTS[name].read(self)
+            values = value.tolist() if isinstance(value, Tensor) else value
+            found[name] = [None] * len(self) if values is None else values
+        return found
 
     @classmethod
     @checked
@@ -392,8 +390,46 @@ class Prediction:
         """The same with the samples changed, which are on the second axis of what `change` is given."""
         known = self.unfamiliarity
         if known is not None:
-            known = dataclasses.replace(known, member_scores=change(known.member_scores.mT).mT)  # [S, M, B] as [S, B, M]
+            known = dataclasses.replace(
+                known, member_scores=change(known.member_scores.mT).mT
+            )  # [S, M, B] as [S, B, M]
         return dataclasses.replace(self, member_logits=change(self.member_logits), unfamiliarity=known)
+
+
+class Output(NamedTuple):
+    """One thing that a prediction says of every sample.
+
+    Attributes:
+        meaning: One sentence.
+        read: Gives it, `[B, …]`; None where it is not known.
+    """
+
+    meaning: str
+    read: Callable[[Prediction], Tensor | None]
+
+
+_codes = ", ".join(f"{code} {word or 'accepted'}" for code, word in enumerate(REASONS))
+OUTPUTS: Mapping[str, Output] = {
+    "member_logits": Output("Logits of each member.", lambda p: p.member_logits.transpose(0, 1)),  # -> [B, M, C]
+    "probs": Output("Calibrated probabilities of the classes.", lambda p: p.probs),
+    "label": Output("The most probable class.", lambda p: p.label),
+    "confidence": Output("Its calibrated probability.", lambda p: p.confidence),
+    "entropy": Output("Total uncertainty in nats: the entropy of `probs`.", lambda p: p.entropy),
+    "aleatoric": Output("What each member is unsure about: their mean entropy, in nats.", lambda p: p.aleatoric),
+    "epistemic": Output("What members differ about: mutual information, in nats.", lambda p: p.epistemic),
+    "disagreement": Output("Share of member pairs with different labels.", lambda p: p.disagreement),
+    "score": Output("The score that `unsure` is decided by; higher = more uncertain.", lambda p: p.score()),
+    "p_value": Output(
+        "How rare a score this high is among held-out data.", lambda p: p.p_value() if p.reference else None
+    ),
+    "familiarity": Output(
+        "How rare features this strange are among familiar data; near 0 for foreign inputs.", lambda p: p.familiarity
+    ),
+    "accept": Output("Whether every score is within its threshold.", lambda p: p.accept),
+    "reason": Output(f"Why not: {_codes}.", lambda p: p.doubt),
+}
+"""All that a prediction consists of, by name; files, servers, tables and the command line choose from it."""
+PLAIN = tuple(name for name in OUTPUTS if name not in ("member_logits", "probs", "p_value"))  # of `to_dict`
 
 
 def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, check_finite: bool = True) -> Tensor:

@@ -31,8 +31,8 @@ from ..schema import from_plain, to_plain
 from .command import Json, NamedColumns, assign, command, did_you_mean, emit, emit_json
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model
 
-NUMBERS = ("confidence", "epistemic", "entropy", "disagreement", "score", "familiarity")
-READ = ("confidence", "epistemic", "familiarity")  # in a table, which has to fit a terminal
+NUMBERS = ("confidence", "epistemic", "entropy", "disagreement", "score", "familiarity")  # of `prediction.OUTPUTS`
+IN_TABLE = ("confidence", "epistemic", "familiarity")  # of them, what fits a terminal
 LONGEST = 60  # characters of an input that a table shows
 KEPT, PRUNED = "■", "·"
 SHOWN = 12  # items of a list
@@ -170,7 +170,7 @@ def _written(answers: Sequence[dict[str, Any]], format: OutputFormat) -> str | T
     table = Table(box=SIMPLE, padding=(0, 1), collapse_padding=True)
     for name in ("input", "label"):
         table.add_column(name, overflow="fold")
-    shown = [name for name in READ if answers[0][name] is not None]
+    shown = [name for name in IN_TABLE if answers[0][name] is not None]
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict")

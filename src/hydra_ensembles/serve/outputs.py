@@ -1,10 +1,11 @@
-"""The one table of what goes into an ensemble and what comes out, by name: for files, servers and tables alike.
+"""What goes into an ensemble and what comes out, as named arrays: for files, servers and tables alike.
+
+What a prediction consists of is listed in `prediction.OUTPUTS`; here each becomes a field with a shape and a type.
 
 The first axis of every input and output is the sample, member logits too (`[B, M, C]`): rows of a table, and batches
 that a server may cut and join.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..batches import READ
 from ..metrics.conformal import Reference
 from ..model.config import PatchStemConfig
 from ..model.ensemble import Ensemble
-from ..prediction import REASONS, Prediction
+from ..prediction import OUTPUTS, REASONS, Prediction
 
 REASON_WORDS = tuple(reason or "" for reason in REASONS)
 """What the codes of the output `reason` say; nothing where the sample is accepted."""
@@ -54,29 +55,6 @@ def input_fields(ensemble: Ensemble) -> tuple[Field, ...]:
     return tuple(Field(name, (-1,), "int64", meaning) for name, meaning in named if given[name])
 
 
-def _familiarity(prediction: Prediction) -> Tensor | None:
-    known = prediction.unfamiliarity
-    return None if known is None or known.reference is None else prediction.familiarity
-
-
-_codes = ", ".join(f"{code} {word or 'accepted'}" for code, word in enumerate(REASON_WORDS))
-_OUTPUTS: Mapping[str, tuple[str, Callable[[Prediction], Tensor | None]]] = {
-    "member_logits": ("Logits of each member.", lambda p: p.member_logits.transpose(0, 1)),  # [M, B, C] -> [B, M, C]
-    "probs": ("Calibrated probabilities of the classes.", lambda p: p.probs),
-    "label": ("The most probable class.", lambda p: p.label),
-    "confidence": ("Its calibrated probability.", lambda p: p.confidence),
-    "entropy": ("Total uncertainty in nats: the entropy of `probs`.", lambda p: p.entropy),
-    "aleatoric": ("What each member is unsure about: their mean entropy, in nats.", lambda p: p.aleatoric),
-    "epistemic": ("What members differ about: mutual information, in nats.", lambda p: p.epistemic),
-    "disagreement": ("Share of member pairs with different labels.", lambda p: p.disagreement),
-    "score": ("The score that `unsure` is decided by; higher = more uncertain.", lambda p: p.score()),
-    "p_value": ("How rare a score this high is among held-out data.", lambda p: p.p_value() if p.reference else None),
-    "familiarity": ("How rare features this strange are among familiar data; near 0 for foreign inputs.", _familiarity),
-    "accept": ("Whether every score is within its threshold.", lambda p: p.accept),
-    "reason": (f"Why not: {_codes}.", lambda p: p.doubt),
-}
-
-
 def output_fields(ensemble: Ensemble) -> tuple[Field, ...]:
     """What comes out of this classifier; p-values, familiarity and a verdict only where they were fitted."""
     known, members = ensemble.metadata.familiarity, ensemble.num_members
@@ -84,7 +62,7 @@ def output_fields(ensemble: Ensemble) -> tuple[Field, ...]:
     scores = None if known is None else torch.zeros(len(known.settings.scores), members, 1)  # [S, M, 1]
     blank = ensemble.prediction(torch.zeros(members, 1, ensemble.num_classes, dtype=kept), scores)
     return tuple(
-        Field(name, array.shape[1:], str(array.dtype), _OUTPUTS[name][0] if name in _OUTPUTS else
+        Field(name, array.shape[1:], str(array.dtype), OUTPUTS[name].meaning if name in OUTPUTS else
               f"How unlike familiar data the features are, by {name}; higher = less familiar.")
         for name, array in columns(blank).items()
     )  # fmt: skip
@@ -101,7 +79,7 @@ def held_out(ensemble: Ensemble) -> dict[str, tuple[Reference | None, float | No
 
 def named_tensors(prediction: Prediction) -> dict[str, Tensor]:
     """The outputs of a prediction by name, on its device; nothing waits for it."""
-    found = {name: read(prediction) for name, (_, read) in _OUTPUTS.items()}
+    found = {name: output.read(prediction) for name, output in OUTPUTS.items()}
     known = prediction.unfamiliarity
     fitted = {} if known is None else {name: known.score(name) for name in known.score_names}
     return {name: tensor for name, tensor in (*found.items(), *fitted.items()) if tensor is not None}
