@@ -18,6 +18,7 @@ from .metrics.conformal import Reference, conformal_threshold, samples_for
 from .metrics.distance import FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean, warn_of_probabilities
 from .metrics.ood import aurc
+from .metrics.probabilities import log_mean_exp, log_mean_probs
 from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
 from .model.metadata import Calibration, Familiarity
@@ -332,13 +333,12 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> tupl
 
 def _nll(label_log_probs: Tensor) -> float:
     """NLL of the mean probabilities, from the members' log-probabilities `[M, B]` of the labels."""
-    return -(label_log_probs.logsumexp(0) - math.log(len(label_log_probs))).mean().item()
+    return -log_mean_exp(label_log_probs).mean().item()
 
 
 def _log_mean(member_logits: Tensor) -> Tensor:
     """Logarithm of the mean probabilities of `[M, n, C]` logits, `[1, n, C]` in float64."""
-    pieces = [rows.double().log_softmax(-1).logsumexp(0) for rows in member_logits.split(_ROWS, dim=1)]
-    return torch.cat(pieces)[None] - math.log(len(member_logits))
+    return torch.cat([log_mean_probs(rows.double()) for rows in member_logits.split(_ROWS, dim=1)])[None]
 
 
 def _label_log_probs(member_logits: Tensor, labels: Tensor, temperature: float) -> Tensor:

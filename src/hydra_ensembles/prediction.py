@@ -20,7 +20,7 @@ from .errors import ConfigError, DataError
 from .metrics import inputs
 from .metrics.conformal import Reference
 from .metrics.distance import FittedName, LearnedName
-from .metrics.probabilities import EntropyParts, disagreement_per_sample, entropy_parts
+from .metrics.probabilities import EntropyParts, disagreement_per_sample, entropy_parts, log_mean_probs
 from .schema import short
 
 ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy", "gen"]
@@ -145,8 +145,7 @@ class Prediction:
         What is divided are logarithms of probabilities: the largest is near zero, so no temperature overflows.
         """
         if len(self.temperature) == 1:
-            log_mean = self.member_logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(self.members)  # [B, C]
-            return log_mean[None] / self.temperature[0]
+            return log_mean_probs(self.member_logits)[None] / self.temperature[0]  # [B, C] -> [1, B, C]
         divisor = torch.tensor(self.temperature, dtype=self.member_logits.dtype)[:, None, None]  # [M, 1, 1]
         return self.member_logits.log_softmax(dim=-1) / divisor.to(self.member_logits.device, non_blocking=True)
 
@@ -162,8 +161,7 @@ class Prediction:
     @cached_property
     def log_probs(self) -> Tensor:
         """Logarithm of `probs`, `[B, C]`, finite also where a probability underflows to zero."""
-        logits = self._calibrated if self._is_calibrated else self.member_logits
-        return logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(logits))
+        return log_mean_probs(self._calibrated if self._is_calibrated else self.member_logits)
 
     @cached_property
     def label(self) -> Tensor:

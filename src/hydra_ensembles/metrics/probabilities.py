@@ -6,6 +6,7 @@ at the values, for a caller that made them itself or resamples them a thousand t
 torchmetrics and torch-uncertainty are the referees of these numbers (in the tests).
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -193,6 +194,19 @@ def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS)
         confidence=torch.bincount(groups, weights=confidence.cpu().double(), minlength=bins) / count,
         accuracy=torch.bincount(groups, weights=correct.cpu().double(), minlength=bins) / count,
     )
+
+
+def log_mean_probs(member_logits: Tensor) -> Tensor:
+    """Logarithm of the mean over members of the probabilities that logits `[M, …, C]` give, `[…, C]`.
+
+    It is finite also where a probability underflows to zero.
+    """
+    return log_mean_exp(member_logits.log_softmax(dim=-1))
+
+
+def log_mean_exp(values: Tensor) -> Tensor:
+    """Logarithm of the mean over the first axis of what `values` `[M, …]` are the logarithms of."""
+    return values.logsumexp(dim=0) - math.log(len(values))
 
 
 def _equal_width_groups(confidence: Tensor, bins: int) -> Tensor:

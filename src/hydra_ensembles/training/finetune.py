@@ -30,6 +30,7 @@ from ..batches import (
     warn_of_other_classes,
 )
 from ..errors import ConfigError, DataError
+from ..metrics.probabilities import log_mean_probs
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
@@ -170,7 +171,7 @@ class EnsembleLearner(Learner[Batch]):
                 target = require_labels(labels, self.model.num_classes, "validation", index).to(device)
                 with self.autocast():
                     logits = self.model(self.given(inputs))  # [M, B, C]
-                log_probs = logits.double().log_softmax(-1).logsumexp(0) - math.log(logits.shape[0])  # [B, C]
+                log_probs = log_mean_probs(logits.double())  # [B, C]
                 correct = (log_probs.argmax(1) == target).sum()
                 nll = -log_probs.gather(1, target[:, None]).sum()
                 sums += torch.stack([correct.double(), nll, torch.ones_like(nll) * len(target)])

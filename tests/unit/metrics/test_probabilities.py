@@ -18,6 +18,7 @@ from hydra_ensembles.metrics.probabilities import (
     ece,
     ece_of_confidence,
     entropy_parts,
+    log_mean_probs,
     mutual_information,
     nll,
     nll_per_sample,
@@ -203,3 +204,9 @@ def test_bad_members_are_refused(probs, token):
     for metric in (ece_of_confidence, adaptive_ece_of_confidence, reliability_bins):
         with pytest.raises(ConfigError, match="bins"):
             metric(*top_label(PROBS, LABELS), bins=0)
+
+
+def test_the_logarithm_of_mean_probabilities_is_finite_where_they_underflow() -> None:
+    logits = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(log_mean_probs(logits), logits.softmax(-1).mean(0).log())
+    assert log_mean_probs(torch.tensor([[[0.0, 2000.0]], [[0.0, 1000.0]]]))[0, 0].isfinite()
