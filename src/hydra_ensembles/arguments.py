@@ -7,7 +7,6 @@ import os
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
@@ -16,7 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from .errors import ConfigError, DataError
-from .schema import hints_of, require_types, short
+from .schema import hints_of, nearest, require_types, short
 
 END = 2**63  # the first number that torch and numpy do not count, nor draw random numbers from
 _FAR = 10**6  # limits from here on are named only to whoever is beyond them
@@ -187,7 +186,7 @@ def _advice(name: str, value: Any, hints: Mapping[str, Any]) -> str:
             if isinstance(kind, type) and is_dataclass(kind) and name in (one.name for one in fields(kind) if one.init):
                 given = f"{name}={short(value) if _is_plain(value) else '...'}"
                 return f"; {name!r} is a setting of {kind.__name__}: {parameter}={kind.__name__}({given})"
-    near = get_close_matches(name, [one for one in hints if one != "return"], 1, cutoff=0.7)
+    near = nearest(name, (one for one in hints if one != "return"))
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

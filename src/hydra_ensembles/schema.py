@@ -9,7 +9,8 @@ import functools
 import numbers
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError
@@ -22,6 +23,14 @@ ADDED_LATER: Mapping[str, bool] = types.MappingProxyType({"added_later": True})
 
 hints_of: Callable[..., dict[str, Any]] = functools.cache(get_type_hints)
 """The annotations of a class, with `include_extras` also the ranges of numbers in them, worked out once."""
+
+
+NEAR = 0.55  # of difflib's measure, which is 1 for what is the same; `size` is near `image_size`
+
+
+def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
+    """The known names that are most like this one, which may have been meant; none where none is nearly the same."""
+    return get_close_matches(name, list(known), most, cutoff=NEAR)
 
 
 def short(value: object) -> str:

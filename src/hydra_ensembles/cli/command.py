@@ -8,7 +8,6 @@ Exit codes are 0, 2 (something given is wrong), 130 (interrupted) and 1 (a mista
 in one line, as the library says it; `--debug`, before or after the name of the command, shows the traceback.
 """
 
-import difflib
 import functools
 import inspect
 import json
@@ -30,7 +29,7 @@ from rich.console import Console, RenderableType
 
 from ..errors import ConfigError, ConversionError, HydraError
 from ..files import read_file, write_atomically
-from ..schema import from_plain
+from ..schema import from_plain, nearest
 from ..training.recipe import Recipe
 
 FLAGS: Mapping[str, tuple[str, ...]] = {  # options that are not called like their setting, or have a short form
@@ -263,7 +262,7 @@ def did_you_mean(name: str | Path, known: Iterable[str] = ()) -> str:
     if isinstance(name, Path):
         known = [entry.name for entry in name.parent.iterdir()] if name.parent.is_dir() else []
         name = name.name
-    found = difflib.get_close_matches(name, list(known), cutoff=0.7)
+    found = nearest(name, known, most=3)
     return f"; did you mean {', '.join(found)}?" if found else ""
 
 

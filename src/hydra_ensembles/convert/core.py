@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from itertools import takewhile
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..errors import ConversionError
 from ..model.config import Activation, EnsembleConfig
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
+from ..schema import nearest
 from .refusals import in_lines
 
 # --- declarations ------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def translate(
         except RuntimeError as error:
             misfits.append(f"{list(source.names)} cannot become the canonical parameter {name} {list(shape)}: {error}")
     left = [name for name in stored if name not in used and not name.startswith(architecture.ignored)]
-    problems = [f"no tensor {one} for {name}{nearest(one, left)}" for one, name in missing.items()] + misfits
+    problems = [f"no tensor {one} for {name}{perhaps_meant(one, left)}" for one, name in missing.items()] + misfits
     require_all_used(problems, left, architecture)
     dtypes = sorted({str(tensor.dtype) for tensor in state.values()})
     if len(dtypes) > 1:
@@ -291,9 +291,9 @@ def require_all_used(problems: Sequence[str], left: Sequence[str], architecture:
         raise ConversionError(f"{architecture.name}: " + "; ".join([*found, architecture.advice]))
 
 
-def nearest(name: str, known: Collection[str]) -> str:
+def perhaps_meant(name: str, known: Collection[str]) -> str:
     """` (did you mean …?)` with the known name that is most like this one, or nothing where none is."""
-    found = get_close_matches(name, known, 1, cutoff=0.5)
+    found = nearest(name, known)
     return f" (did you mean {found[0]}?)" if found else ""
 
 

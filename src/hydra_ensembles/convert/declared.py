@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..arguments import checked
 from ..errors import ConfigError
 from ..model.config import Activation, HiddenActivation, NormKind, Pool, Resample, RotaryConfig
-from .core import Inputs, nearest, run
+from .core import Inputs, perhaps_meant, run
 
 Part = Literal[
     "patch",
@@ -144,7 +144,7 @@ class Declaration:
         for part, place in self.names.items():
             if part not in PARTS:
                 raise ConfigError(
-                    f"names has no part {part!r}{nearest(str(part), PARTS)}; there are {', '.join(PARTS)}"
+                    f"names has no part {part!r}{perhaps_meant(str(part), PARTS)}; there are {', '.join(PARTS)}"
                 )
             if isinstance(place, tuple) and (part != "qkv" or len(place) != 3):
                 raise ConfigError(f"names[{part!r}] has {len(place)} paths; give one, and for qkv one or three")

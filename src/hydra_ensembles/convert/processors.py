@@ -11,7 +11,7 @@ from ..model.config import PatchStemConfig, TextStemConfig
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing, Interpolation, TextCleaning, TextPreprocessing
-from .core import nearest, pair, qualified_name
+from .core import pair, perhaps_meant, qualified_name
 
 _ACCEPTED = {
     "text": "a fast tokenizer of transformers, a tokenizer of open_clip, a TextPreprocessing",
@@ -79,7 +79,7 @@ def amended(known: Metadata, changes: Mapping[str, Any], stem: PatchStemConfig |
     for name in changes:
         if name not in names:
             there = f"a model for {'images' if for_images else 'text'} has {', '.join(names)}"
-            raise ConfigError(f"there is no preprocessing setting {name!r}{nearest(str(name), names)}; {there}")
+            raise ConfigError(f"there is no preprocessing setting {name!r}{perhaps_meant(str(name), names)}; {there}")
     given = {names[name]: value for name, value in changes.items()}
     if isinstance(stem, PatchStemConfig):
         if "size" in given:

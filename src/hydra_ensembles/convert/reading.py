@@ -26,10 +26,10 @@ from .core import (
     as_stored,
     concatenated,
     dropout_rate,
-    nearest,
     number_of_classes,
     out_by_head,
     pair,
+    perhaps_meant,
     refuse,
     require_all_used,
 )
@@ -160,7 +160,11 @@ class _Reading:
         place = str(path).replace("{i}", "0")
         found = dict(self.model.named_modules())
         if not isinstance(found.get(place), kind):
-            what = f"is a {type(found[place]).__name__}" if place in found else f"does not exist{nearest(place, found)}"
+            what = (
+                f"is a {type(found[place]).__name__}"
+                if place in found
+                else f"does not exist{perhaps_meant(place, found)}"
+            )
             known = [name.replace(".0", ".{i}") for name, module in found.items() if isinstance(module, kind)]
             there = f"; the model has {known[:4]}" if known else "; name its parts one by one"
             raise ConversionError(f"{self.frame.name}: {part} {place} must be an nn.{kind.__name__}, and {what}{there}")
@@ -195,11 +199,11 @@ class _Reading:
                 for layer in range(max(1, self.layers) if part in IN_BLOCK else 1):
                     if self._weight(path, layer) is None:
                         name = path.replace("{i}", str(layer))
-                        yield f"{part} is said to be {name}, which the model does not have{nearest(name, near)}"
+                        yield f"{part} is said to be {name}, which the model does not have{perhaps_meant(name, near)}"
                         break
         for part in NEEDED:
             if part not in self.names and not (part == "position" and self.declared.rotary is not None):
-                yield f"names does not say where {part} is{nearest(part, near)}"
+                yield f"names does not say where {part} is{perhaps_meant(part, near)}"
         if self.declared.attention_scale is not None and "query_norm" in self.names:
             yield "attention_scale is given, and a norm of queries would undo it"
         unknown = unknown_arguments(self.declared, self.model)

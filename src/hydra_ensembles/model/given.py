@@ -5,7 +5,6 @@ data come from: a tensor on a GPU is not read back, and compiled code does not l
 """
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
@@ -15,6 +14,7 @@ from .._utils import warn
 from ..batches import READ, looks_like_input, tensors_of
 from ..errors import ConfigError, DataError
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
+from ..schema import nearest
 from .config import PatchStemConfig, TextStemConfig
 
 Given = Tensor | Mapping[str, Tensor]
@@ -60,7 +60,7 @@ def gathered(
 
 
 def _not_read(name: str, kind: Literal["image", "text"]) -> str:
-    near = get_close_matches(name, READ[kind], 1)
+    near = nearest(name, READ[kind])
     advice = f"did you mean {near[0]!r}?" if near else "leave it out"
     return f"the inputs hold {name!r}, which is not read; {kind} models read {', '.join(READ[kind])}: {advice}"
 
