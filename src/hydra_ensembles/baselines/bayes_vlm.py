@@ -21,7 +21,7 @@ from ..arguments import END, Checked, Positive, Range, Seed, Whole, checked, tru
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
 from ..model.config import Sharing
-from ..model.dropping import Droppable, dropping
+from ..model.dropping import OurModel, dropping
 from ..model.dual_encoder import (
     DEFAULT_TEMPLATES,
     DualEncoder,
@@ -317,7 +317,7 @@ class VLMPosterior:
         return _augmented(found.double().cpu(), _projections(self.dual)[1].bias is not None)
 
 
-class ProbitClassifier(Droppable):
+class ProbitClassifier(OurModel):
     """A zero-shot classifier whose logits are toned down where image or class are little known; one member."""
 
     def __init__(self, posterior: VLMPosterior, names: Sequence[str], texts: Tensor) -> None:

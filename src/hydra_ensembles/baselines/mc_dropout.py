@@ -11,7 +11,7 @@ from ..arguments import Rate, Seed, Whole, checked, trusted
 from ..batches import Inputs
 from ..errors import ConfigError
 from ..model.config import EnsembleConfig
-from ..model.dropping import Droppable, dropping
+from ..model.dropping import OurModel, dropping
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, built_around
 from ..model.metadata import Metadata
@@ -39,7 +39,7 @@ def mc_dropout(ensemble: Ensemble, p: Rate, passes: Whole, seed: Seed = 0) -> "M
     return MCDropout(ensemble, p, passes, seed)
 
 
-class MCDropout(Droppable):
+class MCDropout(OurModel):
     """A view of an ensemble in which every pass is a member; `forward` gives `[M·passes, B, C]`.
 
     Dropout sits where transformers have it in training: on the embedded tokens and, in each layer, after the attention

@@ -33,8 +33,8 @@ def drops(module: nn.Module) -> bool | torch.Generator:
     return module.training if rule is None else rule
 
 
-class Droppable(nn.Module):
-    """A model all of whose layers do what `dropping` says."""
+class OurModel(nn.Module):
+    """A model of this library: it has a device and a dtype, and all of its layers do what `dropping` says."""
 
     @property
     def device(self) -> torch.device:
@@ -50,7 +50,7 @@ class Droppable(nn.Module):
 @contextmanager
 def evaluating(*models: object) -> Iterator[None]:
     """Evaluation mode inside: of ours in this thread alone, and no flag changes; of other modules by their flags."""
-    others = [one for one in models if isinstance(one, nn.Module) and not isinstance(one, Droppable)]
+    others = [one for one in models if isinstance(one, nn.Module) and not isinstance(one, OurModel)]
     with dropping(False), evaluation_mode(*others):
         yield
 

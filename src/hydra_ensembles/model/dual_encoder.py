@@ -19,7 +19,7 @@ from ..preprocessing import TextPreprocessing
 from .config import CosineConfig, DualEncoderConfig, EnsembleConfig, Sharing, output_width
 from .contents import DUAL_ENCODER, ENSEMBLE, Contents, dual_encoder_contents, read_dual_encoder
 from .cost import Description
-from .dropping import Droppable, dropping
+from .dropping import OurModel, dropping
 from .ensemble import Ensemble, Saved, built_around, copied
 from .given import require_values
 from .layers import GroupedLinear
@@ -32,7 +32,7 @@ Tower = Literal["image", "text"]
 INITIAL_SCALE = math.log(1 / 0.07)  # where CLIP's training starts
 
 
-class DualEncoder(Saved, Droppable):
+class DualEncoder(Saved, OurModel):
     """An image tower and a text tower whose features are projected into one embedding (CLIP).
 
     The towers have the same number of members, or one of them has a single member that serves all. The logit of an

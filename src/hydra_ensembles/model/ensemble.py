@@ -20,7 +20,7 @@ from ..preprocessing import is_raw
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
 from .contents import ENSEMBLE, FAMILIARITY, TEXT_SIDE, Contents, ensemble_contents, read_ensemble, with_parts
 from .cost import Description, describe
-from .dropping import Droppable, dropping, drops
+from .dropping import OurModel, dropping, drops
 from .given import (
     Arguments,
     Given,
@@ -137,7 +137,7 @@ class Saved(ABC):
         return push_checkpoint(repo_id, contents, private=private, token=token, commit_message=commit_message)
 
 
-class Ensemble(Saved, Droppable):
+class Ensemble(Saved, OurModel):
     """A transformer classifier with M members: stem, encoder, readout; `forward` gives `[M, B, C]`.
 
     A single model is an ensemble with one member, a pruned model one with fewer heads, a Deep Ensemble one
