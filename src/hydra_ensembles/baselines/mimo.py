@@ -16,7 +16,7 @@ from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from ..schema import to_plain
-from ..training.finetune import Batch, EnsembleLearner, train_classifier, trained_metadata
+from ..training.finetune import EnsembleLearner, LabelledBatch, train_classifier, trained_metadata
 from ..training.loop import Job, Runtime, TrainOptions, trains
 from ..training.recipe import Recipe
 from .start import fresh, joined, parted
@@ -106,7 +106,7 @@ class MimoLearner(EnsembleLearner):
         super().__init__(start, recipe, runtime, index=0)
         self.single, self.settings, self.dtype = single, settings, next(iter(self.trained.values())).dtype
 
-    def read(self, raw: Any, index: int) -> Batch:
+    def read(self, raw: Any, index: int) -> LabelledBatch:
         """As `EnsembleLearner.read`; the first batch of an epoch must have an image for every member."""
         inputs, labels = super().read(raw, index)
         if index == 0 and len(labels) < self.settings.members:

@@ -24,7 +24,7 @@ from ..model.stem_readout import MapPool, Readout
 from .scores import CircuitData, Distance, IntArray, SampleGroup, parts, to_device
 
 Work = Counter[str]  # "layer_evaluations", blocks run on one sample; "multiply_adds", of the products really needed
-Record = Callable[[IntArray, IntArray, Tensor], None]  # takes logits [P, C] of pairs of candidate and sample number
+Recorder = Callable[[IntArray, IntArray, Tensor], None]  # takes logits [P, C] of pairs of candidate and sample number
 
 _ROWS = 1 << 14  # samples whose logits are held at once
 
@@ -261,7 +261,7 @@ class CachedTower:
             for rows in parts(len(group), _ROWS):
                 yield group.numbers[rows], self.model.classify(features[rows])
 
-    def run(self, candidates: IntArray, numbers: IntArray, record: Record) -> None:
+    def run(self, candidates: IntArray, numbers: IntArray, record: Recorder) -> None:
         """Evaluate pairs of candidate (by its position) and sample, each from the last level that is known."""
         group_of, row_of = self.samples.group_of[numbers], self.samples.row_of[numbers]
         for index in np.unique(group_of):
@@ -271,7 +271,7 @@ class CachedTower:
                 pairs = chosen[part]
                 self._walk(index, candidates[pairs], numbers[pairs], row_of[pairs], record)
 
-    def _walk(self, index: int, candidates: IntArray, numbers: IntArray, rows: IntArray, record: Record) -> None:
+    def _walk(self, index: int, candidates: IntArray, numbers: IntArray, rows: IntArray, record: Recorder) -> None:
         """Walk up the blocks with a batch that pairs join on the way.
 
         A pair joins at the block of its candidate, where it branches off the model (whose attention is computed once

@@ -18,7 +18,7 @@ from ..arguments import Count, Range, Seed, Share, Whole, checked
 from ..batches import Batches, Sources, require_same_classes
 from ..errors import ConfigError, DataError, HydraError
 from ..files import resumable
-from ..heads.masking import TOWER, checked_layers, may_go, most_to_go, off_and_left, towers_of, working_copy
+from ..heads.masking import ONE_TOWER, checked_layers, may_go, most_to_go, off_and_left, towers_of, working_copy
 from ..heads.ranking import Head, HeadLike, HeadRanking, model_fingerprint, require_budget
 from ..model.dual_encoder import (
     DEFAULT_TEMPLATES,
@@ -256,7 +256,7 @@ def _checked_places(
     model: Ensemble | DualEncoder, towers: Sequence[Tower], layers: Iterable[int] | None
 ) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
     """Towers and layers whose heads are candidates; the layers are None for all of several towers."""
-    chosen: tuple[str, ...] = (TOWER,)
+    chosen: tuple[str, ...] = (ONE_TOWER,)
     if isinstance(model, DualEncoder):
         chosen = tuple(tower for tower in sorted(get_args(Tower)) if tower in towers)
         if not chosen or len(chosen) < len(towers):
@@ -449,7 +449,7 @@ class Extraction:
                 "ood_samples": sum(objective.ood_sizes),
                 **({"ood_sources": self.samples.ood_sources} if len(objective.ood_sizes) > 1 else {}),
                 "budget": self.budget,
-                "removed": [list(head[: 2 if head.tower == TOWER else 3]) for head in self.removed],
+                "removed": [list(head[: 2 if head.tower == ONE_TOWER else 3]) for head in self.removed],
                 "approximate": self.method == "screened",
                 "start": objective.achieved(**start),
                 "errors": [step.errors for step in steps],

@@ -9,7 +9,7 @@ from .._distributed import Ranks
 from .._utils import require_same_run
 from ..errors import CheckpointError, HydraError
 from ..files import read_sealed, write_sealed
-from ..heads.masking import TOWER
+from ..heads.masking import ONE_TOWER
 from ..heads.ranking import Head
 from ..schema import from_plain, to_plain
 
@@ -30,7 +30,7 @@ class Step:
     layer_evaluations: int
     multiply_adds: int
     excess: int | None = None
-    tower: str = TOWER
+    tower: str = ONE_TOWER
 
 
 @dataclass

@@ -26,6 +26,7 @@ from ..heads.members import Score as Score
 from ..heads.ranking import DataFingerprint, Head
 from ..metrics.distance import FamiliarityName, ready, unfamiliarity
 from ..model.ensemble import Ensemble
+from ..model.given import Arguments
 from ..overlap import Keys, require_unlike, sample_keys
 
 Method = Literal["auto", "naive", "exact", "screened"]
@@ -33,7 +34,6 @@ Ties = Literal["likelihood", "order"]
 OODScore = Literal["msp", FamiliarityName]
 
 IntArray = npt.NDArray[np.int64]
-Inputs = tuple[Tensor, Tensor | None, Tensor | None]  # images or token ids, attention mask, token types
 
 # --- samples -----------------------------------------------------------------------------------------------
 
@@ -43,15 +43,15 @@ class SampleGroup:
     """Samples whose inputs have one shape (texts with the padding they came with), so that they can share a batch."""
 
     numbers: IntArray  # [g], which sample each row is
-    inputs: Inputs  # images [g, channels, H, W] or token ids [g, T]; mask and token types [g, T] or None
+    inputs: Arguments  # images [g, channels, H, W] or token ids [g, T]; mask and token types [g, T] or None
 
     def __len__(self) -> int:
         """Number of samples."""
         return len(self.numbers)
 
-    def take(self, rows: slice) -> Inputs:
+    def take(self, rows: slice) -> Arguments:
         """The inputs of some samples."""
-        return cast(Inputs, tuple(None if part is None else part[rows] for part in self.inputs))
+        return cast(Arguments, tuple(None if part is None else part[rows] for part in self.inputs))
 
 
 @dataclass(eq=False)
@@ -121,7 +121,7 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
     groups = []
     for same in pieces.values():
         columns = zip(*(piece.inputs for piece in same), strict=True)
-        inputs = cast(Inputs, tuple(None if column[0] is None else torch.cat(column) for column in columns))
+        inputs = cast(Arguments, tuple(None if column[0] is None else torch.cat(column) for column in columns))
         groups.append(SampleGroup(np.concatenate([piece.numbers for piece in same]), inputs))
     return CircuitData(tuple(groups), truth.to(model.device), sizes, np.array(origin, np.int64), "+".join(fingerprints))
 

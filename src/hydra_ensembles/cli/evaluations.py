@@ -216,12 +216,12 @@ def accepted_in_words(chosen: Selective, id_name: str) -> str:
 
 
 TableFormat = Literal["table", "markdown", "latex", "csv"]
-Saved = Annotated[list[Path], typer.Argument(help="Saved evaluations (.json), or folders that hold them.")]
+SavedEvaluations = Annotated[list[Path], typer.Argument(help="Saved evaluations (.json), or folders that hold them.")]
 
 
 @command
 def compare(
-    paths: Saved,
+    paths: SavedEvaluations,
     format: Annotated[TableFormat, typer.Option("--format", "-f", help="How to write the table.")] = "table",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
 ) -> None:
@@ -242,7 +242,7 @@ def compare(
 
 @command
 def report(
-    paths: Saved,
+    paths: SavedEvaluations,
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
     focus: Annotated[str | None, typer.Option(help="The method it is about; the last one, if not given.")] = None,

@@ -40,7 +40,7 @@ LARGEST = torch.finfo(torch.float32).max  # a threshold that accepts all, where 
 MOST_DIGITS = 5  # of a batch size to measure
 TOKENS = 128  # length of the texts that `bench` runs, as far as the model takes so many
 
-Item = tuple[str, Callable[[], Any]]
+NamedItem = tuple[str, Callable[[], Any]]
 """One input: what the result calls it, and how its content is read."""
 Baseline = Literal["single", "deep"]  # what `bench` measures beside a model
 OutputFormat = Literal["table", "jsonl", "csv"]
@@ -97,14 +97,14 @@ def named_columns(pairs: Iterable[str] | None) -> Columns:
     return from_plain(Columns, columns, "columns")
 
 
-def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns: Columns) -> list[Item]:
+def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns: Columns) -> list[NamedItem]:
     """The inputs that arguments name, for a model that reads this kind, in their order; `texts` come last.
 
     Arguments are files and folders; for text also `-`, the standard input. `columns` are for tables.
     """
     if kind == "image" and texts:
         raise DataError("got a text, but the model reads images; give image files or folders")
-    items: list[Item] = []
+    items: list[NamedItem] = []
     for argument in inputs:
         path = Path(argument).expanduser()
         if argument != "-" and not path.exists():

@@ -33,7 +33,7 @@ class Source:
     read: Callable[[Sequence[Tensor], torch.Size], Tensor]
 
 
-Inputs = Mapping[str, Tensor]  # `pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`
+NamedTensors = Mapping[str, Tensor]  # `pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`
 Entry = str | Source
 Weights = Mapping[str, Entry | tuple[Entry, ...]]
 
@@ -123,7 +123,7 @@ def named_outputs(model: nn.Module) -> Iterator[None]:
             one.return_dict = False
 
 
-def plain_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
+def plain_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
     """The answer of a model that takes one tensor and gives one."""
     return run(model, next(iter(inputs.values())))
 
@@ -154,7 +154,7 @@ class Architecture:
     weights: Weights
     ignored: tuple[str, ...] = ()
     metadata: Callable[[nn.Module], Metadata] = lambda model: Metadata()
-    answer: Callable[[nn.Module, Inputs, bool], Tensor] = plain_answer
+    answer: Callable[[nn.Module, NamedTensors, bool], Tensor] = plain_answer
     masks: bool = True
     advice: str = "this variant of the architecture is not supported"
     variant: Callable[[nn.Module], Weights] = lambda model: {}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..arguments import checked
 from ..errors import ConfigError
 from ..model.config import Activation, HiddenActivation, NormKind, Pool, Resample, RotaryConfig
-from .core import Inputs, perhaps_meant, run
+from .core import NamedTensors, perhaps_meant, run
 
 Part = Literal[
     "patch",
@@ -197,7 +197,7 @@ def unknown_arguments(declaration: Declaration, model: nn.Module) -> list[str]:
     ]
 
 
-def called(declaration: Declaration, model: nn.Module, inputs: Inputs) -> Tensor:
+def called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) -> Tensor:
     """What a model answers, called as the declaration says or as its `forward` is written."""
     if declaration.answer is not None:
         given: Any = declaration.answer(model, inputs)

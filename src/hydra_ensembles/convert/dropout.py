@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._utils import torch_seeded
 from ..model.config import EnsembleConfig
 from ..model.dropping import Dropout
-from .core import Inputs
+from .core import NamedTensors
 from .probe import Both, difference, our_tokens
 
 # Where a canonical model drops, by the end of the module's name: the part of the configuration, and its rate there.
@@ -108,7 +108,7 @@ def _is_attention(given: Tensor, config: EnsembleConfig) -> bool:
     return bool(((given.sum(-1) - 1).abs() < 1e-2).all())
 
 
-def _is_certain(both: Both, config: EnsembleConfig, read: set[str], inputs: Inputs) -> bool:
+def _is_certain(both: Both, config: EnsembleConfig, read: set[str], inputs: NamedTensors) -> bool:
     """Whether the original has no chance left in training, when all that was read of it does not drop."""
     try:
         model: Any = copy.deepcopy(both.model)

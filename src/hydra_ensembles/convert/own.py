@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .._utils import warn
 from ..errors import ConversionError
 from ..model.config import TextStemConfig
-from .core import Architecture, Inputs, Source
+from .core import Architecture, NamedTensors, Source
 from .probe import Both, difference
 
 _TOKENS, _AT_ONCE = 128, 2048  # of the texts that have every id once: tokens of one, and of those of one batch
@@ -76,7 +76,7 @@ class Asked:
         self.unknown = False
         self.places: list[str] = []
 
-    def __call__(self, model: nn.Module, inputs: Inputs, fresh: bool) -> Tensor:
+    def __call__(self, model: nn.Module, inputs: NamedTensors, fresh: bool) -> Tensor:
         """What the model answers."""
         ids = inputs.get("input_ids")
         if ids is None:
@@ -218,7 +218,7 @@ def require_every_id(both: Both, asked: Asked) -> None:
         padding = torch.tensor(both.paddings()[:1] or [0]).to(known)
         ids = torch.cat([ids[~torch.isin(ids, padding)], known[:1]])
 
-    def told(texts: Tensor) -> Inputs:
+    def told(texts: Tensor) -> NamedTensors:
         return {**{name: torch.ones_like(texts) for name in batch}, "input_ids": texts}
 
     def differ(texts: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ def warn_of_padding(both: Both) -> None:
         return
     found, name = both.samples(), both.architecture.name
 
-    def differs(inputs: Inputs, unanswered: bool) -> bool:
+    def differs(inputs: NamedTensors, unanswered: bool) -> bool:
         try:
             expected = both.original(inputs)
         except ConversionError:

@@ -17,7 +17,7 @@ from ..model.config import EnsembleConfig, PatchStemConfig, TextStemConfig
 from ..model.ensemble import Ensemble
 from ..model.layers import Context, GroupedLinear
 from ..preprocessing import TextPreprocessing
-from .core import Architecture, Inputs, block_name
+from .core import Architecture, NamedTensors, block_name
 
 _TEXTS, _TOKENS = 2, 32
 _FEW = 16  # tokens of an image that the blocks are first compared on: class token, registers, some patches
@@ -76,7 +76,7 @@ class Both:
             stack.enter_context(evaluation_mode(self.model))
             yield
 
-    def original(self, inputs: Inputs) -> Tensor:
+    def original(self, inputs: NamedTensors) -> Tensor:
         """What the original answers, `[B, C]` or `[B, d]`."""
         name, shapes = self.architecture.name, _shapes(inputs)
         try:
@@ -100,7 +100,7 @@ class Both:
             )
         return answer
 
-    def converted(self, inputs: Inputs) -> Tensor:
+    def converted(self, inputs: NamedTensors) -> Tensor:
         """What the converted model answers, as `original` has it."""
         ensemble = self.ensemble
         if not self.fresh:
@@ -108,7 +108,7 @@ class Both:
         features = ensemble.features(inputs)[0]  # [B, d]; of class and distillation token [B, 2, d]
         return features.mean(1) if ensemble.config.readout.pool == "distilled" else features
 
-    def allowed(self, inputs: Inputs) -> float:
+    def allowed(self, inputs: NamedTensors) -> float:
         """How far the answers to a batch may lie apart.
 
         In float64, rotary positions are the one thing that may be rounded to float32 in either model, each in its own
@@ -128,7 +128,7 @@ class Both:
         finally:
             rotary.precision = torch.float32
 
-    def batches(self) -> Iterator[Inputs]:
+    def batches(self) -> Iterator[NamedTensors]:
         """One image of the size of the model, or two texts of different length; the same in every process.
 
         Of a model of the user's own nothing is known but its answers. What it says of a sample must not depend on the
@@ -148,7 +148,7 @@ class Both:
             ids = ids.masked_fill(ids == pad, (pad + 1) % stem.vocabulary).to(self.ensemble.device)
             yield {**{name: torch.ones_like(ids) for name in found}, "input_ids": ids}
 
-    def samples(self) -> Inputs:
+    def samples(self) -> NamedTensors:
         """Two images of the size of the model, or two texts, of which the second may be padded."""
         stem = self.ensemble.config.stem
         if isinstance(stem, PatchStemConfig):
@@ -191,7 +191,7 @@ def require_same_answers(both: Both, *, locate: bool = True) -> None:
             _require_other_size(both)
 
 
-def _apart(both: Both, inputs: Inputs, apart: float, allowed: float, place: str) -> ConversionError:
+def _apart(both: Both, inputs: NamedTensors, apart: float, allowed: float, place: str) -> ConversionError:
     said, remedy = "the declaration says", "look for the difference"
     if not both.own:
         said, remedy = "its class and its configuration say", "undo what was changed"
@@ -224,13 +224,13 @@ def _require_other_size(both: Both) -> None:
 # --- the batch -----------------------------------------------------------------------------------------------
 
 
-def _images(ensemble: Ensemble, size: tuple[int, ...], count: int) -> Inputs:
+def _images(ensemble: Ensemble, size: tuple[int, ...], count: int) -> NamedTensors:
     """Random images `[count, channels, H, W]`."""
     shape, generator = (count, ensemble.config.stem.channels, *size), torch.Generator("cpu").manual_seed(0)  # type: ignore[union-attr]
     return {"pixel_values": torch.randn(shape, generator=generator, device="cpu").to(ensemble.device, ensemble.dtype)}
 
 
-def _whole_texts(stem: TextStemConfig, generator: torch.Generator, padding: Sequence[int]) -> Inputs:
+def _whole_texts(stem: TextStemConfig, generator: torch.Generator, padding: Sequence[int]) -> NamedTensors:
     """Token ids `[B, T]` of any value: a model that is told of no padding must take every token for one.
 
     Those that a model may take for padding all the same are among them: the known ones, the first and the last.
@@ -246,7 +246,7 @@ def _whole_texts(stem: TextStemConfig, generator: torch.Generator, padding: Sequ
 
 def _texts(
     stem: TextStemConfig, config: EnsembleConfig, generator: torch.Generator, padding: Sequence[int], clip: bool
-) -> Inputs:
+) -> NamedTensors:
     """Token ids `[B, T]`; a mask where the family has one, segments where there are several.
 
     Texts of CLIP fill the whole context, and end with a token that is looked for.
@@ -272,7 +272,7 @@ def _texts(
 # --- the answers ---------------------------------------------------------------------------------------------
 
 
-def _shapes(inputs: Inputs) -> dict[str, list[int]]:
+def _shapes(inputs: NamedTensors) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in inputs.items()}
 
 
@@ -326,7 +326,7 @@ def _few_tokens(first: nn.Module) -> Iterator[list[Tensor]]:
 # --- where they part -----------------------------------------------------------------------------------------
 
 
-def _first_difference(both: Both, inputs: Inputs, allowed: float) -> str:
+def _first_difference(both: Both, inputs: NamedTensors, allowed: float) -> str:
     """The first place where the activations of both models differ, in words."""
     architecture, model, ensemble = both.architecture, both.model, both.ensemble
     names = [block_name(architecture, model, layer) for layer in range(ensemble.num_layers)]
@@ -348,7 +348,7 @@ def _first_difference(both: Both, inputs: Inputs, allowed: float) -> str:
     return f"after {names[-1]}, where tokens are pooled and classified"
 
 
-def our_tokens(ensemble: Ensemble, inputs: Inputs) -> tuple[list[Tensor], Context]:
+def our_tokens(ensemble: Ensemble, inputs: NamedTensors) -> tuple[list[Tensor], Context]:
     """What enters the first block, and what leaves each of them, `[B, T, d]`; and what attention knows of it."""
     x, context = ensemble.embed(*ensemble.unpack(dict(inputs), None, None))
     tokens = [x[0]]
@@ -358,7 +358,7 @@ def our_tokens(ensemble: Ensemble, inputs: Inputs) -> tuple[list[Tensor], Contex
     return tokens, context
 
 
-def _their_tokens(both: Both, blocks: Sequence[nn.Module], inputs: Inputs) -> list[Tensor]:
+def _their_tokens(both: Both, blocks: Sequence[nn.Module], inputs: NamedTensors) -> list[Tensor]:
     """The same of the original, as far as its blocks are run in this order."""
     tokens: list[Tensor] = []
     blocks = list(dict.fromkeys(blocks))  # a block that serves as several layers is there once

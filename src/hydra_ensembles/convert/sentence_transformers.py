@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..errors import ConversionError
 from ..model.config import EnsembleConfig, Pool, ReadoutConfig
 from ..model.metadata import Metadata
-from .core import Architecture, Inputs, number_of_classes, refuse, run
+from .core import Architecture, NamedTensors, number_of_classes, refuse, run
 from .processors import read_processor
 
 POOLS: dict[str, Pool] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
@@ -65,7 +65,7 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
         classes, last = number_of_classes(0, num_labels, name), bare.readout  # with the norm after the last block
         return replace(bare, readout=ReadoutConfig(POOLS[mode], classes, norm=last.norm, norm_eps=last.norm_eps))
 
-    def answer(encoder: nn.Module, inputs: Inputs, fresh: bool) -> Tensor:
+    def answer(encoder: nn.Module, inputs: NamedTensors, fresh: bool) -> Tensor:
         tokens = run(encoder, **inputs).last_hidden_state  # [B, T, d]
         features = {"token_embeddings": tokens, "attention_mask": inputs["attention_mask"]}
         pooled: Tensor = pooling(features)["sentence_embedding"]

@@ -23,7 +23,7 @@ from ..model.config import (
 from ..model.metadata import Metadata
 from .core import (
     Architecture,
-    Inputs,
+    NamedTensors,
     Weights,
     activation_of,
     attention,
@@ -96,7 +96,7 @@ def metadata_of_classifier(model: Any) -> Metadata:
     return Metadata(labels=tuple(names[index] for index in range(len(names))))
 
 
-def _answer(model: Any, inputs: Inputs, fresh: bool, with_mean: bool = False) -> Tensor:
+def _answer(model: Any, inputs: NamedTensors, fresh: bool, with_mean: bool = False) -> Tensor:
     """Logits, or the features of a bare encoder; `with_mean`: a classifier of the family sees the mean patch too."""
     if fresh:
         tokens = run(model.base_model, **inputs).last_hidden_state  # [B, T, d]
@@ -126,7 +126,7 @@ def declare(
     classifiers: tuple[str, ...],
     ignored: tuple[str, ...] = (),
     module: str | None = None,
-    answer: Callable[[Any, Inputs, bool], Tensor] = _answer,
+    answer: Callable[[Any, NamedTensors, bool], Tensor] = _answer,
     inside: str | None = None,
     readout: Weights = READOUT,
 ) -> tuple[Architecture, Architecture]:
@@ -230,7 +230,7 @@ def _vit_config(
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
-def _mean_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
+def _mean_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
     """Logits, or the mean patch of a bare encoder."""
     output = run(model, **inputs)
     return output.logits if hasattr(output, "logits") else output.last_hidden_state.mean(1)
@@ -274,7 +274,7 @@ def _image_readout(model: Any, name: str, num_labels: int | None, classifier: An
     return ReadoutConfig(pool=pool, num_classes=classes, norm_eps=norm_eps, hidden=hidden, bias=bias)
 
 
-def _mae_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
+def _mae_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
     """The class token of an encoder that sees all patches in their order: none is masked, as in pre-training."""
     images, ratio = inputs["pixel_values"], model.config.mask_ratio
     patch = pair(model.config.patch_size)

@@ -14,7 +14,7 @@ from .core import (
     POOLING,
     Architecture,
     DualArchitecture,
-    Inputs,
+    NamedTensors,
     Weights,
     activation_of,
     attention,
@@ -117,13 +117,13 @@ def _clip_readout(projection: nn.Linear | None, found: Any, num_labels: int | No
     )
 
 
-def _answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
+def _answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
     output = run(model, **inputs)
     answers = (getattr(output, name, None) for name in ("logits", "image_embeds", "text_embeds", "pooler_output"))
     return next(answer for answer in answers if answer is not None)
 
 
-def _clip_dual_answer(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
+def _clip_dual_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
     with named_outputs(model):
         output = model.get_image_features(**inputs) if "pixel_values" in inputs else model.get_text_features(**inputs)
     return output if isinstance(output, Tensor) else output.pooler_output  # releases of transformers 5 differ

@@ -16,7 +16,7 @@ from ..model.config import (
 )
 from .core import (
     Architecture,
-    Inputs,
+    NamedTensors,
     Weights,
     activation_of,
     attention,
@@ -92,7 +92,7 @@ def _dinov3_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
-def _first_token(model: Any, inputs: Inputs, fresh: bool) -> Tensor:
+def _first_token(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
     return run(model, **inputs).last_hidden_state[:, 0]
 
 

@@ -20,7 +20,7 @@ from .dataset import Items, hash_key, keyed_order
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Batch = tuple[Tensor, Tensor] | dict[str, Tensor]
+CollatedBatch = tuple[Tensor, Tensor] | dict[str, Tensor]
 Preprocess = Callable[[list[Any]], Tensor | Mapping[str, Tensor]]
 
 
@@ -83,7 +83,7 @@ class BatchLoader:
         """Choose one of many sequences of epochs, one for each member that trains; None is that of `seed` alone."""
         self.stream = stream
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[CollatedBatch]:
         seed = self.seed if self.stream is None else hash_key(self.seed, self.stream)
         count, size = len(self.dataset), self.batch_size
         order = keyed_order(count, seed, self.epoch).tolist() if self.shuffle else list(range(count))
@@ -118,7 +118,7 @@ class _Pass:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def __getitem__(self, number: int) -> Batch:
+    def __getitem__(self, number: int) -> CollatedBatch:
         positions = self.positions[number]
         items, labels = zip(*(self.dataset[position] for position in positions), strict=True)
         # Only the CPU generator is seeded and put back: `torch.manual_seed` would also reset the generators

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ParameterSet = Literal["imagenet", "tinyimagenet", "cifar"]
-Pixels = npt.NDArray[np.float64]
+PixelArray = npt.NDArray[np.float64]
 Random = np.random.Generator
-Corruption = Callable[..., Pixels]
+Corruption = Callable[..., PixelArray]
 Published = dict[str, dict[ParameterSet, list[list[float]]]]
 
 PARAMETER_SETS: tuple[ParameterSet, ...] = get_args(ParameterSet)
@@ -112,29 +112,29 @@ def published_numbers() -> Published:
 # --- the corruptions: of pixels [H, W, 3] in 0..255, random numbers, and the numbers of a severity --------------
 
 
-def gaussian_noise(image: Pixels, rng: Random, deviation: float) -> Pixels:
+def gaussian_noise(image: PixelArray, rng: Random, deviation: float) -> PixelArray:
     """Noise of low light: a normal deviation on every value."""
     return clip_to_bytes(image / 255.0 + rng.normal(scale=deviation, size=image.shape))
 
 
-def shot_noise(image: Pixels, rng: Random, photons: float) -> Pixels:
+def shot_noise(image: PixelArray, rng: Random, photons: float) -> PixelArray:
     """Noise of counting photons: a Poisson count for every value."""
     return clip_to_bytes(rng.poisson(image / 255.0 * photons) / photons)
 
 
-def impulse_noise(image: Pixels, rng: Random, share: float) -> Pixels:
+def impulse_noise(image: PixelArray, rng: Random, share: float) -> PixelArray:
     """Salt and pepper: some values become black or white, each with equal probability."""
     replaced = rng.random(image.shape) < share
     white = rng.random(image.shape) < 0.5
     return np.where(replaced, np.where(white, 255.0, 0.0), image)
 
 
-def defocus_blur(image: Pixels, rng: Random, radius: float, sigma: float) -> Pixels:
+def defocus_blur(image: PixelArray, rng: Random, radius: float, sigma: float) -> PixelArray:
     """Out of focus: every point becomes a disc."""
     return clip_to_bytes(_scipy().correlate(image / 255.0, _disc(radius, sigma)[..., None], mode="mirror"))
 
 
-def glass_blur(image: Pixels, rng: Random, sigma: float, reach: int, rounds: int) -> Pixels:
+def glass_blur(image: PixelArray, rng: Random, sigma: float, reach: int, rounds: int) -> PixelArray:
     """Frosted glass: blur, scatter pixels locally, blur again.
 
     The published code means to swap two pixels, but copies one over the other, and so does this.
@@ -153,19 +153,19 @@ def glass_blur(image: Pixels, rng: Random, sigma: float, reach: int, rounds: int
     return clip_to_bytes(gaussian_blur(scattered / 255.0, sigma))
 
 
-def motion_blur(image: Pixels, rng: Random, radius: float, sigma: float) -> Pixels:
+def motion_blur(image: PixelArray, rng: Random, radius: float, sigma: float) -> PixelArray:
     """The camera moves along a random direction within 45° of the horizontal."""
     return np.rint(directional_blur(image, radius, sigma, rng.uniform(-45.0, 45.0)))
 
 
-def zoom_blur(image: Pixels, rng: Random, end: float, step: float) -> Pixels:
+def zoom_blur(image: PixelArray, rng: Random, end: float, step: float) -> PixelArray:
     """The camera moves towards the scene: the mean of several enlargements."""
     pixels = image / 255.0
     zoomed = [clipped_zoom(pixels, float(factor)) for factor in np.arange(1, end, step)]
     return clip_to_bytes((pixels + sum(zoomed)) / (len(zoomed) + 1))
 
 
-def snow(image: Pixels, rng: Random, *numbers: float) -> Pixels:
+def snow(image: PixelArray, rng: Random, *numbers: float) -> PixelArray:
     """Flakes driven by the wind, over a whitened image."""
     mean, deviation, zoom, threshold, radius, sigma, weight = numbers
     pixels = image / 255.0
@@ -177,7 +177,7 @@ def snow(image: Pixels, rng: Random, *numbers: float) -> Pixels:
     return clip_to_bytes(whitened + flakes + np.rot90(flakes, k=2))
 
 
-def frost(image: Pixels, rng: Random, image_weight: float, frost_weight: float, scale: float) -> Pixels:
+def frost(image: PixelArray, rng: Random, image_weight: float, frost_weight: float, scale: float) -> PixelArray:
     """Ice crystals on the lens: drawn by `ice`, where the original lays photographs of frost over the image.
 
     Severities compare with one another, but not number for number with ImageNet-C.
@@ -185,7 +185,7 @@ def frost(image: Pixels, rng: Random, image_weight: float, frost_weight: float, 
     return np.clip(image_weight * image + frost_weight * ice(image.shape[0], image.shape[1], scale, rng), 0, 255)
 
 
-def fog(image: Pixels, rng: Random, strength: float, decay: float) -> Pixels:
+def fog(image: PixelArray, rng: Random, strength: float, decay: float) -> PixelArray:
     """A cloud field added to the image, which is then scaled back to its range."""
     pixels = image / 255.0
     brightest = float(pixels.max())
@@ -193,7 +193,7 @@ def fog(image: Pixels, rng: Random, strength: float, decay: float) -> Pixels:
     return clip_to_bytes((pixels + strength * clouds) * brightest / (brightest + strength))
 
 
-def brightness(image: Pixels, rng: Random, added: float) -> Pixels:
+def brightness(image: PixelArray, rng: Random, added: float) -> PixelArray:
     """Add to the value of HSV at constant hue and saturation: the colour is scaled, and black becomes grey."""
     pixels = image / 255.0
     value = pixels.max(axis=-1, keepdims=True)
@@ -201,14 +201,14 @@ def brightness(image: Pixels, rng: Random, added: float) -> Pixels:
     return clip_to_bytes(np.where(value > 0, pixels * (brighter / np.where(value > 0, value, 1.0)), brighter))
 
 
-def contrast(image: Pixels, rng: Random, factor: float) -> Pixels:
+def contrast(image: PixelArray, rng: Random, factor: float) -> PixelArray:
     """Draw every channel towards its mean over the image."""
     pixels = image / 255.0
     means = pixels.mean(axis=(0, 1), keepdims=True)
     return clip_to_bytes((pixels - means) * factor + means)
 
 
-def elastic_transform(image: Pixels, rng: Random, *shares: float) -> Pixels:
+def elastic_transform(image: PixelArray, rng: Random, *shares: float) -> PixelArray:
     """Stretch: a random affine map, then a smooth random displacement of every pixel."""
     *numbers, size = shares
     reach, sigma, corner_shift = (size * share for share in numbers)
@@ -228,7 +228,7 @@ def elastic_transform(image: Pixels, rng: Random, *shares: float) -> Pixels:
     return clip_to_bytes(_sample(warped, rows + shift_y, columns + shift_x, mode="reflect"))
 
 
-def pixelate(image: Pixels, rng: Random, scale: float) -> Pixels:
+def pixelate(image: PixelArray, rng: Random, scale: float) -> PixelArray:
     """Reduce to fewer pixels and enlarge again, both with a box filter."""
     height, width = image.shape[:2]
     small = (max(1, int(width * scale)), max(1, int(height * scale)))
@@ -236,7 +236,7 @@ def pixelate(image: Pixels, rng: Random, scale: float) -> Pixels:
     return np.asarray(picture.resize((width, height), _pillow().Resampling.BOX), dtype=np.float64)
 
 
-def jpeg_compression(image: Pixels, rng: Random, quality: int) -> Pixels:
+def jpeg_compression(image: PixelArray, rng: Random, quality: int) -> PixelArray:
     """Save as JPEG and read again."""
     stored = io.BytesIO()
     _pillow().fromarray(image.astype(np.uint8)).save(stored, "JPEG", quality=quality)
@@ -246,17 +246,17 @@ def jpeg_compression(image: Pixels, rng: Random, quality: int) -> Pixels:
 # --- what they are made of ----------------------------------------------------------------------------------
 
 
-def clip_to_bytes(pixels: Pixels) -> Pixels:
+def clip_to_bytes(pixels: PixelArray) -> PixelArray:
     """Clip values to [0, 1] and scale them to 0..255."""
     return np.asarray(np.clip(pixels, 0, 1) * 255.0)
 
 
-def gaussian_blur(image: Pixels, sigma: float, mode: str = "nearest", truncate: float = 4.0) -> Pixels:
+def gaussian_blur(image: PixelArray, sigma: float, mode: str = "nearest", truncate: float = 4.0) -> PixelArray:
     """Blur the two leading axes; a third (the channels) is left alone."""
     return np.asarray(_scipy().gaussian_filter(image, (sigma, sigma, 0)[: image.ndim], mode=mode, truncate=truncate))
 
 
-def directional_blur(image: Pixels, radius: float, sigma: float, angle: float) -> Pixels:
+def directional_blur(image: PixelArray, radius: float, sigma: float, angle: float) -> PixelArray:
     """Blur along a line, as ImageMagick's `MotionBlurImage` does.
 
     Each pixel becomes a mean of the `2·radius + 1` pixels that start at it in the direction of the angle (in degrees),
@@ -276,7 +276,7 @@ def directional_blur(image: Pixels, radius: float, sigma: float, angle: float) -
     return blurred
 
 
-def clipped_zoom(image: Pixels, factor: float) -> Pixels:
+def clipped_zoom(image: PixelArray, factor: float) -> PixelArray:
     """Enlarge the middle of an image `[H, W, C]` linearly so that it fills the same size."""
     sizes = image.shape[:2]
     crops = [math.ceil(size / factor) for size in sizes]
@@ -287,7 +287,7 @@ def clipped_zoom(image: Pixels, factor: float) -> Pixels:
     return np.asarray(zoomed[trims[0] : trims[0] + sizes[0], trims[1] : trims[1] + sizes[1]])
 
 
-def plasma(height: int, width: int, decay: float, rng: Random) -> Pixels:
+def plasma(height: int, width: int, decay: float, rng: Random) -> PixelArray:
     """Random cloud-like field in [0, 1], by the diamond–square algorithm on a torus.
 
     The deviation starts at 100² and shrinks by `decay²` a level, so a higher decay gives a smoother field.
@@ -308,7 +308,7 @@ def plasma(height: int, width: int, decay: float, rng: Random) -> Pixels:
     return np.asarray(field / field.max())[:height, :width]
 
 
-def ice(height: int, width: int, scale: float, rng: Random) -> Pixels:
+def ice(height: int, width: int, scale: float, rng: Random) -> PixelArray:
     """Draw a picture of frost, `[height, width, 3]` in 0..255.
 
     Needles along axes about 60 degrees apart grow where a rough cloud field says that the ice is thick. `scale` below
@@ -324,14 +324,14 @@ def ice(height: int, width: int, scale: float, rng: Random) -> Pixels:
         crystals += 0.4 * np.sqrt(needles / max(float(needles.max()), 1e-9))
     light = 0.08 + 0.5 * thickness + crystals * (0.25 + 0.75 * thickness)
     light += rng.normal(scale=0.03, size=light.shape)
-    picture: Pixels = _ICE_DARK + np.clip(light, 0, 1)[..., None] * (_ICE_LIGHT - _ICE_DARK)
+    picture: PixelArray = _ICE_DARK + np.clip(light, 0, 1)[..., None] * (_ICE_LIGHT - _ICE_DARK)
     if (rows, columns) == (height, width):
         return picture
     reduced = _pillow().fromarray(picture.astype(np.uint8)).resize((width, height), _pillow().Resampling.BILINEAR)
     return np.asarray(reduced, dtype=np.float64)
 
 
-def _needles(rows: int, columns: int, density: float, length: int, first_angle: float, rng: Random) -> Pixels:
+def _needles(rows: int, columns: int, density: float, length: int, first_angle: float, rng: Random) -> PixelArray:
     """Lines that fade from random seeds, each along one of six axes 60 degrees apart."""
     count = max(1, round(6 * density * rows * columns))
     axes = rng.integers(0, 6, count)
@@ -347,7 +347,7 @@ def _needles(rows: int, columns: int, density: float, length: int, first_angle: 
     return field
 
 
-def _disc(radius: float, sigma: float) -> Pixels:
+def _disc(radius: float, sigma: float) -> PixelArray:
     """Disc of ones with a softened rim; sums to one."""
     reach, rim = (8, 1) if radius <= 8 else (int(radius), 2)
     places = np.arange(-reach, reach + 1)
@@ -360,7 +360,7 @@ def _disc(radius: float, sigma: float) -> Pixels:
     return disc
 
 
-def _sample(image: Pixels, rows: Pixels, columns: Pixels, mode: str) -> Pixels:
+def _sample(image: PixelArray, rows: PixelArray, columns: PixelArray, mode: str) -> PixelArray:
     """Read an image between its pixels, linearly."""
     channels = np.moveaxis(image, -1, 0)  # [C, H, W]
     return np.stack([_scipy().map_coordinates(one, (rows, columns), order=1, mode=mode) for one in channels], axis=-1)

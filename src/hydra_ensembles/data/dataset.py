@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)
 Picture: TypeAlias = "Image"
 Text = str | tuple[str, str]
-Labels = npt.NDArray[np.int64]
+LabelArray = npt.NDArray[np.int64]
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 LOOKED_AT = 1000  # items, about, that are looked for in another set
@@ -96,8 +96,8 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         self._source = source
         self._source_labels = self._whole(labels, "labels")
         self._check_labels()
-        self.rows: Labels = np.arange(len(source)) if rows is None else self._positions(rows, len(source))
-        self.labels: Labels = self._source_labels[self.rows]
+        self.rows: LabelArray = np.arange(len(source)) if rows is None else self._positions(rows, len(source))
+        self.labels: LabelArray = self._source_labels[self.rows]
         for array in (self.rows, self.labels, self._source_labels):
             array.flags.writeable = False
 
@@ -165,14 +165,14 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         labels = [new_labels.get(int(label), UNLABELLED) for label in self._source_labels]
         return type(self)(self._source, labels, class_names, self.name, self.rows)
 
-    def _positions(self, given: npt.ArrayLike | Iterable[int], count: int) -> Labels:
+    def _positions(self, given: npt.ArrayLike | Iterable[int], count: int) -> LabelArray:
         positions = self._whole(given, "positions")
         if len(positions) and not 0 <= positions.min() <= positions.max() < count:
             got = f"{positions.min()}..{positions.max()}"
             raise DataError(f"{self.name} has {count} items; positions must lie in 0..{count - 1}, got {got}")
         return positions
 
-    def _whole(self, values: npt.ArrayLike | Iterable[int], what: str) -> Labels:
+    def _whole(self, values: npt.ArrayLike | Iterable[int], what: str) -> LabelArray:
         """Numbers in a row; those that would have to be rounded, and what is no number, are refused."""
         try:
             given = np.array(values)
@@ -364,7 +364,7 @@ def only_classes(dataset: SomeDataset, classes: Sequence[str | int], relabel: bo
     return _renumbered(chosen, kept) if relabel else chosen
 
 
-def keyed_order(count: int, *key: int) -> Labels:
+def keyed_order(count: int, *key: int) -> LabelArray:
     """Give a permutation of `0..count-1` that depends on nothing but the key, on every machine for good.
 
     Positions are sorted by their hashes. Subsets, splits and shuffled batches all come from here, so results
@@ -395,7 +395,7 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         return values ^ (values >> np.uint64(31))
 
 
-def _groups(dataset: Dataset[Any], seed: int, stratified: bool) -> list[Labels]:
+def _groups(dataset: Dataset[Any], seed: int, stratified: bool) -> list[LabelArray]:
     """Positions in the order in which they are drawn: all of them, or those of each class apart."""
     order = keyed_order(len(dataset), seed)
     if not stratified:
@@ -404,7 +404,7 @@ def _groups(dataset: Dataset[Any], seed: int, stratified: bool) -> list[Labels]:
     return [order[labels == label] for label in np.unique(labels)]
 
 
-def _joined(dataset: SomeDataset, groups: list[Labels]) -> SomeDataset:
+def _joined(dataset: SomeDataset, groups: list[LabelArray]) -> SomeDataset:
     return dataset.select(np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *groups])))
 
 

@@ -23,7 +23,7 @@ from .dataset import (
     UNLABELLED,
     AnyDataset,
     ImageDataset,
-    Labels,
+    LabelArray,
     Rows,
     Text,
     TextDataset,
@@ -315,7 +315,7 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
 
 def _read_labels(
     table: _Table, column: str, policy: LabelPolicy, class_names: Sequence[str] | None
-) -> tuple[Labels, tuple[str, ...]]:
+) -> tuple[LabelArray, tuple[str, ...]]:
     """Read a label column as integers, with the class names: those given, else the table's, else the labels themselves.
 
     Whole numbers are taken as they are, strings are numbered in the order of the names; an empty cell or NaN is none.

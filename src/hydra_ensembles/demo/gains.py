@@ -72,7 +72,7 @@ class Answers:
         return cls(torch.cat([model.logits for model in models]), unfamiliar)
 
 
-Sets = Mapping[str, Answers]  # by the name of the set
+AnswersBySet = Mapping[str, Answers]  # by the name of the set
 Values = NDArray[np.float64]
 
 
@@ -93,7 +93,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Method:
+class DemoMethod:
     """What was found of one method; `price` is its multiply-adds over those of the single model."""
 
     backbones: int
@@ -116,7 +116,7 @@ class Gains:
     share: float
     draws: int
     samples: Mapping[str, int]
-    methods: Mapping[str, Method]
+    methods: Mapping[str, DemoMethod]
     best: Mapping[str, tuple[str, ...]]
 
     @property
@@ -153,7 +153,7 @@ class Gains:
 
 
 def gains(
-    methods: Mapping[str, Sequence[Sets]],
+    methods: Mapping[str, Sequence[AnswersBySet]],
     labels: Tensor,
     groups: Mapping[str, Sequence[str]],
     prices: Mapping[str, float],
@@ -187,14 +187,14 @@ def gains(
             best[column.key] = tuple(name for name in found if name not in beaten)
     sizes = {name: one.size for name, one in next(iter(methods.values()))[0].items()}
     found_of = {
-        name: Method(len(methods[name]), prices[name], {key: Spread.of(own) for key, own in values[name].items()})
+        name: DemoMethod(len(methods[name]), prices[name], {key: Spread.of(own) for key, own in values[name].items()})
         for name in methods
     }
     return Gains(share, draws, sizes, found_of, best)
 
 
 def _measured(
-    sets: Sets, labels: Tensor, groups: Mapping[str, Sequence[str]], share: float, seed: int
+    sets: AnswersBySet, labels: Tensor, groups: Mapping[str, Sequence[str]], share: float, seed: int
 ) -> dict[str, float]:
     """All numbers of one model on one draw."""
     draw = np.random.default_rng(seed)

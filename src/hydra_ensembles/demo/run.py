@@ -28,7 +28,7 @@ from ..run_folder import RunFolder
 from ..schema import to_plain
 from ..training.recipe import Recipe
 from .embedded import FAR, ID_NAME, NEAR, DemoSample, load_answers, load_backbone, load_sample
-from .gains import BRANCHES, DEEP, FAMILIAR, SINGLE, Answers, Gains, Sets, gains
+from .gains import BRANCHES, DEEP, FAMILIAR, SINGLE, Answers, AnswersBySet, Gains, gains
 
 METHODS = (SINGLE, BRANCHES, DEEP)
 FORMAT = "hydra_ensembles demo 2"
@@ -36,7 +36,7 @@ TRAIN_BATCH = 64
 FOREIGN = {"near": NEAR, "far": FAR}
 SEEN = ("calibration", "test", *NEAR, *FAR)  # the sets behind the numbers
 
-Batch = tuple[Tensor, Tensor]
+ImageBatch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def run_demo(
         return found
 
 
-def prepare_data(sample: DemoSample, backbone: Ensemble, settings: DemoSettings) -> dict[str, list[Batch]]:
+def prepare_data(sample: DemoSample, backbone: Ensemble, settings: DemoSettings) -> dict[str, list[ImageBatch]]:
     """Every set but `train` as batches of tensors, decoded once."""
     preprocessing: Any = backbone.metadata.preprocessing
     limited = {name: one.select(range(len(one))[: settings.limit]) for name, one in sample.sets.items()}
@@ -206,7 +206,7 @@ def training_batches(sample: DemoSample, backbone: Ensemble, settings: DemoSetti
 
 def build_models(
     backbone: Ensemble,
-    data: Mapping[str, list[Batch]],
+    data: Mapping[str, list[ImageBatch]],
     train: BatchLoader,
     settings: DemoSettings,
     place: Path | None = None,
@@ -220,7 +220,9 @@ def build_models(
     return {SINGLE: calibrate(familiar, data["calibration"], share=config.accepted_share), BRANCHES: hydra}
 
 
-def answers_of(model: Ensemble, data: Mapping[str, Sequence[Batch]], names: Sequence[str] = SEEN) -> dict[str, Answers]:
+def answers_of(
+    model: Ensemble, data: Mapping[str, Sequence[ImageBatch]], names: Sequence[str] = SEEN
+) -> dict[str, Answers]:
     """What a model with fitted familiarity says of some sets."""
     found = {}
     for name in names:
@@ -230,17 +232,17 @@ def answers_of(model: Ensemble, data: Mapping[str, Sequence[Batch]], names: Sequ
     return found
 
 
-def _reported(sets: Sets) -> dict[str, Answers]:
+def _reported(sets: AnswersBySet) -> dict[str, Answers]:
     """The labelled sets as one, from which every draw takes its halves, and the foreign ones."""
     familiar = Answers.joined([sets["calibration"], sets["test"]])
     return {FAMILIAR: familiar, **{name: sets[name] for names in FOREIGN.values() for name in names}}
 
 
-def _limited(sets: Sets, limit: int | None) -> dict[str, Answers]:
+def _limited(sets: AnswersBySet, limit: int | None) -> dict[str, Answers]:
     return {name: Answers(one.logits[:, :limit], one.unfamiliar[:limit]) for name, one in sets.items()}
 
 
-def _deep_ensemble(backbone: Ensemble, answers: Answers, calibration: Sequence[Batch]) -> Ensemble:
+def _deep_ensemble(backbone: Ensemble, answers: Answers, calibration: Sequence[ImageBatch]) -> Ensemble:
     """A stack of the size of backbones that share nothing, calibrated on what they said."""
     fit = fit_calibration(answers.logits, torch.cat([labels for _, labels in calibration]))
     history = ("stored answers of backbones trained from different seeds",)
@@ -248,7 +250,7 @@ def _deep_ensemble(backbone: Ensemble, answers: Answers, calibration: Sequence[B
 
 
 def _evaluations(
-    models: Mapping[str, Ensemble], data: Mapping[str, list[Batch]], deep: Sets, progress: bool
+    models: Mapping[str, Ensemble], data: Mapping[str, list[ImageBatch]], deep: AnswersBySet, progress: bool
 ) -> dict[str, Evaluation]:
     """Of every method, as `evaluate` makes them for a report; that of the deep ensemble from what its models said."""
 
@@ -274,7 +276,7 @@ def _results(
     models: Mapping[str, Ensemble],
     evaluations: Mapping[str, Evaluation],
     settings: DemoSettings,
-    data: Mapping[str, Sequence[Batch]],
+    data: Mapping[str, Sequence[ImageBatch]],
     found: Gains,
 ) -> dict[str, Any]:
     """Every number of a run that does not differ from run to run, as plain data."""

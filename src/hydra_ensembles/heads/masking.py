@@ -18,7 +18,7 @@ from ..model.ensemble import Ensemble, edited
 from ..model.layers import Attention
 from .ranking import Head, HeadLike, as_heads
 
-TOWER = "main"
+ONE_TOWER = "main"
 
 Model = TypeVar("Model", Ensemble, DualEncoder)
 
@@ -79,7 +79,7 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
 
 def towers_of(model: Ensemble | DualEncoder) -> dict[str, Ensemble]:
     """The transformers of a model, by the name its heads give as their tower."""
-    return {TOWER: model} if isinstance(model, Ensemble) else {"image": model.image, "text": model.text}
+    return {ONE_TOWER: model} if isinstance(model, Ensemble) else {"image": model.image, "text": model.text}
 
 
 def tower_of(model: Ensemble | DualEncoder, head: Head) -> Ensemble:
@@ -164,7 +164,9 @@ def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> 
     return tuple(rows)
 
 
-def existing_heads(config: EnsembleConfig, layers: Iterable[int] | None = None, tower: str = TOWER) -> tuple[Head, ...]:
+def existing_heads(
+    config: EnsembleConfig, layers: Iterable[int] | None = None, tower: str = ONE_TOWER
+) -> tuple[Head, ...]:
     """The heads that the first member keeps in the given layers (None: in all), first layer first."""
     chosen = checked_layers(config, layers)
     return tuple(Head(layer, head, tower) for layer in chosen for head in config.heads[0][layer])

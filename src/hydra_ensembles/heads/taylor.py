@@ -29,7 +29,7 @@ from ..errors import DataError, HeadError
 from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from .masking import (
-    TOWER,
+    ONE_TOWER,
     attention_of,
     checked_layers,
     head_rows,
@@ -104,7 +104,7 @@ def taylor(
     require_single(ensemble, "taylor")
     blocks = range(ensemble.num_layers) if scope == "layer" else None  # as many heads in each
     chosen_layers = checked_layers(ensemble.config, blocks if layers is None else layers)
-    off, candidates = off_and_left(ensemble, [TOWER], chosen_layers, removed)
+    off, candidates = off_and_left(ensemble, [ONE_TOWER], chosen_layers, removed)
     steps = _steps(ensemble, candidates, chosen_layers, budget, scope)
     order: list[tuple[float, Head]] = []
     with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), borrowed(batches), ExitStack() as masks:

@@ -12,7 +12,7 @@ MAX_SIZE = 1 << 24  # no width, vocabulary or count of a real model is larger; g
 MAX_COPIES = 4096  # of layers, heads, members
 
 Size = Annotated[int, Range(1, MAX_SIZE)]
-Count = Annotated[int, Range(0, MAX_SIZE)]
+SizeOrZero = Annotated[int, Range(0, MAX_SIZE)]
 Copies = Annotated[int, Range(1, MAX_COPIES)]
 Epsilon = InnerShare
 Base = Annotated[float, Range(1, below=1e12)]
@@ -131,7 +131,7 @@ class PatchStemConfig(Checked):
     patch_bias: bool = True
     class_token: bool = True
     distillation_token: bool = False
-    registers: Count = 0
+    registers: SizeOrZero = 0
     position_prefix: int = 1
     resample: Resample = "bicubic_antialias"
     norm: bool = False
@@ -175,7 +175,7 @@ class TextStemConfig(Checked):
     vocabulary: Size
     positions: Size
     embedding_width: Size
-    segments: Count = 0
+    segments: SizeOrZero = 0
     positions_after: int | None = None
     norm: bool = True
     norm_eps: Epsilon = 1e-12
@@ -229,7 +229,7 @@ class ReadoutConfig(Checked):
     """
 
     pool: Pool = "cls"
-    num_classes: Count = 0
+    num_classes: SizeOrZero = 0
     norm: ReadoutNorm = "tokens"
     norm_eps: Epsilon = 1e-6
     hidden: HiddenActivation | None = None
@@ -237,8 +237,8 @@ class ReadoutConfig(Checked):
     dropout: Rate = 0.0
     hidden_dropout: Rate = 0.0
     eot_token: int | None = None
-    map_heads: Count = 0
-    map_mlp_width: Count = 0
+    map_heads: SizeOrZero = 0
+    map_mlp_width: SizeOrZero = 0
     map_activation: Activation = "gelu"
     cosine: CosineConfig | None = field(default=None, metadata=ADDED_LATER)
     hidden_bias: bool = field(default=True, metadata=ADDED_LATER)

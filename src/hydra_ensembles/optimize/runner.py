@@ -29,7 +29,7 @@ USUAL_SHAPES = 16  # input shapes that code is compiled and graphs are kept for
 REPEATS = 5  # how often each plan is run to choose between them
 
 Run = Callable[..., tuple[Tensor, ...]]  # member logits, and scores of features where the ensemble gives some
-Arguments = tuple[Tensor | None, ...]
+RunArguments = tuple[Tensor | None, ...]
 Key = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
 
 
@@ -179,13 +179,13 @@ class OptimizedEnsemble:
         settings = f"plans={list(self._modules)}, compile={self._compile}, graphs={self._graphed}, dtype={self.dtype}"
         return f"OptimizedEnsemble({settings}, memory={self.memory_bytes / 1e6:.1f} MB, shapes={len(self.choices)})"
 
-    def _arguments(self, *given: Any, **named: Any) -> Arguments:
+    def _arguments(self, *given: Any, **named: Any) -> RunArguments:
         main, mask, segments = self._model.unpack(*given, **named)
         main = main.to(self.dtype) if main.is_floating_point() else main
         require_at_home((main, mask, segments), self._home)
         return main, mask, segments
 
-    def _choice(self, arguments: Arguments) -> "Choice":
+    def _choice(self, arguments: RunArguments) -> "Choice":
         """How arguments of these shapes are run: as before, or by measuring where there are several plans."""
         key = shape_key(arguments)
         if key in self.choices:
@@ -205,7 +205,7 @@ class OptimizedEnsemble:
         self.choices[key] = choice
         return choice
 
-    def _with_compilation(self, choice: "Choice", arguments: Arguments) -> "Choice":
+    def _with_compilation(self, choice: "Choice", arguments: RunArguments) -> "Choice":
         """The choice with code compiled for these arguments, or with the reason why not."""
         compiled = sum(other.compiled for other in self.choices.values())
         if compiled >= self._compiled_shapes and not self._dynamic:
@@ -288,7 +288,7 @@ class Choice:
         return f"{self.plan}{', compiled' if self.compiled else ''}{f' ({details})' if details else ''}"
 
 
-def fastest(runs: Mapping[Plan, Run], arguments: Arguments, device: torch.device) -> Choice:
+def fastest(runs: Mapping[Plan, Run], arguments: RunArguments, device: torch.device) -> Choice:
     """Run each plan and choose the fastest; one that cannot run such inputs drops out.
 
     Raises:
@@ -312,7 +312,7 @@ def fastest(runs: Mapping[Plan, Run], arguments: Arguments, device: torch.device
 # --- recorded graphs -------------------------------------------------------------------------------------
 
 
-def shape_key(arguments: Arguments) -> Key:
+def shape_key(arguments: RunArguments) -> Key:
     """What a recorded graph depends on: shapes and dtypes of the arguments."""
     return tuple(None if one is None else (tuple(one.shape), one.dtype) for one in arguments)
 
@@ -332,7 +332,7 @@ class GraphCache:
 
     def __init__(self, function: Run, device: torch.device, pool: Any, limit: int) -> None:
         self._function, self._device, self._pool, self._limit = function, device, pool, limit
-        self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, Arguments, tuple[Tensor, ...]]] = OrderedDict()
+        self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, RunArguments, tuple[Tensor, ...]]] = OrderedDict()
 
     def __call__(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
         """Replay the graph for these shapes, recording it first where there is none."""
@@ -343,7 +343,7 @@ class GraphCache:
         """Drop the graph of a shape and the memory it holds, if there is one."""
         self._graphs.pop(key, None)
 
-    def _replayed(self, arguments: Arguments) -> tuple[Tensor, ...]:
+    def _replayed(self, arguments: RunArguments) -> tuple[Tensor, ...]:
         key = shape_key(arguments)
         if key not in self._graphs:
             self._graphs[key] = self._record(arguments)
@@ -357,7 +357,7 @@ class GraphCache:
         graph.replay()
         return tuple(one.clone() for one in result)
 
-    def _record(self, arguments: Arguments) -> tuple[torch.cuda.CUDAGraph, Arguments, tuple[Tensor, ...]]:
+    def _record(self, arguments: RunArguments) -> tuple[torch.cuda.CUDAGraph, RunArguments, tuple[Tensor, ...]]:
         buffers = tuple(None if one is None else one.clone() for one in arguments)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -37,8 +37,8 @@ from ..training.recipe import Recipe
 from .chain import Chain, calibrated, model_identity
 from .choice import DEEP, FORMAT, FUSED, SOUP, YOURS, Price, SearchResult, SearchRow, dominates
 from .material import (
-    Batch,
     BuildData,
+    ReadBatch,
     StartingModel,
     halves,
     made_foreign,
@@ -54,7 +54,7 @@ REPEATS = 10  # timed runs of a model, in turn with the one that was given
 WORK = ("fused", "members", "finetune")  # what a build needs no more once it is judged
 
 Candidates = Mapping[str, tuple[HydraConfig, StartingModel]]  # how each is built, and from what
-Judges = Mapping[str, list[Batch]]  # held-out sets by name: the first is labelled, the others are OOD
+Judges = Mapping[str, list[ReadBatch]]  # held-out sets by name: the first is labelled, the others are OOD
 
 
 @checked
@@ -234,7 +234,7 @@ def _read(
     return BuildData(train, ranking, validation, several, seed), {"ID": judged, **odd}
 
 
-def _foreign(given: Any, name: str, seed: int) -> dict[str, list[Batch]]:
+def _foreign(given: Any, name: str, seed: int) -> dict[str, list[ReadBatch]]:
     """OOD sets by what they are called."""
     return {key: read_all(batches, key, seed) for key, batches in named_sources(given, name).items()}
 

@@ -33,7 +33,7 @@ from ..model.ensemble import Ensemble
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
 from ..training.finetune import finetune
-from .material import Batch, BuildData, StartingModel, read_data, starting_model, with_upper_layers
+from .material import BuildData, ReadBatch, StartingModel, read_data, starting_model, with_upper_layers
 from .settings import HydraConfig
 
 FORMAT = "hydra_ensembles build 1"
@@ -159,7 +159,9 @@ def calibrated(fused: Ensemble, config: HydraConfig, data: BuildData) -> Ensembl
     return calibrate(familiar, data.validation, share=share, per_member=each, familiarity=config.familiarity)
 
 
-def _familiar(fused: Ensemble, config: HydraConfig, ranking: list[Batch] | None, validation: list[Batch]) -> Ensemble:
+def _familiar(
+    fused: Ensemble, config: HydraConfig, ranking: list[ReadBatch] | None, validation: list[ReadBatch]
+) -> Ensemble:
     """The ensemble with familiarity fitted on the samples that ranked heads, if others are left to calibrate on."""
     wanted = config.familiarity
     if wanted is None or ranking is None:
@@ -177,7 +179,7 @@ def _familiar(fused: Ensemble, config: HydraConfig, ranking: list[Batch] | None,
     return found  # that what was asked for by name is fitted on other samples, calibration checks
 
 
-def held_against_base(made: Ensemble, base: Ensemble, validation: list[Batch], seed: int) -> Ensemble:
+def held_against_base(made: Ensemble, base: Ensemble, validation: list[ReadBatch], seed: int) -> Ensemble:
     """What was made, with a warning and a line in its history where it is less accurate than the base, beyond chance.
 
     Chance is a paired bootstrap over the samples: the whole 95 % interval of the difference lies below 0.
@@ -196,7 +198,7 @@ def held_against_base(made: Ensemble, base: Ensemble, validation: list[Batch], s
     return made.with_metadata(history=(*made.metadata.history, line))
 
 
-def _right(model: Ensemble, batches: list[Batch]) -> Tensor:
+def _right(model: Ensemble, batches: list[ReadBatch]) -> Tensor:
     """Of each sample, 1 where the model's label is that of the data, else 0: `[n]`."""
     answers = [(model.predict(inputs).label.cpu(), labels) for inputs, labels in batches if labels is not None]
     return torch.cat([(label == labels.cpu()).double() for label, labels in answers])

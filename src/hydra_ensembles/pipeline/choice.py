@@ -19,7 +19,7 @@ FORMAT = "hydra_ensembles search 1"
 YOURS, SOUP, FUSED, DEEP = "yours", "soup", "fused above a mean trunk", "deep ensemble"
 
 Price = Literal["latency", "multiply_adds"]
-State = Literal["planned", "too dear", "not possible", "stopped early", "judged"]
+CandidateState = Literal["planned", "too dear", "not possible", "stopped early", "judged"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SearchRow:
 
     name: str
     price: float
-    state: State
+    state: CandidateState
     config: HydraConfig | None = None
     numbers: Mapping[str, float] = field(default_factory=dict)
     note: str = ""

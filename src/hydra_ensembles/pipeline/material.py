@@ -38,7 +38,7 @@ from ..model.states import place_of
 from ..overlap import keys_at_hand, require_unlike, sample_keys, warn_if_shared
 from ..prune import prune
 
-Batch = tuple[Inputs, Tensor | None]
+ReadBatch = tuple[Inputs, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +121,13 @@ class BuildData:
     """What a build reads; a set that its config has no use for is None."""
 
     train: Batches | None  # labelled, as the caller gave them
-    ranking: list[Batch] | None  # labelled ID batches to rank heads on
-    validation: list[Batch] | None  # labelled ID batches to calibrate on, and to choose by in fine-tuning
-    ood: list[Batch] | dict[str, list[Batch]] | None  # for circuits; sources by name where there are several
+    ranking: list[ReadBatch] | None  # labelled ID batches to rank heads on
+    validation: list[ReadBatch] | None  # labelled ID batches to calibrate on, and to choose by in fine-tuning
+    ood: list[ReadBatch] | dict[str, list[ReadBatch]] | None  # for circuits; sources by name where there are several
     seed: int  # what the order of a shuffling loader is drawn from
 
     @property
-    def held_out(self) -> dict[str, list[Batch] | None]:
+    def held_out(self) -> dict[str, list[ReadBatch] | None]:
         """The sets in memory, by name."""
         outside: Mapping[str, Any] = {"ood": None} if self.ood is None else named_sources(self.ood, "ood")
         return {"ranking": self.ranking, "validation": self.validation, **outside}
@@ -185,7 +185,7 @@ def read_data(
             require_same_classes(source, model.metadata.labels, name)
     checked = None if validation is None else read_all(validation, "validation", seed, classes)
     ranking = None if id is None else read_all(id, "id", seed, classes)
-    unlike: list[Batch] | dict[str, list[Batch]] | None = None
+    unlike: list[ReadBatch] | dict[str, list[ReadBatch]] | None = None
     if isinstance(ood, Mapping):
         named = zip(ood, named_sources(ood, "ood").items(), strict=True)
         unlike = {str(key): read_all(batches, name, seed) for key, (name, batches) in named}
@@ -207,17 +207,17 @@ def read_data(
     return BuildData(train, ranking, checked, unlike, seed)
 
 
-def made_foreign(batches: list[Batch], seed: int, model: Ensemble | None) -> list[Batch]:
+def made_foreign(batches: list[ReadBatch], seed: int, model: Ensemble | None) -> list[ReadBatch]:
     """OOD data made from ID data, of as many samples."""
     return [(inputs, None) for (inputs,) in synthetic_ood(batches, seed=seed, model=model)]
 
 
-def read_all(batches: Batches, name: str, seed: int, classes: int | None = None) -> list[Batch]:
+def read_all(batches: Batches, name: str, seed: int, classes: int | None = None) -> list[ReadBatch]:
     """All batches, held in memory; a shuffling loader gives the same order whenever the seed is the same.
 
     Labels are read where there are classes that they must fit.
     """
-    found: list[Batch] = []
+    found: list[ReadBatch] = []
     with borrowed(batches), epoch_of(batches, 0, derive_seed(seed, name), torch.device("cpu")):
         for index, (inputs, labels) in enumerate(iterate(batches, name, labelled=classes is not None)):
             sizes = {} if isinstance(inputs, Tensor) else {key: len(part) for key, part in inputs.items()}
@@ -229,7 +229,7 @@ def read_all(batches: Batches, name: str, seed: int, classes: int | None = None)
     return found
 
 
-def halves(batches: list[Batch], seed: int) -> tuple[list[Batch], list[Batch]]:
+def halves(batches: list[ReadBatch], seed: int) -> tuple[list[ReadBatch], list[ReadBatch]]:
     """Two disjoint halves of the samples of `id`; the first has the odd one.
 
     A sample stays in the batch it came in (text keeps its padding), so a batch may be cut in two. The list is empty
@@ -241,7 +241,7 @@ def halves(batches: list[Batch], seed: int) -> tuple[list[Batch], list[Batch]]:
     order = np.random.Generator(np.random.PCG64(seed)).permutation(total)
     chosen = torch.zeros(total, dtype=torch.bool)
     chosen[torch.from_numpy(order[: (total + 1) // 2])] = True
-    halved: tuple[list[Batch], list[Batch]] = [], []
+    halved: tuple[list[ReadBatch], list[ReadBatch]] = [], []
     masks = chosen.split([size_of(inputs) for inputs, _ in batches])
     for mask in masks:
         inputs, labels = batches.pop(0)
@@ -252,6 +252,6 @@ def halves(batches: list[Batch], seed: int) -> tuple[list[Batch], list[Batch]]:
     return halved
 
 
-def samples_in(batches: list[Batch]) -> int:
+def samples_in(batches: list[ReadBatch]) -> int:
     """How many samples some batches have."""
     return sum(size_of(inputs) for inputs, _ in batches)

@@ -18,7 +18,7 @@ from ..training.recipe import Recipe
 from .material import BuildData, StartingModel
 
 Strategy = Literal["circuit", "taylor", "sampled", "random", "branches"]
-Training = Literal["together", "apart"]
+TrainingMode = Literal["together", "apart"]
 
 PAPER_POOL = 100 / 48  # the paper samples 48 heads to prune out of the first 100 of a ranking (B.5)
 TRUNK = 5 / 6  # of the layers, and of heads 8 % of all and at most a quarter of those above: our own defaults
@@ -87,7 +87,7 @@ class HydraConfig(Checked):
     members: Some = 3
     strategy: Strategy = "circuit"
     whole: bool = False
-    training: Training | None = None
+    training: TrainingMode | None = None
     method: Method = "auto"
     ties: Ties = "likelihood"
     max_accuracy_loss: Share | None = field(default=None, metadata=ADDED_LATER)

@@ -26,12 +26,11 @@ from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..preprocessing import TextPreprocessing
 from ..schema import to_plain
-from .outputs import REASON_WORDS, Answering, Field, held_out, input_fields, output_fields
+from .outputs import REASON_WORDS, Answering, Arrays, Field, held_out, input_fields, output_fields
 
 Format = Literal["onnx", "pt2", "aoti"]
 Named = Mapping[str, Tensor]
-Arrays = dict[str, np.ndarray[Any, Any]]
-Run = Callable[[Named], Arrays]
+RunFile = Callable[[Named], Arrays]
 
 SUFFIXES: Mapping[Format, str] = {"onnx": ".onnx", "pt2": ".pt2", "aoti": ".pt2"}
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
@@ -295,7 +294,7 @@ def _translations() -> dict[Any, Any]:
     return {aten.special_entr.default: entropy, aten.searchsorted.Tensor: below}
 
 
-def _run_onnx(file: Path) -> Run:
+def _run_onnx(file: Path) -> RunFile:
     library = require("onnxruntime", extra="onnx")
     options = library.SessionOptions()
     options.log_severity_level = 3  # errors
@@ -304,7 +303,7 @@ def _run_onnx(file: Path) -> Run:
     return lambda inputs: dict(zip(names, session.run(None, _arrays(inputs)), strict=True))
 
 
-def _run_torch(file: Path, load: Callable[[str], Any]) -> Run:
+def _run_torch(file: Path, load: Callable[[str], Any]) -> RunFile:
     model = load(str(file))
     return lambda inputs: _arrays(model(**inputs))
 
@@ -314,7 +313,7 @@ _WRITERS: Mapping[Format, Callable[..., object]] = {
     "pt2": lambda program, file, *_: torch.export.save(program, file),
     "aoti": lambda program, file, *_: torch._inductor.aoti_compile_and_package(program, package_path=str(file)),
 }
-_RUNNERS: Mapping[Format, Callable[[Path], Run]] = {
+_RUNNERS: Mapping[Format, Callable[[Path], RunFile]] = {
     "onnx": _run_onnx,
     "pt2": lambda file: _run_torch(file, lambda path: torch.export.load(path).module()),
     "aoti": lambda file: _run_torch(file, torch._inductor.aoti_load_package),

@@ -19,6 +19,7 @@ from ..model.config import PatchStemConfig
 from ..model.ensemble import Ensemble
 from ..prediction import OUTPUTS, REASONS, Prediction
 
+Arrays = dict[str, np.ndarray[Any, Any]]  # by name of the output
 REASON_WORDS = tuple(reason or "" for reason in REASONS)
 """What the codes of the output `reason` say; nothing where the sample is accepted."""
 
@@ -85,7 +86,7 @@ def named_tensors(prediction: Prediction) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in (*found.items(), *fitted.items()) if tensor is not None}
 
 
-def columns(prediction: Prediction) -> dict[str, np.ndarray[Any, Any]]:
+def columns(prediction: Prediction) -> Arrays:
     """The outputs of a prediction by name, as arrays whose first axis is the sample."""
     return {name: tensor.cpu().numpy() for name, tensor in named_tensors(prediction).items()}
 

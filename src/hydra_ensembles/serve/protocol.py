@@ -33,7 +33,7 @@ RAW = {"image": ("image", "Encoded images, such as the bytes of PNG or JPEG file
 LONGEST_NUMBER = 18  # digits: all of them fit 64 bits
 
 Array = np.ndarray[Any, Any]
-Asked = tuple[Field, bool]  # an output, and whether it is to be binary
+AskedField = tuple[Field, bool]  # an output, and whether it is to be binary
 
 
 def request_of(body: bytes) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _from_binary(name: str, datatype: str, shape: tuple[int, ...], content: byte
 def write_answer(
     request: Mapping[str, Any],
     service: Service,
-    outputs: Iterable[Asked],
+    outputs: Iterable[AskedField],
     answers: Sequence[Answer],
     notes: Sequence[Sequence[str]] = (),
 ) -> tuple[bytes, dict[str, str]]:
@@ -188,7 +188,7 @@ def write_answer(
     return head + b"".join(buffers), {"Content-Type": "application/octet-stream", HEADER: str(len(head))}
 
 
-def asked_outputs(request: Mapping[str, Any], service: Service) -> list[Asked]:
+def asked_outputs(request: Mapping[str, Any], service: Service) -> list[AskedField]:
     """The outputs that a request asks for; all if it names none. Those that there are not are refused."""
     known = {field.name: field for field in service.outputs}
     usual, asked = bool(_parameters(request).get("binary_data_output")), request.get("outputs")

@@ -31,10 +31,8 @@ from ..preprocessing import to_rgb
 from ..run_folder import RESULT, RunFolder
 from ..schema import to_plain
 from .archives import Archive, Item
-from .outputs import REASON_WORDS, Field, columns, output_fields
+from .outputs import REASON_WORDS, Arrays, Field, columns, output_fields
 from .service import FORMATS, SLIMMEST
-
-Arrays = dict[str, np.ndarray[Any, Any]]
 
 SHARD, UNREADABLE, SUMMARY = "rows/part-{:05d}.parquet", "unreadable/part-{:05d}.jsonl", "summary"
 ABOUT = "about"  # what a reader of the shards has to know

@@ -43,7 +43,7 @@ NEAREST = "nearest"  # what a row has beside its outputs where it was asked for:
 API_KEY = "HYDRA_API_KEY"
 """Environment variable with the key that clients have to give: command lines are seen by everyone on a machine."""
 
-Precision = Literal["float32", "bfloat16", "float16"]
+ServedPrecision = Literal["float32", "bfloat16", "float16"]
 Answer = dict[str, Any]
 """Every output of `output_fields` for one sample, as an array or a number of NumPy."""
 
@@ -84,7 +84,7 @@ class ServeSettings(Checked):
     max_body: Annotated[float, Range(0.001, below=4097)] = 16.0
     max_pixels: Annotated[float, Range(0.001, below=1001)] = 50.0
     max_characters: Annotated[int, Range(1, 100_000_000)] = 100_000
-    precision: Precision | None = None
+    precision: ServedPrecision | None = None
     compile: bool = False
     warm_up: bool = True
 

@@ -38,7 +38,7 @@ from ..overlap import keys_at_hand, warn_if_items_shared, warn_if_shared
 from .loop import Job, Learner, RunResult, Runtime, TrainOptions, train_best, trains
 from .recipe import Recipe, trainable_state
 
-Batch = tuple[Inputs, Tensor]
+LabelledBatch = tuple[Inputs, Tensor]
 _DEVIATION = 0.02  # of new classifiers
 CLASSIFIERS = ("readout.classifier.", "readout.distillation_classifier.")
 
@@ -82,7 +82,7 @@ class Parametrised(nn.Module):
         return {**self.ensemble.state_dict(), **self.computed()}
 
 
-class EnsembleLearner(Learner[Batch]):
+class EnsembleLearner(Learner[LabelledBatch]):
     """A copy of an ensemble in training: in float32 (or float64), frozen where the recipe says.
 
     `arrange` may put something around the copy that computes some of its weights, and freeze more of it.
@@ -120,7 +120,7 @@ class EnsembleLearner(Learner[Batch]):
             self.parallel = DistributedDataParallel(self.model, places, find_unused_parameters=headless)
         self.parallel.train()
 
-    def read(self, raw: Any, index: int) -> Batch:
+    def read(self, raw: Any, index: int) -> LabelledBatch:
         """Inputs and labels, still where the loader put them."""
         inputs, labels = read_batch(raw, "train", index)
         if not size_of(inputs):
@@ -135,7 +135,7 @@ class EnsembleLearner(Learner[Batch]):
         """What the model is given in training, and what its members should say, `[M, B]`."""
         return self.given(inputs), labels.repeat(self.model.num_members, 1)
 
-    def backward(self, group: list[Batch], seed: int) -> Tensor:
+    def backward(self, group: list[LabelledBatch], seed: int) -> Tensor:
         """Add up the gradients of the batches, each weighted by its share of the samples.
 
         The loss is the sum over members of their mean cross-entropy: a parameter of one member gets the gradient that
@@ -251,7 +251,7 @@ def finetune(
     return Ensemble.from_state(member.config, result.state_like(member), trained_metadata(member, train, result, line))
 
 
-def train_classifier(make_learner: Callable[[Runtime], Learner[Batch]], start: Ensemble, job: Job) -> RunResult:
+def train_classifier(make_learner: Callable[[Runtime], Learner[LabelledBatch]], start: Ensemble, job: Job) -> RunResult:
     """`train_best` of an ensemble that classifies, once recipe, model and data are known to fit together."""
     if not start.num_classes:
         raise ConfigError("fine-tuning needs a classifier, but this ensemble has none (num_classes is 0)")

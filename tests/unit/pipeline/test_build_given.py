@@ -12,7 +12,7 @@ from torch import Tensor
 import hydra_ensembles as he
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.pipeline.chain import model_identity
-from hydra_ensembles.pipeline.material import Batch, halves, read_all, read_data, starting_model
+from hydra_ensembles.pipeline.material import ReadBatch, halves, read_all, read_data, starting_model
 
 
 def test_preprocessing_of_the_model_is_changed_and_the_model_is_not() -> None:
@@ -24,13 +24,13 @@ def test_preprocessing_of_the_model_is_changed_and_the_model_is_not() -> None:
     assert model_identity(told) == model_identity(starting_model(model, None, "{label}", None))  # of earlier releases
 
 
-def numbered(sizes: list[int]) -> list[Batch]:
+def numbered(sizes: list[int]) -> list[ReadBatch]:
     """Batches of one-pixel images that are their own number, as are the labels."""
     numbers = torch.arange(sum(sizes))
     return [(part.float().view(-1, 1, 1, 1), part) for part in numbers.split(sizes)]
 
 
-def labels_of(batches: list[Batch]) -> list[int]:
+def labels_of(batches: list[ReadBatch]) -> list[int]:
     found = [labels for _, labels in batches]
     return [int(label) for labels in found if labels is not None for label in labels]
 
