@@ -196,7 +196,8 @@ class Readout(nn.Module):
             return self.map(x)[:, :, 0]
         if pool == "mean" and key_mask is not None:
             weight = key_mask[None, :, :, None].to(x.dtype)  # [1, B, T, 1]
-            return (x * weight).sum(2) / weight.sum(2)
+            wide = torch.promote_types(x.dtype, torch.float32)  # in half precision sums overflow, and counts round
+            return ((x * weight).sum(2, dtype=wide) / weight.sum(2, dtype=wide)).to(x.dtype)
         if pool == "mean":
             return x[:, :, self.prefix :].mean(2)
         if pool == "cls_mean":

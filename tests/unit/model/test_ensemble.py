@@ -419,6 +419,22 @@ def test_familiarity_of_another_model_is_refused() -> None:
     assert single.with_metadata(familiarity=known).metadata.familiarity is known
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("padded", [0, 301])
+def test_a_mean_of_many_tokens_neither_overflows_nor_loses_count(dtype: torch.dtype, padded: int) -> None:
+    config = EnsembleConfig(TEXT, ENCODER, ReadoutConfig(pool="mean", norm="none"), all_heads(ENCODER))
+    readout, tokens = he.Ensemble(config).readout, torch.full((1, 1, 2000, 8), 60.0, dtype=dtype)
+    mask = torch.ones(1, 2000, dtype=torch.long)
+    mask[:, 2000 - padded :] = 0
+    pooled = readout.pool(tokens, mask)
+    assert pooled.dtype == dtype
+    assert torch.equal(pooled, tokens[:, :, 0])  # in float16 the sum would be infinite
+    few = torch.ones(1, 1, 257, 8, dtype=dtype)
+    few[:, :, 0] = 3.0
+    pooled = readout.pool(few, torch.ones(1, 257, dtype=torch.long))
+    assert torch.equal(pooled, few.double().mean(2).to(dtype))  # bfloat16 counts to 256, and adds up to 260
+
+
 def test_training_a_calibrated_ensemble_by_hand_is_warned_of() -> None:
     ours, images = measured(), torch.randn(2, 3, 8, 8)
     with warnings.catch_warnings():
