@@ -18,8 +18,12 @@ Lines, their parts with ` | ` between (several on a line have ` ; ` between them
 - `STUDY | ROW | KEY`, `STUDY | ROW - ROW | KEY`: a mean, a paired difference (`± KEY`: half its interval), of a stored
   study; `cost`, `work`, `parameters`, `trainings`, `seeds` of `ROW`, or of `ROW / ROW`. `most`, `least` in place of
   a row: of all rows; `KEY & KEY` of a row: their mean. `ROW again`: of the second part of a study that was run in two;
-  `ROW @ 0`: of that seed alone.
-- `STUDY | claims | VERDICT`: how many of the paper's claims have it.
+  `ROW @ 0`: of that seed alone; `ROW @ all`: of all its seeds as they are, without regard to Single's.
+- `STUDY | claims | VERDICT`: how many of the paper's claims have it; `STUDY | claims of all.auroc | VERDICT`: of those
+  that this number is higher.
+- `STUDY | told | KEY`, `STUDY | compared | KEY`: how many rows differ from Single beyond chance, of how many.
+- `intervals | TABLE`: how many intervals a table of all studies has (`gains`, `methods`); `| certain`: that leave out
+  zero; `| by chance`: that would where nothing differs.
 - `STUDY | foretold | KEY`: rank correlation of what held-out data said of chosen settings with what the test said.
 - `FILE | PATH`: of a JSON file, in per cent with ` | %`; `*` in the path is each entry there, and the number is their
   mean, or `most`, `least` (`~1` is a `/` in a name). `PATH - PATH` and `PATH / PATH` are what they say.
@@ -36,14 +40,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from studies.all_tasks import intervals
 from studies.cells import LOWER, PLAIN
 from studies.dual_findings import DualStudy
 from studies.dual_findings import claims as dual_claims
 from studies.findings import claims, foretold
-from studies.measures import Difference, Number, numbers, read_columns
+from studies.measures import FEWEST_SEEDS, LEVEL, Difference, Number, numbers, read_columns
 from studies.paper import paper_numbers
 from studies.results import fixed
 from studies.stored import Study
+from studies.storing import SINGLE
 
 COMMENT = re.compile(r"<!-- numbers:\n(.*?)\n *-->", re.DOTALL)
 NUMBER = re.compile(r"(?<![\w./,-])([+−-]?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?![\w/-]|\.\d|,\d)")
@@ -53,11 +59,13 @@ NO_PROSE = re.compile(  # code, targets of links, generated parts, tables, headi
     re.DOTALL | re.MULTILINE,
 )
 A_NUMBER = next(NUMBER.finditer("+0.0"))  # a place that takes any
-GIVEN, AGAIN, AT = "given", " again", " @ "
+GIVEN, AGAIN, AT, ALL = "given", " again", " @ ", "all"
 OF_ALL: Mapping[str, Callable[[Sequence[float]], float]] = {"most": max, "least": min}
 BETWEEN: Mapping[str, Callable[[float, float], float]] = {" - ": operator.sub, " / ": operator.truediv}
 PRICES = ("cost", "work", "parameters", "trainings", "seeds")
-VERDICTS = ("reproduced", "not reproduced", "tie", "not run", "not testable")
+VERDICTS = ("reproduced", "not reproduced", "tie", "not run", "not testable", "one seed", "two seeds")
+COUNTED = ("told", "compared")
+CLAIMED, CLAIMED_OF = "claims", "claims of "
 CLAIMS = ("better", "worse", "chance", "higher", "lower")
 
 
@@ -138,12 +146,16 @@ def number_of(source: str, studies: Mapping[str, Study], results: Path) -> float
         return scaled(paper_numbers("classifier", task)[row][key], key)
     if first.endswith(".json"):
         return of_file(results / first, rest)
+    if first == "intervals":
+        return counted([one for one in studies.values() if not isinstance(one, DualStudy)], *rest)
     claim = rest.pop() if rest[-1] in CLAIMS else None
     rows, key = rest
     if rows == "foretold":
         if (known := foretold(studies[first], key)) is None:
             raise UnbackedError(f"{first} has too few settings that were chosen")
         return known[0]
+    if rows in COUNTED:
+        return float(sum(rows == "compared" or one.certain for one in beside_single(studies[first], key)))
     value = of_study(studies[first], rows, key)
     if isinstance(value, Difference):
         if claim and not holds(value, key, claim):
@@ -165,15 +177,17 @@ def holds(found: Difference, key: str, claim: str) -> bool:
     if claim in ("higher", "lower"):
         return (found.value > 0) == (claim == "higher")
     if claim == "chance":
-        return not found.certain
+        return found.seeds >= FEWEST_SEEDS and not found.certain
     improved = (found.value < 0) == (key.removeprefix("± ").rpartition(".")[2] in LOWER)
     return found.certain and improved == (claim == "better")
 
 
 def of_study(study: Study, rows: str, key: str) -> float | Difference:
     """A number of one row, of two, or the most or least of all."""
-    if rows == "claims":
+    if rows == CLAIMED or rows.startswith(CLAIMED_OF):
         found = dual_claims(study) if isinstance(study, DualStudy) else claims(study)
+        if rows != CLAIMED:
+            found = [one for one in found if (one["metric"], one["is"]) == (rows.removeprefix(CLAIMED_OF), "higher")]
         return float(sum(one["verdict"] == key for one in found))
     if rows in OF_ALL:
         return OF_ALL[rows]([value for row in study.rows if (value := study.mean(row, key)) is not None])
@@ -188,7 +202,7 @@ def of_study(study: Study, rows: str, key: str) -> float | Difference:
         return price(study, first, key) / price(study, second, key)
     if AT in rows:
         row, _, seed = rows.partition(AT)
-        return study.numbers(row, int(seed))[key].value
+        return mean(study.numbers(row, one)[key].value for one in (study.seeds(row) if seed == ALL else [int(seed)]))
     if " & " in key:
         return mean(float(of_study(study, rows, one)) for one in key.split(" & "))  # type: ignore[arg-type]
     if key in PRICES:
@@ -197,6 +211,22 @@ def of_study(study: Study, rows: str, key: str) -> float | Difference:
     if value is None:
         raise UnbackedError(f"{study.name} has no {key} of {rows}")
     return value
+
+
+def beside_single(study: Study, key: str) -> list[Difference]:
+    """What every row of enough seeds has over Single."""
+    found = [study.difference(row, SINGLE, key) for row in study.rows if row != SINGLE]
+    return [one for one in found if one is not None and one.seeds >= FEWEST_SEEDS]
+
+
+def counted(studies: Sequence[Study], table: str, what: str = "") -> float:
+    """How many intervals a table of all studies has, or how many of them leave out zero, found or by chance alone."""
+    found = list(intervals(studies, table))
+    return {
+        "": float(len(found)),
+        "certain": float(sum(one.certain for one in found)),
+        "by chance": (1 - LEVEL) * len(found),
+    }[what]
 
 
 def price(study: Study, row: str, key: str) -> float:

@@ -165,9 +165,10 @@ def compared_table(study: Study) -> str:
     ]
     fewest, most = (choose(len(study.seeds(row)) for row in rows) for choose in (min, max))
     about = (
-        f"{TITLES[study.name]}, calibrated, per cent but for NLL; **better** and *worse* than Single beyond chance "
-        f"(95 % intervals, paired). {fewest} to {most} seeds a row: Single's mean, and the difference from it on the "
-        "seeds of the row. Work: multiply-adds. From `results/studies/`."
+        f"{TITLES[study.name]}, per cent but for NLL, which is after calibration; AURC and *unsure* by the largest "
+        "probability before it, *unfamiliar* by Mahalanobis distance, fitted to training data. **Better** and *worse* "
+        f"than Single beyond chance (95 % intervals, paired). {fewest} to {most} seeds a row: Single's mean, and the "
+        "gain over it on the seeds of the row. Work: multiply-adds. From `results/studies/`."
     )
     return "\n".join([*table(["method", "trainings ↓", "work ↓", *GIVEN.values()], lines), "", about])
 

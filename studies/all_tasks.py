@@ -1,26 +1,25 @@
 """All studies of classifiers side by side: what rows take, and what they gain over Single on every task."""
 
-from collections.abc import Sequence
-from itertools import combinations
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
 
-from .cells import judged_text, printed
+from .cells import BEYOND, judged_text, printed, told
+from .measures import FEWEST_SEEDS, Difference
 from .results import markdown
-from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, SINGLE, SOUP, TUNED
+from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, SINGLE, SOUP
 from .stored import Study
 from .storing import same_columns
 
 GAINS = ("accuracy", "calibrated.nll", "near.auroc", "far.auroc")
+LEADING = {"calibrated.nll": "NLL ↓", "near.auroc": "near ↑"}  # of them what the first page shows, a table each
 GAINING = (
     "Single, trained as long",
     "Laplace (last layer)",
-    "LoRA-Ensemble",
     SOUP,
     DEEP,
     "Deep Ensembles, MLPs averaged",
     HYDRA,
-    TUNED,
     "Single, D.2, nothing pruned",
-    "CircAvg",
     "Random heads",
     HYDRA_TAYLOR,
     HYDRA_CIRC,
@@ -35,7 +34,7 @@ TITLES = {  # of the tasks, where several stand in one table
 OFFERED = (MC_DROPOUT, *BASELINES, SOUP, DEEP, HYDRA, HYDRA_CIRC)
 GAINED = (
     "Gain over Single: accuracy ↑ / NLL ↓ after calibration / OOD AUROC near ↑ / far ↑ by the largest probability, "
-    "in points but for NLL; **better** and *worse* beyond chance (95 % intervals over seeds and test samples, paired)."
+    f"in points but for NLL; **better** and *worse* beyond chance {BEYOND}."
 )
 
 
@@ -87,16 +86,38 @@ def same_models(studies: Sequence[Study], rows: Sequence[str]) -> str:
 
 
 def gains_table(studies: Sequence[Study]) -> str:
-    """What the main rows take on the first task that has them, and what they gain over Single on every task."""
-    lines = []
-    for row in GAINING:
-        if having := [study for study in studies if row in study.rows]:
-            taken = [f"{having[0].facts['trainings'][row]:g}", price_cell(studies, row)]
-            lines.append([row, *taken, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
-    told = f"{GAINED} Trainings of a whole model, Single's among them. {priced(studies)}"
-    note = told + same_models(studies, GAINING)
-    head = ["row", "trainings ↓", "price ↓", *(TITLES[study.name] for study in studies), "seeds"]
-    return markdown(head, lines, note)
+    """What the main rows gain over Single on every task that has Hydra, with intervals: a table a number."""
+    shown, made = leading(studies), []
+    for key, title in LEADING.items():
+        lines = []
+        for row in GAINING:
+            if having := [study for study in shown if row in study.rows]:
+                taken = [f"{having[0].facts['trainings'][row]:g}", price_cell(shown, row)]
+                found = [study.difference(row, SINGLE, key) for study in shown]
+                cells = ["–" if one is None else judged_text(told(one, key), one, key) for one in found]
+                lines.append([row, *taken, *cells, seeds_cell(shown, row)])
+        head = [f"{title}, less Single's", "trainings ↓", "price ↓", *(TITLES[study.name] for study in shown), "seeds"]
+        made.append(markdown(head, lines))
+    note = (
+        "NLL after calibration; near: OOD AUROC by the largest probability, in points. ± half an interval; **better** "
+        f"and *worse* beyond chance {BEYOND}. Trainings of a whole model, Single's among them. {priced(shown)}"
+        f"{same_models(shown, GAINING)}"
+    )
+    return "\n\n".join([*made, note])
+
+
+def leading(studies: Sequence[Study]) -> list[Study]:
+    """Studies of the first page: those that have Hydra."""
+    return [study for study in studies if HYDRA in study.rows]
+
+
+def intervals(studies: Sequence[Study], table: str) -> Iterator[Difference]:
+    """Every interval of a table of all tasks, `gains` or `methods`, by which a cell may be called better or worse."""
+    rows, keys = {"gains": (GAINING, list(LEADING)), "methods": (OFFERED, list(GAINS))}[table]
+    for study, row, key in product(leading(studies) if table == "gains" else studies, rows, keys):
+        found = study.difference(row, SINGLE, key)
+        if found is not None and found.seeds >= FEWEST_SEEDS:
+            yield found
 
 
 def methods_table(studies: Sequence[Study]) -> str:

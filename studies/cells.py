@@ -10,7 +10,13 @@ from .storing import SINGLE
 
 LOWER = ("nll", "brier", "ece", "aurc", "fpr95")  # is better
 PLAIN = ("nll", "brier")  # not in per cent
-MARKED = "**Better** and *worse* than Single beyond chance (95 % intervals over seeds and test samples, paired)"
+BEYOND = "(95 % intervals over seeds and test samples, paired; from three seeds on)"
+MARKED = f"**Better** and *worse* than Single beyond chance {BEYOND}"
+ACROSS = "†"  # behind what two runs are compared by
+ACROSS_TOLD = (
+    f"{ACROSS} Rows of two runs: shown is what each gains over the Single of its own run; beyond chance, or a verdict, "
+    "is only what is so for the rows as they are, too."
+)
 
 
 def printed(value: float | None, key: str, sign: str = "") -> str:
@@ -59,12 +65,11 @@ def level(study: Study, rows: Sequence[str]) -> str:
         if count != usual:
             others.setdefault(count, []).append(row)
     few = "".join(f"; {count} of {', '.join(names)}" for count, names in others.items())
-    later = ", of a later run over the Single of that run" if study.in_parts else ""
-    if not others and not later:
+    if not others and not study.in_parts:
         return f"Means over {usual} seeds" if usual > 1 else "One seed: nothing is known of how seeds differ"
     return (
-        f"Means over seeds ({usual} a row{few}), on one level: Single's mean over all its seeds, plus what a row has "
-        f"over Single on its own seeds{later}"
+        f"Means over seeds ({usual} a row{few}): Single's mean, and what a row gains over the Single of its own seeds "
+        "and run ([why](results.md#how-to-read-the-tables))"
     )
 
 

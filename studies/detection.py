@@ -10,7 +10,7 @@ from .stored import Study
 
 METRICS = ("auroc", "fpr95", "aupr")
 TITLE = "AUROC ↑ / FPR95 ↓ / AUPR ↑"
-PAPER = "*paper*"
+PAPER = "(paper)"  # in brackets, as its numbers are: italics are for what is worse
 
 
 def detected(study: Study, places: Sequence[str]) -> list[list[str]]:
@@ -23,7 +23,7 @@ def detected(study: Study, places: Sequence[str]) -> list[list[str]]:
             cells.append(" / ".join(shown(study, row, key) for key in keys))
             told = [own.get(key) for key in keys]
             both = " / ".join(printed(one, key) for one, key in zip(told, keys, strict=True))
-            theirs.append("" if told[0] is None else f"*{both}*")
+            theirs.append("" if told[0] is None else f"({both})")
         lines.append([row, *cells])
         lines += [[PAPER, *theirs]] if any(theirs) else []
     return lines
@@ -54,7 +54,7 @@ def _told(study: Study) -> str:
     """What the numbers are, and whose stand below them."""
     paper, inside = study.paper(), study.facts["inside"]
     missing = [row for row in paper if row not in study.rows]
-    below = f" Below, in italics throughout, the paper's on {STANDS_FOR[inside]} and its sets." if paper else ""
+    below = f" Below, in brackets, the paper's on {STANDS_FOR[inside]} and its sets." if paper else ""
     below += f" Rows of the paper that are not here: {', '.join(missing)}." if missing else ""
     return (
         f"{TITLE} by the largest probability, in per cent. {level(study, study.rows)}. {MARKED}; FPR95 and AUPR have "

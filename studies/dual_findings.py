@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 from hydra_ensembles.metrics.distance import LearnedName
 
 from .all_tasks import gains
-from .cells import MARKED, marked, memory, parts, printed, shown
+from .cells import ACROSS_TOLD, BEYOND, MARKED, marked, memory, parts, printed, shown
 from .detection import PAPER, TITLE, detected
 from .dual_rows import BAYES_VLM, HYDRA, NEG_LABEL, VILU
 from .findings import claim_cells, not_testable_table, tested
@@ -128,8 +128,8 @@ def main_table(study: DualStudy) -> str:
     note = (
         f"**{facts['model']['name']}.** {facts['model']['description']}\n\n"
         f"Means over {len(facts['runs'])} seeds{few_seeds(study)}, in per cent but for NLL and Brier score; **better** "
-        "and *worse* than Single beyond chance (95 % intervals over seeds and test samples, paired); the paper's "
-        f"numbers in italics below; aECE has no interval.{parts(study)} Classification: mean over "
+        f"and *worse* than Single beyond chance {BEYOND}; the paper's "
+        f"numbers in brackets below; aECE has no interval.{parts(study)} Classification: mean over "
         f"{', '.join(study.counted) or 'no task'}. {left_out(study)} OOD: AUROC, mean over the near, the far and all "
         f"sets of an ID task. {BY_OWN} Circuits: {'; '.join(ranked) or 'none'}. "
         f"Temperatures on {first['samples']} images. "
@@ -153,7 +153,7 @@ def left_out(study: DualStudy) -> str:
 def _of_paper(own: Mapping[str, float], keys: Iterable[str], after: int) -> list[list[str]]:
     """The paper's line with so many empty cells at its end; none where it gives none of these numbers."""
     found = [(own.get(key), key) for key in keys]
-    cells = ["" if value is None else f"*{printed(value, key)}*" for value, key in found]
+    cells = ["" if value is None else f"({printed(value, key)})" for value, key in found]
     return [[PAPER, *cells, *[""] * after]] if any(cells) else []
 
 
@@ -161,7 +161,7 @@ def tasks_table(study: DualStudy, key: str = "accuracy") -> str:
     """Table 24: a number of every task, by the score that a row brings where it has one."""
     tasks, paper = study.facts["tasks"], study.paper()
     keys = [*(f"{task}.{key}" for task in tasks), *([f"{UNSEEN}.{key}"] if study.counted else [])]
-    lines = [["*chance*", *(f"*{printed(1 / one['classes'], 'accuracy')}*" for one in tasks.values())]]
+    lines = [["(chance)", *(f"({printed(1 / one['classes'], 'accuracy')})" for one in tasks.values())]]
     lines = [[*lines[0], *[""] * (len(keys) - len(tasks))]] if key == "accuracy" else []
     for row in study.rows:
         lines.append([row, *(shown(study, row, one) for one in keys)])
@@ -170,7 +170,7 @@ def tasks_table(study: DualStudy, key: str = "accuracy") -> str:
     unseen = sum(one["domain"] == UNSEEN for one in tasks.values())
     marks = "aECE has no interval" if key == "own.aece" else MARKED
     note = (
-        f"{marks}; the paper's numbers below, in italics throughout: ImageNet-1K for tinyimagenet, SUN397 for "
+        f"{marks}; the paper's numbers below, in brackets: ImageNet-1K for tinyimagenet, SUN397 for "
         f"scene15, DTD for dtd10. Mean: over {len(study.counted)} of {unseen} unseen tasks "
         f"({', '.join(study.counted)}), the paper's over its nine. {left_out(study)}"
     )
@@ -232,14 +232,15 @@ def claims(study: DualStudy) -> list[dict[str, Any]]:
 
 def claims_table(study: DualStudy) -> str:
     """The claims, the paper's difference beside ours."""
-    lines = [[one["scope"], *claim_cells(one)] for one in claims(study)]
+    found = claims(study)
+    lines = [[one["scope"], *claim_cells(one)] for one in found]
     note = (
         f"Here: paired differences ± half a 95 % interval over {len(study.facts['runs'])} seeds{few_seeds(study)} and "
         "test samples, in points but for NLL; AUROC by the largest probability, ViLU's by its own score. A claim is "
         "reproduced when the whole interval lies on its side of the margin, which is how much less still counts as "
         "equal, not reproduced when it lies on the other, else a tie. The paper's: of ImageNet-1K for tinyimagenet, "
         "over its nine sets for unseen."
-    )
+    ) + (f" {ACROSS_TOLD}" if any(one["across"] for one in found) else "")
     return markdown(["where", "claim", "margin", "paper", "here", "verdict"], lines, note, left=2)
 
 
@@ -299,8 +300,8 @@ def methods_table(study: DualStudy) -> str:
             lines.append([row, needs, f"{study.facts['trainings'][row]:g}", *cells, str(len(study.seeds(row)))])
     note = (
         "Trainings of a text side, Single's among them. Gain over Single: accuracy ↑ / NLL ↓ / ECE ↓; AUROC near ↑ / "
-        "far ↑; in points but for NLL; **better** and *worse* beyond chance (95 % intervals over seeds and test "
-        f"samples, paired). {BY_OWN}"
+        "far ↑; in points but for NLL; **better** and *worse* beyond chance "
+        f"{BEYOND}. {BY_OWN}"
     )
     return markdown(["method", "what it needs", "trainings", *gained, "seeds"], lines, note, left=2)
 

@@ -1,13 +1,14 @@
 """What the documents show of the studies of classifiers, made from their stored columns alone."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .all_tasks import gains_table, methods_table
-from .cells import level, marked, memory, printed, told
+from .cells import ACROSS, ACROSS_TOLD, BEYOND, level, marked, memory, printed, told
 from .detection import detection_table, sets_table, small_sets
-from .measures import SEVERITIES, SHIFT, Difference
+from .measures import FEWEST_SEEDS, SEVERITIES, SHIFT, Difference
 from .paper import Numbers, paper_numbers, read_csv
 from .results import markdown
 from .rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, ROWS, SINGLE, SOUP, TUNED
@@ -41,8 +42,7 @@ def main_table(study: Study) -> str:
     where = f" Cost and memory: a batch of {costs['batch']} on an {costs['device']}, bfloat16." if costs else ""
     note = (
         f"{level(study, study.rows)}. In per cent but for NLL and Brier score; **better** and *worse* than Single "
-        "beyond chance "
-        "(95 % intervals over seeds and test samples, paired). NLL, Brier score and ECE after "
+        f"beyond chance {BEYOND}. NLL, Brier score and ECE after "
         "calibration on held-out data. OOD AUROC by the largest probability, near and far; by entropy and Mahalanobis "
         "distance, mean over all sets. FPR95 of sets of 1,000 samples or more, at the first threshold that finds 95 % "
         "of them. "
@@ -73,7 +73,8 @@ def shift_table(study: Study) -> str:
     note = (
         f"{study.facts['recipe']['shift']['images']} test images under each of the fifteen corruptions of ImageNet-C, "
         "means over corruptions and seeds, before calibration; **better** and *worse* than Single beyond chance (95 % "
-        f"intervals over seeds and images, paired).{brackets} From `results/studies/{study.name}/`."
+        f"intervals over seeds and images, paired; from three seeds on).{brackets} "
+        f"From `results/studies/{study.name}/`."
     )
     return "\n\n".join([*made, note])
 
@@ -110,11 +111,13 @@ def contrast_table(study: Study) -> str:
                 for one, key in zip(found, keys, strict=True)
                 for text in ["" if one is None else told(one, key)]
             ]
-            lines.append([first, second, *cells, str(max(one.seeds for one in found if one is not None))])
+            runs = f" {ACROSS}" if study.across(first, second) else ""
+            lines.append([first, f"{second}{runs}", *cells, str(max(one.seeds for one in found if one is not None))])
     head = ["row", "less", *(MAIN[key] for key in keys), "seeds"]
     note = (
-        "Paired differences ± half a 95 % interval over seeds and test samples; bold without zero, from two seeds on."
+        "Paired differences ± half a 95 % interval over seeds and test samples; bold without zero, from three seeds on."
     )
+    note += f" {ACROSS_TOLD}" if any(ACROSS in line[1] for line in lines) else ""
     return markdown(head, lines, note, 2)
 
 
@@ -133,36 +136,49 @@ def tested(
     theirs, ours = [paper.get(row, {}).get(key) for row in (first, second)], study.difference(first, second, key)
     verdict = missing if ours is None else judged(ours, claim["is"], float(claim["margin"]))
     gap = None if None in theirs else theirs[0] - theirs[1]  # type: ignore[operator]
-    return {**claim, "paper": gap, "ours": ours, "verdict": verdict}
+    return {**claim, "paper": gap, "ours": ours, "verdict": verdict, "across": study.across(first, second)}
 
 
 def judged(found: Difference, claimed: str, margin: float) -> str:
-    """Whether an interval lies on the claimed side of the margin, on the other, or on both; one seed has none."""
-    if found.seeds < 2:
-        return "one seed"
+    """Whether an interval lies on the claimed side of the margin, on the other, or on both; of few seeds, how many.
+
+    Of rows of two runs the verdict is a tie unless it is the same for the rows as they are.
+    """
+    if found.as_they_are is not None:
+        verdicts = {judged(one, claimed, margin) for one in (replace(found, as_they_are=None), found.as_they_are)}
+        return verdicts.pop() if len(verdicts) == 1 else "tie"
+    if found.seeds < FEWEST_SEEDS:
+        return "one seed" if found.seeds == 1 else "two seeds"
     sign = -1.0 if claimed in ("lower", "not higher") else 1.0
     low, high = sorted((sign * (found.value - found.half_width), sign * (found.value + found.half_width)))
     edge = 0.0 if claimed in ("lower", "higher") else -margin
     return "reproduced" if low > edge else "not reproduced" if high < edge else "tie"
 
 
+EXPLORED = (
+    "Last column, exploratory: every one of {} OOD sets was left out in turn, after the fact; shown is what would "
+    "cross the margin or stop doing so. It is no verdict."
+)
+
+
 def claims_table(study: Study) -> str:
-    """The claims, the paper's difference beside ours, and OOD sets that a verdict hangs on."""
-    lines, missing = [], list[str]()
-    for one in claims(study):
+    """The claims, the paper's difference beside ours, and what it would be without a set that the verdict hangs on."""
+    lines, missing, tried = [], list[str](), claims(study)
+    for one in tried:
         if one["ours"] is None:
             first, second = one["first"], one["second"]
             missing += [row for row in (first, second) if row not in study.rows] or [f"{first} beside {second}"]
             continue
-        found = hangs_on(study, one)
-        alone = "; ".join(f"{told(gap, one['metric'])} without {name}: {verdict}" for name, gap, verdict in found)
+        alone = "; ".join(f"{told(gap, one['metric'])} without {name}" for name, gap, _ in hangs_on(study, one))
         lines.append([*claim_cells(one), alone])
-    note = (
-        f"Not tested, for want of rows: what the paper claims of {', '.join(dict.fromkeys(missing))}."
-        if missing
-        else ""
-    )
-    head = ["claim", "margin", f"paper, {study.stands_for}", "here", "verdict", "hangs on"]
+    wanting = f"Not tested, for want of rows: what the paper claims of {', '.join(dict.fromkeys(missing))}."
+    notes = [
+        wanting if missing else "",
+        ACROSS_TOLD if any(one["across"] for one in tried) else "",
+        EXPLORED.format(len(study.outside)) if any(line[-1] for line in lines) else "",
+    ]
+    head = ["claim", "margin", f"paper, {study.stands_for}", "here", "verdict", "without one set"]
+    note = " ".join(one for one in notes if one)
     return markdown(head, lines, note) if lines else f"*{note}*"
 
 
@@ -182,7 +198,8 @@ def claim_cells(one: Mapping[str, Any]) -> list[str]:
     """A claim in words, its margin, the paper's difference, ours, and the verdict."""
     ours, metric = one["ours"], one["metric"]
     here, margin = "–" if ours is None else told(ours, metric), printed(float(one["margin"]), metric)
-    return [f"{one['first']} {one['claim']}", margin, printed(one["paper"], metric, "+"), here, one["verdict"]]
+    claimed = f"{one['first']} {one['claim']}{f' {ACROSS}' if one['across'] else ''}"
+    return [claimed, margin, printed(one["paper"], metric, "+"), here, one["verdict"]]
 
 
 def not_testable_table(_: Study, kind: str = "classifier") -> str:
@@ -284,7 +301,7 @@ def summary_table(study: Study) -> str:
     head = ["row", "what it is", "trainings", *(MAIN[key] for key in SUMMARY_KEYS)]
     note = (
         f"{level(study, SUMMARY)}. In per cent but for NLL; **better** and *worse* than Single beyond "
-        "chance (95 % intervals over seeds and test samples, paired). NLL and ECE after calibration; OOD AUROC near "
+        f"chance {BEYOND}. NLL and ECE after calibration; OOD AUROC near "
         "and far by the largest probability, over all sets by Mahalanobis distance. From "
         f"`results/studies/{study.name}/`."
     )

@@ -34,6 +34,7 @@ CONFIDENT = "vilu"  # the score that is minus the log-odds of being right, a con
 SCORES = {"": "msp", **{f"{name}:": name for name in NAMED}}
 SPREAD: Literal["mutual_information"] = "mutual_information"  # of members: its mean over a set, no score of samples
 SHIFT, SEVERITIES = "shift", tuple(f"severity {level}" for level in range(1, 6))  # of corrupted images
+FEWEST_SEEDS = 3  # of which a difference is called better or worse, or a claim judged
 FEWEST = 1000  # samples of a set whose false positives are counted at 95 % of them
 
 
@@ -69,11 +70,15 @@ class Number:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference over seeds, and half the width of its interval over seeds and test samples."""
+    """A difference over seeds, and half the width of its interval over seeds and test samples.
+
+    `as_they_are`, of rows of two runs: the same without taking off the Single of either run.
+    """
 
     value: float
     half_width: float
     seeds: int
+    as_they_are: "Difference | None" = None
 
     @classmethod
     def of(cls, ours: Sequence[Number], theirs: Sequence[Number]) -> "Difference":
@@ -88,8 +93,13 @@ class Difference:
 
     @property
     def certain(self) -> bool:
-        """Whether the interval leaves out zero; of one seed nobody knows how far seeds differ."""
-        return self.seeds > 1 and abs(self.value) > self.half_width
+        """Whether the interval leaves out zero, of two runs both ways on the same side.
+
+        Of one seed or two little is known of how far seeds differ.
+        """
+        other = self.as_they_are
+        agrees = other is None or (other.certain and (other.value > 0) == (self.value > 0))
+        return self.seeds >= FEWEST_SEEDS and abs(self.value) > self.half_width and agrees
 
 
 def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:

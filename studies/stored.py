@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
@@ -121,25 +122,48 @@ class Study(Once):
     def difference(self, first: str, second: str, key: str) -> Difference | None:
         """First less second over the seeds that both have; None where there is nothing to compare.
 
-        A row is held against the Single that was trained when it was made, which may be of a later run; on corrupted
-        images against the one that was asked about them. `all but NAME.auroc` is over all OOD sets but one.
+        One rule for all rows: each is held against the Single that was trained when it was made. Two rows of one run
+        have the same one, which cancels; of rows of two runs (`across`) the gains over their own Singles are compared,
+        and `as_they_are` has the rows by themselves. On corrupted images, which one run saw, there is nothing to take
+        off. `all but NAME.auroc` is over all OOD sets but one.
         """
-        pairs, corrupted, keys = [], key.startswith((f"{SHIFT}.", *SEVERITIES)), self._parts(key)
-        for seed in (seed for seed in self.seeds(first) if seed in self.seeds(second)):
-            ours, theirs = self.numbers(first, seed), self.numbers(second, seed)
-            again = {} if corrupted else self._again(seed)
-            theirs = again.get(first, theirs) if second == SINGLE else theirs
-            ours = again.get(second, ours) if first == SINGLE else ours
-            if all(one in ours and one in theirs for one in keys):
-                pairs.append([Number.mean([side[one] for one in keys]) for side in (ours, theirs)])
-        return Difference.of([ours for ours, _ in pairs], [theirs for _, theirs in pairs]) if pairs else None
+        plain, gained, corrupted = [], [], key.startswith((f"{SHIFT}.", *SEVERITIES))
+        for seed in self._shared(first, second):
+            one, other = ({} if corrupted else self._beside(row, seed) for row in (first, second))
+            ours = other if first == SINGLE and other else self.numbers(first, seed)
+            theirs = one if second == SINGLE and one else self.numbers(second, seed)
+            sides = [self._part(found, key) for found in (ours, theirs, one, other)]
+            if sides[0] is not None and sides[1] is not None:
+                plain.append((sides[0], sides[1]))
+                if sides[2] is not None and sides[3] is not None:
+                    gained.append((sides[0].minus(sides[2]), sides[1].minus(sides[3])))
+        if not plain:
+            return None
+        found = Difference.of(*zip(*plain, strict=True))
+        if len(gained) < len(plain) or not self.across(first, second):
+            return found
+        return replace(Difference.of(*zip(*gained, strict=True)), as_they_are=found)
 
-    def _parts(self, key: str) -> list[str]:
-        """The numbers that a number is the mean of."""
-        if not key.startswith(ALL_BUT):
-            return [key]
-        name, _, metric = key.removeprefix(ALL_BUT).partition(".")
-        return [f"ood.{one}.{metric}" for one in self.outside if one != name]
+    def across(self, first: str, second: str) -> bool:
+        """Whether two rows are of two runs, on any seed that both have: then their gains over Single are compared."""
+        return SINGLE not in (first, second) and any(
+            self._beside(first, seed) is not self._beside(second, seed) for seed in self._shared(first, second)
+        )
+
+    def _shared(self, first: str, second: str) -> list[int]:
+        return [seed for seed in self.seeds(first) if seed in self.seeds(second)]
+
+    def _beside(self, row: str, seed: int) -> dict[str, Number]:
+        """Numbers of the Single that was trained when a row was made."""
+        return self._again(seed).get(row) or self.numbers(SINGLE, seed)
+
+    def _part(self, found: Mapping[str, Number], key: str) -> Number | None:
+        """A number of one model, or the mean that `all but NAME.auroc` is; None where it has not got it."""
+        keys = [key]
+        if key.startswith(ALL_BUT):
+            name, _, metric = key.removeprefix(ALL_BUT).partition(".")
+            keys = [f"ood.{one}.{metric}" for one in self.outside if one != name]
+        return Number.mean([found[one] for one in keys]) if all(one in found for one in keys) else None
 
     @property
     def outside(self) -> list[str]:

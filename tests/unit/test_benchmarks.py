@@ -96,6 +96,9 @@ def test_no_number_of_a_sentence_is_without_its_source(path: Path) -> None:
     assert quoted.without_source(path.read_text()) == []
 
 
+VALUES = {"A": 0.0, "B": 0.02, "C": 0.005, "D": 0.0, "Single": 0.0}
+
+
 class MadeUp:
     """A stored study of three rows: B is 2 ± 1 points better than A, C no better than chance."""
 
@@ -116,8 +119,8 @@ class MadeUp:
         return {"accuracy": Number(0.4 + seed / 10, {})}
 
     def difference(self, first: str, second: str, key: str) -> Difference:
-        value = {"A": 0.0, "B": 0.02, "C": 0.005}[first] - {"A": 0.0, "B": 0.02, "C": 0.005}[second]
-        return Difference(-value if key == "calibrated.nll" else value, 0.01, 2)
+        value = VALUES[first] - VALUES[second]
+        return Difference(-value if key == "calibrated.nll" else value, 0.01, 1 if "D" in (first, second) else 3)
 
 
 def sentence(text: str, *sources: str, results: Path = ROOT) -> tuple[str, list[str]]:
@@ -131,7 +134,9 @@ def test_numbers_of_sentences_are_written_from_results(tmp_path: Path, monkeypat
     (tmp_path / "some.json").write_text(
         json.dumps({"a/b": {"x": 1234.6, "y": 2.0}, "list": [{"z": 0.25}, {"z": 0.75}]})
     )
-    monkeypatch.setattr(quoted, "claims", lambda _: [{"verdict": "tie"}, {"verdict": "tie"}, {"verdict": "not run"}])
+    higher = {"metric": "all.auroc", "is": "higher"}
+    found = [{"verdict": "tie", **higher}, {"verdict": "tie", **higher, "is": "not lower"}, {"verdict": "not run"}]
+    monkeypatch.setattr(quoted, "claims", lambda _: [{**higher, **one} for one in found])
     monkeypatch.setattr(quoted, "foretold", lambda _, key: (0.48, 10))
     gap = "small | B - A | accuracy"
     for before, after, *sources in (
@@ -145,8 +150,11 @@ def test_numbers_of_sentences_are_written_from_results(tmp_path: Path, monkeypat
         ("9.0", "51.0", "small | B | accuracy & other.accuracy"),
         ("9.0 of 3", "52.0 of 3", f"small | B | accuracy ; given 3 ; ! {gap} | better"),  # several on a line
         ("9 are ties", "2 are ties", "small | claims | tie"),
+        ("9 of these", "1 of these", "small | claims of all.auroc | tie"),
+        ("9 of 9", "1 of 3", "small | told | accuracy", "small | compared | accuracy"),
         ("9", "92", "paper | CIFAR-100 | Single | accuracy"),
         ("9.0 and 9.0", "40.0 and 50.0", "small | B @ 0 | accuracy", "small | B @ 1 | accuracy"),  # of one seed
+        ("9.0", "45.0", "small | B @ all | accuracy"),
         ("+9.00", "+0.48", "small | foretold | calibrated.nll"),
     ):
         assert sentence(before, *sources, results=tmp_path) == (after, [])
@@ -160,6 +168,7 @@ def test_numbers_of_sentences_are_written_from_results(tmp_path: Path, monkeypat
         ("+2", "small | B - A | calibrated.nll | worse", "worse"),
         ("1", "small | C - A | accuracy | better", "± 1.000"),
         ("2", "small | B - A | accuracy | chance", "chance"),
+        ("0", "small | D - A | accuracy | chance", "chance"),  # of one seed nobody knows
         ("", "! small | B - A | accuracy | lower", "lower"),
         ("2 of 3", "small | B - A | accuracy", "2 numbers"),
         ("3", "given 4", "given"),

@@ -27,7 +27,7 @@ from studies.findings import judged
 from studies.measures import Difference, read_columns, write_columns
 from studies.paper import FOLDER, STANDS_FOR, paper_numbers, set_numbers
 from studies.results import ROOT, fixed
-from studies.rows import DEEP, HYDRA, MC_DROPOUT, PACKED, SINGLE, SOUP, TUNED
+from studies.rows import DEEP, HYDRA, MC_DROPOUT, PACKED, SINGLE, SOUP
 from studies.seed import Seed
 from studies.seed_folder import slug
 from studies.stored import RESULTS, Study
@@ -138,8 +138,8 @@ def test_a_verdict_that_hangs_on_one_set_says_so(study: Study, tmp_path: Path) -
 
 def test_rows_that_are_one_model_are_told(study: Study, tmp_path: Path) -> None:
     assert all_tasks.same_models([study], [SINGLE, HYDRA, MC_DROPOUT]) == ""
-    both = as_another(study, tmp_path, {SINGLE: SINGLE, HYDRA: HYDRA, TUNED: HYDRA})
-    assert f"On TinyImageNet-200 *{HYDRA}* and *{TUNED}* are the same model" in all_tasks.gains_table([both])
+    both = as_another(study, tmp_path, {SINGLE: SINGLE, HYDRA: HYDRA, SOUP: HYDRA})
+    assert f"On TinyImageNet-200 *{SOUP}* and *{HYDRA}* are the same model" in all_tasks.gains_table([both])
 
 
 def test_a_study_fills_its_blocks_as_soon_as_it_is_stored(study: Study, tmp_path: Path) -> None:
@@ -230,11 +230,11 @@ def test_sets_of_the_paper_give_its_means(kind: str, name: str) -> None:
 def test_the_papers_numbers_stand_below_rows_of_its_own_tasks_alone() -> None:
     """Textures for their ten classes, places for MiniPlaces; nothing where another task is learnt."""
     shown = {name: findings.TABLES["sets"](few_rows(name, [SINGLE, MC_DROPOUT])) for name in STORED}
-    below = {name: re.findall(r"^\| \*paper\* \| (.*) \|$", table, re.MULTILINE) for name, table in shown.items()}
-    assert below["text-sst2"][0].startswith("*62.43 / 86.47 / 98.35* | *56.47 / 89.79 / 99.81* |")
-    assert "| *95.79 / 20.51 / 93.86* | *89.78 / 36.77 / 96.54* |" in below["vision-cifar100"][0]
-    assert below["vision-cifar100"][1] == "*88.88 / 41.03 / 88.97* |  |  |  | "  # it prints OBA's at the far sets
-    assert below["vision-tinyimagenet"][0] == " |  | *86.58 / 50.51 / 49.30* |  |  |  | "
+    below = {name: re.findall(r"^\| \(paper\) \| (.*) \|$", table, re.MULTILINE) for name, table in shown.items()}
+    assert below["text-sst2"][0].startswith("(62.43 / 86.47 / 98.35) | (56.47 / 89.79 / 99.81) |")
+    assert "| (95.79 / 20.51 / 93.86) | (89.78 / 36.77 / 96.54) |" in below["vision-cifar100"][0]
+    assert below["vision-cifar100"][1] == "(88.88 / 41.03 / 88.97) |  |  |  | "  # it prints OBA's at the far sets
+    assert below["vision-tinyimagenet"][0] == " |  | (86.58 / 50.51 / 49.30) |  |  |  | "
     assert below["vision-eurosat-scratch"] == []
     assert "textures for dtd10, places365 for miniplaces" in shown["vision-cifar100"]
     assert "trec (far, 500)" in shown["text-sst2"]
@@ -268,17 +268,20 @@ def test_every_row_is_told_and_its_setting_too(study: Study) -> None:
 
 def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
     assert set(all_tasks.TITLES) == set(recipe()["tasks"])
-    head, _, *lines = all_tasks.gains_table([study, study]).splitlines()
-    assert head == "| row | trainings ↓ | price ↓ | CIFAR-100 | CIFAR-100 | seeds |"
-    (hydra,) = (line for line in lines if line.startswith(f"| {HYDRA} |"))
-    gains = [study.difference(HYDRA, SINGLE, key) for key in all_tasks.GAINS]
-    told = [f"{100 * one.value:+.2f}" if place != 1 else f"{one.value:+.3f}" for place, one in enumerate(gains) if one]
-    assert hydra.replace("*", "").split(" | ")[1:4] == [
-        "3",
-        f"{study.cost(HYDRA)['latency_ratio']:.2f}x",
-        " / ".join(told),
-    ]
-    (paper,) = (line for line in lines if line.startswith("| Hydra (Circ) |"))
+    lines = all_tasks.gains_table([study, study]).splitlines()
+    heads = [line for line in lines if "trainings ↓" in line]
+    after = "less Single's | trainings ↓ | price ↓ | CIFAR-100 | CIFAR-100 | seeds |"
+    assert heads == [f"| NLL ↓, {after}", f"| near ↑, {after}"]
+    hydras = [line for line in lines if line.startswith(f"| {HYDRA} |")]
+    for line, key in zip(hydras, all_tasks.LEADING, strict=True):
+        gain = study.difference(HYDRA, SINGLE, key)
+        assert gain is not None
+        assert line.replace("*", "").split(" | ")[1:4] == [
+            "3",
+            f"{study.cost(HYDRA)['latency_ratio']:.2f}x",
+            cells.told(gain, key),
+        ]
+    paper, _ = (line for line in lines if line.startswith("| Hydra (Circ) |"))
     assert paper.split(" | ")[2] == f"({study.work('Hydra (Circ)')})"  # of which no time was measured
     assert not any(line.startswith(f"| {SOUP} |") for line in lines)  # not run
     lines = [line[2:].split(" | ")[:5] for line in all_tasks.methods_table([study]).splitlines()[2:5]]
@@ -338,6 +341,13 @@ def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path) -> None
         assert turned == study.difference(HYDRA, MC_DROPOUT, "calibrated.nll")  # whichever stands first
         for row in (MC_DROPOUT, HYDRA):
             assert both.difference(row, SINGLE, "accuracy") == study.difference(row, SINGLE, "accuracy")
+            assert both.across(row, added)
+            assert not both.across(row, SINGLE)
+        apart = both.difference(added, MC_DROPOUT, "calibrated.nll")  # the same columns, in runs with two Singles
+        gap = Difference.of(*([study.numbers(row, 0)["calibrated.nll"]] for row in (SINGLE, HYDRA)))
+        assert apart is not None
+        assert (apart.value, apart.half_width) == pytest.approx((gap.value, gap.half_width))
+        assert apart.as_they_are == Difference(0.0, 0.0, 1)
     assert all_tasks.seeds_cell([both, study], added) == "1, –"
     for row in ROWS[1:]:
         reported(row, row)
@@ -377,7 +387,7 @@ def test_rows_are_forgotten_and_stored_anew(study: Study, tmp_path: Path) -> Non
 
 
 def test_verdicts_are_a_closed_list(study: Study) -> None:
-    known = {"reproduced", "not reproduced", "tie", "not run", "one seed"}
+    known = {"reproduced", "not reproduced", "tie", "not run", "one seed", "two seeds"}
     assert {one["verdict"] for one in findings.claims(study)} <= known
 
 

@@ -9,6 +9,7 @@ import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from hydra_ensembles.metrics import aupr, aurc, ece_of_confidence, fpr95
+from studies.findings import judged
 from studies.measures import Columns, Difference, Number, numbers, plain_numbers
 
 GROUPS = {"near": ["like"], "far": ["grey", "noise"]}
@@ -110,5 +111,15 @@ def test_intervals_have_seeds_and_samples() -> None:
     swinging = Number(1.5, {"own": np.array([1.0, -1.0] * 200)})
     alone = Difference.of([swinging], [Number(1.0, {"own": np.zeros(400)})])
     assert alone.half_width == pytest.approx(1.96 * 1.00125 / 20, rel=1e-3)
+    other = Number(1.0, {"own": np.zeros(400)})
     assert not alone.certain  # one seed, however small the interval
-    assert Difference.of([swinging] * 2, [Number(1.0, {"own": np.zeros(400)})] * 2).certain
+    assert not Difference.of([swinging] * 2, [other] * 2).certain  # nor of two
+    assert Difference.of([swinging] * 3, [other] * 3).certain
+
+
+@pytest.mark.parametrize(("there", "verdict"), [(0.3, "reproduced"), (0.1, "tie"), (-0.3, "tie")])
+def test_of_two_runs_it_counts_both_ways(there: float, verdict: str) -> None:
+    """As gains over the Single of either run, and of the rows as they are."""
+    found = Difference(0.5, 0.2, 3, as_they_are=Difference(there, 0.2, 3))
+    assert found.certain == (verdict == "reproduced")
+    assert judged(found, "higher", 0.0) == verdict
