@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any, Literal, overload
+from typing import Any, Literal, SupportsIndex, overload
 
 import torch
 from torch import Tensor, nn
@@ -86,13 +86,14 @@ def fuse(
             keep the same heads of it.
         trunk: At most so many of the equal first layers are stored once; None: all of them. Members that are equal
             now and shall part in training need a limit.
-        average: The stem and the first so many layers, or below 1 this share of the layers, rounded, become the mean of
-            the members' and are stored once. For several fine-tunings of one model, with `mlp="separate"`: most of what
-            they gain together, at little more than the price of one.
+        average: The stem and the first layers become the mean of the members' and are stored once. An `int` is a number
+            of layers, 10 of 12; a `float` below 1 a share of them, rounded: 0.8 is 10 of 12, too. A share that comes to
+            no layer, or to all, is refused. For several fine-tunings of one model, with `mlp="separate"`: most of
+            what they gain together, at little more than the price of one.
 
     Raises:
         ConfigError: Members of different architectures, dtypes, devices or class names, unequal stems with
-            `stem="shared"`, or layers to average that lost different heads.
+            `stem="shared"`, layers to average that lost different heads, or a share of none or all of the layers.
         ConversionError: A model of another library that cannot be converted.
 
     Examples:
@@ -108,8 +109,10 @@ def fuse(
         >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
         >>> tuned = [he.finetune(base, batches, recipe, index=index, progress=False) for index in range(2)]
-        >>> he.fuse(tuned, mlp="separate", average=0.8).config.trunk  # of 6 layers
+        >>> he.fuse(tuned, mlp="separate", average=0.8).config.trunk  # a share: 4.8 of 6 layers, rounded
         5
+        >>> he.fuse(tuned, mlp="separate", average=1).config.trunk  # a number: one layer
+        1
     """
     given: list[Ensemble | DualEncoder] = [as_ours(one) for one in listed(members, "fuse")]
     for member in given:
@@ -130,12 +133,13 @@ def fuse(
 
 
 def _whole_layers(average: float, layers: int) -> int:
-    """Layers to average, of so many that there are: a number of them, or a share below 1."""
-    if isinstance(average, int):
-        return average
+    """Layers to average, of so many that there are: a whole number is so many, a fraction a share of some."""
+    if isinstance(average, SupportsIndex):
+        return int(average)
     found = round(average * layers)
-    if average and not found:
-        raise ConfigError(f"average={average} of {layers} layers is none; give at least {1 / layers:.2g}, or a number")
+    if average and found in (0, layers):
+        every = f"all; all are average={layers}" if found else "none; one is average=1"
+        raise ConfigError(f"average={average} of {layers} layers is {every}: a whole number is so many layers")
     return found
 
 

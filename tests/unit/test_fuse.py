@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -260,6 +261,8 @@ def test_a_mean_trunk_is_a_soup_below_and_the_members_above(mlp: Any) -> None:
         ([], -1, "average"),
         ([], 1.0, "average"),
         ([], 0.1, "of 3 layers is none"),
+        ([], 0.9, "of 3 layers is all"),
+        ([], 0.999, "average=3"),
     ],
 )
 def test_a_mean_trunk_needs_layers_with_the_same_heads(heads: Any, average: float, token: str) -> None:
@@ -268,7 +271,9 @@ def test_a_mean_trunk_needs_layers_with_the_same_heads(heads: Any, average: floa
         he.fuse(members, average=average)
 
 
-@pytest.mark.parametrize(("share", "layers"), [(0.8, 2), (0.5, 2), (0.34, 1), (0.9, 3), (0.0, 0)])
+@pytest.mark.parametrize(
+    ("share", "layers"), [(0.8, 2), (0.5, 2), (0.34, 1), (np.float64(0.8), 2), (np.float32(0.8), 2), (0.0, 0)]
+)
 def test_a_share_of_the_layers_is_averaged(share: float, layers: int) -> None:
     """Rounded to whole layers, of three; nothing else differs from asking for their number."""
     base = small()
@@ -276,6 +281,13 @@ def test_a_share_of_the_layers_is_averaged(share: float, layers: int) -> None:
     found = he.fuse(members, mlp="separate", average=share)
     assert found.config.trunk == layers
     assert torch.equal(found(IMAGES), he.fuse(members, mlp="separate", average=layers)(IMAGES))
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2, 3, np.int64(1)])
+def test_a_whole_number_is_so_many_layers(layers: int) -> None:
+    base = small()
+    members = [noisy(he.Ensemble.from_state(base.config, base.state_dict()), seed, "mlp") for seed in range(2)]
+    assert he.fuse(members, mlp="separate", average=layers).config.trunk == layers
 
 
 @pytest.mark.parametrize(
