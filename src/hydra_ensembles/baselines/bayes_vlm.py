@@ -365,13 +365,14 @@ class ProbitClassifier(OurModel):
         mean, variance = self.similarities(inputs)
         return (mean / (1 + math.pi / 8 * variance).sqrt()).float()[None]
 
-    def predict(self, inputs: Any = None, **named: Any) -> Prediction:
+    def predict(self, *given: Any, check_finite: bool = True, **named: Any) -> Prediction:
         """As `Ensemble.predict`, uncalibrated."""
-        return trusted(Prediction.from_logits)(self(self.prepare(inputs, **named)), class_names=self.names)
+        logits = self(self.prepare(*given, **named))
+        return trusted(Prediction.from_logits)(logits, class_names=self.names, check_finite=check_finite)
 
-    def prepare(self, inputs: Any = None, **named: Any) -> Inputs:
+    def prepare(self, *given: Any, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""
-        return self.image.prepare(inputs, **named)
+        return self.image.prepare(*given, **named)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Refused: this is a view of a posterior; what `VLMPosterior.zero_shot` draws is saved."""

@@ -78,15 +78,14 @@ class MCDropout(OurModel):
         return logits.unflatten(1, (self.passes, -1)).flatten(0, 1)  # [M·passes, B, C]
 
     @torch.no_grad()
-    def predict(self, inputs: Any = None, **named: Any) -> Prediction:
+    def predict(self, *given: Any, check_finite: bool = True, **named: Any) -> Prediction:
         """As `Ensemble.predict`, uncalibrated."""
-        return trusted(Prediction.from_logits)(
-            self(self.prepare(inputs, **named)), class_names=self.model.metadata.labels or None
-        )
+        logits, names = self(self.prepare(*given, **named)), self.model.metadata.labels or None
+        return trusted(Prediction.from_logits)(logits, class_names=names, check_finite=check_finite)
 
-    def prepare(self, inputs: Any = None, **named: Any) -> Inputs:
+    def prepare(self, *given: Any, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""
-        return self.model.prepare(inputs, **named)
+        return self.model.prepare(*given, **named)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Refused: this is a view; what can be saved is the ensemble that it is of."""

@@ -316,7 +316,15 @@ class Ensemble(Saved, OurModel):
         return self._per_member(self.readout.pool(*self._encoded(*given, **named)))
 
     @torch.no_grad()
-    def predict(self, inputs: Any = None, check_finite: bool = True, **named: Any) -> Prediction:
+    def predict(
+        self,
+        inputs: Any = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        check_finite: bool = True,
+        **named: Any,
+    ) -> Prediction:
         """Label, confidence and uncertainty of a batch, with the saved calibration applied.
 
         The answer is that of evaluation mode in any mode, and no flag is changed: threads may share the model.
@@ -324,11 +332,14 @@ class Ensemble(Saved, OurModel):
         Args:
             inputs: What `forward` takes; or raw inputs, which go through the saved preprocessing: a PIL
                 image, a string, a pair of strings, or a list of them.
+            attention_mask: As of `forward`, like `token_type_ids`.
+            token_type_ids: The segment of each token.
             check_finite: Refuse logits that are NaN or infinite. On a GPU this waits for them; nothing else does.
             named: What `forward` takes as keywords: `ensemble.predict(**tokenizer(texts, return_tensors="pt"))`.
         """
+        ready = self.prepare(inputs, attention_mask, token_type_ids, **named)
         with dropping(False):
-            return self.prediction(*self.answers(self.prepare(inputs, **named)), check_finite=check_finite)
+            return self.prediction(*self.answers(ready), check_finite=check_finite)
 
     def answers(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`.
@@ -347,19 +358,23 @@ class Ensemble(Saved, OurModel):
         logits = self.readout.classify(pooled)
         return self._per_member(pooled.flatten(2)), self._per_member(logits)
 
-    def prepare(self, inputs: Any = None, **named: Any) -> Inputs:
+    def prepare(
+        self, inputs: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **named: Any
+    ) -> Inputs:
         """What `predict` takes, as inputs for `forward` on the device and in the dtype of the model.
 
         Whatever comes from the CPU is checked before it is sent to another device.
         """
-        ready = isinstance(inputs, Tensor | Mapping) or (inputs is None and bool(named))
+        by_name = bool(named) or attention_mask is not None or token_type_ids is not None
+        ready = isinstance(inputs, Tensor | Mapping) or (inputs is None and by_name)
         if not ready:
             if self._metadata.preprocessing is None:
                 advice = "give tensors, or convert the model with processor="
                 raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing; {advice}")
             raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
             inputs = self._metadata.preprocessing(raw)
-        arguments, home = self.unpack(inputs, **named), next(self.parameters())
+        arguments = self.unpack(inputs, attention_mask, token_type_ids, **named)
+        home = next(self.parameters())
         require_values(home)
         if arguments[0].is_meta:
             raise DataError("the inputs are on the device 'meta', where tensors have no values; give real ones")

@@ -39,6 +39,9 @@ def gathered(
     main, *beside = READ[kind]
     if isinstance(inputs, Tensor) and not named and attention_mask is None and token_type_ids is None:
         return inputs, None, None
+    if isinstance(attention_mask, bool):
+        advice = "give a tensor, or leave it out; settings have names: predict(inputs, check_finite=False)"
+        raise DataError(f"attention_mask, the second argument, is {attention_mask}; {advice}")
     given = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, **named}
     given = {name: value for name, value in given.items() if value is not None}
     unknown = [name for name in named if name not in (main, *beside, *PASSED_OVER)]

@@ -130,13 +130,13 @@ class OptimizedEnsemble:
         found = run(*arguments) if found is None else found
         return found[0], found[1] if len(found) > 1 else None
 
-    def predict(self, inputs: Any = None, check_finite: bool = True, **named: Any) -> Prediction:
+    def predict(self, *given: Any, check_finite: bool = True, **named: Any) -> Prediction:
         """Label, confidence and uncertainty of a batch; takes what `Ensemble.predict` takes."""
-        return self._model.prediction(*self.answers(self.prepare(inputs, **named)), check_finite=check_finite)
+        return self._model.prediction(*self.answers(self.prepare(*given, **named)), check_finite=check_finite)
 
-    def prepare(self, inputs: Any = None, **named: Any) -> Inputs:
+    def prepare(self, *given: Any, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""
-        return self._model.prepare(inputs, **named)
+        return self._model.prepare(*given, **named)
 
     @torch.inference_mode()
     @own_precision()

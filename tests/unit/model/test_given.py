@@ -62,6 +62,39 @@ WAYS: dict[str, Callable[[he.Ensemble, Any], Tensor]] = {
 }
 
 
+RUNNERS: dict[str, Callable[[he.Ensemble], Any]] = {
+    "ensemble": lambda one: one,
+    "optimized": optimized,
+    "mc_dropout": dropping,
+}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_predict_takes_mask_and_segments_where_forward_does(runner: str) -> None:
+    run = RUNNERS[runner](model())
+    expected = run(IDS, MASK, SEGMENTS)
+    assert not torch.equal(expected, run(IDS))
+    for beside in ((MASK, SEGMENTS), (MASK.tolist(), SEGMENTS.tolist()), (MASK.numpy(), SEGMENTS.numpy())):
+        for check in ({}, {"check_finite": False}):
+            torch.testing.assert_close(run.predict(IDS, *beside, **check).member_logits, expected)
+    torch.testing.assert_close(run.predict(IDS, MASK).member_logits, run(IDS, MASK))
+    torch.testing.assert_close(run.predict(inputs=IDS, attention_mask=MASK).member_logits, run(IDS, MASK))
+    for setting in (True, False):  # where check_finite once stood
+        with pytest.raises(DataError, match="check_finite=False"):
+            run.predict(IDS, setting)
+    for given in ((IDS, MASK[:, :1]), (IDS[:1, :1], torch.tensor([1]))):
+        with pytest.raises(DataError, match="like the token ids"):
+            run.predict(*given)
+    with pytest.raises(DataError, match="input_ids"):
+        run.predict(attention_mask=MASK)
+    with pytest.raises(TypeError):
+        run.predict(IDS, MASK, SEGMENTS, False)
+    images = RUNNERS[runner](model(IMAGE))
+    for second in (torch.ones(2), torch.ones(2, 24), [1, 1]):
+        with pytest.raises(DataError, match="attention_mask"):
+            images.predict(PIXELS, second)
+
+
 def numbers(ranking: he.HeadRanking) -> list[Any]:
     return [ranking.heads, ranking.scores]
 
