@@ -21,10 +21,10 @@ from ..model.config import EncoderConfig, PatchStemConfig
 from ..model.ensemble import Ensemble
 from ..model.layers import Attention, Block, Context, Read, asked_by, read_tokens
 from ..model.stem_readout import MapPool, Readout
-from .scores import CircuitData, Distance, IntArray, SampleGroup, parts, to_device
+from .scores import CircuitData, Distance, IntArray, SampleAnswers, SampleGroup, parts, to_device
 
 Work = Counter[str]  # "layer_evaluations", blocks run on one sample; "multiply_adds", of the products really needed
-Recorder = Callable[[IntArray, IntArray, Tensor], None]  # takes logits [P, C] of pairs of candidate and sample number
+Recorder = Callable[[IntArray, IntArray, SampleAnswers], None]  # takes answers to pairs of candidate and sample number
 
 _ROWS = 1 << 14  # samples whose logits are held at once
 
@@ -83,10 +83,10 @@ class WorkingModel:
         readout = self.ensemble.readout
         return (readout.pool(x, key_mask, ids) if readout.map is None else readout.after_pool(x[:, :, 0]))[0]
 
-    def classify(self, features: Tensor) -> Tensor:
-        """From pooled features to logits `[B, C]`, by distance `[B, C + 1]`."""
+    def classify(self, features: Tensor) -> SampleAnswers:
+        """The answers that pooled features `[B, d]` give."""
         logits = self.ensemble.readout.classify(features[None])[0]
-        return logits if self.distance is None else self.distance.answers(features, logits)
+        return SampleAnswers(logits, None if self.distance is None else self.distance.of(features, logits))
 
     def drop(self, head: Head) -> None:
         """Take a head out: its rows leave the projections, and later passes cost less."""
@@ -255,8 +255,8 @@ class CachedTower:
         """Positions of some candidates."""
         return np.array([self.index_of[head] for head in heads], np.int64)
 
-    def logits(self) -> Iterator[tuple[IntArray, Tensor]]:
-        """Logits `[B, C]` of the model as it is on all samples, with their numbers; no block is run."""
+    def answers(self) -> Iterator[tuple[IntArray, SampleAnswers]]:
+        """The answers of the model as it is to all samples, with their numbers; no block is run."""
         for features, group in zip(self.features, self.samples.groups, strict=True):
             for rows in parts(len(group), _ROWS):
                 yield group.numbers[rows], self.model.classify(features[rows])

@@ -5,14 +5,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from .._distributed import Ranks
 from ..heads.masking import masked
 from ..heads.ranking import Head
 from ..model.ensemble import Ensemble
 from .cache import CachedTower, Work, forward_cost
-from .scores import NO_HEAD, CircuitData, Distance, IntArray, Objective, Result, Tally, parts
+from .scores import NO_HEAD, CircuitData, Distance, IntArray, Objective, Result, SampleAnswers, Tally, parts
 
 Tell = Callable[[int], None]  # takes the number of candidates of this rank that are decided so far in a step
 
@@ -56,10 +55,10 @@ class Naive:
     def evaluate(self, head: Head) -> Result:
         """The result with one more head off."""
         off = [*self.off, *([] if head == NO_HEAD else [head])]
-        return Tally(self.samples, self.objective, [head], self.model.dtype).result(self.logits(off))
+        return Tally(self.samples, self.objective, [head], self.model.dtype).result(self.answers(off))
 
-    def logits(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, Tensor]]:
-        """Logits `[B, C]` without some heads for all samples in batches, with their numbers."""
+    def answers(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, SampleAnswers]]:
+        """Answers without some heads to all samples in batches, with their numbers."""
         return run_without(self.model, off, self.samples, self.batch_size, self.work, self.distance)
 
 
@@ -70,19 +69,17 @@ def run_without(
     batch_size: int,
     work: Work,
     distance: Distance | None = None,
-) -> Iterator[tuple[IntArray, Tensor]]:
-    """Logits `[B, C]` of a whole model without some heads for all samples in batches, with their numbers.
-
-    Of a model without a classifier, embeddings; by distance, `[B, C + 1]`.
-    """
+) -> Iterator[tuple[IntArray, SampleAnswers]]:
+    """Answers of a whole model without some heads to all samples in batches, with their numbers."""
     with masked(model, [Head(head.layer, head.head) for head in off]):
         for group in samples.groups:
             for rows in parts(len(group), batch_size):
                 if distance is None:
-                    yield group.numbers[rows], model(*group.take(rows))[0]  # [1, B, C] -> [B, C]
+                    answers = SampleAnswers(model(*group.take(rows))[0])  # [1, B, C] -> [B, C]
                 else:
                     features, logits = model.features_and_logits(*group.take(rows))
-                    yield group.numbers[rows], distance.answers(features[0], logits[0])
+                    answers = SampleAnswers(logits[0], distance.of(features[0], logits[0]))
+                yield group.numbers[rows], answers
     work["layer_evaluations"] += len(samples.labels) * len(model.config.head_counts)
     work["multiply_adds"] += forward_cost(model, samples)
 
@@ -116,7 +113,7 @@ class Exact:
     @torch.no_grad()
     def answer(self) -> None:
         """Answer all samples anew from the features of the model as it is; no block is run."""
-        self.result = self.current.result(self.tower.logits())
+        self.result = self.current.result(self.tower.answers())
         self.hardest_first = self.objective.hardest_first(self.current.wrong[0], self.current.confidence[0])
 
     def remove(self, head: Head) -> None:

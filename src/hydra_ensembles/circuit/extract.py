@@ -193,9 +193,7 @@ def extract_circuit(
             model=model,
             texts=read_texts(dual, names, sentences, dtype, place) if dual and with_text else None,
             samples=samples,
-            objective=Objective(
-                score, samples.id_count, tuple(samples.ood_sources.values()), ties, by_distance=distance is not None
-            ),
+            objective=Objective(score, samples.id_count, tuple(samples.ood_sources.values()), ties),
             distance=distance,
             ranks=ranks,
             batch_size=batch_size or fitting_batch_size(model, samples),

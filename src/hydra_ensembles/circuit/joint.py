@@ -20,7 +20,7 @@ from ..model.ensemble import Ensemble
 from ..model.stem_readout import compose
 from .cache import CachedTower
 from .exact import Exact, Naive, Tell, run_without, silent
-from .scores import CircuitData, IntArray, Result, SampleGroup, Tally, to_device
+from .scores import CircuitData, IntArray, Result, SampleAnswers, SampleGroup, Tally, to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,12 +79,12 @@ class JointNaive(Naive):
 
     texts: Texts
 
-    def logits(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, Tensor]]:
-        """Logits `[B, C]` without some heads of both towers for all samples in batches, with their numbers."""
+    def answers(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, SampleAnswers]]:
+        """Answers without some heads of both towers to all samples in batches, with their numbers."""
         of_text, prompts = of_tower(off, text=True), self.texts.prompts
         embedded = run_without(self.texts.tower, of_text, prompts, self.batch_size, self.work)
-        use_classes(self.model, self.texts.classes(torch.cat([embeddings for _, embeddings in embedded])))
-        return super().logits(of_tower(off, text=False))
+        use_classes(self.model, self.texts.classes(torch.cat([one.logits for _, one in embedded])))
+        return super().answers(of_tower(off, text=False))
 
 
 class JointExact:
@@ -134,7 +134,7 @@ class JointExact:
     @torch.no_grad()
     def _use_own_classes(self) -> None:
         """Classify by the class embeddings of the text tower as it is."""
-        self._own = self.texts.classes(self.tower.model.classify(torch.cat(self.tower.features)))  # [C, e]
+        self._own = self.texts.classes(self.tower.model.classify(torch.cat(self.tower.features)).logits)  # [C, e]
         use_classes(self._classifier, self._own)
         self.images.answer()
 
@@ -143,9 +143,9 @@ class JointExact:
         count, index = len(self.tower.samples.labels), self.tower.index(heads)  # ascending, as the candidates are
         table = self._own.new_empty(len(heads), count, self._own.shape[1])  # [heads, prompts, e]
 
-        def record(candidates: IntArray, numbers: IntArray, embeddings: Tensor) -> None:
+        def record(candidates: IntArray, numbers: IntArray, embedded: SampleAnswers) -> None:
             rows = to_device(np.searchsorted(index, candidates), table.device)
-            table[rows, to_device(numbers, table.device)] = embeddings
+            table[rows, to_device(numbers, table.device)] = embedded.logits
 
         self.tower.run(np.repeat(index, count), np.tile(np.arange(count), len(heads)), record)
         self._classes |= {head: self.texts.classes(one) for head, one in zip(heads, table, strict=True)}
@@ -154,4 +154,4 @@ class JointExact:
         """The result without a head of the text tower, on all samples: the images as they are meet other classes."""
         use_classes(self._classifier, self._classes[head])
         tower = self.images.tower
-        return Tally(tower.samples, self.images.objective, [head], self._classifier.dtype).result(tower.logits())
+        return Tally(tower.samples, self.images.objective, [head], self._classifier.dtype).result(tower.answers())

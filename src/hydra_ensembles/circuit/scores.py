@@ -174,6 +174,13 @@ def log_odds_of(logits: Tensor, classes: Tensor) -> Tensor:
     return logits.gather(-1, chosen)[..., 0] - others
 
 
+class SampleAnswers(NamedTuple):
+    """What a model says of B samples, and how far their features lie from known ones, where that is asked for."""
+
+    logits: Tensor  # [B, C]; embeddings [B, e] of a model without a classifier
+    distance: Tensor | None = None  # [B]
+
+
 class Distance:
     """A fitted score of features that circuits are judged by: as the whole model has it, whatever is pruned."""
 
@@ -187,10 +194,10 @@ class Distance:
             self.fingerprint.update({key: own[key]}, None)
         self.statistics = ready({key: one.to(device, precise) for key, one in own.items()})
 
-    def answers(self, features: Tensor, logits: Tensor) -> Tensor:
-        """Logits `[B, C]` and behind them the distance of features `[B, …]`, as `[B, C + 1]`."""
+    def of(self, features: Tensor, logits: Tensor) -> Tensor:
+        """The distance `[B]` of features `[B, …]` that give logits `[B, C]`."""
         given = features.flatten(1)[None], logits[None]
-        return torch.cat([logits, unfamiliarity(self.name, self.statistics, *given, self.neighbours)[0, :, None]], 1)
+        return unfamiliarity(self.name, self.statistics, *given, self.neighbours)[0]
 
 
 def losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -232,7 +239,6 @@ class Objective:
     ood_sizes: tuple[int, ...] = ()  # samples of each OOD source; none for `acc`
     ties: Ties = "order"
     most_errors: int | None = None  # a model with more of them is out of the question; set before the first choice
-    by_distance: bool = False  # whether confidence is what `Distance.answers` puts behind the logits
 
     def __post_init__(self) -> None:
         """How often the pairs of each source count, and the OOD samples that all sources together stand for."""
@@ -322,23 +328,22 @@ class Tally:
         if self.loss is not None:
             self.loss.zero_()
 
-    def record(self, models: IntArray, numbers: IntArray, logits: Tensor) -> None:
-        """Take in logits `[P, C]` of pairs of model and sample, by distance `[P, C + 1]`."""
+    def record(self, models: IntArray, numbers: IntArray, answers: SampleAnswers) -> None:
+        """Take in the answers to P pairs of model and sample; where there is a distance, it is the confidence."""
+        logits, distance = answers
         where = to_device(models, logits.device), to_device(numbers, logits.device)
-        labels, distances = self.samples.labels[where[1]], None
-        if self.objective.by_distance:
-            logits, distances = logits[:, :-1], logits[:, -1].double()
+        labels = self.samples.labels[where[1]]
         self.wrong[where], confidence, finite = judge(logits, labels, self.step)
-        if distances is not None:
-            confidence, finite = in_steps(-distances, self.step), finite & distances.isfinite()
+        if distance is not None:
+            confidence, finite = in_steps(-distance.double(), self.step), finite & distance.isfinite()
         self.confidence[where], self.finite[where] = confidence, finite
         if self.loss is not None:
             self.loss[where] = losses(logits, labels)
 
-    def result(self, batches: Iterable[tuple[IntArray, Tensor]]) -> Result:
-        """What one model amounts to, given logits `[B, C]` for all samples, with their numbers."""
-        for numbers, logits in batches:
-            self.record(np.zeros_like(numbers), numbers, logits)
+    def result(self, batches: Iterable[tuple[IntArray, SampleAnswers]]) -> Result:
+        """What one model amounts to, given its answers to all samples, with their numbers."""
+        for numbers, answers in batches:
+            self.record(np.zeros_like(numbers), numbers, answers)
         return self.results(np.zeros(1, np.int64))[0]
 
     def results(self, models: IntArray) -> list[Result]:

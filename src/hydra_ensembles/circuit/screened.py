@@ -15,7 +15,7 @@ from torch import Tensor
 from ..heads.ranking import Head
 from .cache import CachedTower
 from .exact import Exact, Tell, silent
-from .scores import IntArray, Result, judge, log_odds_of, parts, quantum, require_finite, to_device
+from .scores import IntArray, Result, SampleAnswers, judge, log_odds_of, parts, quantum, require_finite, to_device
 
 AFRESH = 8  # steps after which all that is remembered is forgotten; a resumed run repeats at most as many
 _PREDICT_EVERY = 2  # steps after which a gradient corrects what is remembered
@@ -128,7 +128,7 @@ class Shifts:
 
     def start_step(self, afresh: bool) -> None:
         """Look at the model as it is; `afresh`, forget all measurements and predictions."""
-        for numbers, logits in self.tower.logits():
+        for numbers, (logits, _) in self.tower.answers():
             columns = to_device(numbers, self.device)
             self._own_margin[columns] = margins(logits, self.tower.samples.labels[columns])
         if afresh:
@@ -162,8 +162,9 @@ class Shifts:
         self.known[where] += values - self.predicted[where]
         self.predicted[where] = values
 
-    def record(self, candidates: IntArray, numbers: IntArray, logits: Tensor) -> None:
-        """Take in logits `[P, C]` of pairs of candidate and sample: a measurement."""
+    def record(self, candidates: IntArray, numbers: IntArray, answers: SampleAnswers) -> None:
+        """Take in the answers to P pairs of candidate and sample: a measurement."""
+        logits = answers.logits  # [P, C]
         rows, columns = to_device(candidates, self.device), to_device(numbers, self.device)
         labels = self.tower.samples.labels[columns]
         _, confidence, finite = judge(logits, labels, self.step)
@@ -222,7 +223,7 @@ def _gate_gradients(tower: CachedTower, group: int, rows: Tensor, targets: Tenso
         gates = torch.ones(len(rows), sum(sizes), device=x.device, requires_grad=True)  # of each sample by itself
         for layer, gate in enumerate(gates.split(sizes, dim=1)):
             x = model.block(layer, x, context, gate)
-        logits = model.classify(model.pool(x, context.key_mask, base.token_ids(rows))).double()
+        logits = model.classify(model.pool(x, context.key_mask, base.token_ids(rows))).logits.double()
         numbers = torch.where(targets < 0, log_odds_of(logits, logits.argmax(-1)), margins(logits, targets))
         (gradients,) = torch.autograd.grad(numbers.sum(), gates)
     # the way back, to activations alone, costs as much again

@@ -13,6 +13,7 @@ from hydra_ensembles.circuit.scores import (
     NO_HEAD,
     CircuitData,
     Objective,
+    SampleAnswers,
     Score,
     Tally,
     judge,
@@ -122,7 +123,7 @@ def test_integers_only_grow_as_samples_come_in(score: Score, seed: int) -> None:
     assert sorted(order) == list(range(table.objective.samples))
     bounds: list[tuple[object, ...]] = [table.results(np.array([0]))[0]]
     for number in order:
-        table.record(np.array([0]), np.array([number]), logits[[number]])
+        table.record(np.array([0]), np.array([number]), SampleAnswers(logits[[number]]))
         bounds.append(table.results(np.array([0]))[0])
     bounds = [one[:3] for one in bounds]
     assert bounds[0] == (False, 0, 0)
@@ -162,7 +163,7 @@ def test_integers_beyond_forty_bits_are_right() -> None:
 
 def test_cleared_answers_are_forgotten_with_what_was_not_finite() -> None:
     table, both = answers(2, 1), np.array([0, 1])
-    table.record(np.array([0, 1]), np.array([1, 1]), torch.tensor([[0.0, 1.0], [torch.nan, 1.0]]))
+    table.record(np.array([0, 1]), np.array([1, 1]), SampleAnswers(torch.tensor([[0.0, 1.0], [torch.nan, 1.0]])))
     assert table.results(both[:1])[0].errors == 1
     with pytest.raises(DataError, match=r"head 0\.1"):
         table.results(both)
