@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, NamedTuple, cast, get_args
 
 import torch
 
@@ -144,40 +144,22 @@ def extract_circuit(
         >>> member = he.prune(base, ranking.first(2))
     """
     require_model(ensemble, "extract_circuit")
-    names, sentences = _checked_classes(ensemble, class_names, templates)
-    chosen, numbered = _checked_places(ensemble, towers, layers)
-    off, candidates = off_and_left(ensemble, chosen, numbered, removed)
+    scope = _checked_scope(ensemble, class_names, templates, towers, layers)
+    off, candidates = off_and_left(ensemble, scope.towers, scope.layers, removed)
     require_budget(budget, most_to_go(ensemble, candidates))
-    room = None if max_memory is None else int(max_memory)  # bytes are written as 2e9
-    with_text = "text" in {*chosen, *(head.tower for head in off)}  # heads of the text tower are off, or may be
+    with_text = "text" in {*scope.towers, *(head.tower for head in off)}  # heads of the text tower are off, or may be
     _check_methods(ensemble, method, ood_score, with_text)
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
 
     dtype, place = dtype or ensemble.dtype, local_device(require_device(device or ensemble.device))
     path = None if journal is None else Path(journal).expanduser()
-    settings: dict[str, Any] = {  # that decide which heads are chosen
-        "score": score,
-        "method": method,
-        "layers": None if numbered is None else list(numbered),
-        "removed": [str(head) for head in off],
-        "dtype": str(dtype),
-        "audit_steps": 0,
-    }
-    if names:
-        prompts = hashlib.sha256(json.dumps([names, sentences]).encode()).hexdigest()
-        settings |= {"towers": list(chosen), "prompts": prompts}
-    if ties != "order":  # journals of before had nothing else, and no limit
-        settings["ties"] = ties
-    if max_accuracy_loss is not None:
-        settings["max_accuracy_loss"] = max_accuracy_loss = float(max_accuracy_loss)
     distance = None
     if isinstance(ensemble, Ensemble) and ood_score != "msp" and score != "acc":
         distance = Distance(ensemble, ood_score, dtype, place)
-        settings["ood_score"] = [ood_score, distance.fingerprint.hexdigest()]
     with all_ranks(place) as ranks:
         dual = ensemble if isinstance(ensemble, DualEncoder) else None
-        model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, names, sentences, False)
+        model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, scope.names, scope.templates, False)
         require_same_classes(id_batches, model.metadata.labels, "id_batches")
         model = working_copy(model, dtype, place)
         samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
@@ -189,32 +171,70 @@ def extract_circuit(
             candidates=candidates,
             screen_size=-(-len(candidates) // 3) if screen_size is None else screen_size,
             audit_steps=audit_steps,
-            max_accuracy_loss=max_accuracy_loss,
+            max_accuracy_loss=None if max_accuracy_loss is None else float(max_accuracy_loss),
             model=model,
-            texts=read_texts(dual, names, sentences, dtype, place) if dual and with_text else None,
+            texts=read_texts(dual, scope.names, scope.templates, dtype, place) if dual and with_text else None,
             samples=samples,
             objective=Objective(score, samples.id_count, tuple(samples.ood_sources.values()), ties),
             distance=distance,
             ranks=ranks,
             batch_size=batch_size or fitting_batch_size(model, samples),
-            max_memory=room,
+            max_memory=None if max_memory is None else int(max_memory),  # bytes are written as 2e9
         )
         run.settle_method(path)
-        settings["method"] = run.method
-        if run.method == "screened":
-            settings |= {"audit_steps": audit_steps, "screen_size": screen_size}
-        if run.audited:  # which steps are audited depends on the budget; else a larger one continues a smaller one
-            settings["budget"] = budget
-        identity = Journal(FORMAT, model_fingerprint(ensemble), samples.fingerprint, settings)
+        identity = identity_of(run, ensemble, scope, screen_size)
         ranks.require_same((identity, budget), "model, data or settings")
         alone = nullcontext() if path is None else ranks.locked(path.parent, "circuit extraction", path.name)
         with alone, resumable(path):
             record = resumed(identity, path, ranks, candidates)
             run.take_steps(record, path if ranks.rank == 0 else None, progress)
-    more = {"seed": seed, "device": place.type, "layers": numbered, "dtype": str(dtype), "asked": method, "ties": ties}
-    prompted = {"towers": chosen, "classes": len(names), "templates": sentences} if names else {}
-    more |= {} if distance is None else {"ood_score": ood_score}
-    return run.ranking(record, {**more, **prompted})
+    more = {"seed": seed, "device": place.type, "layers": scope.layers, "dtype": str(dtype), "asked": method}
+    more |= {"ties": ties} | ({} if distance is None else {"ood_score": ood_score})
+    if scope.names:
+        more |= {"towers": scope.towers, "classes": len(scope.names), "templates": scope.templates}
+    return run.ranking(record, more)
+
+
+class CircuitScope(NamedTuple):
+    """Which heads are candidates and, of a dual encoder, between which classes it is to tell."""
+
+    towers: tuple[str, ...]
+    layers: tuple[int, ...] | None  # None for all of several towers
+    names: tuple[str, ...]  # of the classes; none of an ensemble
+    templates: tuple[str, ...]
+
+
+def identity_of(
+    run: "Extraction", ensemble: Ensemble | DualEncoder, scope: CircuitScope, screen_size: int | None
+) -> Journal:
+    """What a journal is known by: the model, the data, and all settings that decide which heads are chosen.
+
+    Settings that came later are left out where they are as they were before: journals of then go on. `screen_size` is
+    as it was given.
+    """
+    screened = run.method == "screened"
+    settings: dict[str, Any] = {
+        "score": run.objective.score,
+        "method": run.method,
+        "layers": None if scope.layers is None else list(scope.layers),
+        "removed": [str(head) for head in run.removed],
+        "dtype": str(run.model.dtype),
+        "audit_steps": run.audit_steps if screened else 0,
+    }
+    if scope.names:
+        prompts = hashlib.sha256(json.dumps([scope.names, scope.templates]).encode()).hexdigest()
+        settings |= {"towers": list(scope.towers), "prompts": prompts}
+    if run.objective.ties != "order":
+        settings["ties"] = run.objective.ties
+    if run.max_accuracy_loss is not None:
+        settings["max_accuracy_loss"] = run.max_accuracy_loss
+    if run.distance is not None:
+        settings["ood_score"] = [run.distance.name, run.distance.fingerprint.hexdigest()]
+    if screened:
+        settings["screen_size"] = screen_size
+    if run.audited:  # which steps are audited depends on the budget; else a larger one continues a smaller one
+        settings["budget"] = run.budget
+    return Journal(FORMAT, model_fingerprint(ensemble), run.samples.fingerprint, settings)
 
 
 def _check_methods(ensemble: Ensemble | DualEncoder, method: Method, ood_score: OODScore, with_text: bool) -> None:
@@ -231,6 +251,17 @@ def _check_methods(ensemble: Ensemble | DualEncoder, method: Method, ood_score: 
             )
         if method == "screened":
             raise ConfigError(f'method="screened" is for ood_score="msp", got {ood_score!r}; use method="exact"')
+
+
+def _checked_scope(
+    model: Ensemble | DualEncoder,
+    class_names: Sequence[str] | None,
+    templates: Templates,
+    towers: Sequence[Tower],
+    layers: Iterable[int] | None,
+) -> CircuitScope:
+    names, sentences = _checked_classes(model, class_names, templates)
+    return CircuitScope(*_checked_places(model, towers, layers), names, sentences)
 
 
 def _checked_classes(
