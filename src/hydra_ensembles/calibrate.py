@@ -97,9 +97,7 @@ def calibrate(
     require_ensemble(weights, "calibrate")
     require_members_for(score, ensemble.num_members)
     metadata = weights.kept_metadata("calibrated")
-    known, before = metadata.familiarity, metadata.metrics
     parts, seen = list[Answered](), list[str]()  # seen: a name of each sample
-    fitted = known if known is not None and familiarity in ("auto", known.settings.scores[0]) else None
     for inputs, some in answers(ensemble, validation, "validation", labelled=True):
         parts.append(some if familiarity is not None else some._replace(features=some.features[..., :0]))
         seen += digests(inputs)
@@ -117,35 +115,53 @@ def calibrate(
         "validation/risk_of_accepted": fit.risk,
         "validation/aurc": fit.aurc,
     }
-    if familiarity is None and known is not None:  # a threshold of before was set beside another calibration
-        known = Familiarity(replace(known.settings, threshold=None), known.state)
-    if familiarity is not None:
-        try:
-            if fitted is not None:
-                require_fresh(fitted, seen)
-                found, held = fitted, samples
-            else:
-                wanted: FamiliarityName = "mahalanobis" if familiarity == "auto" else familiarity
-                found, held = _half_fitted(ensemble, samples, seen, wanted, share)
-                found = beside(found, known)
-            known, both = _with_threshold(found, held, fit.calibration, share)
-            metrics |= both
-            line += f", {known.settings.scores[0]} threshold {both['validation/familiar_share']:.2%}; both accept "
-            line += f"{both['validation/accepted_share']:.2%} of the {len(held.labels)} that did not fit it"
-        except TooFewSamplesError as problem:
-            if familiarity != "auto" or fitted is not None:
-                raise
-            line += f"; familiarity is not fitted: {problem}"
-            warn(f"familiarity is not fitted, so no input is ever called unfamiliar: {problem}")
+    known, both, words = _familiar_part(ensemble, metadata.familiarity, samples, seen, fit, familiarity, share)
+    before = {name: one for name, one in metadata.metrics.items() if name not in OF_BOTH}
     metadata = replace(
         metadata,
         calibration=fit.calibration,
         familiarity=known,
-        metrics={**{name: one for name, one in before.items() if name not in OF_BOTH}, **metrics},
-        history=(*metadata.history, line),
+        metrics={**before, **metrics, **both},
+        history=(*metadata.history, line + words),
     )
     # weights of its own: what was calibrated stays what it is, whatever becomes of the ensemble (masked, trained)
     return Ensemble.from_state(ensemble.config, weights.state_dict(), metadata)
+
+
+def _familiar_part(
+    ensemble: Ensemble,
+    known: Familiarity | None,
+    samples: Answered,
+    seen: Sequence[str],
+    fit: CalibrationFit,
+    wanted: FamiliarityChoice | None,
+    share: float,
+) -> tuple[Familiarity | None, dict[str, float], str]:
+    """What a calibrated model knows of familiar data, with its threshold; metrics of it, and words for the history.
+
+    What was fitted before stays where it is what is wanted; else one half of the samples fits it, and the other sets
+    the threshold. "auto" does without where samples are too few, and says so.
+    """
+    if wanted is None:  # a threshold of before was set beside another calibration
+        return None if known is None else Familiarity(replace(known.settings, threshold=None), known.state), {}, ""
+    fitted = known if known is not None and wanted in ("auto", known.settings.scores[0]) else None
+    try:
+        if fitted is not None:
+            require_fresh(fitted, seen)
+            found, held = fitted, samples
+        else:
+            name: FamiliarityName = "mahalanobis" if wanted == "auto" else wanted
+            found, held = _half_fitted(ensemble, samples, seen, name, share)
+            found = beside(found, known)
+        found, both = _with_threshold(found, held, fit.calibration, share)
+    except TooFewSamplesError as problem:
+        if wanted != "auto" or fitted is not None:
+            raise
+        warn(f"familiarity is not fitted, so no input is ever called unfamiliar: {problem}")
+        return known, {}, f"; familiarity is not fitted: {problem}"
+    threshold = f", {found.settings.scores[0]} threshold {both['validation/familiar_share']:.2%}"
+    accepted = f"{both['validation/accepted_share']:.2%} of the {len(held.labels)} that did not fit it"
+    return found, both, f"{threshold}; both accept {accepted}"
 
 
 def _half_fitted(
