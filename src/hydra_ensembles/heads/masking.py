@@ -14,8 +14,9 @@ from ..arguments import checked
 from ..errors import ConfigError, HeadError
 from ..model.config import EnsembleConfig
 from ..model.dual_encoder import DualEncoder, require_model
-from ..model.ensemble import Ensemble, edited
+from ..model.ensemble import Ensemble
 from ..model.layers import Attention
+from ..model.watch import edited
 from .ranking import Head, HeadLike, as_heads
 
 ONE_TOWER = "main"

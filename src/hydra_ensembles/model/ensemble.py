@@ -1,8 +1,7 @@
 """The Ensemble: M members, one forward pass, logits [M, B, C]."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -20,7 +19,7 @@ from ..preprocessing import is_raw
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
 from .contents import ENSEMBLE, FAMILIARITY, TEXT_SIDE, Contents, ensemble_contents, read_ensemble, with_parts
 from .cost import Description, describe
-from .dropping import OurModel, dropping, drops
+from .dropping import dropping, drops
 from .given import (
     Arguments,
     Given,
@@ -47,14 +46,12 @@ from .states import (
     require_same_dtype_and_device,
 )
 from .stem_readout import PatchStem, Readout, TextStem, projection_from
-from .watch import WeightWatch
+from .watch import DROPPED, Watched
 
 if TYPE_CHECKING:
     from ..optimize.runner import OptimizedEnsemble
 
 Model = TypeVar("Model", bound=nn.Module)
-EDITED = "weights edited", "the weights of this ensemble were edited after it was measured"  # history, warning
-DROPPED = "its calibration, familiarity and metrics are dropped; calibrate again"
 
 
 def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Model:
@@ -137,7 +134,7 @@ class Saved(ABC):
         return push_checkpoint(repo_id, contents, private=private, token=token, commit_message=commit_message)
 
 
-class Ensemble(Saved, OurModel):
+class Ensemble(Saved, Watched):
     """A transformer classifier with M members: stem, encoder, readout; `forward` gives `[M, B, C]`.
 
     A single model is an ensemble with one member, a pruned model one with fewer heads, a Deep Ensemble one
@@ -172,9 +169,8 @@ class Ensemble(Saved, OurModel):
     _kind = ENSEMBLE
 
     def __init__(self, config: EnsembleConfig, metadata: Metadata | None = None) -> None:
-        super().__init__()
-        self.config, self._metadata = config, Metadata() if metadata is None else metadata
-        self._watch = WeightWatch()  # of the weights that metadata are of; off while these are random
+        super().__init__(Metadata() if metadata is None else metadata)
+        self.config = config
         self.kind, self.num_members, self.num_classes = config.kind, config.members, config.readout.num_classes
         self.num_layers, self.num_heads = config.encoder.layers, config.encoder.heads
         self.heads: KeptHeads = tuple(kept[: self.num_layers] for kept in config.heads)
@@ -187,7 +183,6 @@ class Ensemble(Saved, OurModel):
         self.encoder = Encoder(config)
         self.readout = Readout(config)
         self.reset_parameters()
-        self.register_load_state_dict_post_hook(Ensemble._loaded)  # type: ignore[no-untyped-call]
 
     def reset_parameters(self) -> None:
         """Fresh weights: norms and LayerScale are ones, biases zeros, all else a narrow normal distribution."""
@@ -204,90 +199,12 @@ class Ensemble(Saved, OurModel):
                 else:
                     nn.init.trunc_normal_(parameter, std=0.02)
 
-    # --- weights and what was found with them ---------------------------------------------------------------
-
-    @property
-    def metadata(self) -> Metadata:
-        """What is known beside the weights. What was measured with weights that have been edited since is dropped."""
-        if not torch.compiler.is_compiling() and self._metadata.measured and self._watch.edited():
-            self._forget(*EDITED)
-        return self._metadata
-
-    @metadata.setter
-    def metadata(self, metadata: Metadata) -> None:
-        self._metadata = metadata
-        self.take_as_measured()
-
-    def verified_metadata(self) -> Metadata:
-        """The metadata, once the values of the weights were held against those that were measured.
-
-        No counter shows edits through `.data` and steps of fused optimizers. Reading all weights does: where a model is
-        saved, copied, evaluated or prepared for something, not where it answers.
-        """
-        if self.metadata.measured and self._watch.values_differ(self):
-            self._forget(*EDITED)
-        return self._metadata
-
-    def kept_metadata(self, deed: str) -> Metadata:
-        """The metadata for weights that are saved or copied as they are now; `deed` is the word for it.
-
-        With heads masked they are not those that were measured, and stay so when the mask comes off here.
-        """
-        known = self.verified_metadata()
-        if not self._watch.masks:
-            return known
-        if known.measured:
-            warn(f"this ensemble is {deed} with heads masked, which was measured with all of them: {DROPPED}")
-        return known.after(f"{deed} with heads masked")
-
     def lasting(self, deed: str) -> "Ensemble":
         """This ensemble; with heads masked, the same weights with the metadata that these can keep."""
         known = self.kept_metadata(deed)
         return (
             self if known is self._metadata else built_around(lambda: Ensemble(self.config, known), self.state_dict())
         )
-
-    def take_as_measured(self) -> None:
-        """The metadata are of the weights as they are now."""
-        self._watch.take(self, self._metadata.measured)
-
-    def leave_unwatched(self) -> None:
-        """Edits of the weights are not looked for any more: the metadata are what they are."""
-        self._watch.stop()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `to` and its kin do: another device has the same bits, another dtype has others of the same weights."""
-        rounded = self._watch.rounded_by(fn, self)
-        if rounded:
-            self.verified_metadata()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if rounded:
-            self._watch.take_rounded(self)
-        return self
-
-    def _forget(self, line: str, problem: str) -> None:
-        self._metadata = self._metadata.after(line)
-        self._watch.forget()
-        warn(f"{problem}: {DROPPED}")
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *others: Any) -> None:
-        """What `load_state_dict` does here, also of a model around this one; other weights are not calibrated."""
-        pairs = ((own, state_dict.get(prefix + name)) for name, own in self.named_parameters() if not own.is_meta)
-        new = (isinstance(one, Tensor) and not torch.equal(own, one.to(own)) for own, one in pairs)
-        if self._watch.on and self.verified_metadata().measured and any(new):
-            self._forget("other weights loaded", "other weights are loaded into an ensemble that was measured before")
-        super()._load_from_state_dict(state_dict, prefix, *others)
-
-    def _loaded(self, _: object) -> None:
-        self.take_as_measured()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_metadata": self.kept_metadata("copied"), "_watch": self._watch.for_copy()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self._watch.on:
-            self._watch.count(self)
 
     # --- running -----------------------------------------------------------------------------------------
 
@@ -547,17 +464,6 @@ class Ensemble(Saved, OurModel):
             f"heads kept={kept}/{total}, classes={self.num_classes}, shared={shared or 'nothing'}, "
             f"trunk={config.trunk})"
         )
-
-
-@contextmanager
-def edited(*ensembles: Ensemble, masks: int) -> Iterator[None]:
-    """Edits inside leave what was measured as it is; those of before have been seen. They put on or take off a mask."""
-    for one in ensembles:
-        _ = one.metadata
-    yield
-    for one in ensembles:
-        one._watch.count(one)
-        one._watch.masks += masks
 
 
 def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], KeptHeads, Metadata]:

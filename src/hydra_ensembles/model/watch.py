@@ -1,14 +1,23 @@
 """Whether a model still has the weights it was measured with: edits are counted, and values compared where asked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
+from .._utils import warn
+from .dropping import OurModel
+from .metadata import Metadata
 from .states import weights_digest
+
+EDITED = "weights edited", "the weights of this ensemble were edited after it was measured"  # history, warning
+DROPPED = "its calibration, familiarity and metrics are dropped; calibrate again"
 
 
 class WeightWatch:
-    """The weights that a model was measured with, and whether they changed since; what follows from it, others say.
+    """The weights that a model was measured with, and whether they changed since; `Watched` decides what follows.
 
     Edits in place are counted by torch: looking at the counters is cheap, so that every answer can be preceded by it.
     No counter shows edits through `.data` and steps of fused optimizers: `values_differ` reads all weights.
@@ -85,3 +94,104 @@ class WeightWatch:
         return parts + [
             (id(one), -1 if one.is_inference() else one._version) for one in parameters
         ]  # -1: nobody counts
+
+
+class Watched(OurModel):
+    """A model whose metadata were measured with its weights, and are dropped once the weights are others.
+
+    Attributes:
+        metadata: Labels, preprocessing, calibration, history; of the weights as they are.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        super().__init__()
+        self._metadata = metadata
+        self._watch = WeightWatch()  # of the weights that metadata are of; off while these are random
+        self.register_load_state_dict_post_hook(Watched._loaded)  # type: ignore[no-untyped-call]
+
+    @property
+    def metadata(self) -> Metadata:
+        """What is known beside the weights. What was measured with weights that have been edited since is dropped."""
+        if not torch.compiler.is_compiling() and self._metadata.measured and self._watch.edited():
+            self._forget(*EDITED)
+        return self._metadata
+
+    @metadata.setter
+    def metadata(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self.take_as_measured()
+
+    def verified_metadata(self) -> Metadata:
+        """The metadata, once the values of the weights were held against those that were measured.
+
+        No counter shows edits through `.data` and steps of fused optimizers. Reading all weights does: where a model is
+        saved, copied, evaluated or prepared for something, not where it answers.
+        """
+        if self.metadata.measured and self._watch.values_differ(self):
+            self._forget(*EDITED)
+        return self._metadata
+
+    def kept_metadata(self, deed: str) -> Metadata:
+        """The metadata for weights that are saved or copied as they are now; `deed` is the word for it.
+
+        With heads masked they are not those that were measured, and stay so when the mask comes off here.
+        """
+        known = self.verified_metadata()
+        if not self._watch.masks:
+            return known
+        if known.measured:
+            warn(f"this ensemble is {deed} with heads masked, which was measured with all of them: {DROPPED}")
+        return known.after(f"{deed} with heads masked")
+
+    def take_as_measured(self) -> None:
+        """The metadata are of the weights as they are now."""
+        self._watch.take(self, self._metadata.measured)
+
+    def leave_unwatched(self) -> None:
+        """Edits of the weights are not looked for any more: the metadata are what they are."""
+        self._watch.stop()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to` and its kin do: another device has the same bits, another dtype has others of the same weights."""
+        rounded = self._watch.rounded_by(fn, self)
+        if rounded:
+            self.verified_metadata()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if rounded:
+            self._watch.take_rounded(self)
+        return self
+
+    def _forget(self, line: str, problem: str) -> None:
+        self._metadata = self._metadata.after(line)
+        self._watch.forget()
+        warn(f"{problem}: {DROPPED}")
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *others: Any) -> None:
+        """What `load_state_dict` does here, also of a model around this one; other weights are not calibrated."""
+        pairs = ((own, state_dict.get(prefix + name)) for name, own in self.named_parameters() if not own.is_meta)
+        new = (isinstance(one, Tensor) and not torch.equal(own, one.to(own)) for own, one in pairs)
+        if self._watch.on and self.verified_metadata().measured and any(new):
+            self._forget("other weights loaded", "other weights are loaded into an ensemble that was measured before")
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def _loaded(self, _: object) -> None:
+        self.take_as_measured()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_metadata": self.kept_metadata("copied"), "_watch": self._watch.for_copy()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._watch.on:
+            self._watch.count(self)
+
+
+@contextmanager
+def edited(*models: Watched, masks: int) -> Iterator[None]:
+    """Edits inside leave what was measured as it is; those of before have been seen. They put on or take off a mask."""
+    for one in models:
+        _ = one.metadata
+    yield
+    for one in models:
+        one._watch.count(one)
+        one._watch.masks += masks
