@@ -1,7 +1,5 @@
-"""What a batch is, the order in which batches are read, and how a source of batches is known again."""
+"""What a batch is, and the order in which batches are read."""
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from ._utils import all_seeded, derive_seed, warn
 from .errors import DataError
@@ -32,7 +29,6 @@ _ALL_READ = tuple(chain.from_iterable(READ.values()))
 _INNER = ("base_dataloader", "batches", "sampler", "batch_sampler", "dataset")
 _KEPT = ("epoch", "stream", "generator")
 _FORMS = "(inputs, labels), (inputs,), a mapping with 'labels', or a tensor"
-_SOME_BATCHES, _SOME_ROWS = 8, 64  # of a list and of a tensor: how many are looked at, from the first to the last
 
 
 def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = True) -> tuple[Inputs, Tensor | None]:
@@ -229,7 +225,7 @@ def class_names_in(batches: Batches, classes: int) -> tuple[str, ...]:
 
 def _class_names(batches: Batches) -> Iterator[Sequence[Any]]:
     """Names of classes, in the order of their numbers, of every data set inside a source that has some."""
-    for part in _all_parts(batches):
+    for part in all_parts(batches):
         features = getattr(part, "features", None)  # of `datasets`
         known = features if isinstance(features, Mapping) else {}
         column = known.get("labels", known.get("label"))
@@ -305,101 +301,10 @@ def parts_of(batches: Batches | None) -> list[Any]:
     return found
 
 
-def _all_parts(batches: Batches) -> list[Any]:
+def all_parts(batches: Batches) -> list[Any]:
     """`parts_of` a source, and what is joined in a `ConcatDataset`."""
     parts: list[Any] = []
     for part in parts_of(batches):
         joined = getattr(part, "datasets", None)
         parts += [part, *(joined if isinstance(joined, list | tuple) else ())]
     return parts
-
-
-def fingerprint(batches: Batches, name: str, seed: int) -> str:
-    """A short name for a data source, from what can be had without reading an epoch; the source is left as it was.
-
-    That is its length, the first batch in the order of the seed, and of what lies in memory: all labels and row
-    numbers of its data set, some rows of a `TensorDataset`, all labels and some batches of a list. Sources that agree
-    in all of this have the same name.
-    """
-    digest = hashlib.sha256(f"{length_of(batches)}".encode())
-    with borrowed(batches), epoch_of(batches, 0, seed, torch.device("cpu")):
-        at_hand = dict(_at_hand(batches))
-        first = next(iter(batches), None)
-    if first is None:
-        raise DataError(f"{name} has no batches; check the loader")
-    _take_in(digest, _content(first))
-    if type(batches) in (list, tuple):  # a class made from one may do something when it is read
-        every = list(map(_content, batches))
-        for index in _spread(len(every), _SOME_BATCHES):
-            _take_in(digest, every[index])
-        at_hand |= {f"batch {index}": one["labels"] for index, one in enumerate(every) if "labels" in one}
-    _take_in(digest, at_hand)
-    return digest.hexdigest()[:16]
-
-
-def _content(batch: Any) -> dict[str, Tensor]:
-    """What a batch holds, by name: inputs, texts and labels, or the tensors of a mapping; not checked."""
-    named: dict[str, Any] = {"inputs": batch}
-    if isinstance(batch, Mapping):
-        named = {"inputs": batch, "labels": batch.get("labels", batch.get("label"))}
-    elif isinstance(batch, list | tuple):
-        names = ("inputs", "texts", "labels") if len(batch) == 3 else ("inputs", "labels")
-        named = dict(zip(names, batch, strict=False))
-    found: dict[str, Tensor] = {}
-    for name, value in named.items():
-        if isinstance(value, Mapping):
-            found |= {str(key): one for key, one in value.items() if isinstance(one, Tensor) and key != "label"}
-        elif (tensor := _as_tensor(value)) is not None:
-            found[name] = tensor
-    return found
-
-
-def _at_hand(batches: Batches) -> Iterator[tuple[str, Tensor]]:
-    """What a source holds in memory that tells its items apart, by name."""
-    for number, part in enumerate(_all_parts(batches)):
-        for attribute in ("labels", "targets", "rows", "indices"):
-            values = _as_tensor(getattr(part, attribute, None))
-            if values is not None:
-                yield f"{attribute} {number}", values
-        if isinstance(part, TensorDataset):
-            for column, tensor in enumerate(part.tensors):
-                rows = tensor if tensor.dim() == 1 else tensor[_spread(len(tensor), _SOME_ROWS)]
-                yield f"column {number} {column}", rows
-
-
-def _as_tensor(values: Any) -> Tensor | None:
-    """Numbers, strings or pictures of one size in a tensor; None for anything else."""
-    if isinstance(values, Tensor) or not isinstance(values, np.ndarray | list | tuple | range):
-        return values if isinstance(values, Tensor) else None
-    if isinstance(values, list | tuple) and values and isinstance(values[0], str):
-        values = np.frombuffer("\x1f".join(map(str, values)).encode(), np.uint8)
-    try:
-        return torch.from_numpy(np.array(values))
-    except (TypeError, ValueError):  # objects, lists of different lengths
-        return None
-
-
-def _spread(count: int, some: int) -> list[int]:
-    """At most `some` positions out of `count`, evenly from the first to the last."""
-    return sorted({round(position) for position in np.linspace(0, max(count - 1, 0), min(count, some)).tolist()})
-
-
-def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of tensors: their order, names, types, shapes and values."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor_bytes(tensor))
-    return digest.hexdigest()
-
-
-def _take_in(digest: Any, tensors: Mapping[str, Tensor]) -> None:
-    for key, tensor in sorted(tensors.items()):
-        digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor_bytes(tensor))
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in row-major order, whatever its device, dtype and strides."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data

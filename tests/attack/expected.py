@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import hydra_ensembles as he
-from hydra_ensembles.batches import tensors_digest
 from hydra_ensembles.errors import HydraError
+from hydra_ensembles.fingerprints import tensors_digest
 from hydra_ensembles.schema import to_plain
 
 from .small import KINDS

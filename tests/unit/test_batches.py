@@ -14,7 +14,6 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from hydra_ensembles.batches import (
     borrowed,
     class_names_in,
-    fingerprint,
     iterate,
     move,
     read_batch,
@@ -23,6 +22,7 @@ from hydra_ensembles.batches import (
 )
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import DataError
+from hydra_ensembles.fingerprints import source_fingerprint
 
 X, Y = torch.randn(4, 3, 2, 2), torch.arange(4)
 
@@ -196,8 +196,12 @@ SOURCES: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("kind", SOURCES)
 def test_labels_at_hand_count_and_nothing_else_is_read(kind: str) -> None:
     first, again, other = (SOURCES[kind](labels) for labels in (LABELS, LABELS, LATE))
-    assert fingerprint(first, "train", 0) == fingerprint(again, "train", 0) == fingerprint(first, "train", 0)
-    assert fingerprint(first, "train", 0) != fingerprint(other, "train", 0)
+    assert (
+        source_fingerprint(first, "train", 0)
+        == source_fingerprint(again, "train", 0)
+        == source_fingerprint(first, "train", 0)
+    )
+    assert source_fingerprint(first, "train", 0) != source_fingerprint(other, "train", 0)
     data = getattr(other, "dataset", None)
     assert not isinstance(data, Pictures) or data.read == 4
 
@@ -216,7 +220,7 @@ def test_inputs_in_memory_rows_of_a_subset_and_texts_count() -> None:
         [[([red], ["a"])], [([blue], ["a"])]],
     ]
     for one, other in different:
-        assert fingerprint(one, "train", 0) != fingerprint(other, "train", 0)
+        assert source_fingerprint(one, "train", 0) != source_fingerprint(other, "train", 0)
 
 
 def test_what_a_source_happens_to_hold_does_no_harm() -> None:
@@ -227,10 +231,12 @@ def test_what_a_source_happens_to_hold_does_no_harm() -> None:
         indices = "none"
         generator = 5
 
-    assert fingerprint(Odd(split(IMAGES, LABELS)), "train", 0) == fingerprint(Odd(split(IMAGES, LABELS)), "train", 0)
+    assert source_fingerprint(Odd(split(IMAGES, LABELS)), "train", 0) == source_fingerprint(
+        Odd(split(IMAGES, LABELS)), "train", 0
+    )
 
 
 def test_fingerprints_of_before_are_still_those() -> None:
     """A run that was begun by an earlier release goes on."""
     data = [(torch.arange(12.0).view(3, 4) + shift, torch.tensor([0, 1, 2])) for shift in range(3)]
-    assert fingerprint(data, "train", 0) == "05c84beaac4ebfe2"
+    assert source_fingerprint(data, "train", 0) == "05c84beaac4ebfe2"

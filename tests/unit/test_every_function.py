@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import hydra_ensembles as he
 from checkpoint_models import ensemble, single, text
-from hydra_ensembles.batches import tensors_digest
 from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.fingerprints import tensors_digest
 from hydra_ensembles.heads.vectors import head_vectors
 from hydra_ensembles.model.config import output_width
 from unit.pipeline import build_cases as cases

@@ -3,12 +3,15 @@
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_ensembles.batches import fingerprint as source_fingerprint
-from hydra_ensembles.batches import tensors_digest
 from hydra_ensembles.familiarity import digests
-from hydra_ensembles.heads.ranking import data_fingerprint, model_fingerprint
+from hydra_ensembles.fingerprints import (
+    data_fingerprint,
+    model_fingerprint,
+    source_fingerprint,
+    tensors_digest,
+    weights_digest,
+)
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.model.states import weights_digest
 from random_ensembles import SHAPES
 
 IMAGES, LABELS = torch.arange(48.0).view(4, 3, 2, 2), torch.tensor([0, 1, 1, 0])

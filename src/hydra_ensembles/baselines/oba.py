@@ -19,14 +19,13 @@ from ..batches import (
     Inputs,
     borrowed,
     epoch_of,
-    fingerprint,
     iterate,
     require_labels,
     require_rereadable,
     require_same_classes,
 )
 from ..errors import ConfigError, DataError
-from ..heads.ranking import model_fingerprint
+from ..fingerprints import model_fingerprint, source_fingerprint
 from ..model.dropping import dropping
 from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
@@ -190,7 +189,7 @@ def pruned_masks(
     with borrowed(train), training_runtime(device, model.device) as runtime, ExitStack() as alone:
         state = RunState({})
         if folder is not None:
-            data = fingerprint(train, "train", derive_seed(seed, "fingerprint"))
+            data = source_fingerprint(train, "train", derive_seed(seed, "fingerprint"))
             about = {"method": "oba", "settings": to_plain(settings)}
             state = RunState({**about, "train": data, "model": model_fingerprint(model)})
             alone.enter_context(runtime.ranks.locked(folder, "pruning"))

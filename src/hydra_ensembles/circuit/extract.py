@@ -18,8 +18,9 @@ from ..arguments import Count, Range, Seed, Share, Whole, checked
 from ..batches import Batches, Sources, require_same_classes
 from ..errors import ConfigError, DataError, HydraError
 from ..files import resumable
+from ..fingerprints import model_fingerprint
 from ..heads.masking import ONE_TOWER, checked_layers, may_go, most_to_go, off_and_left, towers_of, working_copy
-from ..heads.ranking import Head, HeadLike, HeadRanking, model_fingerprint, require_budget
+from ..heads.ranking import Head, HeadLike, HeadRanking, require_budget
 from ..model.dual_encoder import (
     DEFAULT_TEMPLATES,
     DualEncoder,

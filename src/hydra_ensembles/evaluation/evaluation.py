@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from .. import files
 from .._utils import __version__
 from ..arguments import checked
-from ..batches import tensors_digest
 from ..errors import DataError
 from ..files import DIGEST, parse_json, unsealed, write_atomically, write_sealed
+from ..fingerprints import tensors_digest
 from ..metrics.bootstrap import Interval
 from ..metrics.distance import FittedName
 from ..metrics.inputs import Convention, at_least_float32

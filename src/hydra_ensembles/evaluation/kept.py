@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .._distributed import current_ranks
-from ..batches import Inputs, tensors_digest
+from ..batches import Inputs
 from ..errors import ConfigError
-from ..heads.ranking import model_fingerprint
+from ..fingerprints import model_fingerprint, tensors_digest
 from ..model.ensemble import Ensemble
 from ..overlap import Keys
 from ..run_folder import IDENTITY, RunFolder

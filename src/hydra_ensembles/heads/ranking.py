@@ -1,7 +1,5 @@
 """Addresses of heads, the order in which they go, and what a ranking was made from."""
 
-import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,14 +9,9 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from ..arguments import Count, Whole, checked
-from ..batches import Batches, Inputs, iterate, tensor_bytes
 from ..errors import HeadError
 from ..files import read_sealed, write_sealed
-from ..model.dual_encoder import DualEncoder
-from ..model.ensemble import Ensemble
 from ..schema import from_plain, short, to_plain
 
 
@@ -76,54 +69,6 @@ def require_budget(budget: object, candidates: int) -> None:
     """Refuse to remove a number of heads that is no whole number, or more than there are."""
     if isinstance(budget, bool) or not isinstance(budget, Integral) or not 1 <= int(budget) <= candidates:
         raise HeadError(f"budget is {budget!r}; there are {candidates} heads to choose from, at least one must go")
-
-
-def model_fingerprint(model: Ensemble | DualEncoder) -> str:
-    """SHA-256 over the configuration and every parameter in its dtype; device and metadata do not count."""
-    digest = hashlib.sha256(json.dumps(to_plain(model.config), sort_keys=True).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor_bytes(tensor))
-    return digest.hexdigest()
-
-
-def data_fingerprint(batches: Batches, name: str = "data") -> str:
-    """SHA-256 over all samples and labels, in their order; see `DataFingerprint`. An error calls the data `name`."""
-    fingerprint = DataFingerprint()
-    for inputs, labels in iterate(batches, name):
-        fingerprint.update(inputs, labels)
-    return fingerprint.hexdigest()
-
-
-class DataFingerprint:
-    """The fingerprint of data that is read batch by batch for another purpose anyway.
-
-    Order, values, shapes and dtypes of the samples count; where the batches are cut does not.
-    """
-
-    def __init__(self) -> None:
-        self.samples = 0
-        self._digests: dict[str, Any] = {}
-        self._layouts: dict[str, list[Any]] = {}
-
-    def update(self, inputs: Inputs, labels: Tensor | None) -> None:
-        """Take in one batch, as `read_batch` returns it."""
-        tensors = {"inputs": inputs} if isinstance(inputs, Tensor) else {f"inputs.{key}": inputs[key] for key in inputs}
-        if labels is not None:
-            tensors["labels"] = labels
-        for key, tensor in tensors.items():
-            digest = self._digests.setdefault(key, hashlib.sha256())
-            layout = [str(tensor.dtype), list(tensor.shape[1:])]
-            if self._layouts.get(key) != layout:  # a change of layout is written into the stream
-                self._layouts[key] = layout
-                digest.update(json.dumps([self.samples, layout]).encode())
-            digest.update(tensor_bytes(tensor))
-        self.samples += len(next(iter(tensors.values())))
-
-    def hexdigest(self) -> str:
-        """The fingerprint of everything taken in so far."""
-        parts = [[key, self._digests[key].hexdigest()] for key in sorted(self._digests)]
-        return hashlib.sha256(json.dumps([self.samples, parts]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

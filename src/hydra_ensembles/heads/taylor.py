@@ -26,6 +26,7 @@ from ..batches import (
     require_same_classes,
 )
 from ..errors import DataError, HeadError
+from ..fingerprints import DataFingerprint, model_fingerprint
 from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from .masking import (
@@ -39,7 +40,7 @@ from .masking import (
     off_and_left,
     working_copy,
 )
-from .ranking import DataFingerprint, Head, HeadLike, HeadRanking, model_fingerprint, require_budget
+from .ranking import Head, HeadLike, HeadRanking, require_budget
 
 Scope = Literal["layer", "global"]
 LabelledBatches = Iterable[tuple[int, Inputs, Tensor]]  # position in the source, inputs and labels

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import warn
+from ..fingerprints import weights_digest
 from .dropping import OurModel
 from .metadata import Metadata
-from .states import weights_digest
 
 EDITED = "weights edited", "the weights of this ensemble were edited after it was measured"  # history, warning
 DROPPED = "its calibration, familiarity and metrics are dropped; calibrate again"

@@ -22,9 +22,9 @@ from ..errors import ConfigError, DataError, SameMembersError
 from ..evaluation.evaluate import evaluate
 from ..evaluation.evaluation import Evaluation
 from ..files import remove
+from ..fingerprints import data_fingerprint, model_fingerprint
 from ..fuse import fuse, soup
 from ..heads.members import random_members
-from ..heads.ranking import data_fingerprint, model_fingerprint
 from ..metrics.distance import FamiliarityName
 from ..model.cost import measure_costs
 from ..model.dual_encoder import DEFAULT_TEMPLATES

@@ -22,9 +22,10 @@ from ..circuit.extract import extract_circuit
 from ..circuit.scores import Score
 from ..errors import CheckpointError, ConfigError, DataError, SameMembersError, TooFewSamplesError
 from ..familiarity import digests, fit_familiarity, fitted_on
+from ..fingerprints import model_fingerprint
 from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
-from ..heads.ranking import Head, HeadRanking, model_fingerprint
+from ..heads.ranking import Head, HeadRanking
 from ..heads.taylor import taylor
 from ..metrics.bootstrap import bootstrap_mean
 from ..metrics.distance import FamiliarityName

@@ -18,7 +18,6 @@ from ..batches import (
     borrowed,
     changed,
     epoch_of,
-    fingerprint,
     iterate,
     named_sources,
     require_labels,
@@ -30,8 +29,9 @@ from ..convert.convert import convert
 from ..convert.processors import with_preprocessing
 from ..data.synthetic import synthetic_ood
 from ..errors import ConfigError, DataError
+from ..fingerprints import data_fingerprint, source_fingerprint
 from ..heads.masking import existing_heads, most_to_go, towers_of
-from ..heads.ranking import Head, data_fingerprint
+from ..heads.ranking import Head
 from ..model.dual_encoder import DualEncoder, Templates, checked_names, checked_templates, zero_shot
 from ..model.ensemble import Ensemble
 from ..model.states import place_of
@@ -140,7 +140,7 @@ class BuildData:
     def fingerprints(self) -> dict[str, str | None]:
         """What the sets contain; of the training data only what is at hand, see `fingerprint`."""
         names = {name: None if data is None else data_fingerprint(data, name) for name, data in self.held_out.items()}
-        train = None if self.train is None else fingerprint(self.train, "train", derive_seed(self.seed, "train"))
+        train = None if self.train is None else source_fingerprint(self.train, "train", derive_seed(self.seed, "train"))
         return {"train": train, **names}
 
     def samples(self) -> dict[str, int | None]:

@@ -18,13 +18,13 @@ from tqdm.auto import tqdm
 
 from .._utils import __version__, noted, require, require_device, require_same_run
 from ..arguments import Whole, checked
-from ..batches import READ, tensors_digest
+from ..batches import READ
 from ..checkpoint import locate
 from ..data.dataset import decode_image, read_image
 from ..data.loading import Columns
 from ..errors import CheckpointError, ConfigError, DataError, HydraError
 from ..files import checksum, digest_of, read_object, write_atomically
-from ..heads.ranking import model_fingerprint
+from ..fingerprints import model_fingerprint, tensors_digest
 from ..model.contents import CONFIG
 from ..model.ensemble import Ensemble
 from ..preprocessing import to_rgb

@@ -21,10 +21,10 @@ from tqdm import tqdm
 from .._distributed import ALONE, Ranks, all_ranks, is_sharded, launched, local_device
 from .._utils import compiled_at_will, derive_seed, own_precision, require_device
 from ..arguments import Whole, checked
-from ..batches import Batches, borrowed, epoch_of, fingerprint, length_of, require_rereadable
+from ..batches import Batches, borrowed, epoch_of, length_of, require_rereadable
 from ..errors import CheckpointError, DataError
 from ..files import read_sealed, remove_leftovers, resumable
-from ..heads.ranking import model_fingerprint
+from ..fingerprints import model_fingerprint, source_fingerprint
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.layers import Block
@@ -297,7 +297,7 @@ def train_best(
     """Train copies of `start`, one per learning rate of the recipe; the best result, of equal ones the slowest."""
     if job.folder is not None:
         seed, sources = derive_seed(job.recipe.seed, "fingerprint"), {"train": job.train, "validation": job.validation}
-        data = {name: None if one is None else fingerprint(one, name, seed) for name, one in sources.items()}
+        data = {name: None if one is None else source_fingerprint(one, name, seed) for name, one in sources.items()}
         job = replace(job, identity={**job.identity, **data, "model": model_fingerprint(start)})
     with borrowed(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
         own, ranks = replace(job, train=runtime.share(job.train)), runtime.ranks

@@ -10,16 +10,8 @@ import pytest
 import torch
 
 from hydra_ensembles.errors import ConfigError, DataError, HeadError, HydraError
-from hydra_ensembles.heads.ranking import (
-    Head,
-    HeadRanking,
-    as_heads,
-    data_fingerprint,
-    jensen_shannon,
-    model_fingerprint,
-    overlap,
-    stability,
-)
+from hydra_ensembles.fingerprints import data_fingerprint, model_fingerprint
+from hydra_ensembles.heads.ranking import Head, HeadRanking, as_heads, jensen_shannon, overlap, stability
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.schema import to_plain
 from random_ensembles import random_batches, random_ensemble, without_heads

@@ -13,8 +13,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import ConfigError, DataError, HeadError
+from hydra_ensembles.fingerprints import data_fingerprint, model_fingerprint
 from hydra_ensembles.heads.masking import attention_of
-from hydra_ensembles.heads.ranking import data_fingerprint, model_fingerprint
 from hydra_ensembles.heads.taylor import taylor
 from hydra_ensembles.model.ensemble import Ensemble
 from random_ensembles import HEADS, LAYERS, SHAPES, Batch, random_batches, random_ensemble, without_heads

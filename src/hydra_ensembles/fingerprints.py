@@ -1,0 +1,188 @@
+"""Models, data and tensors known again: what is stored of them in journals, run folders and saved answers.
+
+| name | of | is the same for | is a |
+|---|---|---|---|
+| `model_fingerprint` | a model | the same configuration and parameters in the same dtype | SHA-256 |
+| `data_fingerprint` | data that are read | the same samples and labels, however cut into batches | SHA-256 |
+| `source_fingerprint` | a source of batches | the same of what can be had without reading an epoch | 16 digits of one |
+| `tensors_digest` | named tensors | the same names, types, shapes and values in the same order | SHA-256 |
+| `weights_digest` | a model in memory | the same bits in the same order; fast | CRC-32 |
+
+A single sample is known by `overlap.sample_keys`. None of these values may change: a run that an earlier release began
+would not be known again.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from .batches import Batches, Inputs, all_parts, borrowed, epoch_of, iterate, length_of
+from .errors import DataError
+from .schema import to_plain
+
+_SOME_BATCHES, _SOME_ROWS = 8, 64  # of a list and of a tensor: how many are looked at, from the first to the last
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order, whatever its device, dtype and strides."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of tensors: their order, names, types, shapes and values."""
+    digest = hashlib.sha256()
+    _take_in(digest, tensors.items())
+    return digest.hexdigest()
+
+
+def weights_digest(tensors: Iterable[Tensor]) -> int | None:
+    """A number of all bits of some tensors, in their order; a fifth of a second for 80 M floats. None on `meta`."""
+    found = 0
+    for tensor in tensors:
+        if tensor.is_meta:
+            return None
+        found = crc32(tensor_bytes(tensor), found)
+    return found
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """SHA-256 over the configuration and every parameter in its dtype; device and metadata do not count."""
+    digest = hashlib.sha256(json.dumps(to_plain(model.config), sort_keys=True).encode())
+    _take_in(digest, sorted(model.state_dict().items()))
+    return digest.hexdigest()
+
+
+def _take_in(digest: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Names, types, shapes and values, in the order given."""
+    for name, tensor in tensors:
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor_bytes(tensor))
+
+
+# --- data that are read ------------------------------------------------------------------------------------
+
+
+def data_fingerprint(batches: Batches, name: str = "data") -> str:
+    """SHA-256 over all samples and labels, in their order; see `DataFingerprint`. An error calls the data `name`."""
+    fingerprint = DataFingerprint()
+    for inputs, labels in iterate(batches, name):
+        fingerprint.update(inputs, labels)
+    return fingerprint.hexdigest()
+
+
+class DataFingerprint:
+    """The fingerprint of data that is read batch by batch for another purpose anyway.
+
+    Order, values, shapes and dtypes of the samples count; where the batches are cut does not.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._digests: dict[str, Any] = {}
+        self._layouts: dict[str, list[Any]] = {}
+
+    def update(self, inputs: Inputs, labels: Tensor | None) -> None:
+        """Take in one batch, as `read_batch` returns it."""
+        tensors = {"inputs": inputs} if isinstance(inputs, Tensor) else {f"inputs.{key}": inputs[key] for key in inputs}
+        if labels is not None:
+            tensors["labels"] = labels
+        for key, tensor in tensors.items():
+            digest = self._digests.setdefault(key, hashlib.sha256())
+            layout = [str(tensor.dtype), list(tensor.shape[1:])]
+            if self._layouts.get(key) != layout:  # a change of layout is written into the stream
+                self._layouts[key] = layout
+                digest.update(json.dumps([self.samples, layout]).encode())
+            digest.update(tensor_bytes(tensor))
+        self.samples += len(next(iter(tensors.values())))
+
+    def hexdigest(self) -> str:
+        """The fingerprint of everything taken in so far."""
+        parts = [[key, self._digests[key].hexdigest()] for key in sorted(self._digests)]
+        return hashlib.sha256(json.dumps([self.samples, parts]).encode()).hexdigest()
+
+
+# --- sources that are not read -----------------------------------------------------------------------------
+
+
+def source_fingerprint(batches: Batches, name: str, seed: int) -> str:
+    """A short name for a data source, from what can be had without reading an epoch; the source is left as it was.
+
+    That is its length, the first batch in the order of the seed, and of what lies in memory: all labels and row
+    numbers of its data set, some rows of a `TensorDataset`, all labels and some batches of a list. Sources that agree
+    in all of this have the same name.
+    """
+    digest = hashlib.sha256(f"{length_of(batches)}".encode())
+    with borrowed(batches), epoch_of(batches, 0, seed, torch.device("cpu")):
+        at_hand = dict(_at_hand(batches))
+        first = next(iter(batches), None)
+    if first is None:
+        raise DataError(f"{name} has no batches; check the loader")
+    _take_in_content(digest, _content(first))
+    if type(batches) in (list, tuple):  # a class made from one may do something when it is read
+        every = list(map(_content, batches))
+        for index in _spread(len(every), _SOME_BATCHES):
+            _take_in_content(digest, every[index])
+        at_hand |= {f"batch {index}": one["labels"] for index, one in enumerate(every) if "labels" in one}
+    _take_in_content(digest, at_hand)
+    return digest.hexdigest()[:16]
+
+
+def _content(batch: Any) -> dict[str, Tensor]:
+    """What a batch holds, by name: inputs, texts and labels, or the tensors of a mapping; not checked."""
+    named: dict[str, Any] = {"inputs": batch}
+    if isinstance(batch, Mapping):
+        named = {"inputs": batch, "labels": batch.get("labels", batch.get("label"))}
+    elif isinstance(batch, list | tuple):
+        names = ("inputs", "texts", "labels") if len(batch) == 3 else ("inputs", "labels")
+        named = dict(zip(names, batch, strict=False))
+    found: dict[str, Tensor] = {}
+    for name, value in named.items():
+        if isinstance(value, Mapping):
+            found |= {str(key): one for key, one in value.items() if isinstance(one, Tensor) and key != "label"}
+        elif (tensor := _as_tensor(value)) is not None:
+            found[name] = tensor
+    return found
+
+
+def _at_hand(batches: Batches) -> Iterator[tuple[str, Tensor]]:
+    """What a source holds in memory that tells its items apart, by name."""
+    for number, part in enumerate(all_parts(batches)):
+        for attribute in ("labels", "targets", "rows", "indices"):
+            values = _as_tensor(getattr(part, attribute, None))
+            if values is not None:
+                yield f"{attribute} {number}", values
+        if isinstance(part, TensorDataset):
+            for column, tensor in enumerate(part.tensors):
+                rows = tensor if tensor.dim() == 1 else tensor[_spread(len(tensor), _SOME_ROWS)]
+                yield f"column {number} {column}", rows
+
+
+def _as_tensor(values: Any) -> Tensor | None:
+    """Numbers, strings or pictures of one size in a tensor; None for anything else."""
+    if isinstance(values, Tensor) or not isinstance(values, np.ndarray | list | tuple | range):
+        return values if isinstance(values, Tensor) else None
+    if isinstance(values, list | tuple) and values and isinstance(values[0], str):
+        values = np.frombuffer("\x1f".join(map(str, values)).encode(), np.uint8)
+    try:
+        return torch.from_numpy(np.array(values))
+    except (TypeError, ValueError):  # objects, lists of different lengths
+        return None
+
+
+def _spread(count: int, some: int) -> list[int]:
+    """At most `some` positions out of `count`, evenly from the first to the last."""
+    return sorted({round(position) for position in np.linspace(0, max(count - 1, 0), min(count, some)).tolist()})
+
+
+def _take_in_content(digest: Any, tensors: Mapping[str, Tensor]) -> None:
+    for key, tensor in sorted(tensors.items()):
+        digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor_bytes(tensor))
