@@ -194,7 +194,7 @@ def _half_fitted(
 def _with_threshold(
     known: Familiarity, held: Answered, calibration: Calibration, share: float
 ) -> tuple[Familiarity, dict[str, float]]:
-    """Familiarity with the threshold that samples without a part in it set; and what both thresholds do to them."""
+    """Set the threshold on samples that familiarity was not fitted to; also gives the shares both thresholds accept."""
     scores = known.scores(held.features, held.logits)  # [S, M, n]
     first = scores[0].mean(dim=0)
     settings = replace(known.settings, threshold=threshold_for(first, share), accepted_share=share)
@@ -273,7 +273,7 @@ def fit_calibration(
 
 
 def threshold_for(scores: Tensor, share: float) -> float:
-    """The conformal threshold of scores `[n]`; where there are too few, one that accepts all there can be."""
+    """The conformal threshold of scores `[n]`; with too few scores, one that accepts everything."""
     threshold = conformal_threshold(scores, share)
     if threshold < math.inf:
         return threshold

@@ -101,12 +101,12 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
             staging = folder / f"{SAVING}{secrets.token_hex(4)}"
             staging.mkdir()
             try:
-                whole = _whole(folder, _write(staging, contents))
+                saved = _saved_folder(folder, _write(staging, contents))
                 for path in (*staging.iterdir(), staging):
                     flush(path)
-                staging.rename(whole)
+                staging.rename(saved)
                 flush(folder)
-                os.replace(whole / CONFIG, folder / CONFIG)  # from here on the new model is the one that is read
+                os.replace(saved / CONFIG, folder / CONFIG)  # from here on the new model is the one that is read
             except BaseException:
                 with suppress(OSError):
                     _settle(folder)
@@ -125,15 +125,15 @@ def _settle(folder: Path) -> None:
     """Finish a save that was cut short after its `config.json`, remove what is left of others; under the lock."""
     if (folder / CONFIG).exists():
         with _reading(folder / CONFIG), _open(folder / CONFIG, folder) as file:  # another library's is not written over
-            whole = _whole(folder, _parse_config(file).get(DIGEST))
-        for path in whole.iterdir() if whole.is_dir() and not whole.is_symlink() else ():
+            saved = _saved_folder(folder, _parse_config(file).get(DIGEST))
+        for path in saved.iterdir() if saved.is_dir() and not saved.is_symlink() else ():
             os.replace(path, folder / path.name)
     for leftover in (*folder.glob(f"{SAVING}*"), *folder.glob(f"{SAVED}*")):
         remove(leftover)
     flush(folder)
 
 
-def _whole(folder: Path, digest: object) -> Path:
+def _saved_folder(folder: Path, digest: object) -> Path:
     """Where the files of a save lie until they are moved up, by the digest of its configuration."""
     known = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
     return folder / f"{SAVED}{digest if known else 'nothing'}"
@@ -299,7 +299,7 @@ class Stored:
         """One of the files: from where a save keeps it before it is moved up, else from the folder."""
         with _reading(self.folder / name):
             try:
-                file = _open(_whole(self.folder, self.digest) / name, self.folder)
+                file = _open(_saved_folder(self.folder, self.digest) / name, self.folder)
             except FileNotFoundError:
                 file = _open(self.folder / name, self.folder)
             with file:

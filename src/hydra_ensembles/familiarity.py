@@ -142,7 +142,7 @@ def with_score(ensemble: Ensemble, found: Familiarity, line: str) -> Ensemble:
 
 
 def _refitted(metadata: Metadata, found: Familiarity, line: str) -> Metadata:
-    """Metadata with what was fitted; a threshold of before was that of another score, and so were shares it accepts."""
+    """Metadata with what was fitted, without shares that an earlier threshold accepted: it was for another score."""
     known, metrics = metadata.familiarity, metadata.metrics
     if known is not None and known.settings.threshold is not None:
         metrics = {name: one for name, one in metrics.items() if name not in (*OF_BOTH, *OF_ACCEPTED)}
@@ -151,12 +151,12 @@ def _refitted(metadata: Metadata, found: Familiarity, line: str) -> Metadata:
 
 
 def beside(found: Familiarity, known: Familiarity | None) -> Familiarity:
-    """What was fitted to features, with those scores of before behind it that are not fitted to features."""
+    """What was fitted to features, followed by earlier scores that are learned in another way."""
     return found if known is None else _joined(found, known, FAMILIARITY_NAMES)
 
 
 def _joined(found: Familiarity, known: Familiarity, replaced: Sequence[str]) -> Familiarity:
-    """Scores that were found, which decide, and those known before, but for those of the same names and `replaced`."""
+    """New scores, which decide, followed by earlier ones that have other names and are not in `replaced`."""
     old, new = known.settings, found.settings
     others = tuple(score for score in old.scores if score not in (*new.scores, *replaced))
     state = {key: tensor for key, tensor in known.state.items() if key.rpartition(".")[0] in others}
@@ -210,7 +210,7 @@ def digests(inputs: Inputs) -> list[str]:
 
 
 def fitted_on(known: Familiarity, seen: Iterable[str]) -> int:
-    """How many of these samples the statistics are surely from; 0 where few of them, if any, are."""
+    """How many of these samples the statistics were fitted on; 0 unless more than half of the marks are among them."""
     marks = set(known.settings.marks)
     found = len(marks & set(seen))
     return found if 2 * found > len(marks) else 0
@@ -237,7 +237,7 @@ class Reservoir:
         self.parts: list[Answered] = []  # one, once it is full
 
     def offer(self, samples: Answered) -> Answered:
-        """Take some of these; what is not taken, or has to go for it, comes back, in the order of who came for it."""
+        """Keep some of these samples; gives back those that are not kept and those that leave for others, in order."""
         first, count = self.offered, len(samples.labels)
         self.offered += count
         free = min(max(self.most - first, 0), count)
@@ -353,7 +353,7 @@ class Fitting:
         return Familiarity(found, state)
 
     def _shrinkage(self) -> float:
-        """How much to shrink; refuses what no shrinkage makes a covariance of, and says where samples are few."""
+        """How much to shrink covariances; refuses samples too few for any covariance, and warns where they are few."""
         if not self.options.labelled:
             return 0.0
         sums = next(iter(self.sums.values()))

@@ -155,7 +155,7 @@ class PoolingBlock:
         return self._readout.before_pool(x)
 
     def finish(self, asking: Tensor, attended: Tensor) -> Tensor:
-        """Everything after the attention; what asks has no residual."""
+        """Everything after the attention; the token that asks has no residual stream."""
         return self._pooling.finish(attended)
 
 
@@ -360,7 +360,7 @@ class BaseActivations:
         return x
 
     def context(self, rows: Tensor) -> Context:
-        """What attention has to know of some samples; but for the key mask, the same of all."""
+        """The context for some samples; only the key mask differs between samples."""
         mask = self._context.key_mask
         return self._context if mask is None else self._context.of(mask.index_select(0, rows))
 

@@ -197,7 +197,7 @@ def extract_circuit(
 
 
 class CircuitScope(NamedTuple):
-    """Which heads are candidates and, of a dual encoder, between which classes it is to tell."""
+    """Which heads are candidates; of a dual encoder, also the classes it tells apart, and the prompts for them."""
 
     towers: tuple[str, ...]
     layers: tuple[int, ...] | None  # None for all of several towers
@@ -342,7 +342,7 @@ class Extraction:
         self.method = cast(Method, kept) if kept in get_args(Method) else "screened" if slow else "exact"
 
     def _seconds(self, left: Sequence[Head]) -> dict[Method, float]:
-        """About how long the steps take that are to do, by each method, as rank 0 sees it."""
+        """Estimate how long the steps that are left take by each method; rank 0 estimates for all."""
         steps = self.budget - (len(self.candidates) - len(left))
         towers = [(self.model, self.samples)]
         towers += [] if self.texts is None else [(self.texts.tower, self.texts.prompts)]

@@ -183,7 +183,7 @@ class SampleAnswers(NamedTuple):
 
 
 class Distance:
-    """A fitted score of features that circuits are judged by: as the whole model has it, whatever is pruned."""
+    """A fitted score of features that circuits are judged by; its statistics stay those of the whole model."""
 
     def __init__(self, model: Ensemble, name: FamiliarityName, dtype: torch.dtype, device: torch.device) -> None:
         known, self.name = model.metadata.familiarity, name
@@ -242,7 +242,7 @@ class Objective:
     most_errors: int | None = None  # a model with more of them is out of the question; set before the first choice
 
     def __post_init__(self) -> None:
-        """How often the pairs of each source count, and the OOD samples that all sources together stand for."""
+        """Work out what a pair of each source weighs, and how many OOD samples all sources together count as."""
         common = math.lcm(*self.ood_sizes)
         self.weights = tuple(common // size for size in self.ood_sizes)
         self.balanced = common * len(self.ood_sizes)

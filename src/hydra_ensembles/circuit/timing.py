@@ -32,7 +32,7 @@ def seconds_of(
     objective: Objective,
     speed: float,
 ) -> dict[Method, float]:
-    """Seconds that so many steps would take by each method, about, at a speed in multiply-adds a second, of all ranks.
+    """About how many seconds the steps would take by each method; speeds are multiply-adds a second of all ranks.
 
     `towers` are what classifies with all samples, and of a dual encoder the text tower with the prompts; `left` are the
     candidates of the first of these steps.
@@ -83,7 +83,7 @@ class CandidateBar:
         )
 
     def tell(self, decided: int) -> None:
-        """So many candidates of this rank are decided in this step; fewer than were told before are none."""
+        """So many candidates of this rank are decided in this step; a number below the last one moves nothing."""
         position = self._start + min(decided * self._ranks, self._counts[self._step])
         if position > self.bar.n:
             self.bar.update(position - self.bar.n)

@@ -121,7 +121,7 @@ def warn_of_other_size(config: PatchStemConfig, images: Tensor, known: object) -
 
 def fitting_tokens(config: TextStemConfig, ids: Tensor, mask: Tensor | None, segments: Tensor | None) -> Arguments:
     """Token ids and segments as int32 or int64 and a mask of 0 and 1, provided they fit each other and the stem."""
-    if ids.dim() != 2 or not _whole(ids) or ids.dtype == torch.bool:
+    if ids.dim() != 2 or not _is_integer_or_bool(ids) or ids.dtype == torch.bool:
         raise DataError(f"expected token ids [batch, tokens] as integers, got {ids.dtype} {list(ids.shape)}")
     if not 0 < ids.shape[1] <= config.max_tokens:
         raise DataError(f"got {ids.shape[1]} tokens, there may be 1 to {config.max_tokens}; truncate them")
@@ -130,7 +130,7 @@ def fitting_tokens(config: TextStemConfig, ids: Tensor, mask: Tensor | None, seg
             raise DataError(f"{name} must be like the token ids, {list(ids.shape)}; got {list(other.shape)}")
     ids = _in_range(ids, config.vocabulary, "token ids", "the vocabulary; use the tokenizer of this model")
     if segments is not None:
-        if not _whole(segments):
+        if not _is_integer_or_bool(segments):
             raise DataError(f"token_type_ids must be integers, got {segments.dtype}")
         segments = _in_range(segments, max(config.segments, 1), "token_type_ids", "the segments this model knows")
     return ids, None if mask is None else _fitting_mask(mask), segments
@@ -144,8 +144,8 @@ def _fitting_mask(mask: Tensor) -> Tensor:
         if not bool((ones | (mask == 0)).all()) or not bool(ones.any(1).all()):
             what = f"attention_mask ({mask.dtype}) has other values than 0 and 1, or a row without a token"
             raise DataError(f"{what}; {advice}")
-        return mask if _whole(mask) else ones
-    if not _whole(mask):
+        return mask if _is_integer_or_bool(mask) else ones
+    if not _is_integer_or_bool(mask):
         raise DataError(f"attention_mask is {mask.dtype}, and on a GPU its values are not looked at; {advice}, as bool")
     return mask
 
@@ -185,7 +185,7 @@ def _in_range(numbers: Tensor, end: int, name: str, of: str) -> Tensor:
     return numbers
 
 
-def _whole(tensor: Tensor) -> bool:
+def _is_integer_or_bool(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 
@@ -194,22 +194,22 @@ def _visible(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def require_values(home: Tensor | None) -> None:
-    """Refuse to compute with parameters (`home` is one) on the device `meta`, where there are shapes and no values."""
-    if home is not None and home.is_meta:
+def require_values(parameter: Tensor | None) -> None:
+    """Refuse a model that has no values: `parameter`, any of its parameters, is on the device `meta`."""
+    if parameter is not None and parameter.is_meta:
         advice = "load some first: he.load(...), or load_state_dict(state, assign=True)"
         raise ConfigError(f"the model is on the device 'meta', where its weights have no values; {advice}")
 
 
-def require_at_home(tensors: Arguments, home: Tensor | None) -> None:
-    """Refuse inputs that lie elsewhere than the parameters (`home` is one), or whose dtype they cannot be used with."""
-    if home is None:  # a replica of `nn.DataParallel` has none of its own
+def require_at_home(tensors: Arguments, parameter: Tensor | None) -> None:
+    """Refuse inputs on another device than the model, or of a dtype that does not go with its; `parameter` is any."""
+    if parameter is None:  # a replica of `nn.DataParallel` has none of its own
         return
     for tensor in tensors:
-        if tensor is not None and tensor.device != home.device:
+        if tensor is not None and tensor.device != parameter.device:
             advice = "move one of them, or use `predict`"
-            raise DataError(f"the inputs are on {tensor.device} and the model is on {home.device}; {advice}")
+            raise DataError(f"the inputs are on {tensor.device} and the model is on {parameter.device}; {advice}")
     main = tensors[0]
-    if main.is_floating_point() and main.dtype != home.dtype and not torch.is_autocast_enabled(main.device.type):
+    if main.is_floating_point() and main.dtype != parameter.dtype and not torch.is_autocast_enabled(main.device.type):
         advice = "convert one of them, or use `predict`"
-        raise DataError(f"the inputs are {main.dtype} and the model is {home.dtype}; {advice}")
+        raise DataError(f"the inputs are {main.dtype} and the model is {parameter.dtype}; {advice}")

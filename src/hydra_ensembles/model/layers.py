@@ -37,7 +37,7 @@ class Context(NamedTuple):
     local: Tensor | None = None
 
     def of(self, key_mask: Tensor | None) -> "Context":
-        """That of samples with this key mask.
+        """The context for samples with this key mask.
 
         A token always sees itself, also one of padding that is far from all others: its attention stays a number.
         """
@@ -47,7 +47,7 @@ class Context(NamedTuple):
         return self._replace(key_mask=key_mask, local=(key_mask[:, None] & self.near) | itself)
 
     def first(self, count: int) -> "Context":
-        """That of the first samples alone."""
+        """The context for the first `count` samples."""
         if self.key_mask is None:
             return self
         return self._replace(key_mask=self.key_mask[:count], local=None if self.local is None else self.local[:count])

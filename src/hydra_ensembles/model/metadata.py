@@ -168,7 +168,7 @@ class Familiarity:
         return None if name is None else nearest_class(name, self._on(features.device)[name], features)
 
     def about(self, scores: Tensor) -> Unfamiliarity:
-        """What a prediction says of scores `[S, M, B]`."""
+        """Scores `[S, M, B]` of new samples, with the threshold and the held-out scores they are held against."""
         return Unfamiliarity(self.settings.scores, scores, self.settings.threshold, self.settings.reference)
 
     def _on(self, device: torch.device) -> dict[str, Statistics]:
@@ -384,7 +384,7 @@ def text_state(tower: Mapping[str, Tensor], projection: Mapping[str, Tensor]) ->
 
 
 def _one(copies: Copied, index: int) -> Copied:
-    """That of one member, where there is one for each; else the only one."""
+    """The value for one member, where there is one for each member; else the only value."""
     start = min(index, len(copies) - 1)
     return copies[start : start + 1]
 

@@ -40,12 +40,12 @@ class WeightWatch:
         return self._counted is not None
 
     def take(self, model: nn.Module, measured: bool) -> None:
-        """What is known is of the weights as they are now; where something was `measured`, of their values too."""
+        """Mark the current weights as the ones the metadata belong to; `measured` keeps a digest of them, too."""
         self.count(model)
         self._digest = weights_digest(model.parameters()) if measured else None
 
     def count(self, model: nn.Module) -> None:
-        """Edits of the weights count from now on; what was measured with which values stays as it is."""
+        """Count edits of the weights from now on; the digest of what was measured stays."""
         self._places = list(model.modules())
         self._counted = self._counters()
 
@@ -54,7 +54,7 @@ class WeightWatch:
         self._digest = None
 
     def stop(self) -> None:
-        """Edits are not looked for any more."""
+        """Watch nothing any more."""
         self._places, self._counted, self._digest = [], None, None
 
     def edited(self) -> bool:
@@ -76,7 +76,7 @@ class WeightWatch:
         return home is not None and self._digest is not None and change(home.detach()[:0]).dtype != home.dtype
 
     def take_rounded(self, model: nn.Module) -> None:
-        """The same weights have other bits now, unless what was measured with them was forgotten."""
+        """Take the digest anew after a change of dtype, unless what was measured is forgotten."""
         if self._digest is not None:
             self._digest = weights_digest(model.parameters())
 
@@ -144,15 +144,15 @@ class Watched(OurModel):
         return known.after(f"{deed} with heads masked")
 
     def take_as_measured(self) -> None:
-        """The metadata are of the weights as they are now."""
+        """Mark the current weights as the ones the metadata was measured with."""
         self._watch.take(self, self._metadata.measured)
 
     def leave_unwatched(self) -> None:
-        """Edits of the weights are not looked for any more: the metadata are what they are."""
+        """Watch the weights no more: the metadata stay, whatever is edited."""
         self._watch.stop()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `to` and its kin do: another device has the same bits, another dtype has others of the same weights."""
+        """Called by `to`, `half` and the like. A new device keeps the bits of weights; a new dtype rounds them."""
         rounded = self._watch.rounded_by(fn, self)
         if rounded:
             self.verified_metadata()
@@ -167,7 +167,7 @@ class Watched(OurModel):
         warn(f"{problem}: {DROPPED}")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *others: Any) -> None:
-        """What `load_state_dict` does here, also of a model around this one; other weights are not calibrated."""
+        """Called by `load_state_dict`, also by that of a model around this one: other weights drop the calibration."""
         pairs = ((own, state_dict.get(prefix + name)) for name, own in self.named_parameters() if not own.is_meta)
         new = (isinstance(one, Tensor) and not torch.equal(own, one.to(own)) for own, one in pairs)
         if self._watch.on and self.verified_metadata().measured and any(new):
@@ -188,7 +188,7 @@ class Watched(OurModel):
 
 @contextmanager
 def edited(*models: Watched, masks: int) -> Iterator[None]:
-    """Edits inside leave what was measured as it is; those of before have been seen. They put on or take off a mask."""
+    """Masks are put on (`masks=1`) or taken off (-1) inside: unlike edits of before, this drops no calibration."""
     for one in models:
         _ = one.metadata
     yield
