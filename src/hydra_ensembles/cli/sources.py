@@ -159,7 +159,7 @@ def _by_config(source: str, timm_scheme: str, path: Path, settings: ModelSetting
     config = content if isinstance(content, dict) else {}
     ours = config.get("format") == "hydra_ensembles"
     if "architecture" in config and not ours and not (timm_scheme == "local-dir" and "model_type" in config):
-        return _load_timm(f"{timm_scheme}:{source}", settings)
+        return _load_timm(f"{timm_scheme}:{source}", settings, str(config["architecture"]))
     given = [name for name in ("weights", "model_options") if getattr(settings, name)]
     if given:
         raise ConfigError(f"{source} brings its own weights and settings; leave out {', '.join(given)}")
@@ -171,18 +171,23 @@ def _by_config(source: str, timm_scheme: str, path: Path, settings: ModelSetting
     raise CheckpointError(f"{path} is not that of a model of this library, transformers or timm")
 
 
-def _load_timm(name: str, settings: ModelSettings) -> Ensemble:
-    """Make a timm model, with its pretrained weights or those of a file, which say how many classes there are."""
+def _load_timm(name: str, settings: ModelSettings, architecture: str = "") -> Ensemble:
+    """Make a timm model, with its pretrained weights or those of a file, which say how many classes there are.
+
+    Whether it can be converted is asked by its architecture: a tag says who trained the weights (`openai`, `sam`), and
+    an owner or a folder says less. `architecture` is that of a config; of a plain name it stands before the tag.
+    """
     timm = require("timm", extra="timm")
-    if ":" not in name and name.partition(".")[0] not in timm.list_models():  # without the tag of pretrained weights
+    architecture = (architecture or ("" if ":" in name else name)).partition(".")[0]
+    if ":" not in name and architecture not in timm.list_models():
         raise CheckpointError(f"timm has no model {name!r}{did_you_mean(name, timm.list_models())}")
     try:
         state = None if settings.weights is None else load_file(plain_file(Path(settings.weights).expanduser()))
     except (OSError, SafetensorError, UnicodeError) as error:  # files of other kinds can run code
         raise CheckpointError(f"the weights {settings.weights} cannot be read as safetensors: {error}") from error
     classes = (len(state[key]) for key in ("head.weight", "head.fc.weight") if state is not None and key in state)
-    if refusal(name) is not None:  # before anything is downloaded
-        raise ConversionError(explained(name))
+    if refusal(f"timm.{architecture}") is not None:  # before anything is downloaded
+        raise ConversionError(explained(f"timm.{architecture}"))
     options = {"num_classes": next(classes, None), **settings.model_options}
     try:
         model = timm.create_model(name, pretrained=state is None, **options).eval()

@@ -23,8 +23,9 @@ from hydra_ensembles.cli.sources import (
     require_different_sources,
     with_labels_of,
 )
+from hydra_ensembles.convert.refusals import refusal
 from hydra_ensembles.data.dataset import ImageDataset
-from hydra_ensembles.errors import ConfigError, DataError, MissingExtraError
+from hydra_ensembles.errors import CheckpointError, ConfigError, ConversionError, DataError, MissingExtraError
 from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
 from hydra_ensembles.model.metadata import Metadata
@@ -88,6 +89,33 @@ def test_models_that_cannot_be_had(world, monkeypatch, arguments, says):
     monkeypatch.chdir(world)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert says in fail("info", *(argument.format(world=world) for argument in arguments))
+
+
+def test_models_of_timm_are_refused_by_architecture_never_by_tag_owner_or_folder(tmp_path, monkeypatch):
+    """`openai` is a decoder and `sam` answers with masks; a ViT whose weights they trained is a ViT."""
+    import timm
+
+    parts = [name.split(".", 1) for name in timm.list_pretrained() if "." in name]
+    tagged = [f"{model}.{tag}" for model, tag in parts if refusal(tag) and not refusal(f"timm.{model}")]
+    assert {"vit_base_patch16_clip_224.openai_ft_in1k", "vit_base_patch16_224.sam_in1k"} <= set(tagged)
+    made = Mock(side_effect=ConnectionError("offline"))
+    monkeypatch.setattr(timm, "create_model", made)
+    for name in tagged:
+        with pytest.raises(CheckpointError, match="timm could not make"):
+            load_model(ModelSettings(f"timm:{name}"))
+    config = tmp_path / "my.gpt" / "config.json"
+    config.parent.mkdir()
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", Mock(return_value=str(config)))
+    config.write_text(json.dumps({"architecture": "vit_base_patch16_clip_224"}))
+    for name in ("hub:timm/vit_base_patch16_clip_224.openai", str(config.parent)):
+        with pytest.raises(CheckpointError, match="timm could not make"):
+            load_model(ModelSettings(name))
+    assert made.call_count == len(tagged) + 2
+    config.write_text(json.dumps({"architecture": "swin_tiny_patch4_window7_224"}))
+    for name in ("hub:someone/my_vit", str(config.parent), "timm:swin_tiny_patch4_window7_224.ms_in1k"):
+        with pytest.raises(ConversionError, match=r"timm\.swin_tiny_patch4_window7_224 is a hierarchical"):
+            load_model(ModelSettings(name))
+    assert made.call_count == len(tagged) + 2  # nothing was downloaded
 
 
 def test_folders_that_are_no_model_or_no_classifier(tmp_path):
