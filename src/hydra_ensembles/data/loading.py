@@ -387,13 +387,13 @@ def _label(value: Any, known: dict[str, int], where: str) -> int:
 
 def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_names: Sequence[str] | None) -> _Table:
     """List a folder, or a split below it, with one subfolder a class, searched to any depth; litter is passed over."""
-    title = folder.name
-    below = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    title, below = folder.name, _subfolders(folder)
     splits = [entry for entry in below if entry in SPLIT_NAMES]
     if split is not None or (splits and splits == below):
         folder /= split if split in below else _choose(split, splits or below, folder)
-    entries = sorted(folder.iterdir())
-    found = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith((".", "__MACOSX"))]
+    elif class_names is None:
+        _require_classes(folder, splits, below)
+    entries, found = sorted(folder.iterdir()), _subfolders(folder)
     names = found if class_names is None else class_names
     unknown = sorted(set(found) - set(names))
     if unknown:
@@ -410,6 +410,26 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
         hint = f"; {len(loose)} images lie in it without a class: pass labels='optional'" if loose else ""
         raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) in its subfolders {found}{hint}")
     return _table_of_files([(str(file.relative_to(folder)), label) for file, label in listed], folder, title, folder)
+
+
+def _subfolders(folder: Path) -> list[str]:
+    """Names of the folders in a folder, sorted, without what tools leave behind."""
+    return sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith((".", "__MACOSX")))
+
+
+def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) -> None:
+    """Refuse splits that lie among other folders: as classes, they would be training and test data in one set.
+
+    A class may well be called `train`; then it is the only such name, and has images of its own.
+    """
+    nested_only = [one for one in splits if _subfolders(folder / one) and not _images_in((folder / one).iterdir())]
+    doubtful = splits if len(splits) > 1 else nested_only
+    if doubtful:
+        others = sorted(set(below).difference(doubtful))
+        raise DataError(
+            f"{folder} has {doubtful}, which look like splits, beside {others}; choose one with split=..., "
+            "or pass class_names= with all of them if they are classes"
+        )
 
 
 def _images_in(files: Iterable[Path]) -> list[Path]:

@@ -257,6 +257,31 @@ def test_splits_above_the_classes(tmp_path: Path) -> None:
             load(tmp_path, split)
 
 
+@pytest.mark.parametrize("litter", [".cache", "__MACOSX", ".ipynb_checkpoints"])
+def test_hidden_folders_beside_splits_do_not_make_them_classes(tmp_path: Path, litter: str) -> None:
+    for split in ("train", "test"):
+        make_classes(tmp_path / split, {"dog": 2, "ant": 1})
+    (tmp_path / litter).mkdir()
+    with pytest.raises(DataError, match=r"\['test', 'train'\]; choose one"):
+        load(tmp_path)
+    assert load(tmp_path, "test").class_names == ("ant", "dog")
+
+
+def test_splits_among_other_folders_are_refused_and_a_class_called_train_is_not(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        make_classes(tmp_path / "mixed" / split, {"dog": 1})
+    make_classes(tmp_path / "mixed", {"raw": 1})
+    with pytest.raises(DataError, match=r"\['test', 'train'\].*split="):
+        load(tmp_path / "mixed")
+    assert load(tmp_path / "mixed", class_names=["raw", "test", "train"]).labels.tolist() == [0, 1, 2]
+    make_classes(tmp_path / "one" / "train", {"dog": 1})
+    make_classes(tmp_path / "one", {"raw": 1})
+    with pytest.raises(DataError, match=r"\['train'\].*beside \['raw'\]"):
+        load(tmp_path / "one", labels="optional")
+    vehicles = make_classes(tmp_path / "vehicles", {"train": 2, "bus": 1})
+    assert load(vehicles).class_names == ("bus", "train")
+
+
 def test_an_image_list(tmp_path: Path) -> None:
     make_classes(tmp_path / "images" / "some set", {"dog": 2})
     picture(5).save(tmp_path / "images" / "a\u0085b.png")
