@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from ..data.dataset import IMAGE_SUFFIXES, AnyDataset, read_image
+from ..data.dataset import IMAGE_SUFFIXES, AnyDataset, images_below, read_image
 from ..data.loading import TABLE_SUFFIXES, Columns, load
 from ..errors import ConfigError, DataError
 from ..files import read_file
@@ -116,10 +116,10 @@ def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns:
                 raise DataError(f"{path} holds {data.kind}s, but the model reads {kind}s")
             items += [(f"{path}:{row}", partial(_content, data, row)) for row in range(len(data))]
         elif kind == "image":
-            within = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
-            if path.is_dir() and not within:
+            within = images_below(path) if path.is_dir() else [path]
+            if not within:
                 raise DataError(f"{path} has no images in it (suffixes read: {', '.join(IMAGE_SUFFIXES)})")
-            items += [(str(file), partial(read_image, file)) for file in (within if path.is_dir() else [path])]
+            items += [(str(file), partial(read_image, file)) for file in within]
         else:
             items += [(line, partial(str, line)) for line in _texts(argument, path)]
     items += [(text, partial(str, text)) for text in texts]

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import math
+import os
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -247,6 +248,39 @@ def read_image(path: Path, where: str | None = None, formats: Sequence[str] | No
     except CheckpointError as error:
         raise DataError(f"image file {error}") from error
     return decode_image(content, where or f"image file {path}", formats)
+
+
+def is_litter(name: str) -> bool:
+    """Whether a file or folder of this name is what tools leave behind: hidden, or what a Mac adds to archives."""
+    return name.startswith((".", "__MACOSX"))
+
+
+def is_image(file: Path) -> bool:
+    """Whether this is a plain file that its suffix calls an image, and no litter."""
+    return file.suffix.lower() in IMAGE_SUFFIXES and not is_litter(file.name) and file.is_file()
+
+
+def files_below(folder: Path, without: Path | None = None) -> list[Path]:
+    """The plain files in a folder, however deep, sorted by path; litter is passed over, also whole folders of it.
+
+    Links to folders are followed, and each folder is read once. `without`, resolved, is a folder that is left out.
+    """
+    found: list[Path] = []
+    seen = set() if without is None or without == folder.resolve() else {without}
+    for place, folders, names in os.walk(folder, followlinks=True):
+        here = Path(place)
+        if here.resolve() in seen:  # a link to a folder above it, or to one that has been read
+            folders.clear()
+            continue
+        seen.add(here.resolve())
+        folders[:] = sorted(one for one in folders if not is_litter(one))
+        found += [here / name for name in names if not is_litter(name) and (here / name).is_file()]
+    return sorted(found, key=lambda one: one.relative_to(folder).parts)
+
+
+def images_below(folder: Path) -> list[Path]:
+    """The images among the files below a folder, told by their suffix."""
+    return [file for file in files_below(folder) if file.suffix.lower() in IMAGE_SUFFIXES]
 
 
 # --- parts -----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from functools import partial
@@ -28,6 +28,9 @@ from .dataset import (
     Text,
     TextDataset,
     decode_image,
+    images_below,
+    is_image,
+    is_litter,
     read_image,
 )
 
@@ -213,7 +216,8 @@ def _table_splits(folder: Path) -> dict[str, list[Path]]:
     """The tables in a folder, or in `data/` below it, by split, of one kind: Parquet, else CSV, TSV or JSON lines."""
     for place, suffix in product((folder, folder / "data"), TABLE_SUFFIXES):
         splits: dict[str, list[Path]] = {}
-        for file in sorted(file for file in place.glob("*") if file.suffix.lower() == suffix and file.is_file()):
+        files = (file for file in place.glob("*") if file.suffix.lower() == suffix and not is_litter(file.name))
+        for file in sorted(file for file in files if file.is_file()):
             shard = _SHARD.match(file.stem)
             splits.setdefault(shard["split"] if shard else file.stem, []).append(file)
         if splits:
@@ -393,17 +397,17 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
         folder /= split if split in below else _choose(split, splits or below, folder)
     elif class_names is None:
         _require_classes(folder, splits, below)
-    entries, found = sorted(folder.iterdir()), _subfolders(folder)
+    found = _subfolders(folder)
     names = found if class_names is None else class_names
     unknown = sorted(set(found) - set(names))
     if unknown:
         raise DataError(f"{folder} has subfolders {unknown} that are not among the class names {list(names)}")
-    images = {class_name: _images_in((folder / class_name).rglob("*")) for class_name in names}
+    images = {class_name: images_below(folder / class_name) for class_name in names}
     empty = [class_name for class_name in names if not images[class_name]]
     if policy == "required" and class_names is None and 0 < len(empty) < len(names):
         raise DataError(f"{folder} has subfolders without images: {empty}; move them, or pass class_names= with them")
     listed: list[tuple[Path, str | None]] = [(file, one) for one in names for file in images[one]]
-    loose = _images_in(entries)
+    loose = _images_in(folder)
     if policy == "optional":
         listed += [(file, None) for file in loose]
     if not listed:
@@ -413,8 +417,8 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
 
 
 def _subfolders(folder: Path) -> list[str]:
-    """Names of the folders in a folder, sorted, without what tools leave behind."""
-    return sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith((".", "__MACOSX")))
+    """Names of the folders in a folder, sorted, without litter."""
+    return sorted(one.name for one in folder.iterdir() if one.is_dir() and not is_litter(one.name))
 
 
 def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) -> None:
@@ -422,7 +426,7 @@ def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) 
 
     A class may well be called `train`; then it is the only such name, and has images of its own.
     """
-    nested_only = [one for one in splits if _subfolders(folder / one) and not _images_in((folder / one).iterdir())]
+    nested_only = [one for one in splits if _subfolders(folder / one) and not _images_in(folder / one)]
     doubtful = splits if len(splits) > 1 else nested_only
     if doubtful:
         others = sorted(set(below).difference(doubtful))
@@ -432,8 +436,9 @@ def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) 
         )
 
 
-def _images_in(files: Iterable[Path]) -> list[Path]:
-    return sorted(file for file in files if file.suffix.lower() in IMAGE_SUFFIXES)
+def _images_in(folder: Path) -> list[Path]:
+    """The image files that lie in a folder itself."""
+    return sorted(one for one in folder.iterdir() if is_image(one))
 
 
 def _read_list(list_file: Path, images: Path) -> _Table:

@@ -7,7 +7,6 @@ must not end a night's work. A disk that fails is another matter: what it gives 
 import csv
 import errno
 import json
-import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from .._utils import require
-from ..data.dataset import IMAGE_SUFFIXES, Text
+from ..data.dataset import IMAGE_SUFFIXES, Text, files_below
 from ..data.loading import DELIMITERS, JSON_LINES, TABLE_SUFFIXES, Columns, nested
 from ..errors import DataError, StorageError
 from ..files import digest_of
@@ -77,7 +76,8 @@ class Archive:
         if not self.path.exists():
             raise DataError(f"{self.path} does not exist; check the path")
         self._root = self.path if self.path.is_dir() else self.path.parent
-        present = _files(self.path, None if without is None else without.resolve())
+        apart = None if without is None else without.resolve()
+        present = files_below(self.path, apart) if self.path.is_dir() else [self.path]
         self.files = [file for file in present if self._reader(file) is not None]
         self.ignored = len(present) - len(self.files)
         if not self.files:
@@ -256,23 +256,6 @@ class Archive:
     def _broken(self, file: Path, error: Exception, place: str = "") -> Item:
         what = " ".join(str(error).split()) or type(error).__name__
         return Item(f"{self._name(file)}{place}", None, dict.fromkeys(self.keep), f"it cannot be read: {what}")
-
-
-def _files(path: Path, without: Path | None) -> list[Path]:
-    """A file, or those below a folder, hidden ones apart, sorted by path."""
-    if not path.is_dir():
-        return [path]
-    found: list[Path] = []
-    seen = set() if without is None or without == path.resolve() else {without}
-    for folder, folders, names in os.walk(path, followlinks=True):
-        here = Path(folder)
-        if here.resolve() in seen:  # a link to a folder above it, or to one that has been read
-            folders.clear()
-            continue
-        seen.add(here.resolve())
-        folders[:] = sorted(one for one in folders if not one.startswith("."))
-        found += [here / name for name in names if not name.startswith(".") and (here / name).is_file()]
-    return sorted(found, key=lambda one: one.relative_to(path).parts)
 
 
 def _cells(lines: Iterable[str], file: Path) -> Iterator[list[str]]:

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from datasets_stand_in import Table, stand_in_hub
-from hydra_ensembles.data.dataset import ImageDataset, TextDataset
+from hydra_ensembles.data.dataset import ImageDataset, TextDataset, images_below
 from hydra_ensembles.data.loading import Columns, load
 from hydra_ensembles.errors import DataError, HydraWarning, MissingExtraError
 from hydra_ensembles.overlap import warn_if_items_shared
@@ -280,6 +280,24 @@ def test_splits_among_other_folders_are_refused_and_a_class_called_train_is_not(
         load(tmp_path / "one", labels="optional")
     vehicles = make_classes(tmp_path / "vehicles", {"train": 2, "bus": 1})
     assert load(vehicles).class_names == ("bus", "train")
+
+
+def test_litter_inside_classes_and_beside_tables_is_no_data(tmp_path: Path) -> None:
+    """Copies of notebooks, what a Mac leaves, folders called like images; links to folders are followed."""
+    folder = make_classes(tmp_path / "animals", {"dog": 2, "ant": 1})
+    make_classes(folder / "dog", {".ipynb_checkpoints": 1, "__MACOSX": 1, "folder.png": 0, "more": 0})
+    make_classes(tmp_path, {"elsewhere": 1})
+    (folder / "dog" / "link").symlink_to(tmp_path / "elsewhere")
+    for place in (folder / "dog", folder, tmp_path / "elsewhere"):
+        (place / "._0.png").write_bytes(b"\x00\x05\x16\x07")
+    data = load(folder)
+    assert data.labels.tolist() == [0, 1, 1, 1]
+    assert all(image.mode == "RGB" for image, _ in data)
+    assert len(load(folder, labels="optional")) == 4
+    assert [file.name for file in images_below(folder / "dog")] == ["0.png", "1.png", "0.png"]
+    for name in ("train.csv", "._train.csv"):
+        (tmp_path / "elsewhere" / name).write_text("text,label\na,0\nb,1\n")
+    assert len(load(tmp_path / "elsewhere")) == 2
 
 
 def test_an_image_list(tmp_path: Path) -> None:
