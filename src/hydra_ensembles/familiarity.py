@@ -4,7 +4,7 @@ Fitting reads the data once. Sums are kept in float64, and of the features thems
 not grow with the data. What is fitted travels with the ensemble, and every prediction has its scores.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,12 +24,11 @@ from .model.dropping import dropping
 from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
 from .model.metadata import Familiarity, FamiliaritySettings, Metadata
-from .overlap import sample_keys
+from .overlap import Keys, marked, names_of, sample_keys, share_known
 
 FEW_A_CLASS = 20  # samples a class below which the covariance is shrunk more
 SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # of the mean eigenvalue, added to each
 HELD_OUT_MOST = 4096  # samples held out for p-values
-MARKS = 16  # samples that are known again
 OF_BOTH = ("validation/sure_share", "validation/familiar_share")  # metrics of two thresholds, each by itself
 OF_ACCEPTED = ("validation/accepted_share", "validation/risk_of_accepted")  # of all thresholds there are
 _NULL = 1e-10  # of the largest eigenvalue: directions in which nothing varies
@@ -75,7 +74,8 @@ def fit_familiarity(
     A share of the samples, drawn by the seed, is held out: it has no part in the statistics, and p-values come from it.
     `calibrate` sets a threshold, on other data, and p-values then come from those. Scores that were fitted here before
     are replaced; those of `baselines.vilu` and `baselines.neg_label` stay, behind the new ones. Features are in the
-    precision of the model, whatever autocast the caller has.
+    precision of the model, whatever autocast the caller has. Digests of 64 of the samples are kept, as by `calibrate`,
+    which refuses to set a threshold on such data; `evaluate` warns of them.
 
     Args:
         ensemble: Any classifier: of images, of texts, zero-shot. It is not changed.
@@ -113,7 +113,7 @@ def fit_familiarity(
     for inputs, samples in answers(ensemble, id_batches, "id_batches", options.labelled):
         out = torch.from_numpy(draws.random(len(samples.labels)) < held_out)
         fitting.add(samples.pick(~out))
-        fitting.mark(inputs, ~out)
+        fitting.mark(sample_keys(inputs)[~out.numpy()])
         fitting.add(waiting.offer(samples.pick(out)))
     kept = waiting.samples()
     for label in fitting.missing():  # a class whose only samples were held out
@@ -204,25 +204,19 @@ def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> 
             yield inputs, Answered(features.float().cpu(), logits.float().cpu(), labels)
 
 
-def digests(inputs: Inputs) -> list[str]:
-    """A short name of each input, to know it again; padding of texts does not count."""
-    return [f"{key:016x}" for key in sample_keys(inputs).view(np.uint64).tolist()]
+def fitted_on(known: Familiarity, keys: Keys) -> float:
+    """The share of the samples that fitted the statistics that is among these; 0 unless it is more than a half."""
+    share = share_known(known.settings.marks, keys)
+    return share if share > 0.5 else 0.0
 
 
-def fitted_on(known: Familiarity, seen: Iterable[str]) -> int:
-    """How many of these samples the statistics were fitted on; 0 unless more than half of the marks are among them."""
-    marks = set(known.settings.marks)
-    found = len(marks & set(seen))
-    return found if 2 * found > len(marks) else 0
-
-
-def require_fresh(known: Familiarity, seen: Iterable[str]) -> None:
+def require_fresh(known: Familiarity, keys: Keys) -> None:
     """Refuse samples that the statistics are from: a threshold on them would promise what it cannot keep."""
-    found = fitted_on(known, seen)
-    if found:
+    share = fitted_on(known, keys)
+    if share:
         raise DataError(
-            f"at least {found} of these samples fitted the familiarity of this ensemble, so they say nothing of how "
-            "familiar new ones look; calibrate on other data"
+            f"about {share:.0%} of the samples that fitted the familiarity of this ensemble are among these, so they "
+            "say nothing of how familiar new ones look; calibrate on other data"
         )
 
 
@@ -299,7 +293,7 @@ class Fitting:
         self.sums: dict[bool, Sums] = {}  # by whether features are normalised
         self.samples, self.width, self.peaks = 0, 0, torch.zeros(ensemble.num_members, dtype=torch.float64)
         self.kept = Reservoir(options.stored, draws)
-        self.marks: list[str] = []
+        self.marks: Keys = np.empty(0, dtype=np.int64)
 
     def add(self, samples: Answered) -> None:
         """Take in what a model says of some samples."""
@@ -316,11 +310,9 @@ class Fitting:
         if {"knn", "vim"} & set(self.options.scores):
             self.kept.offer(samples)
 
-    def mark(self, inputs: Inputs, rows: Tensor) -> None:
+    def mark(self, keys: Keys) -> None:
         """Remember some of the samples that were added."""
-        if len(self.marks) < MARKS:
-            chosen = (digest for digest, keep in zip(digests(inputs), rows.tolist(), strict=False) if keep)
-            self.marks = [*self.marks, *chosen][:MARKS]
+        self.marks = marked(np.concatenate([self.marks, keys]))
 
     def missing(self) -> list[int]:
         """Classes without a sample, where labels count."""
@@ -333,7 +325,8 @@ class Fitting:
         if not self.samples:
             raise TooFewSamplesError("there are no samples to fit familiarity on; give more, or hold out fewer")
         options, shrinkage = self.options, self._shrinkage()
-        kept, state, settings = self.kept.samples(), dict[str, Tensor](), dict[str, Any](marks=tuple(self.marks))
+        kept, state = self.kept.samples(), dict[str, Tensor]()
+        settings: dict[str, Any] = {"marks": tuple(names_of(self.marks))}
         for name in options.scores:
             if name == "knn" and kept is not None:
                 bank = F.normalize(kept.features.double(), dim=-1)  # [M, N, d]

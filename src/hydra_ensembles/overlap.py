@@ -2,9 +2,11 @@
 
 A set given twice makes numbers that mean nothing: ID data as OOD data have an AUROC of 0.5, and validation data that
 were trained on are predicted well. What cannot be meant is refused, the rest is warned of.
+
+A set that is gone is known again by its marks: names of a few of its samples, which travel with what was fitted on it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,12 +22,17 @@ from .errors import DataError
 
 Keys = npt.NDArray[np.int64]
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers as wide as floating-point numbers of so many bytes
+_MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shifts and factors of SplitMix64
 _COPIES = 0.05  # share of samples that may be copies of others, as short texts are, without a word
 _ROWS = 256  # samples whose values are multiplied at a time
+MARKS = 64  # samples of a set that it is known again by
 
 
 def sample_keys(inputs: Inputs) -> Keys:
-    """A number for each sample `[B]`, the same where all its values are the same; a text is so however far padded."""
+    """A number for each sample `[B]`, the same where all values are; that of a text however far padded on the right.
+
+    For that it takes the attention mask. A text that is padded on the left is another one with each length.
+    """
     if isinstance(inputs, Tensor):
         return _keys(inputs)
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
@@ -48,6 +55,49 @@ def _keys(values: Tensor) -> Keys:
 @lru_cache(maxsize=8)
 def _factors(count: int) -> Tensor:
     return torch.from_numpy((np.random.PCG64(0).random_raw(count) | 1).view(np.int64))
+
+
+def names_of(keys: Keys) -> list[str]:
+    """Keys as files hold them: 16 hexadecimal digits each."""
+    return [f"{key:016x}" for key in keys.view(np.uint64).tolist()]
+
+
+def marked(keys: Keys) -> Keys:
+    """Those of the keys that a set is known again by: of all different ones the 64 that come first when mixed.
+
+    Mixed, keys are in no order that has to do with the samples (a min-hash): the marks are drawn evenly from the whole
+    set, in whatever order and however often it has them, and marks of parts taken together give those of the whole.
+    """
+    found = np.unique(keys)
+    mixed = found.view(np.uint64)
+    for shift, factor in _MIXING:
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return found[np.argsort(mixed ^ (mixed >> np.uint64(31)))[:MARKS]]
+
+
+def share_known(marks: Sequence[str], keys: Keys) -> float:
+    """The share of a set, known by its marks, that is among samples of these keys, as far as the marks tell.
+
+    Where a share f of the set is there, none of its 64 marks is with probability (1 - f)^64: 0.1 % for a tenth of the
+    set, but 53 % for a hundredth. Samples are known by their values as a model is given them: those that are augmented,
+    or come in another size or dtype, are others.
+    """
+    return len(set(marks).intersection(names_of(keys))) / len(marks) if marks else 0.0
+
+
+def warn_if_known(name: str, keys: Keys, fitted: Mapping[str, Sequence[str]]) -> float | None:
+    """Warn of a set that is measured on with samples that something was fitted on; `fitted` has the marks of each.
+
+    The largest share of such samples that is there; None where there are no marks.
+    """
+    shares = {what: share_known(marks, keys) for what, marks in fitted.items() if marks}
+    told = [f"about {share:.0%} of the samples that fitted the {what}" for what, share in shares.items() if share]
+    if told:
+        warn(
+            f"{' and '.join(told)} are samples of {name}, too: ECE, risk, accepted shares and OOD numbers are then "
+            "better than those of new data; evaluate on others"
+        )
+    return max(shares.values(), default=None)
 
 
 def keys_at_hand(batches: Batches | None) -> Keys | None:

@@ -1,6 +1,10 @@
 """Sets that are the same by value: refused where nothing sensible comes of it, else warned of, by every function."""
 
+import copy
+import json
 import warnings
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +13,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
+from checkpoint_models import ensemble, single, text
 from hydra_ensembles.errors import DataError, HydraWarning
-from hydra_ensembles.overlap import keys_at_hand, sample_keys
+from hydra_ensembles.model.config import EnsembleConfig
+from hydra_ensembles.model.metadata import Calibration, Metadata
+from hydra_ensembles.overlap import MARKS, keys_at_hand, marked, names_of, sample_keys, share_known
+from hydra_ensembles.schema import from_plain
 from unit.pipeline import build_cases as cases
 
 MODEL = cases.image_model()
@@ -102,3 +110,123 @@ def test_a_key_is_of_values_and_their_places() -> None:
     assert np.array_equal(sample_keys(many)[500:], sample_keys(many[500:].clone()))
     assert keys_at_hand(iter(())) is None
     assert keys_at_hand([]) is None
+
+
+# --- what something was fitted on, known again ------------------------------------------------------------------------
+
+
+def labelled(config: EnsembleConfig, count: int, seed: int, width: int = 5) -> list[Any]:
+    """Samples whose classes differ, in batches; of texts with their masks."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % config.readout.num_classes
+    if config.kind == "text":
+        ids = torch.randint(1, config.stem.vocabulary, (count, 6), generator=generator)
+        mask = torch.cat([torch.ones(count, 6), torch.zeros(count, width - 6)], dim=1).long()
+        ids = torch.cat([ids, torch.full((count, width - 6), 3)], dim=1)
+        parts = zip(ids.split(16), mask.split(16), labels.split(16), strict=True)
+        return [({"input_ids": one, "attention_mask": shown}, to) for one, shown, to in parts]
+    images = torch.randn(count, config.stem.channels, *config.stem.image_size, generator=generator)
+    images = images + labels[:, None, None, None]
+    return list(zip(images.split(16), labels.split(16), strict=True))
+
+
+def measured(one: he.Ensemble, data: list[Any], **sets: Any) -> he.Evaluation:
+    """An evaluation without a word."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return he.evaluate(one, data, progress=False, **sets)
+
+
+PLAIN = ensemble(single(), metadata=Metadata())
+FIT, FRESH = labelled(PLAIN.config, 160, seed=1), labelled(PLAIN.config, 160, seed=2)
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> he.Ensemble:
+    return he.calibrate(PLAIN, FIT)
+
+
+def test_what_set_the_thresholds_is_known_again(calibrated: he.Ensemble, tmp_path: Path) -> None:
+    with pytest.warns(HydraWarning, match=r"about 100% .* the calibration and about 100% .* the familiarity") as caught:
+        found = he.evaluate(calibrated, copied(FIT[::-1]), progress=False)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert found.reused == 1.0
+    with pytest.warns(HydraWarning, match="calibration"):
+        half = he.evaluate(calibrated, [*FIT[:5], *FRESH[:5]], progress=False)
+    assert 0.3 < half.reused < 0.7
+    assert measured(calibrated, FRESH).reused == 0.0
+    assert measured(PLAIN, FIT).reused is None
+    with pytest.warns(HydraWarning, match="set 'fog'"):
+        he.evaluate(calibrated, FRESH, shift={"fog": FIT}, progress=False)
+    with pytest.warns(HydraWarning, match="calibration"):
+        given = he.evaluate(PLAIN, FIT, calibration=calibrated.metadata.calibration, progress=False)
+    assert given.reused == 1.0
+    found.save(tmp_path / "found.json")
+    again = he.Evaluation.load(tmp_path / "found.json")
+    assert again == found
+    assert any("about 100 %" in note for note in he.compare({"calibrated": again, "other": half}).notes)
+    assert not any("fitted calibration" in note for note in he.compare([measured(calibrated, FRESH)]).notes)
+    assert "reused" not in measured(PLAIN, FIT).to_dict()  # the file is one of before
+
+
+def test_marks_travel_with_what_was_fitted(calibrated: he.Ensemble, tmp_path: Path) -> None:
+    calibrated.save_pretrained(tmp_path)
+    marks = calibrated.metadata.calibration.marks
+    assert len(marks) == 64
+    for one in (he.Ensemble.from_pretrained(tmp_path), copy.deepcopy(calibrated), calibrated.optimize()):
+        with pytest.warns(HydraWarning, match="about 100%"):
+            assert he.evaluate(one, FIT, progress=False).reused == 1.0
+    assert calibrated.metadata.calibration.brief.marks == ()
+    changed = he.prune(calibrated, [(0, 0)])
+    assert measured(changed, FIT).reused is None
+    other = he.calibrate(changed, FRESH)
+    assert measured(other, FIT).reused == 0.0
+    stored = json.loads((tmp_path / "config.json").read_text())["metadata"]["calibration"]
+    del stored["marks"]
+    assert from_plain(Calibration, stored, complete=True) == replace(calibrated.metadata.calibration, marks=())
+
+
+def test_what_fitted_familiarity_is_known_again() -> None:
+    fitted = he.fit_familiarity(PLAIN, FIT, "knn", held_out=0.5)
+    with pytest.warns(HydraWarning, match="familiarity") as caught:
+        he.evaluate(fitted, FIT, progress=False)
+    assert "calibration" not in str(caught[0].message)
+    assert measured(fitted, FRESH).reused == 0.0
+    both = he.calibrate(fitted, FRESH)
+    for data, what in ((FIT, "familiarity"), (FRESH, "calibration")):
+        with pytest.warns(HydraWarning, match=f"about 100% of the samples that fitted the {what} are"):
+            he.evaluate(both, data, progress=False)
+
+
+def test_texts_are_known_in_batches_of_other_lengths() -> None:
+    one = ensemble(text(), metadata=Metadata())
+    known = he.calibrate(one, labelled(one.config, 60, seed=1, width=6), familiarity=None)
+    with pytest.warns(HydraWarning, match="about 100%"):
+        he.evaluate(known, labelled(one.config, 60, seed=1, width=9), progress=False)
+    assert measured(known, labelled(one.config, 60, seed=2, width=6)).reused == 0.0
+
+
+def test_marks_are_drawn_evenly_and_from_parts_as_from_the_whole() -> None:
+    keys = np.arange(10_000, dtype=np.int64)
+    found = marked(keys)
+    assert np.array_equal(found, marked(np.concatenate([marked(keys[:3000]), marked(np.repeat(keys[::-1], 2))])))
+    assert len(found) == MARKS
+    assert 3500 < found.mean() < 6500
+    shares = [share_known(names_of(marked(keys + start)), keys[::4] + start) for start in range(0, 200_000, 10_000)]
+    assert np.mean(shares) == pytest.approx(0.25, abs=0.04)  # 20 draws of 64: a deviation of 0.012
+    assert np.array_equal(np.sort(marked(keys[:5])), keys[:5])
+    assert share_known((), keys) == 0.0
+
+
+def test_calibrated_on_the_same_samples_again_halves_them_again(calibrated: he.Ensemble) -> None:
+    """Statistics from a half of the samples, with a threshold from all of them, would promise what they do not keep."""
+    again = he.calibrate(calibrated, FIT)
+    assert again.metadata.familiarity == calibrated.metadata.familiarity
+    by_neighbours = he.calibrate(he.calibrate(PLAIN, FIT, familiarity="knn"), FIT, share=0.9)
+    assert by_neighbours.metadata.familiarity.settings.scores == ("knn",)
+    assert by_neighbours.metadata.familiarity.settings.accepted_share == 0.9
+    fresh = he.calibrate(calibrated, FRESH).metadata.familiarity
+    assert fresh.settings.marks == calibrated.metadata.familiarity.settings.marks  # others set the threshold anew
+    with pytest.raises(DataError, match="too few"):  # the threshold of before is not left there
+        he.calibrate(calibrated, FIT, share=0.999)

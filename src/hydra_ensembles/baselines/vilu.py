@@ -6,6 +6,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,10 +16,11 @@ from .._utils import derive_seed
 from ..arguments import Checked, Whole
 from ..batches import Batches
 from ..errors import ConfigError, DataError
-from ..familiarity import MARKS, answers, digests, with_score
+from ..familiarity import answers, with_score
 from ..metrics.distance import log_odds
 from ..model.ensemble import Ensemble
 from ..model.metadata import Familiarity, FamiliaritySettings
+from ..overlap import Keys, marked, names_of, sample_keys
 from ..schema import to_plain
 from ..training.loop import Job, Learner, Runtime, TrainOptions, train_best, trains
 from ..training.recipe import Recipe
@@ -84,7 +86,7 @@ def vilu(
     rows = ensemble.state_dict()["readout.class_embeddings.weight"].float().cpu()  # [G, C, e], with the logit scale
     rows = rows.expand(ensemble.num_members, -1, -1)
     statistics["texts"] = F.normalize(rows, dim=-1)
-    cached, marks = cache(ensemble, train, "train", statistics, settings.batch_size, shuffle=True)
+    cached, keys = cache(ensemble, train, "train", statistics, settings.batch_size, shuffle=True)
     held = None if validation is None else cache(ensemble, validation, "validation", statistics, settings.batch_size)[0]
     identity = {"method": "vilu", "settings": to_plain(settings), "best": "nll"}
     job = Job(recipe, cached, held, place="vilu", identity=identity, **run)
@@ -94,7 +96,7 @@ def vilu(
         ("vilu",),
         ensemble.readout.features,
         len(cached.dataset),  # type: ignore[arg-type]
-        marks=tuple(marks),
+        marks=tuple(names_of(keys)),
         embedding=statistics["shift"].shape[1],
         hidden=settings.hidden,
         projected=settings.projections,
@@ -108,19 +110,19 @@ def vilu(
 
 def cache(
     ensemble: Ensemble, batches: Batches, name: str, statistics: Mapping[str, Tensor], size: int, shuffle: bool = False
-) -> tuple[DataLoader[tuple[Tensor, ...]], list[str]]:
-    """Embeddings of all images, and which members are right, in batches; and digests of some of the images."""
-    embedded, right, marks = list[Tensor](), list[Tensor](), list[str]()
+) -> tuple[DataLoader[tuple[Tensor, ...]], Keys]:
+    """Embeddings of all images, and which members are right, in batches; and keys of some of the images."""
+    embedded, right, keys = list[Tensor](), list[Tensor](), np.empty(0, dtype=np.int64)
     for inputs, samples in answers(ensemble, batches, name, labelled=True):
         x = torch.baddbmm(statistics["shift"][:, None], samples.features, statistics["projection"].mT)
         embedded.append(F.normalize(x, dim=-1).transpose(0, 1))  # [B, M, e]
         right.append((samples.logits.argmax(dim=-1) == samples.labels).T)  # [B, M]
-        marks = marks if len(marks) >= MARKS else [*marks, *digests(inputs)][:MARKS]
+        keys = marked(np.concatenate([keys, sample_keys(inputs)]))
     data = TensorDataset(torch.cat(embedded), torch.cat(right))
     if not len(data):
         raise DataError(f"{name} has no samples; give at least one")
     generator = torch.Generator() if shuffle else None
-    return DataLoader(data, batch_size=size, shuffle=shuffle, generator=generator), marks
+    return DataLoader(data, batch_size=size, shuffle=shuffle, generator=generator), keys
 
 
 class ViLULearner(Learner[tuple[Tensor, ...]]):

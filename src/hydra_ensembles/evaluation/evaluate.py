@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -22,7 +23,7 @@ from ..metrics.inputs import Convention, check_labels
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration, Metadata
 from ..optimize.runner import OptimizedEnsemble
-from ..overlap import require_unlike, warn_of_copies
+from ..overlap import require_unlike, warn_if_known, warn_of_copies
 from ..prediction import AnyScore, ScoreName
 from .evaluation import (
     UNNAMED,
@@ -101,7 +102,8 @@ def evaluate(
 
     Raises:
         DataError: A set is empty, has one class, holds NaN, does not fit the model, or is given twice, also under
-            another name; the message names it. A `HydraWarning` tells of OOD sets with some ID samples, or one sample.
+            another name; the message names it. A `HydraWarning` tells of OOD sets with some ID samples, or one sample;
+            and of samples that calibration or familiarity were fitted on, with the share of them, as 64 of them tell.
         ConfigError: A setting is not known.
 
     Examples:
@@ -154,8 +156,12 @@ def evaluate(
     require_unlike(
         f"the in-distribution set {id_name!r}", own.keys, {f"OOD set {key!r}": one.keys for key, one in others.items()}
     )
+    marks = {"calibration": applied.marks, "familiarity": () if fitted is None else fitted.settings.marks}
+    reused = warn_if_known(f"the in-distribution set {id_name!r}", own.keys, marks)
+    for key, one in shifted.items():
+        warn_if_known(f"set {key!r}", one.keys, marks)
     members, _, classes = like.shape
-    return measure.evaluation(
+    found = measure.evaluation(
         MemberLogits(
             own.answers,
             {group: {key: others[key].answers.logits for key in sets} for group, sets in groups.items()},
@@ -170,6 +176,7 @@ def evaluate(
             **{("shift", key): one.unfamiliarity for key, one in shifted.items()},
         },
     )
+    return replace(found, reused=reused)
 
 
 @checked

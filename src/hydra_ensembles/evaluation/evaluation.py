@@ -350,6 +350,9 @@ class Evaluation:
         gallery: The inputs the model was most and least sure about; empty unless asked for.
         logits: The member logits; None unless asked for. They are saved as a file of their own.
         logits_digest: The digest of that file; None where there is none.
+        reused: The share of the samples that calibration or familiarity were fitted on (the larger of the two) that is
+            in the in-distribution set, as 64 of them tell; above 0, numbers are better than those of new data. None
+            where these are not known: nothing was fitted, or before there were such marks.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -379,6 +382,7 @@ class Evaluation:
     gallery: tuple[GalleryItem, ...] = field(default=(), repr=False)
     logits: MemberLogits | None = field(default=None, compare=False, repr=False)
     logits_digest: str | None = field(default=None, compare=False, repr=False)
+    reused: float | None = field(default=None, repr=False, metadata=ADDED_LATER)
 
     def __str__(self) -> str:
         from ..report.compare import compare, to_markdown  # a table is made of evaluations
@@ -435,8 +439,8 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, without the member logits."""
         parts = {item.name: to_plain(getattr(self, item.name)) for item in fields(self) if item.name != "logits"}
-        if self.logits_digest is None:
-            del parts["logits_digest"]
+        late = [name for name in ("logits_digest", "reused") if parts[name] is None]  # as in files of before
+        parts = {name: one for name, one in parts.items() if name not in late}
         return {"format": FORMAT, "version": VERSION, **parts}
 
     @classmethod

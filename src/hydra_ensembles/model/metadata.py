@@ -29,7 +29,8 @@ class Calibration(Checked):
 
     Inputs whose score is above `threshold` are to be abstained from; `accepted_share` is the share of
     in-distribution inputs the threshold was chosen to accept. What the temperature `calibrates` is said at
-    `Prediction.from_logits`; `reference` has the scores of the held-out data, for p-values.
+    `Prediction.from_logits`; `reference` has the scores of the held-out data, for p-values, and `marks` the digests of
+    64 of its samples, drawn evenly: by them `evaluate` tells where it is given the same samples again.
     """
 
     temperature: tuple[float, ...] = (1.0,)
@@ -38,6 +39,7 @@ class Calibration(Checked):
     accepted_share: PositiveShare = 0.95
     calibrates: Calibrates = field(default="logits", metadata=ADDED_LATER)
     reference: Reference | None = field(default=None, metadata=ADDED_LATER)
+    marks: tuple[str, ...] = field(default=(), repr=False, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,8 +47,8 @@ class Calibration(Checked):
 
     @property
     def brief(self) -> "Calibration":
-        """The same without the reference, to be shown."""
-        return replace(self, reference=None)
+        """The same without reference and marks, to be shown."""
+        return replace(self, reference=None, marks=())
 
     def prediction(
         self,
@@ -75,11 +77,13 @@ class FamiliaritySettings(Checked):
         threshold: Inputs whose score is above it are unfamiliar; None before calibration.
         accepted_share: The share of familiar inputs that the threshold accepts.
         reference: Scores of samples that the statistics are not from.
-        marks: Digests of some samples they are from, which must not choose a threshold.
+        marks: Digests of some samples they are from, drawn evenly: these must not choose a threshold, and `evaluate`
+            tells where it is given them.
         embedding: Of `vilu` and `neglabel`: width of the common embedding of images and texts.
         hidden: Of `vilu`: widths of the layers of its network but the last.
         words: Of `neglabel`: groups of words, and words in a group.
         projected: Of `vilu`: whether its attention over classes has projections of its own.
+        halved: Whether they are from a half of what `calibrate` was given: given it again, it fits them again.
     """
 
     scores: tuple[FittedName, ...]
@@ -96,6 +100,7 @@ class FamiliaritySettings(Checked):
     hidden: tuple[Count, ...] = field(default=(), metadata=ADDED_LATER)
     words: tuple[Count, Count] = field(default=(0, 0), metadata=ADDED_LATER)
     projected: bool = field(default=False, metadata=ADDED_LATER)
+    halved: bool = field(default=False, repr=False, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         super().__post_init__()

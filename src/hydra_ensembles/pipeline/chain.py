@@ -10,6 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
 from ..circuit.scores import Score
 from ..errors import CheckpointError, ConfigError, DataError, SameMembersError, TooFewSamplesError
-from ..familiarity import digests, fit_familiarity, fitted_on
+from ..familiarity import fit_familiarity, fitted_on
 from ..fingerprints import model_fingerprint
 from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
@@ -31,6 +32,7 @@ from ..metrics.bootstrap import bootstrap_mean
 from ..metrics.distance import FamiliarityName
 from ..model.dual_encoder import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
+from ..overlap import sample_keys
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
 from ..training.finetune import finetune
@@ -174,8 +176,8 @@ def _familiar(
         if wanted != "auto":
             raise
         return fused  # calibration tries with a half of its own samples, and says what is amiss
-    known, seen = found.metadata.familiarity, [one for inputs, _ in validation for one in digests(inputs)]
-    if wanted == "auto" and known is not None and fitted_on(known, seen):
+    known, keys = found.metadata.familiarity, np.concatenate([sample_keys(inputs) for inputs, _ in validation])
+    if wanted == "auto" and known is not None and fitted_on(known, keys):
         return fused  # a half of the samples then fits it, the other sets its threshold
     return found  # that what was asked for by name is fitted on other samples, calibration checks
 

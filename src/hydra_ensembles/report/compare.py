@@ -240,7 +240,7 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
     if any(len(found) > 1 for found in methods.values()):
         counts = ", ".join(f"{name}: {len(found)}" for name, found in methods.items())
         notes.append(f"Mean ± standard deviation over runs ({counts}).")
-    notes += [note for note in (_calibration_note(methods), _decline_note(methods)) if note]
+    notes += [note for note in (_calibration_note(methods), _reuse_note(methods), _decline_note(methods)) if note]
     return tuple(dict.fromkeys(notes))
 
 
@@ -254,6 +254,15 @@ def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
     if kinds["in part"] or (kinds["Calibrated"] and kinds["not"]):
         return f"{known}. Brier, NLL, ECE and aECE compare among the calibrated, or among the others."
     return ""
+
+
+def _reuse_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
+    """Which methods were measured on samples that they were calibrated on."""
+    shares = {name: max((run.reused or 0.0 for run in runs), default=0.0) for name, runs in methods.items()}
+    told = ", ".join(f"{name}, about {100 * share:.0f} %" for name, share in shares.items() if share)
+    if not told:
+        return ""
+    return f"Measured on samples that fitted calibration or familiarity ({told} of these): better than on new data."
 
 
 def _decline_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
