@@ -1,8 +1,9 @@
 """`hydra-ensembles evaluate`, `compare`, `report` and `atlas`: measure a model, and show what was measured."""
 
+import math
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,10 +30,11 @@ from ..report.compare import load_costs, to_csv, to_latex, to_markdown, to_rich
 from ..report.html import write_atlas, write_report
 from ..schema import to_plain
 from . import sources as source
-from .command import Json, Quiet, command, emit, emit_json, write_settings
+from .command import Json, Quiet, command, emit, emit_json, parse_yaml, write_settings
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
 KEPT = ".run"  # suffix of the folder that keeps what is done until all is
+SETTINGS_SUFFIX = ".config.yaml"  # of the settings beside an evaluation
 GALLERY = 6  # inputs that the report shows
 GROUPS = ("near", "far", "apart")
 _NAMED = re.compile(r"(?:(?P<group>near|far|apart):)?(?:(?P<name>[^=:/\\]+)=)?(?P<data>.+)", re.DOTALL)
@@ -98,6 +100,25 @@ class EvaluateSettings(MeasuredSettings):
         slug = re.sub(r"[^\w.-]+", "-", title.partition(":")[2] or title).strip("-").lower() or "model"
         return path if path.suffix == ".json" else path / f"{slug}.json"
 
+    def require_free_file(self) -> None:
+        """Refuse to lose an earlier evaluation to that of another model, or of fewer data, that has its name by chance.
+
+        A file that is named outright is replaced, and so is an evaluation of the same model on no more data.
+        """
+        settings = self.file.with_suffix(SETTINGS_SUFFIX)
+        if Path(self.output).suffix == ".json" or not self.file.exists() or not settings.exists():
+            return
+        plain = parse_yaml(read_file(settings), str(settings))
+        earlier, present = (plain if isinstance(plain, dict) else {}), to_plain(self)
+        same_model = _model_of(earlier) == _model_of(present)
+        most, now = (one.get("limit") or math.inf for one in (earlier, present))
+        if not same_model or not _data_of(earlier) <= _data_of(present) or most > now:
+            other = "other data" if same_model else f"another model, {earlier.get('model')}"
+            raise ConfigError(
+                f"{self.file} is an evaluation of {other} (see {settings.name}); give this one --name or --output of "
+                f"its own, or --output {self.file} to replace it"
+            )
+
 
 @dataclass(frozen=True)
 class AtlasSettings(MeasuredSettings):
@@ -123,6 +144,22 @@ class AtlasSettings(MeasuredSettings):
     def page(self) -> Path:
         """Where the page is written."""
         return Path(self.output).expanduser()
+
+
+def _model_of(settings: Mapping[str, Any]) -> tuple[object, ...]:
+    """Which model written settings measure."""
+    name = str(settings.get("model"))
+    folder = Path(name).expanduser()
+    place = folder.resolve() if folder.is_dir() else name
+    return place, settings.get("weights"), settings.get("model_options") or {}
+
+
+def _data_of(settings: Mapping[str, Any]) -> set[object]:
+    """Which data written settings measure on."""
+    lists = (grouped_specs(settings.get(name) or ()) for name in ("ood", "shift"))
+    data = [settings.get("id"), *(spec for named in lists for _, _, spec in named)]
+    found = {source.place_of_data(spec) for spec in data if spec is not None}
+    return found if settings.get("suite") is None else {*found, (settings["suite"], settings.get("root"))}
 
 
 def grouped_specs(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
@@ -173,6 +210,7 @@ def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = F
       hydra-ensembles evaluate run --suite paper-cifar100 --root data/
       hydra-ensembles compare evaluations/
     """
+    settings.require_free_file()
     model = source.load_classifier(settings)
     test, groups = read_sets(settings, model)
     shifts = {name or spec: _read(spec, settings, model) for _, name, spec in grouped_specs(settings.shift)}
@@ -194,7 +232,7 @@ def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = F
     shutil.rmtree(settings.file.with_suffix(KEPT))
     if evaluation.logits is None:  # those of an evaluation that this one replaces
         logits_path(settings.file).unlink(missing_ok=True)
-    write_settings(settings.file.with_suffix(".config.yaml"), to_plain(settings), "evaluate")
+    write_settings(settings.file.with_suffix(SETTINGS_SUFFIX), to_plain(settings), "evaluate")
     if as_json:
         emit_json(read_json(settings.file))
         return

@@ -91,7 +91,10 @@ class ModelSettings(Checked):
     @property
     def own_name(self) -> str:
         """What tables call the model: the last part of its name."""
-        return Path(self.model.rstrip("/")).name or self.model
+        name = Path(self.model.rstrip("/")).name
+        if name in ("", "..", "~"):  # what `.` and its like stand for
+            name = Path(self.model).expanduser().resolve().name
+        return name or self.model
 
 
 def load_classifier(settings: ModelSettings) -> Ensemble:
@@ -333,12 +336,17 @@ def existing_path(spec: str) -> tuple[Path | None, str | None]:
     return None, None
 
 
+def place_of_data(spec: str) -> object:
+    """What two names of the same data have in common: the file or folder, wherever one stands, and the split."""
+    path, split = existing_path(spec)
+    return spec if path is None else (path.resolve(), split)
+
+
 def require_different_sources(*named: tuple[str, str | None]) -> None:
     """Refuse settings (the name of each, and the data it names) two of which stand for the same data."""
     seen: dict[object, str] = {}
     for name, spec in named:
-        path, split = existing_path(spec or "")
-        place = spec if path is None else (path.resolve(), split)
+        place = place_of_data(spec or "")
         if spec is not None and place in seen:
             raise DataError(f"{name} {spec} names the same data as {seen[place]}; give each set data of its own")
         seen[place] = f"{name} {spec}"

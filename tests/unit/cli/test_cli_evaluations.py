@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from cli_cases import fail, run, save_images, succeed, vit_flags
-from hydra_ensembles.cli.evaluations import accepted_in_words
+from hydra_ensembles.cli.evaluations import EvaluateSettings, accepted_in_words
 from hydra_ensembles.data.suites import SetRef, Suite, all_suites
 from hydra_ensembles.evaluation.atlas import Atlas
 from hydra_ensembles.evaluation.evaluation import Evaluation, Selective
@@ -138,6 +138,27 @@ def test_a_suite(run_folder, world, tmp_path, monkeypatch):
 def test_wrong_settings(run_folder, world, tmp_path, flags, says):
     assert says in fail("evaluate", run_folder, "-o", tmp_path, *(flag.format(world=world) for flag in flags))
     assert not list(tmp_path.iterdir())
+
+
+def test_an_evaluation_is_not_lost_to_another_of_the_same_name(run_folder, world, tmp_path, monkeypatch):
+    """Two folders called `ensemble`: one is told; the same one again, with more data, replaces what it did."""
+    for name in ("a", "b"):
+        shutil.copytree(run_folder / "ensemble", tmp_path / name / "ensemble")
+    monkeypatch.chdir(tmp_path)
+    sets, out = ["--id", world / "test", "--limit", 9, "-q"], tmp_path / "evaluations" / "ensemble.json"
+    succeed("evaluate", "a/ensemble", *sets)
+    first = out.read_text()
+    assert "another model, a/ensemble" in fail("evaluate", "b/ensemble", *sets)
+    assert "another model" in fail("evaluate", "hub:you/Ensemble", *sets)
+    assert "other data" in fail("evaluate", "a/ensemble", "--id", world / "val", "-q")
+    assert "other data" in fail("evaluate", "a/ensemble", *sets, "--limit", 6)
+    assert out.read_text() == first
+    succeed("evaluate", "./a/ensemble/", "--id", world / "test", "--ood", world / "dots", "-q")
+    assert list(Evaluation.load(out).ood) == ["dots"]
+    succeed("evaluate", "b/ensemble", *sets, "-o", out)  # a file that is named is replaced
+    assert not Evaluation.load(out).ood
+    monkeypatch.chdir(tmp_path / "b" / "ensemble")
+    assert EvaluateSettings(model=".", id="test").file.name == "ensemble.json"
 
 
 @pytest.fixture
