@@ -36,7 +36,7 @@ from .sources import USUAL_BATCH, DataSettings, ModelSettings
 KEPT = ".run"  # suffix of the folder that keeps what is done until all is
 SETTINGS_SUFFIX = ".config.yaml"  # of the settings beside an evaluation
 GALLERY = 6  # inputs that the report shows
-GROUPS = ("near", "far", "apart")
+GROUPS, UNGROUPED = ("near", "far", "apart"), "ungrouped"
 _NAMED = re.compile(r"(?:(?P<group>near|far|apart):)?(?:(?P<name>[^=:/\\]+)=)?(?P<data>.+)", re.DOTALL)
 
 
@@ -91,6 +91,18 @@ class EvaluateSettings(MeasuredSettings):
     convention: Convention = "torch-uncertainty"
     bootstrap: int = 0
     keep_logits: bool = False
+
+    def __post_init__(self) -> None:
+        """Check that shifted sets can be told apart."""
+        super().__post_init__()
+        named = grouped_specs(self.shift)
+        grouped = [spec for group, _, spec in named if group != UNGROUPED]
+        if grouped:
+            raise DataError(f"shift {grouped[0]} has a group, which only OOD sets have; write it as NAME=DATA")
+        names = [name or spec for _, name, spec in named]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(f"two shifted sets are called {twice!r}; name them apart, as NAME=DATA")
 
     @property
     def file(self) -> Path:
@@ -169,8 +181,8 @@ def grouped_specs(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
         match = _NAMED.fullmatch(option)
         if match is None:
             raise DataError(f"a set is written [near:|far:|apart:][NAME=]DATA, got {option!r}")
-        found.append((match["group"] or "ungrouped", match["name"], match["data"]))
-    without = [data for group, _, data in found if group == "ungrouped"]
+        found.append((match["group"] or UNGROUPED, match["name"], match["data"]))
+    without = [data for group, _, data in found if group == UNGROUPED]
     if 0 < len(without) < len(found):
         raise DataError(f"{', '.join(without)} have no group but others do; write near:, far: or apart: before each")
     return found
