@@ -218,18 +218,20 @@ def _ece(confidence: Floats, correct: Floats, inside: str) -> Number:
 
 
 def _aurc(scores: Floats, wrong: Floats, inside: str) -> Number:
-    """Area under risk and coverage; a sample counts by its own mistake, and by making others less covered."""
+    """Area under risk and coverage; a sample counts by its own mistake, and by making others less covered.
+
+    Among equal scores the order is chance: each has the mean of what it would count in every place of theirs.
+    """
     count = len(scores)
-    order = np.argsort(scores, kind="stable")
-    missed = wrong[order]
-    ranks = np.arange(1, count + 1)
+    _, run, sizes = np.unique(scores, return_inverse=True, return_counts=True)
+    placed = np.repeat(np.arange(len(sizes)), sizes)  # run of every place, the surest first
     value = aurc(torch.from_numpy(scores), torch.from_numpy(wrong > 0))
-    share = ranks / count
+    share = np.arange(1, count + 1) / count
+    missed = (np.bincount(run, wrong) / sizes)[placed]
     after = np.cumsum((missed / share)[::-1])[::-1] / count  # mistakes at least as doubtful, over what they cover
-    influence = -missed * np.log(share) + missed.mean() - after
-    placed = np.empty(count)
-    placed[order] = influence
-    return Number(value, {inside: placed - placed.mean()})
+    covered, after = (np.bincount(placed, one) / sizes for one in (np.log(share), after))
+    influence = -wrong * covered[run] + wrong.mean() - after[run]
+    return Number(value, {inside: influence - influence.mean()})
 
 
 Ordered = tuple[Floats, npt.NDArray[np.int64]]  # scores in rising order, and the place of each before

@@ -11,8 +11,13 @@ AUPR and FPR95, so the convention has a name:
 
 All of them are read off two integer counts, how many ID and how many OOD samples each distinct score flags, for one
 set of scores or for a thousand resamples of it at once. Scores only enter by their order: nothing squashes them, half
-precision loses nothing, and infinite scores are allowed. In selective prediction, samples with equal scores are
-answered in the order of the data. torchmetrics, scikit-learn and torch-uncertainty are the referees, in the tests.
+precision loses nothing, and infinite scores are allowed. torchmetrics, scikit-learn and torch-uncertainty are the
+referees, in the tests.
+
+In selective prediction nothing says which of several equal scores is answered first, so each has the mean error of them
+all: the expectation over their orders. No number depends on the order of the data, which is often sorted by class; a
+score that says nothing has the model's error as its AURC. torch-uncertainty takes ties in whatever order its sort gives
+them; without ties the numbers are the same.
 """
 
 import math
@@ -34,7 +39,7 @@ class RiskCoverage:
     """A risk-coverage curve in float64 on the CPU: the k most certain samples, for k from 1 to B."""
 
     coverage: Tensor  # [B], share of samples answered
-    risk: Tensor  # [B], mean error among them
+    risk: Tensor  # [B], mean error among them, expected over the orders of equal scores
 
     @property
     def area(self) -> float:
@@ -66,7 +71,7 @@ def risk_coverage(scores: Tensor, errors: Tensor) -> RiskCoverage:
 
 @checked
 def aurc(scores: Tensor, errors: Tensor) -> float:
-    """Area under the risk-coverage curve, as `RiskCoverage.area` defines it.
+    """Area under the risk-coverage curve, as `RiskCoverage.area` defines it; ties count by their mean error.
 
     Args:
         scores: How unsure each answer is, `[B]`: the higher, the less sure.
@@ -103,9 +108,13 @@ def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: PositiveShare = 0
 
 def risk_curve(scores: Tensor, errors: Tensor) -> RiskCoverage:
     """`risk_coverage` of values known to be good."""
-    ordered = errors.detach().cpu().double()[scores.cpu().sort(stable=True).indices]
-    answered = torch.arange(1, len(ordered) + 1, dtype=torch.float64)
-    return RiskCoverage(coverage=answered / len(ordered), risk=ordered.cumsum(dim=0) / answered)
+    _, run, sizes = scores.detach().cpu().unique(return_inverse=True, return_counts=True)  # by run of equal scores
+    wrong = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, run, errors.detach().cpu().double())
+    answered = torch.arange(1, len(run) + 1, dtype=torch.float64)
+    run = torch.arange(len(sizes)).repeat_interleave(sizes)  # [B], now of the k-th most certain sample
+    missing = sizes.cumsum(dim=0)[run] - answered  # of its run, not answered yet
+    risk = (wrong.cumsum(dim=0)[run] - wrong[run] * missing / sizes[run]) / answered
+    return RiskCoverage(coverage=answered / len(run), risk=risk)
 
 
 # --- detection ----------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """AUROC, AUPR, FPR95 and the risk-coverage curve: hand-computed conventions, referees, and bad input."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -166,6 +168,35 @@ def test_risk_coverage_by_hand():
     errors[7] = 1  # the eighth sample
     assert 100 * 0.07 > 7  # coverage is not lost to rounding
     assert risk_at_coverage(torch.arange(100.0), errors, 0.07) == 0
+
+
+def test_ties_count_by_their_mean_error_over_all_orders():
+    """One member has no mutual information: what such a score is worth must not hang on the order of the data."""
+    wrong = torch.arange(1000) < 130
+    for errors in (wrong, wrong.flip(0)):
+        curve = risk_coverage(torch.zeros(1000), errors)
+        torch.testing.assert_close(curve.risk, torch.full((1000,), 0.13).double())
+        assert curve.area == pytest.approx(0.13)
+        assert risk_at_coverage(torch.zeros(1000), errors, 0.5) == pytest.approx(0.13)
+    scores, errors = T([0.2, 0.1, 0.2, 0.2, 0.5, 0.5, 0.1]), T([0.0, 1.0, 2.0, 0.5, 0.0, 3.0, 0.0])
+    within = (itertools.permutations(torch.where(scores == one)[0].tolist()) for one in scores.unique())
+    risks = []
+    for order in itertools.product(*within):
+        risks.append(errors.double()[list(itertools.chain(*order))].cumsum(0) / torch.arange(1, 8))
+    for rows in (torch.arange(7), torch.arange(7).flip(0)):
+        torch.testing.assert_close(risk_coverage(scores[rows], errors[rows]).risk, torch.stack(risks).mean(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64])
+def test_the_order_of_the_data_changes_no_risk(dtype):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(30, (500,), generator=generator).to(dtype)
+    errors = torch.rand(500, generator=generator) < 0.3
+    curve = risk_coverage(scores, errors)
+    for _ in range(5):
+        rows = torch.randperm(500, generator=generator)
+        assert torch.equal(risk_coverage(scores[rows], errors[rows]).risk, curve.risk)
+    assert curve.risk[-1].item() == errors.double().mean().item()
 
 
 def test_risk_coverage_equals_the_referee(referee, quiet):

@@ -44,9 +44,12 @@ def by_other_code(stored: Columns, own: str, groups: Mapping[str, Sequence[str]]
 
 
 def _aurc(scores: Any, correct: Any) -> float:
-    wrong = 1 - correct[np.argsort(scores, kind="stable")]
-    answered = np.arange(1, len(wrong) + 1)
-    return float(auc(answered / len(wrong), np.cumsum(wrong) / answered) / (1 - 1 / len(wrong)))
+    """Between two distinct scores, mistakes grow in a straight line with the samples answered."""
+    rising, answered = np.sort(scores), np.arange(1, len(scores) + 1)
+    ends = np.searchsorted(rising, np.unique(rising), side="right")
+    mistakes = np.cumsum(1 - correct[np.argsort(scores)])[ends - 1]
+    wrong = np.interp(answered, [0, *ends], [0, *mistakes])
+    return float(auc(answered / len(scores), wrong / answered) / (1 - 1 / len(scores)))
 
 
 def _adaptive_ece(confidence: Any, correct: Any) -> float:

@@ -79,6 +79,23 @@ def test_a_score_that_is_a_confidence_has_a_calibration_of_its_own() -> None:
     assert "vilu:ece" not in numbers(found, "own", GROUPS)
 
 
+def test_influences_of_an_area_with_ties_are_what_samples_weigh() -> None:
+    """By taking every sample twice: neither it nor its deviation hangs on the order of the data."""
+    found = {key: one[:300].astype(float) for key, one in columns(1).items() if key.startswith("own|")}
+    found["own|msp"] = np.round(found["own|msp"], 1)  # seven distinct scores
+    exact = numbers(found, "own", {})["aurc"]
+    weighed = []
+    for row in range(300):
+        twice = {key: np.append(one, one[row]) for key, one in found.items()}
+        weighed.append(301 * (numbers(twice, "own", {})["aurc"].value - exact.value))
+    influence = exact.influences["own"]
+    np.testing.assert_allclose(np.array(weighed) - np.mean(weighed), influence, atol=0.03 * np.abs(influence).max())
+    rows = np.random.default_rng(3).permutation(300)
+    other = numbers({key: one[rows] for key, one in found.items()}, "own", {})["aurc"]
+    assert other.value == exact.value
+    np.testing.assert_allclose(other.influences["own"], influence[rows], atol=1e-12)
+
+
 def test_influences_have_the_deviation_that_a_bootstrap_finds() -> None:
     """Of the paired difference of two models on the same samples."""
     one, other = columns(1, 0.08), columns(2)
