@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
 from typing import Any, Literal, SupportsIndex, overload
 
 import torch
@@ -22,6 +21,7 @@ from .model.layers import GroupedLinear
 from .model.states import (
     common_layers,
     copies_of,
+    equal_pair,
     join_states,
     listed,
     member_config,
@@ -29,6 +29,7 @@ from .model.states import (
     place_of,
     require_same_dtype_and_device,
     unequal,
+    warn_if_equal,
 )
 from .model.stem_readout import Projections, linear, projection_config
 
@@ -125,8 +126,8 @@ def fuse(
         raise ConfigError("fuse takes members of one kind, got ['DualEncoder', 'Ensemble']")
     if duals and average:
         raise ConfigError(f"average={average} is for classifiers; of dual encoders the layers are kept per member")
-    if trunk is None and (equal := twins(given)):
-        warn(f"members {equal[0]} and {equal[1]} given to fuse are equal: they will never disagree")
+    if trunk is None:
+        warn_if_equal(_one_by_one(given), "fuse")
     if duals:
         return _fuse_dual_encoders(duals, how, trunk)
     return _fuse_ensembles(ensembles, how, trunk, _whole_layers(average, ensembles[0].num_layers))
@@ -145,6 +146,11 @@ def _whole_layers(average: float, layers: int) -> int:
 
 def twins(models: Iterable[Ensemble | DualEncoder]) -> tuple[int, int] | None:
     """Positions of two members, of all that these models have, that are the same to the last bit; None for none."""
+    return equal_pair(_one_by_one(models))
+
+
+def _one_by_one(models: Iterable[Ensemble | DualEncoder]) -> list[tuple[object, Mapping[str, Tensor]]]:
+    """Configuration and state of every member that these models have."""
     found: list[tuple[object, Mapping[str, Tensor]]] = []
     for one in models:
         state = one.state_dict()
@@ -154,12 +160,7 @@ def twins(models: Iterable[Ensemble | DualEncoder]) -> tuple[int, int] | None:
             else:
                 single = one if one.num_members == 1 else one.member(index)
                 found.append((single.config, single.state_dict()))
-    for (i, (config, first)), (j, (other, second)) in combinations(enumerate(found), 2):
-        if config != other or any(first[name].device != second[name].device or first[name].is_meta for name in first):
-            continue
-        if all(torch.equal(first[name], second[name]) for name in reversed(list(first))):  # classifiers part first
-            return i, j
-    return None
+    return found
 
 
 @checked

@@ -94,7 +94,14 @@ def test_members_that_are_equal() -> None:
     with pytest.warns(HydraWarning, match="members 0 and 2") as caught:
         he.fuse(pruned)
     assert caught[0].filename == __file__  # of whoever called, not of a file in the library
-    he.fuse(pruned[:2])
+    with pytest.warns(HydraWarning, match=r"members 0 and 2 given to Ensemble\.stack") as caught:
+        assert he.Ensemble.stack(pruned).num_members == 3
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        he.fuse(pruned[:2])
+        he.Ensemble.stack(pruned[:2])
+        he.Ensemble.stack([MODEL, cases.image_model(1)])
 
 
 def test_a_key_is_of_values_and_their_places() -> None:

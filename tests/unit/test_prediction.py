@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint_models import ensemble, single
+from hydra_ensembles.baselines.start import joined
 from hydra_ensembles.errors import ConfigError, DataError, HydraError
 from hydra_ensembles.metrics.conformal import Reference
+from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.prediction import Prediction, ScoreName, Unfamiliarity, scale_logits
 
@@ -275,7 +277,7 @@ class Reads(TorchDispatchMode):
 def test_a_prediction_waits_once_or_not_at_all(temperature, calibrates, monkeypatch):
     monkeypatch.setattr("hydra_ensembles.model.given._visible", lambda tensor: False)  # as on a GPU
     model, calibration = ensemble(single()), Calibration(temperature, 0.4, calibrates=calibrates)
-    model = type(model).stack([model] * len(temperature)).with_metadata(calibration=calibration)
+    model = joined([model] * len(temperature), Sharing()).with_metadata(calibration=calibration)
     images = torch.zeros(2, 3, 8, 8)
     for runner in (model, model.optimize(images, plans=["batched"])):
         for check_finite in (True, False):

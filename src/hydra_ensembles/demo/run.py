@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from ..arguments import END, Checked, InnerShare, Range, Whole
+from ..baselines.start import joined
 from ..calibrate import calibrate, fit_calibration
 from ..data.batching import BatchLoader, batches
 from ..data.dataset import subset
 from ..evaluation.evaluate import evaluate, evaluate_logits
 from ..evaluation.evaluation import Evaluation, describe_model
 from ..familiarity import fit_familiarity
+from ..model.config import Sharing
 from ..model.cost import measure_costs
 from ..model.ensemble import Ensemble
 from ..pipeline.chain import build
@@ -246,7 +248,8 @@ def _deep_ensemble(backbone: Ensemble, answers: Answers, calibration: Sequence[I
     """A stack of the size of backbones that share nothing, calibrated on what they said."""
     fit = fit_calibration(answers.logits, torch.cat([labels for _, labels in calibration]))
     history = ("stored answers of backbones trained from different seeds",)
-    return Ensemble.stack([backbone] * len(answers.logits)).with_metadata(calibration=fit.calibration, history=history)
+    stack = joined([backbone] * len(answers.logits), Sharing())  # equal, and meant so: `Ensemble.stack` would warn
+    return stack.with_metadata(calibration=fit.calibration, history=history)
 
 
 def _evaluations(

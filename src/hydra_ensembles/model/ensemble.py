@@ -44,6 +44,7 @@ from .states import (
     member_state,
     require_same_architecture,
     require_same_dtype_and_device,
+    warn_if_equal,
 )
 from .stem_readout import PatchStem, Readout, TextStem, projection_from
 from .watch import DROPPED, Watched
@@ -371,7 +372,7 @@ class Ensemble(Saved, Watched):
         """One ensemble with all members of the given ones and nothing shared between them.
 
         Stacking three independently trained models gives their Deep Ensemble, in one forward pass. Models of other
-        libraries are converted.
+        libraries are converted. A `HydraWarning` tells of two that are equal.
         """
         from ..convert.convert import as_ours  # a layer above
 
@@ -380,6 +381,7 @@ class Ensemble(Saved, Watched):
         if strange:
             raise ConfigError(f"Ensemble.stack takes classifiers, got {strange}; dual encoders are fused: he.fuse(…)")
         states, heads, metadata = singles(given)
+        warn_if_equal(list(zip(heads, states, strict=True)), "Ensemble.stack")
         config = replace(member_config(given[0].config, 0), heads=heads)
         return Ensemble.from_state(config, join_states(config, states), metadata)
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from numbers import Integral
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from .._utils import warn
 from ..errors import ConfigError
 from .config import GROUPS, EnsembleConfig, Group, KeptHeads, Sharing
 
@@ -97,6 +99,22 @@ def unequal(states: Sequence[Mapping[str, Tensor]]) -> list[str]:
         return tensor.shape != other.shape or not torch.equal(tensor, other.to(tensor.device))
 
     return [name for name, tensor in states[0].items() if any(differs(tensor, state[name]) for state in states[1:])]
+
+
+def equal_pair(members: Sequence[tuple[object, Mapping[str, Tensor]]]) -> tuple[int, int] | None:
+    """Positions of two members, each a configuration and a state, that are the same to the last bit; None for none."""
+    for (i, (config, first)), (j, (other, second)) in combinations(enumerate(members), 2):
+        if config != other or any(first[name].device != second[name].device or first[name].is_meta for name in first):
+            continue
+        if all(torch.equal(first[name], second[name]) for name in reversed(list(first))):  # classifiers part first
+            return i, j
+    return None
+
+
+def warn_if_equal(members: Sequence[tuple[object, Mapping[str, Tensor]]], caller: str) -> None:
+    """Warn of members, as of `equal_pair`, of which two are the same; `caller` is the function that takes them."""
+    if equal := equal_pair(members):
+        warn(f"members {equal[0]} and {equal[1]} given to {caller} are equal: they will never disagree")
 
 
 def member_index(index: object, members: int) -> int:

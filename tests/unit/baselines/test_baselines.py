@@ -12,7 +12,9 @@ import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from hydra_ensembles import baselines
 from hydra_ensembles.baselines import MIMO, OBA, SWAG, BatchEnsemble, BayesVLM, Laplace, LoRA, NegLabel, Packed, ViLU
+from hydra_ensembles.baselines.start import joined
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.serve.outputs import columns
 from random_ensembles import ALL_SHAPES, SHAPES
 from served_models import inputs_for, served
@@ -191,7 +193,7 @@ def trained(name, base, data=None, recipe=QUICK, **settings):
 
 
 def two():
-    return he.Ensemble.stack([single()] * 2)
+    return joined([single()] * 2, Sharing())
 
 
 def zero_shot(**options):
@@ -205,11 +207,8 @@ WORDS = [f"{one} {two}" for one in ("cat", "dog", "red") for two in ("tree", "bu
 @pytest.mark.parametrize(
     ("work", "error", "token"),
     [
-        *(
-            (lambda name=name: trained(name, he.Ensemble.stack([single()] * 2)), ConfigError, "single")
-            for name in METHODS
-        ),
-        (lambda: baselines.laplace(he.Ensemble.stack([single()] * 2), some(single())), ConfigError, "single"),
+        *((lambda name=name: trained(name, two()), ConfigError, "single") for name in METHODS),
+        (lambda: baselines.laplace(two(), some(single())), ConfigError, "single"),
         (
             lambda: trained("lora", single(), recipe=replace(QUICK, train_groups=("readout",))),
             ConfigError,

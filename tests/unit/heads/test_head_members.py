@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hydra_ensembles.baselines.start import joined
 from hydra_ensembles.errors import ConfigError, HeadError, SameMembersError
 from hydra_ensembles.heads.members import (
     CIRCUIT_ORDER,
@@ -17,7 +18,7 @@ from hydra_ensembles.heads.members import (
     sampled_members,
 )
 from hydra_ensembles.heads.ranking import Head, HeadRanking
-from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.config import Sharing
 from random_ensembles import random_ensemble, without_heads
 
 EVERY = [Head(layer, head) for layer in range(12) for head in range(12)]
@@ -161,4 +162,4 @@ class TestRandom:
             with pytest.raises(HeadError, match=token):
                 random_members(ensemble, prune, members, layers=layers)
         with pytest.raises(ConfigError, match="2 members"):
-            random_members(Ensemble.stack([ensemble, ensemble]), prune=1, members=1)
+            random_members(joined([ensemble, ensemble], Sharing()), prune=1, members=1)

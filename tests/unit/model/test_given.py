@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 import hydra_ensembles as he
+from hydra_ensembles.baselines.start import joined
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate
+from hydra_ensembles.model.config import Sharing
 from random_ensembles import CLASSES, random_ensemble
 
 TEXT, IMAGE = "text-segments-projected", "image-cls"  # 20 words, 2 segments; images [3, 4, 6]
@@ -36,7 +38,7 @@ def model(shape: str = TEXT, members: int = 1) -> he.Ensemble:
     return single if members == 1 else he.Ensemble.stack([single, random_ensemble(shape, dtype=torch.float32, seed=1)])
 
 
-optimized, stacked = cache(he.Ensemble.optimize), cache(lambda one: he.Ensemble.stack([one, one]))
+optimized, stacked = cache(he.Ensemble.optimize), cache(lambda one: joined([one, one], Sharing()))
 dropping = cache(lambda one: he.mc_dropout(one, 0.1, 2))
 
 
