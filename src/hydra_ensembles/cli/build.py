@@ -97,10 +97,11 @@ def build(sources: BuildSources, hydra: HydraConfig, quiet: Quiet = False, as_js
     """
     folder = Path(sources.output).expanduser()
     with telling_how_to_go_on(folder, "build"):
-        model, sets, size = model_and_sets(sources, hydra, folder, "build")
+        fitted = replace(hydra, recipe=in_batches_of(hydra.recipe, sources.batch_size))
+        model, sets, size = model_and_sets(sources, fitted, folder, "build")
         written = {**to_plain(replace(sources, batch_size=size)), **to_plain(hydra)}
         with with_settings(folder, written, "build"):
-            made = build_ensemble(model, hydra, **sets, output=folder, device=sources.place(), progress=not quiet)
+            made = build_ensemble(model, fitted, **sets, output=folder, device=sources.place(), progress=not quiet)
     if as_json:
         emit_json(read_json(folder / SUMMARY))
         return
@@ -194,8 +195,10 @@ def search(
     folder = Path(sources.output).expanduser()
     training: Any = None if sources.train is None else "together"
     hydra = HydraConfig(training=training, recipe=sources.recipe if training else None, seed=sources.seed)
-    listed = None if sources.candidates is None else _read_candidates(Path(sources.candidates).expanduser())
-    names = ("cost", "recipe", "familiarity", "first", "tolerance", "price", "seed")
+    fitted = in_batches_of(hydra.recipe, sources.batch_size)
+    recipe, hydra = sources.recipe if fitted == hydra.recipe else fitted, replace(hydra, recipe=fitted)
+    listed = None if sources.candidates is None else _read_candidates(sources, sources.candidates)
+    names = ("cost", "familiarity", "first", "tolerance", "price", "seed")
     with telling_how_to_go_on(folder, "search"):
         model, sets, size = model_and_sets(sources, hydra, folder, "search")
         written = to_plain(replace(sources, batch_size=size))
@@ -204,6 +207,7 @@ def search(
                 model,
                 **sets,
                 **{name: getattr(sources, name) for name in names},
+                recipe=recipe,
                 candidates=listed,
                 models=[source.load_further(sources, name, model.metadata.labels) for name in sources.models],
                 batch_size=sources.latency_batch,
@@ -227,12 +231,14 @@ def search(
         print(f"  hydra-ensembles evaluate {shlex.quote(str(folder))} --id DATA --ood near:NAME=DATA")
 
 
-def _read_candidates(path: Path) -> list[dict[str, Any]]:
+def _read_candidates(settings: DataSettings, file: str) -> list[dict[str, Any]]:
     """Settings of candidates from a file; a recipe may be the name of a preset, as everywhere."""
+    path, most = Path(file).expanduser(), settings.batch_size
     listed = parse_yaml(read_file(path), str(path))
     if not isinstance(listed, list) or not all(isinstance(one, Mapping) for one in listed):
         raise ConfigError(f"{path} must hold a list of candidates, each with settings of build: '- shared_layers: 8'")
-    return [{**one, "recipe": read_recipe(one["recipe"])} if "recipe" in one else dict(one) for one in listed]
+    recipes = ({"recipe": in_batches_of(read_recipe(one["recipe"]), most)} if "recipe" in one else {} for one in listed)
+    return [{**one, **recipe} for one, recipe in zip(listed, recipes, strict=True)]
 
 
 # --- what both have in common ----------------------------------------------------------------------------------------
@@ -264,8 +270,29 @@ def with_settings(folder: Path, settings: Mapping[str, Any], name: str) -> Itera
         yield
 
 
-def model_and_sets(sources: Any, hydra: HydraConfig, folder: Path, name: str) -> tuple[Ensemble, dict[str, Any], int]:
+def in_batches_of(recipe: Recipe | None, most: int | None) -> Recipe | None:
+    """A recipe in batches of at most so many samples, and as many of them in an update as keep its samples.
+
+    So it trains the same in less memory. A recipe that does not say how many samples it is meant for stays as it is,
+    and so does one whose batches are no larger.
+    """
+    if recipe is None or recipe.batch_size is None or most is None or _samples_of(recipe, recipe.batch_size) <= most:
+        return recipe
+    batch = max(size for size in range(1, most + 1) if recipe.batch_size % size == 0)
+    return replace(recipe, gradient_accumulation=recipe.batch_size // batch)
+
+
+def _samples_of(recipe: Recipe, update: int) -> int:
+    """Samples of a batch, where an update of a recipe has so many."""
+    return max(1, update // recipe.gradient_accumulation)
+
+
+def model_and_sets(
+    sources: Any, hydra: HydraConfig, folder: Path, name: str
+) -> tuple[Ensemble, dict[str, Any], int | None]:
     """The model, its sets as batches by role, those that the config has a use for, and the samples of a batch.
+
+    The latter is None where none was given and the recipe has its own: written, 64 would be a limit to it.
 
     The settings have a field for each set, of those in `LABELLED` and `FOREIGN`. The folder is where the command of
     this name writes to: one of its own, and none that it reads from.
@@ -302,7 +329,8 @@ def model_and_sets(sources: Any, hydra: HydraConfig, folder: Path, name: str) ->
         if hydra.recipe is not None and hydra.recipe.rand_augment is not None:
             transform = TrainTransform.matching(transform, rand_augment=hydra.recipe.rand_augment)
         found["train"] = batches(train, transform, train_size, shuffle=True, seed=hydra.seed, num_workers=workers)
-    return model, found, size
+    recipe_decides = train is not None and hydra.recipe is not None and hydra.recipe.batch_size is not None
+    return model, found, sources.batch_size if recipe_decides else size
 
 
 def _load_sets(sources: Any, hydra: HydraConfig) -> tuple[dict[str, AnyDataset], dict[str, dict[str, AnyDataset]]]:
@@ -334,5 +362,5 @@ def _batch_sizes(sources: DataSettings, hydra: HydraConfig, samples: dict[str, i
 
     size = sources.batch_size or (USUAL_BATCH if "train" in samples else enough("id"))
     if hydra.recipe is not None and hydra.recipe.batch_size is not None:
-        return size, max(1, hydra.recipe.batch_size // hydra.recipe.gradient_accumulation)
+        return size, _samples_of(hydra.recipe, hydra.recipe.batch_size)
     return size, enough("train") if hydra.strategy == "taylor" else size

@@ -277,7 +277,8 @@ class DataSettings(Checked):
         columns: Column of a table, as text=sentence; image, text, text_pair and label can be named.
         by_position: Match classes by number, whatever their names.
         limit: Use at most so many samples of each set, drawn for good.
-        batch_size: Samples a batch; 64 if not given.
+        batch_size: Samples a batch; 64 if not given. Training has batches of the recipe, or of this size where those
+            are larger, and as many more of them an update.
         workers: Worker processes that read data.
     """
 

@@ -4,12 +4,15 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
+import torch
 import yaml
 
 import hydra_ensembles as he
 from cli_cases import COLOURS, fail, run, succeed, vit_flags
+from hydra_ensembles.cli.build import in_batches_of
 from hydra_ensembles.cli.command import write_settings
 from processes import watch_replacements
 
@@ -120,6 +123,35 @@ def test_a_recipe_with_rand_augment_crops_training_images(world, tmp_path):
     history = he.Ensemble.from_pretrained(tmp_path / "run" / "ensemble").metadata.history
     assert any("fine-tuned" in line for line in history)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["samples"]["validation"] == 4
+
+
+def test_a_batch_size_that_is_given_holds_for_training_and_an_update_keeps_its_samples(world, tmp_path):
+    recipe = {"learning_rate": 0.01, "steps": 2, "batch_size": 6, "train_groups": ["mlp"], "dropout": 0.0}
+    (tmp_path / "build.yaml").write_text(yaml.safe_dump({"recipe": recipe, "strategy": "random", "members": 2}))
+    flags = ["-c", tmp_path / "build.yaml", *vit_flags(world / "mine.safetensors"), "--prune", 3, "--shared-layers", 0]
+    flags += ["--id", world / "val", "--train", world / "test", "-q"]
+    made = {}
+    for given, written, batches in ([], None, 1), (["--batch-size", 5], 5, 2), (["--batch-size", 64], 64, 1):
+        folder = tmp_path / f"run{written}"
+        succeed("build", *flags, *given, "-o", folder)
+        settings = yaml.safe_load((folder / "config.yaml").read_text())
+        assert (settings["batch_size"], settings["recipe"]["gradient_accumulation"]) == (written, 1)
+        used = json.loads((folder / "summary.json").read_text())["config"]["recipe"]
+        assert used["gradient_accumulation"] == batches
+        succeed("build", "--config", folder / "config.yaml", "-q")  # the same build again
+        made[written] = he.Ensemble.from_pretrained(folder / "ensemble").state_dict()
+    for name, whole in made[None].items():
+        torch.testing.assert_close(made[5][name], whole, rtol=0, atol=1e-4)  # in batches of 3
+
+
+def test_recipes_in_smaller_batches():
+    recipe = he.Recipe.preset("imagenet")
+    for most, batches in (None, 1), (600, 1), (512, 1), (511, 2), (100, 8), (8, 64):
+        assert in_batches_of(recipe, most) == replace(recipe, gradient_accumulation=batches)
+    halves = replace(recipe, gradient_accumulation=2)
+    assert in_batches_of(halves, 256) == halves
+    free = he.Recipe(learning_rate=0.1, steps=1)
+    assert in_batches_of(free, 8) == free
 
 
 @pytest.mark.parametrize(

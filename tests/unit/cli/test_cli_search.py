@@ -97,3 +97,18 @@ def test_bad_candidates_data_given_twice_and_too_low_a_price_are_refused(flags, 
         ("--cost", 0.5, "cost"),
     ):
         assert token in fail("search", *flags, option, value, "--output", tmp_path / "run")
+
+
+def test_a_batch_size_that_is_given_holds_for_the_training_of_candidates(flags, tmp_path, monkeypatch) -> None:
+    given = []
+
+    def watched(model, **settings):
+        given.append(settings)
+        raise he.errors.DataError("seen")
+
+    monkeypatch.setattr("hydra_ensembles.cli.build.run_search", watched)
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump([{"training": "together", "recipe": "sst2"}]))
+    for more in ([], ["--batch-size", 2], ["--batch-size", 2, "--candidates", tmp_path / "own.yaml"]):
+        assert "seen" in fail("search", *flags, *more, "--output", tmp_path / "new", "--dry-run")
+    assert [(one["train"].batch_size, one["recipe"].gradient_accumulation) for one in given] == [(8, 1), (2, 4), (2, 4)]
+    assert given[2]["candidates"][0]["recipe"].gradient_accumulation == 16
