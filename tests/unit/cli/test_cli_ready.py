@@ -57,6 +57,17 @@ def test_a_model_is_calibrated_as_the_function_does(world, held_out, tmp_path) -
     assert "verdict" in succeed("predict", tmp_path / "ready", world / "test", "--format", "csv")
 
 
+def test_what_was_calibrated_on_is_known_again(world, held_out, tmp_path) -> None:
+    """In batches of another size, by another command: with a warning, in the table and in the file."""
+    succeed("calibrate", *vit_flags(world / "mine.safetensors"), "--id", held_out, "-o", tmp_path / "ready")
+    flags = ["-o", tmp_path / "found.json", "--batch-size", 7]
+    with pytest.warns(he.HydraWarning, match="about 100% of the samples that fitted the calibration"):
+        told = succeed("evaluate", tmp_path / "ready", "--id", held_out, *flags)
+    assert "about 100 %" in told
+    assert he.Evaluation.load(tmp_path / "found.json").reused == 1.0
+    assert "about" not in succeed("evaluate", tmp_path / "ready", "--id", world / "test", *flags)
+
+
 def test_what_is_fused_is_calibrated_and_texts_are_too(tunings, held_out, world, tmp_path) -> None:
     succeed("fuse", *tunings, "--average", 0.8, "--mlp", "separate", "--output", tmp_path / "hydra")
     succeed("calibrate", tmp_path / "hydra", "--id", held_out, "--output", tmp_path / "ready")
