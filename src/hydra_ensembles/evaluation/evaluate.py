@@ -39,6 +39,7 @@ from .evaluation import (
 from .kept import Kept
 from .measure import Measure
 from .running import Runner, member_logits, running
+from .traces import trace_sets
 
 Data = Batches | Dataset[Any]
 
@@ -176,7 +177,11 @@ def evaluate(
             **{("shift", key): one.unfamiliarity for key, one in shifted.items()},
         },
     )
-    return replace(found, reused=reused)
+    by_name = {id_name: own, **{f"ood.{key}": one for key, one in others.items()}}
+    by_name |= {f"shift.{key}": one for key, one in shifted.items()}
+    labels = {key: one.answers.labels for key, one in by_name.items()}
+    traces = trace_sets(labels, {key: one.keys for key, one in by_name.items()})
+    return replace(found, reused=reused, traces=traces)
 
 
 @checked
@@ -217,7 +222,9 @@ def evaluate_logits(
         {group: {key: member_logits(one, key, like=own) for key, one in sets.items()} for group, sets in groups},
         {key: labelled(member_logits(one, key, like=own), to, key) for key, (one, to) in (shift or {}).items()},
     )
-    return measure.evaluation(given, model, provenance or provenance_of(None, id_logits.dtype))
+    found = measure.evaluation(given, model, provenance or provenance_of(None, id_logits.dtype))
+    known = {id_name: given.id.labels, **{f"shift.{key}": one.labels for key, one in given.shift.items()}}
+    return replace(found, traces=trace_sets(known))
 
 
 def read_groups(ood: Mapping[str, Any] | None) -> dict[OodGroup, dict[str, Any]]:

@@ -30,6 +30,7 @@ from ..model.metadata import Calibration
 from ..optimize.runner import OptimizedEnsemble
 from ..prediction import AnyScore
 from ..schema import ADDED_LATER, from_plain, to_plain
+from .traces import SetTrace
 
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
 MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}  # groups that each mean is over
@@ -353,6 +354,7 @@ class Evaluation:
         reused: The share of the samples that calibration or familiarity were fitted on (the larger of the two) that is
             in the in-distribution set, as 64 of them tell; above 0, numbers are better than those of new data. None
             where these are not known: nothing was fitted, or before there were such marks.
+        traces: Of every set, by its name in `samples`, by which `compare` knows other samples; empty in older files.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -383,6 +385,7 @@ class Evaluation:
     logits: MemberLogits | None = field(default=None, compare=False, repr=False)
     logits_digest: str | None = field(default=None, compare=False, repr=False)
     reused: float | None = field(default=None, repr=False, metadata=ADDED_LATER)
+    traces: Mapping[str, SetTrace] = field(default_factory=dict, compare=False, repr=False, metadata=ADDED_LATER)
 
     def __str__(self) -> str:
         from ..report.compare import compare, to_markdown  # a table is made of evaluations
@@ -439,7 +442,7 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, without the member logits."""
         parts = {item.name: to_plain(getattr(self, item.name)) for item in fields(self) if item.name != "logits"}
-        late = [name for name in ("logits_digest", "reused") if parts[name] is None]  # as in files of before
+        late = [name for name in ("logits_digest", "reused", "traces") if parts[name] in (None, {})]  # as before them
         parts = {name: one for name, one in parts.items() if name not in late}
         return {"format": FORMAT, "version": VERSION, **parts}
 

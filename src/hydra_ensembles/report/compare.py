@@ -15,6 +15,7 @@ from .._utils import require
 from ..arguments import checked
 from ..errors import ConfigError, DataError
 from ..evaluation.evaluation import UNNAMED, Evaluation, read_saved
+from ..evaluation.traces import unlike
 from ..files import write_sealed
 from ..model.cost import Cost
 from ..schema import from_plain, to_plain
@@ -95,7 +96,8 @@ def compare(
         costs: Rows of `measure_costs`, found by method name.
         columns: What to show, from left to right: `COLUMNS`, and unless they are given also what a model with fitted
             familiarity declines, and the AUROC of its fitted scores. A column nobody has a number for is left out.
-        allow_mismatch: Compare evaluations of different sets or sizes all the same, and say so in the notes.
+        allow_mismatch: Compare evaluations of different sets, sizes or labels all the same, and say so in the notes.
+            Inputs that differ where labels do not are noted, never refused: models may want them prepared otherwise.
 
     Raises:
         DataError: There is nothing to compare, or the evaluations are not of the same data.
@@ -237,11 +239,41 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
             if not allow_mismatch:
                 raise DataError(f"{note}; evaluate both on the same data, or allow the mismatch")
             notes.append(f"Not the same data: {note}.")
+    notes += _sample_notes(everything, allow_mismatch)
     if any(len(found) > 1 for found in methods.values()):
         counts = ", ".join(f"{name}: {len(found)}" for name, found in methods.items())
         notes.append(f"Mean ± standard deviation over runs ({counts}).")
     notes += [note for note in (_calibration_note(methods), _reuse_note(methods), _decline_note(methods)) if note]
     return tuple(dict.fromkeys(notes))
+
+
+def _sample_notes(everything: Sequence[tuple[str, Evaluation]], allow_mismatch: bool) -> list[str]:
+    """Which methods saw, or may have seen, other samples than the first, in sets of one name and size."""
+    (first_name, first), *others = everything
+    notes = []
+    unknown: dict[str, None] = {}  # names, each once
+    for name, run in others:
+        same = [key for key, count in run.samples.items() if first.samples.get(key) == count]
+        found = unlike(run.traces, first.traces, same)
+        if found.labels:
+            note = f"the labels of {_listed(found.labels)} are others for {name} than for {first_name}"
+            if not allow_mismatch:
+                raise DataError(f"{note}; evaluate both on the same data, or allow the mismatch")
+            notes.append(f"Not the same data: {note}.")
+        if found.inputs:
+            why = "other samples, or the same prepared in another way"
+            notes.append(f"{name} was given other inputs than {first_name} in {_listed(found.inputs)}: {why}.")
+        if found.unknown:
+            unknown[name] = None
+    if unknown:
+        how = "sizes were compared, and labels where both have a trace of them"
+        notes.append(f"Whether {', '.join(unknown)} saw the same samples as {first_name} is not known: {how}.")
+    return notes
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names of sets, and how many there are besides."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:

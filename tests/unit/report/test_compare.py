@@ -8,9 +8,11 @@ import statistics
 from dataclasses import replace
 
 import pytest
+import torch
 from markdown_it import MarkdownIt
 from rich.console import Console
 
+import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.report.compare import (
@@ -116,6 +118,39 @@ def test_what_does_not_compare_is_refused(evaluations, error, token):
     if token == "Other":
         notes = compare(evaluations, allow_mismatch=True).notes
         assert any(note.startswith("Not the same data: Other") for note in notes)
+
+
+def test_other_samples_in_sets_of_one_name_and_size_are_told(tmp_path):
+    """By labels they are refused; by inputs alone noted, since a model may want the same images in another size."""
+    generator = torch.Generator().manual_seed(0)
+    pixels, labels = torch.randn(40, 6, generator=generator), torch.arange(40) % 4
+    foreign = {"near": {"close": [(torch.randn(9, 6, generator=generator),)]}}
+    weights = torch.randn(6, 4, generator=generator)
+
+    def found(name, pixels, labels, ood=foreign):
+        return he.evaluate(lambda inputs: inputs @ weights, [(pixels, labels)], ood, name=name, progress=False)
+
+    def told(*evaluations, **settings):
+        return list(compare(evaluations, **settings).notes[1:])  # the first says what the sets are
+
+    one, order = found("One", pixels, labels), torch.randperm(40, generator=generator)
+    assert set(one.traces) == {"id", "ood.close"}
+    assert told(one, found("Same", pixels[order], labels[order])) == []
+    assert told(one, found("Numbered otherwise", pixels, 3 - labels)) == []
+    one.save(tmp_path / "one.json")
+    assert he.Evaluation.load(tmp_path / "one.json").traces == one.traces
+
+    with pytest.raises(DataError, match="labels of id are others for Other"):
+        compare([one, found("Other", pixels, labels.clamp(max=2))])
+    assert "Not the same data" in told(one, found("Other", pixels, labels.clamp(max=2)), allow_mismatch=True)[0]
+    (note,) = told(one, found("New", pixels + 1, labels))
+    assert note.startswith("New was given other inputs than One in id: other samples, or")
+    (note,) = told(one, found("New", pixels, labels, {"near": {"close": [(2 * pixels[:9],)]}}))
+    assert "in ood.close:" in note
+    before = replace(one, name="Before", traces={})
+    assert "traces" not in before.to_dict()
+    (note,) = told(one, before, replace(before, name="Likewise"))
+    assert note.startswith("Whether Before, Likewise saw the same samples as One is not known: sizes")
 
 
 def test_evaluations_that_nobody_named_are_rows_of_their_own():

@@ -1,0 +1,66 @@
+"""Traces of the sets of an evaluation: whether two evaluations of sets of one name and size saw the same samples.
+
+A trace does not hang on the order of the samples. Labels that differ are proof of other samples. Inputs that differ are
+not: models of other sizes, normalisations or tokenizers are given other numbers of the same image or text.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ..overlap import Keys
+
+
+@dataclass(frozen=True)
+class SetTrace:
+    """What is stored of the samples of a set.
+
+    Attributes:
+        labels: Of how many samples the classes have, whichever class it is: models may number classes in their own
+            order. Empty where there are no labels.
+        inputs: Of all samples as the model was given them; empty where only their logits were.
+    """
+
+    labels: str = ""
+    inputs: str = ""
+
+
+class Unlike(NamedTuple):
+    """Names of sets that two evaluations have in common, by what their traces say; of the others they are the same."""
+
+    labels: list[str]  # surely other samples
+    inputs: list[str]  # other samples, or the same prepared otherwise
+    unknown: list[str]  # one of the two has no trace of its inputs
+
+
+def trace_sets(labels: Mapping[str, Tensor], keys: Mapping[str, Keys] = MappingProxyType({})) -> dict[str, SetTrace]:
+    """The trace of each set by its name, from labels `[B]`, none of an OOD set, and from `sample_keys` `[B]`."""
+    found = {}
+    for name, given in labels.items():
+        counts = np.sort(np.bincount(given.numpy()))
+        found[name] = SetTrace(_digest(counts[counts > 0]), _digest(np.sort(keys[name])) if name in keys else "")
+    return found
+
+
+def _digest(values: npt.NDArray[np.int64]) -> str:
+    return hashlib.sha256(values.astype("<i8").tobytes()).hexdigest()[:16] if len(values) else ""
+
+
+def unlike(ours: Mapping[str, SetTrace], theirs: Mapping[str, SetTrace], names: list[str]) -> Unlike:
+    """What the traces of two evaluations say of sets of one name."""
+    found = Unlike([], [], [])
+    for name in names:
+        one, other = ours.get(name, SetTrace()), theirs.get(name, SetTrace())
+        if one.labels and other.labels and one.labels != other.labels:
+            found.labels.append(name)
+        elif not (one.inputs and other.inputs):
+            found.unknown.append(name)
+        elif one.inputs != other.inputs:
+            found.inputs.append(name)
+    return found
