@@ -326,7 +326,7 @@ def model_and_sets(
         elif SYNTHETIC in getattr(sources, role, ()):
             found[role] = SYNTHETIC
     if train is not None:
-        if hydra.recipe is not None and hydra.recipe.rand_augment is not None:
+        if hydra.recipe is not None and hydra.recipe.changes_images:
             transform = TrainTransform.matching(transform, rand_augment=hydra.recipe.rand_augment)
         found["train"] = batches(train, transform, train_size, shuffle=True, seed=hydra.seed, num_workers=workers)
     recipe_decides = train is not None and hydra.recipe is not None and hydra.recipe.batch_size is not None

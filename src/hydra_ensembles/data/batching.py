@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from .._utils import require
 from ..arguments import Checked, Positive, PositiveShare, Share, Whole
 from ..errors import ConfigError, DataError
-from ..preprocessing import ImagePreprocessing, to_rgb
+from ..preprocessing import ImagePreprocessing, Interpolation, to_grey, to_rgb
 from ..training.recipe import RandAugment
 from .dataset import Items, hash_key, keyed_order
 
@@ -152,31 +152,36 @@ class TrainTransform(Checked):
         crop_scale: Smallest and largest share of the image's area that a crop may take.
         flip_probability: Probability of mirroring left and right.
         rand_augment: Settings of RandAugment, or `None`.
-        mean, std: Of each channel, subtracted and divided by last.
+        mean, std: Of each channel, subtracted and divided by last; one each for a model of grey images.
+        interpolation: How crops are resized.
     """
 
     size: tuple[Whole, Whole] = (224, 224)
     crop_scale: tuple[PositiveShare, PositiveShare] = (0.08, 1.0)
     flip_probability: Share = 0.5
     rand_augment: RandAugment | None = field(default_factory=RandAugment)
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[Positive, ...] = (0.229, 0.224, 0.225)
+    interpolation: Interpolation = "bilinear"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std):
+            raise ConfigError(f"mean and std must have one or three entries each; got {self.mean}, {self.std}")
         if self.crop_scale[0] > self.crop_scale[1]:
             raise ConfigError(f"crop_scale must be 0 < smallest <= largest <= 1, got {self.crop_scale}")
 
     @classmethod
     def matching(cls, preprocessing: ImagePreprocessing, **changes: Any) -> Self:
-        """Take size, mean and standard deviation from a model's preprocessing."""
-        settings = {"size": preprocessing.size, "mean": preprocessing.mean, "std": preprocessing.std}
-        return cls(**{**settings, **changes})
+        """Take size, mean, standard deviation and interpolation from a model's preprocessing."""
+        names = ("size", "mean", "std", "interpolation")
+        return cls(**{**{name: getattr(preprocessing, name) for name in names}, **changes})
 
     def __call__(self, images: "Image | Sequence[Image]") -> Tensor:
-        """Transform PIL images into a tensor `[B, 3, height, width]`, each image with draws of its own."""
+        """Transform PIL images into a tensor `[B, channels, height, width]`, each image with draws of its own."""
         batch = list(images) if isinstance(images, Sequence) else [images]
-        return torch.stack([self._pipeline(to_rgb(image)) for image in batch])
+        convert = to_grey if len(self.mean) == 1 else to_rgb
+        return torch.stack([self._pipeline(convert(image)) for image in batch])
 
     @cached_property
     def _pipeline(self) -> Any:
@@ -184,7 +189,9 @@ class TrainTransform(Checked):
         augment = self.rand_augment
         return transforms.Compose(
             [
-                transforms.RandomResizedCrop(self.size, scale=self.crop_scale),
+                transforms.RandomResizedCrop(
+                    self.size, scale=self.crop_scale, interpolation=transforms.InterpolationMode(self.interpolation)
+                ),
                 transforms.RandomHorizontalFlip(self.flip_probability),
                 *([] if augment is None else [transforms.RandAugment(augment.operations, augment.magnitude)]),
                 transforms.ToImage(),

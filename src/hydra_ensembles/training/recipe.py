@@ -79,7 +79,9 @@ class Recipe(Checked):
         order_seed: Of the order of the data and their augmentation alone, then the same for every member, while
             `seed` still decides about dropout; None leaves both to `seed`.
         batch_size: Samples per update that the recipe is meant for; batches come from the caller's loader.
-        rand_augment: Augmentation that the recipe is meant for; likewise.
+        augment: Whether the recipe is meant for images that are cropped and mirrored at random (`data.TrainTransform`);
+            likewise: the commands do so, and whoever makes batches in Python gives them that transform.
+        rand_augment: RandAugment that it is meant for besides; likewise.
         ours: Names of the settings whose value the paper does not state.
 
     Examples:
@@ -119,6 +121,7 @@ class Recipe(Checked):
     seed: AnySeed = 0
     order_seed: AnySeed | None = field(default=None, metadata=ADDED_LATER)
     batch_size: Counted | None = None
+    augment: bool = field(default=False, metadata=ADDED_LATER)
     rand_augment: RandAugment | None = None
     ours: tuple[str, ...] = ()
 
@@ -158,6 +161,11 @@ class Recipe(Checked):
     def rates(self) -> tuple[float, ...]:
         """Peak learning rates to train with: the grid, or the only one."""
         return self.grid or (() if self.learning_rate is None else (self.learning_rate,))
+
+    @property
+    def changes_images(self) -> bool:
+        """Whether it is meant for images that are changed at random; RandAugment comes after crops and mirroring."""
+        return self.augment or self.rand_augment is not None
 
     def plan(self, batches: int | None) -> tuple[int, int]:
         """Updates in all, and of the warm-up, when one pass over the training data has `batches` batches."""

@@ -125,6 +125,30 @@ def test_a_recipe_with_rand_augment_crops_training_images(world, tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["samples"]["validation"] == 4
 
 
+@pytest.mark.parametrize(
+    ("recipe", "augmented"), [("imagenet", 12), ("cifar100-last5", None), ("cifar100-base", None), ("hydra", False)]
+)
+def test_recipes_of_the_paper_train_on_the_images_that_it_prints(world, tmp_path, monkeypatch, recipe, augmented):
+    """Random crops and mirroring, for ImageNet-1K with RandAugment, resized as the model does; ours is plain."""
+    given = []
+
+    def watched(model, config, **settings):
+        given.append((settings["id"].preprocess, settings["train"].preprocess))
+        raise he.errors.DataError("seen")
+
+    monkeypatch.setattr("hydra_ensembles.cli.build.build_ensemble", watched)
+    flags = ["--id", world / "val", "--train", world / "test", "--strategy", "random", "--recipe", recipe, "-p", 3]
+    model = [*vit_flags(world / "mine.safetensors"), "--interpolation", "lanczos"]
+    assert "seen" in fail("build", *model, *flags, "--stem", "mean", "-o", tmp_path / "run")
+    plain, train = given[0]
+    if augmented is False:
+        assert train == plain
+        return
+    assert (train.size, train.crop_scale, train.flip_probability) == (plain.size, (0.08, 1.0), 0.5)
+    assert train.interpolation == plain.interpolation == "lanczos"
+    assert (train.rand_augment and train.rand_augment.magnitude) == augmented
+
+
 def test_a_batch_size_that_is_given_holds_for_training_and_an_update_keeps_its_samples(world, tmp_path):
     recipe = {"learning_rate": 0.01, "steps": 2, "batch_size": 6, "train_groups": ["mlp"], "dropout": 0.0}
     (tmp_path / "build.yaml").write_text(yaml.safe_dump({"recipe": recipe, "strategy": "random", "members": 2}))

@@ -135,6 +135,22 @@ def test_training_transforms_repeat_in_batches_and_draw_for_each_image() -> None
     assert len({tuple(row.flatten().tolist()) for row in first[0]}) == 6
 
 
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "lanczos"])
+def test_crops_are_resized_as_the_model_resizes(interpolation: Any) -> None:
+    """Without randomness, the training transform gives what the model's preprocessing gives."""
+    preprocessing = ImagePreprocessing(size=(20, 20), interpolation=interpolation, mean=(0.5,) * 3, std=(0.5,) * 3)
+    transform = TrainTransform.matching(preprocessing, crop_scale=(1.0, 1.0), flip_probability=0.0, rand_augment=None)
+    image = picture(2, size=32)
+    torch.testing.assert_close(transform(image), preprocessing(image))
+
+
+def test_grey_images_stay_grey() -> None:
+    preprocessing = ImagePreprocessing(size=(20, 20), mean=(0.5,), std=(0.5,))
+    transform = TrainTransform.matching(preprocessing, crop_scale=(1.0, 1.0), flip_probability=0.0, rand_augment=None)
+    torch.testing.assert_close(transform(picture(2)), preprocessing(picture(2)))
+    assert TrainTransform.matching(preprocessing)([picture(2)] * 30).shape == (30, 1, 20, 20)
+
+
 def test_crops_keep_to_their_scale() -> None:
     """On a left-to-right ramp, the range of values that a crop shows is its share of the width."""
     ramp = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), (256, 1))).convert("RGB")

@@ -15,11 +15,11 @@ from hydra_ensembles.training.recipe import RandAugment, Recipe, make_optimizer,
 AFTER_PRUNING = ("attention", "mlp", "norms", "readout")
 
 
-IMAGE = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.0, "schedule": "cosine"}
-CIFAR100 = {**IMAGE, "grid": (0.001, 0.003, 0.01, 0.03), "warmup": 500, "steps": 10_000}
+IMAGE = {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.0, "schedule": "cosine", "augment": True}
+CIFAR100 = {**IMAGE, "rand_augment": None, "grid": (0.001, 0.003, 0.01, 0.03), "warmup": 500, "steps": 10_000}
 PRUNED = {"floor": 1e-5, "label_smoothing": 0.1}
 LONG = {"grid": (0.003, 0.01, 0.03, 0.06), "warmup": 5_000, "steps": 120_000, "rand_augment": RandAugment(2, 12)}
-TEXT = {"optimizer": "adamw", "warmup": 0.1, "schedule": "linear", "floor": 0.0, "clip_norm": 1.0}
+TEXT = {"optimizer": "adamw", "warmup": 0.1, "schedule": "linear", "floor": 0.0, "clip_norm": 1.0, "augment": False}
 APPENDIX = {  # what the paper says, and what it leaves to us
     "imagenet-base": (
         {**IMAGE, "grid": (0.003, 0.01, 0.03, 0.06), "warmup": 500, "steps": 20_000, "dropout": 0.0},
