@@ -55,6 +55,14 @@ class Ranks:
         dist.all_reduce(summed)
         return summed
 
+    def of_first(self, own: Tensor) -> Tensor:
+        """The tensor of rank 0; those of the others have its shape and dtype, truth values."""
+        if self.size == 1:
+            return own
+        bytes_of = own.contiguous().clone().view(torch.uint8)  # not every backend sends truth values
+        dist.broadcast(bytes_of, 0)
+        return bytes_of.view(torch.bool)
+
     def rows(self, own: Tensor) -> list[Tensor]:
         """The tensor of every rank; they may differ in the number of rows."""
         return [own] if self.size == 1 else [part.to(own.device) for part in self.gather(own.cpu())]

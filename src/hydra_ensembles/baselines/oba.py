@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal, Unpack
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .._distributed import is_sharded
 from .._utils import derive_seed
 from ..arguments import Checked, Rate, Whole
 from ..batches import (
@@ -86,7 +88,8 @@ def oba(
 
     Args:
         model: A classifier with one member; it is not changed.
-        train: Batches with labels that can be read again and again.
+        train: Batches with labels that can be read again and again. In several processes all prune the same weights:
+            by the batches of the first, or by those of all where the loader is split between them.
         recipe: How to train what is left; None leaves it as it is.
         settings: How much is removed, and by which rule.
         validation: Held-out batches with labels, as for `finetune`.
@@ -185,14 +188,17 @@ def kept(scores: Mapping[str, Tensor], masks: Mapping[str, Tensor], count: int) 
 def pruned_masks(
     model: Ensemble, train: Batches, settings: OBA, seed: int, folder: Path | None, device: torch.device | str | None
 ) -> dict[str, Tensor]:
-    """What is left of every removable tensor, step by step; with a folder, after every step it can be stopped."""
+    """What is left of every removable tensor, step by step; with a folder, after every step it can be stopped.
+
+    All ranks get the same masks, those of rank 0. Of a loader that gives each rank its own batches, those of all count.
+    """
     with borrowed(train), training_runtime(device, model.device) as runtime, ExitStack() as alone:
-        state = RunState({})
+        state, ranks = RunState({}), runtime.ranks
         if folder is not None:
-            data = source_fingerprint(train, "train", derive_seed(seed, "fingerprint"))
+            data = ranks.gather(source_fingerprint(train, "train", derive_seed(seed, "fingerprint")))[0]
             about = {"method": "oba", "settings": to_plain(settings)}
             state = RunState({**about, "train": data, "model": model_fingerprint(model)})
-            alone.enter_context(runtime.ranks.locked(folder, "pruning"))
+            alone.enter_context(ranks.locked(folder, "pruning"))
         copy = Ensemble.from_state(model.config, trainable_state(model, runtime.device))
         weights = removable(copy)
         masks = {name: torch.ones_like(one, dtype=torch.bool) for name, one in weights.items()}
@@ -203,6 +209,7 @@ def pruned_masks(
                 found = tensors["result" if saved.finished else "current"]
                 require_layout(found, masks)
             masks = {name: found[name].to(runtime.device) for name in masks}
+        ranks.require_same(state.position.step, "steps of pruning in the folder of the run")
         total = sum(one.numel() for one in copy.parameters())
         fixed = total - sum(one.numel() for one in weights.values())
         for step in range(state.position.step, settings.steps):
@@ -210,12 +217,16 @@ def pruned_masks(
                 for name, one in weights.items():
                     one *= masks[name]
             with epoch_of(train, step, seed, runtime.device):
-                curved = curvature(copy, islice(_labelled(copy, train), settings.batches), weights)
+                batches = islice(_labelled(copy, train), settings.batches)
+                curved = ranks.together(partial(curvature, copy, batches, weights))
+            if is_sharded(train):
+                curved = {name: ranks.total(one) for name, one in curved.items()}
             scores = importances(curved, {name: one.detach() for name, one in weights.items()}, settings.rule)
             masks = kept(scores, masks, round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed)
+            masks = {name: ranks.of_first(mask) for name, mask in masks.items()}
             last = step + 1 == settings.steps
             state = replace(state, position=Position(step + 1), finished=last)
-            if folder is not None and runtime.ranks.rank == 0:
+            if folder is not None and ranks.rank == 0:
                 state = replace(state, files={}, checksums={})
                 state = write_state(folder, state, {"result" if last else "current": masks})
         return {name: mask.cpu() for name, mask in masks.items()}

@@ -1,16 +1,21 @@
 """OBA: curvature by double backward is that of finite differences, counts are exact, zeros stay zeros."""
 
+import os
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from baseline_cases import KINDS, QUICK, assert_an_ensemble, assert_same, single, some, weights
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.oba import OBA, curvature, importances, kept, oba, removable
 from hydra_ensembles.errors import ConfigError, DataError
+from processes import launch
 from random_ensembles import ALL_SHAPES
 
 SMALL = OBA(keep=0.8, steps=3, batches=2)
@@ -59,6 +64,41 @@ def test_the_rules_as_published():
     assert torch.allclose(torch.cat(list(added.values())), torch.tensor([1.1, 0.45, 3.0, 0.5]), atol=1e-5)
     relative = importances(curved, given, "fastoba")
     assert torch.allclose(torch.cat(list(relative.values())), torch.tensor([1.05, 0.35, 2.0, 0.5]), atol=1e-5)
+
+
+def prune_as_a_rank(folder):
+    """Of batches that every rank reads, of such that differ by mistake, and of a loader that is split between ranks."""
+    rank, model = int(os.environ["RANK"]), single()
+    (inputs, labels), *_ = some(model, (12,))
+    rows = TensorDataset(inputs, labels)
+    loaders = {
+        "plain": DataLoader(rows, 3),
+        "unlike": some(model, (6, 6), seed=rank),
+        "split": DataLoader(rows, 3, sampler=DistributedSampler(rows, 2, rank, shuffle=False)),
+    }
+    for name, loader in loaders.items():
+        pruned = oba(model, loader, None, SMALL, progress=False, device="cpu", output=folder / name)
+        save_file(pruned.state_dict(), folder / f"{name}-{rank}.safetensors")
+    trained = oba(model, loaders["split"], QUICK, SMALL, progress=False, device="cpu")
+    save_file(trained.state_dict(), folder / f"trained-{rank}.safetensors")
+
+
+def test_processes_prune_the_same_weights(tmp_path):
+    assert launch(partial(prune_as_a_rank, tmp_path)) == [0, 0]
+    model = single()
+    (inputs, labels), *_ = some(model, (12,))
+    halves = [(inputs[start::2][part], labels[start::2][part]) for part in (slice(3), slice(3, 6)) for start in (0, 1)]
+    alone = {
+        "plain": oba(model, DataLoader(TensorDataset(inputs, labels), 3), None, SMALL, progress=False),
+        "unlike": oba(model, some(model, (6, 6)), None, SMALL, progress=False),
+        "split": oba(model, halves, None, replace(SMALL, batches=4), progress=False),
+    }
+    for name in (*alone, "trained"):
+        first, second = (load_file(tmp_path / f"{name}-{rank}.safetensors") for rank in (0, 1))
+        for key, tensor in first.items():
+            assert torch.equal(tensor, second[key]), (name, key)
+            if name in alone:
+                assert torch.equal(tensor == 0, alone[name].state_dict()[key] == 0), (name, key)
 
 
 def test_weights_that_are_gone_stay_gone():
