@@ -306,6 +306,8 @@ def model_and_sets(
         if data is not None and not begun and folder.resolve().is_relative_to(data.resolve()):
             raise DataError(f"output is {folder}, which is among the {role} data of {data}; name a folder outside it")
     model = source.load_classifier(sources)
+    if hydra.recipe is not None:
+        hydra.recipe.check_kind(model.kind)
     sets, foreign = _load_sets(sources, hydra)
     if "id" in sets:
         model = source.with_labels_of(model, sets["id"])

@@ -228,6 +228,8 @@ class HydraConfig(Checked):
             raise ConfigError("branches that start equal would stay equal with reinit_classifier='zeros'; use 'random'")
         if start.upper is not None and self.recipe is None:
             raise ConfigError("pretrained layers need training: give training= or a recipe")
+        if self.recipe is not None:
+            self.recipe.check_kind(start.base.kind)
         for recipe in (self.recipe, self.training_recipe(start)):  # as given, and as members follow it
             if recipe is not None:
                 recipe.check(start.base, data.train, data.validation)

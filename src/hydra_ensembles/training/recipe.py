@@ -181,6 +181,14 @@ class Recipe(Checked):
             raise ConfigError(f"Recipe.warmup takes {warmup} updates and the whole training {total}; shorten it")
         return total, warmup
 
+    def check_kind(self, kind: str) -> None:
+        """Refuse a recipe that changes images for a model that reads texts."""
+        if self.changes_images and kind != "image":
+            raise ConfigError(
+                f"the recipe changes images at random (augment {self.augment}, rand_augment {self.rand_augment}), but "
+                f"the model reads {kind}s; take a recipe for {kind}s such as sst2, or augment=False, rand_augment=None"
+            )
+
     def check(self, model: Ensemble, train: Batches | None, validation: Batches | None) -> None:
         """Refuse a recipe that cannot train this model (or text tower) on these data; `build` asks early."""
         if train is not None:

@@ -230,6 +230,14 @@ def test_impossible_settings(world, tmp_path, flags, says):
     assert says in fail("build", *vit_flags(world / "mine.safetensors"), *common, *changed)
 
 
+def test_a_recipe_for_images_on_a_model_of_texts_is_refused(world, tmp_path):
+    sets = ["--id", world / "val.csv", "--train", world / "test.jsonl", "--strategy", "random", "-p", 2]
+    for recipe in ("imagenet", "cifar100-last5"):
+        says = fail("build", world / "bert", *sets, "--recipe", recipe, "-o", tmp_path / "run")
+        assert "the model reads texts" in says
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("moment", ["run.json", "rankings/acc.json"])
 def test_an_interrupted_build_goes_on_and_ends_with_the_same_bits(run_folder, world, tmp_path, moment, monkeypatch):
     """Ctrl-C when the file of that name is about to get it, so that its stage is not finished."""

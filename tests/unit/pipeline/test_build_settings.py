@@ -1,8 +1,10 @@
 """HydraConfig is checked when it is made."""
 
 import json
+from typing import Any
 
-from build_cases import recipe
+import pytest
+from build_cases import recipe, text_model, text_sets
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +21,13 @@ def test_a_recipe_for_the_stem_needs_stems_that_may_differ() -> None:
     for preset in ("imagenet", "cifar100-last5", "cifar100-classifier", "sst2"):  # those of the paper fit
         config = he.HydraConfig(prune=4, recipe=he.Recipe.preset(preset))
         assert from_plain(he.HydraConfig, json.loads(json.dumps(to_plain(config))), complete=True) == config
+
+
+@pytest.mark.parametrize("changes", [{"augment": True}, {"rand_augment": he.data.RandAugment()}])
+def test_a_recipe_that_changes_images_is_not_for_texts(changes: Any) -> None:
+    config = he.HydraConfig(prune=4, shared_layers=0, strategy="random", recipe=recipe(**changes))
+    with pytest.raises(he.errors.ConfigError, match="reads texts"):
+        he.build(text_model(), config, **text_sets(), progress=False)
 
 
 @given(prune=st.integers(1, 200), heads=st.integers(2, 400))
