@@ -27,7 +27,7 @@ def test_a_recipe_for_the_stem_needs_stems_that_may_differ() -> None:
 def test_a_recipe_that_changes_images_is_not_for_texts(changes: Any) -> None:
     config = he.HydraConfig(prune=4, shared_layers=0, strategy="random", recipe=recipe(**changes))
     with pytest.raises(he.errors.ConfigError, match="reads texts"):
-        he.build(text_model(), config, **text_sets(), progress=False)
+        he.build(text_model(), config, **text_sets())
 
 
 @given(prune=st.integers(1, 200), heads=st.integers(2, 400))
