@@ -10,7 +10,7 @@ from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import joined, parted, trained_apart
+from .start import in_dtypes_of, in_full, joined, parted, trained_apart
 
 
 @trains
@@ -52,8 +52,9 @@ def deep_ensemble(
     """
     require_single(model, "deep_ensemble")
     found: list[Ensemble] = []
+    first = in_full(model) if snapshots else model
     for index in range(members):
         goes_on = snapshots and index > 0
-        start, own = (found[-1], replace(recipe, reinit_classifier=None)) if goes_on else (model, recipe)
+        start, own = (found[-1], replace(recipe, reinit_classifier=None)) if goes_on else (first, recipe)
         found.append(finetune(start, train, own, validation, index=index, **run))
-    return parted(joined(found, *trained_apart(model, recipe)))
+    return parted(joined([in_dtypes_of(model, one) for one in found], *trained_apart(model, recipe)))

@@ -14,7 +14,7 @@ from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, singles
 from ..model.metadata import Metadata
 from ..model.states import join_states
-from ..training.recipe import Recipe
+from ..training.recipe import Recipe, trainable_state
 
 
 def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ensemble:
@@ -42,6 +42,27 @@ def trained_apart(model: Ensemble, recipe: Recipe) -> tuple[Sharing, int]:
     above = recipe.last_blocks is not None  # then the stem does not train either
     shared = {group: group not in recipe.train_groups or (above and group == "stem") for group in GROUPS}
     return Sharing(**shared), 0 if recipe.last_blocks is None else model.num_layers - recipe.last_blocks
+
+
+def in_full(model: Ensemble) -> Ensemble:
+    """The model, or a copy in float32 of one in half precision, for trainings that go on from each other.
+
+    Rounded between them, weights would lose every update below their spacing. `in_dtypes_of` rounds in the end.
+    """
+    state = trainable_state(model, model.device)
+    if all(tensor.dtype == state[name].dtype for name, tensor in model.state_dict().items()):
+        return model
+    return Ensemble.from_state(model.config, state, model.metadata)
+
+
+def in_dtypes_of(model: Ensemble, trained: Ensemble) -> Ensemble:
+    """What was trained from `in_full(model)`, rounded once to the dtypes of the model."""
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    state = trained.state_dict()
+    if all(tensor.dtype == dtypes[name] for name, tensor in state.items()):
+        return trained
+    rounded = {name: tensor.to(dtypes[name]) for name, tensor in state.items()}
+    return Ensemble.from_state(trained.config, rounded, trained.metadata)
 
 
 def fresh(config: EnsembleConfig, seed: int, metadata: Metadata) -> Ensemble:

@@ -17,7 +17,7 @@ from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import joined, parted, trained_apart
+from .start import in_dtypes_of, in_full, joined, parted, trained_apart
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def swag(
     """
     require_single(model, "swag")
     sharing, trunk = trained_apart(model, recipe)
-    point, visited = model, Visited(settings.rank)
+    point, visited = in_full(model), Visited(settings.rank)
     for index in range(settings.points):
         own = recipe if index == 0 else replace(recipe, reinit_classifier=None)
         point = finetune(point, train, own, index=index, **run)
@@ -75,7 +75,7 @@ def swag(
         Ensemble.from_state(point.config, visited.draw(settings.scale, drawn), point.metadata.after(line))
         for _ in range(settings.members)
     ]
-    return parted(joined(members, sharing, trunk).to(point.device))
+    return parted(joined([in_dtypes_of(model, one) for one in members], sharing, trunk).to(point.device))
 
 
 class Visited:

@@ -52,3 +52,13 @@ def test_what_does_not_train_is_stored_once():
     assert found.config.sharing.attention
     assert torch.equal(found.encoder.layers[0].mlp.up.weight, base.encoder.layers[0].mlp.up.weight)
     assert not torch.equal(*found.readout.classifier.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_visits_what_its_copy_in_float32_does(dtype):
+    """At a small rate each stretch moves weights by less than their spacing: rounded each time, they would stand."""
+    base, recipe = single().to(dtype), replace(QUICK, steps=1, learning_rate=1e-4)
+    found, whole = train(base, recipe), train(single().to(dtype).float(), recipe)
+    assert found.dtype == dtype
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor.to(dtype)), name
