@@ -358,11 +358,12 @@ class _Worker:
         for place, row in enumerate(rows):
             groups.setdefault(row.shape, []).append(place)
         answers: dict[int, Answer] = {}
-        for places in groups.values():
-            while places:
-                size = max(size for size in self.sizes if size <= len(places))
-                piece, places = places[:size], places[size:]
-                answers |= dict(zip(piece, self._piece([rows[place] for place in piece]), strict=True))
+        with noted():  # whoever sent a row was told by `tensors`; a warning here would put its values into the log
+            for places in groups.values():
+                while places:
+                    size = max(size for size in self.sizes if size <= len(places))
+                    piece, places = places[:size], places[size:]
+                    answers |= dict(zip(piece, self._piece([rows[place] for place in piece]), strict=True))
         return [answers[place] for place in range(len(rows))]
 
     def _piece(self, rows: list[Sample]) -> list[Answer]:

@@ -1,6 +1,7 @@
 """What a server reads becomes the rows that `predict` would see, within limits; answers are those of `predict`."""
 
 import copy
+import warnings
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,19 @@ def same(answers: list[Any], expected: dict[str, Any]) -> None:
     for name, column in expected.items():
         near = 0.03 if name in ("p_value", "familiarity") else 2e-4  # they step where a held-out score is met
         np.testing.assert_allclose([answer[name] for answer in answers], column, rtol=2e-4, atol=near, err_msg=name)
+
+
+@pytest.mark.parametrize("nearest", [False, True])
+def test_what_the_model_would_warn_of_is_told_where_a_row_is_read_and_nowhere_else(nearest: bool) -> None:
+    """A warning in a model thread would put values of an input on standard error, and be kept for ever."""
+    served_images = service("image")
+    (answer,) = served_images.workers()
+    rows = served_images.tensors({"pixel_values": torch.rand(3, 3, 8, 8) * 255}, nearest)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert len(answer(rows)) == 3
+    assert said == []
+    assert all("as pixels have that are not normalised" in row.notes[0] for row in rows)
 
 
 @pytest.mark.parametrize("count", [1, 4, 7])
