@@ -73,10 +73,27 @@ class SetRef:
             positions = positions[np.isin(positions, keyed_order(len(data), SHARE_SEED)[start:stop])]
         return without_classes(data.select(positions, name=self.name), self.without)
 
-    @property
-    def part(self) -> tuple[object, ...]:
-        """Which rows of which data this is, whatever the name and the classes left out."""
-        return self.source, self.config, self.split, self.rows, self.share
+    def may_share_rows(self, other: "SetRef") -> bool:
+        """Whether some rows may be in both sets, whatever their names and the classes left out.
+
+        How many rows there are is not known: rows counted from the start and from the end may be the same ones. A split
+        that is not named may be any, but for torchvision, which has a usual one.
+        """
+        if (self.source, self.config) != (other.source, other.config):
+            return False
+        unnamed = None in (self.split, other.split) and not self.source.startswith("torchvision:")
+        if self.split != other.split and not unnamed:
+            return False
+        (start, stop), (begin, end) = self.share or (0.0, 1.0), other.share or (0.0, 1.0)
+        shares_apart = stop <= begin or end <= start
+        rows = [one.rows or (None, None) for one in (self, other)]
+        return not (shares_apart or _ends_before(rows[0], rows[1]) or _ends_before(rows[1], rows[0]))
+
+
+def _ends_before(rows: tuple[int | None, int | None], others: tuple[int | None, int | None]) -> bool:
+    """Whether rows end before others begin, for sure."""
+    stop, start = rows[1], others[0] or 0
+    return stop is not None and (stop < 0) == (start < 0) and stop <= start
 
 
 @dataclass(frozen=True)
@@ -85,7 +102,7 @@ class Suite:
 
     Attributes:
         id: Test set of the task.
-        circuit_ood: OOD set on which circuits are chosen; never one of the reported sets.
+        circuit_ood: OOD set on which circuits are chosen; no row of it is reported.
         notes: What a reader of the results must know.
         apart: Further OOD sets, reported by themselves and in no mean.
         tasks: Further classification tasks (zero-shot suites), without OOD sets of their own.
@@ -107,9 +124,18 @@ class Suite:
         names = sorted(ref.name for ref in reported)
         if len(set(names)) != len(names):
             raise DataError(f"suite {self.name!r} names a set twice: {names}")
-        sealed = [ref.name for ref in reported if ref.part == self.circuit_ood.part]
+        sealed = [ref.name for ref in (self.id, *reported, *self.tasks) if ref.may_share_rows(self.circuit_ood)]
         if sealed:
-            raise DataError(f"suite {self.name!r} reports {sealed}, on which its circuits are chosen; report others")
+            raise DataError(
+                f"suite {self.name!r} reports {sealed}, which may have rows on which its circuits are chosen; report "
+                "others, or give rows or shares that do not meet"
+            )
+        known = [ref.name for ref in (self.train, self.validation) if ref is not None and ref.may_share_rows(self.id)]
+        if known:
+            raise DataError(
+                f"suite {self.name!r} tests on {self.id.name}, which may have rows of {known}; give rows or shares "
+                "that do not meet"
+            )
         if not self.near or not self.far:
             raise DataError(f"suite {self.name!r} needs at least one near and one far set")
 

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ def test_the_papers_suites(name: str, circuits: str, near: list[str], far: list[
     assert (chosen.name, chosen.circuit_ood.name) == (name, circuits)
     assert (names(chosen.near), names(chosen.far)) == (near, far)
     assert chosen.notes
-    reported = [ref.part for ref in (*chosen.near, *chosen.far, *chosen.apart, *chosen.tasks, chosen.id)]
-    assert chosen.circuit_ood.part not in reported  # circuits are never chosen on reported rows
-    assert chosen.validation is None or chosen.validation.part not in reported
+    for ref in (*chosen.near, *chosen.far, *chosen.apart, *chosen.tasks, chosen.id):
+        assert not ref.may_share_rows(chosen.circuit_ood)  # circuits are never chosen on reported rows
+        assert chosen.validation is None or not ref.may_share_rows(chosen.validation)
 
 
 def test_every_suite_is_listed_above_and_unknown_ones_are_refused() -> None:
@@ -55,6 +56,41 @@ def test_a_suite_checks_itself() -> None:
             Suite("x", id=one, circuit_ood=three, near=near, far=far, notes="")
     with pytest.raises(DataError, match="share"):
         SetRef("a", "a", share=(0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "meet"),
+    [
+        ({"share": (0.0, 0.6)}, {"share": (0.5, 1.0)}, True),
+        ({"share": (0.0, 0.5)}, {"share": (0.5, 1.0)}, False),
+        ({"share": (0.0, 0.1)}, {}, True),
+        ({"rows": (0, None)}, {}, True),
+        ({"rows": (None, 3000)}, {"rows": (3000, None)}, False),
+        ({"rows": (None, 3001)}, {"rows": (3000, None)}, True),
+        ({"rows": (-200, -100)}, {"rows": (-100, None)}, False),
+        ({"rows": (None, 100)}, {"rows": (-100, None)}, True),  # of fewer than 200 rows, some are the same
+        ({"rows": (0, 10), "share": (0.0, 0.5)}, {"rows": (5, 20), "share": (0.5, 1.0)}, False),
+        ({"split": "test"}, {"split": "train"}, False),
+        ({"split": "test"}, {}, True),
+        ({"config": "de"}, {"config": "en"}, False),
+        ({"without": ("a",)}, {"name": "other"}, True),
+    ],
+)
+def test_parts_of_one_set_that_may_meet_are_refused(one: Any, other: Any, meet: bool) -> None:
+    """As the circuits' set and a reported one, and as the test set and one that is trained or validated on."""
+    first, second, near, far = (
+        SetRef(**{"name": name, "source": source, **part})
+        for name, source, part in (("one", "s", one), ("other", "s", other), ("n", "n", {}), ("f", "f", {}))
+    )
+    for refs in (
+        {"id": far, "circuit_ood": first, "near": (second,)},
+        {"id": far, "circuit_ood": first, "near": (near,), "tasks": (second,)},
+        {"id": first, "circuit_ood": near, "near": (far,), "train": second},
+        {"id": second, "circuit_ood": near, "near": (far,), "validation": first},
+    ):
+        assert first.may_share_rows(second) == second.may_share_rows(first) == meet
+        with pytest.raises(DataError, match="may have rows") if meet else nullcontext():
+            Suite("x", **{"far": (SetRef("g", "g"),), "notes": "", **refs})
 
 
 def test_sets_load_their_part(tmp_path: Path, write_parquet: WriteParquet) -> None:
