@@ -25,6 +25,7 @@ from ..errors import DataError, RequestError
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
+from ..schema import short
 from . import protocol
 from .batcher import Batcher
 from .service import Answer, Sample, ServeSettings, Service, finite, read_named, tensor_of
@@ -449,10 +450,10 @@ class _Server:
         known = [one.name for one in self.service.inputs]
         strange = next((name for name in inputs if name not in (raw, *known)), None)
         if strange is not None or (raw in inputs and len(inputs) > 1):
-            raise RequestError(f"got the inputs {sorted(inputs)}; give {raw}, or {', '.join(known)}")
+            raise RequestError(f"got the inputs {short(sorted(inputs))}; give {raw}, or {', '.join(known)}")
         for name, value in inputs.items():
             if isinstance(value, list) != (name == raw):
-                raise RequestError(f"input {name!r} must {'be of the type' if name == raw else 'not be'} BYTES")
+                raise RequestError(f"input {short(name)} must {'be of the type' if name == raw else 'not be'} BYTES")
         if raw not in inputs:
             return self.service.tensors({name: tensor_of(array) for name, array in inputs.items()})
         if self.service.kind == "image":

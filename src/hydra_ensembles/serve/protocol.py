@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import RequestError
+from ..schema import short
 from .outputs import REASON_WORDS, Field
-from .service import Answer, Service
+from .service import Answer, Service, finite
 
 HEADER = "Inference-Header-Content-Length"
 DATATYPES = {
@@ -80,26 +81,27 @@ def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[
         name, datatype = one.get("name"), one.get("datatype")
         if not isinstance(name, str) or name in found:
             raise RequestError("every input needs a name of its own")
+        called = short(name)
         if datatype not in (*DATATYPES, "BYTES"):  # compared, not looked up: it may be anything that JSON has
-            raise RequestError(f"input {name!r} needs a datatype, one of {', '.join((*DATATYPES, 'BYTES'))}")
-        shape = _shape(name, one.get("shape"))
+            raise RequestError(f"input {called} needs a datatype, one of {', '.join((*DATATYPES, 'BYTES'))}")
+        shape = _shape(called, one.get("shape"))
         size = _parameters(one).get("binary_data_size")
         if size is None:
-            found[name] = _from_json(name, datatype, shape, one.get("data"))
+            found[name] = _from_json(called, datatype, shape, one.get("data"))
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(rest):
-            raise RequestError(f"binary_data_size of input {name!r} does not fit the {len(rest)} bytes that are left")
-        found[name] = _from_binary(name, datatype, shape, bytes(rest[:size]))
+            raise RequestError(f"binary_data_size of input {called} does not fit the {len(rest)} bytes that are left")
+        found[name] = _from_binary(called, datatype, shape, bytes(rest[:size]))
         rest = rest[size:]
     if len(rest):
         raise RequestError(f"{len(rest)} bytes follow the last tensor; say whose they are with binary_data_size")
     return request, found
 
 
-def _shape(name: str, given: Any) -> tuple[int, ...]:
+def _shape(called: str, given: Any) -> tuple[int, ...]:
     whole = isinstance(given, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in given)
     if not whole or not given or min(given) < 1 or max(given) >= 1 << 63 or len(given) > 8:
-        raise RequestError(f"input {name!r} needs a shape, a list of positive whole numbers, the first one of samples")
+        raise RequestError(f"input {called} needs a shape, a list of positive whole numbers, the first one of samples")
     return tuple(given)
 
 
@@ -108,12 +110,12 @@ def _parameters(of: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> Array | list[bytes]:
+def _from_json(called: str, datatype: str, shape: tuple[int, ...], data: Any) -> Array | list[bytes]:
     if not isinstance(data, list):
-        raise RequestError(f"input {name!r} needs 'data', a list")
+        raise RequestError(f"input {called} needs 'data', a list")
     if datatype == "BYTES":
         if not all(isinstance(one, str) for one in data) or len(data) != math.prod(shape):
-            raise RequestError(f"input {name!r} needs {math.prod(shape)} strings")
+            raise RequestError(f"input {called} needs {math.prod(shape)} strings")
         return [one.encode("utf-8", "surrogatepass") for one in data]
     try:
         if datatype != "BOOL" and bool in _kinds(data):
@@ -125,9 +127,9 @@ def _from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> A
         if not np.array_equal(made.astype(array.dtype), array) and made.dtype.kind != "f":
             raise ValueError("values out of range")
     except (ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(f"the data of input {name!r} are not {math.prod(shape)} numbers of {datatype}") from error
+        raise RequestError(f"the data of input {called} are not {math.prod(shape)} numbers of {datatype}") from error
     if array.ndim > 1 and array.shape != shape:  # in rows, which say themselves how they lie
-        raise RequestError(f"the data of input {name!r} are in rows of shape {list(array.shape)}, not {list(shape)}")
+        raise RequestError(f"the data of input {called} are in rows of shape {list(array.shape)}, not {list(shape)}")
     return made.reshape(shape)
 
 
@@ -137,7 +139,7 @@ def _kinds(data: list[Any]) -> set[type]:
     return kinds.union(*(_kinds(row) for row in data if type(row) is list)) if list in kinds else kinds
 
 
-def _from_binary(name: str, datatype: str, shape: tuple[int, ...], content: bytes) -> Array | list[bytes]:
+def _from_binary(called: str, datatype: str, shape: tuple[int, ...], content: bytes) -> Array | list[bytes]:
     if datatype == "BYTES":
         found, start = list[bytes](), 0
         while start + 4 <= len(content):
@@ -145,12 +147,12 @@ def _from_binary(name: str, datatype: str, shape: tuple[int, ...], content: byte
             found.append(content[start + 4 : end])
             start = end
         if start != len(content) or len(found) != math.prod(shape):
-            raise RequestError(f"input {name!r} needs {math.prod(shape)} strings, each behind its length in 4 bytes")
+            raise RequestError(f"input {called} needs {math.prod(shape)} strings, each behind its length in 4 bytes")
         return found
     dtype = np.dtype(DATATYPES[datatype]).newbyteorder("<")
     if len(content) != math.prod(shape) * dtype.itemsize:
         wanted = math.prod(shape) * dtype.itemsize
-        raise RequestError(f"input {name!r} of {datatype} {list(shape)} has {len(content)} bytes, not {wanted}")
+        raise RequestError(f"input {called} of {datatype} {list(shape)} has {len(content)} bytes, not {wanted}")
     return np.frombuffer(content, dtype).reshape(shape)
 
 
@@ -164,7 +166,10 @@ def write_answer(
     answers: Sequence[Answer],
     notes: Sequence[Sequence[str]] = (),
 ) -> tuple[bytes, dict[str, str]]:
-    """The body of an answer and its headers; `notes` on each sample become one text, where there are any."""
+    """The body of an answer and its headers; `notes` on each sample become one text, where there are any.
+
+    In JSON a number that is not finite is null; in binary tensors it is what it is.
+    """
     tensors, buffers = list[dict[str, Any]](), list[bytes]()
     for field, binary in outputs:
         array = np.stack([answer[field.name] for answer in answers])  # [B, …]
@@ -174,7 +179,8 @@ def write_answer(
             tensor["parameters"] = {"binary_data_size": len(content)}
             buffers.append(content)
         else:
-            tensor["data"] = array.reshape(-1).tolist()
+            known = array.dtype.kind != "f" or np.isfinite(array).all()
+            tensor["data"] = array.reshape(-1).tolist() if known else [finite(one) for one in array.flat]
         tensors.append(tensor)
     found: dict[str, Any] = {"model_name": service.settings.name, "model_version": "1", "outputs": tensors}
     said = [f"sample {index}: {note}" for index, some in enumerate(notes) for note in some]
@@ -182,7 +188,7 @@ def write_answer(
         found["parameters"] = {"notes": "; ".join(said)}
     if isinstance(request.get("id"), str):
         found["id"] = request["id"]
-    head = json.dumps(found).encode()
+    head = json.dumps(found, allow_nan=False).encode()
     if not buffers:
         return head, {"Content-Type": "application/json"}
     return head + b"".join(buffers), {"Content-Type": "application/octet-stream", HEADER: str(len(head))}
@@ -203,7 +209,9 @@ def asked_outputs(request: Mapping[str, Any], service: Service) -> list[AskedFie
 def deadline_of(request: Mapping[str, Any]) -> float:
     """Seconds that a client of Triton gives the request, which are microseconds there."""
     given = _parameters(request).get("timeout")
-    return given / 1e6 if isinstance(given, int) and 0 < given < 10**LONGEST_NUMBER else math.inf
+    if not isinstance(given, int) or isinstance(given, bool):
+        return math.inf
+    return given / 1e6 if 0 < given < 10**LONGEST_NUMBER else math.inf
 
 
 def model_metadata(service: Service) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from ..model.given import warn_of_raw_pixels
 from ..model.metadata import Calibration
 from ..optimize.runner import USUAL_SHAPES, OptimizedEnsemble
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
+from ..schema import short
 from .outputs import REASON_WORDS, columns, input_fields, output_fields
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # decoders that run nothing else, as that of EPS does
@@ -412,7 +413,7 @@ def read_named(found: dict[str, Any]) -> tuple[list[bytes], list[str | tuple[str
     """The images and texts that JSON holds: one under a name, several under its plural."""
     unknown = found.keys() - {"image", "images", "text", "texts"}
     if unknown:
-        raise RequestError(f"there is no field {sorted(unknown)[0]!r}; there are image, images, text and texts")
+        raise RequestError(f"there is no field {short(sorted(unknown)[0])}; there are image, images, text and texts")
     listed: dict[str, list[Any]] = {}
     for name in ("image", "text"):
         several = found.get(f"{name}s", [])

@@ -1,6 +1,7 @@
 """The Open Inference Protocol, as an ordinary client of Triton speaks it, and what is not the protocol refused."""
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.outputs import columns, output_fields
-from hydra_ensembles.serve.protocol import NAMES, asked_outputs, deadline_of, read_request
+from hydra_ensembles.serve.protocol import HEADER, NAMES, asked_outputs, deadline_of, read_request, write_answer
 from hydra_ensembles.serve.service import Service
 from served_models import inputs_for, served
 from serving import ask, listening, opened, picture, settings
@@ -210,7 +211,8 @@ def test_several_tensors_in_json_and_binary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"), [(2_000_000, 2.0), (0, float("inf")), ("soon", float("inf")), (10**400, float("inf"))]
+    ("given", "seconds"),
+    [(2_000_000, 2.0), (0, math.inf), ("soon", math.inf), (10**400, math.inf), (True, math.inf)],
 )
 def test_the_time_that_a_client_gives(given: Any, seconds: float) -> None:
     assert deadline_of({"parameters": {"timeout": given}}) == seconds
@@ -220,6 +222,32 @@ def test_the_time_that_a_client_gives(given: Any, seconds: float) -> None:
 def test_outputs_are_asked_for_by_names(asked: Any) -> None:
     with pytest.raises(RequestError, match="member_logits"):
         asked_outputs({"outputs": asked}, Service(served("image"), settings()))
+
+
+def test_refusals_show_the_beginning_of_a_long_name() -> None:
+    long = "x" * 300_000
+    given = {**ONE, "name": long}
+    inputs = [given, {**given, "datatype": 3}, {**given, "shape": 3}, {**given, "data": 3}, {**given, "data": [3]}]
+    texts = {**given, "datatype": "BYTES", "data": ["a", "b"]}
+    requests = [("/v2/models/model/infer", {"inputs": [one]}) for one in (*inputs, texts)]
+    for address, content in (*requests, ("/v1/predict", {long: 1})):
+        answer = ask(served("image"), "POST", address, settings(), json=content)
+        assert answer.status_code == 400
+        assert "xxx..." in answer.text
+        assert len(answer.content) < 400
+
+
+def test_numbers_that_json_has_not_are_null() -> None:
+    service = Service(served("image"), settings())
+    rows = service.tensors(inputs_for(served("image"), 2))
+    answers = service.workers()[0](rows)
+    (field, _), *_ = asked = asked_outputs({"outputs": [{"name": "vim"}]}, service)
+    answers[1][field.name] = np.float32(np.inf)
+    content, _ = write_answer({}, service, asked, answers)
+    first, second = json.loads(content, parse_constant=pytest.fail)["outputs"][0]["data"]
+    assert (first, second) == (pytest.approx(float(answers[0][field.name])), None)
+    content, headers = write_answer({}, service, [(field, True)], answers)
+    assert np.frombuffer(content[int(headers[HEADER]) :], "<f4")[1] == np.inf
 
 
 def test_mixed_inputs_are_refused() -> None:
