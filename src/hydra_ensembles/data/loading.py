@@ -289,6 +289,9 @@ def _read_hub(name: str, config: str | None, split: str | None) -> _Table:
         loaded = datasets.load_dataset(name, config, split=split, trust_remote_code=False)
     except (ValueError, FileNotFoundError, ConnectionError) as error:
         raise DataError(f"{where}, split {split!r}, cannot be loaded: {error}") from error
+    except RuntimeError as error:  # `datasets` has no other word for a set that only a script of its own can read
+        advice = "a script is never run: download its Parquet files (branch refs/convert/parquet) and give their folder"
+        raise DataError(f"{where}, split {split!r}, cannot be loaded: {error}; {advice}") from error
     if split is None:
         split = _choose(None, loaded, where)
         loaded = loaded[split]
@@ -407,7 +410,7 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
     if policy == "required" and class_names is None and 0 < len(empty) < len(names):
         raise DataError(f"{folder} has subfolders without images: {empty}; move them, or pass class_names= with them")
     listed: list[tuple[Path, str | None]] = [(file, one) for one in names for file in images[one]]
-    loose = _images_in(folder)
+    loose = sorted(filter(is_image, folder.iterdir()))
     if policy == "optional":
         listed += [(file, None) for file in loose]
     if not listed:
@@ -426,7 +429,9 @@ def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) 
 
     A class may well be called `train`; then it is the only such name, and has images of its own.
     """
-    nested_only = [one for one in splits if _subfolders(folder / one) and not _images_in(folder / one)]
+    nested_only = [
+        one for one in splits if _subfolders(folder / one) and not any(map(is_image, (folder / one).iterdir()))
+    ]
     doubtful = splits if len(splits) > 1 else nested_only
     if doubtful:
         others = sorted(set(below).difference(doubtful))
@@ -434,11 +439,6 @@ def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) 
             f"{folder} has {doubtful}, which look like splits, beside {others}; choose one with split=..., "
             "or pass class_names= with all of them if they are classes"
         )
-
-
-def _images_in(folder: Path) -> list[Path]:
-    """The image files that lie in a folder itself."""
-    return sorted(one for one in folder.iterdir() if is_image(one))
 
 
 def _read_list(list_file: Path, images: Path) -> _Table:

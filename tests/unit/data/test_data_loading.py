@@ -426,6 +426,23 @@ def test_what_the_hub_lacks(calls: list[tuple[Any, ...]], monkeypatch: pytest.Mo
         load("hub:owner/reviews", "test")
 
 
+def test_a_hub_set_that_only_a_script_reads_is_refused_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Both by what the `datasets` library itself says of such a folder, and by a stand-in for it."""
+    (tmp_path / "trec").mkdir()
+    (tmp_path / "trec" / "trec.py").write_text("raise SystemExit('it ran')\n")
+    with pytest.raises(DataError, match=r"trec\.py.*Parquet"):
+        load(f"hub:{tmp_path / 'trec'}", "test")
+
+    def refuse(*given: Any, **settings: Any) -> None:
+        raise RuntimeError("Dataset scripts are no longer supported, but found trec.py")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=refuse))
+    with pytest.raises(DataError, match=r"'CogComp/trec'.*Parquet"):
+        load("hub:CogComp/trec", "test")
+
+
 def test_classes_that_differ_in_spaces_and_capitals_alone_are_said(tmp_path: Path) -> None:
     for content, said in (("a, pos\nb,pos\n", True), ("a,Pos\nb,pos\n", True), ("a,neg\nb,pos\n", False)):
         (tmp_path / "t.csv").write_text("text,label\n" + content)
