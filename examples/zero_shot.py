@@ -4,9 +4,8 @@
     python examples/zero_shot.py --model ViT-B-32 --pretrained laion2b_s34b_b79k --images held-out --others odd \\
         --template "A photo of a {label}."
 
-`held-out` has a folder of pictures for each class, named after it; they set temperature and thresholds. `odd` has
-pictures unlike them. Nothing is trained, and nothing pruned unless `--prune` says so. With the random weights of the
-offline run the answers mean nothing: it shows the steps, and what the saved model can do without open_clip.
+`held-out` has a folder of pictures for each class, which set temperature and thresholds, `odd` pictures unlike them.
+Nothing is pruned unless `--prune` says so. Answers of the random weights mean nothing: the offline run shows the steps.
 """
 
 import argparse
@@ -73,9 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="name of an open_clip model; default: a small random one")
     parser.add_argument("--pretrained", help="which weights of that model")
-    parser.add_argument(
-        "--images", type=Path, help="held-out pictures, a folder for each class; default: embedded ones"
-    )
+    parser.add_argument("--images", type=Path, help="held-out pictures, a folder a class; default: embedded ones")
     parser.add_argument("--others", type=Path, help="pictures unlike them")
     parser.add_argument("--labels", nargs="+", help="class names for the text tower; default: those of the folders")
     parser.add_argument("--template", default="A photo of a {label}.")
@@ -97,7 +94,6 @@ def main() -> None:
         tokenizer = open_clip.get_tokenizer(options.model)
     dual = he.convert(model, processor=tokenizer)  # both towers, their projections, the preprocessing of both inputs
     # end: convert
-    assert isinstance(dual, he.DualEncoder)
     pictures = dual.image.prepare([images[row][0] for row in range(4)])
     with torch.no_grad():
         texts = tokenizer([options.template.replace("{label}", label) for label in labels])
@@ -105,9 +101,8 @@ def main() -> None:
         ours = he.zero_shot(dual, labels, options.template)(pictures)[0]
     print(f"zero-shot logits differ from open_clip's by at most {(ours - theirs).abs().max():.1e}")
 
-    hydra = calibrated(dual, labels, options.template, images)
-    if options.prune:
-        hydra = build(dual, labels, options.template, images, others, options.prune)
+    given = (dual, labels, options.template, images)
+    hydra = build(*given, others, options.prune) if options.prune else calibrated(*given)
     hydra.save_pretrained(options.output)
     # start: load
     hydra = he.Ensemble.from_pretrained(options.output)  # needs neither open_clip nor its tokenizer
