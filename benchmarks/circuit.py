@@ -30,7 +30,8 @@ from torch import Tensor
 import hydra_ensembles as he
 from studies.results import hardware, load, store, table, versions
 
-SCORES, METHODS = ("acc", "ood", "avg"), ("naive", "exact", "screened")
+SCORES = ("acc", "ood", "avg")
+METHODS = ("naive", "exact", "screened")
 SHAPES: dict[str, dict[str, Any]] = {
     "vit-b16": {},
     "tiny": {"patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 4, "mlp_ratio": 2.0},
@@ -75,7 +76,8 @@ def random_case(name: str, shape: str, pixels: int, samples: int, options: argpa
                 parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
     model = model.to(options.device, torch.float32).eval()
     drawn = [torch.randn(samples, 3, pixels, pixels, generator=generator).to(options.device) for _ in range(2)]
-    inside, outside = drawn[0], 2 * drawn[1]
+    inside = drawn[0]
+    outside = 2 * drawn[1]
     with torch.no_grad():
         labels = torch.cat([model(part)[0].argmax(-1) for part in inside.split(64)])
     return Case(name, model, [(inside, labels)], [(outside, torch.zeros_like(labels))])
@@ -83,7 +85,9 @@ def random_case(name: str, shape: str, pixels: int, samples: int, options: argpa
 
 def scaling_cases(options: argparse.Namespace) -> list[Case]:
     """ViT-B/16 shape: more samples with all heads, and more heads with the same samples."""
-    most, shape, cases = options.samples or 256, f"ViT-B/16 at {options.image_size} px", []
+    most = options.samples or 256
+    shape = f"ViT-B/16 at {options.image_size} px"
+    cases = []
     for samples in (most // 8, most // 4, most // 2, most):
         many = f"{samples} + {samples} samples"
         cases.append(random_case(f"{shape}, 12 layers, {many}", "vit-b16", options.image_size, samples, options))
@@ -111,7 +115,8 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 def measure(case: Case, score: str, method: str, options: argparse.Namespace) -> dict[str, Any]:
     """A row: one extraction, or a part of a naive one (its first steps, or some of its heads), scaled up."""
-    naive, heads = method == "naive", len(case.candidates)
+    naive = method == "naive"
+    heads = len(case.candidates)
     steps = min(options.naive_steps or options.budget, options.budget) if naive else options.budget
     asked = min(options.naive_heads or heads, heads) if naive else heads
     removed = case.candidates[: heads - asked]  # heads that are off cost the naive method as much as others
@@ -208,7 +213,8 @@ def work(options: argparse.Namespace) -> None:
 
 def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Extract the same circuits with this checkout and with another, which take turns; a line for each circuit."""
-    about, rows = {"benchmark": "circuit, two checkouts", "hardware": hardware(options.device)}, []
+    about = {"benchmark": "circuit, two checkouts", "hardware": hardware(options.device)}
+    rows = []
     print(f"{'score':6}{'method':10}{'new s':>9}{'old s':>9}{'new/old':>9}  same heads", flush=True)
     with checkouts(__file__, options.against, arguments) as workers:
         for score, method in product(options.scores, options.methods):

@@ -71,7 +71,8 @@ class Modes:
     """One contender on one batch, in every mode; what modes have in common is made once."""
 
     def __init__(self, contender: Contender, inputs: Inputs) -> None:
-        self.contender, self.inputs = contender, list(inputs.values())
+        self.contender = contender
+        self.inputs = list(inputs.values())
         self._made: dict[str, Call] = {"eager": contender.run}
 
     def run(self, mode: str) -> Call:
@@ -257,7 +258,8 @@ class Benchmark:
                     print(f"{heading} failed: {reason}")
                 sys.stdout.flush()
                 if self.path is not None:
-                    rows, failures = list(self.rows.values()), dict(sorted(self.failures.items()))
+                    rows = list(self.rows.values())
+                    failures = dict(sorted(self.failures.items()))
                     store(self.path, {"benchmark": "inference", "rows": rows, "failures": failures})
             del pair
             release()
@@ -275,11 +277,13 @@ class Benchmark:
 
     def _measured(self, mode: str, reference: Modes, mine: Modes, start: float) -> Row:
         runs = [reference.run(mode)] + ([mine.run(mode)] if mine is not reference else [])
-        error, preparation = mine.error(mode), time.perf_counter() - start
+        error = mine.error(mode)
+        preparation = time.perf_counter() - start
         repeats = self.options.repeats or rounds_for(runs, mine.inputs, self.options.seconds)
         taken = times(runs, mine.inputs, repeats)  # of the user's model, and of the contender
         low, median, high = statistics.quantiles(taken[-1], method="inclusive") if repeats > 1 else taken[-1] * 3
-        contender, done = mine.contender, mine.contender.multiply_adds()
+        contender = mine.contender
+        done = mine.contender.multiply_adds()
         return {
             "plan": contender.plan,
             "latency_ms": median,
@@ -386,7 +390,8 @@ def conversion(options: argparse.Namespace) -> None:
 def counts(options: argparse.Namespace) -> None:
     """What contenders store and compute, by their shapes."""
     workshop = Workshop(SHAPES[options.shape], DTYPES[options.dtype], options.device, options.seed)
-    whole, rows = workshop.single_multiply_adds(), list[Row]()
+    whole = workshop.single_multiply_adds()
+    rows = list[Row]()
     for name in options.contenders:
         members = MEMBERS.get(name, options.members[0])
         parameters, done = workshop.counts(name, members)

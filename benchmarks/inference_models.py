@@ -190,7 +190,10 @@ class Workshop:
     """Makes the contenders of one shape, in one dtype, on one device; what can be reused is kept."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: str, seed: int) -> None:
-        self.shape, self.dtype, self.device, self.seed = shape, dtype, torch.device(device), seed
+        self.shape = shape
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.seed = seed
         self._ensembles: dict[tuple[str, int], he.Ensemble] = {}
 
     @cached_property
@@ -254,7 +257,9 @@ class Workshop:
         """Models of others: alone, one after another, or stacked as PyTorch's tutorial on ensembles does it."""
         models = [copy.deepcopy(model).to(self.dtype).eval() for model in models]
         count = sum(p.numel() for model in models for p in model.parameters())
-        members, kept, logits = len(models), models, self.shape.logits
+        members = len(models)
+        kept = models
+        logits = self.shape.logits
 
         def in_turn(*inputs: Tensor) -> Tensor:
             answers = [logits(model, *inputs) for model in models]
@@ -263,7 +268,8 @@ class Workshop:
         run: Call = in_turn
         if stacked:
             parameters, buffers = stack_module_state(models)
-            skeleton, weights = copy.deepcopy(models[0]).to("meta"), nn.Module()
+            skeleton = copy.deepcopy(models[0]).to("meta")
+            weights = nn.Module()
             for index, tensor in enumerate([*parameters.values(), *buffers.values()]):
                 weights.register_buffer(f"stacked{index}", tensor)
 
@@ -273,7 +279,10 @@ class Workshop:
 
                 return logits(call, *inputs)
 
-            run, kept = lambda *inputs: torch.vmap(one, (0, 0, None))(parameters, buffers, inputs), [weights]
+            def run(*inputs: Any) -> Any:
+                return torch.vmap(one, (0, 0, None))(parameters, buffers, inputs)
+
+            kept = [weights]
         return Contender(run, kept, count, lambda: members * self.single_multiply_adds())
 
     # --- models of ours ------------------------------------------------------------------------------------------
@@ -301,7 +310,8 @@ class Workshop:
         if name == "packed":
             model = fresh(baselines.Packed(members).narrow(self.base.config), self.seed, self.base.metadata)
             return model.to(self.device)
-        layers, apart = self.base.num_layers, APART.get(name.removesuffix(LAST), ())
+        layers = self.base.num_layers
+        apart = APART.get(name.removesuffix(LAST), ())
         trunk = layers - layers // 4 if name.endswith(LAST) else 0
         sharing = Sharing(**{group: group not in apart for group in ("stem", "attention", "mlp", "norms")})
         return cast(he.Ensemble, self._noisy(joined([self.base] * members, sharing, trunk), "baseline"))
@@ -336,7 +346,9 @@ class Workshop:
 
     def _heads(self, kind: str, trunk: int, member: int) -> list[tuple[int, int]]:
         """A third of the heads: of every layer above the trunk, or (uneven) wherever they are, as a circuit does."""
-        generator, layers, heads = self._generator(kind, member), self.base.num_layers, self.base.num_heads
+        generator = self._generator(kind, member)
+        layers = self.base.num_layers
+        heads = self.base.num_heads
         if kind == "uneven":
             drawn = torch.randperm(layers * heads, generator=generator)[: layers * heads // 3].tolist()
             return [divmod(one, heads) for one in drawn]
@@ -352,7 +364,8 @@ def arithmetic(ensemble: he.Ensemble, tokens: int, shortcut: bool = True) -> int
     from hydra_ensembles.model.cost import multiply_adds
 
     config, encoder = ensemble.config, ensemble.config.encoder
-    total, read = multiply_adds(config, tokens), ensemble.readout.tokens_read()
+    total = multiply_adds(config, tokens)
+    read = ensemble.readout.tokens_read()
     if read is None or not shortcut:
         return total
     left_out = tokens - len(range(*read.indices(tokens)))
@@ -400,7 +413,9 @@ class ZeroShotWorkshop(Workshop):
 
     def _done(self, ensemble: he.Ensemble) -> int:
         """Untrained members share the heads that they have in common where they first differ: those run once."""
-        config, tokens, done = ensemble.config, self.shape.tokens, super()._done(ensemble)
+        config = ensemble.config
+        tokens = self.shape.tokens
+        done = super()._done(ensemble)
         if config.members == 1 or config.trunk >= config.encoder.layers - 1:  # the last block leaves most tokens out
             return done
         kept = [layers[config.trunk] for layers in config.heads]

@@ -88,13 +88,15 @@ def times(ratio: float | None) -> str:
 def targets_table(rows: Rows) -> list[str]:
     """Each target beside what was measured."""
     lines = []
-    gpu, cpu = vit(rows, mode="graphed"), chosen(rows, gpu=False, shape="vit-s16", dtype="float32", mode="eager")
+    gpu = vit(rows, mode="graphed")
+    cpu = chosen(rows, gpu=False, shape="vit-s16", dtype="float32", mode="eager")
     for on_gpu, targets, found in ((True, GPU_TARGETS, gpu), (False, CPU_TARGETS, cpu)):
         for (contender, batch), target in targets.items():
             for row in found:
                 ratio = row.ratio_to_single if on_gpu else row.ratio_to_deep
                 if (row.contender, row.batch) == (contender, batch) and ratio is not None:
-                    limit, met = row.limit / (1 if on_gpu else row.members), "yes" if ratio <= target else "no"
+                    limit = row.limit / (1 if on_gpu else row.members)
+                    met = "yes" if ratio <= target else "no"
                     numbers = (f"{target:g}", f"{ratio:.2f}", f"{limit:.2f}", times(row.ratio_to_ours))
                     lines.append((row.hardware, row.label, batch, *numbers, met))
     header = ("where", "contender", "batch", "target", "measured", "arithmetic alone", "to our single", "met")
@@ -107,7 +109,8 @@ def grid(rows: Rows, column: Callable[[Row], Any], heading: Callable[[Any], str]
     `more` adds what arithmetic alone would give: once (`"limit"`), or beside each cell, with the parameters
     (`"limits"`).
     """
-    columns, lines = sorted({column(row) for row in rows}), []
+    columns = sorted({column(row) for row in rows})
+    lines = []
     for mine in by_contender(rows):
         found = {column(row): row for row in mine}
         cells = [[f"{row.latency_ms:.3g} ms ({times(row.ratio_to_single)})", times(row.limit)] if row else ["", ""]
@@ -151,7 +154,8 @@ def cpu_table(rows: Rows) -> list[str]:
 
 def methods_table(counts: Rows, rows: Rows) -> list[str]:
     """Every baseline beside a single model and Hydra Ensembles: what is stored and computed, times where measured."""
-    batches, lines = sorted({row.batch for row in rows}), []
+    batches = sorted({row.batch for row in rows})
+    lines = []
     for one in counts:
         found = {row.batch: row for row in rows if row.contender == one.contender}
         waits = [times(found[batch].ratio_to_single) if batch in found else "–" for batch in batches]
@@ -215,7 +219,8 @@ FIGURE_OF = {
 def tables() -> dict[str, str]:
     """The blocks of docs/performance.md by name."""
     rows = measured()
-    main, clip = vit(rows, mode="graphed"), chosen(rows, shape=CLIP, dtype="bfloat16", mode="graphed-eager")
+    main = vit(rows, mode="graphed")
+    clip = chosen(rows, shape=CLIP, dtype="bfloat16", mode="graphed-eager")
     few = [row for row in vit(rows) if row.batch in (4, 128)]
 
     def of_batch(rows: Rows, more: str) -> list[str]:
@@ -295,11 +300,13 @@ def members_figure(rows: Rows) -> Any:
     batches = sorted({batch for batch, _ in groups})
     figure, panels = pyplot().subplots(1, len(batches), figsize=(4.5 * len(batches), 3.4), squeeze=False)
     for (batch, name), group in groups.items():
-        axes, colour = panels[0][batches.index(batch)], COLOURS[name]
+        axes = panels[0][batches.index(batch)]
+        colour = COLOURS[name]
         intercept, slope = fitted_line(group)
         members = [row.members for row in group]
         axes.plot(members, [row.ratio_to_single for row in group], "o", markersize=4, color=colour)
-        text, ends = f"{LABELS[name]}: {intercept:.2f} + {slope:.2f} M", (min(members), max(members))
+        text = f"{LABELS[name]}: {intercept:.2f} + {slope:.2f} M"
+        ends = (min(members), max(members))
         axes.plot(ends, [intercept + slope * end for end in ends], color=colour, linewidth=1, label=text)
     for batch, axes in zip(batches, panels[0], strict=True):
         axes.set(title=f"batch {batch}", xlabel="members M", ylabel="time, of the user's own model", ylim=(0, None))

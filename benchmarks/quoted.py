@@ -75,7 +75,9 @@ class UnbackedError(Exception):
 
 def written(text: str, studies: Mapping[str, Study], results: Path) -> tuple[str, list[str]]:
     """A document with the numbers of its sentences as the files have them, and what these do not bear out."""
-    parts, start, wrong = list[str](), 0, list[str]()
+    parts = list[str]()
+    start = 0
+    wrong = list[str]()
 
     def new(source: str, place: re.Match[str]) -> str:
         try:
@@ -262,7 +264,8 @@ def difference(study: Study, first: str, second: str, key: str) -> Difference | 
 @cache
 def again(study: Study, row: str, seed: int) -> dict[str, Number]:
     """Numbers of a row that the second part made once more."""
-    prefix, columns = f"{row}|", read_columns(study.folder / f"again-{seed}.npz")
+    prefix = f"{row}|"
+    columns = read_columns(study.folder / f"again-{seed}.npz")
     own = {key.removeprefix(prefix): one for key, one in columns.items() if key.startswith(prefix)}
     return numbers(own, study.facts["inside"], study.facts["groups"])
 
@@ -270,7 +273,8 @@ def again(study: Study, row: str, seed: int) -> dict[str, Number]:
 def of_file(path: Path, rest: Sequence[str]) -> float:
     """A number of a JSON file."""
     place, *how = rest
-    content, joined = read(path), OF_ALL.get(how[0] if how else "", mean)
+    content = read(path)
+    joined = OF_ALL.get(how[0] if how else "", mean)
     for between, both in BETWEEN.items():
         if between in place:
             first, second = (joined(at(content, one.split("/"))) for one in place.split(between))

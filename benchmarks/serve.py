@@ -52,7 +52,8 @@ Answer = tuple[int, bytes]
 
 def make_model() -> he.Ensemble:
     """Three members of the demo's backbone, calibrated: an ensemble like the demo's, without its training."""
-    backbone, sample = load_backbone(), load_sample()
+    backbone = load_backbone()
+    sample = load_sample()
     cut = [[he.Head(layer, (member + layer) % 6) for layer in (4, 5)] for member in range(3)]
     preprocessing: Any = backbone.metadata.preprocessing
     sets = {}
@@ -65,7 +66,8 @@ def make_model() -> he.Ensemble:
 
 def make_uploads(count: int) -> list[bytes]:
     """Images of the demo as JPEG files of a usual size."""
-    sample, uploads = load_sample().test, []
+    sample = load_sample().test
+    uploads = []
     for index in range(count):
         target = io.BytesIO()
         sample[index % len(sample)][0].resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(target, "JPEG", quality=90)
@@ -194,7 +196,9 @@ def plain_loop(plan: Any, uploads: Sequence[bytes], size: int) -> float:
 
 
 def throughput(port: int, plan: Any, uploads: Sequence[bytes], turns: int) -> dict[str, Any]:
-    requests, served, looped = [as_request(one) for one in uploads], [], []
+    requests = [as_request(one) for one in uploads]
+    served = []
+    looped = []
     for _ in range(turns):
         looped.append(plain_loop(plan, uploads, BATCH))
         answers, seconds = asyncio.run(saturate(port, requests, 4 * BATCH))
@@ -213,7 +217,8 @@ def throughput(port: int, plan: Any, uploads: Sequence[bytes], turns: int) -> di
 
 def latency(port: int, plan: Any, uploads: Sequence[bytes], rate: float, seed: int = 0) -> dict[str, Any]:
     single = statistics.median(1 / plain_loop(plan, [one], 1) for one in uploads[:50])
-    requests, generator = [as_request(one) for one in uploads], random.Random(seed)
+    requests = [as_request(one) for one in uploads]
+    generator = random.Random(seed)
     even = [index / rate for index in range(len(requests))]
     chance = np.cumsum([generator.expovariate(rate) for _ in requests]).tolist()
     found: dict[str, Any] = {"requests": len(requests), "per_second": rate, "single_call_ms": 1e3 * single}
@@ -229,12 +234,14 @@ def endurance(
 ) -> dict[str, Any]:
     """Good and broken requests in random order; what went wrong, and the memory after each tenth."""
     expected = [model.predict([Image.open(io.BytesIO(one))]) for one in uploads]
-    bad, generator = broken_requests(uploads[0]), random.Random(1)
+    bad = broken_requests(uploads[0])
+    generator = random.Random(1)
     plan = [generator.randrange(len(uploads)) if generator.random() >= 0.05 else -1 - generator.randrange(len(bad))
             for _ in range(count)]  # fmt: skip
     good = [as_request(one) for one in uploads]
     wrong: list[str] = []
-    memory, statuses = [resident(process)], dict[str, int]()
+    memory = [resident(process)]
+    statuses = dict[str, int]()
     for part in range(10):
         chosen = plan[part * count // 10 : (part + 1) * count // 10]
         requests = [good[index] if index >= 0 else bad[-1 - index] for index in chosen]
@@ -309,7 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         place = options.model or Path(folder) / "model"
         if options.model is None:
             model.save_pretrained(place)
-        uploads, plan = make_uploads(options.uploads), model.optimize()
+        uploads = make_uploads(options.uploads)
+        plan = model.optimize()
         plain_loop(plan, uploads[:BATCH], BATCH)  # the plans are measured now
         plain_loop(plan, uploads[:1], 1)
         with server(place) as (port, process):

@@ -108,7 +108,8 @@ def tables(stored: Mapping[str, Study]) -> dict[str, str]:
 
 def fusion_table() -> str:
     """A table of the documents: every way to fuse the same three members."""
-    found, lines = load("fusion_dinov2_cifar10.json"), []
+    found = load("fusion_dinov2_cifar10.json")
+    lines = []
     for row in found["rows"]:
         how = [row.get(key, "") for key in ("mlp", "norms", "readout")]
         quality = [f"{100 * row['accuracy']:.1f}", f"{row['nll']:.4f}", f"{100 * row['ece']:.2f}"]
@@ -198,7 +199,8 @@ def attack_table() -> str:
     written = [[name, *(f"{number:,}" for number in numbers)] for name, *numbers in (*rows, total)]
     told = []
     for name, part in parts.items():
-        cases, share = sum(row["cases"] for row in part["rows"]), part["share"]
+        cases = sum(row["cases"] for row in part["rows"])
+        share = part["share"]
         some = "" if share == 1 else f", {share:.0%} of a whole run"
         told.append(f"`{name}` {cases:,} cases in {part['minutes']:g} minutes (seed {part['seed']}{some})")
     if len({part["source"] for part in parts.values()}) > 1:
@@ -251,7 +253,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    stored, stale, wrong = studies(), list[str](), list[str]()
+    stored = studies()
+    stale = list[str]()
+    wrong = list[str]()
     made = tables(stored)
     for path in documents():
         before = path.read_text()

@@ -58,7 +58,8 @@ def run(name: str, given: dict[str, Any]) -> None:
 
 def answer() -> None:
     """Answer what needs no package, and end there; return where a command is to run."""
-    table, asked = read_table(), list[str]()
+    table = read_table()
+    asked = list[str]()
     if table is not None:
         try:
             make_app(table, lambda name, _: asked.append(name))(prog_name=NAME)

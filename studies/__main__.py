@@ -61,9 +61,11 @@ def analyse(
     Models and rankings that the run folder has are used, others are made there. Results go to NAME-TASK.json, and the
     figure that is drawn from them to NAME-TASK.svg.
     """
-    place, known = torch_device(device), with_analyses()
+    place = torch_device(device)
+    known = with_analyses()
     torch.set_float32_matmul_precision("high")
-    wanted, lots = registry.chosen(names), [int(one) for one in seeds.split(",")]
+    wanted = registry.chosen(names)
+    lots = [int(one) for one in seeds.split(",")]
     ready: list[Seed] = []
     for name, analysis in wanted.items():
         if not from_results:
@@ -114,7 +116,8 @@ def paper(
     """
     if name not in paper_task.TASKS:
         raise ConfigError(f"the paper has no task {name!r}; choose one of {', '.join(paper_task.TASKS)}")
-    source, place = paper_task.folder_of(data), results or output / "results"
+    source = paper_task.folder_of(data)
+    place = results or output / "results"
     task = paper_task.PaperTask(f"paper-{name}", paper_task.recipe(model), source, torch_device(device), share)
     source.require(task.suite)
     wanted = rows or ";".join(paper_task.rows_of_table(task))

@@ -87,7 +87,8 @@ def same_models(studies: Sequence[Study], rows: Sequence[str]) -> str:
 
 def gains_table(studies: Sequence[Study]) -> str:
     """What the main rows gain over Single on every task that has Hydra, with intervals: a table a number."""
-    shown, made = leading(studies), []
+    shown = leading(studies)
+    made = []
     for key, title in LEADING.items():
         lines = []
         for row in GAINING:

@@ -42,7 +42,8 @@ class TrainImages:
         choices = torch.rand(2, len(rows)).tolist()
         if self.captions:
             return [_any(self.captions[row], choice) for row, choice in zip(rows.tolist(), choices[0], strict=True)]
-        sentences, further = caption_templates(), read_yaml("captions")["other_names"]
+        sentences = caption_templates()
+        further = read_yaml("captions")["other_names"]
         found = []
         for label, first, second in zip(self.samples.labels[rows].tolist(), *choices, strict=True):
             name = self.names[label]
@@ -99,8 +100,11 @@ class Pairs:
     """
 
     def __init__(self, images: Sequence[TrainImages], features: Sequence[Tensor], batch_size: int) -> None:
-        self.images, self.features, self.labels = images, features, pair_labels(images)
-        self.batch_size, total = batch_size, sum(one.share for one in images)
+        self.images = images
+        self.features = features
+        self.labels = pair_labels(images)
+        self.batch_size = batch_size
+        total = sum(one.share for one in images)
         self.counts = [max(1, round(batch_size * one.share / total)) for one in images]
 
     def __len__(self) -> int:
@@ -175,7 +179,8 @@ def _middle(images: Tensor) -> Tensor:
     """The middle of images `[B, 3, h, w]`."""
     height, width = images.shape[-2:]
     tall, wide = round(height * MIDDLE), round(width * MIDDLE)
-    top, left = (height - tall) // 2, (width - wide) // 2
+    top = (height - tall) // 2
+    left = (width - wide) // 2
     return images[..., top : top + tall, left : left + wide]
 
 

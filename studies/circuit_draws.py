@@ -54,7 +54,8 @@ def tested(model: he.Ensemble, tests: dict[str, Batches]) -> dict[str, float]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """A row for each variant, with the numbers of every draw."""
-    model, sample = load_backbone(), load_sample()
+    model = load_backbone()
+    sample = load_sample()
     preprocess: Any = model.metadata.preprocessing
     sets = sample.sets
     tests = {name: read(sets, name, preprocess, options.tests) for name in ("test", *NEAR, *FAR)}
@@ -97,10 +98,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def line(row: dict[str, Any]) -> tuple[object, ...]:
     """A row of the table."""
-    limit, source = row["max_accuracy_loss"], "–" if row["score"] == "acc" else row["ood"]
+    limit = row["max_accuracy_loss"]
+    source = "–" if row["score"] == "acc" else row["ood"]
     numbers = (f"{100 * row[name]['mean']:.1f} ± {100 * row[name]['deviation']:.1f}" for name in TESTS)
     allowed = "any" if limit is None else f"at most {100 * limit:.0f} %"
-    heads, common = f"{row['heads']:.1f}", f"{100 * row['in_common']:.0f}"
+    heads = f"{row['heads']:.1f}"
+    common = f"{100 * row['in_common']:.0f}"
     return (row["score"], row["ties"], source, allowed, heads, common, *numbers)
 
 

@@ -46,8 +46,10 @@ def option(seed: Seed, name: str) -> None:
 
 def choose(seed: Seed, name: str) -> None:
     """Measure every setting of a row on half B, and write down the one with the smallest NLL."""
-    row, task = rows_of(seed.task)[name], seed.task
-    place, options = seed.study / CHOICES / f"{slug(name)}.json", row.options(task)
+    row = rows_of(seed.task)[name]
+    task = seed.task
+    place = seed.study / CHOICES / f"{slug(name)}.json"
+    options = row.options(task)
     if not options or place.exists():
         return
     measured: list[dict[str, Any]] = []
@@ -67,7 +69,8 @@ def recover(seed: Seed, name: str) -> None:
 
 def report(seed: Seed, name: str) -> None:
     """Ask a row's model about the test sets, and keep what it says."""
-    place, task = seed.reported(name), seed.task
+    place = seed.reported(name)
+    task = seed.task
     if not place.exists():
         model = rows_of(task)[name].model(seed, name)
         judge = Judged(task, model)
@@ -78,7 +81,8 @@ def report(seed: Seed, name: str) -> None:
 
 def shift(seed: Seed, name: str) -> None:
     """Ask a row's model about corrupted test images."""
-    place, task = seed.folder / SHIFT / f"{slug(name)}.npz", seed.task
+    place = seed.folder / SHIFT / f"{slug(name)}.npz"
+    task = seed.task
     if "corruptions" in task.plain and seed.number in task.settings["shift"]["seeds"] and not place.exists():
         judge = Judged(task, rows_of(task)[name].model(seed, name), familiar=False)
         write_columns(place, under_shift(judge, seed.study / SHIFTED))
@@ -98,7 +102,8 @@ def all_columns(judge: Judged, stage: Stage) -> dict[str, Array]:
 def rounds(run: Run, stage: str) -> list[list[Job]]:
     """What a stage has to do, after the stages before."""
     task, rows, seeds = run.task, run.rows, run.seeds
-    first, known = int(task.settings["seeds"][0]), rows_of(task)
+    first = int(task.settings["seeds"][0])
+    known = rows_of(task)
     choosing = dict.fromkeys(known[row].like or row for row in rows)  # rows whose settings are chosen
     match stage:
         case "train":
@@ -122,7 +127,8 @@ def rounds(run: Run, stage: str) -> list[list[Job]]:
 
 def cost(run: Run) -> None:
     """Latency and peak memory of the rows that are reported, side by side."""
-    seed, batch = Seed(run.task, run.seeds[0], run.output), run.task.settings["cost_batch"]
+    seed = Seed(run.task, run.seeds[0], run.output)
+    batch = run.task.settings["cost_batch"]
     inputs = seed.base.prepare(next(iter(SampleBatches(run.task.half_b, batch)))[0])
     there = [name for name in run.rows if seed.reported(name).exists()]
     models = {name: rows_of(run.task)[name].model(seed, name) for name in dict.fromkeys((SINGLE, *there))}
@@ -133,7 +139,9 @@ def cost(run: Run) -> None:
 
 def collect(run: Run) -> None:
     """Store what is finished."""
-    task, study, known = run.task, run.output / run.task.name, rows_of(run.task)
+    task = run.task
+    study = run.output / run.task.name
+    known = rows_of(run.task)
     facts = {
         "recipe": {**task.settings, "tasks": {task.name: task.plain}},
         "inside": task.suite.id.name,

@@ -15,9 +15,12 @@ PAPER = "(paper)"  # in brackets, as its numbers are: italics are for what is wo
 
 def detected(study: Study, places: Sequence[str]) -> list[list[str]]:
     """The three metrics of every row at places such as `near` or `ood.mnist`, and the paper's line where it has one."""
-    lines, paper = [], study.paper()
+    lines = []
+    paper = study.paper()
     for row in study.rows:
-        own, cells, theirs = paper.get(row, {}), list[str](), list[str]()
+        own = paper.get(row, {})
+        cells = list[str]()
+        theirs = list[str]()
         for place in places:
             keys = [f"{place}.{metric}" for metric in METRICS]
             cells.append(" / ".join(shown(study, row, key) for key in keys))
@@ -31,14 +34,16 @@ def detected(study: Study, places: Sequence[str]) -> list[list[str]]:
 
 def detection_table(study: Study) -> str:
     """Tables 15 to 17: near, far and all OOD sets."""
-    groups, small = [*study.facts["groups"], "all"], small_sets(study)
+    groups = [*study.facts["groups"], "all"]
+    small = small_sets(study)
     left_out = f" FPR95 leaves out {', '.join(small)}: under 1,000 samples." if small else ""
     return markdown(["row", *groups], detected(study, groups), f"Means over OOD sets: {_told(study)}{left_out}")
 
 
 def sets_table(study: Study) -> str:
     """Tables 18 to 23: every OOD set by itself."""
-    groups, sizes = study.facts["groups"], set_sizes(study)
+    groups = study.facts["groups"]
+    sizes = set_sizes(study)
     heads = [f"{name} ({group}, {sizes[name]:,})" for group, names in groups.items() for name in names]
     lines = detected(study, [f"ood.{name}" for name in study.outside])
     like = [f"{LIKE[name]} for {name}" for name in study.outside if name in LIKE] if study.paper() else []
@@ -52,7 +57,8 @@ def sets_table(study: Study) -> str:
 
 def _told(study: Study) -> str:
     """What the numbers are, and whose stand below them."""
-    paper, inside = study.paper(), study.facts["inside"]
+    paper = study.paper()
+    inside = study.facts["inside"]
     missing = [row for row in paper if row not in study.rows]
     below = f" Below, in brackets, the paper's on {STANDS_FOR[inside]} and its sets." if paper else ""
     below += f" Rows of the paper that are not here: {', '.join(missing)}." if missing else ""

@@ -85,7 +85,8 @@ class DualStudy(Study):
     @cached_property
     def counted(self) -> list[str]:
         """Unseen tasks that count in means: those where Single is so many times better than chance, by the recipe."""
-        least, tasks = float(self.facts["recipe"]["least_over_chance"]), self.facts["tasks"]
+        least = float(self.facts["recipe"]["least_over_chance"])
+        tasks = self.facts["tasks"]
         found = []
         for task, one in tasks.items():
             right = [self.columns(SINGLE, seed)[f"{task}|{task}|correct"].mean() for seed in self.seeds(SINGLE)]
@@ -112,13 +113,17 @@ def main_table(study: DualStudy) -> str:
     keys = {f"{UNSEEN}.{key}": head for key, head in CLASSIFICATION.items()} if study.counted else {}
     for task in study.detections:
         keys |= {f"{task}.own.{group}.auroc": f"{task} {group} ↑" for group in (*study.groups(task), "all")}
-    lines, paper, measured = [], study.paper(), int(study.facts["costs"] is not None)  # columns of costs
+    # columns of costs
+    lines = []
+    paper = study.paper()
+    measured = int(study.facts["costs"] is not None)
     for row in study.rows:
         cost = study.cost(row)
         price = [f"{cost['latency_ratio']:.2f}x" if cost else "–"] * measured
         lines.append([row, *(shown(study, row, key) for key in keys), *price])
         lines += _of_paper(paper.get(row, {}), keys, measured)
-    facts, first = study.facts, next(iter(study.facts["runs"].values()))
+    facts = study.facts
+    first = next(iter(study.facts["runs"].values()))
     named = {"avg image+text": "of both towers", "avg image": "of the image tower alone"}
     ranked = [
         f"{named[name]} {one['id_samples']} + {one['ood_samples']} images, {one['pruned']} heads"
@@ -159,7 +164,8 @@ def _of_paper(own: Mapping[str, float], keys: Iterable[str], after: int) -> list
 
 def tasks_table(study: DualStudy, key: str = "accuracy") -> str:
     """Table 24: a number of every task, by the score that a row brings where it has one."""
-    tasks, paper = study.facts["tasks"], study.paper()
+    tasks = study.facts["tasks"]
+    paper = study.paper()
     keys = [*(f"{task}.{key}" for task in tasks), *([f"{UNSEEN}.{key}"] if study.counted else [])]
     lines = [["(chance)", *(f"({printed(1 / one['classes'], 'accuracy')})" for one in tasks.values())]]
     lines = [[*lines[0], *[""] * (len(keys) - len(tasks))]] if key == "accuracy" else []

@@ -145,7 +145,8 @@ def _trained_vilu(seed: DualSeed) -> he.Ensemble:
     """By the optimizer and rate whose network says best, in NLL, which answers about held-out images are right."""
 
     def make() -> he.Ensemble:
-        named, held = seed.task.sets.training(), seed.task.held_out
+        named = seed.task.sets.training()
+        held = seed.task.held_out
         assert held.classes == named.names  # both are of the main task
         model = he.zero_shot(seed.dual, named.names, keep_text=False)
         train = SampleBatches(seed.task.samples(named.images), BATCH)
@@ -195,7 +196,8 @@ def neg_label(seed: DualSeed, names: Sequence[str]) -> he.Ensemble:
     """Single with the score `neglabel`, whose words are those of the tokenizer's vocabulary, embedded once a seed."""
 
     def make() -> he.Ensemble:
-        ensemble, some = he.zero_shot(seed.dual, names), seed.recipe.counts.words
+        ensemble = he.zero_shot(seed.dual, names)
+        some = seed.recipe.counts.words
         words = seed.once("words", lambda: baselines.embed_words(ensemble, vocabulary(seed.dual)[:some]))
         groups = max(1, min(GROUPS, int(len(words.words) * baselines.NegLabel().share) // WORDS_A_GROUP))
         return baselines.neg_label(ensemble, words, settings=baselines.NegLabel(groups=groups))

@@ -96,7 +96,9 @@ class DualTask:
 
     def about(self) -> dict[str, str]:
         """What results call the model, and what it is and is not."""
-        texts, model, size = read_yaml("texts"), self.recipe.model, self.recipe.input_size
+        texts = read_yaml("texts")
+        model = self.recipe.model
+        size = self.recipe.input_size
         if model is None:
             counts = {"images": f"{sum(len(one.samples) for one in self.images):,}", "size": size}
             counts["captions"] = f"{sum(len(some) for one in self.images for some in one.captions):,}"
@@ -125,7 +127,8 @@ class DualTask:
         self, seed: int, choice: DualChoice, images: Sequence[TrainImages], features: Sequence[Tensor]
     ) -> DualEncoder:
         assert self.recipe.dual is not None  # the recipe has seen to it
-        rate, number = choice.learning_rate, derived_seed(seed, "dual")
+        rate = choice.learning_rate
+        number = derived_seed(seed, "dual")
         training = replace(self.recipe.dual, steps=choice.steps, learning_rate=rate, seed=number)
         pairs = Pairs(images, features, training.batch_size or FEATURE_BATCH)
         rates: dict[str, Any] = {"train_image_projection": True, "projection_rate": choice.projection_rate}
@@ -187,8 +190,11 @@ class DualTask:
     @cached_property
     def test_sets(self) -> Sequence[ZeroSet]:
         """Every set that is reported, the test set of a task before its OOD sets; only `dual_study` asks."""
-        sets, counts, shared = self.sets, self.recipe.counts, self.sets.name == "shared"
-        found, known = list[ZeroSet](), dict[SetRef, Samples]()
+        sets = self.sets
+        counts = self.recipe.counts
+        shared = self.sets.name == "shared"
+        found = list[ZeroSet]()
+        known = dict[SetRef, Samples]()
         for one in (*sets.main.tasks, sets.main.id) if shared else (sets.main.id, *sets.main.tasks):
             named = sets.fewer(sets.load(one), one.name, counts.test)
             domain = "seen" if shared and one.name in SEEN else "unseen"
@@ -243,7 +249,8 @@ class DualSeed(SeedFolder):
     @property
     def choice(self) -> DualChoice | None:
         """How the model learns: as held-out names chose, where the recipe has several choices."""
-        choices, place = self.recipe.choices, self.study / CHOICE
+        choices = self.recipe.choices
+        place = self.study / CHOICE
         if self.recipe.model is not None or len(choices) < 2:
             return choices[0] if choices else None
         if not place.exists():

@@ -57,7 +57,8 @@ def fix(seed: DualSeed, name: str) -> None:
 
     Rows that come later are added; what is written stays.
     """
-    place, row = seed.folder / FIXED, rows_of(seed.task)[name]
+    place = seed.folder / FIXED
+    row = rows_of(seed.task)[name]
     with alone(place):
         known = read_if_there(place) or {"heads": {}, "temperatures": {}}
         if name in known["temperatures"]:
@@ -74,7 +75,8 @@ def fix(seed: DualSeed, name: str) -> None:
 
 def report(seed: DualSeed, name: str) -> None:
     """Ask a row about every test set, and keep what it says; refused before its temperature is fixed."""
-    place, row = seed.reported(name), rows_of(seed.task)[name]
+    place = seed.reported(name)
+    row = rows_of(seed.task)[name]
     if place.exists():
         return
     fixed = seed.folder / FIXED
@@ -83,7 +85,8 @@ def report(seed: DualSeed, name: str) -> None:
         raise DataError(
             f"nothing is fixed yet for {name!r} in {fixed}; run the stage `fix` before test sets are opened"
         )
-    temperature, columns = temperatures[name], dict[str, Array]()
+    temperature = temperatures[name]
+    columns = dict[str, Array]()
     for one in seed.task.test_sets:
         said = row.asked(seed, one)
         after = Prediction.from_logits(said.member_logits, temperature=temperature, calibrates="probs")
@@ -108,7 +111,8 @@ def rounds(run: Run, stage: str) -> list[list[Job]]:
 
 def cost(run: Run) -> None:
     """Latency and peak memory of the rows that are reported, for the classes of the main task."""
-    seed, rows = DualSeed(run.task, run.seeds[0], run.output), rows_of(run.task)
+    seed = DualSeed(run.task, run.seeds[0], run.output)
+    rows = rows_of(run.task)
     held, batch = seed.task.held_out, seed.recipe.cost_batch
     inputs = seed.dual.image.prepare(next(iter(SampleBatches(held.samples, batch)))[0])
     there = [name for name in run.rows if not rows[name].calibrated and seed.reported(name).exists()]
@@ -119,7 +123,9 @@ def cost(run: Run) -> None:
 
 def collect(run: Run) -> None:
     """Store what is finished."""
-    task, recipe, study = run.task, run.task.recipe, run.output / run.task.name
+    task = run.task
+    recipe = run.task.recipe
+    study = run.output / run.task.name
     tasks: dict[str, Any] = {}
     for one in task.test_sets:
         if one.group == "id":

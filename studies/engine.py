@@ -164,6 +164,7 @@ def timed(models: Mapping[str, Any], inputs: Any, device: torch.device) -> dict[
 def write_costs(study: Path, device: torch.device, batch: int, rows: Mapping[str, Any]) -> None:
     """What was measured of the rows of a study, and on what; where some rows of before were not, those stay."""
     about = {"device": device_name(device), "torch": torch.__version__, "batch": batch}
-    place, before = study / COSTS, read_if_there(study / COSTS)
+    place = study / COSTS
+    before = read_if_there(study / COSTS)
     known = before["rows"] if before else rows
     write_json(place, newest_costs(study.name, before, {**about, "rows": dict(rows)}, known))

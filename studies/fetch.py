@@ -27,10 +27,13 @@ from hydra_ensembles.errors import ConfigError, DataError
 from .sets import IMAGENET_CLASSES, imagenet_names
 
 SHORT_SIDE, QUALITY = 128, 80
-CIFAR100_SPLITS, CIFAR100_EACH = ("train-3", "train-4"), 100  # images a class and split, after train-0 to train-2
+# images a class and split, after train-0 to train-2
+CIFAR100_SPLITS = ("train-3", "train-4")
+CIFAR100_EACH = 100
 CIFAR100_OTHERS = ("train-0", "train-1", "train-2", "test")
 TINY = "tiny-imagenet-200"  # folder of the checkout
-TINY_EACH, TINY_OTHERS = 100, ("validation", "test")
+TINY_EACH = 100
+TINY_OTHERS = ("validation", "test")
 CAPTIONS = 5
 
 Row = tuple[bytes, int | list[str]]  # an image, and its label or captions
@@ -50,7 +53,8 @@ def prepare(name: str, source: Path, data: Path) -> list[Path]:
     """Write every split of a set; the files."""
     if name not in SETS:
         raise ConfigError(f"there is no public set {name!r}; choose one of {', '.join(SETS)}")
-    found, folder = SETS[name], data / "images" / name
+    found = SETS[name]
+    folder = data / "images" / name
     if not source.is_dir():
         raise DataError(f"{source} is no folder; check out github:{found.repository} there")
     names = None if found.names is None else found.names(source)
@@ -146,7 +150,8 @@ def place_names(source: Path) -> list[str]:
 
 def flickr8k(source: Path, _: Path) -> Splits:
     """The official splits; every image with its five captions."""
-    texts, captions = source / "Flicker8k_text", dict[str, list[str]]()
+    texts = source / "Flicker8k_text"
+    captions = dict[str, list[str]]()
     for line in (texts / "Flickr8k.token.txt").read_text(encoding="utf-8").splitlines():
         place, caption = line.split("\t", 1)
         captions.setdefault(place.partition("#")[0], []).append(caption.removesuffix(" .").strip())
@@ -181,7 +186,8 @@ def cifar100(source: Path, folder: Path) -> Splits:
     The set has images twice, some of them in its test set: a class has a few images less than five hundred.
     """
     known = {_digest_of(one, decoded=True) for one in _images_of(folder, CIFAR100_OTHERS)}
-    names, each = cifar100_names(source), len(CIFAR100_SPLITS) * CIFAR100_EACH
+    names = cifar100_names(source)
+    each = len(CIFAR100_SPLITS) * CIFAR100_EACH
     found: dict[str, list[Row]] = {split: [] for split in CIFAR100_SPLITS}
     for label, name in enumerate(names):
         content = (source / "cifar-100-binary" / "split train bins" / f"{name}-{label}-train.bin").read_bytes()

@@ -30,9 +30,11 @@ MAIN = {
 
 def main_table(study: Study) -> str:
     """Every row of a study; of its price what was measured."""
-    costs, lines = study.facts["costs"], []
+    costs = study.facts["costs"]
+    lines = []
     for row in study.rows:
-        cost, false = study.cost(row), printed(study.plain_mean(row, "far.fpr95"), "fpr95")
+        cost = study.cost(row)
+        false = printed(study.plain_mean(row, "far.fpr95"), "fpr95")
         cells = [marked(study, row, key) for key in MAIN]
         price = [f"{cost['latency_ratio']:.2f}x" if cost else "–", memory(cost)] if costs else []
         trained = [f"{study.facts['trainings'][row]:g}", str(len(study.seeds(row)))]
@@ -53,7 +55,8 @@ def main_table(study: Study) -> str:
 
 def shift_table(study: Study) -> str:
     """Tables 13 and 14, and NLL: a table a metric, rows by severity, means over fifteen corruptions and the seeds."""
-    theirs, levels = paper_numbers("classifier", study.stands_for), (*SEVERITIES, SHIFT)
+    theirs = paper_numbers("classifier", study.stands_for)
+    levels = (*SEVERITIES, SHIFT)
     rows = [row for row in study.rows if study.mean(row, f"{SHIFT}.accuracy") is not None]
     if not rows:
         return "*Not run.*"
@@ -133,7 +136,8 @@ def tested(
 ) -> dict[str, Any]:
     """A claim about a number: the paper's difference, ours, and the verdict; `missing` where we have none."""
     first, second = claim["first"], claim["second"]
-    theirs, ours = [paper.get(row, {}).get(key) for row in (first, second)], study.difference(first, second, key)
+    theirs = [paper.get(row, {}).get(key) for row in (first, second)]
+    ours = study.difference(first, second, key)
     verdict = missing if ours is None else judged(ours, claim["is"], float(claim["margin"]))
     gap = None if None in theirs else theirs[0] - theirs[1]  # type: ignore[operator]
     return {**claim, "paper": gap, "ours": ours, "verdict": verdict, "across": study.across(first, second)}
@@ -163,7 +167,9 @@ EXPLORED = (
 
 def claims_table(study: Study) -> str:
     """The claims, the paper's difference beside ours, and what it would be without a set that the verdict hangs on."""
-    lines, missing, tried = [], list[str](), claims(study)
+    lines = []
+    missing = list[str]()
+    tried = claims(study)
     for one in tried:
         if one["ours"] is None:
             first, second = one["first"], one["second"]
@@ -197,7 +203,8 @@ def hangs_on(study: Study, claim: Mapping[str, Any]) -> list[tuple[str, Differen
 def claim_cells(one: Mapping[str, Any]) -> list[str]:
     """A claim in words, its margin, the paper's difference, ours, and the verdict."""
     ours, metric = one["ours"], one["metric"]
-    here, margin = "–" if ours is None else told(ours, metric), printed(float(one["margin"]), metric)
+    here = "–" if ours is None else told(ours, metric)
+    margin = printed(float(one["margin"]), metric)
     claimed = f"{one['first']} {one['claim']}{f' {ACROSS}' if one['across'] else ''}"
     return [claimed, margin, printed(one["paper"], metric, "+"), here, one["verdict"]]
 

@@ -33,7 +33,9 @@ NAMED = ("entropy", "mahalanobis", *get_args(LearnedName))  # scores of a row, w
 CONFIDENT = "vilu"  # the score that is minus the log-odds of being right, a confidence of its own
 SCORES = {"": "msp", **{f"{name}:": name for name in NAMED}}
 SPREAD: Literal["mutual_information"] = "mutual_information"  # of members: its mean over a set, no score of samples
-SHIFT, SEVERITIES = "shift", tuple(f"severity {level}" for level in range(1, 6))  # of corrupted images
+# of corrupted images
+SHIFT = "shift"
+SEVERITIES = tuple(f"severity {level}" for level in range(1, 6))
 FEWEST_SEEDS = 3  # of which a difference is called better or worse, or a claim judged
 FEWEST = 1000  # samples of a set whose false positives are counted at 95 % of them
 
@@ -85,7 +87,8 @@ class Difference:
         """Of numbers of the same seeds; both sources of chance add in squares, seeds by Student's t."""
         parts = [one.minus(other) for one, other in zip(ours, theirs, strict=True)]
         among_samples = float(ndtri((1 + LEVEL) / 2)) * Number.mean(parts).deviation
-        among_seeds, count = 0.0, len(parts)
+        among_seeds = 0.0
+        count = len(parts)
         if count > 1:
             quantile = float(stdtrit(count - 1, (1 + LEVEL) / 2))
             among_seeds = quantile * stdev(part.value for part in parts) / count**0.5
@@ -152,7 +155,8 @@ def plain_numbers(
     What `numbers` gave of the same columns need not be found again.
     """
     found = {key: one.value for key, one in (known or numbers(columns, inside, groups)).items()}
-    right, own = torch.from_numpy(columns[f"{inside}|correct"]), f"{inside}|{CONFIDENT}"
+    right = torch.from_numpy(columns[f"{inside}|correct"])
+    own = f"{inside}|{CONFIDENT}"
     doubts = {prefix: columns.get(f"{inside}|{doubt}") for prefix, doubt in DOUBT.items()}
     sure = {prefix: 1.0 - doubt.astype(np.float64) for prefix, doubt in doubts.items() if doubt is not None}
     if own in columns:
@@ -170,7 +174,9 @@ def plain_numbers(
 
 def _detection(columns: Columns, inside: str, groups: Groups, prefix: str, score: str) -> dict[str, float]:
     """AUPR by a score, and FPR95 of sets that are large."""
-    own, aupr, fpr95 = np.sort(columns[f"{inside}|{score}"].astype(np.float64)), {}, {}
+    own = np.sort(columns[f"{inside}|{score}"].astype(np.float64))
+    aupr = {}
+    fpr95 = {}
     for name in (name for names in groups.values() for name in names):
         other = np.sort(columns[f"{name}|{score}"].astype(np.float64))
         aupr[name], false = _detected(own, other)

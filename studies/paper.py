@@ -81,7 +81,8 @@ def zero_shot_numbers(tasks: Sequence[str], detections: Sequence[str]) -> Mappin
         for method, numbers in paper_numbers("dual", name).items():
             found.setdefault(method, {}).update({f"{prefix}.{key}": value for key, value in numbers.items()})
     for row in read_csv("zero_shot_tasks"):
-        metric, whole = row["metric"], 100 if row["metric"] in FILES["dual"][1] else 1
+        metric = row["metric"]
+        whole = 100 if row["metric"] in FILES["dual"][1] else 1
         there = {f"{task}.{metric}": row.get(COLUMN.get(task, task)) for task in tasks}
         found.setdefault(row["method"], {}).update({key: float(cell) / whole for key, cell in there.items() if cell})
     for task, name in stands_for.items():

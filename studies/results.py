@@ -16,7 +16,8 @@ import hydra_ensembles
 from hydra_ensembles._utils import require
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"
+RESULTS = ROOT / "results"
+FIGURES = ROOT / "docs" / "figures"
 
 
 def load(name: str) -> Any:

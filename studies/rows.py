@@ -10,6 +10,7 @@ them where they are known. Rates are given over Single's: a method that trains l
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import hydra_ensembles as he
@@ -213,7 +214,8 @@ def scaled(seed: Seed, setting: Setting) -> he.Ensemble:
 
 def several_images(seed: Seed, setting: Setting) -> he.Ensemble:
     """One network for several images at once; from scratch where Single is."""
-    number, start = seed.derived("mimo"), "scratch" if seed.task.scratch else "pretrained"
+    number = seed.derived("mimo")
+    start = "scratch" if seed.task.scratch else "pretrained"
     settings = baselines.MIMO(seed.members, setting["rho"], setting["repeat"], start)  # type: ignore[arg-type]
     training = sped_up(seed, setting["faster"], seed=number)
     return learned(seed, MIMO, setting, baselines.mimo, lambda: seed.fresh(number), training, settings)
@@ -242,10 +244,11 @@ def last_layer(seed: Seed, setting: Setting) -> he.Ensemble:
 
 def snapshots(seed: Seed, setting: Setting) -> he.Ensemble:
     """Members along one training, as long as Single's; the rate rises anew for each."""
-    number, steps = seed.derived("snapshots"), max(2, updates(seed) // seed.members)
+    number = seed.derived("snapshots")
+    steps = max(2, updates(seed) // seed.members)
     training = sped_up(seed, rate_of(setting), seed=number, epochs=None, steps=steps)
-    method, start = baselines.deep_ensemble, lambda: seed.fresh(number)
-    return learned(seed, SNAPSHOT, setting, method, start, training, seed.members, snapshots=True)
+    start = partial(seed.fresh, number)
+    return learned(seed, SNAPSHOT, setting, baselines.deep_ensemble, start, training, seed.members, snapshots=True)
 
 
 def around_the_end(seed: Seed, setting: Setting) -> he.Ensemble:

@@ -23,7 +23,8 @@ from hydra_ensembles.data.dataset import AnyDataset, ImageDataset
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from hydra_ensembles.training.recipe import RandAugment
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 SMALLEST_CROP = 0.7  # of the side, in training
 CIRCUIT_MEMORY = 4e9  # bytes that a circuit may take, so that several processes fit on a GPU
 AREA = 0.08  # of an image, in training by the paper's recipes: the smallest part
@@ -203,11 +204,13 @@ def random_part(image: Image.Image, chances: Sequence[float], size: tuple[int, i
     `chances` are five numbers in 0 to 1: of area, shape, place from the left and the top, and mirroring.
     """
     area, shape, across, down, mirror = chances
-    area, shape = AREA + (1 - AREA) * area, (3 / 4) ** (1 - 2 * shape)
+    area = AREA + (1 - AREA) * area
+    shape = (3 / 4) ** (1 - 2 * shape)
     whole_width, whole_height = image.size
     width = min(whole_width, (area * whole_width * whole_height * shape) ** 0.5)
     height = min(whole_height, (area * whole_width * whole_height / shape) ** 0.5)
-    left, top = across * (whole_width - width), down * (whole_height - height)
+    left = across * (whole_width - width)
+    top = down * (whole_height - height)
     box = (left, top, min(left + width, whole_width), min(top + height, whole_height))
     part = image.convert("RGB").resize(size, Image.Resampling.BICUBIC, box)
     pixels = np.asarray(part)

@@ -89,7 +89,8 @@ class Seed(SeedFolder):
 
     def circuit(self, score: Score, budget: int | None = None, layers: Sequence[int] | None = None) -> HeadRanking:
         """A circuit of Single on the samples that rank heads; `budget` heads, or those that the paper's share needs."""
-        count, lowest = budget or self.prune + SPARE, 0 if layers is None else min(layers)
+        count = budget or self.prune + SPARE
+        lowest = 0 if layers is None else min(layers)
         return self.extracted(f"{score}-{count}-{lowest}", self.sides, score=score, budget=count, layers=layers)
 
     def sides(self) -> tuple[he.Ensemble, SampleBatches, SampleBatches]:
@@ -98,11 +99,13 @@ class Seed(SeedFolder):
 
     def taylor(self, draw: int = 0, budget: int | None = None) -> HeadRanking:
         """A Taylor ranking of Single on batches that a draw chose."""
-        count, task = budget or self.prune, self.task
+        count = budget or self.prune
+        task = self.task
         batches = SampleBatches(task.train, 128, training=True)
 
         def rank() -> HeadRanking:
-            drawn, used = self.derived("taylor", draw), task.settings["taylor_batches"]
+            drawn = self.derived("taylor", draw)
+            used = task.settings["taylor_batches"]
             return he.taylor(self.base, batches, budget=count, seed=drawn, calibration_batches=used)
 
         return self.ranked(f"taylor-{count}-{draw}", rank)

@@ -108,5 +108,6 @@ class SeedFolder(Once):
             if not place.exists():
                 begun = time.monotonic()
                 make()
-                name, taken = place.name.removesuffix(".json"), time.monotonic() - begun
+                name = place.name.removesuffix(".json")
+                taken = time.monotonic() - begun
                 print(f"{self.study.name} seed {self.number}: {name} {taken:.0f} s", flush=True)

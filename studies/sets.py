@@ -282,7 +282,8 @@ class DualSets(ABC):
         names = self.names(task, images)
         if self.counts.classes is not None and self.counts.classes < len(names):
             kept = sorted(set(images.labels.tolist()))[: self.counts.classes]
-            images, names = only_classes(images, kept, relabel=True), tuple(names[number] for number in kept)
+            images = only_classes(images, kept, relabel=True)
+            names = tuple(names[number] for number in kept)
         return NamedImages(at_most(images, limit), names)
 
 

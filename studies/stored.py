@@ -37,7 +37,8 @@ class Study(Once):
 
     def __init__(self, name: str, results: Path) -> None:
         super().__init__()
-        self.name, self.folder = name, results / name
+        self.name = name
+        self.folder = results / name
         if not (self.folder / "study.json").exists():
             raise DataError(f"{self.folder} has no stored study; the stage `store` of `python -m studies` makes one")
         self.facts = read_object(self.folder / "study.json")
@@ -127,7 +128,9 @@ class Study(Once):
         and `as_they_are` has the rows by themselves. On corrupted images, which one run saw, there is nothing to take
         off. `all but NAME.auroc` is over all OOD sets but one.
         """
-        plain, gained, corrupted = [], [], key.startswith((f"{SHIFT}.", *SEVERITIES))
+        plain = []
+        gained = []
+        corrupted = key.startswith((f"{SHIFT}.", *SEVERITIES))
         for seed in self._shared(first, second):
             one, other = ({} if corrupted else self._beside(row, seed) for row in (first, second))
             ours = other if first == SINGLE and other else self.numbers(first, seed)

@@ -71,11 +71,14 @@ def store(
         facts: About the study as a whole; `trainings` has its rows, in the order of the tables.
         of_seed: What is known of a seed beside its columns, tables of what is finished, by its number.
     """
-    place, rows = results / study.name, facts["trainings"]
+    place = results / study.name
+    rows = facts["trainings"]
     known: dict[str, Any] = read_if_there(place / STUDY) or {"runs": {}}
-    runs, replaced = dict(known["runs"]), set[str]()
+    runs = dict(known["runs"])
+    replaced = set[str]()
     for number in sorted(int(folder.name.removeprefix("seed-")) for folder in study.glob("seed-*")):
-        folder, before = study / f"seed-{number}" / REPORT, runs.get(str(number), {REPORT: {}})
+        folder = study / f"seed-{number}" / REPORT
+        before = runs.get(str(number), {REPORT: {}})
         reports = by_row(folder, rows)
         if reports and SINGLE not in reports:
             print(f"{study.name}: rows of seed {number} wait for the Single that they are held against", flush=True)
@@ -130,7 +133,8 @@ def store_shift(folder: Path, place: Path, rows: Collection[str]) -> None:
 
 def _store_columns(folder: Path, place: Path, number: int, found: list[str], before: Collection[str]) -> list[str]:
     """Write the columns of a seed beside those of rows of before, or in their place; which are stored now."""
-    file, own = place / f"seed-{number}.npz", {name: read_columns(folder / f"{slug(name)}.npz") for name in found}
+    file = place / f"seed-{number}.npz"
+    own = {name: read_columns(folder / f"{slug(name)}.npz") for name in found}
     kept = read_columns(file) if before else {}
     if not before:
         for older in _parts(place, number):

@@ -57,7 +57,9 @@ class Task(Once):
         cache: Path | None = None,
     ) -> None:
         super().__init__()
-        self.name, self.settings, self.plain = name, settings, settings["tasks"][name]
+        self.name = name
+        self.settings = settings
+        self.plain = settings["tasks"][name]
         self.source, self.device, self.share, self.cache = source, device, share, cache
         self.suite = suite(self.plain["suite"])
         self.kind = "text" if self.suite.id.source.startswith("text/") else "image"
@@ -204,7 +206,8 @@ class Task(Once):
 
     def start(self) -> he.Ensemble:
         """The pretrained model; from scratch, one whose weights mean nothing."""
-        classes, size = self.source.load(given(self.suite, "train")).class_names, self.plain["input_size"]
+        classes = self.source.load(given(self.suite, "train")).class_names
+        size = self.plain["input_size"]
         if self.scratch:
             return small_vit(size, classes).to(self.device)
         return pretrained(self.source.root, self.plain["backbone"], size, classes).to(self.device)
@@ -220,7 +223,8 @@ class Drawn(Samples):
 
     def __init__(self, samples: Samples, count: int) -> None:
         order = np.random.default_rng(0).permutation(len(samples))[:count]
-        self.samples, self.rows = samples, torch.from_numpy(np.sort(order))
+        self.samples = samples
+        self.rows = torch.from_numpy(np.sort(order))
         self.labels = samples.labels[self.rows]
 
     def batch(self, rows: Tensor, augment: Augment) -> Any:

@@ -116,7 +116,9 @@ def draw(found: dict[str, Any]) -> Any:
     """One point a head, by layer and head; a bar for the mean of each layer. Depth is a share, as layers differ."""
     figure, axes = pyplot().subplots(figsize=(8, 3.4))
     for name, tower in found["towers"].items():
-        layers, heads, colour = tower["layers"], tower["heads"], COLOURS[name]
+        layers = tower["layers"]
+        heads = tower["heads"]
+        colour = COLOURS[name]
         for layer, scores in enumerate(tower["scores"]):
             label = "_" if layer else f"{name} tower, {layers} layers of {heads} heads"
             places = [(layer + (head + 0.5) / heads) / layers for head in range(heads)]

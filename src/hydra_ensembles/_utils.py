@@ -40,7 +40,8 @@ def require(module: str, extra: str) -> ModuleType:
 
 def require_device(device: torch.device | str) -> torch.device:
     """The device of a name, provided it can be used here."""
-    gpus, cause = torch.cuda.device_count(), None
+    gpus = torch.cuda.device_count()
+    cause = None
     try:
         found = torch.device(device)
         if found.type != "cuda":
@@ -118,7 +119,8 @@ def own_precision() -> Iterator[None]:
 @contextmanager
 def noted() -> Iterator[list[str]]:
     """What is warned of inside, by this thread, as a list: a server's log is not read by those whom it concerns."""
-    before, notes = getattr(_THREAD, "notes", None), list[str]()
+    before = getattr(_THREAD, "notes", None)
+    notes = list[str]()
     _THREAD.notes = notes
     try:
         yield notes
@@ -132,9 +134,11 @@ def warn(message: str) -> None:
     if notes is not None:
         notes.append(message)
         return
-    level, frame = 1, inspect.currentframe()
+    level = 1
+    frame = inspect.currentframe()
     while frame is not None and any(map(Path(frame.f_code.co_filename).is_relative_to, _NOT_THE_CALLER)):
-        level, frame = level + 1, frame.f_back
+        level = level + 1
+        frame = frame.f_back
     warnings.warn(message, HydraWarning, stacklevel=level)
 
 
@@ -158,7 +162,8 @@ def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
 @contextmanager
 def all_seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Like `torch_seeded`, with the generators of Python and NumPy too: whatever a data pipeline may use."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     try:
         with torch_seeded(seed, device):
             random.seed(seed)

@@ -107,7 +107,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     and whether models fit are the function's own to check. A model is never refused here: the function knows what
     to say of another library's. A number of numpy's becomes Python's own: seeds are derived from it, files hold it.
     """
-    signature, title = inspect.signature(function), function.__name__
+    signature = inspect.signature(function)
+    title = function.__name__
     if title == "__init__":
         title = function.__qualname__.split(".")[-2]
     open_ended = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
@@ -160,7 +161,8 @@ class Checked:
 
 
 def _check_range(name: str, value: Any, hint: Any) -> None:
-    origin, inner = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    inner = get_args(hint)
     if origin is Annotated:
         require_number(name, value, inner[1])
     elif origin is tuple:
@@ -275,7 +277,8 @@ def _fits(hint: Any, value: Any) -> bool:
         return isinstance(value, Mapping) and all(_fits(get_args(hint)[1], one) for one in value.values())
     if kind is tuple:
         parts = get_args(hint)
-        fixed, listed = Ellipsis not in parts, isinstance(value, list | tuple)
+        fixed = Ellipsis not in parts
+        listed = isinstance(value, list | tuple)
         return listed and (not fixed or (len(value) == len(parts) and all(map(_fits, parts, value))))
     if kind is Callable:
         return callable(value)

@@ -106,7 +106,8 @@ def calibrate(
     for inputs, some in answers(ensemble, validation, "validation", labelled=True):
         parts.append(some if familiarity is not None else some._replace(features=some.features[..., :0]))
         known_by.append(sample_keys(inputs))
-    samples, keys = Answered.join(parts), np.concatenate(known_by)
+    samples = Answered.join(parts)
+    keys = np.concatenate(known_by)
     warn_of_copies("validation", len(keys), len(np.unique(keys)), "thresholds promise their share for such data alone")
     settings: dict[str, Any] = {"share": share, "score": score, "per_member": per_member, "temperature": temperature}
     fit = fit_calibration(samples.logits, samples.labels, **settings)
@@ -153,7 +154,8 @@ def _familiar_part(
     fitted = known if known is not None and wanted in ("auto", known.settings.scores[0]) else None
     name: FamiliarityName = "mahalanobis" if wanted == "auto" else wanted
     if fitted is not None and fitted.settings.halved and share_known(fitted.settings.marks, keys):
-        name, fitted = cast(FamiliarityName, fitted.settings.scores[0]), None
+        name = cast(FamiliarityName, fitted.settings.scores[0])
+        fitted = None
     try:
         if fitted is not None:
             require_fresh(fitted, keys)
@@ -210,8 +212,10 @@ def _with_threshold(
     settings = replace(known.settings, threshold=threshold_for(first, share), accepted_share=share)
     known = Familiarity(replace(settings, reference=Reference.of(first)), known.state)
     decided = calibration.prediction(held.logits, unfamiliarity=known.about(scores))
-    sure, familiar = decided.score() <= cast(float, calibration.threshold), first <= cast(float, settings.threshold)
-    accept, wrong = sure & familiar, decided.label != held.labels
+    sure = decided.score() <= cast(float, calibration.threshold)
+    familiar = first <= cast(float, settings.threshold)
+    accept = sure & familiar
+    wrong = decided.label != held.labels
     return known, {
         "validation/sure_share": mean(sure),
         "validation/familiar_share": mean(familiar),
@@ -267,7 +271,8 @@ def fit_calibration(
         chosen, after = _fit_temperature(member_logits, labels, per_member, before)
     fitted = Calibration(chosen, score=score, accepted_share=share, calibrates="probs")
     prediction = fitted.prediction(member_logits)
-    scores, wrong = prediction.score(), prediction.label != labels
+    scores = prediction.score()
+    wrong = prediction.label != labels
     threshold = threshold_for(scores, share)
     accept = scores <= threshold
     return CalibrationFit(
@@ -348,7 +353,8 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> tupl
     golden = (math.sqrt(5.0) - 1.0) / 2.0
     while right - left > _PRECISION:
         step = golden * (right - left)
-        first, second = right - step, left + step
+        first = right - step
+        second = left + step
         if value(first) <= value(second):
             right = second
         else:

@@ -70,7 +70,9 @@ T = TypeVar("T")
 
 SAVING, SAVED = ".saving-", ".saved-"  # folders of a save before and after it is whole
 LOOKS = 10  # at a folder that is being saved to all the time
-MAX_CONFIG, MAX_TOKENIZER = 4 << 20, 64 << 20  # bytes
+# bytes
+MAX_CONFIG = 4 << 20
+MAX_TOKENIZER = 64 << 20
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 GIT_LFS_POINTER = b"version https://git-lfs"
@@ -142,7 +144,8 @@ def _saved_folder(folder: Path, digest: object) -> Path:
 def _write(folder: Path, contents: Contents) -> str:
     """Write all files into `folder`; the digest of the configuration."""
     _write_weights(folder / WEIGHTS, contents.tensors)
-    metadata, covered = copy.deepcopy(dict(contents.metadata)), [WEIGHTS]
+    metadata = copy.deepcopy(dict(contents.metadata))
+    covered = [WEIGHTS]
     tokenizers = [place.pop("tokenizer") for place in text_preprocessing(metadata)]  # a file of its own
     tokenizer = next(filter(None, tokenizers), None)
     if tokenizer is not None:
@@ -193,7 +196,8 @@ def push_checkpoint(
         raise CheckpointError(f"{repo_id!r} is not a hub id; it has the form 'owner/name'")
     with tempfile.TemporaryDirectory() as temporary:
         save_checkpoint(temporary, contents)
-        api, message = huggingface_hub.HfApi(token=token), commit_message or "Upload a Hydra Ensembles model"
+        api = huggingface_hub.HfApi(token=token)
+        message = commit_message or "Upload a Hydra Ensembles model"
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
             commit = api.upload_folder(repo_id=repo_id, folder_path=temporary, commit_message=message)
@@ -349,7 +353,8 @@ def _read_record(folder: Path, kinds: Collection[str], file: BufferedReader) -> 
             raise CheckpointError(
                 f"format version {short(version)}; this library reads 1 to {FORMAT_VERSION}: update it"
             )
-        digest, content = data.get(DIGEST), unsealed(data, CONFIG, required=version > 1)
+        digest = data.get(DIGEST)
+        content = unsealed(data, CONFIG, required=version > 1)
         record = from_plain(Record, content, "config", complete=version > 1)
         if record.kind not in kinds:
             wanted = " or ".join(map(repr, kinds))
@@ -421,7 +426,8 @@ def _reading(path: Path) -> Iterator[None]:
 def _open(path: Path, folder: Path) -> BufferedReader:
     """A plain file that lies in the folder, opened for reading."""
     try:
-        real, root = path.resolve(strict=True), folder.resolve(strict=True)
+        real = path.resolve(strict=True)
+        root = folder.resolve(strict=True)
     except RuntimeError as error:  # links in a circle
         raise CheckpointError(_missing(folder, path.name)) from error
     roots = [root]

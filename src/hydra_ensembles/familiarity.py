@@ -109,7 +109,8 @@ def fit_familiarity(
     wanted = (score,) if isinstance(score, str) else tuple(score)
     options = FitOptions(wanted, shrinkage, neighbours, principal, stored)
     draws = np.random.default_rng(seed)
-    fitting, waiting = Fitting(ensemble, options, draws), Reservoir(HELD_OUT_MOST, draws)
+    fitting = Fitting(ensemble, options, draws)
+    waiting = Reservoir(HELD_OUT_MOST, draws)
     for inputs, samples in answers(ensemble, id_batches, "id_batches", options.labelled):
         out = torch.from_numpy(draws.random(len(samples.labels)) < held_out)
         fitting.add(samples.pick(~out))
@@ -232,7 +233,8 @@ class Reservoir:
 
     def offer(self, samples: Answered) -> Answered:
         """Keep some of these samples; gives back those that are not kept and those that leave for others, in order."""
-        first, count = self.offered, len(samples.labels)
+        first = self.offered
+        count = len(samples.labels)
         self.offered += count
         free = min(max(self.most - first, 0), count)
         if free:
@@ -291,7 +293,9 @@ class Fitting:
     def __init__(self, ensemble: Ensemble, options: FitOptions, draws: np.random.Generator) -> None:
         self.ensemble, self.options = ensemble, options
         self.sums: dict[bool, Sums] = {}  # by whether features are normalised
-        self.samples, self.width, self.peaks = 0, 0, torch.zeros(ensemble.num_members, dtype=torch.float64)
+        self.samples = 0
+        self.width = 0
+        self.peaks = torch.zeros(ensemble.num_members, dtype=torch.float64)
         self.kept = Reservoir(options.stored, draws)
         self.marks: Keys = np.empty(0, dtype=np.int64)
 
@@ -299,7 +303,8 @@ class Fitting:
         """Take in what a model says of some samples."""
         if not len(samples.labels):
             return
-        self.samples, self.width = self.samples + len(samples.labels), samples.features.shape[2]
+        self.samples = self.samples + len(samples.labels)
+        self.width = samples.features.shape[2]
         self.peaks += samples.logits.double().amax(dim=-1).sum(dim=1)
         for normalised in {is_normalised(name) for name in self.options.scores if name != "knn"}:
             features = samples.features.double()  # [M, B, d]
@@ -324,8 +329,10 @@ class Fitting:
         """The statistics, in float32."""
         if not self.samples:
             raise TooFewSamplesError("there are no samples to fit familiarity on; give more, or hold out fewer")
-        options, shrinkage = self.options, self._shrinkage()
-        kept, state = self.kept.samples(), dict[str, Tensor]()
+        options = self.options
+        shrinkage = self._shrinkage()
+        kept = self.kept.samples()
+        state = dict[str, Tensor]()
         settings: dict[str, Any] = {"marks": tuple(names_of(self.marks))}
         for name in options.scores:
             if name == "knn" and kept is not None:
@@ -350,7 +357,9 @@ class Fitting:
         if not self.options.labelled:
             return 0.0
         sums = next(iter(self.sums.values()))
-        missing, classes, width = self.missing(), len(sums.count), sums.shift.shape[1]
+        missing = self.missing()
+        classes = len(sums.count)
+        width = sums.shift.shape[1]
         if missing:
             listed = f"{missing[:8]}{' and more' if len(missing) > 8 else ''}"
             none = f"classes {listed} have no samples, so nothing is familiar there"
@@ -375,7 +384,8 @@ class Fitting:
 
     def _vim(self, kept: Answered) -> dict[str, Tensor]:
         """Origin, directions outside the principal subspace, and the weight against the energy, of every member."""
-        sums, width = self.sums[False], kept.features.shape[2]
+        sums = self.sums[False]
+        width = kept.features.shape[2]
         principal = self.options.principal or max(2 * width // 3, 1)
         if principal >= width:
             raise ConfigError(f"principal is {principal}, but features have {width} directions; some must be left over")
@@ -385,7 +395,9 @@ class Fitting:
         origin = self._origin()
         if origin is None:
             origin = sums.mean + sums.shift
-        offset, mean = origin - sums.shift, sums.mean  # [M, d] each
+        # [M, d] each
+        offset = origin - sums.shift
+        mean = sums.mean
         crossed = mean[:, :, None] * offset[:, None]
         moment = sums.products / self.samples - crossed - crossed.mT + offset[:, :, None] * offset[:, None]
         directions = torch.linalg.eigh(moment).eigenvectors  # [M, d, d], by ascending eigenvalue
@@ -404,7 +416,8 @@ class Fitting:
         readout = self.ensemble.readout
         if readout.classifier is None or readout.hidden is not None or readout.distillation_classifier is not None:
             return None
-        weight, bias = readout.classifier.weight.detach().double().cpu(), readout.classifier.bias
+        weight = readout.classifier.weight.detach().double().cpu()
+        bias = readout.classifier.bias
         if bias is None:
             return torch.zeros(self.ensemble.num_members, weight.shape[2], dtype=torch.float64)
         found = -torch.linalg.pinv(weight) @ bias.detach().double().cpu()[..., None]  # [G, d, 1]
@@ -413,7 +426,9 @@ class Fitting:
 
 def _mahalanobis(sums: Sums, shrinkage: float, relative: bool) -> dict[str, Tensor]:
     """Mean of all, whitening of what varies within classes, and the means of the classes after it, of every member."""
-    samples, mean = sums.count.sum(), sums.mean  # [M, d]
+    # [M, d]
+    samples = sums.count.sum()
+    mean = sums.mean
     means = sums.sums / sums.count[:, None]  # [M, C, d]
     within = (sums.products - (means * sums.count[:, None]).mT @ means) / samples  # [M, d, d]
     whiten = _whitening(within, shrinkage)

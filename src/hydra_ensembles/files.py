@@ -23,7 +23,9 @@ from .errors import CheckpointError, StorageError
 if sys.platform != "win32":
     import fcntl
 
-MAX_BYTES, MAX_DEPTH = 64 << 20, 32  # of a JSON file
+# of a JSON file
+MAX_BYTES = 64 << 20
+MAX_DEPTH = 32
 DIGEST = "digest"  # where a JSON object keeps the digest of the rest of itself
 LOCK = ".lock"
 _BYTES_A_VALUE = 24  # of a file as large as allowed; guards against text that takes fifty times its size in memory
@@ -278,7 +280,8 @@ def require_limits(content: bytes, name: str, most: int, *, foreign: bool = Fals
     """Refuse JSON text of more than so many bytes, or of so many values that reading it would take memory for long."""
     if len(content) > most:
         raise CheckpointError(f"{name} has more than {most} bytes, which is the limit for such a file")
-    values, accepted = sum(map(content.count, (b",", b"[", b"{"))), most // (8 if foreign else _BYTES_A_VALUE)
+    values = sum(map(content.count, (b",", b"[", b"{")))
+    accepted = most // (8 if foreign else _BYTES_A_VALUE)
     if values > accepted:
         raise CheckpointError(f"{name} has about {values} values; at most {accepted} are accepted")
 

@@ -14,7 +14,8 @@ State = Mapping[str, Tensor]
 
 def model_card(name: str, config: EnsembleConfig, metadata: Metadata, state: State) -> str:
     """Text of the card: what the model is, what was pruned, how to load it (as `name`), what was measured."""
-    image, classifies = config.kind == "image", config.readout.num_classes > 0
+    image = config.kind == "image"
+    classifies = config.readout.num_classes > 0
     task = f"{config.kind}-classification" if classifies else f"{'image-' if image else ''}feature-extraction"
     summary = f"An ensemble with one member{_origin(metadata)}"
     if config.members > 1:
@@ -77,7 +78,8 @@ def _sections(title: str, which: str, config: EnsembleConfig, metadata: Metadata
 
 
 def _facts(config: EnsembleConfig, metadata: Metadata, state: State) -> str:
-    encoder, cost = config.encoder, describe(config, sum(tensor.numel() for tensor in state.values()))
+    encoder = config.encoder
+    cost = describe(config, sum(tensor.numel() for tensor in state.values()))
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in state.values()})
     sizes = f"{encoder.layers} layers, width {encoder.width}, {encoder.heads} heads of {encoder.head_dim}"
     rows = [("", ""), ("source", metadata.source or "unknown"), ("members", str(config.members)), ("encoder", sizes)]
@@ -99,7 +101,8 @@ def _facts(config: EnsembleConfig, metadata: Metadata, state: State) -> str:
 def _heads(config: EnsembleConfig) -> str:
     """Which attention heads each member keeps and which were removed, a row per layer."""
     counts = config.head_counts
-    total, kept = sum(counts) * config.members, sum(len(heads) for member in config.heads for heads in member)
+    total = sum(counts) * config.members
+    kept = sum(len(heads) for member in config.heads for heads in member)
     if kept == total:
         return f"Nothing was pruned: every member keeps all {counts[0]} heads of every layer."
     rows = [["layer", *(f"member {member}" for member in range(config.members))]]

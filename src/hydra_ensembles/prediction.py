@@ -118,7 +118,8 @@ class Prediction:
         """
         kept: tuple[float, ...] = (1.0,)
         if calibrates == "probs" and temperature is not None:
-            kept, temperature = _temperatures(temperature, member_logits), None
+            kept = _temperatures(temperature, member_logits)
+            temperature = None
         scaled = scale_logits(member_logits, temperature, check_finite)
         require_members_for(score, len(scaled))
         if scaled is member_logits:
@@ -291,9 +292,11 @@ class Prediction:
         It is (1 + held-out scores at least as high) / (1 + held-out samples), of a score that has a threshold. Of
         inputs like the held-out data at most a share p has a p-value of p or less.
         """
-        name, other = self.score_name if name is None else name, self.unfamiliarity
+        name = self.score_name if name is None else name
+        other = self.unfamiliarity
         known = {self.score_name: self.reference} | ({} if other is None else {other.score_names[0]: other.reference})
-        reference, scores = known.get(name), self.score(name)
+        reference = known.get(name)
+        scores = self.score(name)
         if reference is None:
             raise ConfigError(f"there are no held-out scores of {name} to make p-values from; calibrate the ensemble")
         return reference.p_values(scores)
@@ -451,7 +454,8 @@ def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, 
 
 def _temperatures(temperature: Temperature, member_logits: Tensor) -> tuple[float, ...]:
     """One number, or one for each member of `[M, B, C]`."""
-    given, members = torch.as_tensor(temperature, dtype=torch.float64), len(member_logits)
+    given = torch.as_tensor(temperature, dtype=torch.float64)
+    members = len(member_logits)
     if given.shape not in ((), (members,)):
         raise ConfigError(f"temperature={temperature} for {members} members; give one number, or one per member")
     values = tuple(given.flatten().tolist())

@@ -164,7 +164,8 @@ class TextPreprocessing(Checked):
                 )
         if not self.tokenizer:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
-        tokenizer, cleaned = self._parsed(), [self._cleaned(text, index) for index, text in enumerate(batch)]
+        tokenizer = self._parsed()
+        cleaned = [self._cleaned(text, index) for index, text in enumerate(batch)]
         with _tokenizing():
             encodings = tokenizer.encode_batch(cleaned)
             encoded = {"input_ids": torch.tensor([encoding.ids for encoding in encodings])}

@@ -82,9 +82,11 @@ class RunFolder:
         device: torch.device = _CPU,
     ) -> None:
         self.path = None if path is None else Path(path).expanduser()
-        self._identity, self._what = json.loads(json.dumps(identity)), what
+        self._identity = json.loads(json.dumps(identity))
+        self._what = what
         self._device = device
-        self._writes, self._working = self.path is not None and launched_rank() == 0, False
+        self._writes = self.path is not None and launched_rank() == 0
+        self._working = False
         if self.path is not None:
             require_own_folder(self.path, what)
             if (self.path / IDENTITY).exists():

@@ -72,7 +72,9 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path} must be an object with named fields, got {short(data)}")
-    hints, given, needed = hints_of(cls), dict(data), []
+    hints = hints_of(cls)
+    given = dict(data)
+    needed = []
     kind = getattr(cls, "kind", None)
     if isinstance(kind, str) and given.pop("kind", kind) != kind:
         raise ConfigError(f"{path}.kind is {short(data['kind'])}, expected {kind!r}")
@@ -82,7 +84,8 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
         if no_default or (complete and not field.metadata.get("added_later")):
             needed.append(field.name)
     known = [field.name for field in fields]
-    unknown, missing = sorted(map(str, given.keys() - known)), [name for name in needed if name not in given]
+    unknown = sorted(map(str, given.keys() - known))
+    missing = [name for name in needed if name not in given]
     if unknown:
         raise ConfigError(f"{path} has unknown fields {unknown} (of a newer version?); known are {sorted(known)}")
     if missing:
@@ -102,7 +105,8 @@ def require_types(settings: Any) -> None:
 
 def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
     """Check `value` against a type annotation and give it the annotated Python type."""
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if hint is Any or (value is None and type(None) in args):
         return value
     if origin is Literal:

@@ -82,7 +82,9 @@ def marked(task: Task, name: str) -> str:
 def measured(seed: Seed, model: he.Ensemble, familiar: bool = False) -> dict[str, float]:
     """Every number of a model on the sets that are reported, with the disagreement of its members."""
     task = seed.task
-    judge, inside, limit = Judged(task, model, familiar), task.suite.id.name, asked(task, "samples")
+    judge = Judged(task, model, familiar)
+    inside = task.suite.id.name
+    limit = asked(task, "samples")
     groups = {key: list(sets) for key, sets in task.outside("report").items()}
     columns: dict[str, Array] = {}
     disagreement: dict[str, float] = {}
@@ -167,7 +169,8 @@ def cell(values: Sequence[Any], column: str, form: Callable[[float, str], str] =
 
 def rows_table(found: Found, columns: Columns, table: str, task: str, note: str = "") -> str:
     """`rows` of every seed, and the paper's numbers of the same name in italics below each; some may lack seeds."""
-    printed_there, lines = paper(table, task), []
+    printed_there = paper(table, task)
+    lines = []
     for row in dict.fromkeys(row for rows in by_seed(found, "rows") for row in rows):
         cells = [cell(by_seed(found, "rows", row, column), column) for column in columns]
         seeds = [number for number, one in found["seeds"].items() if row in one["rows"]]
@@ -181,7 +184,8 @@ def rows_table(found: Found, columns: Columns, table: str, task: str, note: str 
 
 def about(found: Found) -> str:
     """How an analysis was made, in one line."""
-    seeds, whole = ", ".join(found["seeds"]), found.get("share", 1.0)
+    seeds = ", ".join(found["seeds"])
+    whole = found.get("share", 1.0)
     trial = "" if whole == 1 else f" A trial with {100 * whole:g} % of the data."
     several = "Mean ± standard deviation over seeds" if len(found["seeds"]) > 1 else "Seed"
     taken = f", {found['seconds']:.0f} s" if found["seconds"] else ""

@@ -52,7 +52,8 @@ def global_taylor(seed: Seed, count: int) -> HeadRanking:
 
 def chance(seed: Seed, circuit: HeadRanking, count: int) -> dict[str, float]:
     """Mean overlap and divergence of random choices with a circuit."""
-    heads, draws = existing_heads(seed.base.config), np.random.default_rng(0)
+    heads = existing_heads(seed.base.config)
+    draws = np.random.default_rng(0)
     found = []
     for _ in range(asked(seed.task, "overlap")["draws"]):
         rows = draws.permutation(len(heads))[:count]
@@ -63,7 +64,8 @@ def chance(seed: Seed, circuit: HeadRanking, count: int) -> dict[str, float]:
 
 def overlap_table(found: Found) -> str:
     """Every pair beside chance and the paper."""
-    there, lines = paper("B.2.2", "ImageNet-1K"), []
+    there = paper("B.2.2", "ImageNet-1K")
+    lines = []
     for pair in by_seed(found, "pairs")[0]:
         cells = [cell(by_seed(found, "pairs", pair, one), one, _shown) for one in ("overlap", "divergence")]
         known = there.get(pair, {}) if paper_task(found) == "ImageNet-1K" else {}
@@ -77,7 +79,8 @@ def overlap_table(found: Found) -> str:
 
 def overlap_figure(found: Found) -> Any:
     """Every pair, and what random heads give."""
-    there, rows = paper("B.2.2", "ImageNet-1K"), list(by_seed(found, "pairs")[0])
+    there = paper("B.2.2", "ImageNet-1K")
+    rows = list(by_seed(found, "pairs")[0])
     panels = []
     for column, title, scale in (("overlap", "heads in common %", 100), ("divergence", "Jensen–Shannon divergence", 1)):
         ours = {row: [scale * one for one in by_seed(found, "pairs", row, column)] for row in rows}
@@ -97,7 +100,10 @@ def _shown(value: float, column: str) -> str:
 
 def run_stability(seed: Seed) -> dict[str, Any]:
     """How many heads circuits of several draws of the data have in common, by the size of the draws."""
-    task, base, count, chosen = seed.task, seed.base, seed.prune, asked(seed.task, "stability")
+    task = seed.task
+    base = seed.base
+    count = seed.prune
+    chosen = asked(seed.task, "stability")
     inside = task.source.load(given(task.suite, "validation"))
     outside = task.source.load(task.suite.circuit_ood)
     rows: dict[str, Any] = {}
@@ -147,7 +153,8 @@ def stability_figure(found: Found) -> Any:
     sizes = list(by_seed(found, "rows")[0])
     drawing, ((common, scores),) = fields(1, 2, 2.6)
     for number, own in enumerate(found["seeds"].values()):
-        label, counts = "" if number else "two draws", own["prune"]
+        label = "" if number else "two draws"
+        counts = own["prune"]
         for size in sizes:
             pairs = combinations([set(one) for one in own["rows"][size]["removed"]], 2)
             shared = [100 * len(one & other) / counts for one, other in pairs]

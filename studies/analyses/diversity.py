@@ -47,9 +47,11 @@ OPEN_MARK = {"markerfacecolor": "white", "linestyle": "", "markersize": 6.5}
 
 def run_diversity(seed: Seed) -> dict[str, Any]:
     """Numbers of ensembles whose members differ in some of the sources, beside Single and a Deep Ensemble."""
-    base, asked_for = seed.base, asked(seed.task, "diversity")
+    base = seed.base
+    asked_for = asked(seed.task, "diversity")
     chosen = analysis.of_task(seed.task, asked_for["tasks"], "diversity")
-    prune, steps = analysis.counted(base, chosen["prune"]), asked_for["steps"]
+    prune = analysis.counted(base, chosen["prune"])
+    steps = asked_for["steps"]
     pool = round(asked_for["pool"] * prune)
     heads = sampled_members(seed.circuit("avg", pool), prune, pool, seed.members, seed.number)
 
@@ -86,7 +88,8 @@ def diversity_table(found: Found) -> str:
 def diversity_figure(found: Found) -> Any:
     """How often members disagree by what is free, and what that brings over one of them."""
     names = {f"free: {title}": title for title in VARIANTS if title != "nothing"}
-    rows, panels = ["one member", *names], list[Panel]()
+    rows = ["one member", *names]
+    panels = list[Panel]()
     for key, title in {"disagreement": "disagree, ID", "all.disagreement": "disagree, OOD"}.items():
         panels.append(panel(found, key, title, list(names), "9", TASK))
     for key, title in {"accuracy": "accuracy gained", "all.auroc": "AUROC gained"}.items():
@@ -96,9 +99,12 @@ def diversity_figure(found: Found) -> Any:
 
 def run_members(seed: Seed) -> dict[str, Any]:
     """Numbers and times by the number of members, fused and not."""
-    base, task, chosen = seed.base, seed.task, asked(seed.task, "members")
+    base = seed.base
+    task = seed.task
+    chosen = asked(seed.task, "members")
     steps = few_steps(task).steps  # refused here where no rate is chosen, before anything is made
-    counts, pool = chosen["counts"], round(chosen["pool"] * seed.prune)
+    counts = chosen["counts"]
+    pool = round(chosen["pool"] * seed.prune)
     rankings: dict[str, HeadRanking] = {one: seed.circuit(one) for one in CIRCUIT_ORDER}
     rankings["avg"] = seed.circuit("avg", pool)
     heads = circuit_members(rankings, seed.prune, max(counts), pool, seed.number)
@@ -132,7 +138,8 @@ def members_table(found: Found) -> str:
 
 def members_figure(found: Found) -> Any:
     """Points over Single and times of Single by the number of members; the paper's as open marks."""
-    every, there = list(by_seed(found, "rows")[0]), paper("10", TASK)
+    every = list(by_seed(found, "rows")[0])
+    there = paper("10", TASK)
     drawing, ((right, foreign, spent),) = fields(1, 3, 3.0)
     for place, key, title in ((right, "accuracy", "accuracy"), (foreign, "all.auroc", "OOD AUROC")):
         one = gains(panel(found, key, "", every, "10", TASK), "", "Single")

@@ -48,7 +48,8 @@ def gated_logits(model: he.Ensemble, gates: Tensor, inputs: Any) -> Tensor:
 
 def measure(model: he.Ensemble, gates: Tensor, batches: Iterable[Batch]) -> dict[str, float]:
     """What a model with these gates answers: mean loss, share of right answers, mean confidence."""
-    sums, samples = torch.zeros(3, dtype=torch.float64), 0
+    sums = torch.zeros(3, dtype=torch.float64)
+    samples = 0
     with torch.no_grad():
         for inputs, labels in batches:
             logits = gated_logits(model, gates, inputs).double()
@@ -129,7 +130,8 @@ def weight_terms(model: he.Ensemble, batches: Iterable[Batch], steps: Mapping[st
     draws = torch.Generator().manual_seed(0)
     signs = [[_signs(weight, draws) for weight in parts] for _ in range(probes)]
     first, second = dict.fromkeys(steps, 0.0), dict.fromkeys(steps, 0.0)
-    traces, samples = torch.zeros(own.num_layers, own.num_heads, dtype=torch.float64), 0
+    traces = torch.zeros(own.num_layers, own.num_heads, dtype=torch.float64)
+    samples = 0
     for inputs, labels in batches:
         with sdpa_kernel(SDPBackend.MATH):
             loss = F.cross_entropy(own(inputs)[0], labels, reduction="sum")

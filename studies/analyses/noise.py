@@ -101,7 +101,8 @@ def _labels(labels: Tensor | None) -> Tensor:
 
 def replaced(inputs: Mapping[str, Tensor], share: float, draws: torch.Generator) -> Tensor:
     """Token ids `[B, T]`, some of them those of other places of the batch; the first and the last token stay."""
-    ids, mask = inputs["input_ids"].cpu(), inputs["attention_mask"].cpu().bool()
+    ids = inputs["input_ids"].cpu()
+    mask = inputs["attention_mask"].cpu().bool()
     inner = mask & mask.roll(-1, 1)  # not the last token; where a row is full, it is one less
     inner[:, 0] = inner[:, -1] = False
     chosen = inner & (torch.rand(ids.shape, generator=draws) < share)
@@ -177,7 +178,8 @@ def in_weights(model: he.Ensemble, batches: Mapping[str, Batches], named: Named,
 
 def random_steps(model: he.Ensemble, prune: int, seed: int) -> Tensor:
     """Steps `[DRAWS, L·H]` that take random heads out."""
-    generator, heads = torch.Generator().manual_seed(seed), model.num_layers * model.num_heads
+    generator = torch.Generator().manual_seed(seed)
+    heads = model.num_layers * model.num_heads
     drawn = torch.stack([torch.randperm(heads, generator=generator)[:prune] for _ in range(DRAWS)])
     return torch.zeros(DRAWS, heads, dtype=torch.float64).scatter(1, drawn, -1.0)
 
@@ -225,18 +227,22 @@ def kind_of(name: str) -> str:
 
 def figure(found: Found) -> Any:
     """Three fields: loss by severity, predicted against measured widening, spectrum of the Hessian difference."""
-    own, colours = next(iter(found["seeds"].values())), {**COLOURS, "meeting": GREEN}
+    own = next(iter(found["seeds"].values()))
+    colours = {**COLOURS, "meeting": GREEN}
     drawing, ((losses, widening, spectrum),) = fields(1, 3, 2.9)
     for name, curve in own["by_severity"].items():
-        heights, label = [point["loss"] for point in curve], "whole model" if name == "whole" else name
+        heights = [point["loss"] for point in curve]
+        label = "whole model" if name == "whole" else name
         style: dict[str, Any] = {"marker": MARKS[name], "markersize": 4, "linewidth": 1.2}
         losses.plot(own["severities"], heights, color=colours[name], label=label, **style)
     losses.set(xlabel="severity of the noise (0: clean)", title=f"loss, {own['prune']} heads pruned")
     seen: set[str] = set()
     for name, one in own["sets"].items():
-        kind, whole = kind_of(name), one["whole"]
+        kind = kind_of(name)
+        whole = one["whole"]
         label = "_" if kind in seen else DRAWN.get(kind, kind)  # matplotlib leaves labels with _ out of the legend
-        place, size = (whole["gap_change_second_order"], whole["gap_change"]), 4 if kind in DRAWN else 6
+        place = (whole["gap_change_second_order"], whole["gap_change"])
+        size = 4 if kind in DRAWN else 6
         widening.plot(*place, MARKS[kind], color=colours[kind], label=label, markersize=size)
         seen.add(kind)
     for line in (widening.axhline, widening.axvline):
@@ -253,12 +259,15 @@ def figure(found: Found) -> Any:
 def table(found: Found) -> str:
     """The sets that rankings chose, the random ones summed up, and how the data were made; of the first seed."""
     seed, own = next(iter(found["seeds"].items()))
-    sets, facts, whole = own["sets"], own["conditions"], own["by_severity"]["whole"]
+    sets = own["sets"]
+    facts = own["conditions"]
+    whole = own["by_severity"]["whole"]
     gap = own["noisy_loss"] - own["clean_loss"]
     rows = [["none", f"{own['clean_loss']:.3f}", f"{own['noisy_loss']:.3f}", f"{gap:.3f}", *[""] * 5]]
     for name, one in sets.items():
         if kind_of(name) not in DRAWN:
-            after, curvature = one["whole"], one["noisy_second_order"] - one["clean_second_order"]
+            after = one["whole"]
+            curvature = one["noisy_second_order"] - one["clean_second_order"]
             losses = (after["clean_loss"], after["noisy_loss"], after["noisy_loss"] - after["clean_loss"])
             changes = [after["gap_change"], after["gap_change_second_order"], one["noisy_first_order"], curvature]
             cells = [*(f"{loss:.3f}" for loss in losses), *(f"{change:+.3f}" for change in changes)]
@@ -278,7 +287,8 @@ def table(found: Found) -> str:
     diagonal = sum(facts["diagonal_of_hessian_difference"]) / own["heads"]
     once = {json.dumps(one["heads"]): one["whole"] for one in sets.values()}.values()  # a random set may also meet them
     signs = [(one["gap_change"] > 0) == (one["gap_change_second_order"] > 0) for one in once]
-    clean, noisy = whole[0], whole[own["severities"].index(own["severity"])]
+    clean = whole[0]
+    noisy = whole[own["severities"].index(own["severity"])]
     lines = [
         f"- Condition 1: the gradient in the gates has norm {facts['clean_gradient_norm']:.3f} on clean samples, "
         f"{facts['noisy_gradient_norm']:.3f} on noisy ones.",

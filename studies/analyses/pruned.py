@@ -45,7 +45,8 @@ def run_untrained(seed: Seed) -> dict[str, Any]:
 
 def untrained_table(found: Found) -> str:
     """Tables 4 and 6 as one: the paper's rows of either stand below ours."""
-    task, note = paper_task(found), f"Without {by_seed(found, 'prune')[0]} heads and without any training after."
+    task = paper_task(found)
+    note = f"Without {by_seed(found, 'prune')[0]} heads and without any training after."
     circuits = {
         seed: {"rows": {name: one["rows"][name] for name in ("CircOOD", "CircAcc")}}
         for seed, one in found["seeds"].items()
@@ -58,7 +59,8 @@ def untrained_table(found: Found) -> str:
 
 def untrained_figure(found: Found) -> Any:
     """Accuracy and AUROC of every choice; what the paper has in Table 6 alone is taken from there."""
-    task, rows = paper_task(found), list(by_seed(found, "rows")[0])
+    task = paper_task(found)
+    rows = list(by_seed(found, "rows")[0])
     columns = {"accuracy": "accuracy %", **{f"{group}.auroc": f"AUROC %, {group} OOD" for group in GROUPS}}
     fields = [
         Panel(title, stored(found, column, rows), printed("6", task, column, rows) | printed("4", task, column, rows))
@@ -72,7 +74,8 @@ def run_distance(seed: Seed) -> dict[str, Any]:
     """Single, circuits by confidence and circuits by Mahalanobis distance, without training; judged by both scores."""
     task, base, count = seed.task, seed.base, seed.prune
     knows = he.fit_familiarity(base, task.familiar(), "mahalanobis")
-    rows, removed = {"Single": measured(seed, base, familiar=True)}, {}
+    rows = {"Single": measured(seed, base, familiar=True)}
+    removed = {}
     for score, title in GOALS.items():
         how: dict[str, Any] = {"score": score, "budget": count, "ood_score": "mahalanobis"}
         by_distance = seed.extracted(f"{score}-{count}-far", lambda: (knows, *seed.sides()[1:]), **how)
@@ -90,7 +93,8 @@ def distance_table(found: Found) -> str:
         pairs = zip(by_seed(found, "removed", title), by_seed(found, "removed", f"{title} {BY_DISTANCE}"), strict=True)
         common = [len(set(one) & set(other)) for one, other in pairs]
         shared.append(f"{title} {sum(common) / len(common):.1f}")
-    count, groups = by_seed(found, "prune")[0], ("near", "far", "all")
+    count = by_seed(found, "prune")[0]
+    groups = ("near", "far", "all")
     columns = {**ACCURACY, **{f"{group}.auroc": f"{group} AUROC by MSP ↑" for group in groups}}
     columns |= {f"mahalanobis:{group}.auroc": f"{group} AUROC by Mahalanobis ↑" for group in groups}
     note = (
@@ -114,7 +118,9 @@ def distance_figure(found: Found) -> Any:
 
 def run_shares(seed: Seed) -> dict[str, Any]:
     """Numbers by number of heads and by who chose them, without training and after; the whole model is trained too."""
-    base, steps = seed.base, analysis.few_steps(seed.task).steps  # refused here where no rate is chosen
+    # refused here where no rate is chosen
+    base = seed.base
+    steps = analysis.few_steps(seed.task).steps
     pruned = {name: he.prune(base, heads) for name, heads in chosen_heads(seed).items()}
     found: dict[str, Any] = {"heads": analysis.heads_of(base), "whole": measured(seed, base)}
     found["untrained"] = {name: measured(seed, model) for name, model in pruned.items()}

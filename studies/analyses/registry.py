@@ -51,7 +51,8 @@ def with_analyses() -> dict[str, Any]:
 
 def analysed(name: str, seeds: Sequence[Seed]) -> dict[str, Any]:
     """What an analysis finds on some seeds of a task; what the run folder has by the same settings is read."""
-    analysis, task = ANALYSES[name], seeds[0].task
+    analysis = ANALYSES[name]
+    task = seeds[0].task
     if analysis.run is None or task.kind not in analysis.kinds:
         raise ConfigError(f"{name} does not run on {task.name}; it is for {_where(analysis)}")
     found = {str(seed.number): _of_seed(name, analysis, seed) for seed in seeds}
@@ -161,6 +162,7 @@ def blocks(results: Path) -> dict[str, str]:
             if not (results / f"{name}-{task}.json").exists():
                 made[key] = f"No results yet; {command(name, task)} makes them."
                 continue
-            shown, place = analysis.table(load(name, task, results)), f"results/analyses/{name}-{task}"
+            shown = analysis.table(load(name, task, results))
+            place = f"results/analyses/{name}-{task}"
             made[key] = f"![{analysis.title}](../{place}.svg)\n\n{shown}\n\nFrom `{place}.json`."
     return made

@@ -43,7 +43,8 @@ def seeds_table(found: Found) -> str:
 
 def seeds_figure(found: Found) -> Any:
     """Every seed, the mean, and the paper's mean."""
-    task, rows = paper_task(found), dict.fromkeys(row for one in by_seed(found, "rows") for row in one)
+    task = paper_task(found)
+    rows = dict.fromkeys(row for one in by_seed(found, "rows") for row in one)
     columns = {"accuracy": "accuracy %", "ece": "ECE ↓", "all.auroc": "OOD AUROC %", "all.fpr95": "OOD FPR95 % ↓"}
     panels = [panel(found, key, title, list(rows), "12", task) for key, title in columns.items()]
     return rows_figure(panels, {row: row for row in rows}, "here, mean", f"paper, {task}")

@@ -22,7 +22,9 @@ Vectors = dict[Head, Tensor]
 
 def run(seed: Seed) -> dict[str, Any]:
     """Distances by set, of CircOOD and of the whole model; points of the heads that went first and last."""
-    task, base, chosen = seed.task, seed.base, asked(seed.task, "separation")
+    task = seed.task
+    base = seed.base
+    chosen = asked(seed.task, "separation")
     order = seed.circuit("ood", heads_of(base)).heads  # to the end
     circuit = he.prune(base, order[: seed.prune])
     sets = {name: samples for group in task.outside("report").values() for name, samples in group.items()}
@@ -87,8 +89,10 @@ def table(found: Found) -> str:
     head = ["OOD set"]
     for title in KINDS.values():
         head += [f"{title}: Euclidean ↑", "Mahalanobis ↑"]
-    lines, columns = [], [(kind, one) for kind in KINDS for one in ("euclidean", "mahalanobis")]
-    names, known = list(by_seed(found, "rows")[0]), found["task"] == "vision-cifar100"
+    lines = []
+    columns = [(kind, one) for kind in KINDS for one in ("euclidean", "mahalanobis")]
+    names = list(by_seed(found, "rows")[0])
+    known = found["task"] == "vision-cifar100"
     for name in names:
         lines.append([name, *(cell(by_seed(found, "rows", name, *one), "distance") for one in columns)])
         if name in there and known:

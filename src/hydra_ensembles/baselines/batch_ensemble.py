@@ -86,7 +86,8 @@ def batch_ensemble(
     require_single(model, "batch_ensemble")
     settings.check(model)
     trunk = 0 if settings.last_layers is None else model.num_layers - settings.last_layers
-    inputs, zero_shot = settings.scales == "inputs", model.config.readout.cosine is not None
+    inputs = settings.scales == "inputs"
+    zero_shot = model.config.readout.cosine is not None
     sharing = Sharing(stem=True, attention=inputs, mlp=inputs, norms=not inputs, readout=zero_shot)
     start = joined([model] * settings.members, sharing, trunk)
     identity = {"method": "batch_ensemble", "settings": to_plain(settings)}
@@ -108,7 +109,8 @@ class Scaled(Parametrised):
     def __init__(self, ensemble: Ensemble, settings: BatchEnsemble, recipe: Recipe, seed: int) -> None:
         super().__init__(ensemble)
         self.shared, self.inputs, self.outputs = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
-        generator, members = torch.Generator().manual_seed(seed), ensemble.num_members
+        generator = torch.Generator().manual_seed(seed)
+        members = ensemble.num_members
 
         def scales(*shape: int) -> nn.Parameter:
             noise = torch.randn(members, *shape, generator=generator)
@@ -119,7 +121,8 @@ class Scaled(Parametrised):
             group, layer = place_of(name)
             if copies_of(ensemble.config, name) == 1 or (name.endswith("bias") and group != "norms"):
                 continue
-            key, one = name.replace(".", "/"), parameter[: len(parameter) // members].detach().clone()
+            key = name.replace(".", "/")
+            one = parameter[: len(parameter) // members].detach().clone()
             self.shared[key] = nn.Parameter(one, requires_grad=parameter.requires_grad)
             parameter.requires_grad_(False)
             if name.startswith(CLASSIFIERS):

@@ -78,7 +78,8 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
     """
     projections = _projections(dual)
     images, texts = _inputs_of_projections(dual, pairs)
-    scale, sigmoid = dual.logit_scale.exp().item(), None if dual.logit_bias is None else dual.logit_bias.item()
+    scale = dual.logit_scale.exp().item()
+    sigmoid = None if dual.logit_bias is None else dual.logit_bias.item()
     place = dual.device if dual.device.type == "cuda" else torch.device("cpu")  # other devices lack float64
     with torch.no_grad():
         biased = [projection.bias is not None for projection in projections]
@@ -113,7 +114,8 @@ def published_bayes_vlm(
     """
     sides = []
     for side, (tag, projection) in enumerate(zip(("img", "txt"), _projections(dual), strict=True)):
-        mean, found = _matrix(projection), []
+        mean = _matrix(projection)
+        found = []
         for letter, size in (("A", mean.shape[1]), ("B", mean.shape[0])):
             path = Path(folder) / f"{letter}_{tag}_analytic.pt"
             try:
@@ -151,14 +153,17 @@ def kronecker_factors(
         targets = F.normalize(other[rows], dim=-1)  # Y [C, e]
         totals = own.new_zeros(len(rows))  # [C]
         for some in rows.split(_ROWS):
-            unit, length = F.normalize(own[some], dim=-1), own[some].norm(dim=-1)  # u [B, e], |h| [B]
+            # u [B, e], |h| [B]
+            unit = F.normalize(own[some], dim=-1)
+            length = own[some].norm(dim=-1)
             cosines = unit @ targets.T  # [B, C]
             if sigmoid is None:
                 probs = (scale * cosines).softmax(-1)
                 means = probs @ targets  # m = Yᵀ p, [B, e]
             else:
                 certain = torch.sigmoid(scale * cosines + sigmoid)
-                probs, means = certain * (1 - certain), torch.zeros_like(unit)
+                probs = certain * (1 - certain)
+                means = torch.zeros_like(unit)
             weight = length.pow(-2)  # [B]
             along = (probs * cosines) @ targets - means * (means * unit).sum(-1, keepdim=True)  # S u, [B, e]
             cross = unit.T @ (weight[:, None] * along)
@@ -183,7 +188,8 @@ class ProjectionPosterior:
         cls, mean: Tensor, inputs: Tensor, outputs: Tensor, settings: BayesVLM, side: int = 0
     ) -> "ProjectionPosterior":
         """The posterior out of the factors A and B, of images (side 0) or texts (1)."""
-        root, given = math.sqrt(settings.pseudo_count), settings.prior_precision
+        root = math.sqrt(settings.pseudo_count)
+        given = settings.prior_precision
         prior = given[side] if isinstance(given, tuple) else given
         if prior is None:
             find = published_prior if settings.as_published else likeliest_precision
@@ -213,7 +219,8 @@ class ProjectionPosterior:
 def likeliest_precision(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
     """The prior precision of largest evidence: `½ dq log λ - ½ λ |P|² - ½ log det` of the posterior's precision."""
     values = [torch.linalg.eigvalsh(part).clamp(min=0) for part in (inputs, outputs)]
-    sizes, squared = (len(values[1]), len(values[0])), mean.square().sum()
+    sizes = (len(values[1]), len(values[0]))
+    squared = mean.square().sum()
 
     def evidence(log_prior: Tensor) -> Tensor:
         root = (log_prior / 2).exp()[:, None]  # √λ, [grid, 1]
@@ -279,7 +286,8 @@ class VLMPosterior:
         of_image = _weights(self.image.draw(members, derive_seed(seed, "image")), image)
         maps = self.text.draw(members, derive_seed(seed, "text"))  # [S, e, d (+ 1)]
         of_text = _weights(maps, text)
-        names, sentences = checked_names(class_names), checked_templates(templates)
+        names = checked_names(class_names)
+        sentences = checked_templates(templates)
         seen = self._texts(prompts_of(names, sentences))  # [C·templates, d]
         embedded = seen @ maps.mT  # [S, C·templates, e]
         classes = average_templates(F.normalize(embedded, dim=-1), len(sentences))
@@ -305,7 +313,8 @@ class VLMPosterior:
             class_names: One per class, in the order of the logits.
             template: One sentence with `{label}`.
         """
-        names, sentences = checked_names(class_names), checked_templates(template)
+        names = checked_names(class_names)
+        sentences = checked_templates(template)
         return ProbitClassifier(self, names, self._texts(prompts_of(names, sentences)))
 
     @torch.no_grad()
@@ -322,14 +331,19 @@ class ProbitClassifier(OurModel):
 
     def __init__(self, posterior: VLMPosterior, names: Sequence[str], texts: Tensor) -> None:
         super().__init__()
-        self.image, self.names = copy.deepcopy(posterior.dual.image), tuple(names)
+        self.image = copy.deepcopy(posterior.dual.image)
+        self.names = tuple(names)
         self.metadata = Metadata(labels=self.names, preprocessing=self.image.metadata.preprocessing)
         self.biased = _projections(posterior.dual)[0].bias is not None
-        self.kind, self.num_members, self.num_classes = "image", 1, len(names)
+        self.kind = "image"
+        self.num_members = 1
+        self.num_classes = len(names)
         covariances = posterior.image.covariance, posterior.text.covariance
         if posterior.as_published:
             covariances = covariances[0].diagonal().diag(), covariances[1].diagonal().diag()
-        classes, spread = texts @ posterior.text.mean.T, posterior.text.spread(texts)  # g [C, e], aᵀ A⁻¹ a [C]
+        # g [C, e], aᵀ A⁻¹ a [C]
+        classes = texts @ posterior.text.mean.T
+        spread = posterior.text.spread(texts)
         self.known = {
             "projection": posterior.image.mean,
             "inputs": torch.linalg.inv(posterior.image.inputs),
@@ -347,8 +361,11 @@ class ProbitClassifier(OurModel):
         with dropping(False):
             features = embed(self.image, None, inputs, normalize=False)[0].double()
         self.known = {name: tensor.to(features.device) for name, tensor in self.known.items()}  # they stay there
-        known, seen = self.known, _augmented(features, self.biased)
-        embedded, spread = seen @ known["projection"].T, (seen @ known["inputs"] * seen).sum(-1)  # h [B, e], [B]
+        known = self.known
+        seen = _augmented(features, self.biased)
+        # h [B, e], [B]
+        embedded = seen @ known["projection"].T
+        spread = (seen @ known["inputs"] * seen).sum(-1)
         of_image, of_text, classes = known["of_image"], known["of_text"], known["classes"]
         lengths = embedded.square().sum(-1) + spread * of_image.trace()  # E|h|², [B]
         both = lengths[:, None] * known["lengths"]

@@ -94,7 +94,8 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
     drawn = posterior.draw(settings.members, derive_seed(settings.seed, "laplace"))  # [S, C, d (+ 1)]
     sharing = Sharing(stem=True, attention=True, mlp=True, norms=True)
     many = joined([model] * settings.members, sharing)
-    state, width = many.state_dict(), model.readout.features
+    state = many.state_dict()
+    width = model.readout.features
     state[WEIGHT] = drawn[..., :width].to(state[WEIGHT])
     if BIAS in state:
         state[BIAS] = drawn[..., width].to(state[BIAS])
@@ -148,14 +149,16 @@ class Curvature:
         else:
             outputs, left = torch.linalg.eigh(self.sums)
             inputs, right = torch.linalg.eigh(self.inputs / self.samples)
-            values, axes = (outputs.clamp(min=0)[:, None] * inputs.clamp(min=0)).flatten(), (left, right)
+            values = (outputs.clamp(min=0)[:, None] * inputs.clamp(min=0)).flatten()
+            axes = (left, right)
         values = values.clamp(min=0) * ((samples or self.samples) / self.samples)
         return Posterior(mean, values, axes, likeliest_prior(values, mean) if prior is None else prior)
 
 
 def likeliest_prior(values: Tensor, mean: Tensor) -> float:
     """The prior precision of largest marginal likelihood, where curvature has these eigenvalues; MacKay's iteration."""
-    squared, prior = float(mean.square().sum()), 1.0
+    squared = float(mean.square().sum())
+    prior = 1.0
     if not squared or not values.any():
         return prior  # nothing says how wide the prior is
     for _ in range(10_000):

@@ -131,12 +131,14 @@ class LowRank(Parametrised):
         super().__init__(ensemble)
         self.scale = settings.scale
         self.layers: dict[int, int] = {}  # heads of the layers that are updated
-        config, drawn = ensemble.config, torch.Generator().manual_seed(seed)
+        config = ensemble.config
+        drawn = torch.Generator().manual_seed(seed)
         for name, parameter in ensemble.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name.startswith(CLASSIFIERS))
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
         for layer in range(config.encoder.layers):
-            heads, width = config.heads[0][layer], config.encoder.width
+            heads = config.heads[0][layer]
+            width = config.encoder.width
             inside = len(heads) * config.encoder.head_dim
             if not heads or not recipe.trains(f"encoder.layers.{layer}.attention.qkv", config.encoder.layers):
                 continue

@@ -80,7 +80,8 @@ class MCDropout(OurModel):
     @torch.no_grad()
     def predict(self, *given: Any, check_finite: bool = True, **named: Any) -> Prediction:
         """As `Ensemble.predict`, uncalibrated."""
-        logits, names = self(self.prepare(*given, **named)), self.model.metadata.labels or None
+        logits = self(self.prepare(*given, **named))
+        names = self.model.metadata.labels or None
         return trusted(Prediction.from_logits)(logits, class_names=names, check_finite=check_finite)
 
     def prepare(self, *given: Any, **named: Any) -> Inputs:

@@ -122,7 +122,8 @@ class MimoLearner(EnsembleLearner):
 
     def lesson(self, inputs: Inputs, labels: Tensor) -> tuple[Inputs, Tensor]:
         """Every image `batch_repeat` times, in an order of its own for every member but for the share `rho`."""
-        images, count = self._images(inputs), len(labels)
+        images = self._images(inputs)
+        count = len(labels)
         order = torch.arange(count).repeat(self.settings.batch_repeat)
         order = order[torch.randperm(len(order))]
         apart = int(len(order) * (1.0 - self.settings.rho))

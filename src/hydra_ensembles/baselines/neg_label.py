@@ -109,7 +109,8 @@ def neg_label(
         ConfigError: An ensemble without its text side.
         DataError: Too few words for the groups.
     """
-    side, statistics = _text_side(ensemble), embedding_statistics(ensemble, "neg_label")
+    side = _text_side(ensemble)
+    statistics = embedding_statistics(ensemble, "neg_label")
     known = words if isinstance(words, EmbeddedWords) else embed_words(ensemble, words, templates)
     if known is words:
         _require_own(known, side, templates, ensemble.device)
@@ -127,7 +128,9 @@ def neg_label(
     chosen = least_alike(embedded, F.normalize(rows, dim=-1), settings.percentile, count)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(settings.seed, "neglabel")))
     chosen = chosen[order.to(chosen.device)]
-    members, scale = ensemble.num_members, rows.norm(dim=-1).mean(dim=-1)[:, None, None]  # all rows have one length
+    # all rows have one length
+    members = ensemble.num_members
+    scale = rows.norm(dim=-1).mean(dim=-1)[:, None, None]
     picked = (embedded[:, chosen] * scale).expand(members, -1, -1).unflatten(1, (settings.groups, -1))
     bias = readout.get("readout.class_embeddings.bias")
     offset = torch.zeros(members) if bias is None else bias.float().mean(dim=-1).expand(members)

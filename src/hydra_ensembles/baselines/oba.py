@@ -103,7 +103,8 @@ def oba(
         raise ConfigError("validation chooses between weights in training; give a recipe, too, or leave it out")
     if recipe is not None:
         recipe.check(model, train, validation)
-    output, seed = run.get("output"), derive_seed(0 if recipe is None else recipe.seed, "oba")
+    output = run.get("output")
+    seed = derive_seed(0 if recipe is None else recipe.seed, "oba")
     folder = None if output is None else Path(output) / "pruning"
     masks = pruned_masks(model, train, settings, seed, folder, run.get("device"))
     zeros = sum(int((~mask).sum()) for mask in masks.values())
@@ -146,7 +147,8 @@ def removable(model: Ensemble) -> dict[str, Tensor]:
 def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: Iterable[str]) -> dict[str, Tensor]:
     """`θ ∘ Hθ` of the named parameters, added up over batches; H is the Hessian of the mean cross-entropy in them."""
     weights = {name: model.get_parameter(name) for name in names}
-    parameters, sums = list(weights.values()), [torch.zeros_like(one) for one in weights.values()]
+    parameters = list(weights.values())
+    sums = [torch.zeros_like(one) for one in weights.values()]
     with dropping(False), sdpa_kernel(SDPBackend.MATH):  # faster kernels have no second derivative
         for index, (inputs, labels) in enumerate(batches):
             logits = model(model.prepare(inputs))[0]  # [B, C]
@@ -193,7 +195,8 @@ def pruned_masks(
     All ranks get the same masks, those of rank 0. Of a loader that gives each rank its own batches, those of all count.
     """
     with borrowed(train), training_runtime(device, model.device) as runtime, ExitStack() as alone:
-        state, ranks = RunState({}), runtime.ranks
+        state = RunState({})
+        ranks = runtime.ranks
         if folder is not None:
             data = ranks.gather(source_fingerprint(train, "train", derive_seed(seed, "fingerprint")))[0]
             about = {"method": "oba", "settings": to_plain(settings)}

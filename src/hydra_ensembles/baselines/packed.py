@@ -34,7 +34,8 @@ class Packed(Checked):
 
     def narrow(self, config: EnsembleConfig) -> EnsembleConfig:
         """The configuration of such an ensemble out of that of a whole model; nothing is shared."""
-        encoder, share = config.encoder, Fraction(self.alpha).limit_denominator(1 << 20) / self.members
+        encoder = config.encoder
+        share = Fraction(self.alpha).limit_denominator(1 << 20) / self.members
         if config.readout.cosine is not None:
             raise ConfigError("Packed-Ensembles learn from scratch; a zero-shot model has nothing to start from")
         widths = {"width": encoder.width, "mlp_width": encoder.mlp_width}

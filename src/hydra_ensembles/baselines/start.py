@@ -89,6 +89,7 @@ def embedding_statistics(model: object, caller: str) -> dict[str, Tensor]:
             "projection": torch.eye(width).expand(members, -1, -1).contiguous(),
             "shift": torch.zeros(members, width),
         }
-    weight, bias = readout.projection.weight.detach().float().cpu(), readout.projection.bias
+    weight = readout.projection.weight.detach().float().cpu()
+    bias = readout.projection.bias
     shift = torch.zeros(len(weight), weight.shape[1]) if bias is None else bias.detach().float().cpu()
     return {"projection": weight.expand(members, -1, -1).contiguous(), "shift": shift.expand(members, -1).contiguous()}

@@ -64,7 +64,8 @@ def swag(
     """
     require_single(model, "swag")
     sharing, trunk = trained_apart(model, recipe)
-    point, visited = in_full(model), Visited(settings.rank)
+    point = in_full(model)
+    visited = Visited(settings.rank)
     for index in range(settings.points):
         own = recipe if index == 0 else replace(recipe, reinit_classifier=None)
         point = finetune(point, train, own, index=index, **run)

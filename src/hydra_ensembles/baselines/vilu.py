@@ -112,7 +112,9 @@ def cache(
     ensemble: Ensemble, batches: Batches, name: str, statistics: Mapping[str, Tensor], size: int, shuffle: bool = False
 ) -> tuple[DataLoader[tuple[Tensor, ...]], Keys]:
     """Embeddings of all images, and which members are right, in batches; and keys of some of the images."""
-    embedded, right, keys = list[Tensor](), list[Tensor](), np.empty(0, dtype=np.int64)
+    embedded = list[Tensor]()
+    right = list[Tensor]()
+    keys = np.empty(0, dtype=np.int64)
     for inputs, samples in answers(ensemble, batches, name, labelled=True):
         x = torch.baddbmm(statistics["shift"][:, None], samples.features, statistics["projection"].mT)
         embedded.append(F.normalize(x, dim=-1).transpose(0, 1))  # [B, M, e]
@@ -140,7 +142,8 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
         self.rows = rows.to(runtime.device)  # [M, C, e]
         self.fixed = {"texts": F.normalize(self.rows, dim=-1), "scale": scale_of(self.rows)}
         members, _, width = rows.shape
-        self.model, drawn = nn.ParameterDict(), torch.Generator().manual_seed(derive_seed(recipe.seed, "vilu"))
+        self.model = nn.ParameterDict()
+        drawn = torch.Generator().manual_seed(derive_seed(recipe.seed, "vilu"))
         for layer, (inputs, outputs) in enumerate(pairwise((3 * width, *settings.hidden, 1))):
             for name, shape in ((f"weight{layer}", (outputs, inputs)), (f"bias{layer}", (outputs,))):
                 values = (2 * torch.rand(members, *shape, generator=drawn) - 1) * inputs**-0.5  # as of nn.Linear
@@ -163,7 +166,8 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
 
     def backward(self, group: list[tuple[Tensor, ...]], seed: int) -> Tensor:
         """Cross-entropy of right and wrong; where a member is mostly right, its mistakes weigh more."""
-        samples, total = sum(len(one[0]) for one in group), torch.zeros((), device=self.runtime.device)
+        samples = sum(len(one[0]) for one in group)
+        total = torch.zeros((), device=self.runtime.device)
         for batch in group:
             found, right = self.odds(batch)
             weight = mistakes_weigh(right)

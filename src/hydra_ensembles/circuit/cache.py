@@ -35,7 +35,9 @@ class WorkingModel:
     """A private copy of a model with one member that can be entered at any block and loses heads for good."""
 
     def __init__(self, model: Ensemble, off: Sequence[Head], work: Work, distance: Distance | None = None) -> None:
-        self.ensemble, self.work = working_copy(model, None, None), work  # counts every block that is run
+        # counts every block that is run
+        self.ensemble = working_copy(model, None, None)
+        self.work = work
         self.distance = distance
         self.kept = [list(layer) for layer in model.config.heads[0]]  # original indices of the heads left, by layer
         encoder, readout = model.config.encoder, self.ensemble.readout
@@ -90,7 +92,8 @@ class WorkingModel:
 
     def drop(self, head: Head) -> None:
         """Take a head out: its rows leave the projections, and later passes cost less."""
-        kept, attention = self.kept[head.layer], self.blocks[head.layer].attention
+        kept = self.kept[head.layer]
+        attention = self.blocks[head.layer].attention
         position = kept.index(head.head)
         del kept[position]
         rows = torch.tensor([row for row in range(len(kept) + 1) if row != position], dtype=torch.long)
@@ -132,7 +135,8 @@ class WorkingModel:
 
     def _count(self, layer: int, tokens: int, inputs: int, outputs: int, heads_off: int = 0) -> None:
         """Count a block with attention for `inputs` samples and an MLP for `outputs`."""
-        encoder, queries = self.sizes[layer], tokens
+        encoder = self.sizes[layer]
+        queries = tokens
         if layer == self.layers - 1:
             queries = read_tokens(tokens, self._last_read) if self.ensemble.readout.map is None else 1
         few = self._has_few_queries(layer)
@@ -200,7 +204,8 @@ def forward_cost(model: Ensemble, samples: CircuitData) -> int:
 
 def sample_cost(model: Ensemble, group: SampleGroup) -> int:
     """Multiply-adds of all blocks for one sample of a group."""
-    config, tokens = model.config, tokens_of(model, group)
+    config = model.config
+    tokens = tokens_of(model, group)
     layers = [(config.encoder, tokens)] * (model.num_layers - 1)  # sizes, and the tokens that ask
     layers.append((config.encoder, read_tokens(tokens, model.readout.tokens_read())))
     layers += [] if config.pooling is None else [(config.pooling, 1)]
@@ -210,7 +215,8 @@ def sample_cost(model: Ensemble, group: SampleGroup) -> int:
 
 def tokens_of(model: Ensemble, group: SampleGroup) -> int:
     """Tokens of the samples of a group, prefix tokens included."""
-    stem, shape = model.config.stem, group.inputs[0].shape
+    stem = model.config.stem
+    shape = group.inputs[0].shape
     if not isinstance(stem, PatchStemConfig):
         return shape[1]
     return stem.prefix_tokens + (shape[2] // stem.patch_size[0]) * (shape[3] // stem.patch_size[1])
@@ -237,7 +243,8 @@ class CachedTower:
         carry: bool = True,
     ) -> None:
         self.model, self.samples, self.batch_size = model, samples, batch_size
-        self.candidates, self.own = list(candidates), frozenset(own)
+        self.candidates = list(candidates)
+        self.own = frozenset(own)
         self.index_of = {head: index for index, head in enumerate(candidates)}
         self.layer_of: IntArray = np.array([head.layer for head in candidates], np.int64)
         self.head_of: IntArray = np.array([head.head for head in candidates], np.int64)
@@ -277,13 +284,18 @@ class CachedTower:
         A pair joins at the block of its candidate, where it branches off the model (whose attention is computed once
         for all candidates of the layer), or at a later level that was kept.
         """
-        base, kept, last = self.base[index], self.kept[index], self.model.layers
+        base = self.base[index]
+        kept = self.kept[index]
+        last = self.model.layers
         known = kept.deepest[candidates, rows]
         branches = known <= self.layer_of[candidates]
         joins = np.where(branches, self.layer_of[candidates] + 1, known)  # level at which a pair joins
         order = np.lexsort((self.head_of[candidates], branches, joins))
-        candidates, numbers, rows = candidates[order], numbers[order], rows[order]
-        branches, joins = branches[order], joins[order]
+        candidates = candidates[order]
+        numbers = numbers[order]
+        rows = rows[order]
+        branches = branches[order]
+        joins = joins[order]
         device_rows = to_device(rows, base.device)
         context = base.context(device_rows)
 
@@ -322,7 +334,9 @@ class CachedTower:
         """Take a head out: what was computed below it stays right, the rest is brought up to date."""
         self.model.drop(head)
         for place, (base, kept) in enumerate(zip(self.base, self.kept, strict=True)):
-            index, known = self.index_of[head], head.layer  # the highest level that is right
+            # the highest level that is right
+            index = self.index_of[head]
+            known = head.layer
             for level in sorted(level for level in base.levels if level > head.layer):
                 if not kept.holds_all(index, level):
                     break
@@ -354,7 +368,8 @@ class BaseActivations:
     def at(self, level: int, rows: Tensor) -> Tensor:
         """Inputs of a block for some samples, `[1, S, T, d]`."""
         start = max(kept for kept in self.levels if kept <= level)
-        x, context = self.levels[start].index_select(0, rows)[None], self.context(rows)
+        x = self.levels[start].index_select(0, rows)[None]
+        context = self.context(rows)
         for layer in range(start, level):
             x = self.model.block(layer, x, context)
         return x
@@ -395,7 +410,8 @@ class CandidateActivations:
     """
 
     def __init__(self, layer_of: IntArray, layers: int, like: Tensor, capacity: int) -> None:
-        candidates, rows = layer_of[layer_of >= 0], len(like)
+        candidates = layer_of[layer_of >= 0]
+        rows = len(like)
         below = [int((candidates < level).sum()) for level in range(layers)]  # candidates that reach a level
         self.levels = frozenset(worthwhile_levels(below, capacity // max(rows, 1)))
         needed = rows * sum(below[level] for level in self.levels)
@@ -415,7 +431,8 @@ class CandidateActivations:
         if not count:
             return
         slots, self._free = self._free[-count:], self._free[:-count]
-        candidates, rows = candidates[:count], rows[:count]
+        candidates = candidates[:count]
+        rows = rows[:count]
         self._slot[candidates, level, rows] = slots
         self.deepest[candidates, rows] = level
         self._pool.index_copy_(0, to_device(slots, self._pool.device), x[0, :count])

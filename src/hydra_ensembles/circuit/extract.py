@@ -153,7 +153,8 @@ def extract_circuit(
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
 
-    dtype, place = dtype or ensemble.dtype, local_device(require_device(device or ensemble.device))
+    dtype = dtype or ensemble.dtype
+    place = local_device(require_device(device or ensemble.device))
     path = None if journal is None else Path(journal).expanduser()
     distance = None
     if isinstance(ensemble, Ensemble) and ood_score != "msp" and score != "acc":
@@ -357,7 +358,8 @@ class Extraction:
         approximated = self.asked == "auto" and self.method == "screened"
         if not progress and not approximated:
             return
-        seconds, steps = self._seconds(left), self.budget - (len(self.candidates) - len(left))
+        seconds = self._seconds(left)
+        steps = self.budget - (len(self.candidates) - len(left))
         said = f"circuit {self.objective.score}: {in_words(seconds[self.method])} for {steps} heads by {self.method!r}"
         if approximated:
             said += f", which is approximate; 'exact' would take {in_words(seconds['exact'])}"
@@ -379,13 +381,15 @@ class Extraction:
             right = self.objective.id_count - journal.start["errors"]
             self.objective.most_errors = journal.start["errors"] + int(Fraction(str(self.max_accuracy_loss)) * right)
         counted = (0, 0)
-        name, hidden = f"circuit/{self.method} {self.objective.score}", not progress or self.ranks.rank > 0
+        name = f"circuit/{self.method} {self.objective.score}"
+        hidden = not progress or self.ranks.rank > 0
         shown = CandidateBar(name, len(self.candidates), self.budget, len(done), self.ranks.size, hidden)
         search.tell = shown.tell
         with closing(shown.bar):
             for index in range(len(done), self.budget):
                 free = may_go(self.model, left)
-                choice, excess = self._choice(search, free), None
+                choice = self._choice(search, free)
+                excess = None
                 if choice.over:
                     self._warn_of_end(journal)
                     return
@@ -398,7 +402,8 @@ class Extraction:
                     choice = search.result._replace(head=choice.head)
                 each = self.ranks.gather((self.work["layer_evaluations"], self.work["multiply_adds"]))
                 blocks, products = (sum(column) for column in zip(*each, strict=True))  # so far, over all ranks
-                spent, counted = (blocks - counted[0], products - counted[1]), (blocks, products)
+                spent = (blocks - counted[0], products - counted[1])
+                counted = (blocks, products)
                 layer, head, tower = choice.head
                 journal.add(Step(layer, head, choice.errors, choice.discordance, *spent, excess, tower), path)
                 shown.next_step(self.objective.achieved(choice.errors, choice.discordance))
@@ -409,7 +414,9 @@ class Extraction:
         return search.exact.choose(left) if choice.over and isinstance(search, Screened) else choice
 
     def _warn_of_end(self, journal: Journal) -> None:
-        count, most, steps = self.objective.id_count, self.objective.most_errors, len(journal.steps)
+        count = self.objective.id_count
+        most = self.objective.most_errors
+        steps = len(journal.steps)
         assert journal.start is not None
         assert most is not None
         now = journal.steps[-1].errors if steps else journal.start["errors"]
@@ -451,12 +458,15 @@ class Extraction:
         """A copy of its own without some heads, and a share of the memory for its activations."""
         room = default_max_memory(model.device) if self.max_memory is None else self.max_memory
         working = WorkingModel(model, off, self.work, self.distance)
-        own, carry = self.ranks.share(left), self.method == "exact"
+        own = self.ranks.share(left)
+        carry = self.method == "exact"
         return CachedTower(working, samples, left, own, self.batch_size, int(share * room), carry)
 
     def ranking(self, journal: Journal, provenance: Mapping[str, Any]) -> HeadRanking:
         """What the steps amount to; `provenance` is what else there is to say about it."""
-        objective, start, steps = self.objective, journal.start, journal.steps[: self.budget]
+        objective = self.objective
+        start = journal.start
+        steps = journal.steps[: self.budget]
         assert start is not None
         whole_pass = forward_cost(self.model, self.samples)
         if self.texts is not None:

@@ -51,7 +51,8 @@ def read_texts(
     prompts = CircuitData((group,), labels, {"prompts": len(group)}, np.zeros((len(group), 2), np.int64), "")
     projection = compose(tower.readout.classifier, dual.projections.text)
     if projection is not None:
-        width, biased = projection.weight.shape[1], projection.bias is not None
+        width = projection.weight.shape[1]
+        biased = projection.bias is not None
         readout = replace(tower.config.readout, num_classes=width, bias=biased)
         prefix = "readout.classifier."
         state = {name: tensor for name, tensor in tower.state_dict().items() if not name.startswith(prefix)}
@@ -81,7 +82,8 @@ class JointNaive(Naive):
 
     def answers(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, SampleAnswers]]:
         """Answers without some heads of both towers to all samples in batches, with their numbers."""
-        of_text, prompts = of_tower(off, text=True), self.texts.prompts
+        of_text = of_tower(off, text=True)
+        prompts = self.texts.prompts
         embedded = run_without(self.texts.tower, of_text, prompts, self.batch_size, self.work)
         use_classes(self.model, self.texts.classes(torch.cat([one.logits for _, one in embedded])))
         return super().answers(of_tower(off, text=False))
@@ -140,7 +142,9 @@ class JointExact:
 
     def _run_prompts(self, heads: Sequence[Head]) -> None:
         """The class embeddings that are left without each of some heads of one layer."""
-        count, index = len(self.tower.samples.labels), self.tower.index(heads)  # ascending, as the candidates are
+        # ascending, as the candidates are
+        count = len(self.tower.samples.labels)
+        index = self.tower.index(heads)
         table = self._own.new_empty(len(heads), count, self._own.shape[1])  # [heads, prompts, e]
 
         def record(candidates: IntArray, numbers: IntArray, embedded: SampleAnswers) -> None:

@@ -98,7 +98,8 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
     with torch_seeded(seed, model.device), borrowed(*given.values()):
         for source, (name, batches) in enumerate(given.items()):
             begin_epoch(batches, 0, seed)
-            fingerprint, before = DataFingerprint(), len(origin)
+            fingerprint = DataFingerprint()
+            before = len(origin)
             keys[name] = []
             for index, (read, answers) in enumerate(iterate(batches, name, labelled=source == 0)):
                 known = None if source else require_labels(answers, model.num_classes, name, index)
@@ -116,7 +117,8 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
             fingerprints.append(fingerprint.hexdigest())
     foreign = {name: np.concatenate(found) for name, found in keys.items()}
     require_unlike("id_batches", foreign.pop("id_batches"), foreign)
-    truth, id_count = torch.cat(labels), sizes["id_batches"]
+    truth = torch.cat(labels)
+    id_count = sizes["id_batches"]
     if truth[:id_count].min() == truth[:id_count].max():
         raise DataError(f"all samples of id_batches have the label {int(truth[0])}; a circuit needs two classes")
     groups = []
@@ -188,7 +190,8 @@ class Distance:
     def __init__(self, model: Ensemble, name: FamiliarityName, dtype: torch.dtype, device: torch.device) -> None:
         known, self.name = model.metadata.familiarity, name
         assert known is not None
-        self.neighbours, precise = known.settings.neighbours, torch.promote_types(dtype, torch.float32)
+        self.neighbours = known.settings.neighbours
+        precise = torch.promote_types(dtype, torch.float32)
         own = {key.rpartition(".")[2]: one for key, one in known.state.items() if key.rpartition(".")[0] == name}
         self.fingerprint = DataFingerprint()
         for key in sorted(own):
@@ -286,7 +289,8 @@ class Objective:
         doubt = torch.cat([-inside, *outside]).cpu().numpy()
         added = wrong[: self.id_count].double()
         if self.score != "acc":  # in pairs with the first source
-            first, of_outside = self.ood_sizes[0], []
+            first = self.ood_sizes[0]
+            of_outside = []
             added *= 2 * first * len(outside) if self.score == "avg" else 0
             for one in outside:
                 added += first / len(one) * (2 * len(one) - _twice_below(one, inside))
@@ -310,8 +314,12 @@ class Tally:
     """
 
     def __init__(self, samples: CircuitData, objective: Objective, heads: Sequence[Head], dtype: torch.dtype) -> None:
-        self.samples, self.objective, self.heads, self.step = samples, objective, list(heads), quantum(dtype)
-        shape, device = (len(heads), objective.samples), samples.labels.device
+        self.samples = samples
+        self.objective = objective
+        self.heads = list(heads)
+        self.step = quantum(dtype)
+        shape = (len(heads), objective.samples)
+        device = samples.labels.device
         self.wrong = torch.empty(shape, dtype=torch.bool, device=device)
         self.confidence = torch.empty(shape, dtype=torch.int64, device=device)
         self.finite = torch.empty(shape, dtype=torch.bool, device=device)
@@ -336,7 +344,8 @@ class Tally:
         labels = self.samples.labels[where[1]]
         self.wrong[where], confidence, finite = judge(logits, labels, self.step)
         if distance is not None:
-            confidence, finite = in_steps(-distance.double(), self.step), finite & distance.isfinite()
+            confidence = in_steps(-distance.double(), self.step)
+            finite = finite & distance.isfinite()
         self.confidence[where], self.finite[where] = confidence, finite
         if self.loss is not None:
             self.loss[where] = losses(logits, labels)

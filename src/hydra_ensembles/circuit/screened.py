@@ -44,7 +44,10 @@ class Screened:
     tell: Tell = staticmethod(silent)
 
     def __init__(self, exact: Exact, size: int, step: int) -> None:
-        self.exact, self.size, self.step, self.shifts = exact, size, step, Shifts(exact)
+        self.exact = exact
+        self.size = size
+        self.step = step
+        self.shifts = Shifts(exact)
 
     @property
     def result(self) -> Result:
@@ -119,7 +122,8 @@ class Shifts:
 
     def __init__(self, exact: Exact) -> None:
         self.exact, self.tower, self.objective = exact, exact.tower, exact.objective
-        self.step, self.device = quantum(exact.tower.model.ensemble.dtype), exact.current.wrong.device
+        self.step = quantum(exact.tower.model.ensemble.dtype)
+        self.device = exact.current.wrong.device
         shape = len(self.tower.candidates), self.objective.samples
         # of the confidence, in grid steps (integers), and of the margin: what is known, and what a gradient said last
         self.known, self.predicted = torch.zeros(2, 2, *shape, dtype=torch.float64, device=self.device)
@@ -152,7 +156,9 @@ class Shifts:
         places = to_device(again, self.device)
         targets = torch.cat([torch.full_like(labels, -1), labels[places]])
         found = gradient_shifts(self.tower, candidates, np.concatenate([numbers, numbers[again]]), targets)
-        confidence, margin = found[:, : len(numbers)], found[:, : len(numbers)].clone()  # [K, S]
+        # [K, S]
+        confidence = found[:, : len(numbers)]
+        margin = found[:, : len(numbers)].clone()
         margin[:, places] = found[:, len(numbers) :]
         self.correct(self.tower.index(candidates), numbers, torch.stack([(confidence / self.step).round(), margin]))
 
@@ -215,7 +221,8 @@ def gradient_shifts(tower: CachedTower, candidates: Sequence[Head], numbers: Int
 
 def _gate_gradients(tower: CachedTower, group: int, rows: Tensor, targets: Tensor) -> Tensor:
     """Gradients of some samples of a group with respect to the gates of all heads, `[B, heads]`."""
-    model, base = tower.model, tower.base[group]
+    model = tower.model
+    base = tower.base[group]
     before = model.work["multiply_adds"]
     with torch.enable_grad():
         x, context = base.at(0, rows), base.context(rows)
@@ -234,6 +241,7 @@ def _gate_gradients(tower: CachedTower, group: int, rows: Tensor, targets: Tenso
 
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
     """How far the logit of the label lies above the largest other one, `[B]`, in float64; 0 for OOD samples."""
-    precise, known = logits.double(), labels.clamp(min=0)[:, None]
+    precise = logits.double()
+    known = labels.clamp(min=0)[:, None]
     others = precise.scatter(-1, known, -torch.inf).amax(-1)
     return torch.where(labels < 0, 0.0, precise.gather(-1, known)[:, 0] - others)

@@ -76,7 +76,8 @@ class CandidateBar:
     """A progress bar over the candidates of all steps of a run; one that was given up early counts as well."""
 
     def __init__(self, name: str, candidates: int, budget: int, done: int, ranks: int, hidden: bool) -> None:
-        self._counts, self._ranks = [candidates - step for step in range(budget)], ranks
+        self._counts = [candidates - step for step in range(budget)]
+        self._ranks = ranks
         self._step, self._start = done, sum(self._counts[:done])  # number of the step, and candidates before it
         self.bar = tqdm(
             total=sum(self._counts), initial=self._start, desc=name, unit="head", disable=hidden, dynamic_ncols=True

@@ -32,7 +32,9 @@ from .evaluations import grouped_specs
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 from .use import preprocessing_of
 
-LABELLED, FOREIGN = ("id", "train", "validation", "judge_id"), ("ood", "judge_ood")  # sets a command may be given
+# sets a command may be given
+LABELLED = ("id", "train", "validation", "judge_id")
+FOREIGN = ("ood", "judge_ood")
 SYNTHETIC = "synthetic"
 SUMMARY = "summary.json"
 VARIETY = 2  # times as many batches as a ranking reads, so that members are ranked on different ones
@@ -196,7 +198,8 @@ def search(
     training: Any = None if sources.train is None else "together"
     hydra = HydraConfig(training=training, recipe=sources.recipe if training else None, seed=sources.seed)
     fitted = in_batches_of(hydra.recipe, sources.batch_size)
-    recipe, hydra = sources.recipe if fitted == hydra.recipe else fitted, replace(hydra, recipe=fitted)
+    recipe = sources.recipe if fitted == hydra.recipe else fitted
+    hydra = replace(hydra, recipe=fitted)
     listed = None if sources.candidates is None else _read_candidates(sources, sources.candidates)
     names = ("cost", "familiarity", "first", "tolerance", "price", "seed")
     with telling_how_to_go_on(folder, "search"):
@@ -233,7 +236,8 @@ def search(
 
 def _read_candidates(settings: DataSettings, file: str) -> list[dict[str, Any]]:
     """Settings of candidates from a file; a recipe may be the name of a preset, as everywhere."""
-    path, most = Path(file).expanduser(), settings.batch_size
+    path = Path(file).expanduser()
+    most = settings.batch_size
     listed = parse_yaml(read_file(path), str(path))
     if not isinstance(listed, list) or not all(isinstance(one, Mapping) for one in listed):
         raise ConfigError(f"{path} must hold a list of candidates, each with settings of build: '- shared_layers: 8'")
@@ -318,7 +322,8 @@ def model_and_sets(
             why = "what the model knows by heart says little of new data; calibrate on others"
             warn_if_items_shared("train", sets["train"], role, sets[role], why)
     transform: Any = model.metadata.preprocessing
-    workers, train = sources.workers, sets.pop("train", None)
+    workers = sources.workers
+    train = sets.pop("train", None)
     found: dict[str, Any] = {role: batches(data, transform, size, num_workers=workers) for role, data in sets.items()}
     for role, named in foreign.items():
         fit = {key: source.fit_to_model(data, model, sources, labelled=False) for key, data in named.items()}

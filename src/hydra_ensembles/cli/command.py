@@ -137,13 +137,16 @@ def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Param
 
 def _options(settings: type) -> Iterator[inspect.Parameter]:
     """A parameter for each field of a dataclass; None says that an option was not given."""
-    hints, help = get_type_hints(settings), _help(settings)
+    hints = get_type_hints(settings)
+    help = _help(settings)
     for field in fields(settings):
-        name, kind = field.name, _without_none(hints[field.name])
+        name = field.name
+        kind = _without_none(hints[field.name])
         if name == "model":
             yield _parameter(name, Annotated[str | None, typer.Argument(metavar="MODEL", help=help[name])])
             continue
-        flags, origin = FLAGS.get(name, (f"--{name.replace('_', '-')}",)), get_origin(kind) or kind
+        flags = FLAGS.get(name, (f"--{name.replace('_', '-')}",))
+        origin = get_origin(kind) or kind
         if is_dataclass(kind):  # a recipe, by the name of a preset
             kind = str
         elif origin in (Mapping, tuple):
@@ -295,17 +298,21 @@ def report_failure(error: BaseException, debug: bool) -> int | None:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
-        code, kept = 130, str(error)
+        code = 130
+        kept = str(error)
         if not kept and hasattr(error, "__notes__"):  # where, and that the same goes on there
             kept = f"{error.__notes__[0]}: {shlex.join(['hydra-ensembles', *sys.argv[1:]])}"
         message = f"interrupted{': ' if kept else ''}{kept}"
     elif isinstance(error, HydraError | OSError):
-        code, message = 2, f"error: {error}"
+        code = 2
+        message = f"error: {error}"
     elif isinstance(error, torch.OutOfMemoryError | MemoryError):
-        code, message = 2, f"error: not enough memory ({error}); lower batch_size, or use another device"
+        code = 2
+        message = f"error: not enough memory ({error}); lower batch_size, or use another device"
     else:
         hint = "" if debug else "; --debug shows where"
-        code, message = 1, f"internal error, please report it: {type(error).__name__}: {error}{hint}"
+        code = 1
+        message = f"internal error, please report it: {type(error).__name__}: {error}{hint}"
     lines = message.splitlines() if isinstance(error, ConversionError) else [message]  # what, why and what works
     print("\n".join(" ".join(line.split()) for line in lines), file=sys.stderr)
     return code

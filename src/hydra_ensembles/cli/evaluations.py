@@ -36,7 +36,8 @@ from .sources import USUAL_BATCH, DataSettings, ModelSettings
 KEPT = ".run"  # suffix of the folder that keeps what is done until all is
 SETTINGS_SUFFIX = ".config.yaml"  # of the settings beside an evaluation
 GALLERY = 6  # inputs that the report shows
-GROUPS, UNGROUPED = ("near", "far", "apart"), "ungrouped"
+GROUPS = ("near", "far", "apart")
+UNGROUPED = "ungrouped"
 _NAMED = re.compile(r"(?:(?P<group>near|far|apart):)?(?:(?P<name>[^=:/\\]+)=)?(?P<data>.+)", re.DOTALL)
 
 
@@ -121,7 +122,8 @@ class EvaluateSettings(MeasuredSettings):
         if Path(self.output).suffix == ".json" or not self.file.exists() or not settings.exists():
             return
         plain = parse_yaml(read_file(settings), str(settings))
-        earlier, present = (plain if isinstance(plain, dict) else {}), to_plain(self)
+        earlier = plain if isinstance(plain, dict) else {}
+        present = to_plain(self)
         same_model = _model_of(earlier) == _model_of(present)
         most, now = (one.get("limit") or math.inf for one in (earlier, present))
         if not same_model or not _data_of(earlier) <= _data_of(present) or most > now:

@@ -60,7 +60,8 @@ def calibrate(settings: CalibrateSettings) -> None:
     folder = _new_folder(settings.output, settings.id)
     model, data = source.load_classifier(settings), source.load_data(settings.id, settings)
     model = source.with_labels_of(model, data)
-    data, size = source.fit_to_model(data, model, settings), settings.batch_size or USUAL_BATCH
+    data = source.fit_to_model(data, model, settings)
+    size = settings.batch_size or USUAL_BATCH
     transform: Any = model.metadata.preprocessing
     names = ("share", "score", "per_member", "temperature", "familiarity")
     made = calibrate_ensemble(

@@ -45,7 +45,8 @@ def serve(model: ModelSettings, settings: ServeSettings) -> None:
     """
     for name in ("fastapi", "prometheus_client", "python_multipart"):  # said before anything is loaded
         require(name, extra="serve")
-    uvicorn, place = require("uvicorn", extra="serve"), listen(settings)
+    uvicorn = require("uvicorn", extra="serve")
+    place = listen(settings)
     try:
         app = make_app(load_classifier(model), settings)
         run_server(uvicorn, app, place, settings)
@@ -67,7 +68,8 @@ def listen(settings: ServeSettings) -> socket.socket:
         path = Path(settings.uds).expanduser()
         if path.is_socket() and not _answers(path):
             path.unlink()  # left by a server that was killed
-        place, before = socket.socket(socket.AF_UNIX), os.umask(0o177)
+        place = socket.socket(socket.AF_UNIX)
+        before = os.umask(0o177)
         try:
             place.bind(str(path))
             place.listen(BACKLOG)

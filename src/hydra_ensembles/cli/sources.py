@@ -119,7 +119,8 @@ def load_model(settings: ModelSettings) -> Ensemble | DualEncoder:
     Accepted are `timm:NAME`, `hub:OWNER/NAME` (a classifier of transformers, a model of timm, or one that this library
     published), and a folder that one of these libraries wrote, also the run folder of `build`.
     """
-    name, path = settings.model, Path(settings.model).expanduser()
+    name = settings.model
+    path = Path(settings.model).expanduser()
     if name.startswith(TIMM):
         model: Ensemble | DualEncoder = _load_timm(name.removeprefix(TIMM), settings)
     elif name.startswith(HUB):
@@ -216,7 +217,8 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
     chosen = next((name for name in names if name.endswith(TRANSFORMERS) and hasattr(transformers, name)), None)
     kind = str(config["model_type"])
     if chosen is None:
-        what, bare = " or ".join(names) or kind, all(name.endswith("Model") for name in names)
+        what = " or ".join(names) or kind
+        bare = all(name.endswith("Model") for name in names)
         if refusal(kind, *names) is not None:
             raise ConversionError(f"{source}: {explained(what, kind, *names)}")
         way = "fine-tune it as one first: transformers.AutoModelFor…Classification.from_pretrained(…, num_labels=…)"
@@ -391,7 +393,8 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
                 f"{data.name} has the classes {_some(unknown)}, which the model does not have (it has {_some(labels)})"
                 f"{did_you_mean(unknown[0], labels)}; rename them, or give --by-position if their order is the model's"
             )
-        numbers, names = {index: known[alike(names[index])] for index in present}, labels
+        numbers = {index: known[alike(names[index])] for index in present}
+        names = labels
     elif _are_numbers(names):  # called 0, 1, 10, 2: the names are the numbers, not their order
         numbers = {label: int(names[label]) if names else label for label in present}
         names = tuple(str(index) for index in range(classes))

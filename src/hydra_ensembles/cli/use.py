@@ -151,7 +151,8 @@ def _texts(argument: str, path: Path) -> list[str]:
 
 def _answers(names: Sequence[str], prediction: Prediction) -> list[dict[str, Any]]:
     """The columns of the output; a label is a number where the model has no names, uncertainties are in nats."""
-    found, words = prediction.to_dict(), {None: None, True: "accept", False: "abstain"}
+    found = prediction.to_dict()
+    words = {None: None, True: "accept", False: "abstain"}
     columns = {
         "input": names,
         "label": [str(one) for one in found["label"]],
@@ -211,7 +212,8 @@ def _facts(ensemble: Ensemble) -> dict[str, Any]:
     """Everything worth knowing about an ensemble, as plain data."""
     fitted, calibration = ensemble.metadata.familiarity, ensemble.metadata.calibration
     calibration = calibration and calibration.brief
-    description, metadata = ensemble.describe(), to_plain(replace(ensemble.metadata.plain, calibration=calibration))
+    description = ensemble.describe()
+    metadata = to_plain(replace(ensemble.metadata.plain, calibration=calibration))
     if isinstance(ensemble.metadata.preprocessing, TextPreprocessing):
         metadata["preprocessing"]["tokenizer"] = bool(metadata["preprocessing"]["tokenizer"])  # not all its words
     return {
@@ -230,7 +232,8 @@ def _facts(ensemble: Ensemble) -> dict[str, Any]:
 
 def _described(title: str, ensemble: Ensemble) -> str:
     """The facts in words, and the map of heads."""
-    facts, encoder = _facts(ensemble), ensemble.config.encoder
+    facts = _facts(ensemble)
+    encoder = ensemble.config.encoder
     shared = ", ".join(group for group in GROUPS if getattr(ensemble.config.sharing, group))
     common = f", shared by all members: {shared or 'nothing'}, layers that run once: {ensemble.config.trunk}"
     counts = f"{_millions(facts['parameters'], 2)} M, {facts['multiply_adds'] / 1e9:,.2f} G multiply-adds"
@@ -256,7 +259,8 @@ def _described(title: str, ensemble: Ensemble) -> str:
 
 def preprocessing_of(ensemble: Ensemble) -> str:
     """What becomes of raw inputs, and where that was taken from, in words."""
-    facts, origin = _facts(ensemble), ensemble.metadata.preprocessing_from
+    facts = _facts(ensemble)
+    origin = ensemble.metadata.preprocessing_from
     if facts["preprocessing"] is None:
         return f"unknown: the model takes {ensemble.kind} tensors only"
     return _value(facts["preprocessing"]) + (f" (from: {origin})" if origin else "")
@@ -311,7 +315,8 @@ def bench(
     sizes = batch.split(",")
     if not all(size.isdecimal() and len(size) <= MOST_DIGITS and int(size) for size in sizes):
         raise ConfigError(f"batch takes whole numbers of at least 1 and {MOST_DIGITS} digits, as 1,8,32; got {batch}")
-    ensemble, title = load_classifier(model), name or model.own_name
+    ensemble = load_classifier(model)
+    title = name or model.own_name
     models: dict[str, Ensemble] = {}
     for one in baseline or ["single"]:
         models[one] = _whole(ensemble, 1 if one == "single" else ensemble.num_members)
@@ -343,7 +348,8 @@ def _whole(ensemble: Ensemble, members: int) -> Ensemble:
 
 
 def _inputs(ensemble: Ensemble, size: int) -> Tensor:
-    stem, generator = ensemble.config.stem, torch.Generator().manual_seed(0)
+    stem = ensemble.config.stem
+    generator = torch.Generator().manual_seed(0)
     if isinstance(stem, PatchStemConfig):
         images = torch.randn(size, stem.channels, *stem.image_size, generator=generator)  # [B, channels, H, W]
         return images.to(ensemble.device, ensemble.dtype)

@@ -277,7 +277,8 @@ def _find_architecture(
 
 def _supported_inside(model: nn.Module) -> str:
     """What to do with a subclass of a supported model, or with one that holds a supported model; else nothing."""
-    known, name = {one for architecture in _ALL for one in architecture.classes}, qualified_name(model)
+    known = {one for architecture in _ALL for one in architecture.classes}
+    name = qualified_name(model)
     above = next((one for one in type(model).__mro__ if f"{one.__module__}.{one.__qualname__}" in known), None)
     if above is not None:
         return in_lines(

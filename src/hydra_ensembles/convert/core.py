@@ -87,7 +87,8 @@ def qkv_by_head(*names: str, order: Order | None = None) -> Source:
     """Queries, keys and values of all heads, or biases of queries and values alone, in one tensor or in several."""
 
     def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        count, rest = shape[1], (shape[0], *shape[2:])
+        count = shape[1]
+        rest = (shape[0], *shape[2:])
         whole = len(tensors) == count
         parts = [part.reshape(rest) for part in (tensors if whole else torch.cat(list(tensors)).chunk(count))]
         if order is not None:  # the value, which is the last, is not rotated
@@ -270,7 +271,8 @@ def translate(
 
 def block_name(architecture: Architecture, model: nn.Module, layer: int) -> str:
     """Where a block lies in the foreign model: what the places of its norms and MLP have in common; "" for nowhere."""
-    foreign, names = model.state_dict(), list[list[str]]()
+    foreign = model.state_dict()
+    names = list[list[str]]()
     for part in ("norm1.weight", "norm2.weight", "mlp.down.weight"):
         source = _source_of(architecture.weights, f"encoder.layers.{layer}.{part}", foreign)
         names += [one.split(".") for one in ([] if source is None else source.names)]
@@ -311,7 +313,8 @@ def _source_of(weights: Weights, name: str, foreign: Mapping[str, Tensor]) -> So
     """The declared source of a canonical parameter: its own entry, or that of the longest prefix."""
     parts = name.split(".")
     layer = parts[2] if parts[0] == "encoder" else ""
-    head, tail = ".".join(["encoder", "layers", "{i}", *parts[3:]]) if layer else name, ""
+    head = ".".join(["encoder", "layers", "{i}", *parts[3:]]) if layer else name
+    tail = ""
     while head not in weights:
         head, _, leaf = head.rpartition(".")
         tail = f".{leaf}{tail}"

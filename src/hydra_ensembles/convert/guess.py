@@ -148,7 +148,8 @@ def _changes(declaration: Declaration, model: nn.Module) -> Iterator[dict[str, A
     """Other values of the settings that people most often get wrong, one at a time."""
     architecture = read_declaration(declaration, model)
     config = architecture.config(model, None)
-    inner, text = config.encoder.heads * config.encoder.head_dim, config.kind == "text"
+    inner = config.encoder.heads * config.encoder.head_dim
+    text = config.kind == "text"
     yield {"norm_first": not config.encoder.norm_first}
     yield from ({"activation": one} for one in get_args(Activation))
     usual = {"pool_prefix": False} if declaration.pool_prefix else {}

@@ -123,7 +123,8 @@ def _trunk_variant(model: Any) -> Weights:
 
 def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """A tower of open_clip's adapter: a timm model and perhaps a linear projection, its own or timm's."""
-    trunk, head = model.trunk, dict(model.head.named_children())
+    trunk = model.trunk
+    head = dict(model.head.named_children())
     known = next((one for one in _TRUNKS if qualified_name(trunk) in one.classes), None)
     if known is None:
         raise refuse(_TIMM, f"its trunk is a {qualified_name(trunk)}")

@@ -71,7 +71,8 @@ class Asked:
     """
 
     def __init__(self, architecture: Architecture) -> None:
-        self.answer, self.words = architecture.answer, architecture.weights.get("stem.words")
+        self.answer = architecture.answer
+        self.words = architecture.weights.get("stem.words")
         self.questions: list[Callable[[Tensor], Tensor]] = []
         self.unknown = False
         self.places: list[str] = []
@@ -133,7 +134,8 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, asked: Asked, inputs: Tensor, ids: Tensor | None = None, table: Tensor | None = None) -> None:
         super().__init__()
-        self.asked, self.table = asked, torch.empty(0) if table is None else table
+        self.asked = asked
+        self.table = torch.empty(0) if table is None else table
         self.followed = [] if ids is None else [ids]  # kept, so that their memory is no other's
         self.derived = WeakTensorKeyDictionary()
         self.derived[inputs] = True
@@ -280,7 +282,8 @@ def warn_of_padding(both: Both) -> None:
     """
     if not isinstance(both.ensemble.config.stem, TextStemConfig):
         return
-    found, name = both.samples(), both.architecture.name
+    found = both.samples()
+    name = both.architecture.name
 
     def differs(inputs: NamedTensors, unanswered: bool) -> bool:
         try:

@@ -78,7 +78,8 @@ class Both:
 
     def original(self, inputs: NamedTensors) -> Tensor:
         """What the original answers, `[B, C]` or `[B, d]`."""
-        name, shapes = self.architecture.name, _shapes(inputs)
+        name = self.architecture.name
+        shapes = _shapes(inputs)
         try:
             given = {name: tensor.clone() for name, tensor in inputs.items()}
             answer = self.architecture.answer(self.model, given, self.fresh)
@@ -135,7 +136,8 @@ class Both:
         others in its batch: two images follow, or one text, of the greatest length. What it does may depend on the
         range of an image, as that of one which scales bytes itself: there are images of 0 to 1 and of 0 to 255, too.
         """
-        stem, found = self.ensemble.config.stem, self.samples()
+        stem = self.ensemble.config.stem
+        found = self.samples()
         if isinstance(stem, PatchStemConfig):
             yield {name: one[:1] for name, one in found.items()}
         if isinstance(stem, TextStemConfig) or self.own:
@@ -143,7 +145,8 @@ class Both:
         if isinstance(stem, PatchStemConfig) and self.own:
             yield from ({name: (one[:1].sigmoid() * top) for name, one in found.items()} for top in (1.0, 255.0))
         if isinstance(stem, TextStemConfig) and self.own:
-            pad, generator = (*self.paddings(), 0)[0], torch.Generator("cpu").manual_seed(1)
+            pad = (*self.paddings(), 0)[0]
+            generator = torch.Generator("cpu").manual_seed(1)
             ids = torch.randint(stem.vocabulary, (1, stem.max_tokens), generator=generator, device="cpu")
             ids = ids.masked_fill(ids == pad, (pad + 1) % stem.vocabulary).to(self.ensemble.device)
             yield {**{name: torch.ones_like(ids) for name in found}, "input_ids": ids}
@@ -153,7 +156,8 @@ class Both:
         stem = self.ensemble.config.stem
         if isinstance(stem, PatchStemConfig):
             return _images(self.ensemble, stem.image_size, 2)
-        generator, padding = torch.Generator("cpu").manual_seed(0), self.paddings() if self.own else []
+        generator = torch.Generator("cpu").manual_seed(0)
+        padding = self.paddings() if self.own else []
         if self.architecture.masks:  # only CLIP has texts without a norm, where it is no model of the user's
             found = _texts(stem, self.ensemble.config, generator, padding, clip=not stem.norm and not self.own)
         else:
@@ -226,7 +230,8 @@ def _require_other_size(both: Both) -> None:
 
 def _images(ensemble: Ensemble, size: tuple[int, ...], count: int) -> NamedTensors:
     """Random images `[count, channels, H, W]`."""
-    shape, generator = (count, ensemble.config.stem.channels, *size), torch.Generator("cpu").manual_seed(0)  # type: ignore[union-attr]
+    shape = (count, ensemble.config.stem.channels, *size)  # type: ignore[union-attr]
+    generator = torch.Generator("cpu").manual_seed(0)
     return {"pixel_values": torch.randn(shape, generator=generator, device="cpu").to(ensemble.device, ensemble.dtype)}
 
 
@@ -280,7 +285,8 @@ def difference(found: Tensor, expected: Tensor) -> float:
     """The largest difference, in parts of the largest number; infinite where the shapes differ."""
     if found.shape != expected.shape:
         return float("inf")
-    found, expected = found.double(), expected.double()
+    found = found.double()
+    expected = expected.double()
     scale = expected.abs().max().item()
     apart = (found - expected).abs().max().item()
     return apart / scale if scale else apart
@@ -339,7 +345,9 @@ def _first_difference(both: Both, inputs: NamedTensors, allowed: float) -> str:
         if their.shape != mine.shape and their.dim() == mine.dim():
             their = their.transpose(0, 1)  # [T, B, d] -> [B, T, d]
         if mask is not None and their.shape == mine.shape:
-            mine, their = mine[mask.bool()], their[mask.bool()]  # what is at padding does not matter
+            # what is at padding does not matter
+            mine = mine[mask.bool()]
+            their = their[mask.bool()]
         if difference(mine, their) > allowed:
             shared = f" as layer {index - 1}" if len(set(names)) < len(names) else ""
             return f"in {names[index - 1]}{shared}" if index else f"before {names[0]}, where the input is embedded"

@@ -238,7 +238,9 @@ def read_open_clip_tokenizer(tokenizer: Any) -> TextPreprocessing:
     """
     _require_setting("tokenizer.reduction_fn", tokenizer.reduction_fn, None)
     library = require("tokenizers", extra="text")
-    cleaning, vocabulary, length = _cleaning(tokenizer), dict(tokenizer.encoder), int(tokenizer.context_length)
+    cleaning = _cleaning(tokenizer)
+    vocabulary = dict(tokenizer.encoder)
+    length = int(tokenizer.context_length)
     names = {index: token for token, index in vocabulary.items()}
     start, end, *others = (names[index] for index in tokenizer.all_special_ids)
     model = library.models.BPE(vocabulary, list(tokenizer.bpe_ranks), end_of_word_suffix="</w>")

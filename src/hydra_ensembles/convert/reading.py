@@ -127,7 +127,8 @@ class _Reading:
 
     def _spelled_out(self, declaration: Declaration) -> Declaration:
         """The same without `encoder`, `block` and `attention`: all their parts by name, and what they know."""
-        names, known = dict(declaration.names), dict[str, Any]()
+        names = dict(declaration.names)
+        known = dict[str, Any]()
         encoder = names.pop("encoder", None)
         if encoder is not None:
             module = self._module("encoder", encoder, nn.TransformerEncoder)
@@ -220,7 +221,8 @@ class _Reading:
             found = self.tensor(part)  # type: ignore[arg-type]
             if found is None:
                 continue
-            axes, shape = _AXES[part].split(), [size for size in found.shape if size != 1]
+            axes = _AXES[part].split()
+            shape = [size for size in found.shape if size != 1]
             if len(axes) != len(shape) and found.numel() > 1:
                 yield f"{part} is a tensor {list(found.shape)}, where one of {len(axes)} axes is expected"
                 continue
@@ -234,7 +236,8 @@ class _Reading:
             wanted = sizes.get("e", (width, ""))[0] if "words" in self.names else width
             if found is not None and found.shape[0 if part == "patch" else -1] != wanted:
                 yield f"{part} is {list(found.shape)}, where an axis should have {wanted}"
-        heads, inner = self.declared.heads, sizes.get("a", (0, ""))[0]
+        heads = self.declared.heads
+        inner = sizes.get("a", (0, ""))[0]
         if heads is not None and (heads < 1 or inner % heads):
             yield f"heads is {heads}, and the {inner} columns of out cannot be divided among them"
 
@@ -242,7 +245,8 @@ class _Reading:
 
     def _weights(self) -> Iterator[tuple[str, Source]]:
         """Canonical parameter → where it comes from, for every part that the table names and the model has."""
-        scale, positions = self.declared.embedding_scale, f"stem.position{'s' if 'words' in self.names else ''}"
+        scale = self.declared.embedding_scale
+        positions = f"stem.position{'s' if 'words' in self.names else ''}"
         for part, place in self.names.items():
             if isinstance(place, Tensor):
                 yield _TENSORS.get(part, positions), self._given(place)
@@ -273,7 +277,8 @@ class _Reading:
 
     def _with_bias(self, part: Part, path: str, weight: str) -> Iterator[tuple[str, Source]]:
         """A linear layer or a norm; where it has no bias and the canonical one needs one, it is zero."""
-        canonical, gate = _LINEAR.get(part) or _NORMS[part], self.names.get("gate")
+        canonical = _LINEAR.get(part) or _NORMS[part]
+        gate = self.names.get("gate")
         bias = self._bias(path)
         gated = part == "up" and isinstance(gate, str)
         gates = (self._weight(str(gate)), self._bias(str(gate))) if gated else (None, None)
@@ -341,7 +346,8 @@ class _Reading:
     def config(self, model: nn.Module, num_labels: int | None) -> EnsembleConfig:
         """The canonical configuration, from the declaration and the shapes of the tensors."""
         heads, down, up, out = self.declared.heads or 1, *(self._of(part) for part in ("down", "up", "out"))
-        rows, rotary = up.shape[0] * (2 if "gate" in self.names else 1), self.declared.rotary
+        rows = up.shape[0] * (2 if "gate" in self.names else 1)
+        rotary = self.declared.rotary
         kind, eps = self._norm(("norm1", "norm2", "query_norm", "key_norm"))
         encoder = EncoderConfig(
             width=down.shape[0],
@@ -411,7 +417,9 @@ class _Reading:
         )
 
     def _patch_stem(self) -> PatchStemConfig:
-        patch, position, image = self._of("patch"), self.tensor("position"), self.declared.image_size
+        patch = self._of("patch")
+        position = self.tensor("position")
+        image = self.declared.image_size
         (rows, prefix), size = self._rows(), self._patch_size(patch)
         kind, eps = self._norm(("embedding_norm",)) if "embedding_norm" in self.names else ("layer", 1e-5)
         if image is None:

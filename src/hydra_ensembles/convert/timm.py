@@ -87,7 +87,8 @@ def _config(model: Any, num_labels: int | None, name: str = _VIT, distilled: boo
     norms = [norm for norm in (model.norm, model.fc_norm) if not is_identity(norm)]
     if len(norms) > 1:
         raise refuse(name, "it has a norm before and one after pooling")
-    norm, pool = norms[0] if norms else None, model.attn_pool
+    norm = norms[0] if norms else None
+    pool = model.attn_pool
     if pool is not None and (pool.pos_embed is not None or pool.latent_len != 1 or not is_identity(pool.q_norm)):
         raise refuse(name, "its attention pooling has positions, several queries or a query norm")
     if pool is not None and (norm is None or pool.norm.eps != norm.eps):
@@ -203,7 +204,8 @@ def _rotary(model: Any, name: str) -> RotaryConfig | None:
     rope = getattr(model, "rope", None)
     if rope is None:
         return None
-    kind, base = type(rope).__name__, float(getattr(rope, "temperature", 0.0))
+    kind = type(rope).__name__
+    base = float(getattr(rope, "temperature", 0.0))
     if _halves(first_of(model.blocks, name).attn) != _halves(rope):
         raise refuse(name, "its rotary embedding and its attention pair the numbers of a head in different ways")
     if kind == "RotaryEmbeddingCat" and not rope.in_pixels:
@@ -235,7 +237,8 @@ def _eva_attention(model: Any) -> Weights:
     def normed(leaf: str, part: str) -> Source:
         return Source((f"attn.{part}_norm.{leaf}",), lambda tensors, shape: tensors[0][order(shape[-1])])
 
-    place, by = "encoder.layers.{i}.attention.", None if rope is None else order
+    place = "encoder.layers.{i}.attention."
+    by = None if rope is None else order
     split = model.blocks[0].attn.qkv is None
     names = tuple(f"attn.{part}_proj.*" for part in "qkv") if split else ("attn.qkv.*",)
     entries = {**attention("attn.proj", *names, order=by)}

@@ -238,7 +238,8 @@ def _mean_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
 
 def _dinov2_config(model: Any, num_labels: int | None, name: str, resample: Resample = "bicubic") -> EnsembleConfig:
     found = model.config
-    registers, dropout = int(getattr(found, "num_register_tokens", 0)), float(found.hidden_dropout_prob)
+    registers = int(getattr(found, "num_register_tokens", 0))
+    dropout = float(found.hidden_dropout_prob)
     stem = patch_stem(found, resample, position_prefix=1, registers=registers, dropout=dropout)
     if stem.grid[0] != stem.grid[1]:
         raise refuse(name, f"its image_size {found.image_size} is not square, but its position embedding is read so")
@@ -276,7 +277,8 @@ def _image_readout(model: Any, name: str, num_labels: int | None, classifier: An
 
 def _mae_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
     """The class token of an encoder that sees all patches in their order: none is masked, as in pre-training."""
-    images, ratio = inputs["pixel_values"], model.config.mask_ratio
+    images = inputs["pixel_values"]
+    ratio = model.config.mask_ratio
     patch = pair(model.config.patch_size)
     order = torch.arange(images.shape[2] // patch[0] * (images.shape[3] // patch[1]), device=images.device)
     model.config.mask_ratio = 0.0
@@ -375,7 +377,8 @@ def _albert_config(model: Any, num_labels: int | None, name: str) -> EnsembleCon
     groups = int(found.num_hidden_groups), int(found.inner_group_num)
     if groups != (1, 1):
         raise refuse(name, f"it has {groups[0]} groups of {groups[1]} layers, not one layer for all")
-    dropout, embeddings = float(found.hidden_dropout_prob), model.base_model.embeddings
+    dropout = float(found.hidden_dropout_prob)
+    embeddings = model.base_model.embeddings
     stem = TextStemConfig(
         segments=embeddings.token_type_embeddings.num_embeddings,
         norm_eps=float(found.layer_norm_eps),
@@ -416,7 +419,8 @@ def text_readout(
     )
 
 
-_IMAGES, TEXTS = ("ForImageClassification",), ("ForSequenceClassification",)
+_IMAGES = ("ForImageClassification",)
+TEXTS = ("ForSequenceClassification",)
 # A mask token takes part in pre-training only, a pooler only in the features of a bare encoder.
 _UNREAD = ("embeddings.mask_token", "pooler.")
 _WITH_MEAN = partial(_answer, with_mean=True)

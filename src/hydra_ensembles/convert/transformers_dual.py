@@ -210,7 +210,8 @@ def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 def _siglip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """The text tower reads the token at the last place, which is padding in all but the longest texts."""
     model = getattr(model, "text_model", model)  # releases of transformers 5 differ, here and in their classes
-    found, stem = model.config, _text_stem(model.embeddings)
+    found = model.config
+    stem = _text_stem(model.embeddings)
     encoder = read_encoder(found, _SIGLIP_TEXT, attention_dropout=float(found.attention_dropout))
     classes = number_of_classes(model.head.out_features, num_labels, _SIGLIP_TEXT)
     bias = model.head.bias is not None

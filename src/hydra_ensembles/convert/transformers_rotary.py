@@ -42,7 +42,8 @@ from .transformers import (
 
 def _base(parameters: Any, name: str) -> float:
     """The base of rotary positions in their plain form."""
-    kind, part = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor") or 1.0
+    kind = parameters.get("rope_type", "default")
+    part = parameters.get("partial_rotary_factor") or 1.0
     if kind != "default" or part != 1.0:
         raise refuse(name, f"its rotary positions are of the type {kind!r} and turn a share of {part} of each head")
     return float(parameters["rope_theta"])
@@ -136,9 +137,13 @@ def _rotary_bert_config(
     model: Any, num_labels: int | None, name: str, drops_first_token: bool = False
 ) -> EnsembleConfig:
     """Nomic BERT, GTE and Jina embeddings, which differ in gates, biases and the readout."""
-    found, embeddings, layer = model.config, model.base_model.embeddings, model.base_model.layers[0]
+    found = model.config
+    embeddings = model.base_model.embeddings
+    layer = model.base_model.layers[0]
     segments = embeddings.token_type_embeddings
-    dropout, mlp, gated = float(found.hidden_dropout_prob), layer.mlp, hasattr(layer.mlp, "gate_proj")
+    dropout = float(found.hidden_dropout_prob)
+    mlp = layer.mlp
+    gated = hasattr(layer.mlp, "gate_proj")
     stem = _text_stem(
         found,
         embeddings.word_embeddings,
@@ -196,7 +201,8 @@ _MODERNBERT: Weights = {
 
 
 def _modernbert_config(model: Any, num_labels: int | None, name: str) -> EnsembleConfig:
-    found, eps = model.config, float(model.config.norm_eps)
+    found = model.config
+    eps = float(model.config.norm_eps)
     kind: NormKind = "layer" if found.norm_bias else "layer_no_bias"
     local = tuple(one == "sliding_attention" for one in found.layer_types)
     base, local_base = (_base(found.rope_parameters[f"{one}_attention"], name) for one in ("full", "sliding"))

@@ -85,7 +85,8 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[CollatedBatch]:
         seed = self.seed if self.stream is None else hash_key(self.seed, self.stream)
-        count, size = len(self.dataset), self.batch_size
+        count = len(self.dataset)
+        size = self.batch_size
         order = keyed_order(count, seed, self.epoch).tolist() if self.shuffle else list(range(count))
         positions = [order[start : start + size] for start in range(0, len(self) * size, size)]
         loader: DataLoader[Any] = DataLoader(

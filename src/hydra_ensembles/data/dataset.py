@@ -147,7 +147,8 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
 
     def _stored(self, index: int) -> bytes | Path | Text | None:
         """An item as it is stored; None where that is not known."""
-        source, row = self._source, int(self.rows[index])
+        source = self._source
+        row = int(self.rows[index])
         if isinstance(source, Rows) and source.stored is not None:
             return source.stored(row)
         item: Any = source[row] if self.kind == "text" else None
@@ -185,7 +186,9 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         return found
 
     def _check_labels(self) -> None:
-        labels, classes, count = self._source_labels, len(self.class_names), len(self._source)
+        labels = self._source_labels
+        classes = len(self.class_names)
+        count = len(self._source)
         if len(labels) != count:
             raise DataError(f"{self.name}: {count} items but {len(labels)} labels; give one label an item")
         if count and labels.min() < UNLABELLED:
@@ -230,7 +233,8 @@ def decode_image(content: bytes, where: str, formats: Sequence[str] | None = Non
 
     `formats` are the only ones to be tried, by Pillow's names; None for all.
     """
-    pillow, size = require("PIL.Image", extra="data"), f"{len(content)} bytes"
+    pillow = require("PIL.Image", extra="data")
+    size = f"{len(content)} bytes"
     try:
         image = pillow.open(io.BytesIO(content), formats=formats)
         image.load()  # Pillow reads lazily; a truncated file must fail here, where its place is known

@@ -112,7 +112,9 @@ def load(
         >>> len(reviews), reviews.class_names, reviews[0]
         (2, ('no', 'yes'), ('good', 1))
     """
-    name, base, columns = str(name_or_path), Path(root or ""), columns or Columns()
+    name = str(name_or_path)
+    base = Path(root or "")
+    columns = columns or Columns()
     if name.startswith(_TORCHVISION):
         return _load_torchvision(name.removeprefix(_TORCHVISION), split, base, download)
     path = base / name
@@ -125,11 +127,13 @@ def load(
     elif path.is_dir() and (splits := _table_splits(path)):
         table = _read_tables(splits[_choose(split, splits, path)], path.name, columns)
     elif path.is_dir():
-        table, columns = _list_folder(path, split, labels, class_names), Columns()
+        table = _list_folder(path, split, labels, class_names)
+        columns = Columns()
     elif split not in (None, path.stem):
         raise DataError(f"{path} is one file, it has no split {split!r}; leave split out or give the folder")
     elif path.suffix.lower() == ".txt":
-        table, columns = _read_list(path, path.parent if images is None else base / images), Columns()
+        table = _read_list(path, path.parent if images is None else base / images)
+        columns = Columns()
     else:
         title = path.stem if path.stem not in SPLIT_NAMES else path.parent.name or path.stem
         table = _read_tables([path], title, columns)
@@ -180,7 +184,8 @@ class _Table:
 
     def image(self, column: str, row: int) -> "Image":
         """Decode a cell `{bytes, path}`, or of plain bytes."""
-        found, where = self.stored(column, row), f"row {row} of {self.where}"
+        found = self.stored(column, row)
+        where = f"row {row} of {self.where}"
         if isinstance(found, bytes):
             return decode_image(found, where)
         if found is not None:
@@ -228,7 +233,8 @@ def _table_splits(folder: Path) -> dict[str, list[Path]]:
 def _read_tables(files: Sequence[Path], title: str, columns: Columns) -> _Table:
     """Read one split: a file, or its shards in order."""
     arrow = require("pyarrow", extra="data")
-    where, suffix = str(files[0]), files[0].suffix.lower()
+    where = str(files[0])
+    suffix = files[0].suffix.lower()
     if suffix not in TABLE_SUFFIXES:
         raise DataError(f"{files[0]} is not of a known kind; accepted suffixes: {', '.join((*TABLE_SUFFIXES, '.txt'))}")
     try:
@@ -394,7 +400,8 @@ def _label(value: Any, known: dict[str, int], where: str) -> int:
 
 def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_names: Sequence[str] | None) -> _Table:
     """List a folder, or a split below it, with one subfolder a class, searched to any depth; litter is passed over."""
-    title, below = folder.name, _subfolders(folder)
+    title = folder.name
+    below = _subfolders(folder)
     splits = [entry for entry in below if entry in SPLIT_NAMES]
     if split is not None or (splits and splits == below):
         folder /= split if split in below else _choose(split, splits or below, folder)

@@ -52,7 +52,8 @@ class SetRef:
 
     def load(self, root: str | Path | None = None) -> AnyDataset:
         """Load the data set from a root folder; a `DataError` where it is not there, or not as described."""
-        is_list, base = self.source.endswith(".txt"), Path(root or "")
+        is_list = self.source.endswith(".txt")
+        base = Path(root or "")
         data = load(
             self.source,
             self.split,
@@ -92,7 +93,8 @@ class SetRef:
 
 def _ends_before(rows: tuple[int | None, int | None], others: tuple[int | None, int | None]) -> bool:
     """Whether rows end before others begin, for sure."""
-    stop, start = rows[1], others[0] or 0
+    stop = rows[1]
+    start = others[0] or 0
     return stop is not None and (stop < 0) == (start < 0) and stop <= start
 
 

@@ -92,7 +92,9 @@ def _main(inputs: Inputs, index: int) -> tuple[str, Tensor]:
 
 def _spoilt_images(batches: Iterable[Tensor], draws: Iterator[torch.Generator]) -> Iterator[Tensor]:
     """Batches `[B, C, H, W]` with every image spoilt."""
-    ways, number, before = tuple(IMAGE_WAYS.values()), 0, torch.empty(0)
+    ways = tuple(IMAGE_WAYS.values())
+    number = 0
+    before = torch.empty(0)
     for batch in batches:
         made = []
         for image in batch.cpu():  # [C, H, W]
@@ -103,7 +105,8 @@ def _spoilt_images(batches: Iterable[Tensor], draws: Iterator[torch.Generator]) 
                 limits = torch.iinfo(image.dtype)
                 new = new.round().clamp(limits.min, limits.max)
             made.append(new.to(image.dtype))
-            number, before = number + 1, precise
+            number = number + 1
+            before = precise
         yield (torch.stack(made) if made else batch.cpu()).to(batch.device)
 
 
@@ -213,11 +216,13 @@ def _spoilt_texts(
     if not len(anything):
         raise DataError(f"all {size} tokens of the vocabulary are special; there are no others to replace words by")
     foreign = unseen.nonzero()[:, 0] if unseen.any() else anything
-    fixed, number = torch.tensor(sorted(special), dtype=torch.long), 0
+    fixed = torch.tensor(sorted(special), dtype=torch.long)
+    number = 0
     for batch, mask in zip(batches, masks, strict=True):
         made = batch.cpu().clone()
         for ids, kept in zip(made, mask, strict=True):
-            draw, way = next(draws), TEXT_WAYS[number % len(TEXT_WAYS)]
+            draw = next(draws)
+            way = TEXT_WAYS[number % len(TEXT_WAYS)]
             places = (kept & ~torch.isin(ids, fixed)).nonzero()[:, 0]  # of words
             order = places[torch.randperm(len(places), generator=draw)]
             if way == "shuffled" and not torch.equal(ids[places], ids[order]):

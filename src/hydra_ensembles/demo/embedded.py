@@ -22,7 +22,8 @@ SAMPLE = _HERE / "sample.npz"
 ANSWERS = _HERE / "answers.safetensors"
 
 ID_NAME = "EuroSAT (7 classes)"
-NEAR, FAR = ("AnnualCrop", "River"), ("FashionMNIST",)
+NEAR = ("AnnualCrop", "River")
+FAR = ("FashionMNIST",)
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,8 @@ class Gains:
         for name, method in self.methods.items():
             cells = []
             for column in COLUMNS:
-                number, best = method.numbers.get(column.key), self.best.get(column.key, ())
+                number = method.numbers.get(column.key)
+                best = self.best.get(column.key, ())
                 if column.key == "price":
                     cells.append(Cell(column.write(method.price), method.price))
                 elif number is None:

@@ -142,8 +142,11 @@ def run_demo(
     run = RunFolder(output, identity, what="a demo")
     folder = Path(output).expanduser()
     with run.working():
-        started, backbone, sample = time.perf_counter(), load_backbone(), load_sample()
-        data, train = prepare_data(sample, backbone, settings), training_batches(sample, backbone, settings)
+        started = time.perf_counter()
+        backbone = load_backbone()
+        sample = load_sample()
+        data = prepare_data(sample, backbone, settings)
+        train = training_batches(sample, backbone, settings)
         announce(
             f"Building: three members above {settings.shared_layers} common layers of 6, trained together on "
             f"{len(train.dataset)} images, {settings.epochs} times each"
@@ -215,7 +218,8 @@ def build_models(
     progress: bool = True,
 ) -> dict[str, Ensemble]:
     """The backbone and the branches made from it, both with familiarity fitted and thresholds set alike."""
-    config, ranking = settings.build, data["circuit_id"]
+    config = settings.build
+    ranking = data["circuit_id"]
     sets: dict[str, Any] = {"id": ranking, "ood": data["circuit_ood"], "validation": data["calibration"]}
     hydra = build(backbone, config, train=train, **sets, output=place, progress=progress)
     familiar = fit_familiarity(backbone, ranking, held_out=0.0, seed=settings.seed)
@@ -264,7 +268,8 @@ def _evaluations(
     for name, model in models.items():
         common: dict[str, Any] = {"name": name, "id_name": ID_NAME, "keep_logits": True}
         if name == DEEP:
-            labels, calibration = torch.cat([labels for _, labels in data["test"]]), model.metadata.calibration
+            labels = torch.cat([labels for _, labels in data["test"]])
+            calibration = model.metadata.calibration
             common["model"] = describe_model(model, model.num_members, model.num_classes, calibration)
             common |= {"calibration": calibration, "provenance": found[SINGLE].provenance}
             logits = {key: one.logits for key, one in deep.items()}

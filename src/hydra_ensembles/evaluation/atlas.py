@@ -149,7 +149,8 @@ class Atlas:
 
     def __post_init__(self) -> None:
         """What points to something points to something that is there."""
-        kept, sets = self.model.heads or (), {self.id_name, *self.whole.auroc}
+        kept = self.model.heads or ()
+        sets = {self.id_name, *self.whole.auroc}
         if not kept or not self.model.heads_per_layer or set(self.samples) != sets or min(self.samples.values()) < 1:
             raise DataError(f"an atlas of {self.id_name!r} does not fit its model or its sets {sorted(self.samples)}")
         for one in self.heads:
@@ -245,8 +246,11 @@ def atlas(
     require_ensemble(ensemble, "atlas")
     if not ensemble.num_classes:
         raise ConfigError("this ensemble has no classifier to look at; convert the model with num_labels=")
-    known, id_name, name = ensemble.verified_metadata(), id_name or set_name(id_data), name or "model"
-    preprocess, calibration = preprocess or known.preprocessing, known.calibration or Calibration()
+    known = ensemble.verified_metadata()
+    id_name = id_name or set_name(id_data)
+    name = name or "model"
+    preprocess = preprocess or known.preprocessing
+    calibration = known.calibration or Calibration()
     measure = Measure(name, id_name, score, (), "torch-uncertainty", calibration, 0, False, known.familiarity)
     sets = atlas_sets(id_data, ood, id_name, preprocess, batch_size, num_workers)
     sweep = Sweep(ensemble, working_copy(ensemble, None, None), heads_of(ensemble, layers), measure)
@@ -310,12 +314,14 @@ def sweep_all(
     """Answers to every batch, those read back that `output` keeps; of either kind at `most` so many inputs a head."""
     ensemble, measure = sweep.ensemble, sweep.measure
     found = AllAnswers(MostChanged(len(sweep.heads), most), MostChanged(len(sweep.heads), most))
-    heads, calibration = [str(head) for head in sweep.heads], to_plain(measure.calibration)
+    heads = [str(head) for head in sweep.heads]
+    calibration = to_plain(measure.calibration)
     keeping = Kept(output, ensemble, {"heads": heads, "score": measure.score, "calibration": calibration}, "an atlas")
     said = not progress
     with keeping as kept, tqdm(desc="atlas", bar_format=_BAR, disable=not progress) as bar:
         for key, batches in sets.batches.items():
-            own, first = key == sets.id_name, 0
+            own = key == sets.id_name
+            first = 0
             for index, (read, targets) in enumerate(iterate(batches, f"set {key!r}", labelled=own)):
                 prepared = ensemble.prepare(read)
                 labels = require_labels(targets, ensemble.num_classes, f"set {key!r}", index) if own else None
@@ -323,7 +329,8 @@ def sweep_all(
                 batch = kept.key(read, samples, labels)
                 stored = kept.get(batch)
                 if not said and stored is None:
-                    said, bar.total = True, inputs_of(sets.given.values(), size_of(read))
+                    said = True
+                    bar.total = inputs_of(sets.given.values(), size_of(read))
                     sweep.say_how_long(prepared, size_of(read), bar.total)
                 if stored is None:
                     answers = sweep.answers(prepared, labels, f"batch {index} of set {key!r}", bar)

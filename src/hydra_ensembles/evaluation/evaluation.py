@@ -308,7 +308,8 @@ class MemberLogits:
             return at_least_float32(found)
 
         def labelled(key: str, labels: str) -> LabelledLogits:
-            logits, found = logits_of(key), tensors.get(labels)
+            logits = logits_of(key)
+            found = tensors.get(labels)
             if found is None or found.shape != logits.shape[1:2] or found.is_floating_point():
                 raise DataError(
                     f"{labels!r} is not a whole number for each of the {logits.shape[1]} samples of {key!r}"
@@ -510,7 +511,8 @@ def describe_model(model: object, members: int, classes: int, calibration: Calib
     """What is known of a model: everything of an ensemble, the name and parameters of others."""
     info = ModelInfo("callable", members, classes, calibration=None if calibration is None else calibration.brief)
     if isinstance(model, Ensemble | OptimizedEnsemble):
-        known, counts = model.metadata, model.describe()
+        known = model.metadata
+        counts = model.describe()
         kind: Literal["image", "text"] = "text" if model.kind == "text" else "image"
         info = replace(info, kind=kind, class_names=known.labels, **vars(counts))
         return replace(info, source=known.source, history=known.history)

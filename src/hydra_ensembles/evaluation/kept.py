@@ -32,7 +32,9 @@ class Kept:
         self._run: RunFolder | None = None
         self._known: dict[str, dict[str, Tensor]] = {}
         self._new: dict[str, dict[str, Tensor]] = {}
-        self._parts, self._written, self._open = 0, monotonic(), ExitStack()
+        self._parts = 0
+        self._written = monotonic()
+        self._open = ExitStack()
         if folder is None:
             return
         if not isinstance(model, Ensemble) or current_ranks().size > 1:

@@ -89,7 +89,8 @@ class Measure:
         unfamiliarity: Mapping[tuple[str, str], Tensor | None] = MappingProxyType({}),
     ) -> Evaluation:
         """Everything that `evaluate` reports; scores of features `[S, M, B]` by `(kind, name)` of each set."""
-        prediction, labels = self.predict(logits.id.logits, unfamiliarity.get(("id", ""))), logits.id.labels
+        prediction = self.predict(logits.id.logits, unfamiliarity.get(("id", "")))
+        labels = logits.id.labels
         answers = {
             key: self.predict(one, unfamiliarity.get(("ood", key)))
             for sets in logits.ood.values()
@@ -184,9 +185,11 @@ class Measure:
 
     def _figures(self, prediction: Prediction, labels: Tensor, answers: Mapping[str, Prediction]) -> Figures:
         """Every curve of the report; `answers` are those on the OOD sets."""
-        correct, id_scores = prediction.label == labels, prediction.score(self.score)
+        correct = prediction.label == labels
+        id_scores = prediction.score(self.score)
         ood_scores = {name: answer.score(self.score) for name, answer in answers.items()}
-        bins, risk = reliability_bins(prediction.confidence, correct), risk_curve(id_scores, ~correct)
+        bins = reliability_bins(prediction.confidence, correct)
+        risk = risk_curve(id_scores, ~correct)
         stated, right = (  # NaN in an empty bin
             tuple(value if value == value else None for value in _rounded(values))
             for values in (bins.confidence, bins.accuracy)
@@ -252,7 +255,8 @@ def _selective(prediction: Prediction, labels: Tensor) -> Selective | None:
     """What calibrated thresholds do on a labelled set; None without any."""
     if (accept := prediction.accept) is None:
         return None
-    wrong, known = (prediction.label != labels)[accept], prediction.unfamiliarity
+    wrong = (prediction.label != labels)[accept]
+    known = prediction.unfamiliarity
     passed = {reason: None if one is None else mean(one) for reason, one in _passed(prediction).items()}
     return Selective(
         score=prediction.score_name,
@@ -277,7 +281,8 @@ def _thin(x: Tensor, y: Tensor) -> Curve:
         length = torch.cat([torch.zeros(1).double(), (x.diff().abs() + y.diff().abs()).cumsum(dim=0)])
         wanted = torch.linspace(0, float(length[-1]), POINTS, dtype=torch.float64)
         chosen = torch.searchsorted(length, wanted).unique()
-        x, y = x[chosen], y[chosen]
+        x = x[chosen]
+        y = y[chosen]
     return Curve(_rounded(x), _rounded(y))
 
 

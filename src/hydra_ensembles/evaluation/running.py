@@ -77,7 +77,8 @@ class Runner:
         gallery: list[GalleryItem] = []
         first, error = 0, None
         try:
-            pairs, quiet = iterate(batches, f"set {name!r}", labelled), not self.progress or ranks.rank > 0
+            pairs = iterate(batches, f"set {name!r}", labelled)
+            quiet = not self.progress or ranks.rank > 0
             shown = tqdm(pairs, name, length_of(batches), leave=False, disable=quiet, unit="batch")
             for index, (inputs, targets) in enumerate(shown):
                 if index % ranks.size == ranks.rank:
@@ -88,7 +89,8 @@ class Runner:
                         labels = require_labels(targets, logits.shape[2], f"set {name!r}", index).cpu()
                     pieces.append((index, logits, labels, keys_of, dtype, scores))
                     if self.keep:
-                        prediction, known = self.measure.predict(logits, scores), labels if labelled else None
+                        prediction = self.measure.predict(logits, scores)
+                        known = labels if labelled else None
                         gallery = self._shelved(gallery, name, first, inputs, prediction, known)
                 first += size_of(inputs)
         except Exception as problem:
@@ -152,7 +154,8 @@ class Runner:
         labels: Tensor | None,
     ) -> list[GalleryItem]:
         """The gallery of a set after one more batch, whose first sample has position `first` in the set."""
-        scores, predicted = prediction.score(self.measure.score), prediction.label
+        scores = prediction.score(self.measure.score)
+        predicted = prediction.label
         order = scores.sort(stable=True).indices
         shelves: dict[Shelf, Tensor] = {"sure": order, "unsure": scores.sort(stable=True, descending=True).indices}
         if labels is not None:

@@ -95,8 +95,10 @@ class Sweep:
 
     def _predictions(self, inputs: Inputs, bar: Any) -> Iterator[Prediction]:
         """The prediction of the ensemble, then those without each head, each from the input of its block on."""
-        copy, arguments = self.copy, self.copy.unpack(inputs)
-        blocks, read = list(copy.encoder.layers), copy.readout.tokens_read()
+        copy = self.copy
+        arguments = self.copy.unpack(inputs)
+        blocks = list(copy.encoder.layers)
+        read = copy.readout.tokens_read()
         x, context = copy.embed(*arguments)
         levels = [x]  # what enters each block, and then the readout, [N, B, T, d]
         for block in blocks[:-1]:

@@ -56,7 +56,8 @@ def unlike(ours: Mapping[str, SetTrace], theirs: Mapping[str, SetTrace], names: 
     """What the traces of two evaluations say of sets of one name."""
     found = Unlike([], [], [])
     for name in names:
-        one, other = ours.get(name, SetTrace()), theirs.get(name, SetTrace())
+        one = ours.get(name, SetTrace())
+        other = theirs.get(name, SetTrace())
         if one.labels and other.labels and one.labels != other.labels:
             found.labels.append(name)
         elif not (one.inputs and other.inputs):

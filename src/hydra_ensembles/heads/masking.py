@@ -97,7 +97,8 @@ def off_and_left(
     model: Ensemble | DualEncoder, towers: Iterable[str], layers: Iterable[int] | None, removed: Iterable[HeadLike] = ()
 ) -> tuple[tuple[Head, ...], list[Head]]:
     """Heads that are off, each of which exists, and those left in some layers (None: in all) of some towers."""
-    off, parts = as_heads(removed), towers_of(model)
+    off = as_heads(removed)
+    parts = towers_of(model)
     for head in off:
         head_rows(tower_of(model, head).config, head)
     chosen = None if layers is None else tuple(layers)

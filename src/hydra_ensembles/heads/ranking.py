@@ -182,6 +182,7 @@ def jensen_shannon(first: HeadRanking, second: HeadRanking, count: Whole) -> flo
     p, q = (Counter((head.tower, head.layer) for head in heads) for heads in chosen)
     divergence = 0.0
     for place in sorted(p.keys() | q.keys()):
-        a, b = p[place], q[place]
+        a = p[place]
+        b = q[place]
         divergence += sum(heads * math.log(2 * heads / (a + b)) for heads in (a, b) if heads > 0)
     return min(max(divergence / (2 * count), 0.0), math.log(2))

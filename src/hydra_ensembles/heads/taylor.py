@@ -205,7 +205,8 @@ def _steps(
         return [(candidates, len(candidates))]
     if budget % len(layers):
         raise HeadError(f'budget {budget} cannot be spread evenly over {len(layers)} layers; or use scope="global"')
-    each, steps = budget // len(layers), []
+    each = budget // len(layers)
+    steps = []
     for layer in layers:
         heads = [head for head in candidates if head.layer == layer]
         if (most := most_to_go(model, heads)) < each:

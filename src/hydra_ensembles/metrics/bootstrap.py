@@ -66,10 +66,12 @@ def bootstrap_metric(
     count = check_same_length({f"rows in array {i}": len(array) for i, array in enumerate(arrays)})
 
     def measured(drawn: Sequence[Tensor]) -> float:
-        own, others = drawn[: len(samples)], drawn[len(samples) :]
+        own = drawn[: len(samples)]
+        others = drawn[len(samples) :]
         return float(metric(*own)) - (float(metric(*others)) if others else 0.0)
 
-    generator, replicates = np.random.default_rng(seed), []
+    generator = np.random.default_rng(seed)
+    replicates = []
     for _ in range(resamples):
         rows = torch.from_numpy(generator.integers(count, size=count))
         replicates.append(measured([array[rows.to(array.device)] for array in arrays]))
@@ -78,7 +80,8 @@ def bootstrap_metric(
 
 def bootstrap_mean(values: Tensor, *, resamples: int = 1000, level: float = 0.95, seed: int = 0) -> Interval:
     """Interval of the mean of values `[B]`: that of `bootstrap_metric`, by the same draws, many at once."""
-    given, generator = values.detach().cpu(), np.random.default_rng(seed)
+    given = values.detach().cpu()
+    generator = np.random.default_rng(seed)
     at_once = max(1, _DRAWS_AT_ONCE // len(given))
     sizes = [min(at_once, resamples - start) for start in range(0, resamples, at_once)]
     replicates = torch.cat([_drawn(given, rows, generator).mean(1) for rows in sizes])  # [R, B] -> [R]
@@ -112,7 +115,8 @@ def bootstrap_ood(
                 f"the methods have {lengths} and {theirs} scores; a paired difference needs the same samples"
             )
         other, others = ood_replicates(metric, *minus, convention, resamples, seed)
-        value, replicates = value - other, replicates - others
+        value = value - other
+        replicates = replicates - others
     return _interval(value, replicates, level)
 
 

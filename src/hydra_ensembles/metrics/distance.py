@@ -67,7 +67,8 @@ def unfamiliarity(
         neighbours: Of `knn`, which neighbour counts.
     """
     dtype = next(iter(statistics.values())).dtype
-    x, logits = prepared(name, features.to(dtype)), logits.to(dtype)
+    x = prepared(name, features.to(dtype))
+    logits = logits.to(dtype)
     if name == "vilu":
         return -log_odds(statistics, _embedded(statistics, x), logits.softmax(dim=-1))
     if name == "neglabel":
@@ -83,7 +84,9 @@ def unfamiliarity(
         place = (x @ bank.mT).topk(neighbours, dim=-1).indices[..., -1]  # [M, B]
         return (x - _picked(bank, place)).norm(dim=-1)
     centred = x - statistics["mean"][:, None]
-    white, means = centred @ statistics["whiten"], statistics["classes"]  # [M, B, d], [M, C, d]
+    # [M, B, d], [M, C, d]
+    white = centred @ statistics["whiten"]
+    means = statistics["classes"]
     nearest = _up_to_a_constant(white, statistics).argmin(dim=-1)  # [M, B]
     found = (white - _picked(means, nearest)).square().sum(dim=-1)  # from the difference, where nothing cancels
     if is_relative(name):

@@ -110,7 +110,8 @@ def _probability_rows(probs: Tensor) -> Tensor:
     check_finite(probs, "probabilities")
     tolerance = _ROW_SUM_TOLERANCE.get(probs.dtype, 1e-3)
     probs = at_least_float32(probs.detach())
-    lowest, off = probs.min().item(), (probs.sum(-1) - 1).abs().max().item()
+    lowest = probs.min().item()
+    off = (probs.sum(-1) - 1).abs().max().item()
     if lowest < -tolerance or off > tolerance:
         got = f"the smallest entry is {lowest:.4g} and a row sum is off by {off:.4g}"
         raise DataError(f"rows must sum to one, but {got}; apply a softmax first if these are logits")

@@ -301,7 +301,8 @@ class EnsembleConfig:
             if len(layers) not in (blocks, len(counts)):
                 raise ConfigError(f"heads[{member}] lists {len(layers)} layers, the encoder has {blocks}")
             for layer, kept in enumerate(layers):
-                place, first = f"heads[{member}][{layer}] is {list(kept)}", self.heads[0][layer : layer + 1]
+                place = f"heads[{member}][{layer}] is {list(kept)}"
+                first = self.heads[0][layer : layer + 1]
                 if list(kept) != sorted(set(kept)) or any(not 0 <= head < counts[layer] for head in kept):
                     accepted = f"distinct heads below {counts[layer]} in ascending order"
                     raise ConfigError(f"{place}; it must list {accepted}")

@@ -55,7 +55,9 @@ class Contents:
 
 def ensemble_contents(name: str, config: EnsembleConfig, metadata: Metadata, state: Mapping[str, Tensor]) -> Contents:
     """What `save_pretrained` writes of an ensemble; `name` is how the model card calls it."""
-    plain, tensors, side = _plain_metadata(config, metadata), dict(state), metadata.text_side
+    plain = _plain_metadata(config, metadata)
+    tensors = dict(state)
+    side = metadata.text_side
     if side is not None:
         plain[TEXT_SIDE] = to_plain(side.settings)
         tensors |= {f"{TEXT_SIDE}.{key}": tensor for key, tensor in side.state.items()}
@@ -76,7 +78,9 @@ def dual_encoder_contents(
 
 def read_ensemble(record: Record) -> tuple[EnsembleConfig, Metadata, TextSettings | None, FamiliaritySettings | None]:
     """Configuration and metadata of a stored ensemble; settings of its text side and of its familiarity."""
-    texts, fitted, data = None, None, dict(record.metadata)
+    texts = None
+    fitted = None
+    data = dict(record.metadata)
     config = from_plain(EnsembleConfig, record.model, "config.model", complete=True)
     if TEXT_SIDE in data:
         texts = from_plain(TextSettings, data.pop(TEXT_SIDE), f"config.metadata.{TEXT_SIDE}", complete=True)

@@ -68,7 +68,9 @@ def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
     that the readout looks at) is left out, so that the figure compares with those of other libraries.
     """
     encoder, stem = config.encoder, config.stem
-    width, total, branches = encoder.width, 0, config.copies("stem")
+    width = encoder.width
+    total = 0
+    branches = config.copies("stem")
     if isinstance(stem, PatchStemConfig):
         patches = tokens - stem.prefix_tokens
         total += branches * patches * width * stem.channels * stem.patch_size[0] * stem.patch_size[1]
@@ -196,7 +198,8 @@ def _cost(
     description = describing() if callable(describing) else None
     median = statistics.median(seconds)
     low, _, high = statistics.quantiles(seconds, method="inclusive") if len(seconds) > 1 else (median,) * 3
-    latency, ratio = (1e3 * median, 1e3 * low, 1e3 * high), median / reference if reference else 1.0
+    latency = (1e3 * median, 1e3 * low, 1e3 * high)
+    ratio = median / reference if reference else 1.0
     parameters = sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else None
     device = torch.cuda.get_device_name(example.device) if example.is_cuda else example.device.type
     counted = getattr(description, "multiply_adds", None)

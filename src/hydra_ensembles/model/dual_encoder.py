@@ -82,7 +82,8 @@ class DualEncoder(Saved, OurModel):
             counts = f"logit_scale has {self.logit_scale.numel()} numbers and logit_bias {self.logit_bias.numel()}"
             raise ConfigError(f"{counts}; give as many")
         for tower, projection in ((image, self.projections.image), (text, self.projections.text)):
-            takes, gives = None if projection is None else projection.weight.shape[2], output_width(tower.config)
+            takes = None if projection is None else projection.weight.shape[2]
+            gives = output_width(tower.config)
             if takes not in (None, gives):
                 what = f"a projection takes features of width {takes}"
                 raise ConfigError(f"{what}, the {tower.kind} tower before it gives {gives}")
@@ -152,7 +153,8 @@ class DualEncoder(Saved, OurModel):
     def _empty(cls, config: DualEncoderConfig, image: Metadata, text: Metadata) -> "DualEncoder":
         maps = (config.image_projection, config.image), (config.text_projection, config.text)
         projections = Projections(*(projection_from(one, output_width(tower)) for one, tower in maps))
-        scale, towers = torch.zeros(config.scale_copies), (Ensemble(config.image, image), Ensemble(config.text, text))
+        scale = torch.zeros(config.scale_copies)
+        towers = (Ensemble(config.image, image), Ensemble(config.text, text))
         return cls(*towers, projections, scale, scale if config.logit_bias else None)
 
     # --- saving and loading ------------------------------------------------------------------------------
@@ -397,7 +399,8 @@ def zero_shot(
     if dual.image.readout.config.cosine is not None:
         raise ConfigError("the image tower must end in one feature vector, not in class embeddings; convert it again")
     require_values(dual.logit_scale)
-    names, sentences = checked_names(class_names), checked_templates(templates)
+    names = checked_names(class_names)
+    sentences = checked_templates(templates)
     side = _text_side(dual, sentences)
     classes = _class_state(side, names, dual.device)
     projection = compose(dual.image.readout.classifier, dual.projections.image)
@@ -482,7 +485,9 @@ def _class_state(side: TextSide, names: Sequence[str], device: torch.device) -> 
 
 def _config(dual: DualEncoder, projection: GroupedLinear | None, classes: Mapping[str, Tensor]) -> EnsembleConfig:
     """The image tower's configuration with as many members as the dual encoder has, and its new readout."""
-    image, shape, weight = dual.image.config, projection_config(projection), classes[_CLASSES + "weight"]
+    image = dual.image.config
+    shape = projection_config(projection)
+    weight = classes[_CLASSES + "weight"]
     cosine = CosineConfig() if shape is None else CosineConfig(shape.outputs, shape.bias)
     readout = replace(image.readout, num_classes=weight.shape[1], bias=_CLASSES + "bias" in classes, cosine=cosine)
     if dual.num_members == 1:

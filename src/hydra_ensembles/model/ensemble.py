@@ -175,7 +175,8 @@ class Ensemble(Saved, Watched):
         self.kind, self.num_members, self.num_classes = config.kind, config.members, config.readout.num_classes
         self.num_layers, self.num_heads = config.encoder.layers, config.encoder.heads
         self.heads: KeptHeads = tuple(kept[: self.num_layers] for kept in config.heads)
-        width, copies = config.encoder.width, config.copies("stem")
+        width = config.encoder.width
+        copies = config.copies("stem")
         self.stem: PatchStem | TextStem
         if isinstance(config.stem, PatchStemConfig):
             self.stem = PatchStem(config.stem, width, copies)
@@ -308,7 +309,8 @@ class Ensemble(Saved, Watched):
         if not self.num_classes:
             raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
         metadata = self.metadata
-        found, known = metadata.calibration or Calibration(), metadata.familiarity
+        found = metadata.calibration or Calibration()
+        known = metadata.familiarity
         about = None if known is None or unfamiliarity is None else known.about(unfamiliarity)
         return found.prediction(logits, metadata.labels or None, check_finite, about)
 
@@ -408,7 +410,8 @@ class Ensemble(Saved, Watched):
         strange = sorted(set(changes) - set(names))
         if strange:
             raise ConfigError(f"there is no metadata {strange}; there are {names}")
-        known, new = self.verified_metadata(), changes.get("preprocessing")
+        known = self.verified_metadata()
+        new = changes.get("preprocessing")
         if known.measured and None not in (new, known.preprocessing) and new != known.preprocessing:
             dropped: dict[str, Any] = {"calibration": None, "familiarity": None, "metrics": {}}
             if dropped.keys() - changes.keys():  # those that are given are the caller's word

@@ -126,7 +126,8 @@ class Block(nn.Module):
         """Stochastic depth: drop the branch of a sample (of a member), scale the others up."""
         if self.drop_path == 0.0 or (by := drops(self)) is False:
             return branch
-        keep, shape = 1.0 - self.drop_path, (*branch.shape[:2], 1, 1)
+        keep = 1.0 - self.drop_path
+        shape = (*branch.shape[:2], 1, 1)
         drawn = torch.empty(shape, dtype=torch.float32, device=branch.device)
         kept = drawn.uniform_(generator=None if by is True else by) < keep
         return branch * (kept.to(branch.dtype) / keep)
@@ -154,10 +155,14 @@ class Attention(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.causal = config.causal
-        self.window, rotary = config.window_of(layer), config.rotary
+        self.window = config.window_of(layer)
+        rotary = config.rotary
         self.turn = None if rotary is None else int(self.window is not None and rotary.local_base is not None)
         self.dropout = config.attention_dropout
-        copies, total, width, head_dim = len(sizes), sum(sizes), config.width, config.head_dim
+        copies = len(sizes)
+        total = sum(sizes)
+        width = config.width
+        head_dim = config.head_dim
         self.qkv = empty(total, 3, head_dim, width)
         self.qkv_bias = empty(total, 3 if config.key_bias else 2, head_dim) if config.qkv_bias else None
         self.query_norm = GroupedNorm(copies, head_dim, config.norm_eps, config.norm) if config.qk_norm else None

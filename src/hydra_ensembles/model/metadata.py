@@ -59,7 +59,8 @@ class Calibration(Checked):
     ) -> Prediction:
         """What member logits `[M, B, C]` say, with this calibration applied."""
         temperature = self.temperature if len(self.temperature) > 1 else self.temperature[0]
-        own, about = (temperature, self.threshold, self.score), (self.calibrates, self.reference, unfamiliarity)
+        own = (temperature, self.threshold, self.score)
+        about = (self.calibrates, self.reference, unfamiliarity)
         return trusted(Prediction.from_logits)(member_logits, *own, class_names, check_finite, *about)
 
 
@@ -114,7 +115,8 @@ class FamiliaritySettings(Checked):
 
     def shapes(self, members: int, classes: int) -> dict[str, tuple[int, ...]]:
         """The tensors of all scores, `score.name`, and their shapes."""
-        square, found = (members, self.width, self.width), dict[str, tuple[int, ...]]()
+        square = (members, self.width, self.width)
+        found = dict[str, tuple[int, ...]]()
         for score in self.scores:
             own: dict[str, tuple[int, ...]] = {"mean": (members, self.width), "whiten": square}
             own["classes"] = (members, classes, self.width)
@@ -160,7 +162,8 @@ class Familiarity:
 
     def scores(self, features: Tensor, logits: Tensor) -> Tensor:
         """Every score of every member, `[S, M, B]`, from features `[M, B, d]` and logits `[M, B, C]`."""
-        known, neighbours = self._on(features.device), self.settings.neighbours
+        known = self._on(features.device)
+        neighbours = self.settings.neighbours
         kind = features.device.type  # distances need all digits, whatever the layers are computed in
         exact = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
         with exact:
@@ -228,7 +231,8 @@ class Metadata:
 
     def check(self, config: EnsembleConfig) -> None:
         """Refuse labels, temperatures, scores, statistics and preprocessing that do not belong to such a model."""
-        classes, labels = config.readout.num_classes, len(self.labels)
+        classes = config.readout.num_classes
+        labels = len(self.labels)
         if classes and labels not in (0, classes):
             raise ConfigError(f"{labels} labels for {classes} classes; give one label per class, or none")
         count = 1 if self.calibration is None else len(self.calibration.temperature)
@@ -366,18 +370,21 @@ def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
     if not present or len(present) < len(sides):
         return None
     settings = [side.settings for side in present]
-    first, biases = settings[0], [one.logit_bias for one in settings if one.logit_bias is not None]
+    first = settings[0]
+    biases = [one.logit_bias for one in settings if one.logit_bias is not None]
     for one in settings:
         like_first = replace(one, tower=first.tower, logit_scale=first.logit_scale, logit_bias=first.logit_bias)
         if like_first != first or first.tower.differences(one.tower) or len(biases) not in (0, len(settings)):
             return None
     config, tower = join_equal([one.tower for one in settings], [side.part(TOWER) for side in present])
     projections = [side.part(PROJECTION) for side in present]
-    projection, stored = projections[0], first.projection
+    projection = projections[0]
+    stored = first.projection
     if stored is not None and unequal(projections):
         projection = {name: torch.cat([one[name] for one in projections]) for name in projection}
         stored = replace(stored, copies=len(present))
-    scale, bias = _all([one.logit_scale for one in settings]), _all(biases) if biases else None
+    scale = _all([one.logit_scale for one in settings])
+    bias = _all(biases) if biases else None
     joined = replace(first, tower=config, projection=stored, logit_scale=scale, logit_bias=bias)
     return TextSide(joined, text_state(tower, projection))
 

@@ -84,7 +84,8 @@ def join_equal(
     heads = tuple(config.heads[0] for config in configs)
     differing = unequal(states)
     layers = configs[0].encoder.layers
-    groups, trunk = {place_of(name)[0] for name in differing}, common_layers(heads, differing, layers)
+    groups = {place_of(name)[0] for name in differing}
+    trunk = common_layers(heads, differing, layers)
     if not groups and trunk == layers:
         return configs[0], dict(states[0])
     sharing = Sharing(**{group: group not in groups for group in GROUPS if group != "attention"})

@@ -50,7 +50,8 @@ class PatchStem(nn.Module):
         present: list[Tensor] = [token for token in tokens if token is not None]
         if not present:
             return None
-        joined, covered = torch.cat(present, dim=1), self.config.position_prefix
+        joined = torch.cat(present, dim=1)
+        covered = self.config.position_prefix
         if position is None:
             return joined
         return torch.cat([joined[:, :covered] + position[:, :covered], joined[:, covered:]], dim=1)
@@ -120,8 +121,11 @@ class Readout(nn.Module):
 
     def __init__(self, config: EnsembleConfig) -> None:
         super().__init__()
-        readout, width, copies = config.readout, config.encoder.width, config.copies("readout")
-        norms, kind = config.copies("norms"), config.encoder.norm
+        readout = config.readout
+        width = config.encoder.width
+        copies = config.copies("readout")
+        norms = config.copies("norms")
+        kind = config.encoder.norm
         self.config = readout
         before = config.stem.prefix_tokens if isinstance(config.stem, PatchStemConfig) else 0
         self.prefix = 0 if readout.pool_prefix else before  # tokens that pooling leaves out
@@ -220,7 +224,9 @@ class MapPool(nn.Module):
 
     def __init__(self, config: EnsembleConfig, sizes: EncoderConfig) -> None:
         super().__init__()
-        layer, width, copies = config.encoder.layers, sizes.width, config.copies("readout")
+        layer = config.encoder.layers
+        width = sizes.width
+        copies = config.copies("readout")
         kept = tuple(len(config.heads[member][layer]) for member in range(config.attention_copies(layer)))
         self.activation = ACTIVATIONS[sizes.activation]
         self.query_token = empty(copies, 1, width)

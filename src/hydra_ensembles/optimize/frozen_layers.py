@@ -76,7 +76,8 @@ class FrozenAttention(nn.Module):
             return self._all_at_once(x, context, read)
         if self.plan == "loop":
             return self._one_after_another(x, context, read)
-        copies, ends = len(self.sizes), self.head_ends
+        copies = len(self.sizes)
+        ends = self.head_ends
         if ends is not None:
             parts = self._parts(x, asked_by(x, read), lambda into, one: into.grouped(one, ends))
             return self._out_of_members(self._attend(parts, context, read, 1))
@@ -94,7 +95,8 @@ class FrozenAttention(nn.Module):
 
     def _one_after_another(self, x: Tensor, context: Context, read: Read) -> Tensor:
         """Member by member, from the input of the sublayer to its output."""
-        results, asking = [], asked_by(x, read)
+        results = []
+        asking = asked_by(x, read)
         for member, (start, stop) in enumerate(head_ranges(self.sizes)):
             if start == stop:  # nothing to attend with
                 z = x.new_zeros(x.shape[1], read_tokens(x.shape[2], read), 0, self.out.shape[1])

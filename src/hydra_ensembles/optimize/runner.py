@@ -87,11 +87,13 @@ class OptimizedEnsemble:
             raise ConfigError(f"dtype must be a floating type such as torch.bfloat16, got {dtype}")
         require_values(next(ensemble.parameters(), None))
         ensemble = ensemble.lasting("optimized")
-        self.device, self.dtype = ensemble.device, dtype or ensemble.dtype
+        self.device = ensemble.device
+        self.dtype = dtype or ensemble.dtype
         on_cuda = self.device.type == "cuda"
         if graphs and not on_cuda:
             raise ConfigError(f"CUDA graphs need an ensemble on a CUDA device, this one is on {self.device}")
-        self.config, self._description = ensemble.config, ensemble.describe()
+        self.config = ensemble.config
+        self._description = ensemble.describe()
         self.metadata = ensemble.metadata
         self.kind, self.num_members, self.num_classes = ensemble.kind, ensemble.num_members, ensemble.num_classes
         self.choices: dict[Key, Choice] = {}

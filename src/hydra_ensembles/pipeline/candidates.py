@@ -206,17 +206,20 @@ def _read(
     if train is not None:
         require_rereadable(train, "train")
     classes = base.num_classes
-    own, circuits = read_all(id, "id", seed, classes), {} if isinstance(ood, str) else _foreign(ood, "ood", seed)
+    own = read_all(id, "id", seed, classes)
+    circuits = {} if isinstance(ood, str) else _foreign(ood, "ood", seed)
     judged = None if judge_id is None else read_all(judge_id, "judge_id", seed, classes)
     odd = {} if judge_ood is None else _foreign(judge_ood, "judge_ood", seed)
     keys = {"train": keys_at_hand(train), "id": keys_at_hand(own), "judge_id": keys_at_hand(judged)}
-    known, why = [one for one in keys.values() if one is not None], "what makes the candidates judges them, too"
+    known = [one for one in keys.values() if one is not None]
+    why = "what makes the candidates judges them, too"
     outside = {**circuits, **odd}
     apart = {name: np.concatenate([sample_keys(inputs) for inputs, _ in one]) for name, one in outside.items()}
     require_unlike("the in-distribution data", np.concatenate(known), apart)
     for name in ("train", "id"):
         warn_if_shared(name, keys[name], "judge_id", keys["judge_id"], why)
-    parts, sizes = 4 if judged is None else 2, {name: samples_in(one) for name, one in {"id": own, **outside}.items()}
+    parts = 4 if judged is None else 2
+    sizes = {name: samples_in(one) for name, one in {"id": own, **outside}.items()}
     if sizes["id"] < 2 * parts * classes or min(sizes.values()) < 4:
         raise DataError(
             f"too few samples: {sizes}; one in {parts} of id fits statistics of {classes} classes, so give "
@@ -226,7 +229,8 @@ def _read(
         own, judged = halves(own, seed)
     ranking, validation = halves(own, seed + 1)
     if isinstance(ood, str):
-        circuits, odd = {"ood": made_foreign(ranking, seed, base)}, odd or {ood: made_foreign(judged, seed, base)}
+        circuits = {"ood": made_foreign(ranking, seed, base)}
+        odd = odd or {ood: made_foreign(judged, seed, base)}
     elif not odd:
         cut = {name: halves(one, seed) for name, one in circuits.items()}
         circuits, odd = ({name: two[half] for name, two in cut.items()} for half in (0, 1))
@@ -269,7 +273,8 @@ def _checked(
             trains = recipe is not None and isinstance(one, Mapping) and one.get("training") is not None
             plain = {"recipe": recipe, **one} if trains else one
             read = one if isinstance(one, HydraConfig) else from_plain(HydraConfig, plain, f"candidates[{index}]")
-            config, own = replace(read.settled(start), calibrate=True, familiarity=familiarity), start
+            config = replace(read.settled(start), calibrate=True, familiarity=familiarity)
+            own = start
             if pretrained is not None and config.recipe is not None:
                 own = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
             config.check(own, _part(data, config))
@@ -330,7 +335,8 @@ class _Search:
     def plan(self) -> SearchResult:
         """What every candidate costs, before any of them is built."""
         makers: dict[str, Callable[[], Ensemble]] = {name: partial(_stand_in, *one) for name, one in self.built.items()}
-        rows, cost = [SearchRow(YOURS, 1.0, "planned")], self.settings.cost
+        rows = [SearchRow(YOURS, 1.0, "planned")]
+        cost = self.settings.cost
         for name, make in {**makers, **self._of_models()}.items():
             price = self._price(f"prices/{_slug(name)}-planned", self.start.base, make)
             config = self.built[name][0] if name in self.built else None
@@ -382,7 +388,8 @@ class _Search:
         losses: dict[str, tuple[float, ...]] = {}
         for row in rivals:
             config, own = self.built[row.name]
-            short, place = _shortened(config, self.settings.first, self.data.train), f"first/{_slug(row.name)}"
+            short = _shortened(config, self.settings.first, self.data.train)
+            place = f"first/{_slug(row.name)}"
             bar.set_postfix_str(f"{row.name}, for a short while")
             try:
                 losses[row.name] = planned.losses(self._numbers(place, partial(self._built, place, short, own)))
@@ -464,7 +471,8 @@ class _Search:
     def _of_models(self) -> dict[str, Callable[[], Ensemble]]:
         if not self.others:
             return {}
-        every, trunk = [self.start.base, *self.others], usual_trunk(self.start.base.num_layers)
+        every = [self.start.base, *self.others]
+        trunk = usual_trunk(self.start.base.num_layers)
         return {
             SOUP: lambda: soup(every),
             FUSED: lambda: fuse(every, mlp="separate", average=trunk),

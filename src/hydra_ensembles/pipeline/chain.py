@@ -176,7 +176,8 @@ def _familiar(
         if wanted != "auto":
             raise
         return fused  # calibration tries with a half of its own samples, and says what is amiss
-    known, keys = found.metadata.familiarity, np.concatenate([sample_keys(inputs) for inputs, _ in validation])
+    known = found.metadata.familiarity
+    keys = np.concatenate([sample_keys(inputs) for inputs, _ in validation])
     if wanted == "auto" and known is not None and fitted_on(known, keys):
         return fused  # a half of the samples then fits it, the other sets its threshold
     return found  # that what was asked for by name is fitted on other samples, calibration checks
@@ -223,8 +224,10 @@ class Choices:
 
     def of(self, config: HydraConfig) -> list[tuple[str, list[Head]]]:
         """Origin and heads of each member, held against the settings they were chosen for."""
-        count, lost = config.pruned_members, [frozenset(member.heads) for member in self.members]
-        wanted, found = [config.lost] * count + [0] * (config.members - count), [len(heads) for heads in lost]
+        count = config.pruned_members
+        lost = [frozenset(member.heads) for member in self.members]
+        wanted = [config.lost] * count + [0] * (config.members - count)
+        found = [len(heads) for heads in lost]
         if found != wanted or len(set(lost[:count])) < count:
             raise ConfigError(
                 f"members lose {found} heads, or some the same; the settings ask for {wanted}, different where any go"
@@ -265,7 +268,8 @@ class Chain:
         made = partial(self.run.ensemble, "fused", self._fused)
 
         def judged() -> Ensemble:
-            found, validation = calibrated(made(), self.config, self.data), self.data.validation
+            found = calibrated(made(), self.config, self.data)
+            validation = self.data.validation
             if validation is None or self.rankings is not None:  # a search judges the model beside its candidates
                 return found
             return held_against_base(found, self.start.base, validation, self.config.seed)
@@ -273,7 +277,8 @@ class Chain:
         return self.run.ensemble(RESULT, judged)
 
     def _fused(self) -> Ensemble:
-        config, count = self.config, range(self.config.members)
+        config = self.config
+        count = range(self.config.members)
         how: dict[str, Any] = {name: getattr(config, name) for name in ("stem", "mlp", "norms", "readout")}
         if config.training == "together":
             fused = fuse([self._pruned(index) for index in count], **how, trunk=config.trunk)
@@ -285,7 +290,9 @@ class Chain:
         return fuse(members, **how, average=config.trunk if config.average_trunk else 0)
 
     def _trained(self, ensemble: Ensemble, index: int) -> Ensemble:
-        recipe, train, validation = self.config.training_recipe(self.start), self.data.train, self.data.validation
+        recipe = self.config.training_recipe(self.start)
+        train = self.data.train
+        validation = self.data.validation
         if recipe is None or train is None:
             return ensemble
         place = self.run.place("finetune")
@@ -320,7 +327,8 @@ class Chain:
     def _choose(self) -> "Choices":
         """The content of `heads.json`."""
         config, count = self.config, self.config.pruned_members
-        drawn, origins = ["drawn from circuit avg"] * count, ["random heads"] * count
+        drawn = ["drawn from circuit avg"] * count
+        origins = ["random heads"] * count
         heads: tuple[tuple[Head, ...], ...] = ()
         match config.strategy:
             case "random":
@@ -399,9 +407,11 @@ class Chain:
 
     def _ranking(self, name: str, budget: int, how: str, make: Callable[[Path | None], HeadRanking]) -> HeadRanking:
         """A ranking from this run, or from the folder that it has in common with others, where its name says it all."""
-        run, place = self.run, f"rankings/{name}"
+        run = self.run
+        place = f"rankings/{name}"
         if self.rankings is not None:
-            run, place = self.rankings, f"{place}-{how}-{budget}-above-{self.config.trunk}"
+            run = self.rankings
+            place = f"{place}-{how}-{budget}-above-{self.config.trunk}"
         return run.ranking(place, lambda: make(run.place(f"{place}.journal")))
 
     def _summary(self, final: Ensemble) -> dict[str, Any]:

@@ -93,7 +93,8 @@ def starting_model(
         return StartingModel(found if preprocessing is None else with_preprocessing(found, preprocessing))
     if preprocessing is not None:
         raise ConfigError("preprocessing is for a classifier; convert a dual encoder with processor=")
-    names, sentences = checked_names(class_names or ()), checked_templates(templates)
+    names = checked_names(class_names or ())
+    sentences = checked_templates(templates)
     return StartingModel(zero_shot(found, names, sentences), found, names, sentences)
 
 
@@ -106,7 +107,8 @@ def with_upper_layers(start: StartingModel, pretrained: nn.Module, trunk: int) -
     if any(getattr(found.config, part) != getattr(base.config, part) for part in ("stem", "encoder", "heads")):
         differing = "; ".join(base.config.differences(found.config)[:5]) or "their heads"
         raise ConfigError(f"pretrained must be the model before its fine-tuning, but it differs in {differing}")
-    state, upper = dict(base.state_dict()), found.state_dict()
+    state = dict(base.state_dict())
+    upper = found.state_dict()
     for name, tensor in state.items():
         group, layer = place_of(name)
         above = not trunk or (group != "stem" and (layer is None or layer >= trunk))

@@ -129,7 +129,8 @@ class HydraConfig(Checked):
                 "HydraConfig.average_trunk is for members that train apart, each its own shared layers: give a recipe, "
                 f"training='apart' and shared_layers (got {self.training!r} and {self.shared_layers})"
             )
-        recipe, one_stem = self.recipe, self.stem == "shared" and self.members > 1 and self.training != "together"
+        recipe = self.recipe
+        one_stem = self.stem == "shared" and self.members > 1 and self.training != "together"
         moves = recipe is not None and "stem" in recipe.train_groups and recipe.last_blocks is None
         whole_depth = not self.shared_layers and (self.prune is not None or self.shared_layers is not None)
         if one_stem and moves and whole_depth:
@@ -165,7 +166,8 @@ class HydraConfig(Checked):
                     "runs once for every member. It is the paper's way: say shared_layers=0 for it, or "
                     f"shared_layers={usual} for what members share where prune is not given"
                 )
-        prune, free = self.prune, range(min(shared, layers - 1), self._last(start))
+        prune = self.prune
+        free = range(min(shared, layers - 1), self._last(start))
         if prune is None and self.pruned_members:
             above = start.heads(None if start.dual is not None else free)
             prune = max(1, min(round(PRUNED * start.heads(None)), math.floor(PRUNED_ABOVE * above)))

@@ -372,7 +372,9 @@ def to_latex(comparison: Comparison) -> str:
     lines = [f"% {_one_line(note)}" for note in comparison.notes]
     lines += [rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
     if any(column.group for column in columns):
-        headings, rules, position = [""], [], 2
+        headings = [""]
+        rules = []
+        position = 2
         for group, members in itertools.groupby(columns, key=lambda column: column.group):
             width = len(list(members))
             headings.append(rf"\multicolumn{{{width}}}{{c}}{{{group.translate(_LATEX)}}}")

@@ -41,13 +41,15 @@ def colour(index: int) -> str:
 def reliability(name: str, evaluation: Evaluation, series: int) -> str:
     """Accuracy against confidence, with the share of the samples in each bin below."""
     bins, result = evaluation.figures.reliability, evaluation.id
-    width, ink = 1 / len(bins.count), _INK[colour(series)]
+    width = 1 / len(bins.count)
+    ink = _INK[colour(series)]
     figure = _figure(340, 286)
     axes = _axes(figure, 190, "confidence (%)", "accuracy (%)", percent="xy")
     axes.set(xlim=(0, 1), ylim=(0, 1), xticks=_QUARTERS, yticks=_QUARTERS)
     for index, (stated, right) in enumerate(zip(bins.confidence, bins.accuracy, strict=True)):
         if stated is not None and right is not None:
-            middle, gap = (index + 0.5) * width, _INK["over" if stated > right else "under"]
+            middle = (index + 0.5) * width
+            gap = _INK["over" if stated > right else "under"]
             axes.bar(middle, min(stated, right), width * 0.88, color=ink, alpha=0.8)
             axes.bar(middle, abs(stated - right), width * 0.88, bottom=min(stated, right), color=gap)
             axes.hlines(right, middle - 0.44 * width, middle + 0.44 * width, color=_INK["ink"], linewidth=2)
@@ -65,7 +67,8 @@ def reliability(name: str, evaluation: Evaluation, series: int) -> str:
 @_plain_matplotlib()
 def histogram(name: str, evaluation: Evaluation, set_name: str) -> str:
     """How the uncertainty score is distributed in distribution and on one OOD set."""
-    figures, result = evaluation.figures, evaluation.ood[set_name]
+    figures = evaluation.figures
+    result = evaluation.ood[set_name]
     figure = _figure(340, 220)
     axes = _axes(figure, 170, f"uncertainty ({evaluation.score})", "share (%)", percent="y")
     for counts, ink in ((figures.id_scores, _INK["c0"]), (figures.ood_scores[set_name], _INK["c1"])):
@@ -131,7 +134,8 @@ def draw_fronts(prices: Mapping[str, float], fronts: Sequence[Front], *, chosen:
             ink, size = (_INK["c1"], 60) if name == chosen else (_INK["c0" if name in names else "muted"], 28)
             axes.scatter([price], [values[name]], s=size, color=ink, zorder=4)
         for name in dict.fromkeys((given, chosen)):
-            place, shift = (prices[name], values[name]), (8, 7)
+            place = (prices[name], values[name])
+            shift = (8, 7)
             axes.annotate(name, place, shift, textcoords="offset points", fontsize=10.5, color=_INK["ink"])
         axes.margins(x=0.12, y=0.18)
         axes.xaxis.set_major_formatter(lambda price, _: f"{price:g}×")
@@ -153,7 +157,8 @@ def _figure(width: float, height: float) -> Any:
 def _axes(figure: Any, height: float, x_label: str, y_label: str, *, percent: str = "", top: float = _TOP) -> Any:
     """Axes as wide as the figure; `percent` names the axes that show shares in percent."""
     whole_width, whole_height = (72 * inches for inches in figure.get_size_inches())
-    bottom, width = 1 - (top + height) / whole_height, (whole_width - _LEFT - _RIGHT) / whole_width
+    bottom = 1 - (top + height) / whole_height
+    width = (whole_width - _LEFT - _RIGHT) / whole_width
     axes = figure.add_axes((_LEFT / whole_width, bottom, width, height / whole_height))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_INK["muted"])
@@ -189,9 +194,11 @@ def _svg(figure: Any, label: str) -> str:
         element.tag = element.tag.rpartition("}")[2]
         element.attrib.pop("id", None)
         if element.tag == "use":  # a marker: its shape stands where it is used
-            place, style = f"translate({element.attrib['x']} {element.attrib['y']})", element.get("style", "")
+            place = f"translate({element.attrib['x']} {element.attrib['y']})"
+            style = element.get("style", "")
             shape = next(value for name, value in element.items() if name.endswith("href")).removeprefix("#")
-            element.tag, element.attrib = "path", {"d": shapes[shape], "transform": place, "style": style}
+            element.tag = "path"
+            element.attrib = {"d": shapes[shape], "transform": place, "style": style}
     for parent in list(root.iter()):
         for definitions in parent.findall("defs"):
             parent.remove(definitions)

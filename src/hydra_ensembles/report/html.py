@@ -86,7 +86,8 @@ def write_report(
     for what, name in (("focus", focus), ("baseline", baseline)):
         if name is not None and name not in methods:
             raise ConfigError(f"{what}={name!r} is not among the methods; choose one of {list(methods)}")
-    focus, baseline = focus or list(methods)[-1], baseline or next(iter(methods))
+    focus = focus or list(methods)[-1]
+    baseline = baseline or next(iter(methods))
     measured = {cost.name: cost for cost in (() if costs is None else costs)}
     comparison = compare(methods, measured.values(), allow_mismatch=allow_mismatch)
     parts = [comparison.columns]

@@ -83,7 +83,8 @@ class LocalEngine:
 
     async def start(self) -> None:
         """Make and warm the plans, and start the threads."""
-        settings, began = self.service.settings, time.monotonic()
+        settings = self.service.settings
+        began = time.monotonic()
         runs = await asyncio.to_thread(self.service.workers)
         self._batcher = Batcher(
             runs,
@@ -227,7 +228,8 @@ class _Server:
         from starlette.requests import ClientDisconnect
 
         async def answered(request: Request) -> Response:
-            began, given = time.perf_counter(), request.headers.get("x-request-id", "")
+            began = time.perf_counter()
+            given = request.headers.get("x-request-id", "")
             name = given if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", given) else uuid.uuid4().hex[:16]
             request.state.fields = {"id": name}
             try:
@@ -278,7 +280,9 @@ class _Server:
 
     def _limited(self, request: "Request") -> Callable[[], Awaitable[Any]]:
         """What a request is received by, up to the size that is allowed, whatever its header says."""
-        most, seen, receive = int(self.settings.max_body * 1e6), 0, request.receive
+        most = int(self.settings.max_body * 1e6)
+        seen = 0
+        receive = request.receive
         told = protocol.byte_count(request.headers.get("content-length", "0"))
         refusal = RequestError(f"the body is too large; at most {most} bytes are taken", 413)
         if told is None or told > most:
@@ -305,7 +309,8 @@ class _Server:
         """
         from starlette.requests import ClientDisconnect
 
-        loop, gone = asyncio.get_running_loop(), False
+        loop = asyncio.get_running_loop()
+        gone = False
 
         async def watch(wait: asyncio.Timeout) -> None:
             nonlocal gone

@@ -71,7 +71,9 @@ class Archive:
         keep: Sequence[str] = (),
         without: Path | None = None,
     ) -> None:
-        self.path, self.kind, self.columns = Path(path).expanduser(), kind, columns or Columns()
+        self.path = Path(path).expanduser()
+        self.kind = kind
+        self.columns = columns or Columns()
         self.keep, self._main = tuple(keep), getattr(self.columns, kind)
         if not self.path.exists():
             raise DataError(f"{self.path} does not exist; check the path")
@@ -165,7 +167,8 @@ class Archive:
             _require_end(members)
 
     def _parquet(self, file: Path) -> Iterator[Item]:
-        arrow, row = require("pyarrow", extra="data"), 0
+        arrow = require("pyarrow", extra="data")
+        row = 0
         try:
             with require("pyarrow.parquet", extra="data").ParquetFile(file) as table:
                 known = list(table.schema_arrow.names)
@@ -206,8 +209,11 @@ class Archive:
     # --- rows of tables -----------------------------------------------------------------------------------------
 
     def _item(self, file: Path, row: int, cells: Mapping[str, Any]) -> Item:
-        found, name = [nested(cells, one.split(".")) for one in self._wanted()], f"{self._name(file)}:{row}"
-        main, pair, kept = found[0], found[1], dict(zip(self.keep, map(_as_text, found[2:]), strict=True))
+        found = [nested(cells, one.split(".")) for one in self._wanted()]
+        name = f"{self._name(file)}:{row}"
+        main = found[0]
+        pair = found[1]
+        kept = dict(zip(self.keep, map(_as_text, found[2:]), strict=True))
         if self.kind == "image":
             content, path = (main.get("bytes"), main.get("path")) if isinstance(main, dict) else (main, None)
             path = content if isinstance(content, str) else path

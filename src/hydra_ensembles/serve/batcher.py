@@ -77,7 +77,8 @@ class Batcher(Generic[Row, Answer]):
                 raise RequestError("this server is about to end; try another, or later", 503, retry_after=1)
             if self.waiting + len(rows) > self._max_queue:
                 raise RequestError("too many samples are waiting; try again later", 503, self._retry_after())
-            now, futures = time.monotonic(), [Future[Answer]() for _ in rows]
+            now = time.monotonic()
+            futures = [Future[Answer]() for _ in rows]
             for row, future in zip(rows, futures, strict=True):
                 self._groups.setdefault(self._group(row), deque()).append(_Waiting(row, future, now))
             self.waiting += len(rows)
@@ -128,7 +129,8 @@ class Batcher(Generic[Row, Answer]):
 
     def _take(self, key: Hashable) -> list[_Waiting[Row, Answer]]:
         """The first rows of a group that somebody still waits for."""
-        rows, batch = self._groups[key], list[_Waiting[Row, Answer]]()
+        rows = self._groups[key]
+        batch = list[_Waiting[Row, Answer]]()
         while rows and len(batch) < self._max_batch:
             one = rows.popleft()
             self.waiting -= 1

@@ -35,7 +35,9 @@ RunFile = Callable[[Named], Arrays]
 SUFFIXES: Mapping[Format, str] = {"onnx": ".onnx", "pt2": ".pt2", "aoti": ".pt2"}
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 DISTANCES = 100  # how much more a distance of features may differ: a square, taken apart into larger numbers
-TRACED, COMPARED = (3, 5), ((1, 9), (7, 33), (32, 64))  # samples and, of texts, tokens
+# samples and, of texts, tokens
+TRACED = (3, 5)
+COMPARED = ((1, 9), (7, 33), (32, 64))
 DATA, TOKENIZER, ABOUT = ".data", ".tokenizer.json", ".json"  # of files beside: weights beyond 2 GB, and two of ours
 _NOISY = ("torch.onnx", "onnxscript", "onnx_ir")  # loggers that tell of every step
 
@@ -90,7 +92,8 @@ def export(
             raise ConfigError(f"the ensemble is {ensemble.dtype}; ONNX Runtime runs float32 here: use ensemble.float()")
     allowed = TOLERANCES[ensemble.dtype] if tolerance is None else tolerance
     own = copy.deepcopy(ensemble).cpu() if format == "onnx" and ensemble.device.type != "cpu" else ensemble
-    answering, inputs = Answering(own), input_fields(own)
+    answering = Answering(own)
+    inputs = input_fields(own)
     batches = [_random(own, inputs, *size) for size in COMPARED]
     if examples is not None:
         batches.append(_given(own, inputs, examples))
@@ -168,7 +171,8 @@ def _quiet(format: Format) -> Iterator[None]:
 
 def _random(ensemble: Ensemble, inputs: Sequence[Field], samples: int, tokens: int) -> dict[str, Tensor]:
     """Random inputs by name; of texts with padding."""
-    generator, stem = torch.Generator().manual_seed(samples), ensemble.config.stem
+    generator = torch.Generator().manual_seed(samples)
+    stem = ensemble.config.stem
     if isinstance(stem, PatchStemConfig):
         images = torch.randn(samples, *inputs[0].shape, generator=generator)
         return {inputs[0].name: images.to(ensemble.device, ensemble.dtype)}
@@ -190,7 +194,8 @@ def _given(ensemble: Ensemble, inputs: Sequence[Field], examples: Any) -> dict[s
         if prepared.shape[1:] != wanted:
             raise DataError(f"the examples are {list(prepared.shape[1:])}, but the file takes images {list(wanted)}")
         return {inputs[0].name: prepared}
-    missing, found = [field.name for field in inputs if field.name not in prepared], dict[str, Tensor]()
+    missing = [field.name for field in inputs if field.name not in prepared]
+    found = dict[str, Tensor]()
     for field in inputs:  # what a tokenizer leaves out says nothing: all is read, in one segment
         filler = torch.full_like(prepared["input_ids"], int(field.name == "attention_mask"))
         found[field.name] = (filler if field.name in missing else prepared[field.name]).long()
@@ -206,7 +211,9 @@ def _compare(found: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float
 
     What is decided by a comparison (label, verdict, votes) is compared where it does not hang on less than that.
     """
-    decided, largest, known = _decided(expected, ensemble, allowed), 0.0, ensemble.metadata.familiarity
+    decided = _decided(expected, ensemble, allowed)
+    largest = 0.0
+    known = ensemble.metadata.familiarity
     p_values = {"p_value" if score == "score" else "familiarity": score for score in held_out(ensemble)}
     for name, wanted in expected.items():
         if found[name].shape != wanted.shape:

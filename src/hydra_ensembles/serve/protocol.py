@@ -72,7 +72,8 @@ def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[
         if not told or told > length:
             raise RequestError(f"{HEADER} must be a number of bytes from 1 to those of the body, {length}")
         length = told
-    request, rest = request_of(body[:length]), memoryview(body)[length:]
+    request = request_of(body[:length])
+    rest = memoryview(body)[length:]
     inputs = request.get("inputs")
     if not isinstance(inputs, list) or not inputs or not all(isinstance(one, dict) for one in inputs):
         raise RequestError("a request needs 'inputs', a list of tensors with name, shape, datatype and data")
@@ -141,7 +142,8 @@ def _kinds(data: list[Any]) -> set[type]:
 
 def _from_binary(called: str, datatype: str, shape: tuple[int, ...], content: bytes) -> Array | list[bytes]:
     if datatype == "BYTES":
-        found, start = list[bytes](), 0
+        found = list[bytes]()
+        start = 0
         while start + 4 <= len(content):
             end = start + 4 + int.from_bytes(content[start : start + 4], "little")
             found.append(content[start + 4 : end])
@@ -197,7 +199,8 @@ def write_answer(
 def asked_outputs(request: Mapping[str, Any], service: Service) -> list[AskedField]:
     """The outputs that a request asks for; all if it names none. Those that there are not are refused."""
     known = {field.name: field for field in service.outputs}
-    usual, asked = bool(_parameters(request).get("binary_data_output")), request.get("outputs")
+    usual = bool(_parameters(request).get("binary_data_output"))
+    asked = request.get("outputs")
     if not asked:
         return [(field, usual) for field in service.outputs]
     names = tuple(known)  # compared, not looked up: what is asked for may be anything that JSON has

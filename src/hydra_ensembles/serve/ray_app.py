@@ -41,7 +41,8 @@ def ray_app(
         cpus: CPUs of a replica.
         gpus: GPUs of a replica; a part of one is enough for a small model.
     """
-    serve, used = require("ray.serve", extra="ray"), settings or ServeSettings()
+    serve = require("ray.serve", extra="ray")
+    used = settings or ServeSettings()
     if max_replicas < min_replicas:
         raise ConfigError(f"max_replicas is {max_replicas}, less than min_replicas, {min_replicas}; raise it")
     used = replace(used, api_key=used.key)  # of this process: a cluster that runs already has an environment of its own
@@ -71,7 +72,9 @@ class _Replica:
     """One copy of the model."""
 
     def __init__(self, model: str | Path | Ensemble, settings: ServeSettings, device: str | None) -> None:
-        ensemble, alone = _loaded(model), replace(settings, workers=1)  # Ray has the others
+        # Ray has the others
+        ensemble = _loaded(model)
+        alone = replace(settings, workers=1)
         (self._run,) = Service(ensemble if device is None else ensemble.to(device), alone).workers()
 
     async def answer(self, rows: list[Sample]) -> list[Answer | Exception]:

@@ -88,7 +88,9 @@ class Scorer:
         workers: Whole = 4,
     ) -> None:
         self.model, self.device, self.dtype, self.wide = model, device, dtype, wide
-        self.columns, self.keep, self.workers = columns or Columns(), tuple(keep), workers
+        self.columns = columns or Columns()
+        self.keep = tuple(keep)
+        self.workers = workers
         self._loaded: Ensemble | None = None
         self._digest = ""  # of the saved model, once it was pickled or loaded
 
@@ -123,7 +125,8 @@ class Scorer:
                     raise CheckpointError(
                         f"{self.model} is another model than before; make a new Scorer({self.model!r})"
                     )
-                self._digest, self._loaded = digest, Ensemble.from_pretrained(source, device=device, dtype=dtype)
+                self._digest = digest
+                self._loaded = Ensemble.from_pretrained(source, device=device, dtype=dtype)
             output_fields(self._loaded)  # refuses what has no classifier
         return self._loaded
 
@@ -155,7 +158,8 @@ class Scorer:
         if missing:
             raise DataError(f"the batch has no columns {missing} to keep; it has {sorted(beside)}")
         kept = {name: np.asarray(beside[column]) for name, column in self.kept.items()}
-        names, raw = READ[self.ensemble.kind], getattr(self.columns, self.ensemble.kind)
+        names = READ[self.ensemble.kind]
+        raw = getattr(self.columns, self.ensemble.kind)
         if names[0] in batch:
             given = {name: _tensor(batch[name]) for name in names if name in batch}
             count = len(given[names[0]])
@@ -170,7 +174,8 @@ class Scorer:
     def answer(self, prepared: ReadyBatch) -> Arrays:
         """The columns of a prepared batch."""
         errors, notes = list(prepared.errors), list(prepared.notes)
-        fields, answers = self.fields, dict(prepared.kept)
+        fields = self.fields
+        answers = dict(prepared.kept)
         for one in fields:
             blank = {"bool": False, "int64": -1}.get(one.dtype, np.nan)
             answers[one.name] = np.full((len(errors), *one.shape), blank, one.dtype)
@@ -220,7 +225,9 @@ class Scorer:
         if self.columns.text_pair in batch:
             pairs = map(_plain, batch[self.columns.text_pair])
             texts = [(one, other) if isinstance(other, str) else one for one, other in zip(texts, pairs, strict=True)]
-        errors, notes, padded = [""] * len(texts), [""] * len(texts), preprocess.attention_mask or preprocess.pad_to_max
+        errors = [""] * len(texts)
+        notes = [""] * len(texts)
+        padded = preprocess.attention_mask or preprocess.pad_to_max
 
         def encode(rows: list[int]) -> dict[str, Tensor]:
             encoded, cut = preprocess.encode([texts[row] for row in rows])
@@ -330,19 +337,22 @@ def score_archive(
         shard_rows: Items a shard.
         progress: Whether to show a bar, with the rate.
     """
-    place, ensemble = Path(output).expanduser(), scorer.ensemble
+    place = Path(output).expanduser()
+    ensemble = scorer.ensemble
     archive = Archive(source, ensemble.kind, scorer.columns, scorer.keep, place)
     identity = {"archive": archive.identity(), "model": _identity(ensemble), "shard_rows": shard_rows}
     identity |= {"columns": to_plain(scorer.columns), "keep": list(scorer.kept), "wide": scorer.wide}
     folder = RunFolder(place, identity, what="scores")
     with folder.working():
-        items, number = iter(archive), 0
+        items = iter(archive)
+        number = 0
         _require_same_answers(folder, about := _about(scorer))
         if not folder.has(f"{SUMMARY}.json"):
             folder.write(ABOUT, about)
         with tqdm(total=archive.count(), unit=" items", disable=not progress) as bar:
             while (first := next(items, None)) is not None:
-                part, there = chain((first,), islice(items, shard_rows - 1)), folder.has(SHARD.format(number))
+                part = chain((first,), islice(items, shard_rows - 1))
+                there = folder.has(SHARD.format(number))
 
                 def make(part: Iterable[Item] = part) -> tuple[Any, bytes]:
                     return _scored(scorer, part, batch_size, bar.update)
@@ -419,7 +429,8 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, seen: Callab
     for batch, prepared in _ahead(ready()):
         errors = np.array([item.error for item in batch], dtype=object)
         if prepared is not None:
-            found, readable = scorer.answer(prepared), errors == ""
+            found = scorer.answer(prepared)
+            readable = errors == ""
             said = errors[readable] = found.pop(ERROR)
             names = np.array([item.name for item in batch], dtype=object)[readable]
             parts.append({name: array[said == ""] for name, array in {INPUT: names, **found}.items()})
@@ -455,7 +466,8 @@ def _ahead(batches: Iterator[Any]) -> Iterator[Any]:
 
 def _parquet(parts: Sequence[Arrays]) -> bytes:
     """Columns as the bytes of a Parquet file; what has several numbers a row is a list of that length."""
-    arrow, made = require("pyarrow", extra="data"), {}
+    arrow = require("pyarrow", extra="data")
+    made = {}
     for name in parts[0]:
         array = np.concatenate([part[name] for part in parts])
         if array.dtype.kind in "OU":

@@ -138,7 +138,8 @@ class Service:
     def __init__(self, ensemble: Ensemble, settings: ServeSettings) -> None:
         """Take an ensemble that is a classifier; its weights are read when `workers` makes plans."""
         self.ensemble, self.settings, self.kind = ensemble, settings, ensemble.kind
-        self.inputs, self.outputs = input_fields(ensemble), output_fields(ensemble)
+        self.inputs = input_fields(ensemble)
+        self.outputs = output_fields(ensemble)
         self.labels = ensemble.verified_metadata().labels or tuple(map(str, range(ensemble.num_classes)))
         self.preprocessing = ensemble.metadata.preprocessing
         known = ensemble.metadata.calibration or Calibration()
@@ -239,7 +240,8 @@ class Service:
 
     def _require_small(self, contents: Sequence[bytes]) -> None:
         """Refuse images by their headers: a few bytes may stand for gigabytes of pixels."""
-        pillow, left = require("PIL.Image", extra="data"), int(self.settings.max_pixels * 1e6)
+        pillow = require("PIL.Image", extra="data")
+        left = int(self.settings.max_pixels * 1e6)
         advice = f"at most {left} pixels are taken in a request"
         for index, content in enumerate(contents):
             try:
@@ -320,7 +322,8 @@ class Service:
 
         `notes` on the sample that is answered are there where it has some.
         """
-        labels, probs = self.labels, answer["probs"]
+        labels = self.labels
+        probs = answer["probs"]
         logits = answer["member_logits"].astype(np.float64) / self._temperature  # [M, C]
         members = np.exp(logits - logits.max(axis=-1, keepdims=True))
         members /= members.sum(axis=-1, keepdims=True)
@@ -363,7 +366,8 @@ class _Worker:
             for places in groups.values():
                 while places:
                     size = max(size for size in self.sizes if size <= len(places))
-                    piece, places = places[:size], places[size:]
+                    piece = places[:size]
+                    places = places[size:]
                     answers |= dict(zip(piece, self._piece([rows[place] for place in piece]), strict=True))
         return [answers[place] for place in range(len(rows))]
 

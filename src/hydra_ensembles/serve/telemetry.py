@@ -100,7 +100,8 @@ def outcome_of(answer: Answer) -> str:
 
 def _score_bins(service: Service) -> list[tuple[str, str, Sequence[float]]]:
     """Every output that is one number a sample, with its meaning and the edges of its bins."""
-    known, most = held_out(service.ensemble), math.log(len(service.labels))
+    known = held_out(service.ensemble)
+    most = math.log(len(service.labels))
     found: list[tuple[str, str, Sequence[float]]] = []
     for one in service.outputs:
         if one.shape or not one.dtype.startswith("float"):
@@ -154,5 +155,6 @@ def log_to_stdout() -> None:
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # a broken form is said to whoever sent it
     for name in (LOGGER.name, "uvicorn"):
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
+        logger.handlers = [handler]
+        logger.propagate = False
         logger.setLevel(logging.INFO)

@@ -141,10 +141,12 @@ class EnsembleLearner(Learner[LabelledBatch]):
         The loss is the sum over members of their mean cross-entropy: a parameter of one member gets the gradient that
         it would get if the member trained alone.
         """
-        device, samples = self.runtime.device, sum(len(labels) for _, labels in group)
+        device = self.runtime.device
+        samples = sum(len(labels) for _, labels in group)
         total = torch.zeros((), device=device)
         for index, (inputs, labels) in enumerate(group):
-            wrapped, last = self.parallel, index + 1 == len(group)
+            wrapped = self.parallel
+            last = index + 1 == len(group)
             kept = nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
             with kept, torch_seeded(derive_seed(seed, index, self.runtime.ranks.rank), device):  # exchanged at the last
                 own, targets = self.lesson(inputs, labels)
@@ -152,7 +154,9 @@ class EnsembleLearner(Learner[LabelledBatch]):
                 with self.autocast():
                     logits = wrapped(own)  # [M, B, C]
                 logits = logits if logits.dtype == torch.float64 else logits.float()
-                flat, labelled = logits.flatten(0, 1), targets.to(device).flatten()  # [M·B, C], [M·B]
+                # [M·B, C], [M·B]
+                flat = logits.flatten(0, 1)
+                labelled = targets.to(device).flatten()
                 loss = F.cross_entropy(flat, labelled, label_smoothing=self.recipe.label_smoothing) * len(logits)
                 share = loss * (len(labels) / samples)
                 self.scaler.scale(share).backward()

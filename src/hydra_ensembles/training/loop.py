@@ -296,11 +296,13 @@ def train_best(
 ) -> RunResult:
     """Train copies of `start`, one per learning rate of the recipe; the best result, of equal ones the slowest."""
     if job.folder is not None:
-        seed, sources = derive_seed(job.recipe.seed, "fingerprint"), {"train": job.train, "validation": job.validation}
+        seed = derive_seed(job.recipe.seed, "fingerprint")
+        sources = {"train": job.train, "validation": job.validation}
         data = {name: None if one is None else source_fingerprint(one, name, seed) for name, one in sources.items()}
         job = replace(job, identity={**job.identity, **data, "model": model_fingerprint(start)})
     with borrowed(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
-        own, ranks = replace(job, train=runtime.share(job.train)), runtime.ranks
+        own = replace(job, train=runtime.share(job.train))
+        ranks = runtime.ranks
         folder = None if job.folder is None or _only_read(job.folder, job.recipe.rates) else job.folder
         with nullcontext() if folder is None else ranks.locked(folder, "training"), resumable(folder):
             if folder is not None and ranks.rank == 0:
@@ -339,11 +341,14 @@ class Training(Generic[BatchT]):
     def __init__(self, learner: Learner[BatchT], job: Job, rate: float, runtime: Runtime) -> None:
         self.learner, self.job, self.recipe, self.rate, self.runtime = learner, job, job.recipe, rate, runtime
         self.folder = None if job.folder is None else _place(job.folder, rate)
-        self.seed, given = derive_seed(job.recipe.seed, "member", job.index), job.recipe.order_seed
+        self.seed = derive_seed(job.recipe.seed, "member", job.index)
+        given = job.recipe.order_seed
         self.order = self.seed if given is None else derive_seed(given, "order")
         self.total, self.warmup = job.recipe.plan(length_of(job.train))
         self.best_weights: dict[str, Tensor] = {}
-        self.saved, self.pause = monotonic(), EARLY  # when a checkpoint was last written, and how long until the next
+        # when a checkpoint was last written, and how long until the next
+        self.saved = monotonic()
+        self.pause = EARLY
         own = {"recipe": to_plain(job.recipe), "rate": rate, "member": job.index, "processes": runtime.ranks.size}
         self.state = RunState({**job.identity, **own})
 

@@ -274,7 +274,8 @@ def make_optimizer(
         module, _, leaf = name.rpartition(".")
         bias_or_norm = leaf.endswith("bias") or "norm" in module.rpartition(".")[2]
         free = name == "logit_scale" or name in spared or (recipe.no_decay_on_bias_and_norm and bias_or_norm)
-        share, decay = shares.get(name, 1.0), 0.0 if free else recipe.weight_decay
+        share = shares.get(name, 1.0)
+        decay = 0.0 if free else recipe.weight_decay
         group = groups.setdefault((share, decay), {"params": [], "weight_decay": decay, "share": share})
         group["params"].append(parameter)
     if recipe.optimizer == "sgd":

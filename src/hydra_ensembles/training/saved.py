@@ -91,7 +91,8 @@ def require_layout(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) ->
         for tensors in (found, wanted)
     )
     for name in sorted(theirs.keys() | ours.keys()):
-        was, now = theirs.get(name, "missing"), ours.get(name, "unknown")
+        was = theirs.get(name, "missing")
+        now = ours.get(name, "unknown")
         if was != now:
             raise CheckpointError(f"the tensor {name!r} is {was} in the file, and {now} in the model")
 

@@ -203,7 +203,8 @@ class TextLearner(Learner[Pairs]):
 
     def _loss(self, found: list[Embeddings], labels: Tensor | None) -> tuple[Tensor, list[Embeddings]]:
         """The loss over everything, and the gradients of this process's embeddings, batch by batch."""
-        ranks, sizes = self.runtime.ranks, [len(image) for image, _ in found]
+        ranks = self.runtime.ranks
+        sizes = [len(image) for image, _ in found]
         leaves, start = [], 0
         for side in zip(*found, strict=True):
             parts = ranks.rows(torch.cat(side).detach())
