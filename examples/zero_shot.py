@@ -88,8 +88,7 @@ def main() -> None:
 
     # start: convert
     if options.model is None:
-        model = small_clip()
-        tokenizer = open_clip.SimpleTokenizer()
+        model, tokenizer = small_clip(), open_clip.SimpleTokenizer()
     else:
         model = open_clip.create_model(options.model, pretrained=options.pretrained).eval()
         tokenizer = open_clip.get_tokenizer(options.model)
