@@ -27,8 +27,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=32, help="ID and OOD images that rank; four times as many judge")
     given = parser.parse_args()
     model: Any = he.load(given.model) if given.model else load_backbone()
-    sample = load_sample().sets
-    prune = given.prune
+    sample, prune = load_sample().sets, given.prune
 
     def drawn(name: str, draw: int, count: int = given.images) -> list[Any]:
         """Batches of a set; another draw has other images."""

@@ -52,8 +52,7 @@ def main() -> None:
     parser.add_argument("--ranking", choices=["taylor", "circuit"], default="taylor", help="circuits take longer")
     parser.add_argument("--seed", type=int, default=0, help="draws images and members")
     options = parser.parse_args()
-    base = load_backbone()
-    sample = load_sample().sets
+    base, sample = load_backbone(), load_sample().sets
     preprocess: Any = base.metadata.preprocessing
 
     def batches(name: str, part: int) -> list[Any]:
@@ -73,8 +72,7 @@ def main() -> None:
     for prune in (0, *options.prune):
         for members in options.members if prune else [1]:
             ensemble = candidate(base, ranking, members, prune, options.seed) if prune else base
-            quality = measure(ensemble, known, unknown)
-            counts = ensemble.describe()
+            quality, counts = measure(ensemble, known, unknown), ensemble.describe()
             cost = counts.multiply_adds / single.multiply_adds, counts.parameters / single.parameters
             print(
                 f"{members:7}  {prune:6}  {quality['accuracy']:8.1%} {quality['nll']:6.3f} {quality['auroc']:6.1%} "

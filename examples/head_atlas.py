@@ -45,8 +45,7 @@ def main() -> None:
 
 def three_members() -> he.Ensemble:
     """Three members of the embedded model, each without some of the heads that matter least; not trained."""
-    base = load_backbone()
-    sample = load_sample().circuit_id
+    base, sample = load_backbone(), load_sample().circuit_id
     preprocess: Any = base.metadata.preprocessing
     ranking = he.taylor(base, batches(subset(sample, 64, seed=0), preprocess, 16), budget=18)
     members = sampled_members(ranking, prune=9, pool=18, members=3)

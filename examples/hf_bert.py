@@ -45,8 +45,7 @@ def made_up_reviews() -> Labelled:
     """Sentences from a few words, for a model that is trained in seconds; on the last words opinions differ."""
     kinds = {1: "wonderful moving clever honest bright", 0: "dull clumsy boring hollow stale", -1: "long quiet strange"}
     words = [(word, label) for label, group in kinds.items() for word in group.split()]
-    nouns = "film plot cast score ending"
-    frames = ("the {} was {}", "i found the {} {}", "a {} that is {}")
+    nouns, frames = "film plot cast score ending", ("the {} was {}", "i found the {} {}", "a {} that is {}")
     choices = enumerate(itertools.product(frames, nouns.split(), words))
     return [
         (frame.format(noun, word), label if label >= 0 else index // 2 % 2)
@@ -67,8 +66,7 @@ def small_bert(reviews: Labelled, known: Labelled) -> tuple[Any, Any]:
     words = sorted({word for text, _ in [*reviews, *known] for word in text.split()})
     vocabulary = {word: index for index, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    core.normalizer = normalizers.Lowercase()
-    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.normalizer, core.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
     core.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=16, **names)
@@ -98,8 +96,7 @@ def main() -> None:
     parser.add_argument("--prune", type=int, default=0, help="heads each member loses; default: nothing is pruned")
     parser.add_argument("--output", type=Path, default=Path("hydra-bert"), help="folder for run and model")
     options = parser.parse_args()
-    made = made_up_reviews()
-    others = options.others and data.load(options.others, labels="optional")
+    made, others = made_up_reviews(), options.others and data.load(options.others, labels="optional")
     sets: dict[str, Any] = {"id": made[1::2], "train": made[::2], "ood": others or made_up_questions()}
     if options.model is None:
         model, tokenizer = small_bert(sets["train"], sets["ood"])

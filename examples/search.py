@@ -56,8 +56,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("hydra-search"), help="folder of the search")
     parser.add_argument("--figure", type=Path, help="where to draw the front")
     options = parser.parse_args()
-    backbone = load_backbone()
-    sample = load_sample().sets
+    backbone, sample = load_backbone(), load_sample().sets
     preprocess: Any = backbone.metadata.preprocessing
 
     def batches(name: str, **how: Any) -> Any:

@@ -65,8 +65,7 @@ def embedded_vit() -> Any:
     sizes = {"img_size": 64, "patch_size": 8, "embed_dim": stored.config.encoder.width, "depth": stored.num_layers}
     heads, classes = stored.num_heads, stored.num_classes
     model = timm.create_model("vit_tiny_patch16_224", num_heads=heads, num_classes=classes, **sizes)
-    wanted = model.state_dict()
-    found = {}
+    wanted, found = model.state_dict(), {}
     for name, tensor in stored.state_dict().items():
         if name.endswith(("attention.qkv", "attention.qkv_bias")):
             tensor = tensor.transpose(0, 1)  # [heads, 3, ...] -> [3, heads, ...]
@@ -92,8 +91,7 @@ def main() -> None:
     options = parser.parse_args()
     sample = load_sample().sets
     images = sample["calibration"] if options.images is None else data.load(options.images)
-    models = [embedded_vit()]
-    processor = load_backbone().metadata.preprocessing
+    models, processor = [embedded_vit()], load_backbone().metadata.preprocessing
     if options.model is not None:
         settings: list[dict[str, Any]] = [{"checkpoint_path": one} for one in options.weights] or [{"pretrained": True}]
         models = [timm.create_model(options.model, num_classes=len(images.class_names), **one) for one in settings]

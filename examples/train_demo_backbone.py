@@ -43,8 +43,7 @@ from hydra_ensembles.demo.run import answers_of, build_models, prepare_data, tra
 PACKAGE = Path(he.__file__).parent / "demo"
 SIZE = 64
 PREPROCESSING = he.ImagePreprocessing(size=(SIZE, SIZE), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
-CIRCUIT_OOD = "PermanentCrop"
-NEAR = ("AnnualCrop", "River")
+CIRCUIT_OOD, NEAR = "PermanentCrop", ("AnnualCrop", "River")
 SEED = 0
 TRAIN, CIRCUIT, CALIBRATION, FAR = 700, 256, 256, 300  # images; all to test on, of the near sets all but training ones
 BATCH, LEARNING_RATE, WEIGHT_DECAY, WARMUP, DROP_PATH = 256, 1e-3, 0.05, 0.08, 0.1
@@ -191,8 +190,7 @@ def _train_copy(
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=device.type == "cuda")
     batches = max(1, len(labels) // BATCH)
-    total = epochs * batches
-    warm = max(1, round(WARMUP * epochs * batches))
+    total, warm = epochs * batches, max(1, round(WARMUP * epochs * batches))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * max(0, step - warm) / max(1, total - warm)))),
@@ -227,8 +225,7 @@ def _vision_transformer(classes: int) -> torch.nn.Module:
 
 def _augmented(images: Tensor) -> Tensor:
     """Inputs from images `[B, 3, h, w]` in 0-255: turned, mirrored, moved, scaled and coloured, each by itself."""
-    count = len(images)
-    device = images.device
+    count, device = len(images), images.device
     pixels = images.float() / 255
     zoomed = torch.rand(count, device=device) < 0.5
     scale = torch.where(zoomed, torch.empty(count, device=device).uniform_(0.8, 1.0), 1.0)
@@ -285,8 +282,7 @@ def _timm_version() -> str:
 
 def store(trained: Path, results: Path) -> None:
     """Put the copy of seed 0, what the others and their Hydra Ensembles say, and the logs in their places."""
-    sample = load_sample()
-    settings = DemoSettings()
+    sample, settings = load_sample(), DemoSettings()
     classes = sample.test.class_names
     answers: dict[str, Tensor] = {}
     for path in sorted(trained.glob("copy_*.safetensors")):
@@ -297,8 +293,7 @@ def store(trained: Path, results: Path) -> None:
         if seed == "0":
             backbone.half().save_pretrained(PACKAGE / "backbone")
             continue
-        sets = prepare_data(sample, backbone, settings)
-        batches = training_batches(sample, backbone, settings)
+        sets, batches = prepare_data(sample, backbone, settings), training_batches(sample, backbone, settings)
         for name, made in build_models(backbone, sets, batches, settings).items():
             for key, one in answers_of(made, sets).items():
                 answers[f"{name} {seed}/{key}/logits"] = one.logits.half()
