@@ -113,10 +113,9 @@ def main_table(study: DualStudy) -> str:
     keys = {f"{UNSEEN}.{key}": head for key, head in CLASSIFICATION.items()} if study.counted else {}
     for task in study.detections:
         keys |= {f"{task}.own.{group}.auroc": f"{task} {group} ↑" for group in (*study.groups(task), "all")}
-    # columns of costs
     lines = []
     paper = study.paper()
-    measured = int(study.facts["costs"] is not None)
+    measured = int(study.facts["costs"] is not None)  # columns of costs
     for row in study.rows:
         cost = study.cost(row)
         price = [f"{cost['latency_ratio']:.2f}x" if cost else "–"] * measured

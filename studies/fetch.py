@@ -27,9 +27,8 @@ from hydra_ensembles.errors import ConfigError, DataError
 from .sets import IMAGENET_CLASSES, imagenet_names
 
 SHORT_SIDE, QUALITY = 128, 80
-# images a class and split, after train-0 to train-2
 CIFAR100_SPLITS = ("train-3", "train-4")
-CIFAR100_EACH = 100
+CIFAR100_EACH = 100  # images a class and split, after train-0 to train-2
 CIFAR100_OTHERS = ("train-0", "train-1", "train-2", "test")
 TINY = "tiny-imagenet-200"  # folder of the checkout
 TINY_EACH = 100

@@ -426,9 +426,8 @@ class Fitting:
 
 def _mahalanobis(sums: Sums, shrinkage: float, relative: bool) -> dict[str, Tensor]:
     """Mean of all, whitening of what varies within classes, and the means of the classes after it, of every member."""
-    # [M, d]
     samples = sums.count.sum()
-    mean = sums.mean
+    mean = sums.mean  # [M, d]
     means = sums.sums / sums.count[:, None]  # [M, C, d]
     within = (sums.products - (means * sums.count[:, None]).mT @ means) / samples  # [M, d, d]
     whiten = _whitening(within, shrinkage)

@@ -118,9 +118,8 @@ def distance_figure(found: Found) -> Any:
 
 def run_shares(seed: Seed) -> dict[str, Any]:
     """Numbers by number of heads and by who chose them, without training and after; the whole model is trained too."""
-    # refused here where no rate is chosen
     base = seed.base
-    steps = analysis.few_steps(seed.task).steps
+    steps = analysis.few_steps(seed.task).steps  # refused here where no rate is chosen
     pruned = {name: he.prune(base, heads) for name, heads in chosen_heads(seed).items()}
     found: dict[str, Any] = {"heads": analysis.heads_of(base), "whole": measured(seed, base)}
     found["untrained"] = {name: measured(seed, model) for name, model in pruned.items()}

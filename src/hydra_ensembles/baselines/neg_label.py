@@ -128,9 +128,8 @@ def neg_label(
     chosen = least_alike(embedded, F.normalize(rows, dim=-1), settings.percentile, count)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(settings.seed, "neglabel")))
     chosen = chosen[order.to(chosen.device)]
-    # all rows have one length
     members = ensemble.num_members
-    scale = rows.norm(dim=-1).mean(dim=-1)[:, None, None]
+    scale = rows.norm(dim=-1).mean(dim=-1)[:, None, None]  # all rows have one length
     picked = (embedded[:, chosen] * scale).expand(members, -1, -1).unflatten(1, (settings.groups, -1))
     bias = readout.get("readout.class_embeddings.bias")
     offset = torch.zeros(members) if bias is None else bias.float().mean(dim=-1).expand(members)

@@ -35,9 +35,8 @@ class WorkingModel:
     """A private copy of a model with one member that can be entered at any block and loses heads for good."""
 
     def __init__(self, model: Ensemble, off: Sequence[Head], work: Work, distance: Distance | None = None) -> None:
-        # counts every block that is run
         self.ensemble = working_copy(model, None, None)
-        self.work = work
+        self.work = work  # counts every block that is run
         self.distance = distance
         self.kept = [list(layer) for layer in model.config.heads[0]]  # original indices of the heads left, by layer
         encoder, readout = model.config.encoder, self.ensemble.readout
@@ -334,9 +333,8 @@ class CachedTower:
         """Take a head out: what was computed below it stays right, the rest is brought up to date."""
         self.model.drop(head)
         for place, (base, kept) in enumerate(zip(self.base, self.kept, strict=True)):
-            # the highest level that is right
             index = self.index_of[head]
-            known = head.layer
+            known = head.layer  # the highest level that is right
             for level in sorted(level for level in base.levels if level > head.layer):
                 if not kept.holds_all(index, level):
                     break

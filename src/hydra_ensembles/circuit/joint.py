@@ -142,9 +142,8 @@ class JointExact:
 
     def _run_prompts(self, heads: Sequence[Head]) -> None:
         """The class embeddings that are left without each of some heads of one layer."""
-        # ascending, as the candidates are
         count = len(self.tower.samples.labels)
-        index = self.tower.index(heads)
+        index = self.tower.index(heads)  # ascending, as the candidates are
         table = self._own.new_empty(len(heads), count, self._own.shape[1])  # [heads, prompts, e]
 
         def record(candidates: IntArray, numbers: IntArray, embedded: SampleAnswers) -> None:

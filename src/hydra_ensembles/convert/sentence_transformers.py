@@ -62,9 +62,8 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
         if num_labels is None and len(rest) > 1:
             raise refuse(name, "its embeddings are scaled to length one; for a classifier give num_labels")
         bare = known.config(encoder, None)
-        # with the norm after the last block
         classes = number_of_classes(0, num_labels, name)
-        last = bare.readout
+        last = bare.readout  # with the norm after the last block
         return replace(bare, readout=ReadoutConfig(POOLS[mode], classes, norm=last.norm, norm_eps=last.norm_eps))
 
     def answer(encoder: nn.Module, inputs: NamedTensors, fresh: bool) -> Tensor:

@@ -91,9 +91,8 @@ class WeightWatch:
         """Which parts and parameters there are, and how often each was edited in place: without a look at values."""
         parts = [(id(one), 0) for place in self._places for one in place._modules.values()]
         parameters = (one for place in self._places for one in place._parameters.values() if one is not None)
-        return parts + [
-            (id(one), -1 if one.is_inference() else one._version) for one in parameters
-        ]  # -1: nobody counts
+        # nobody counts edits of inference tensors: -1
+        return parts + [(id(one), -1 if one.is_inference() else one._version) for one in parameters]
 
 
 class Watched(OurModel):

@@ -72,9 +72,8 @@ class _Replica:
     """One copy of the model."""
 
     def __init__(self, model: str | Path | Ensemble, settings: ServeSettings, device: str | None) -> None:
-        # Ray has the others
         ensemble = _loaded(model)
-        alone = replace(settings, workers=1)
+        alone = replace(settings, workers=1)  # Ray has the others
         (self._run,) = Service(ensemble if device is None else ensemble.to(device), alone).workers()
 
     async def answer(self, rows: list[Sample]) -> list[Answer | Exception]:
