@@ -138,14 +138,17 @@ def test_a_lock_is_not_written_where_a_link_leads(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_holds_nothing_even_if_its_child_lives(tmp_path: Path) -> None:
+    lives, born = os.pipe()
     read, write = os.pipe()
 
     def work() -> None:
         with locked(tmp_path, "build"):
             if os.fork() == 0:  # a child, as loaders of data have them, that outlives its killed parent
                 os.close(write)
+                os.write(born, b"1")  # by now it has let go of what its parent holds
                 os.read(read, 1)
                 os._exit(0)
+            os.read(lives, 1)
             os._exit(9)
 
     assert in_a_child(work) == 9
@@ -153,8 +156,8 @@ def test_a_killed_worker_holds_nothing_even_if_its_child_lives(tmp_path: Path) -
     with locked(tmp_path, "build"):
         pass
     assert not list(tmp_path.iterdir())
-    os.close(write)  # which ends the grandchild
-    os.close(read)
+    for end in (write, read, lives, born):  # the first of which ends the grandchild
+        os.close(end)
 
 
 def test_those_who_wait_come_one_at_a_time(tmp_path: Path) -> None:
