@@ -145,12 +145,6 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def trusted(method: Callable[P, R]) -> Callable[P, R]:
-    """A `checked` classmethod without the look at every argument: for callers that know theirs to be right."""
-    bound: Any = method
-    return functools.partial(bound.__func__.__wrapped__, bound.__self__)
-
-
 class Checked:
     """Settings that give their fields the annotated types, and refuse values beyond the ranges that stand there."""
 

@@ -72,6 +72,7 @@ def calibrate(
     it is dropped with a warning. Edits through `.data` and steps of fused optimizers are not seen at once, but
     where the model is next saved, copied, evaluated, optimized or exported. It is of answers in the precision of the
     model, whatever autocast the caller has: convert what will answer in half precision first, `ensemble.bfloat16()`.
+    Forward hooks that are put on its parts later, and change what these compute, are not seen.
 
     Digests of 64 of the samples, drawn evenly, are kept with it (`Calibration.marks`), and `evaluate` warns where it is
     given them: numbers on data that set the thresholds are too good. With a share f of these samples among others, none
@@ -125,7 +126,7 @@ def calibrate(
     before = {name: one for name, one in metadata.metrics.items() if name not in OF_BOTH}
     metadata = replace(
         metadata,
-        calibration=replace(fit.calibration, marks=tuple(names_of(marked(keys)))),
+        calibration=replace(fit.calibration, marks=tuple(names_of(marked(keys))), logit_marks=()),
         familiarity=known,
         metrics={**before, **metrics, **both},
         history=(*metadata.history, line + words),
@@ -242,6 +243,7 @@ def fit_calibration(
 
     The threshold is the ⌈share · (n + 1)⌉-th smallest of the n scores: an input like the samples is accepted with
     probability `share` or more, whatever n. Where n is too small to refuse any, everything is accepted, with a warning.
+    Digests of 64 of the samples' logits are kept (`Calibration.logit_marks`), and `evaluate_logits` warns of them.
 
     Args:
         member_logits: `[M, B, C]` of held-out in-distribution samples, at least two.
@@ -275,8 +277,9 @@ def fit_calibration(
     wrong = prediction.label != labels
     threshold = threshold_for(scores, share)
     accept = scores <= threshold
+    marks = tuple(names_of(marked(sample_keys(member_logits.transpose(0, 1)))))  # [M, B, C] -> [B, M, C]
     return CalibrationFit(
-        calibration=replace(fitted, threshold=threshold, reference=Reference.of(scores)),
+        calibration=replace(fitted, threshold=threshold, reference=Reference.of(scores), logit_marks=marks),
         samples=len(labels),
         accuracy=1.0 - int(wrong.sum()) / len(wrong),
         nll_before=before,

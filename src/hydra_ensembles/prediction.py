@@ -109,13 +109,34 @@ class Prediction:
             threshold: Samples whose score is above it are not accepted.
             score: Name of the score that the threshold is for; `mutual_information` takes two members or more.
             class_names: One name per class.
-            check_finite: Refuse NaN and infinity. On a GPU this waits for the logits, and nothing else here does.
+            check_finite: Look at the values: refuse NaN and infinity, and warn of probabilities, whose softmax would be
+                nearly the same for all classes. On a GPU this waits for the logits, and nothing else here does.
             calibrates: What the temperature divides: `"logits"`, before softmax and mean, so that everything follows
                 it; or for `"probs"` alone the logarithm of the mean probabilities (which keeps every label), or with
                 one per member their logits.
             reference: Held-out scores for p-values.
             unfamiliarity: Scores of features, of the same samples.
         """
+        about = (class_names, check_finite, calibrates, reference, unfamiliarity)
+        found = cls.of(member_logits, temperature, threshold, score, *about)
+        if check_finite:
+            inputs.warn_of_probabilities(member_logits)
+        return found
+
+    @classmethod
+    def of(
+        cls,
+        member_logits: Tensor,
+        temperature: Temperature | None = None,
+        threshold: float | None = None,
+        score: ScoreName = "msp",
+        class_names: Sequence[str] | None = None,
+        check_finite: bool = True,
+        calibrates: Calibrates = "logits",
+        reference: Reference | None = None,
+        unfamiliarity: Unfamiliarity | None = None,
+    ) -> "Prediction":
+        """The same for logits of this library's models, which are logits, with arguments that are known to be right."""
         kept: tuple[float, ...] = (1.0,)
         if calibrates == "probs" and temperature is not None:
             kept = _temperatures(temperature, member_logits)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hydra_ensembles as he
 from checkpoint_models import ensemble, single, text
 from hydra_ensembles.errors import DataError, HydraWarning
+from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.metadata import Calibration, Metadata
 from hydra_ensembles.overlap import MARKS, keys_at_hand, marked, names_of, sample_keys, share_known
@@ -179,10 +180,37 @@ def test_what_set_the_thresholds_is_known_again(calibrated: he.Ensemble, tmp_pat
     assert "reused" not in measured(PLAIN, FIT).to_dict()  # the file is one of before
 
 
+def test_an_atlas_knows_them_again(calibrated: he.Ensemble) -> None:
+    few = {"layers": [0], "inputs": 0, "progress": False}
+    with pytest.warns(HydraWarning, match=r"about 100% .* the calibration and about 100% .* the familiarity"):
+        he.atlas(calibrated, FIT, **few)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        he.atlas(calibrated, FRESH, **few)
+        he.atlas(PLAIN, FIT, **few)
+
+
+def test_logits_that_were_fitted_on_are_known_again() -> None:
+    torch.manual_seed(0)
+    logits, other, labels = torch.randn(2, 90, 4), torch.randn(2, 90, 4), torch.arange(90) % 4
+    known = he.fit_calibration(logits, labels).calibration
+    with pytest.warns(HydraWarning, match="about 100% of the samples that fitted the calibration"):
+        assert evaluate_logits(logits.flip(1), labels.flip(0), calibration=known).reused == 1.0
+    with pytest.warns(HydraWarning, match="set 'fog'"):
+        evaluate_logits(other, labels, shift={"fog": (logits, labels)}, calibration=known)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fresh = evaluate_logits(other, labels, calibration=known)
+        evaluate_logits(logits, labels)
+    assert fresh.reused is None  # of other logits of the same samples nobody knows
+    assert not fresh.model.calibration.logit_marks
+
+
 def test_marks_travel_with_what_was_fitted(calibrated: he.Ensemble, tmp_path: Path) -> None:
     calibrated.save_pretrained(tmp_path)
     marks = calibrated.metadata.calibration.marks
     assert len(marks) == 64
+    assert not calibrated.metadata.calibration.logit_marks  # samples say more
     for one in (he.Ensemble.from_pretrained(tmp_path), copy.deepcopy(calibrated), calibrated.optimize()):
         with pytest.warns(HydraWarning, match="about 100%"):
             assert he.evaluate(one, FIT, progress=False).reused == 1.0

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint_models import ensemble, single
 from hydra_ensembles.baselines.start import joined
-from hydra_ensembles.errors import ConfigError, DataError, HydraError
+from hydra_ensembles.errors import ConfigError, DataError, HydraError, HydraWarning
 from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.metadata import Calibration
@@ -290,6 +290,24 @@ def test_a_prediction_waits_once_or_not_at_all(temperature, calibrates, monkeypa
 
 
 # --- bad input ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_probabilities_in_place_of_logits_are_said(dtype):
+    torch.manual_seed(0)
+    logits = torch.randn(2, 50, 30, dtype=torch.float64)
+    probs = logits.softmax(-1).to(dtype)
+    with pytest.warns(HydraWarning, match="probabilities"):
+        Prediction.from_logits(probs)
+    quiet = (logits.abs(), logits, probs.log(), torch.eye(3)[None] * 2, probs[:, :0])  # no word of these
+    assert all(Prediction.from_logits(one.to(dtype)).members for one in quiet)
+    assert Prediction.from_logits(probs, check_finite=False).members == 2  # nobody looks at the values
+
+
+def test_a_model_may_answer_with_logits_that_sum_to_one():
+    """One input of two classes does so by chance."""
+    said = Calibration().prediction(torch.tensor([[[0.25, 0.75]]]))
+    assert said.label.tolist() == [1]
 
 
 @pytest.mark.parametrize("make", [Prediction.from_logits, scale_logits])

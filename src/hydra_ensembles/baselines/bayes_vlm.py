@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed, own_precision
-from ..arguments import END, Checked, Positive, Range, Seed, Whole, checked, trusted
+from ..arguments import END, Checked, Positive, Range, Seed, Whole, checked
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
 from ..model.config import Sharing
@@ -385,7 +385,7 @@ class ProbitClassifier(OurModel):
     def predict(self, *given: Any, check_finite: bool = True, **named: Any) -> Prediction:
         """As `Ensemble.predict`, uncalibrated."""
         logits = self(self.prepare(*given, **named))
-        return trusted(Prediction.from_logits)(logits, class_names=self.names, check_finite=check_finite)
+        return Prediction.of(logits, class_names=self.names, check_finite=check_finite)
 
     def prepare(self, *given: Any, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""

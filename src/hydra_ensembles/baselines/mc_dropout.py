@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..arguments import Rate, Seed, Whole, checked, trusted
+from ..arguments import Rate, Seed, Whole, checked
 from ..batches import Inputs
 from ..errors import ConfigError
 from ..model.config import EnsembleConfig
@@ -82,7 +82,7 @@ class MCDropout(OurModel):
         """As `Ensemble.predict`, uncalibrated."""
         logits = self(self.prepare(*given, **named))
         names = self.model.metadata.labels or None
-        return trusted(Prediction.from_logits)(logits, class_names=names, check_finite=check_finite)
+        return Prediction.of(logits, class_names=names, check_finite=check_finite)
 
     def prepare(self, *given: Any, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""

@@ -151,10 +151,17 @@ def _options(settings: type) -> Iterator[inspect.Parameter]:
             kind = str
         elif origin in (Mapping, tuple):
             kind = list[str]
+        elif _is_count_or_share(kind):  # as it is written: a point tells them apart
+            yield _parameter(name, Annotated[str | None, typer.Option(*flags, metavar="NUMBER", help=help[name])])
+            continue
         elif origin is bool and field.default is not False:
             flags = (f"{flags[0]}/--no-{flags[0][2:]}",)
         shown = field.default not in (MISSING, None, False, "", ()) and str(field.default)
         yield _parameter(name, Annotated[kind | None, typer.Option(*flags, show_default=shown, help=help[name])])
+
+
+def _is_count_or_share(kind: Any) -> bool:
+    return set(get_args(kind)) == {int, float}
 
 
 def _without_none(hint: Any) -> Any:
@@ -210,7 +217,12 @@ def read_settings(
 
 
 def _listed(hint: Any, value: Any) -> Any:
-    """A setting of which there may be several: one may stand by itself, nothing is none, and numbers have commas."""
+    """A setting of which there may be several: one may stand by itself, nothing is none, and numbers have commas.
+
+    A number that may be a count or a share is text where it was an option, and is read here.
+    """
+    if _is_count_or_share(hint) and isinstance(value, str):
+        return parse_yaml(value, value)
     if get_origin(hint) is not tuple:
         return value
     several = () if value is None else value if isinstance(value, list | tuple) else (value,)

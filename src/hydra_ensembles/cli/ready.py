@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..arguments import Checked, Count, NotNegative, PositiveShare
+from ..arguments import Checked, Count, PositiveShare, Rate
 from ..calibrate import calibrate as calibrate_ensemble
 from ..data.batching import batches
 from ..errors import ConfigError, DataError
@@ -91,7 +91,7 @@ class FuseSettings(Checked):
     """
 
     output: str = field(kw_only=True)
-    average: NotNegative = 0.0
+    average: Count | Rate = 0
     stem: StemFusion = "shared"
     mlp: Fusion = "mean"
     norms: Fusion = "separate"
@@ -101,8 +101,10 @@ class FuseSettings(Checked):
     def __post_init__(self) -> None:
         """Check what can be checked without loading anything."""
         super().__post_init__()
-        if self.average >= 1 and not self.average.is_integer():
-            raise ConfigError(f"average is {self.average:g}; give a number of layers, or a share of them below 1")
+        if isinstance(self.average, float) and self.average >= 1:  # as fuse has it: 1 is one layer, 1.0 a share
+            raise ConfigError(
+                f"average is {self.average}; give a number of layers, without a point, or a share of them below 1"
+            )
 
 
 @command
@@ -126,9 +128,8 @@ def fuse(
     model = source.load_classifier(first)
     labels = model.metadata.labels
     models = [model, *(source.load_further(first, name, labels) for name in others or ())]
-    names = ("stem", "mlp", "norms", "readout", "trunk")
-    average = fusion.average if fusion.average < 1 else int(fusion.average)
-    made: Ensemble = fuse_models(models, **{name: getattr(fusion, name) for name in names}, average=average)
+    names = ("stem", "mlp", "norms", "readout", "trunk", "average")
+    made: Ensemble = fuse_models(models, **{name: getattr(fusion, name) for name in names})
     _written(made, folder)
     print(f"  hydra-ensembles calibrate {shlex.quote(str(folder))} --id DATA --output FOLDER")
 

@@ -19,11 +19,11 @@ from ..data.batching import BatchLoader, Preprocess
 from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
-from ..metrics.inputs import Convention, check_labels
+from ..metrics.inputs import Convention, check_labels, warn_of_probabilities
 from ..model.ensemble import Ensemble
-from ..model.metadata import Calibration, Metadata
+from ..model.metadata import Calibration, Familiarity, Metadata
 from ..optimize.runner import OptimizedEnsemble
-from ..overlap import require_unlike, warn_if_known, warn_of_copies
+from ..overlap import require_unlike, sample_keys, warn_if_known, warn_of_copies
 from ..prediction import AnyScore, ScoreName
 from .evaluation import (
     UNNAMED,
@@ -157,7 +157,7 @@ def evaluate(
     require_unlike(
         f"the in-distribution set {id_name!r}", own.keys, {f"OOD set {key!r}": one.keys for key, one in others.items()}
     )
-    marks = {"calibration": applied.marks, "familiarity": () if fitted is None else fitted.settings.marks}
+    marks = marks_of(applied, fitted)
     reused = warn_if_known(f"the in-distribution set {id_name!r}", own.keys, marks)
     for key, one in shifted.items():
         warn_if_known(f"set {key!r}", one.keys, marks)
@@ -207,10 +207,19 @@ def evaluate_logits(
     `ood` is nested or flat as in `evaluate`, with logits for data; `shift` is `{name: (logits, labels)}`; settings and
     errors are those of `evaluate`. Where it is known, `model` says what made the logits, and `provenance` where. Stored
     logits are given as `evaluate_logits(*kept.id, kept.ood, kept.shift)`.
+
+    There are no samples here to be known again. A `HydraWarning` tells of logits, the same to the last bit, that
+    `fit_calibration` fitted `calibration` on; of a calibration by `calibrate`, `evaluate` alone tells its samples.
     """
     calibration = calibration or Calibration()
     measure = Measure(name, id_name, score, scores, convention, calibration, bootstrap, keep_logits)
-    own = member_logits(id_logits, id_name)
+
+    def read(logits: Tensor, key: str, like: Tensor | None = None) -> Tensor:
+        found = member_logits(logits, key, like=like)
+        warn_of_probabilities(found, key)
+        return found
+
+    own = read(id_logits, id_name)
 
     def labelled(logits: Tensor, targets: Tensor, key: str) -> LabelledLogits:
         _, samples, classes = logits.shape
@@ -219,12 +228,21 @@ def evaluate_logits(
     groups = read_groups(ood).items()
     given = MemberLogits(
         labelled(own, labels, id_name),
-        {group: {key: member_logits(one, key, like=own) for key, one in sets.items()} for group, sets in groups},
-        {key: labelled(member_logits(one, key, like=own), to, key) for key, (one, to) in (shift or {}).items()},
+        {group: {key: read(one, key, own) for key, one in sets.items()} for group, sets in groups},
+        {key: labelled(read(one, key, own), to, key) for key, (one, to) in (shift or {}).items()},
     )
+    marks = {"calibration": calibration.logit_marks}
+    reused = warn_if_known(f"the in-distribution set {id_name!r}", sample_keys(own.transpose(0, 1)), marks)
+    for key, one in given.shift.items():
+        warn_if_known(f"set {key!r}", sample_keys(one.logits.transpose(0, 1)), marks)
     found = measure.evaluation(given, model, provenance or provenance_of(None, id_logits.dtype))
     known = {id_name: given.id.labels, **{f"shift.{key}": one.labels for key, one in given.shift.items()}}
-    return replace(found, traces=trace_sets(known))
+    return replace(found, reused=reused or None, traces=trace_sets(known))  # other bits prove nothing
+
+
+def marks_of(calibration: Calibration, familiarity: Familiarity | None) -> dict[str, tuple[str, ...]]:
+    """What a model was fitted on, by the marks of its samples."""
+    return {"calibration": calibration.marks, "familiarity": () if familiarity is None else familiarity.settings.marks}
 
 
 def read_groups(ood: Mapping[str, Any] | None) -> dict[OodGroup, dict[str, Any]]:

@@ -101,6 +101,7 @@ class Runner:
         for answer in answers:
             require_like(answer, answers[0] if like is None else like, name)
         labelled_logits = LabelledLogits(torch.cat(answers, dim=1), torch.cat(targets_of))
+        warn_of_probabilities(labelled_logits.logits, name)
         scores = None if found[0] is None else torch.cat(found, dim=2)  # [S, M, B]
         return Pass(labelled_logits, np.concatenate(keys), gallery, dtypes[0], scores)
 
@@ -189,7 +190,6 @@ def member_logits(answer: Any, name: str, of: str = "", like: Tensor | None = No
     logits = at_least_float32(answer.detach().cpu())
     logits = logits.unsqueeze(0) if logits.ndim == 2 else logits  # [B, C] -> [1, B, C]
     check_finite(logits, f"member logits [M, B, C]{of}", name)
-    warn_of_probabilities(logits, name)
     if like is not None:
         require_like(logits, like, name)
     return logits

@@ -3,9 +3,12 @@
 Heads are always addressed by the index they had before any pruning; where one lies in the weights is found out here.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,7 +19,7 @@ from ..model.config import EnsembleConfig
 from ..model.dual_encoder import DualEncoder, require_model
 from ..model.ensemble import Ensemble
 from ..model.layers import Attention
-from ..model.watch import edited
+from ..model.watch import masking
 from .ranking import Head, HeadLike, as_heads
 
 ONE_TOWER = "main"
@@ -33,6 +36,10 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
     Blocks may be nested, and may name the same head. Logits computed inside must be differentiated inside. What was
     measured (calibration, familiarity) stays as it is; copies and files that are made inside keep the mask for good, so
     they go without it, with a warning.
+
+    The model is one and the same for all threads: where others predict with it meanwhile, they get its answers without
+    these heads, with a warning. Give each thread a copy (`copy.deepcopy`). Masks of several threads come off in any
+    order, and the weights are whole when the last one has.
 
     Args:
         ensemble: An ensemble or a dual encoder; changed in place until the block ends.
@@ -58,24 +65,58 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
         (False, True)
     """
     require_model(ensemble, "masked")
-    saved: list[tuple[Attention, int, Tensor]] = []
+    places: list[tuple[Attention, int]] = []
     for head in as_heads(heads):
         tower = tower_of(ensemble, head)
         if member is not None and tower.num_members < ensemble.num_members:
             raise HeadError(f"one {head.tower} tower serves all {ensemble.num_members} members; leave `member` out")
         rows = head_rows(tower.config, head, member)
-        attention = attention_of(tower, head.layer)
-        saved += [(attention, row, attention.out.detach()[row].clone()) for row in rows]
+        places += [(attention_of(tower, head.layer), row) for row in rows]
     towers = towers_of(ensemble).values()
+    mask, thread = object(), threading.get_ident()
+    begun = False
     try:
-        with torch.no_grad(), edited(*towers, masks=1):
-            for attention, row, _ in saved:
-                attention.out[row].zero_()
+        with _ONE_AT_A_TIME, torch.no_grad(), masking(*towers, thread=thread, on=True):
+            begun = True
+            for attention, row in places:
+                _switch_off(attention, row, mask)
         yield ensemble
     finally:
-        with torch.no_grad(), edited(*towers, masks=-1):
-            for attention, row, values in saved:
-                attention.out[row].copy_(values)
+        if begun:
+            with _ONE_AT_A_TIME, torch.no_grad(), masking(*towers, thread=thread, on=False):
+                for attention, row in places:
+                    _switch_on(attention, row, mask)
+
+
+@dataclass(frozen=True)
+class _Off:
+    """A head that is off: the values it had, and the masks that keep it off."""
+
+    values: Tensor
+    masks: set[object] = field(default_factory=set)
+
+
+_ONE_AT_A_TIME = threading.Lock()
+_OFF: "WeakKeyDictionary[Attention, dict[int, _Off]]" = WeakKeyDictionary()  # by row of the output projection
+
+
+def _switch_off(attention: Attention, row: int, mask: object) -> None:
+    known = _OFF.setdefault(attention, {})
+    if row not in known:
+        known[row] = _Off(attention.out[row].clone())
+    known[row].masks.add(mask)
+    attention.out[row].zero_()
+
+
+def _switch_on(attention: Attention, row: int, mask: object) -> None:
+    """Undo what a mask did, also where it was interrupted; a head that no mask keeps off any more gets its values."""
+    one = _OFF.get(attention, {}).get(row)
+    if one is None:
+        return
+    one.masks.discard(mask)
+    if not one.masks:
+        attention.out[row].copy_(one.values)
+        del _OFF[attention][row]
 
 
 def towers_of(model: Ensemble | DualEncoder) -> dict[str, Ensemble]:

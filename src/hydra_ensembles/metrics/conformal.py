@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..arguments import Count, NotNegative, PositiveShare, checked
 from ..errors import ConfigError, DataError
-from .inputs import Labels, check_probs, check_scores
+from .inputs import Labels, check_probs, check_rows, check_scores
 
 SetKind = Literal["lac", "aps", "raps"]
 
@@ -113,8 +113,11 @@ class LabelSets:
 
         The most probable label always is: it costs nothing, and no set is empty.
         """
+        probs = check_rows(probs)
         limits = torch.tensor(self.thresholds, dtype=probs.dtype, device=probs.device)  # [1] or [C]
-        chosen = label_scores(probs, self.kind, self.penalty, self.free_ranks) <= limits
+        if limits.shape not in ((1,), probs.shape[-1:]):
+            raise DataError(f"these sets are of {len(limits)} classes, and the probabilities of {probs.shape[-1]}")
+        chosen = _label_scores(probs, self.kind, self.penalty, self.free_ranks) <= limits
         return chosen.scatter(-1, probs.argmax(dim=-1, keepdim=True), True)
 
 
@@ -127,6 +130,10 @@ def label_scores(probs: Tensor, kind: SetKind = "lac", penalty: float = 0.1, fre
     """
     if kind not in get_args(SetKind):
         raise ConfigError(f"kind={kind!r} is not known; choose one of {', '.join(get_args(SetKind))}")
+    return _label_scores(check_rows(probs), kind, penalty, free_ranks)
+
+
+def _label_scores(probs: Tensor, kind: SetKind, penalty: float, free_ranks: int) -> Tensor:
     if kind == "lac":
         return 1.0 - probs
     ordered, labels = probs.sort(dim=-1, descending=True, stable=True)
@@ -160,7 +167,7 @@ def fit_sets(
         free_ranks: Of `raps`.
     """
     probs, targets = check_probs(probs, labels)
-    scores = label_scores(probs, kind, penalty, free_ranks).gather(-1, targets[:, None])[:, 0]  # [B]
+    scores = _label_scores(probs, kind, penalty, free_ranks).gather(-1, targets[:, None])[:, 0]  # [B]
     groups: Sequence[Tensor] = [scores]
     if by_class:
         groups = [scores[targets == one] for one in range(probs.shape[1])]

@@ -15,6 +15,7 @@ Convention = Literal["torch-uncertainty", "openood"]
 
 # How far a row of probabilities may be from one: the rounding of the dtype, added up over the classes.
 _ROW_SUM_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_SUMS_TO_ONE = 3e-3  # how far a softmax is from it at most: bfloat16 rounds each part by 1/512 of it
 
 
 def where(name: str | None) -> str:
@@ -46,8 +47,12 @@ def check_finite(values: Tensor, what: str, name: str | None = None) -> None:
 
 
 def warn_of_probabilities(logits: Tensor, name: str | None = None) -> None:
-    """Say so where all rows of what is taken for logits sum to one, and none is negative."""
-    if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-3).all()):
+    """Say so where all rows of what is taken for logits sum to one, and none is negative.
+
+    A single row may do so by chance: look at a whole set, or at what a caller gives, not at the answers of a model.
+    """
+    logits = at_least_float32(logits.detach())
+    if logits.numel() and bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < _SUMS_TO_ONE).all()):
         warn(
             f"{where(name)}the answers look like probabilities, and are taken for logits: give what is before the "
             "softmax, or probabilities.log()"
@@ -92,7 +97,7 @@ def check_probs(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     if probs.ndim != 2:
         raise DataError(f"probabilities must have shape [B, C], but have {list(probs.shape)}")
     targets = check_labels(labels, samples=probs.shape[0], classes=probs.shape[1])
-    return _probability_rows(probs), targets.to(probs.device)
+    return check_rows(probs), targets.to(probs.device)
 
 
 def check_member_probs(member_probs: Tensor) -> Tensor:
@@ -100,16 +105,19 @@ def check_member_probs(member_probs: Tensor) -> Tensor:
     if member_probs.ndim != 3 or member_probs.shape[0] == 0 or member_probs.shape[1] == 0:
         got = list(member_probs.shape)
         raise DataError(f"member probabilities must be [M, B, C], at least one member and one sample, but are {got}")
-    return _probability_rows(member_probs)
+    return check_rows(member_probs)
 
 
-def _probability_rows(probs: Tensor) -> Tensor:
+def check_rows(probs: Tensor) -> Tensor:
+    """Probabilities `[…, C]`, no logits, in at least float32, clamped to [0, 1]; there may be no row at all."""
     if probs.shape[-1] < 2 or not probs.is_floating_point():
         got = f"{probs.dtype} over {probs.shape[-1]}"
         raise DataError(f"probabilities must be floating point over two classes or more (1 - p and p), but are {got}")
     check_finite(probs, "probabilities")
     tolerance = _ROW_SUM_TOLERANCE.get(probs.dtype, 1e-3)
     probs = at_least_float32(probs.detach())
+    if not probs.numel():
+        return probs
     lowest = probs.min().item()
     off = (probs.sum(-1) - 1).abs().max().item()
     if lowest < -tolerance or off > tolerance:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..arguments import Checked, Count, PositiveShare, trusted
+from ..arguments import Checked, Count, PositiveShare
 from ..errors import ConfigError
 from ..metrics.conformal import Reference
 from ..metrics.distance import BY_CLASS, FittedName, Statistics, is_relative, nearest_class, ready, unfamiliarity
@@ -30,7 +30,8 @@ class Calibration(Checked):
     Inputs whose score is above `threshold` are to be abstained from; `accepted_share` is the share of
     in-distribution inputs the threshold was chosen to accept. What the temperature `calibrates` is said at
     `Prediction.from_logits`; `reference` has the scores of the held-out data, for p-values, and `marks` the digests of
-    64 of its samples, drawn evenly: by them `evaluate` tells where it is given the same samples again.
+    64 of its samples, drawn evenly: by them `evaluate` tells where it is given the same samples again. Where logits
+    were all there was (`fit_calibration`), `logit_marks` has those of 64 of them, for `evaluate_logits`.
     """
 
     temperature: tuple[float, ...] = (1.0,)
@@ -40,6 +41,7 @@ class Calibration(Checked):
     calibrates: Calibrates = field(default="logits", metadata=ADDED_LATER)
     reference: Reference | None = field(default=None, metadata=ADDED_LATER)
     marks: tuple[str, ...] = field(default=(), repr=False, metadata=ADDED_LATER)
+    logit_marks: tuple[str, ...] = field(default=(), repr=False, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +50,7 @@ class Calibration(Checked):
     @property
     def brief(self) -> "Calibration":
         """The same without reference and marks, to be shown."""
-        return replace(self, reference=None, marks=())
+        return replace(self, reference=None, marks=(), logit_marks=())
 
     def prediction(
         self,
@@ -61,7 +63,7 @@ class Calibration(Checked):
         temperature = self.temperature if len(self.temperature) > 1 else self.temperature[0]
         own = (temperature, self.threshold, self.score)
         about = (self.calibrates, self.reference, unfamiliarity)
-        return trusted(Prediction.from_logits)(member_logits, *own, class_names, check_finite, *about)
+        return Prediction.of(member_logits, *own, class_names, check_finite, *about)
 
 
 @dataclass(frozen=True)

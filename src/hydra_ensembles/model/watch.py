@@ -1,5 +1,6 @@
 """Whether a model still has the weights it was measured with: edits are counted, and values compared where asked."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
@@ -13,6 +14,8 @@ from .dropping import OurModel
 from .metadata import Metadata
 
 EDITED = "weights edited", "the weights of this ensemble were edited after it was measured"  # history, warning
+_WITHOUT_HOOKS = ("calibrated", "fitted", "optimized", "saved")  # copies keep them, exports trace them
+_PLACING_HOOKS = ("torch.", "accelerate.")  # whose hooks move weights and inputs
 DROPPED = "its calibration, familiarity and metrics are dropped; calibrate again"
 
 
@@ -25,11 +28,11 @@ class WeightWatch:
     The model is handed to whatever looks at it anew, and not kept: copies and pickles of a model hold no second one.
 
     Attributes:
-        masks: How many masks are on the weights now: they are not what was measured, and that is meant.
+        masks: The thread of each mask that is on the weights now: they are not what was measured, and that is meant.
     """
 
     def __init__(self) -> None:
-        self.masks = 0
+        self.masks: list[int] = []
         self._places: list[nn.Module] = []  # all parts of the model: where weights and further parts lie
         self._counted: list[tuple[int, int]] | None = None  # the weights as they were last seen; None: not watched
         self._digest: int | None = None  # of the values that were measured; None where nothing was
@@ -44,10 +47,18 @@ class WeightWatch:
         self.count(model)
         self._digest = weights_digest(model.parameters()) if measured else None
 
+    def pause(self) -> None:
+        """No edits until they are counted anew: another thread that answers meanwhile must find none."""
+        self._counted = None
+
     def count(self, model: nn.Module) -> None:
         """Count edits of the weights from now on; the digest of what was measured stays."""
         self._places = list(model.modules())
         self._counted = self._counters()
+
+    def masked_elsewhere(self) -> bool:
+        """Whether all masks that are on were put on by other threads than the one that asks."""
+        return bool(self.masks) and threading.get_ident() not in self.masks
 
     def forget(self) -> None:
         """Nothing measured is left to compare values with."""
@@ -59,10 +70,12 @@ class WeightWatch:
 
     def edited(self) -> bool:
         """Whether a weight was edited in place, or it or a part replaced, since counting began; no value is read."""
-        if self._counted is None:
+        before = self._counted
+        if before is None:
             return False
         now = self._counters()
-        return now != self._counted and -1 not in (count for _, count in now)
+        meant = self._counted is not before  # meanwhile, by a mask of another thread
+        return now != before and not meant and -1 not in (count for _, count in now)
 
     def values_differ(self, model: nn.Module) -> bool:
         """Whether the weights have other values than those that were measured; masks are no other values."""
@@ -135,6 +148,8 @@ class Watched(OurModel):
 
         With heads masked they are not those that were measured, and stay so when the mask comes off here.
         """
+        if deed in _WITHOUT_HOOKS:
+            _warn_of_hooks(self, deed)
         known = self.verified_metadata()
         if not self._watch.masks:
             return known
@@ -185,12 +200,31 @@ class Watched(OurModel):
             self._watch.count(self)
 
 
+def _warn_of_hooks(model: nn.Module, deed: str) -> None:
+    """Warn where parts of a model have forward hooks: what is made of its weights does not run them."""
+    for name, part in model.named_modules():
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            if not str(getattr(hook, "__module__", "")).startswith(_PLACING_HOOKS):
+                warn(
+                    f"{name or 'the ensemble'} has the forward hook {getattr(hook, '__qualname__', hook)}, and what is "
+                    f"{deed} does not run it: where it changes what is computed, that answers differently"
+                )
+                return
+
+
 @contextmanager
-def edited(*models: Watched, masks: int) -> Iterator[None]:
-    """Masks are put on (`masks=1`) or taken off (-1) inside: unlike edits of before, this drops no calibration."""
+def masking(*models: Watched, thread: int, on: bool) -> Iterator[None]:
+    """A mask of a thread is put on, or taken off, inside: unlike edits of before, this drops no calibration."""
     for one in models:
         _ = one.metadata
-    yield
-    for one in models:
-        one._watch.count(one)
-        one._watch.masks += masks
+    watched = [one for one in models if one._watch.on]
+    for one in watched:
+        one._watch.pause()
+    try:
+        yield
+    finally:
+        for one in models:
+            masks = one._watch.masks
+            masks.append(thread) if on else masks.remove(thread)
+        for one in watched:
+            one._watch.count(one)

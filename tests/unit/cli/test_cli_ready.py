@@ -90,6 +90,9 @@ def test_what_cannot_work_is_refused_in_a_line_and_nothing_is_written(tunings, h
     for arguments, token in (
         ((*tunings, "--output", new), "average="),
         ((*tunings, "--average", 2.5, "--output", new), "share"),
+        ((*tunings, "--average", "1.0", "--output", new), "share"),  # as in Python, where 1 is one layer
+        ((*tunings, "--set", "average=2.0", "--output", new), "share"),
+        ((*tunings, "--average", "some", "--output", new), "average"),
         ((*tunings, "--average", 7, "--output", new), "3 layers"),
         ((*tunings, "--average", -1, "--output", new), "average"),
         ((tunings[0], tmp_path / "none", "--output", new), "no model"),

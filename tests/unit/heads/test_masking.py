@@ -1,15 +1,17 @@
 """Switching heads off and on again, and finding them."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hydra_ensembles.errors import ConfigError, HeadError
+from hydra_ensembles.errors import ConfigError, HeadError, HydraWarning
 from hydra_ensembles.heads.masking import checked_layers, masked
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.model.metadata import Calibration
 from random_ensembles import HEADS, LAYERS, random_batches, random_ensemble, without_heads
 
 UNEQUAL = (((0, 2), (1,), (0, 1, 2, 3)), ((1, 2, 3), (), (0, 3)))  # two members
@@ -54,6 +56,45 @@ def test_nested_masks_add_up_and_come_off_one_by_one() -> None:
         assert torch.equal(ensemble(inputs), outer)
     assert same(before, bits(ensemble))
     torch.testing.assert_close(both, without_heads(ensemble, {(0, 0), (1, 1), (2, 2)})(inputs))
+
+
+def test_masks_come_off_in_any_order() -> None:
+    ensemble, inputs = model_and_inputs()
+    before = bits(ensemble)
+    first, second = masked(ensemble, [(0, 0), (1, 1)]), masked(ensemble, [(1, 1), (2, 2)])
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    torch.testing.assert_close(ensemble(inputs), without_heads(ensemble, {(1, 1), (2, 2)})(inputs))
+    second.__exit__(None, None, None)
+    assert same(before, bits(ensemble))
+
+
+def test_masks_of_many_threads_leave_every_bit_and_the_calibration() -> None:
+    ensemble = random_ensemble()
+    ensemble = ensemble.with_metadata(calibration=Calibration((2.0,), 0.5))
+    before = bits(ensemble)
+
+    def work(seed: int) -> None:
+        for turn in range(20):
+            with masked(ensemble, [(1, (seed + turn) % HEADS), (2, 0)]):
+                assert ensemble.metadata.calibration is not None
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert same(before, bits(ensemble))
+    assert ensemble.metadata.calibration is not None
+    assert not ensemble._watch.masks
+
+
+def test_a_thread_whose_answers_lack_heads_that_another_masked_is_told() -> None:
+    ensemble, inputs = model_and_inputs()
+    with ThreadPoolExecutor(1) as pool:
+        with masked(ensemble, [(1, 1)]):
+            ensemble.predict(inputs)
+            with pytest.warns(HydraWarning, match="another thread"):
+                pool.submit(ensemble.predict, inputs).result()
+        pool.submit(ensemble.predict, inputs).result()
 
 
 def test_gradients_inside_and_across_the_end_of_a_mask() -> None:

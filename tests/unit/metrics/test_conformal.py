@@ -132,6 +132,9 @@ def test_few_samples_of_a_class_keep_its_label_in() -> None:
         (lambda: label_scores(torch.ones(1, 2) / 2, "thr"), ConfigError, "thr"),  # type: ignore[arg-type]
         (lambda: fit_sets(torch.ones(1, 2) / 2, torch.tensor([0]), penalty=-1), ConfigError, "penalty"),
         (lambda: fit_sets(torch.ones(1, 2), torch.tensor([0])), DataError, "sum to one"),
+        (lambda: label_scores(torch.tensor([[2.0, -1.0]])), DataError, "softmax"),
+        (lambda: LabelSets((0.5,))(torch.tensor([[2.0, -1.0]])), DataError, "softmax"),
+        (lambda: LabelSets((0.5, 0.5, 0.5))(torch.ones(1, 2) / 2), DataError, "3 classes"),
         (lambda: Reference((2.0, 1.0), 2), ConfigError, "sorted"),
     ],
 )
@@ -142,3 +145,4 @@ def test_what_cannot_be_used_is_named(call, error, token) -> None:
 
 def test_sets_are_plain_settings() -> None:
     assert LabelSets((0.5,))(torch.tensor([[0.6, 0.4], [0.5, 0.5]])).tolist() == [[True, False], [True, True]]
+    assert LabelSets((0.5,))(torch.empty(0, 2)).shape == (0, 2)

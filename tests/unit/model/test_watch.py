@@ -3,12 +3,16 @@
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import hydra_ensembles as he
+from hydra_ensembles.errors import HydraWarning
 from hydra_ensembles.model.watch import WeightWatch
+from random_ensembles import random_batches, random_ensemble
 
 
 def watched(measured: bool = True) -> tuple[nn.Sequential, WeightWatch]:
@@ -67,9 +71,9 @@ def test_counting_anew_overlooks_edits_but_not_values() -> None:
     in_place(model)
     watch.count(model)
     assert (watch.edited(), watch.values_differ(model)) == (False, True)
-    watch.masks += 1  # they are meant, and come off again
+    watch.masks.append(0)  # they are meant, and come off again
     assert not watch.values_differ(model)
-    watch.masks -= 1
+    watch.masks.remove(0)
     assert watch.values_differ(model)
 
 
@@ -120,6 +124,25 @@ def test_a_copy_holds_no_module_and_compares_with_the_same_values(copied: Callab
 def test_a_copy_that_is_made_with_masks_on_has_no_weights_that_were_measured() -> None:
     model, watch = watched()
     in_place(model)
-    watch.masks = 1
+    watch.masks = [1]
     taken = watch.for_copy()
-    assert (taken.on, taken.masks, taken.values_differ(model)) == (True, 0, False)
+    assert (taken.on, taken.masks, taken.values_differ(model)) == (True, [], False)
+
+
+def test_what_is_made_without_forward_hooks_says_so(tmp_path: Path) -> None:
+    model = random_ensemble()
+    images = random_batches(model)
+    plain = model.predict(images[0][0]).probs
+    handle = model.encoder.layers[1].register_forward_hook(lambda module, given, found: found * 2)
+    assert not torch.equal(model.predict(images[0][0]).probs, plain)
+    for deed, call in (
+        ("saved", lambda: model.save_pretrained(tmp_path)),
+        ("optimized", model.optimize),
+        ("calibrated", lambda: he.calibrate(model, images, share=0.5, familiarity=None)),
+        ("fitted", lambda: he.fit_familiarity(model, images, "knn")),
+    ):
+        with pytest.warns(HydraWarning, match=rf"encoder\.layers\.1 has the forward hook .*lambda.* {deed} does not"):
+            call()
+    assert not torch.equal(copy.deepcopy(model).predict(images[0][0]).probs, plain)  # a copy has the hook, too
+    handle.remove()
+    model.optimize()
