@@ -267,6 +267,11 @@ def fit_calibration(
     if samples < 2:
         raise DataError(f"calibration needs at least two samples (better hundreds), got {samples}")
     labels = check_labels(labels, samples, classes, None).to(member_logits.device)
+    if bool((labels == labels[0]).all()):
+        warn(
+            f"all {samples} labels are {int(labels[0])}: temperature and threshold are those of one class, and say "
+            "nothing of the others; shuffle sorted data before taking a part"
+        )
     before = after = _nll(_label_log_probs(member_logits, labels, 1.0))
     chosen: tuple[float, ...] = (1.0,)
     if temperature:

@@ -24,7 +24,7 @@ from .model.dropping import dropping
 from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
 from .model.metadata import Familiarity, FamiliaritySettings, Metadata
-from .overlap import Keys, marked, names_of, sample_keys, share_known
+from .overlap import Keys, marked, names_of, sample_keys, share_known, warn_of_copies
 
 FEW_A_CLASS = 20  # samples a class below which the covariance is shrunk more
 SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # of the mean eigenvalue, added to each
@@ -111,10 +111,12 @@ def fit_familiarity(
     draws = np.random.default_rng(seed)
     fitting = Fitting(ensemble, options, draws)
     waiting = Reservoir(HELD_OUT_MOST, draws)
+    known_by = list[Keys]()
     for inputs, samples in answers(ensemble, id_batches, "id_batches", options.labelled):
         out = torch.from_numpy(draws.random(len(samples.labels)) < held_out)
+        known_by.append(sample_keys(inputs))
         fitting.add(samples.pick(~out))
-        fitting.mark(sample_keys(inputs)[~out.numpy()])
+        fitting.mark(known_by[-1][~out.numpy()])
         fitting.add(waiting.offer(samples.pick(out)))
     kept = waiting.samples()
     for label in fitting.missing():  # a class whose only samples were held out
@@ -123,6 +125,9 @@ def fit_familiarity(
             fitting.add(kept.pick(torch.tensor([place])))
             kept = kept.pick(torch.arange(len(kept.labels)) != place)
     known = fitting.finish()
+    keys = np.concatenate(known_by)
+    why = "held out, a copy of what was fitted looks more familiar than new data, whose p-values are then too low"
+    warn_of_copies("id_batches", len(keys), len(np.unique(keys)), why)
     if kept is not None and len(kept.labels):
         scores = known.scores(kept.features, kept.logits)[0].mean(dim=0)
         known = Familiarity(replace(known.settings, reference=Reference.of(scores)), known.state)

@@ -126,9 +126,14 @@ def require_unlike(name: str, own: Keys, ood: Mapping[str, Keys]) -> None:
             )
         if inside:
             warn(f"{inside} of {len(keys)} samples of {title} are samples of {name}, too; leave them out of one")
-        if len(keys) == 1:
-            warn(f"{title} has one sample: whether it was told apart says nothing of others; give more")
+        warn_of_one_sample(title, len(keys))
         seen[title] = keys
+
+
+def warn_of_one_sample(title: str, samples: int) -> None:
+    """Warn of an OOD set that is none."""
+    if samples == 1:
+        warn(f"{title} has one sample: whether it was told apart says nothing of others; give more")
 
 
 def warn_of_copies(name: str, samples: int, different: int, why: str) -> None:

@@ -310,6 +310,12 @@ def test_probabilities_in_place_of_logits_are_said():
         fit_calibration(logits.softmax(-1), labels)
 
 
+def test_one_class_alone_is_said():
+    logits, _ = sample(2, 60, 4, 1.0, 0)
+    with pytest.warns(HydraWarning, match="all 60 labels are 2"):
+        fit_calibration(logits, torch.full((60,), 2), temperature=False)
+
+
 def test_a_callers_autocast_does_not_calibrate():
     model, data = tiny(), list(validation(200))
     wanted = calibrate(model, data).metadata

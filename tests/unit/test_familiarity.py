@@ -366,6 +366,12 @@ def test_what_overflows_is_fitted_batch_by_batch(monkeypatch: pytest.MonkeyPatch
     assert len(added) <= 2 * len(data)
 
 
+def test_copies_are_said() -> None:
+    """Held out, they are at no distance from those that were fitted."""
+    with pytest.warns(HydraWarning, match="120 of the 240 samples of id_batches are copies"):
+        fit_familiarity(model(CONFIG), batches(CONFIG) * 2, "knn")
+
+
 def test_few_samples_are_said_and_shrunk() -> None:
     with pytest.warns(UserWarning, match="4 on average, 4 of the rarest"):
         few = fit_familiarity(model(CONFIG), batches(CONFIG, 12), held_out=0.0)

@@ -23,7 +23,7 @@ from ..metrics.inputs import Convention, check_labels, warn_of_probabilities
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration, Familiarity, Metadata
 from ..optimize.runner import OptimizedEnsemble
-from ..overlap import require_unlike, sample_keys, warn_if_known, warn_of_copies
+from ..overlap import require_unlike, sample_keys, warn_if_known, warn_of_copies, warn_of_one_sample
 from ..prediction import AnyScore, ScoreName
 from .evaluation import (
     UNNAMED,
@@ -231,6 +231,9 @@ def evaluate_logits(
         {group: {key: read(one, key, own) for key, one in sets.items()} for group, sets in groups},
         {key: labelled(read(one, key, own), to, key) for key, (one, to) in (shift or {}).items()},
     )
+    for sets in given.ood.values():
+        for key, foreign in sets.items():
+            warn_of_one_sample(f"OOD set {key!r}", foreign.shape[1])
     marks = {"calibration": calibration.logit_marks}
     reused = warn_if_known(f"the in-distribution set {id_name!r}", sample_keys(own.transpose(0, 1)), marks)
     for key, one in given.shift.items():

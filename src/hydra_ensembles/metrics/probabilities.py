@@ -124,8 +124,9 @@ def ece(probs: Tensor, labels: Labels, *, bins: Whole = BINS) -> float:
 def adaptive_ece(probs: Tensor, labels: Labels, *, bins: Whole = BINS) -> float:
     """Calibration error over bins of equal count, L1 weighted by count.
 
-    torch-uncertainty's is NaN with fewer samples than bins, where here the empty bins are dropped. Equal confidences
-    keep the order of the data.
+    torch-uncertainty's is NaN with fewer samples than bins, where here the empty bins are dropped. Where a bin ends
+    among equal confidences, nothing says which of them are in it: each counts with their share of right answers, so the
+    number does not depend on the order of the data.
 
     Args:
         probs: Class probabilities `[B, C]`.
@@ -176,11 +177,13 @@ def ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS
 @checked
 def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS) -> float:
     """`adaptive_ece` from what `top_label` returns."""
-    order = confidence.sort(stable=True).indices
+    rising, order = confidence.detach().cpu().sort()
+    _, run, sizes = rising.unique_consecutive(return_inverse=True, return_counts=True)  # by run of equal confidences
+    right = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, run, correct.cpu().double()[order]) / sizes
     size, larger = divmod(len(order), bins)  # the first `larger` bins hold one sample more
     sizes = torch.tensor([size + 1] * larger + [size] * (bins - larger))
     groups = torch.repeat_interleave(torch.arange(bins), sizes)
-    return _weighted_gap(groups, confidence[order], correct[order], bins)
+    return _weighted_gap(groups, rising, right[run], bins)
 
 
 @checked

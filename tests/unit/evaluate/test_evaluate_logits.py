@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from hydra_ensembles import metrics
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.evaluation.evaluation import Evaluation, MemberLogits, Selective
 from hydra_ensembles.model.metadata import Calibration
@@ -214,6 +214,11 @@ def test_bootstrap_intervals_hold_the_numbers():
         assert interval.low <= interval.high
     assert numbers["accuracy"] in found.intervals["accuracy"]
     assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_one_ood_sample_says_nothing_of_others():
+    with pytest.warns(HydraWarning, match="OOD set 'far' has one sample"):
+        evaluate_logits(GOOD, TARGETS, {"far": noise(1)})
 
 
 def test_figures_describe_the_same_numbers(evaluation):

@@ -126,6 +126,18 @@ def test_random_cases_equal_the_referees(referee, quiet):
             assert adaptive_ece(probs, labels) == pytest.approx(gaps.mean().item(), abs=1e-6)
 
 
+def test_the_order_of_the_data_changes_no_calibration_error():
+    """Nor does it where confidences are equal, and bins end among them."""
+    right = torch.arange(300) < 240  # sorted, as by class
+    assert adaptive_ece_of_confidence(torch.full((300,), 0.8), right) == pytest.approx(0.0, abs=1e-7)
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.randint(1, 9, (300,), generator=generator) / 8
+    found = adaptive_ece_of_confidence(confidence, right)
+    for _ in range(5):
+        rows = torch.randperm(300, generator=generator)
+        assert adaptive_ece_of_confidence(confidence[rows], right[rows]) == pytest.approx(found, abs=1e-12)
+
+
 def test_diversity_equals_the_referee(referee, quiet):
     for seed in range(30):
         probs = random_member_probs(seed)

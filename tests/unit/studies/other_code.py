@@ -53,8 +53,11 @@ def _aurc(scores: Any, correct: Any) -> float:
 
 
 def _adaptive_ece(confidence: Any, correct: Any) -> float:
-    parts = np.array_split(np.argsort(confidence, kind="stable"), 15)
-    return sum(abs(float((confidence[one] - correct[one]).sum())) for one in parts) / len(correct)
+    """Of equal confidences each has the share of right answers."""
+    means = {one: float(correct[confidence == one].mean()) for one in np.unique(confidence)}
+    right = np.array([means[one] for one in confidence])
+    parts = np.array_split(np.argsort(confidence), 15)
+    return sum(abs(float((confidence[one] - right[one]).sum())) for one in parts) / len(correct)
 
 
 def _ece(confidence: Any, correct: Any) -> float:
