@@ -283,21 +283,16 @@ class CachedTower:
         A pair joins at the block of its candidate, where it branches off the model (whose attention is computed once
         for all candidates of the layer), or at a later level that was kept.
         """
-        base = self.base[index]
-        kept = self.kept[index]
-        last = self.model.layers
+        base, kept, last = self.base[index], self.kept[index], self.model.layers
         known = kept.deepest[candidates, rows]
         branches = known <= self.layer_of[candidates]
         joins = np.where(branches, self.layer_of[candidates] + 1, known)  # level at which a pair joins
         order = np.lexsort((self.head_of[candidates], branches, joins))
-        candidates = candidates[order]
-        numbers = numbers[order]
-        rows = rows[order]
-        branches = branches[order]
-        joins = joins[order]
+        candidates, numbers, rows, branches, joins = (
+            one[order] for one in (candidates, numbers, rows, branches, joins)
+        )
         device_rows = to_device(rows, base.device)
         context = base.context(device_rows)
-
         x: Tensor | None = None
         active = 0  # pairs that have joined; they come first
         for level in range(int(joins[0]), last + 1):
@@ -429,8 +424,7 @@ class CandidateActivations:
         if not count:
             return
         slots, self._free = self._free[-count:], self._free[:-count]
-        candidates = candidates[:count]
-        rows = rows[:count]
+        candidates, rows = candidates[:count], rows[:count]
         self._slot[candidates, level, rows] = slots
         self.deepest[candidates, rows] = level
         self._pool.index_copy_(0, to_device(slots, self._pool.device), x[0, :count])

@@ -36,7 +36,7 @@ from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_
 from .exact import Exact, Naive
 from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
 from .journal import FORMAT, Journal, Step, read_journal, resumed
-from .scores import CircuitData, Distance, Method, Objective, OODScore, Result, Score, Ties, read_samples
+from .scores import CircuitData, Distance, Method, Objective, OODScore, Score, Ties, read_samples
 from .screened import AFRESH, Screened
 from .timing import MINUTES, CandidateBar, in_words, say, seconds_of, speed_of
 
@@ -262,41 +262,26 @@ def _checked_scope(
     towers: Sequence[Tower],
     layers: Iterable[int] | None,
 ) -> CircuitScope:
-    names, sentences = _checked_classes(model, class_names, templates)
-    return CircuitScope(*_checked_places(model, towers, layers), names, sentences)
-
-
-def _checked_classes(
-    model: Ensemble | DualEncoder, class_names: Sequence[str] | None, templates: Templates
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names and sentences of a dual encoder, none of an ensemble; refuses a model that has no answers to score."""
+    """The scope of a model that has answers to score; names and prompts of a dual encoder alone."""
     if model.num_members != 1:
         raise ConfigError(f"a circuit is of one model, got {model.num_members} members; give ensemble.member(i)")
-    if isinstance(model, DualEncoder):
-        if class_names is None:
-            raise ConfigError("a dual encoder answers for classes by their names; give class_names")
-        return checked_names(class_names), checked_templates(templates)
-    if class_names is not None:
-        raise ConfigError("class_names are for dual encoders; an ensemble has its classes already")
-    if model.num_classes < 2:
-        raise ConfigError(f"a circuit needs answers to score, but this ensemble has {model.num_classes} classes")
-    return (), ()
-
-
-def _checked_places(
-    model: Ensemble | DualEncoder, towers: Sequence[Tower], layers: Iterable[int] | None
-) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
-    """Towers and layers whose heads are candidates; the layers are None for all of several towers."""
-    chosen: tuple[str, ...] = (ONE_TOWER,)
-    if isinstance(model, DualEncoder):
-        chosen = tuple(tower for tower in sorted(get_args(Tower)) if tower in towers)
-        if not chosen or len(chosen) < len(towers):
-            raise ConfigError(f"towers must be some of {list(get_args(Tower))}, each once, got {list(towers)}")
+    if isinstance(model, Ensemble):
+        if class_names is not None:
+            raise ConfigError("class_names are for dual encoders; an ensemble has its classes already")
+        if model.num_classes < 2:
+            raise ConfigError(f"a circuit needs answers to score, but this ensemble has {model.num_classes} classes")
+        return CircuitScope((ONE_TOWER,), checked_layers(model.config, layers), (), ())
+    if class_names is None:
+        raise ConfigError("a dual encoder answers for classes by their names; give class_names")
+    prompts = checked_names(class_names), checked_templates(templates)
+    chosen = tuple(tower for tower in sorted(get_args(Tower)) if tower in towers)
+    if not chosen or len(chosen) < len(towers):
+        raise ConfigError(f"towers must be some of {list(get_args(Tower))}, each once, got {list(towers)}")
     if len(chosen) == 1:
-        return chosen, checked_layers(towers_of(model)[chosen[0]].config, layers)
+        return CircuitScope(chosen, checked_layers(towers_of(model)[chosen[0]].config, layers), *prompts)
     if layers is not None:
         raise ConfigError('layers are numbered within one tower; leave `layers` out, or give towers=("image",)')
-    return chosen, None
+    return CircuitScope(chosen, None, *prompts)
 
 
 @dataclass(eq=False)
@@ -388,7 +373,9 @@ class Extraction:
         with closing(shown.bar):
             for index in range(len(done), self.budget):
                 free = may_go(self.model, left)
-                choice = self._choice(search, free)
+                choice = search.choose(free)
+                if choice.over and isinstance(search, Screened):  # by estimates alone: measurements have the last word
+                    choice = search.exact.choose(free)
                 excess = None
                 if choice.over:
                     self._warn_of_end(journal)
@@ -407,11 +394,6 @@ class Extraction:
                 layer, head, tower = choice.head
                 journal.add(Step(layer, head, choice.errors, choice.discordance, *spent, excess, tower), path)
                 shown.next_step(self.objective.achieved(choice.errors, choice.discordance))
-
-    def _choice(self, search: Naive | Exact | JointExact | Screened, left: Sequence[Head]) -> Result:
-        """The head that goes next; where all cost too much accuracy by estimates, measurements have the last word."""
-        choice = search.choose(left)
-        return search.exact.choose(left) if choice.over and isinstance(search, Screened) else choice
 
     def _warn_of_end(self, journal: Journal) -> None:
         count = self.objective.id_count

@@ -38,14 +38,12 @@ from .declared import IN_BLOCK, Declaration, Part, Place, called, is_masked, pat
 NEEDED: tuple[Part, ...] = ("position", "norm1", "qkv", "out", "norm2", "up", "down")
 ADVICE = "correct the table of names; docs/how-to/own_model.md has every part"
 _BLOCK = "encoder.layers.{i}"
-_LINEAR = {
+_WITH_BIAS = {  # linear layers and norms
     "embedding_projection": "stem.project",
     "up": f"{_BLOCK}.mlp.up",
     "down": f"{_BLOCK}.mlp.down",
     "pooler": "readout.hidden",
     "classifier": "readout.classifier",
-}
-_NORMS = {
     "embedding_norm": "stem.norm",
     "norm1": f"{_BLOCK}.norm1",
     "query_norm": f"{_BLOCK}.attention.query_norm",
@@ -129,14 +127,12 @@ class _Reading:
         """The same without `encoder`, `block` and `attention`: all their parts by name, and what they know."""
         names = dict(declaration.names)
         known = dict[str, Any]()
-        encoder = names.pop("encoder", None)
-        if encoder is not None:
+        if (encoder := names.pop("encoder", None)) is not None:
             module = self._module("encoder", encoder, nn.TransformerEncoder)
             names["block"] = f"{encoder}.layers.{{i}}"
             if module.norm is not None:
                 names.setdefault("norm", f"{encoder}.norm")
-        block = names.pop("block", None)
-        if block is not None:
+        if (block := names.pop("block", None)) is not None:
             layer = self._module("block", block, nn.TransformerEncoderLayer)
             parts = {"attention": "self_attn", "norm1": "norm1", "norm2": "norm2", "up": "linear1", "down": "linear2"}
             names |= {part: f"{block}.{path}" for part, path in parts.items()}  # type: ignore[misc]
@@ -144,8 +140,7 @@ class _Reading:
             known["activation"] = activation_of(layer.activation, self.frame.name)
             rates = {"activation": "dropout", "projection": "dropout1", "output": "dropout2"}
             self.rates = {f"{one}_dropout": dropout_rate(getattr(layer, part)) for one, part in rates.items()}
-        attention = names.pop("attention", None)
-        if attention is not None:
+        if (attention := names.pop("attention", None)) is not None:
             module = self._module("attention", attention, nn.MultiheadAttention)
             if module.bias_k is not None or module.add_zero_attn:
                 raise refuse(self.frame.name, f"{attention} adds keys of its own")
@@ -161,11 +156,8 @@ class _Reading:
         place = str(path).replace("{i}", "0")
         found = dict(self.model.named_modules())
         if not isinstance(found.get(place), kind):
-            what = (
-                f"is a {type(found[place]).__name__}"
-                if place in found
-                else f"does not exist{perhaps_meant(place, found)}"
-            )
+            missing = f"does not exist{perhaps_meant(place, found)}"
+            what = f"is a {type(found[place]).__name__}" if place in found else missing
             known = [name.replace(".0", ".{i}") for name, module in found.items() if isinstance(module, kind)]
             there = f"; the model has {known[:4]}" if known else "; name its parts one by one"
             raise ConversionError(f"{self.frame.name}: {part} {place} must be an nn.{kind.__name__}, and {what}{there}")
@@ -255,7 +247,7 @@ class _Reading:
             names = [name for name in weights if name is not None]
             if len(names) < len(weights):
                 continue
-            if part in _LINEAR or part in _NORMS:
+            if part in _WITH_BIAS:
                 yield from self._with_bias(part, str(place), names[0])
             elif part in _TENSORS:
                 yield _TENSORS[part], as_stored(names[0])
@@ -277,22 +269,18 @@ class _Reading:
 
     def _with_bias(self, part: Part, path: str, weight: str) -> Iterator[tuple[str, Source]]:
         """A linear layer or a norm; where it has no bias and the canonical one needs one, it is zero."""
-        canonical = _LINEAR.get(part) or _NORMS[part]
-        gate = self.names.get("gate")
-        bias = self._bias(path)
+        gate, bias = self.names.get("gate"), self._bias(path)
         gated = part == "up" and isinstance(gate, str)
         gates = (self._weight(str(gate)), self._bias(str(gate))) if gated else (None, None)
-        if part in ("query_norm", "key_norm"):
-            yield f"{canonical}.weight", Source((weight,), self._of_a_head)
-            if bias is not None:
-                yield f"{canonical}.bias", Source((bias,), self._of_a_head)
-                return
-        else:
-            yield f"{canonical}.weight", as_stored(weight) if gates[0] is None else concatenated(gates[0], weight)
-        if bias is None:
-            yield f"{canonical}.bias", Source((weight,), lambda found, shape: found[0].new_zeros(shape))
-        else:
-            yield f"{canonical}.bias", as_stored(bias) if gates[1] is None else concatenated(gates[1], bias)
+
+        def stored(name: str, before: str | None) -> Source:
+            if part in ("query_norm", "key_norm"):
+                return Source((name,), self._of_a_head)
+            return as_stored(name) if before is None else concatenated(before, name)
+
+        yield f"{_WITH_BIAS[part]}.weight", stored(weight, gates[0])
+        zeros = Source((weight,), lambda found, shape: found[0].new_zeros(shape))
+        yield f"{_WITH_BIAS[part]}.bias", zeros if bias is None else stored(bias, gates[1])
 
     def _given(self, tensor: Tensor) -> Source:
         return Source((), lambda found, shape: _first_rows([tensor.to(self._of("norm1"))], shape))

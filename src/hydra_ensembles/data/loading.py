@@ -10,7 +10,7 @@ from decimal import Decimal
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from .dataset import (
     AnyDataset,
     ImageDataset,
     LabelArray,
+    Picture,
     Rows,
     Text,
     TextDataset,
@@ -33,9 +34,6 @@ from .dataset import (
     is_litter,
     read_image,
 )
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 LabelPolicy = Literal["required", "optional"]
 
@@ -53,8 +51,7 @@ _LISTED = re.compile(r"(?P<path>.+?)(?: (?P<label>-?\d+))?")
 class Columns:
     """Which columns of a table hold what; a dot reaches into a nested column (`translation.en`).
 
-    A table with the `image` column holds images, any other needs the `text` column; `text_pair` is used
-    where it exists.
+    A table with the `image` column holds images, others need the `text` column; `text_pair` is used where it exists.
     """
 
     image: str = "image"
@@ -182,7 +179,7 @@ class _Table:
         names = nested(metadata.get("info", {}).get("features", {}), [*column.split("."), "names"])
         return tuple(names) if names else None
 
-    def image(self, column: str, row: int) -> "Image":
+    def image(self, column: str, row: int) -> Picture:
         """Decode a cell `{bytes, path}`, or of plain bytes."""
         found = self.stored(column, row)
         where = f"row {row} of {self.where}"
@@ -275,16 +272,11 @@ def _read_delimited(file: Path, texts: dict[str, Any]) -> Any:
     `007` stays what it is; in the other columns numbers are recognised.
     """
     csv = require("pyarrow.csv", extra="data")
-    quoted = file.suffix.lower() == ".csv"
-    return csv.read_csv(
-        file,
-        # one block for the whole file, so that a long text cannot straddle two
-        read_options=csv.ReadOptions(block_size=max(1 << 20, file.stat().st_size + 1)),
-        parse_options=csv.ParseOptions(
-            delimiter=DELIMITERS[file.suffix.lower()], quote_char='"' if quoted else False, newlines_in_values=quoted
-        ),
-        convert_options=csv.ConvertOptions(strings_can_be_null=False, column_types=texts),
-    )
+    suffix = file.suffix.lower()
+    quoted = suffix == ".csv"
+    one_block = csv.ReadOptions(block_size=max(1 << 20, file.stat().st_size + 1))  # a long text cannot straddle two
+    quoting = csv.ParseOptions(DELIMITERS[suffix], quote_char='"' if quoted else False, newlines_in_values=quoted)
+    return csv.read_csv(file, one_block, quoting, csv.ConvertOptions(strings_can_be_null=False, column_types=texts))
 
 
 def _read_hub(name: str, config: str | None, split: str | None) -> _Table:
@@ -293,11 +285,10 @@ def _read_hub(name: str, config: str | None, split: str | None) -> _Table:
     where = f"hub data set {name!r}" + (f" ({config})" if config else "")
     try:
         loaded = datasets.load_dataset(name, config, split=split, trust_remote_code=False)
-    except (ValueError, FileNotFoundError, ConnectionError) as error:
-        raise DataError(f"{where}, split {split!r}, cannot be loaded: {error}") from error
-    except RuntimeError as error:  # `datasets` has no other word for a set that only a script of its own can read
+    except (ValueError, FileNotFoundError, ConnectionError, RuntimeError) as error:
         advice = "a script is never run: download its Parquet files (branch refs/convert/parquet) and give their folder"
-        raise DataError(f"{where}, split {split!r}, cannot be loaded: {error}; {advice}") from error
+        advice = f"; {advice}" if isinstance(error, RuntimeError) else ""  # that only a script of its own can read it
+        raise DataError(f"{where}, split {split!r}, cannot be loaded: {error}{advice}") from error
     if split is None:
         split = _choose(None, loaded, where)
         loaded = loaded[split]
@@ -470,9 +461,6 @@ def _table_of_files(listed: Sequence[tuple[str, str | int | None]], where: Path,
 
 # --- torchvision -------------------------------------------------------------------------------------------
 
-_LABEL_ATTRIBUTES = ("targets", "labels", "_labels", "y")  # torchvision's own names for the same thing
-_NAME_ATTRIBUTES = ("classes", "categories")
-
 
 def _load_torchvision(name: str, split: str | None, root: Path, download: bool) -> ImageDataset:
     """Load a classification data set of torchvision; `split` goes to its argument of that name, or to `train`."""
@@ -493,15 +481,16 @@ def _load_torchvision(name: str, split: str | None, root: Path, download: bool) 
     except (RuntimeError, ValueError, FileNotFoundError) as error:
         where = f"torchvision:{name} (split {split!r})"
         raise DataError(f"{where} cannot be loaded from {root}: {error}. Check root=, or pass download=True") from error
-    labels = next((getattr(data, key) for key in _LABEL_ATTRIBUTES if hasattr(data, key)), None)
+    known = ("targets", "labels", "_labels", "y")  # torchvision's own names for the same thing
+    labels = next((getattr(data, key) for key in known if hasattr(data, key)), None)
     labels = [data[row][1] for row in range(len(data))] if labels is None else labels
-    names = next((getattr(data, key) for key in _NAME_ATTRIBUTES if hasattr(data, key)), ())
+    names = next((getattr(data, key) for key in ("classes", "categories") if hasattr(data, key)), ())
     class_names = tuple(", ".join(entry) if isinstance(entry, tuple) else str(entry) for entry in names)
     images = Rows(len(data), partial(_torchvision_image, data))
     return ImageDataset(images, [int(label) for label in labels], class_names, f"torchvision:{name}")
 
 
-def _torchvision_image(data: Any, row: int) -> "Image":
+def _torchvision_image(data: Any, row: int) -> Picture:
     image, _ = data[row]
     image.load()  # some sets hand out a file that is still open
     return to_rgb(image)

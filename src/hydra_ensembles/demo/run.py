@@ -17,7 +17,8 @@ from ..calibrate import calibrate, fit_calibration
 from ..data.batching import BatchLoader, batches
 from ..data.dataset import subset
 from ..evaluation.evaluate import evaluate, evaluate_logits
-from ..evaluation.evaluation import Evaluation, describe_model
+from ..evaluation.evaluation import Evaluation
+from ..evaluation.running import describe_model
 from ..familiarity import fit_familiarity
 from ..model.config import Sharing
 from ..model.cost import measure_costs

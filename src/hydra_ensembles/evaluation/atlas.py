@@ -27,10 +27,10 @@ from ..overlap import Keys, require_unlike, sample_keys, warn_if_known
 from ..prediction import AnyScore
 from ..schema import from_plain, to_plain
 from .evaluate import Data, batched, marks_of, read_groups, require_different, set_name
-from .evaluation import ModelInfo, Provenance, describe_model, provenance_of, read_saved
+from .evaluation import ModelInfo, Provenance, read_saved
 from .kept import Kept
 from .measure import Measure
-from .running import shown
+from .running import describe_model, provenance_of, shown
 from .sweep import Sweep, Swept, heads_of
 
 FORMAT, VERSION = "hydra_ensembles.atlas", 1

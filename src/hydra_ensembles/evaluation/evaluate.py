@@ -25,20 +25,10 @@ from ..model.metadata import Calibration, Familiarity, Metadata
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import require_unlike, sample_keys, warn_if_known, warn_of_copies, warn_of_one_sample
 from ..prediction import AnyScore, ScoreName
-from .evaluation import (
-    UNNAMED,
-    Evaluation,
-    LabelledLogits,
-    MemberLogits,
-    ModelInfo,
-    OodGroup,
-    Provenance,
-    describe_model,
-    provenance_of,
-)
+from .evaluation import UNNAMED, Evaluation, LabelledLogits, MemberLogits, ModelInfo, OodGroup, Provenance
 from .kept import Kept
 from .measure import Measure
-from .running import Runner, member_logits, running
+from .running import Runner, describe_model, member_logits, provenance_of, running
 from .traces import trace_sets
 
 Data = Batches | Dataset[Any]

@@ -2,32 +2,25 @@
 
 import json
 import math
-import os
-import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
-from torch import Tensor, nn
+from torch import Tensor
 
-from .. import files
-from .._utils import __version__
 from ..arguments import checked
 from ..errors import DataError
-from ..files import DIGEST, parse_json, unsealed, write_atomically, write_sealed
+from ..files import DIGEST, parse_json, read_object, unsealed, write_atomically, write_sealed
 from ..fingerprints import tensors_digest
 from ..metrics.bootstrap import Interval
 from ..metrics.distance import FittedName
 from ..metrics.inputs import Convention, at_least_float32
 from ..model.config import KeptHeads
-from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
-from ..optimize.runner import OptimizedEnsemble
 from ..prediction import AnyScore
 from ..schema import ADDED_LATER, from_plain, to_plain
 from .traces import SetTrace
@@ -384,7 +377,7 @@ class Evaluation:
     intervals: Mapping[str, Interval] = field(default_factory=dict, repr=False)
     gallery: tuple[GalleryItem, ...] = field(default=(), repr=False)
     logits: MemberLogits | None = field(default=None, compare=False, repr=False)
-    logits_digest: str | None = field(default=None, compare=False, repr=False)
+    logits_digest: str | None = field(default=None, compare=False, repr=False, metadata=ADDED_LATER)
     reused: float | None = field(default=None, repr=False, metadata=ADDED_LATER)
     traces: Mapping[str, SetTrace] = field(default_factory=dict, compare=False, repr=False, metadata=ADDED_LATER)
 
@@ -442,10 +435,9 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, without the member logits."""
-        parts = {item.name: to_plain(getattr(self, item.name)) for item in fields(self) if item.name != "logits"}
-        late = [name for name in ("logits_digest", "reused", "traces") if parts[name] in (None, {})]  # as before them
-        parts = {name: one for name, one in parts.items() if name not in late}
-        return {"format": FORMAT, "version": VERSION, **parts}
+        plain = to_plain(replace(self, logits=None))
+        left_out = ("logits",) if self.traces else ("logits", "traces")  # no traces: as files of before have it
+        return {"format": FORMAT, "version": VERSION, **{k: v for k, v in plain.items() if k not in left_out}}
 
     @classmethod
     def from_dict(cls, data: Any, path: str = "evaluation") -> "Evaluation":
@@ -495,7 +487,7 @@ class Evaluation:
 def read_saved(path: str | Path, what: str) -> dict[str, Any]:
     """The JSON object in a file, unchanged where it has a digest; or a `DataError` that says what it should be."""
     try:
-        plain = files.read_object(Path(path))
+        plain = read_object(Path(path))
         unsealed(plain, "the file", required=False)
     except ValueError as error:
         raise DataError(f"{path} cannot be read as {what}: {error}") from error
@@ -505,28 +497,3 @@ def read_saved(path: str | Path, what: str) -> dict[str, Any]:
 def logits_path(path: Path) -> Path:
     """Where the member logits of the evaluation at `path` lie."""
     return path.with_name(f"{path.stem}.logits.safetensors")
-
-
-def describe_model(model: object, members: int, classes: int, calibration: Calibration | None) -> ModelInfo:
-    """What is known of a model: everything of an ensemble, the name and parameters of others."""
-    info = ModelInfo("callable", members, classes, calibration=None if calibration is None else calibration.brief)
-    if isinstance(model, Ensemble | OptimizedEnsemble):
-        known = model.metadata
-        counts = model.describe()
-        kind: Literal["image", "text"] = "text" if model.kind == "text" else "image"
-        info = replace(info, kind=kind, class_names=known.labels, **vars(counts))
-        return replace(info, source=known.source, history=known.history)
-    if isinstance(model, nn.Module):
-        counted = sum(parameter.numel() for parameter in model.parameters())
-        return replace(info, parameters=counted, source=type(model).__qualname__)
-    return replace(info, source=str(getattr(model, "__name__", type(model).__qualname__)))
-
-
-def provenance_of(device: torch.device | None, dtype: torch.dtype, processes: int = 1) -> Provenance:
-    """The libraries and the device of this run."""
-    libraries = {"torch": str(torch.__version__), "numpy": np.__version__}
-    versions = {"hydra_ensembles": __version__, "python": platform.python_version(), **libraries}
-    hardware = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
-    if device is not None and device.type != "cpu":
-        hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return Provenance(versions, hardware, str(dtype).removeprefix("torch."), processes)

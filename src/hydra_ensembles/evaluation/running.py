@@ -3,6 +3,8 @@
 import base64
 import inspect
 import io
+import os
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .._distributed import check_unsharded, current_ranks
-from .._utils import require, unwrapped
+from .._utils import __version__, require, unwrapped
 from ..baselines.mc_dropout import MCDropout
 from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, require_same_classes, size_of
 from ..errors import ConfigError, DataError
@@ -24,11 +26,12 @@ from ..metrics.inputs import at_least_float32, check_finite, warn_of_probabiliti
 from ..model.dropping import evaluating
 from ..model.ensemble import Ensemble
 from ..model.given import require_values
+from ..model.metadata import Calibration
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import Keys, sample_keys
 from ..prediction import Prediction
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
-from .evaluation import GalleryItem, LabelledLogits, Shelf
+from .evaluation import GalleryItem, LabelledLogits, ModelInfo, Provenance, Shelf
 from .kept import Kept
 from .measure import Measure
 
@@ -269,3 +272,28 @@ def image_uri(pixels: Tensor, preprocessing: ImagePreprocessing | None = None) -
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=82)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def describe_model(model: object, members: int, classes: int, calibration: Calibration | None) -> ModelInfo:
+    """What is known of a model: everything of an ensemble, the name and parameters of others."""
+    info = ModelInfo("callable", members, classes, calibration=None if calibration is None else calibration.brief)
+    if isinstance(model, Ensemble | OptimizedEnsemble):
+        known = model.metadata
+        counts = model.describe()
+        kind: Literal["image", "text"] = "text" if model.kind == "text" else "image"
+        info = replace(info, kind=kind, class_names=known.labels, **vars(counts))
+        return replace(info, source=known.source, history=known.history)
+    if isinstance(model, nn.Module):
+        counted = sum(parameter.numel() for parameter in model.parameters())
+        return replace(info, parameters=counted, source=type(model).__qualname__)
+    return replace(info, source=str(getattr(model, "__name__", type(model).__qualname__)))
+
+
+def provenance_of(device: torch.device | None, dtype: torch.dtype, processes: int = 1) -> Provenance:
+    """The libraries and the device of this run."""
+    libraries = {"torch": str(torch.__version__), "numpy": np.__version__}
+    versions = {"hydra_ensembles": __version__, "python": platform.python_version(), **libraries}
+    hardware = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
+    if device is not None and device.type != "cpu":
+        hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Provenance(versions, hardware, str(dtype).removeprefix("torch."), processes)

@@ -92,8 +92,6 @@ class DualEncoder(Saved, OurModel):
         self.config = DualEncoderConfig(image.config, text.config, *maps, *scales)
         self.num_members, self.embedding_width = self.config.members, self.config.embedding_of("image")
 
-    # --- running -----------------------------------------------------------------------------------------
-
     def forward(self, images: Any = None, texts: Any = None, **named: Any) -> Tensor:
         """Logits per image, `[M, B_image, B_text]`; arguments as in `encode_image` and `encode_text`.
 
@@ -132,8 +130,6 @@ class DualEncoder(Saved, OurModel):
         logits = similarity * self.logit_scale.exp()[:, None, None]
         return logits if self.logit_bias is None else logits + self.logit_bias[:, None, None]
 
-    # --- members -----------------------------------------------------------------------------------------
-
     def member(self, index: int) -> "DualEncoder":
         """A copy of one member as a dual encoder of its own."""
         index = member_index(index, self.num_members)
@@ -157,8 +153,6 @@ class DualEncoder(Saved, OurModel):
         towers = (Ensemble(config.image, image), Ensemble(config.text, text))
         return cls(*towers, projections, scale, scale if config.logit_bias else None)
 
-    # --- saving and loading ------------------------------------------------------------------------------
-
     def _contents(self, name: str) -> Contents:
         image, text = self.image.kept_metadata("saved"), self.text.kept_metadata("saved")
         return dual_encoder_contents(name, self.config, image, text, self.state_dict())
@@ -169,8 +163,6 @@ class DualEncoder(Saved, OurModel):
         layers = config.image.encoder.layers + config.text.encoder.layers
         state = stored.tensors(lambda: cls._empty(config, image, text).state_dict(), device, dtype, at_least=layers)
         return cls.from_state(config, state, image, text)
-
-    # --- looking at it -----------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -202,11 +194,9 @@ def load(
 ) -> Ensemble | Any:
     """The saved model in a folder or on the hub, ready to answer: an `Ensemble` or a `DualEncoder`.
 
-    To type checkers it is an `Ensemble`, unless `isinstance` says otherwise; `DualEncoder.from_pretrained` reads the
-    other kind alone.
-
     `he.load("my-hydra").predict(inputs)` gives answers and `he.load("my-hydra")(inputs)` member logits, of tensors, and
-    of texts and pictures where the preprocessing was saved.
+    of texts and pictures where the preprocessing was saved. To type checkers it is an `Ensemble`, unless `isinstance`
+    says otherwise; `DualEncoder.from_pretrained` reads the other kind alone.
 
     Args:
         source: The folder that `save_pretrained` wrote, or a name on the hub, `owner/name` or `hub:owner/name`.
@@ -230,9 +220,8 @@ def load(
     """
     kinds: dict[str, Any] = {ENSEMBLE: Ensemble, DUAL_ENCODER: DualEncoder}
 
-    def restored(stored: Stored) -> Ensemble | DualEncoder:
-        found: Ensemble | DualEncoder = kinds[stored.record.kind]._restored(stored, device, dtype)
-        return found
+    def restored(stored: Stored) -> Any:
+        return kinds[stored.record.kind]._restored(stored, device, dtype)
 
     return load_checkpoint(source, kinds, restored, revision=revision, token=token)
 
@@ -463,11 +452,10 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
 
 def text_tower(side: TextSide, device: torch.device) -> tuple[Ensemble, GroupedLinear | None]:
     """The tower and the projection of a text side, on a device."""
-    settings = side.settings
-    weights = {name: tensor.to(device) for name, tensor in side.part(TOWER).items()}
+    settings, parts = side.settings, (side.part(TOWER), side.part(PROJECTION))
+    weights, maps = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
     tower = built_around(lambda: Ensemble(settings.tower, Metadata(preprocessing=settings.preprocessing)), weights)
-    of_projection = {name: tensor.to(device) for name, tensor in side.part(PROJECTION).items()}
-    return tower, linear(of_projection["weight"], of_projection.get("bias")) if of_projection else None
+    return tower, linear(maps["weight"], maps.get("bias")) if maps else None
 
 
 def _class_state(side: TextSide, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
