@@ -3,7 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,13 +66,11 @@ def _calls(model: nn.Module, wanted: Callable[[Any], bool]) -> Iterator[list[_Ca
 
         return seen
 
-    parts = [(name, module) for name, module in model.named_modules() if wanted(module)]
-    handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in parts]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if wanted(module):
+                hooks.enter_context(module.register_forward_pre_hook(hook(name), with_kwargs=True))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _matched(config: EnsembleConfig, theirs: Sequence[_Call], ours: Sequence[_Call]) -> tuple[EnsembleConfig, set[str]]:

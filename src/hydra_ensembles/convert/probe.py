@@ -322,11 +322,8 @@ def _few_tokens(first: nn.Module) -> Iterator[list[Tensor]]:
         fewer = x.narrow(axis, 0, min(_FEW, x.shape[axis]))
         return ((fewer, *given[1:]), named) if given else (given, {**named, "hidden_states": fewer})
 
-    handle = first.register_forward_pre_hook(cut, with_kwargs=True)
-    try:
+    with first.register_forward_pre_hook(cut, with_kwargs=True):
         yield entered
-    finally:
-        handle.remove()
 
 
 # --- where they part -----------------------------------------------------------------------------------------
@@ -381,11 +378,9 @@ def _their_tokens(both: Both, blocks: Sequence[nn.Module], inputs: NamedTensors)
         if isinstance(found, Tensor):
             tokens.append(found.to_padded_tensor(0.0) if found.is_nested else found)
 
-    handles = [blocks[0].register_forward_pre_hook(before, with_kwargs=True)]
-    handles += [block.register_forward_hook(after) for block in blocks]
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(blocks[0].register_forward_pre_hook(before, with_kwargs=True))
+        for block in blocks:
+            hooks.enter_context(block.register_forward_hook(after))
         both.architecture.answer(both.model, inputs, both.fresh)
-    finally:
-        for handle in handles:
-            handle.remove()
     return tokens

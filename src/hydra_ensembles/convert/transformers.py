@@ -339,13 +339,14 @@ def _bert_config(
     """BERT, RoBERTa and ELECTRA, which differ in the readout and in how positions are counted."""
     found, embeddings = model.config, model.base_model.embeddings
     dropout = float(found.hidden_dropout_prob)
-    stem = TextStemConfig(
+    stem = text_stem(
+        embeddings.word_embeddings,
+        embeddings.position_embeddings,
         segments=embeddings.token_type_embeddings.num_embeddings,
         positions_after=int(embeddings.padding_idx) if counts_after_padding else None,
         norm_eps=float(found.layer_norm_eps),
         project=hasattr(model.base_model, "embeddings_project"),
         dropout=dropout,
-        **_table_sizes(embeddings),
     )
     encoder = read_encoder(found, name, norm_first=False, projection_dropout=dropout, output_dropout=dropout)
     rate = dropout if found.classifier_dropout is None else float(found.classifier_dropout)
@@ -356,7 +357,8 @@ def _bert_config(
 def _distilbert_config(model: Any, num_labels: int | None, name: str) -> EnsembleConfig:
     found, eps = model.config, 1e-12  # written in the library's code, not in its configuration
     dropout = float(found.dropout)
-    stem = TextStemConfig(norm_eps=eps, dropout=dropout, **_table_sizes(model.base_model.embeddings))
+    tables = model.base_model.embeddings
+    stem = text_stem(tables.word_embeddings, tables.position_embeddings, norm_eps=eps, dropout=dropout)
     encoder = read_encoder(
         found,
         name,
@@ -379,25 +381,27 @@ def _albert_config(model: Any, num_labels: int | None, name: str) -> EnsembleCon
         raise refuse(name, f"it has {groups[0]} groups of {groups[1]} layers, not one layer for all")
     dropout = float(found.hidden_dropout_prob)
     embeddings = model.base_model.embeddings
-    stem = TextStemConfig(
+    stem = text_stem(
+        embeddings.word_embeddings,
+        embeddings.position_embeddings,
         segments=embeddings.token_type_embeddings.num_embeddings,
         norm_eps=float(found.layer_norm_eps),
         project=True,
         dropout=dropout,
-        **_table_sizes(embeddings),
     )
     encoder = read_encoder(found, name, norm_first=False, projection_dropout=dropout)
     readout = text_readout(model, num_labels, name, "tanh", float(found.classifier_dropout_prob), False)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
-def _table_sizes(embeddings: Any) -> dict[str, Any]:
-    """Sizes of the embedding tables, read off the tables: they may have been resized after loading."""
-    return {
-        "vocabulary": embeddings.word_embeddings.num_embeddings,
-        "positions": embeddings.position_embeddings.num_embeddings,
-        "embedding_width": embeddings.word_embeddings.embedding_dim,
-    }
+def text_stem(words: Any, positions: Any, **settings: Any) -> TextStemConfig:
+    """The stem of tables of words and positions, whose sizes they tell: they may have been resized after loading.
+
+    Where positions are not learned, a number says how many there may be.
+    """
+    learned = not isinstance(positions, int)
+    most = positions.num_embeddings if learned else positions
+    return TextStemConfig(words.num_embeddings, most, words.embedding_dim, learned_positions=learned, **settings)
 
 
 def text_readout(

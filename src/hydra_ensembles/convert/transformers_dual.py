@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..model.config import EnsembleConfig, ReadoutConfig, TextStemConfig, all_heads
+from ..model.config import EnsembleConfig, ReadoutConfig, all_heads
 from .core import (
     POOLING,
     Architecture,
@@ -25,7 +25,7 @@ from .core import (
     refuse,
     run,
 )
-from .transformers import metadata_of_classifier, patch_stem, read_classes, read_encoder
+from .transformers import metadata_of_classifier, patch_stem, read_classes, read_encoder, text_stem
 
 # --- CLIP and MetaCLIP 2 ---------------------------------------------------------------------------------------------
 
@@ -90,7 +90,8 @@ def _clip_classifier_config(model: Any, num_labels: int | None) -> EnsembleConfi
 
 def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     found = getattr(model.config, "text_config", model.config)
-    stem = _text_stem(getattr(model, "text_model", model).embeddings)
+    tables = getattr(model, "text_model", model).embeddings
+    stem = text_stem(tables.token_embedding, tables.position_embedding, norm=False)
     encoder = read_encoder(found, _CLIP_TEXT, causal=True, attention_dropout=float(found.attention_dropout))
     end = int(found.eos_token_id)
     readout = replace(
@@ -100,12 +101,6 @@ def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         norm="tokens",
     )
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
-
-
-def _text_stem(embeddings: Any) -> TextStemConfig:
-    """Words and positions without a norm, of sizes that are read off the tables."""
-    words, positions = embeddings.token_embedding, embeddings.position_embedding
-    return TextStemConfig(words.num_embeddings, positions.num_embeddings, words.embedding_dim, norm=False)
 
 
 def _clip_readout(projection: nn.Linear | None, found: Any, num_labels: int | None, name: str) -> ReadoutConfig:
@@ -211,7 +206,7 @@ def _siglip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """The text tower reads the token at the last place, which is padding in all but the longest texts."""
     model = getattr(model, "text_model", model)  # releases of transformers 5 differ, here and in their classes
     found = model.config
-    stem = _text_stem(model.embeddings)
+    stem = text_stem(model.embeddings.token_embedding, model.embeddings.position_embedding, norm=False)
     encoder = read_encoder(found, _SIGLIP_TEXT, attention_dropout=float(found.attention_dropout))
     classes = number_of_classes(model.head.out_features, num_labels, _SIGLIP_TEXT)
     bias = model.head.bias is not None

@@ -5,15 +5,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ..model.config import (
-    EnsembleConfig,
-    HiddenActivation,
-    NormKind,
-    ReadoutConfig,
-    RotaryConfig,
-    TextStemConfig,
-    all_heads,
-)
+from ..model.config import EnsembleConfig, HiddenActivation, NormKind, ReadoutConfig, RotaryConfig, all_heads
 from .core import (
     Architecture,
     NamedTensors,
@@ -37,6 +29,7 @@ from .transformers import (
     read_classes,
     read_encoder,
     text_readout,
+    text_stem,
 )
 
 
@@ -144,9 +137,9 @@ def _rotary_bert_config(
     dropout = float(found.hidden_dropout_prob)
     mlp = layer.mlp
     gated = hasattr(layer.mlp, "gate_proj")
-    stem = _text_stem(
-        found,
+    stem = text_stem(
         embeddings.word_embeddings,
+        int(found.max_position_embeddings),
         segments=0 if segments is None else segments.num_embeddings,
         norm_eps=float(found.layer_norm_eps),
         dropout=dropout,
@@ -168,17 +161,6 @@ def _rotary_bert_config(
     rate = dropout if found.classifier_dropout is None else float(found.classifier_dropout)
     readout = text_readout(model, num_labels, name, "tanh", rate, drops_first_token)
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
-
-
-def _text_stem(found: Any, words: Any, **settings: Any) -> TextStemConfig:
-    """Words without learned positions; the table may have been resized after loading."""
-    return TextStemConfig(
-        vocabulary=words.num_embeddings,
-        positions=int(found.max_position_embeddings),
-        embedding_width=words.embedding_dim,
-        learned_positions=False,
-        **settings,
-    )
 
 
 # --- text: ModernBERT ----------------------------------------------------------------------------------------
@@ -206,8 +188,8 @@ def _modernbert_config(model: Any, num_labels: int | None, name: str) -> Ensembl
     kind: NormKind = "layer" if found.norm_bias else "layer_no_bias"
     local = tuple(one == "sliding_attention" for one in found.layer_types)
     base, local_base = (_base(found.rope_parameters[f"{one}_attention"], name) for one in ("full", "sliding"))
-    words = model.base_model.embeddings.tok_embeddings
-    stem = _text_stem(found, words, norm_eps=eps, norm_kind=kind, dropout=float(found.embedding_dropout))
+    tables = model.base_model.embeddings.tok_embeddings, int(found.max_position_embeddings)
+    stem = text_stem(*tables, norm_eps=eps, norm_kind=kind, dropout=float(found.embedding_dropout))
     encoder = read_encoder(
         found,
         name,
