@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from .errors import ConfigError, DataError
-from .schema import hints_of, nearest, require_types, short
+from .schema import nearest, require_types, short
 
 END = 2**63  # the first number that torch and numpy do not count, nor draw random numbers from
 _FAR = 10**6  # limits from here on are named only to whoever is beyond them
@@ -41,6 +41,10 @@ class Range:
 
     def __repr__(self) -> str:
         return self._limits()
+
+    def require(self, name: str, value: Any) -> None:
+        """Refuse a number beyond it, as `require_types` asks."""
+        require_number(name, value, self)
 
     def of(self, noun: str, got: Any = None) -> str:
         """A number of this range in words, for whoever gave another: `noun` says of which kind, "a whole number"."""
@@ -150,23 +154,6 @@ class Checked:
 
     def __post_init__(self) -> None:
         require_types(self)
-        for name, hint in hints_of(type(self), include_extras=True).items():
-            _check_range(f"{type(self).__name__}.{name}", getattr(self, name), hint)
-
-
-def _check_range(name: str, value: Any, hint: Any) -> None:
-    origin = get_origin(hint)
-    inner = get_args(hint)
-    if origin is Annotated:
-        require_number(name, value, inner[1])
-    elif origin is tuple:
-        if Ellipsis not in inner and len(value) != len(inner):
-            raise ConfigError(f"{name} must be {len(inner)} numbers, got {short(value)}")
-        for index, one in enumerate(value):
-            _check_range(f"{name}[{index}]", one, inner[0])
-    elif origin in (Union, types.UnionType) and value is not None:
-        several = [arm for arm in inner if get_origin(arm) is tuple and isinstance(value, list | tuple)]
-        _check_range(name, value, (several or inner)[0])
 
 
 def require_number(name: str, value: Any, accepted: Range) -> None:

@@ -11,7 +11,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError
 
@@ -94,8 +94,8 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
 
 
 def require_types(settings: Any) -> None:
-    """Give every field of a dataclass its annotated type, or refuse it: for settings made in code, not read."""
-    hints = hints_of(type(settings))
+    """Give every field of a dataclass its annotated type, within its range: for settings made in code, not read."""
+    hints = hints_of(type(settings), include_extras=True)
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         plain = value if dataclasses.is_dataclass(value) else to_plain(value)
@@ -109,6 +109,10 @@ def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
     args = get_args(hint)
     if hint is Any or (value is None and type(None) in args):
         return value
+    if origin is Annotated:
+        read = _read(args[0], value, path, complete)
+        args[1].require(path, read)
+        return read
     if origin is Literal:
         if not (isinstance(value, str | int | type(None)) and value in args):
             raise ConfigError(f"{path} must be one of {list(args)}, got {short(value)}")
