@@ -419,15 +419,10 @@ class Prediction:
 
 
 class Output(NamedTuple):
-    """One thing that a prediction says of every sample.
+    """One thing that a prediction says of every sample."""
 
-    Attributes:
-        meaning: One sentence.
-        read: Gives it, `[B, …]`; None where it is not known.
-    """
-
-    meaning: str
-    read: Callable[[Prediction], Tensor | None]
+    meaning: str  # one sentence
+    read: Callable[[Prediction], Tensor | None]  # gives it, [B, …]; None where it is not known
 
 
 _codes = ", ".join(f"{code} {word or 'accepted'}" for code, word in enumerate(REASONS))

@@ -22,15 +22,10 @@ from .refusals import in_lines
 
 @dataclass(frozen=True)
 class Source:
-    """Where a canonical tensor lies in a foreign state dict, and how it is laid out there.
+    """Where a canonical tensor lies in a foreign state dict, and how it is laid out there."""
 
-    Attributes:
-        names: Foreign names it is made from, with `{i}` for the layer.
-        read: Gives the canonical tensor of a shape from the foreign tensors, in the order of `names`.
-    """
-
-    names: tuple[str, ...]
-    read: Callable[[Sequence[Tensor], torch.Size], Tensor]
+    names: tuple[str, ...]  # foreign names it is made from, with `{i}` for the layer
+    read: Callable[[Sequence[Tensor], torch.Size], Tensor]  # makes it, of a shape, from tensors in the order of `names`
 
 
 NamedTensors = Mapping[str, Tensor]  # `pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`
@@ -133,33 +128,23 @@ def plain_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
 class Architecture:
     """One foreign architecture, declared.
 
-    Attributes:
-        name: Library and model, as users know it.
-        classes: Qualified names of the foreign classes it covers.
-        config: Reads the canonical configuration off a live model (`num_labels` asks for a fresh classifier
-            of that size on a model without one); refuses what has no canonical form.
-        weights: Canonical parameter name or prefix → foreign name, prefix, or `Source`; of several, in a
-            tuple, the first that the foreign model has.
-        ignored: Prefixes of foreign tensors that take no part in the logits.
-        metadata: Labels and preprocessing the live model knows about itself.
-        answer: What the live model answers, `[B, C]`; the pooled features where the classifier is a fresh one (True).
-        masks: Whether a text model is told which tokens are padding.
-        advice: What to do where a model does not fit the declaration.
-        variant: Of `weights`, those that lie elsewhere, or in another layout, in this live model.
-        models: What users call the models of one class, where its name does not say.
+    `config` reads the canonical configuration off a live model and refuses what has none; a number asks for a fresh
+    classifier of that size on a model without one. `weights` lead from a canonical parameter name or prefix to a
+    foreign name, prefix or `Source`; of several, in a tuple, to the first that the foreign model has. `answer` gives
+    what the live model answers, `[B, C]`, or its pooled features where the classifier is a fresh one (True).
     """
 
-    name: str
-    classes: tuple[str, ...]
+    name: str  # library and model, as users know it
+    classes: tuple[str, ...]  # qualified names of the foreign classes it covers
     config: Callable[[nn.Module, int | None], EnsembleConfig]
     weights: Weights
-    ignored: tuple[str, ...] = ()
-    metadata: Callable[[nn.Module], Metadata] = lambda model: Metadata()
+    ignored: tuple[str, ...] = ()  # prefixes of foreign tensors that take no part in the logits
+    metadata: Callable[[nn.Module], Metadata] = lambda model: Metadata()  # what the live model knows about itself
     answer: Callable[[nn.Module, NamedTensors, bool], Tensor] = plain_answer
-    masks: bool = True
-    advice: str = "this variant of the architecture is not supported"
-    variant: Callable[[nn.Module], Weights] = lambda model: {}
-    models: str = ""
+    masks: bool = True  # whether a text model is told which tokens are padding
+    advice: str = "this variant of the architecture is not supported"  # where a model does not fit the declaration
+    variant: Callable[[nn.Module], Weights] = lambda model: {}  # of `weights`, those that lie elsewhere in this model
+    models: str = ""  # what users call the models of one class, where its name does not say
 
 
 @dataclass(frozen=True)

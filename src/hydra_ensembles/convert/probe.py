@@ -37,21 +37,13 @@ class OtherSizeError(ConversionError):
 
 @dataclass(frozen=True)
 class Both:
-    """An original and what it was converted into, to be asked the same.
-
-    Attributes:
-        architecture: The declaration of the model.
-        model: The original; afterwards it is as it was.
-        ensemble: What it was converted into.
-        fresh: Whether the classifier is a new one: then features are compared.
-        projection: Of a tower of a dual encoder, applied to its features.
-    """
+    """An original and what it was converted into, to be asked the same."""
 
     architecture: Architecture
-    model: nn.Module
+    model: nn.Module  # afterwards it is as it was
     ensemble: Ensemble
-    fresh: bool = False
-    projection: GroupedLinear | None = None
+    fresh: bool = False  # whether the classifier is a new one: then features are compared
+    projection: GroupedLinear | None = None  # of a tower of a dual encoder, applied to its features
 
     @property
     def own(self) -> bool:

@@ -8,22 +8,17 @@ HOW_TO = "docs/how-to/own_model.md"
 
 @dataclass(frozen=True)
 class Refusal:
-    """A kind of model without a canonical form.
+    """A kind of model without a canonical form: what it is, why it does not fit, and what to do instead.
 
-    Attributes:
-        families: Names as they begin in timm, in modules of transformers and torchvision, and as model types; or, with
-            a `*` before them, as classes end.
-        what: What it is.
-        why: Why it does not fit.
-        way: What to do instead.
-        text: Whether these are models for text: timm has image models of the same names.
+    Its families are names as they begin in timm, in modules of transformers and torchvision, and as model types; or,
+    with a `*` before them, as classes end.
     """
 
     families: str
     what: str
     why: str
     way: str
-    text: bool = False
+    text: bool = False  # whether these are models for text: timm has image models of the same names
 
 
 _PLAIN_VIT = "a plain ViT of the same size (timm:vit_small_patch16_224, DINOv2, DINOv3), fine-tuned on the same data"

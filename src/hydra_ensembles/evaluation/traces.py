@@ -19,16 +19,10 @@ from ..overlap import Keys
 
 @dataclass(frozen=True)
 class SetTrace:
-    """What is stored of the samples of a set.
+    """What is stored of the samples of a set: digests, empty of what is not there."""
 
-    Attributes:
-        labels: Of how many samples the classes have, whichever class it is: models may number classes in their own
-            order. Empty where there are no labels.
-        inputs: Of all samples as the model was given them; empty where only their logits were.
-    """
-
-    labels: str = ""
-    inputs: str = ""
+    labels: str = ""  # of how many samples the classes have, whichever it is: models may number them in their own order
+    inputs: str = ""  # of all samples as the model was given them, if not their logits alone
 
 
 class Unlike(NamedTuple):

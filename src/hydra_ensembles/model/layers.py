@@ -22,19 +22,12 @@ from .rotary import Rotary, Turn, turned
 
 
 class Context(NamedTuple):
-    """What attention knows of tokens beside their values.
+    """What attention knows of tokens beside their values."""
 
-    Attributes:
-        key_mask: `[B, T]`, true where a token may be attended to; None when all may.
-        turns: Rotations by the places of the tokens, one for each base of a model with rotary positions.
-        near: `[T, T]`, true where tokens see each other in local attention; None where they see all, or have none.
-        local: What tokens see in local attention, padding left out: `[T, T]` or `[B, T, T]`.
-    """
-
-    key_mask: Tensor | None = None
-    turns: tuple[Turn, ...] = ()
-    near: Tensor | None = None
-    local: Tensor | None = None
+    key_mask: Tensor | None = None  # [B, T], true where a token may be attended to; None when all may
+    turns: tuple[Turn, ...] = ()  # rotations by the places of the tokens, one for each base of rotary positions
+    near: Tensor | None = None  # [T, T], true where tokens see each other in local attention; None without, or for all
+    local: Tensor | None = None  # what tokens see in local attention, padding left out: [T, T] or [B, T, T]
 
     def of(self, key_mask: Tensor | None) -> "Context":
         """The context for samples with this key mask.
@@ -136,39 +129,30 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """The attention sublayer for G copies (1 when shared by all members, else one per member).
 
-    Attributes:
-        sizes: Number of heads of each copy; K is their sum.
-        qkv: `[K, 3, d_k, d]`, the input projections, a head's query, key and value together.
-        qkv_bias: `[K, 3, d_k]`, `[K, 2, d_k]` where keys have none, or None.
-        out: `[K, d_k, d]`, a head's part of the output projection.
-        out_bias: `[G, d]` or None; it counts even where no head is left.
-        scale: `[G, d]` or None, the LayerScale of the sublayer.
-        distinct: None, or `[K]`: where members that see the same input have heads in common, `qkv` holds each
-            different head once and this says which one each of the K heads is.
-        window: How far a token sees to each side; None where it sees all.
-        turn: Which of the turns of the context are those of this layer; None where positions are not rotary.
+    Where members that see the same input have heads in common, `qkv` may hold each different head once; `distinct`
+    then says which one each of the K heads is.
     """
 
-    distinct: Tensor | None
+    distinct: Tensor | None  # [K]
 
     def __init__(self, config: EncoderConfig, sizes: tuple[int, ...], layer: int = 0) -> None:
         super().__init__()
-        self.sizes = sizes
+        self.sizes = sizes  # heads of each copy; K is their sum
         self.causal = config.causal
-        self.window = config.window_of(layer)
-        rotary = config.rotary
+        self.window = config.window_of(layer)  # how far a token sees to each side; None where it sees all
+        rotary = config.rotary  # `turn`: which of the turns of the context are those of this layer
         self.turn = None if rotary is None else int(self.window is not None and rotary.local_base is not None)
         self.dropout = config.attention_dropout
         copies = len(sizes)
         total = sum(sizes)
         width = config.width
         head_dim = config.head_dim
-        self.qkv = empty(total, 3, head_dim, width)
+        self.qkv = empty(total, 3, head_dim, width)  # a head's query, key and value together
         self.qkv_bias = empty(total, 3 if config.key_bias else 2, head_dim) if config.qkv_bias else None
         self.query_norm = GroupedNorm(copies, head_dim, config.norm_eps, config.norm) if config.qk_norm else None
         self.key_norm = GroupedNorm(copies, head_dim, config.norm_eps, config.norm) if config.qk_norm else None
-        self.out = empty(total, head_dim, width)
-        self.out_bias = empty(copies, width) if config.out_bias else None
+        self.out = empty(total, head_dim, width)  # a head's part of the output projection
+        self.out_bias = empty(copies, width) if config.out_bias else None  # it counts even where no head is left
         self.scale = empty(copies, width) if config.layer_scale else None
         self.out_dropout = Dropout(config.projection_dropout)
         self.register_buffer("distinct", None, persistent=False)

@@ -32,16 +32,11 @@ Parts = tuple[Tensor, ...]  # those of query, key and value that were asked for,
 class FrozenAttention(nn.Module):
     """Computes what an `Attention` with folded biases computes, by one of the plans.
 
-    Attributes:
-        one_input: Whether all heads see one input, or there is one copy of them: then a plain product with all of
-            them does, whatever the plan.
-        into: Input projections: one with query, key and value; or, where few tokens ask, one with the query and one
-            with key and value, each contiguous.
-        head_ends: `[M]` of int32, where each member's heads end on the axis of all heads; for the plan `"grouped"`.
+    Where all heads see one input (`one_input`), or there is one copy of them, a plain product with all of them does.
     """
 
     distinct: Tensor | None
-    head_ends: Tensor | None
+    head_ends: Tensor | None  # [M] of int32, where each member's heads end on the axis of all; for the plan "grouped"
 
     def __init__(self, source: Attention, one_input: bool, reads_few: bool) -> None:
         super().__init__()
@@ -50,7 +45,7 @@ class FrozenAttention(nn.Module):
         self.plan: Plan = "loop"
         self.query_norm, self.key_norm = source.query_norm, source.key_norm
         biased = {0, 1} if sees_key_bias(source) else {0}  # of query, key, value; the rest is folded away
-        parts = ((0,), (1, 2)) if reads_few else ((0, 1, 2),)
+        parts = ((0,), (1, 2)) if reads_few else ((0, 1, 2),)  # apart, each is contiguous
         self.into = nn.ModuleList(IntoHeads(source.qkv, source.qkv_bias, one, biased) for one in parts)
         self.out, self.out_bias = source.out, source.out_bias
         self.register_buffer("distinct", source.distinct, persistent=False)

@@ -125,21 +125,14 @@ class Sample:
 
 
 class Service:
-    """An ensemble behind a server.
-
-    Attributes:
-        ensemble: The ensemble.
-        settings: How it is served.
-        kind: What it reads, `"image"` or `"text"`.
-        labels: Names of its classes; numbers where it has none.
-        inputs, outputs: The tables of what goes in and comes out.
-    """
+    """An ensemble behind a server."""
 
     def __init__(self, ensemble: Ensemble, settings: ServeSettings) -> None:
         """Take an ensemble that is a classifier; its weights are read when `workers` makes plans."""
         self.ensemble, self.settings, self.kind = ensemble, settings, ensemble.kind
         self.inputs = input_fields(ensemble)
         self.outputs = output_fields(ensemble)
+        # names of the classes; numbers where it has none
         self.labels = ensemble.verified_metadata().labels or tuple(map(str, range(ensemble.num_classes)))
         self.preprocessing = ensemble.metadata.preprocessing
         known = ensemble.metadata.calibration or Calibration()

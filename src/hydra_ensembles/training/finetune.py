@@ -47,10 +47,6 @@ class Parametrised(nn.Module):
     """Low-rank updates, scales, masks: what a method trains instead of the weights themselves.
 
     The ensemble inside is the one that runs; its own parameters train where they ask for gradients.
-
-    Attributes:
-        rates: Learning rates over the recipe's, by name of the parameter, where they are not 1.
-        spared: Names of parameters that never decay.
     """
 
     INNER: ClassVar[str] = "ensemble."  # what names of parameters of the ensemble begin with here
@@ -58,8 +54,8 @@ class Parametrised(nn.Module):
     def __init__(self, ensemble: Ensemble) -> None:
         super().__init__()
         self.ensemble = ensemble
-        self.rates: dict[str, float] = {}
-        self.spared: frozenset[str] = frozenset()
+        self.rates: dict[str, float] = {}  # learning rates over the recipe's, by name of the parameter, if not 1
+        self.spared: frozenset[str] = frozenset()  # names of parameters that never decay
         self.num_members, self.num_classes = ensemble.num_members, ensemble.num_classes
 
     @abstractmethod
