@@ -9,7 +9,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import and_
 from typing import Any, Literal, NamedTuple, SupportsIndex, cast, get_args
 
 import torch
@@ -223,27 +224,26 @@ class Prediction:
     @cached_property
     def accept(self) -> Tensor | None:
         """`[B]` of bool, True where every score that has a threshold is at most that; None where none is known."""
-        sure, familiar = self._sure, self._familiar
-        return sure if familiar is None else familiar if sure is None else sure & familiar
+        found = [passed for passed in self.passed().values() if passed is not None]
+        return reduce(and_, found) if found else None
 
-    @cached_property
-    def _sure(self) -> Tensor | None:
-        return None if self.threshold is None else self.score() <= self.threshold
-
-    @cached_property
-    def _familiar(self) -> Tensor | None:
-        known = self.unfamiliarity
-        return (
-            None if known is None or known.threshold is None else known.score(known.score_names[0]) <= known.threshold
-        )
+    def passed(self) -> dict[Reason, Tensor | None]:
+        """What passes each threshold, `[B]` of bool by the reason not to; None without the threshold."""
+        found: dict[Reason, Tensor | None] = {"unsure": None, "unfamiliar": None}
+        if self.threshold is not None:
+            found["unsure"] = self.score() <= self.threshold
+        if (known := self.unfamiliarity) is not None and known.threshold is not None:
+            found["unfamiliar"] = known.score(known.score_names[0]) <= known.threshold
+        return found
 
     @cached_property
     def doubt(self) -> Tensor | None:
         """`[B]`, the place in `REASONS` of why each sample is not accepted, 0 if it is; None where none is known."""
         found: Tensor | None = None
-        for place, passed in ((1, self._sure), (2, self._familiar)):
+        for reason, passed in self.passed().items():
             if passed is not None:
-                found = torch.where(passed, torch.zeros_like(self.label) if found is None else found, place)
+                before = torch.zeros_like(self.label) if found is None else found
+                found = torch.where(passed, before, REASONS.index(reason))
         return found
 
     @cached_property

@@ -12,35 +12,13 @@ from ..errors import ConfigError
 from ..model.config import Activation, HiddenActivation, NormKind, Pool, Resample, RotaryConfig
 from .core import NamedTensors, perhaps_meant, run
 
-Part = Literal[
-    "patch",
-    "class_token",
-    "registers",
-    "position",
-    "words",
-    "segments",
-    "embedding_norm",
-    "embedding_projection",
-    "encoder",
-    "block",
-    "attention",
-    "norm1",
-    "qkv",
-    "query_norm",
-    "key_norm",
-    "out",
-    "scale1",
-    "norm2",
-    "gate",
-    "up",
-    "down",
-    "scale2",
-    "norm",
-    "pooler",
-    "classifier",
-]
+_OfImages = Literal["patch", "class_token", "registers", "position"]
+_OfTexts = Literal["words", "segments", "embedding_norm", "embedding_projection"]
+_OfAttention = Literal["attention", "norm1", "qkv", "query_norm", "key_norm", "out", "scale1"]
+_OfBlock = Literal["block", _OfAttention, "norm2", "gate", "up", "down", "scale2"]
+Part = Literal[_OfImages, _OfTexts, "encoder", _OfBlock, "norm", "pooler", "classifier"]
 PARTS: tuple[Part, ...] = get_args(Part)
-IN_BLOCK = PARTS[PARTS.index("block") : PARTS.index("norm")]
+IN_BLOCK: tuple[Part, ...] = get_args(_OfBlock)
 Place = str | tuple[str, ...] | Tensor
 MASKS = ("attention_mask", "token_type_ids")  # as tokenizers name them
 PADDING = ("src_key_padding_mask", "key_padding_mask", "padding_mask")  # true at padding, as `torch.nn` has it

@@ -234,20 +234,9 @@ def _mean(found: Sequence[Detection]) -> Detection:
     return Detection(**{key: sum(getattr(one, key) for one in found) / len(found) for key in get_args(OodMetric)})
 
 
-def _passed(prediction: Prediction) -> dict[str, Tensor | None]:
-    """What passes each threshold, `[B]` of bool by the reason not to; None without the threshold."""
-    passed: dict[str, Tensor | None] = {"unsure": None, "unfamiliar": None}
-    if prediction.threshold is not None:
-        passed["unsure"] = prediction.score() <= prediction.threshold
-    known = prediction.unfamiliarity
-    if known is not None and known.threshold is not None:
-        passed["unfamiliar"] = known.score(known.score_names[0]) <= known.threshold
-    return passed
-
-
 def _declined(prediction: Prediction) -> dict[str, float | None]:
     """Shares of a set that are declined: by any threshold, and by each."""
-    passed = {"abstained": prediction.accept, **_passed(prediction)}
+    passed = {"abstained": prediction.accept, **prediction.passed()}
     return {key: None if one is None else mean(~one) for key, one in passed.items()}
 
 
@@ -257,7 +246,7 @@ def _selective(prediction: Prediction, labels: Tensor) -> Selective | None:
         return None
     wrong = (prediction.label != labels)[accept]
     known = prediction.unfamiliarity
-    passed = {reason: None if one is None else mean(one) for reason, one in _passed(prediction).items()}
+    passed = {reason: None if one is None else mean(one) for reason, one in prediction.passed().items()}
     return Selective(
         score=prediction.score_name,
         threshold=prediction.threshold,
