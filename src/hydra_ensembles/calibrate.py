@@ -312,7 +312,8 @@ def _fit_temperature(
     """The temperature (or one per member) with the lowest NLL, and that NLL; 1 unless another is better."""
     low, high = math.log(COLDEST), math.log(HOTTEST)
     if not per_member or len(member_logits) == 1:
-        pooled = _log_mean(member_logits)  # [1, n, C]
+        means = [log_mean_probs(rows.double()) for rows in member_logits.split(_ROWS, dim=1)]
+        pooled = torch.cat(means)[None]  # logarithm of the mean probabilities, [1, n, C]
         common, nll = _lowest(lambda value: _nll(_label_log_probs(pooled, labels, value)), low, high)
         if before - nll <= _WORTHWHILE:
             return (1.0,), before
@@ -374,11 +375,6 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> tupl
 def _nll(label_log_probs: Tensor) -> float:
     """NLL of the mean probabilities, from the members' log-probabilities `[M, B]` of the labels."""
     return -log_mean_exp(label_log_probs).mean().item()
-
-
-def _log_mean(member_logits: Tensor) -> Tensor:
-    """Logarithm of the mean probabilities of `[M, n, C]` logits, `[1, n, C]` in float64."""
-    return torch.cat([log_mean_probs(rows.double()) for rows in member_logits.split(_ROWS, dim=1)])[None]
 
 
 def _label_log_probs(member_logits: Tensor, labels: Tensor, temperature: float) -> Tensor:

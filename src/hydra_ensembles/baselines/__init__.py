@@ -14,29 +14,7 @@ from .swag import SWAG, swag
 from .vilu import ViLU, vilu
 
 __all__ = [
-    "BatchEnsemble",
-    "BayesVLM",
-    "EmbeddedWords",
-    "Laplace",
-    "LoRA",
-    "MIMO",
-    "NegLabel",
-    "OBA",
-    "Packed",
-    "SWAG",
-    "ViLU",
-    "batch_ensemble",
-    "bayes_vlm",
-    "deep_ensemble",
-    "embed_words",
-    "laplace",
-    "lora_ensemble",
-    "mc_dropout",
-    "mimo",
-    "neg_label",
-    "oba",
-    "packed_ensemble",
-    "published_bayes_vlm",
-    "swag",
-    "vilu",
-]
+    "BatchEnsemble", "BayesVLM", "EmbeddedWords", "Laplace", "LoRA", "MIMO", "NegLabel", "OBA", "Packed", "SWAG",
+    "ViLU", "batch_ensemble", "bayes_vlm", "deep_ensemble", "embed_words", "laplace", "lora_ensemble", "mc_dropout",
+    "mimo", "neg_label", "oba", "packed_ensemble", "published_bayes_vlm", "swag", "vilu",
+]  # fmt: skip

@@ -3,12 +3,9 @@
 from functools import partial
 from typing import Any, cast
 
-from torch import Tensor
-
 from ..model.config import EnsembleConfig, HiddenActivation, NormKind, ReadoutConfig, RotaryConfig, all_heads
 from .core import (
     Architecture,
-    NamedTensors,
     Weights,
     activation_of,
     attention,
@@ -86,10 +83,6 @@ def _dinov3_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 
 
-def _first_token(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
-    return run(model, **inputs).last_hidden_state[:, 0]
-
-
 _DINOV3 = Architecture(
     name=f"{_DINOV3_NAME} encoder",
     classes=("transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTModel",),
@@ -103,7 +96,7 @@ _DINOV3 = Architecture(
         "readout.norm": "norm",
     },
     ignored=("embeddings.mask_token", "embeddings.register_tokens"),  # which has no values where there are no registers
-    answer=_first_token,
+    answer=lambda model, inputs, fresh: run(model, **inputs).last_hidden_state[:, 0],
 )
 
 

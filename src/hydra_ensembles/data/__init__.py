@@ -10,29 +10,7 @@ from .suites import SetRef, Suite, all_suites, suite
 from .synthetic import synthetic_ood
 
 __all__ = [
-    "CORRUPTIONS",
-    "SEVERITIES",
-    "BatchLoader",
-    "Batches",
-    "Columns",
-    "Dataset",
-    "ImageDataset",
-    "RandAugment",
-    "SetRef",
-    "Suite",
-    "TextDataset",
-    "TrainTransform",
-    "all_suites",
-    "batches",
-    "corrupt",
-    "corrupted",
-    "keyed_order",
-    "load",
-    "only_classes",
-    "split",
-    "subset",
-    "suite",
-    "synthetic_ood",
-    "to_rgb",
-    "without_classes",
-]
+    "CORRUPTIONS", "SEVERITIES", "BatchLoader", "Batches", "Columns", "Dataset", "ImageDataset", "RandAugment",
+    "SetRef", "Suite", "TextDataset", "TrainTransform", "all_suites", "batches", "corrupt", "corrupted",
+    "keyed_order", "load", "only_classes", "split", "subset", "suite", "synthetic_ood", "to_rgb", "without_classes",
+]  # fmt: skip

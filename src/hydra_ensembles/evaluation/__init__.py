@@ -19,25 +19,7 @@ from .evaluation import (
 )
 
 __all__ = [
-    "Atlas",
-    "AtlasInput",
-    "Changed",
-    "Classification",
-    "Curve",
-    "Detection",
-    "Evaluation",
-    "Figures",
-    "GalleryItem",
-    "HeadEffect",
-    "LabelledLogits",
-    "MemberLogits",
-    "ModelInfo",
-    "OodSet",
-    "Provenance",
-    "Quality",
-    "Reliability",
-    "Selective",
-    "atlas",
-    "evaluate",
-    "evaluate_logits",
-]
+    "Atlas", "AtlasInput", "Changed", "Classification", "Curve", "Detection", "Evaluation", "Figures",
+    "GalleryItem", "HeadEffect", "LabelledLogits", "MemberLogits", "ModelInfo", "OodSet", "Provenance", "Quality",
+    "Reliability", "Selective", "atlas", "evaluate", "evaluate_logits",
+]  # fmt: skip

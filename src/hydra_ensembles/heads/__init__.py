@@ -6,15 +6,6 @@ from .taylor import taylor
 from .vectors import CentroidDistance, centroid_distance, head_vectors
 
 __all__ = [
-    "CentroidDistance",
-    "Head",
-    "HeadLike",
-    "HeadRanking",
-    "centroid_distance",
-    "head_vectors",
-    "jensen_shannon",
-    "masked",
-    "overlap",
-    "stability",
-    "taylor",
-]
+    "CentroidDistance", "Head", "HeadLike", "HeadRanking", "centroid_distance", "head_vectors", "jensen_shannon",
+    "masked", "overlap", "stability", "taylor",
+]  # fmt: skip

@@ -126,18 +126,13 @@ def build(
     with all_ranks(start.base.device) as ranks, ExitStack() as alone:  # one process group for circuits and fine-tuning
 
         def opened() -> RunFolder:
-            run = RunFolder(output, _identity(config, start, data), device=start.base.device)
+            own = {"model": model_identity(start), "data": data.fingerprints()}
+            run = RunFolder(output, {"format": FORMAT, "config": to_plain(config), **own}, device=start.base.device)
             if not (run.has(RESULT) and run.has("summary.json")):
                 alone.enter_context(run.working())
             return run
 
         return Chain(config, start, data, ranks.together(opened), progress).finish()
-
-
-def _identity(config: HydraConfig, start: StartingModel, data: BuildData) -> dict[str, Any]:
-    """Config, model and data of a build as plain data."""
-    model = model_identity(start)
-    return {"format": FORMAT, "config": to_plain(config), "model": model, "data": data.fingerprints()}
 
 
 def model_identity(start: StartingModel) -> dict[str, Any]:

@@ -16,24 +16,7 @@ from .compare import (
 from .html import write_atlas, write_report
 
 __all__ = [
-    "CLASSIFICATION",
-    "COLUMNS",
-    "COST",
-    "DIVERSITY",
-    "OOD",
-    "Cell",
-    "Column",
-    "Comparison",
-    "Row",
-    "columns_for",
-    "compare",
-    "load_costs",
-    "save_costs",
-    "set_columns",
-    "to_csv",
-    "to_latex",
-    "to_markdown",
-    "to_rich",
-    "write_atlas",
-    "write_report",
-]
+    "CLASSIFICATION", "COLUMNS", "COST", "DIVERSITY", "OOD", "Cell", "Column", "Comparison", "Row", "columns_for",
+    "compare", "load_costs", "save_costs", "set_columns", "to_csv", "to_latex", "to_markdown", "to_rich",
+    "write_atlas", "write_report",
+]  # fmt: skip
