@@ -71,9 +71,7 @@ def free_memory(root: Path = Path("/")) -> int | None:
             limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # version 1: without a limit, a huge one
         with contextlib.suppress(OSError, ValueError, LookupError):  # among them "max": no limit
             stat = _numbers(folder / "memory.stat") if (folder / "memory.stat").exists() else {}
-            cached = stat.get(
-                "total_inactive_file", stat.get("inactive_file", 0)
-            )  # total: with groups inside, as usage
+            cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))  # total: with groups inside
             taken = int((folder / used).read_text()) - cached
             free.append(max(0, int((folder / limit).read_text()) - max(0, taken)))
     return min(free, default=None)

@@ -193,9 +193,7 @@ def _half_fitted(
     held = samples.pick(~fits)
     if len(held.labels) < max(samples_for(share), 1):
         few = f"a half of {len(samples.labels)} samples is too few to promise a share of {share:.4g} of familiar inputs"
-        raise TooFewSamplesError(
-            f"{few}; it takes {samples_for(share)}, or statistics fitted before, by fit_familiarity"
-        )
+        raise TooFewSamplesError(f"{few}; it takes {samples_for(share)}, or statistics fitted before (fit_familiarity)")
     fitting = Fitting(ensemble, FitOptions((score,)), draws)
     for rows in fits.nonzero()[:, 0].split(_ROWS):
         fitting.add(samples.pick(rows))

@@ -340,7 +340,7 @@ def load_checkpoint(
                 if _is_still(opened, folder / CONFIG):
                     raise
     raise CheckpointError(
-        f"{folder} was saved to again during each of {LOOKS} attempts to read it; wait until that has ended"
+        f"{folder} was saved to again during each of {LOOKS} attempts to read it; wait until that ends"
     )
 
 

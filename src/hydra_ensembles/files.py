@@ -151,9 +151,7 @@ def locked(folder: Path, what: str, *, file: str | None = None, wait: bool = Fal
         folder.mkdir(parents=True, exist_ok=True)
         handle = _lock(lock, wait)
     if handle is None:
-        raise StorageError(
-            f"another {what} works in {place}{_holder(lock)}; wait until it has ended, or give another place"
-        )
+        raise StorageError(f"another {what} works in {place}{_holder(lock)}; wait until it ends, or give another place")
     _held.add(handle)
     try:
         yield

@@ -154,9 +154,7 @@ def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: 
             logits = model(model.prepare(inputs))[0]  # [B, C]
             loss = F.cross_entropy(logits, labels.to(logits.device))
             if not loss.isfinite():
-                raise DataError(
-                    f"batch {index} of train gives a loss of {loss.item()}; look for bad values in its inputs"
-                )
+                raise DataError(f"batch {index} of train gives a loss of {loss.item()}; look for bad values in it")
             first = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
             ahead = [one.detach() for one in parameters]
             second = torch.autograd.grad(first, parameters, grad_outputs=ahead, materialize_grads=True)

@@ -333,9 +333,7 @@ def activation_of(found: Any, architecture: str) -> Activation:
     for activation, names in ACTIVATIONS.items():
         if name in names:
             return activation
-    raise ConversionError(
-        f"{architecture}: the activation {name!r} is not supported; take a model with one of {list(ACTIVATIONS)}"
-    )
+    raise ConversionError(f"{architecture}: the activation {name!r} is not supported; known are {list(ACTIVATIONS)}")
 
 
 def dropout_rate(module: Any) -> float:

@@ -143,9 +143,7 @@ def is_for_images(processor: Any) -> bool | None:
 
 
 def _unsupported(processor: Any, kind: str) -> ConversionError:
-    return ConversionError(
-        f"a {qualified_name(processor)} cannot be read as preprocessing for {kind} input; give {_ACCEPTED[kind]}"
-    )
+    return ConversionError(f"a {qualified_name(processor)} is not read as {kind} preprocessing; give {_ACCEPTED[kind]}")
 
 
 def _require_setting(name: str, value: object, supported: object) -> None:
@@ -299,9 +297,7 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
     for attribute in (*sorted(steps), "rescale_offset", "include_top"):
         _require_setting(f"processor.{attribute}", getattr(processor, attribute, None) or False, False)
     if type(processor).__name__.startswith("Levit"):
-        raise ConversionError(
-            "a processor of Levit resizes to 256/224 of the size that it names; give a ViTImageProcessor"
-        )
+        raise ConversionError("a processor of Levit resizes to 256/224 of the size it names; give a ViTImageProcessor")
     _require_setting("processor.do_resize", processor.do_resize, True)
     size = _named_sides(processor.size)
     crop = _named_sides(processor.crop_size) if getattr(processor, "do_center_crop", False) else {}

@@ -188,9 +188,7 @@ def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         mean = ReadoutConfig(pool="mean", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
         return EnsembleConfig(stem, encoder, mean, all_heads(encoder))
     if not getattr(found, "vision_use_head", True):
-        raise refuse(
-            _SIGLIP_IMAGE, "it has no attention that pools an image (vision_use_head), so it gives no features"
-        )
+        raise refuse(_SIGLIP_IMAGE, "it has no attention that pools an image (vision_use_head): it has no features")
     readout = ReadoutConfig(
         pool="map",
         num_classes=number_of_classes(0, num_labels, _SIGLIP_IMAGE),

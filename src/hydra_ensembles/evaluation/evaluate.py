@@ -108,9 +108,7 @@ def evaluate(
         (['noise'], True, True)
     """
     if not callable(ensemble):
-        raise ConfigError(
-            f"evaluate takes an Ensemble, or anything to call with inputs, got a {type(ensemble).__name__}"
-        )
+        raise ConfigError(f"evaluate takes an Ensemble, or a function of inputs, got a {type(ensemble).__name__}")
     inner = unwrapped(ensemble) if isinstance(ensemble, nn.Module) else ensemble
     if isinstance(inner, Ensemble) and (
         inner.verified_metadata().familiarity is not None or not hasattr(ensemble, "metadata")
@@ -246,9 +244,7 @@ def read_groups(ood: Mapping[str, Any] | None) -> dict[OodGroup, dict[str, Any]]
         return {"ungrouped": dict(ood)} if ood else {}
     known = get_args(OodGroup)
     if not all(nested) or not set(ood) <= set(known):
-        raise DataError(
-            f"ood has the keys {list(ood)}; give groups of sets, with keys among {list(known)}, or {{name: data}}"
-        )
+        raise DataError(f"ood has the keys {list(ood)}; give groups of sets, among {list(known)}, or {{name: data}}")
     counts = Counter(name for sets in ood.values() for name in sets)
     twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
@@ -278,7 +274,7 @@ def require_different(sets: Mapping[str, object], preprocess: Preprocess | None)
             same = my_way == their_way and mine.same_items(theirs)
         if same:
             raise DataError(
-                f"{second} has the same samples as {first}; OOD detection tells different data apart: leave it out"
+                f"{second} has the same samples as {first}; OOD detection needs different data: leave it out"
             )
 
 

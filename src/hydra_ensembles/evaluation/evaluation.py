@@ -304,9 +304,7 @@ class MemberLogits:
             logits = logits_of(key)
             found = tensors.get(labels)
             if found is None or found.shape != logits.shape[1:2] or found.is_floating_point():
-                raise DataError(
-                    f"{labels!r} is not a whole number for each of the {logits.shape[1]} samples of {key!r}"
-                )
+                raise DataError(f"{labels!r} is no whole number for each of the {logits.shape[1]} samples of {key!r}")
             return LabelledLogits(logits, found)
 
         ood: dict[str, dict[str, Tensor]] = {}

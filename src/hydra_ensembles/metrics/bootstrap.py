@@ -111,9 +111,7 @@ def bootstrap_ood(
             [len(one) for side in pair for one in _as_list(side)] for pair in ((id_scores, ood_scores), minus)
         )
         if lengths != theirs:
-            raise DataError(
-                f"the methods have {lengths} and {theirs} scores; a paired difference needs the same samples"
-            )
+            raise DataError(f"the methods have {lengths} and {theirs} scores; paired differences need the same samples")
         other, others = ood_replicates(metric, *minus, convention, resamples, seed)
         value = value - other
         replicates = replicates - others

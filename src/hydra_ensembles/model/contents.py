@@ -261,9 +261,7 @@ def require_one_dtype(dtypes: Mapping[str, str]) -> None:
     for found in parts.values():
         if len(found) > 1:
             examples = ", ".join(f"{dtype} ({name})" for dtype, name in found.items())
-            raise CheckpointError(
-                f"the tensors are of several types: {examples}; convert the model to one: model.to(...)"
-            )
+            raise CheckpointError(f"the tensors are of several types: {examples}; convert the model: model.to(...)")
 
 
 def first_line(error: Exception) -> str:

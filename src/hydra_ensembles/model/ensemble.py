@@ -112,15 +112,7 @@ class Saved(ABC):
     ) -> Self:
         """Load what `save_pretrained` or `push_to_hub` wrote, in evaluation mode; no code is run.
 
-        Args:
-            source: Folder, or hub id of the form `owner/name`.
-            revision: Branch, tag or commit on the hub.
-            device: Where the parameters go; None for the CPU.
-            dtype: Floating type to convert to; None keeps the stored one.
-            token: Access token for a private model; None for the one logged in with.
-
-        Raises:
-            CheckpointError: Something is missing, damaged, inconsistent, or was saved by another class.
+        Arguments and errors are those of `he.load`, which reads models of any kind; one of another class is refused.
         """
         return load_checkpoint(
             source, (cls._kind,), lambda stored: cls._restored(stored, device, dtype), revision=revision, token=token

@@ -346,9 +346,7 @@ class _Search:
             known = (
                 "there are none" if cheapest is None else f"{cheapest.name!r}, the cheapest, costs {cheapest.price:.2f}"
             )
-            raise ConfigError(
-                f"no candidate costs at most {cost:g} times the model: {known}; raise cost, or give others"
-            )
+            raise ConfigError(f"no candidate costs at most {cost:g} times the model: {known}; raise cost, or give more")
         samples = {name: samples_in(one) for name, one in self.judges.items()}
         return SearchResult(tuple(rows), cost, self.settings.price, self.settings.scores, samples)
 

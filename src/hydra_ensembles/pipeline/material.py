@@ -84,9 +84,7 @@ def starting_model(
     if isinstance(found, Ensemble) and found.num_classes < 2:
         raise ConfigError(f"build starts from a trained classifier, this model has {found.num_classes} classes")
     if isinstance(found, Ensemble) == (class_names is not None):
-        raise ConfigError(
-            f"class_names are for a dual encoder, and needed there; the model is a {type(found).__name__}"
-        )
+        raise ConfigError(f"class_names are for a dual encoder, and needed there; this is a {type(found).__name__}")
     if place is not None and found.device != place:
         found = (copy.deepcopy(found) if found is model else found).to(place)
     if isinstance(found, Ensemble):

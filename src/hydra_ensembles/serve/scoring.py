@@ -122,9 +122,7 @@ class Scorer:
             else:
                 source, digest = self._saved()
                 if self._digest not in ("", digest):
-                    raise CheckpointError(
-                        f"{self.model} is another model than before; make a new Scorer({self.model!r})"
-                    )
+                    raise CheckpointError(f"{self.model} is another model than before; make a new Scorer of it")
                 self._digest = digest
                 self._loaded = Ensemble.from_pretrained(source, device=device, dtype=dtype)
             output_fields(self._loaded)  # refuses what has no classifier
