@@ -4,7 +4,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from ..run_folder import IDENTITY, RESULT, SETTINGS, require_own_folder
 from ..schema import to_plain
 from ..training.recipe import Recipe
 from . import sources as source
-from .command import Json, Quiet, command, emit, emit_json, parse_yaml, read_recipe, write_settings
+from .command import Json, Quiet, command, emit, emit_json, option, parse_yaml, read_recipe, write_settings
 from .evaluations import grouped_specs
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 from .use import preprocessing_of
@@ -42,21 +42,15 @@ VARIETY = 2  # times as many batches as a ranking reads, so that members are ran
 
 @dataclass(frozen=True)
 class BuildSources(DataSettings, ModelSettings):
-    """What goes into a build and where it comes out; the rest is `HydraConfig`.
+    """What goes into a build and where it comes out; the rest is `HydraConfig`."""
 
-    Attributes:
-        output: Run folder.
-        id: Held-out labelled data.
-        ood: Data unlike the training data, for circuits, once for each source, as [NAME=]DATA, or synthetic.
-        train: Labelled training data, for fine-tuning and Taylor rankings.
-        validation: Held-out labelled data for calibration; half of `id` if not given.
-    """
-
-    output: str = field(kw_only=True)
-    id: str | None = None
-    ood: tuple[str, ...] = ()
-    train: str | None = None
-    validation: str | None = None
+    output: str = option(..., "Run folder.")
+    id: str | None = option(None, "Held-out labelled data.")
+    ood: tuple[str, ...] = option(
+        (), "Data unlike the training data, for circuits, once for each source, as [NAME=]DATA, or synthetic."
+    )
+    train: str | None = option(None, "Labelled training data, for fine-tuning and Taylor rankings.")
+    validation: str | None = option(None, "Held-out labelled data for calibration; half of `id` if not given.")
 
     def __post_init__(self) -> None:
         """Check what can be checked without loading anything."""
@@ -120,46 +114,33 @@ def build(sources: BuildSources, hydra: HydraConfig, quiet: Quiet = False, as_js
 
 @dataclass(frozen=True)
 class SearchSources(DataSettings, ModelSettings):
-    """What goes into a search and where it comes out; `search` says more of each.
+    """What goes into a search and where it comes out; `search` says more of each."""
 
-    Attributes:
-        output: Folder of the search.
-        id: Held-out labelled data, of which a half judges.
-        ood: Data unlike the training data, of which a half judges, once for each source, as [NAME=]DATA, or
-            synthetic, which is made from id and is what is taken if none is given.
-        train: Labelled training data; without them no candidate is trained.
-        cost: The highest price, as a multiple of that of the model.
-        candidates: YAML file with a list of candidates, each with settings of build.
-        models: Folder of a further training of the model, once for each.
-        recipe: How candidates train that bring no recipe of their own.
-        judge_id: Labelled data to judge on, instead of a half of id.
-        judge_ood: OOD data to judge on, instead of a half of ood, once for each set, as [NAME=]DATA.
-        familiarity: The score of features that judges besides the maximum softmax probability.
-        first: Share of the training after which candidates are compared for the first time.
-        tolerance: How far AURC and AUROCs of the choice may lie behind those of the model.
-        price: What costs.
-        latency_batch: Inputs of the batch whose time is measured.
-        compile: Measure compiled models.
-        seed: Draws halves, batches and members.
-    """
-
-    output: str = field(kw_only=True)
-    id: str = field(kw_only=True)
-    ood: tuple[str, ...] = ()
-    train: str | None = None
-    cost: float = 1.5
-    candidates: str | None = None
-    models: tuple[str, ...] = ()
-    recipe: Recipe | None = None
-    judge_id: str | None = None
-    judge_ood: tuple[str, ...] = ()
-    familiarity: FamiliarityName = "mahalanobis"
-    first: float = 0.1
-    tolerance: float = 0.0
-    price: Price = "latency"
-    latency_batch: int = 32
-    compile: bool = False
-    seed: int = 0
+    output: str = option(..., "Folder of the search.")
+    id: str = option(..., "Held-out labelled data, of which a half judges.")
+    ood: tuple[str, ...] = option(
+        (),
+        "Data unlike the training data, of which a half judges, once for each source, as [NAME=]DATA, or synthetic, "
+        "which is made from id and is what is taken if none is given.",
+    )
+    train: str | None = option(None, "Labelled training data; without them no candidate is trained.")
+    cost: float = option(1.5, "The highest price, as a multiple of that of the model.")
+    candidates: str | None = option(None, "YAML file with a list of candidates, each with settings of build.")
+    models: tuple[str, ...] = option((), "Folder of a further training of the model, once for each.")
+    recipe: Recipe | None = option(None, "How candidates train that bring no recipe of their own.")
+    judge_id: str | None = option(None, "Labelled data to judge on, instead of a half of id.")
+    judge_ood: tuple[str, ...] = option(
+        (), "OOD data to judge on, instead of a half of ood, once for each set, as [NAME=]DATA."
+    )
+    familiarity: FamiliarityName = option(
+        "mahalanobis", "The score of features that judges besides the maximum softmax probability."
+    )
+    first: float = option(0.1, "Share of the training after which candidates are compared for the first time.")
+    tolerance: float = option(0.0, "How far AURC and AUROCs of the choice may lie behind those of the model.")
+    price: Price = option("latency", "What costs.")
+    latency_batch: int = option(32, "Inputs of the batch whose time is measured.")
+    compile: bool = option(False, "Measure compiled models.")
+    seed: int = option(0, "Draws halves, batches and members.")
 
     def __post_init__(self) -> None:
         """Check what can be checked without loading anything."""

@@ -1,8 +1,8 @@
 """What all commands have in common: options derived from settings, files of settings, and how a command ends.
 
 A parameter of a command that is a dataclass becomes one option a field, with the type, the default and the first
-sentence of the docstring about that field. `--config FILE` gives the same fields in YAML, `--set recipe.epochs=3` one
-of them, also inside another; options win over the file, and `--set` over both.
+sentence that the field, made by `option`, or the docstring says of it. `--config FILE` gives the same fields in YAML,
+`--set recipe.epochs=3` one of them, also inside another; options win over the file, and `--set` over both.
 
 Exit codes are 0, 2 (something given is wrong), 130 (interrupted) and 1 (a mistake of ours). Whatever goes wrong is said
 in one line, as the library says it; `--debug`, before or after the name of the command, shows the traceback.
@@ -17,7 +17,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -139,9 +139,9 @@ def _options(settings: type) -> Iterator[inspect.Parameter]:
     """A parameter for each field of a dataclass; None says that an option was not given."""
     hints = get_type_hints(settings)
     help = _help(settings)
-    for field in fields(settings):
-        name = field.name
-        kind = _without_none(hints[field.name])
+    for one in fields(settings):
+        name = one.name
+        kind = _without_none(hints[one.name])
         if name == "model":
             yield _parameter(name, Annotated[str | None, typer.Argument(metavar="MODEL", help=help[name])])
             continue
@@ -154,10 +154,18 @@ def _options(settings: type) -> Iterator[inspect.Parameter]:
         elif _is_count_or_share(kind):  # as it is written: a point tells them apart
             yield _parameter(name, Annotated[str | None, typer.Option(*flags, metavar="NUMBER", help=help[name])])
             continue
-        elif origin is bool and field.default is not False:
+        elif origin is bool and one.default is not False:
             flags = (f"{flags[0]}/--no-{flags[0][2:]}",)
-        shown = field.default not in (MISSING, None, False, "", ()) and str(field.default)
+        shown = one.default not in (MISSING, None, False, "", ()) and str(one.default)
         yield _parameter(name, Annotated[kind | None, typer.Option(*flags, show_default=shown, help=help[name])])
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of settings that are a command's alone, with what its option says of it; `...` has to be given."""
+    if default is ...:
+        return field(kw_only=True, metadata={"help": help})
+    given: Any = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**given, metadata={"help": help})
 
 
 def _is_count_or_share(kind: Any) -> bool:
@@ -170,14 +178,12 @@ def _without_none(hint: Any) -> Any:
 
 
 def _help(settings: type) -> dict[str, str]:
-    """The first sentence that docstrings of a dataclass and its bases have about each attribute."""
-    found: dict[str, str] = {}
-    for cls in reversed(settings.__mro__):
-        _, _, attributes = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
-        for names, text in re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.*)*)", attributes, re.MULTILINE):
-            sentence = re.split(r"[.;:](?: |$)", " ".join(text.split()))[0].replace("`", "")
-            found |= dict.fromkeys(names.split(", "), sentence)
-    return found
+    """The first sentence that the fields of a dataclass say of themselves, or its docstring does, of each of them."""
+    _, _, attributes = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:\n")
+    told = re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.*)*)", attributes, re.MULTILINE)
+    found = {name: " ".join(text.split()) for names, text in told for name in names.split(", ")}
+    found |= {one.name: one.metadata["help"] for one in fields(settings) if "help" in one.metadata}  # type: ignore[arg-type]
+    return {name: re.split(r"[.;:](?: |$)", text)[0].replace("`", "") for name, text in found.items()}
 
 
 def read_settings(
@@ -187,7 +193,7 @@ def read_settings(
 
     `kinds` has the dataclass of each parameter that is one; options that are no settings are passed on.
     """
-    known: dict[str, Field[Any]] = {field.name: field for kind in kinds.values() for field in fields(kind)}
+    known: dict[str, Field[Any]] = {one.name: one for kind in kinds.values() for one in fields(kind)}
     merged = {} if config is None else parse_yaml(read_file(config), str(config)) or {}
     if not isinstance(merged, dict):
         raise ConfigError(f"{config} holds a {type(merged).__name__}; it must hold settings, a line 'name: value' each")
@@ -203,14 +209,14 @@ def read_settings(
         assign(merged, change)
     for name in merged.keys() - known.keys():
         raise ConfigError(f"there is no setting {name!r}{did_you_mean(str(name), known)}")
-    for name, field in known.items():
-        if name not in merged and field.default is MISSING and field.default_factory is MISSING:
+    for name, one in known.items():
+        if name not in merged and one.default is MISSING and one.default_factory is MISSING:
             raise ConfigError(f"{name} was not given, and it has no default")
     if "recipe" in known:
         merged["recipe"] = read_recipe(merged.get("recipe"))
     for parameter, kind in kinds.items():
         hints = get_type_hints(kind)
-        names = [field.name for field in fields(kind) if field.name in merged]
+        names = [one.name for one in fields(kind) if one.name in merged]
         own = {name: _listed(hints[name], merged[name]) for name in names}
         others[parameter] = from_plain(kind, own)
     return others

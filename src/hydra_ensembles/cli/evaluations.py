@@ -30,7 +30,7 @@ from ..report.compare import load_costs, to_csv, to_latex, to_markdown, to_rich
 from ..report.html import write_atlas, write_report
 from ..schema import to_plain
 from . import sources as source
-from .command import Json, Quiet, command, emit, emit_json, parse_yaml, write_settings
+from .command import Json, Quiet, command, emit, emit_json, option, parse_yaml, write_settings
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
 KEPT = ".run"  # suffix of the folder that keeps what is done until all is
@@ -43,21 +43,13 @@ _NAMED = re.compile(r"(?:(?P<group>near|far|apart):)?(?:(?P<name>[^=:/\\]+)=)?(?
 
 @dataclass(frozen=True)
 class MeasuredSettings(DataSettings, ModelSettings):
-    """Which model on which sets.
+    """Which model on which sets."""
 
-    Attributes:
-        name: What tables and pages call the model; its own name if not given.
-        id: Labelled in-distribution test set.
-        ood: OOD set, once for each, as [near:|far:|apart:][NAME=]DATA.
-        suite: A suite that gives all sets not named here.
-        score: Score that detects OOD inputs.
-    """
-
-    name: str | None = None
-    id: str | None = None
-    ood: tuple[str, ...] = ()
-    suite: str | None = None
-    score: AnyScore = "msp"
+    name: str | None = option(None, "What tables and pages call the model; its own name if not given.")
+    id: str | None = option(None, "Labelled in-distribution test set.")
+    ood: tuple[str, ...] = option((), "OOD set, once for each, as [near:|far:|apart:][NAME=]DATA.")
+    suite: str | None = option(None, "A suite that gives all sets not named here.")
+    score: AnyScore = option("msp", "Score that detects OOD inputs.")
 
     def __post_init__(self) -> None:
         """Check that there is something to measure on."""
@@ -75,23 +67,14 @@ class MeasuredSettings(DataSettings, ModelSettings):
 
 @dataclass(frozen=True)
 class EvaluateSettings(MeasuredSettings):
-    """Which model on which sets, and what to measure.
+    """Which model on which sets, and what to measure."""
 
-    Attributes:
-        output: Folder for the evaluation, or a .json file.
-        shift: Labelled set under distribution shift, once for each, as NAME=DATA.
-        scores: Further score to report, once for each.
-        convention: How AUPR and FPR95 count.
-        bootstrap: Resamples for confidence intervals; 0 for none.
-        keep_logits: Save the member logits too.
-    """
-
-    output: str = "evaluations"
-    shift: tuple[str, ...] = ()
-    scores: tuple[AnyScore, ...] = ()
-    convention: Convention = "torch-uncertainty"
-    bootstrap: int = 0
-    keep_logits: bool = False
+    output: str = option("evaluations", "Folder for the evaluation, or a .json file.")
+    shift: tuple[str, ...] = option((), "Labelled set under distribution shift, once for each, as NAME=DATA.")
+    scores: tuple[AnyScore, ...] = option((), "Further score to report, once for each.")
+    convention: Convention = option("torch-uncertainty", "How AUPR and FPR95 count.")
+    bootstrap: int = option(0, "Resamples for confidence intervals; 0 for none.")
+    keep_logits: bool = option(False, "Save the member logits too.")
 
     def __post_init__(self) -> None:
         """Check that shifted sets can be told apart."""
@@ -136,17 +119,11 @@ class EvaluateSettings(MeasuredSettings):
 
 @dataclass(frozen=True)
 class AtlasSettings(MeasuredSettings):
-    """Which model on which sets, and what the page shows.
+    """Which model on which sets, and what the page shows."""
 
-    Attributes:
-        output: The page, an .html file; the numbers go into a .json file beside it.
-        inputs: Inputs to show for each head, and as many foreign ones.
-        layers: Only the heads of these layers, as 0,1,11.
-    """
-
-    output: str = "atlas.html"
-    inputs: int = 4
-    layers: tuple[int, ...] = ()
+    output: str = option("atlas.html", "The page, an .html file; the numbers go into a .json file beside it.")
+    inputs: int = option(4, "Inputs to show for each head, and as many foreign ones.")
+    layers: tuple[int, ...] = option((), "Only the heads of these layers, as 0,1,11.")
 
     def __post_init__(self) -> None:
         """Check what is written."""
@@ -179,10 +156,10 @@ def _data_of(settings: Mapping[str, Any]) -> set[object]:
 def grouped_specs(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
     """Group, name (None: the data's own) and data of each `[GROUP:][NAME=]DATA`."""
     found = []
-    for option in options:
-        match = _NAMED.fullmatch(option)
+    for given in options:
+        match = _NAMED.fullmatch(given)
         if match is None:
-            raise DataError(f"a set is written [near:|far:|apart:][NAME=]DATA, got {option!r}")
+            raise DataError(f"a set is written [near:|far:|apart:][NAME=]DATA, got {given!r}")
         found.append((match["group"] or UNGROUPED, match["name"], match["data"]))
     without = [data for group, _, data in found if group == UNGROUPED]
     if 0 < len(without) < len(found):

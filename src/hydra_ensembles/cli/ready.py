@@ -1,7 +1,7 @@
 """`hydra-ensembles calibrate` and `fuse`: a trained model that says when not to answer, and several made one."""
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,31 +17,21 @@ from ..metrics.distance import FamiliarityChoice
 from ..model.ensemble import Ensemble
 from ..prediction import ScoreName
 from . import sources as source
-from .command import command
+from .command import command, option
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
 
 @dataclass(frozen=True)
 class CalibrateSettings(DataSettings, ModelSettings):
-    """What is calibrated, on what, and where it goes; `calibrate` says more of each.
+    """What is calibrated, on what, and where it goes; `calibrate` says more of each."""
 
-    Attributes:
-        output: New folder for the calibrated model.
-        id: Held-out labelled data, which had no part in training.
-        share: Share of inputs like these that each threshold accepts.
-        score: Score that says how unsure an answer is.
-        per_member: One temperature per member instead of one for all.
-        temperature: Fit a temperature.
-        familiarity: Score of features that says how familiar an input is.
-    """
-
-    output: str = field(kw_only=True)
-    id: str = field(kw_only=True)
-    share: PositiveShare = 0.95
-    score: ScoreName = "msp"
-    per_member: bool = False
-    temperature: bool = True
-    familiarity: FamiliarityChoice | None = "auto"
+    output: str = option(..., "New folder for the calibrated model.")
+    id: str = option(..., "Held-out labelled data, which had no part in training.")
+    share: PositiveShare = option(0.95, "Share of inputs like these that each threshold accepts.")
+    score: ScoreName = option("msp", "Score that says how unsure an answer is.")
+    per_member: bool = option(False, "One temperature per member instead of one for all.")
+    temperature: bool = option(True, "Fit a temperature.")
+    familiarity: FamiliarityChoice | None = option("auto", "Score of features that says how familiar an input is.")
 
 
 @command
@@ -78,25 +68,17 @@ def calibrate(settings: CalibrateSettings) -> None:
 
 @dataclass(frozen=True)
 class FuseSettings(Checked):
-    """How models become members of one; `fuse` says more of each.
+    """How models become members of one; `fuse` says more of each."""
 
-    Attributes:
-        output: New folder for the fused model.
-        average: The stem and the first so many layers, or below 1 this share of them, become the mean of all models.
-        stem: How the stems are fused.
-        mlp: How the MLPs are fused.
-        norms: How the norms are fused.
-        readout: How poolers and classifiers are fused.
-        trunk: At most so many equal first layers are stored once; all of them if not given.
-    """
-
-    output: str = field(kw_only=True)
-    average: Count | Rate = 0
-    stem: StemFusion = "shared"
-    mlp: Fusion = "mean"
-    norms: Fusion = "separate"
-    readout: Fusion = "separate"
-    trunk: Count | None = None
+    output: str = option(..., "New folder for the fused model.")
+    average: Count | Rate = option(
+        0, "The stem and the first so many layers, or below 1 this share of them, become the mean of all models."
+    )
+    stem: StemFusion = option("shared", "How the stems are fused.")
+    mlp: Fusion = option("mean", "How the MLPs are fused.")
+    norms: Fusion = option("separate", "How the norms are fused.")
+    readout: Fusion = option("separate", "How poolers and classifiers are fused.")
+    trunk: Count | None = option(None, "At most so many equal first layers are stored once; all of them if not given.")
 
     def __post_init__(self) -> None:
         """Check what can be checked without loading anything."""

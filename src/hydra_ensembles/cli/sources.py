@@ -26,7 +26,7 @@ from ..model.ensemble import Ensemble
 from ..preprocessing import Interpolation
 from ..run_folder import IDENTITY, RESULT
 from ..schema import from_plain
-from .command import did_you_mean
+from .command import did_you_mean, option
 
 TIMM, HUB, TORCHVISION, SUITE = "timm:", "hub:", "torchvision:", "suite:"
 TRANSFORMERS = ("ForImageClassification", "ForImageClassificationWithTeacher", "ForSequenceClassification")
@@ -40,31 +40,22 @@ SHOWN = 6  # names in an error
 
 @dataclass(frozen=True)
 class ModelSettings(Checked):
-    """Which model, and how it is made where its name alone does not say so.
+    """Which model, and how it is made where its name alone does not say so."""
 
-    Attributes:
-        model: Folder, timm:NAME or hub:OWNER/NAME.
-        weights: Weights of a timm model, a .safetensors file; its pretrained ones if not given.
-        model_options: Argument of timm.create_model, as img_size=64, once for each.
-        device: cpu, cuda, cuda:1; auto takes a GPU if there is one.
-        image_size: Images are resized to this, as 224 or 224,192 (height, width), if not as the library says.
-        crop: Share of the resized image that is kept, in its middle.
-        mean: Of the pixels in [0, 1] that are subtracted, as 0.5 or 0.485,0.456,0.406.
-        std: What they are divided by, in the same way.
-        interpolation: How images are resized.
-        max_length: Longest text, in tokens.
-    """
-
-    model: str
-    weights: str | None = None
-    model_options: Mapping[str, Any] = field(default_factory=dict)
-    device: str = "auto"
-    image_size: tuple[int, ...] = ()
-    crop: float | None = None
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
-    interpolation: Interpolation | None = None
-    max_length: int | None = None
+    model: str = field(metadata={"help": "Folder, timm:NAME or hub:OWNER/NAME."})
+    weights: str | None = option(
+        None, "Weights of a timm model, a .safetensors file; its pretrained ones if not given."
+    )
+    model_options: Mapping[str, Any] = option({}, "Argument of timm.create_model, as img_size=64, once for each.")
+    device: str = option("auto", "cpu, cuda, cuda:1; auto takes a GPU if there is one.")
+    image_size: tuple[int, ...] = option(
+        (), "Images are resized to this, as 224 or 224,192 (height, width), if not as the library says."
+    )
+    crop: float | None = option(None, "Share of the resized image that is kept, in its middle.")
+    mean: tuple[float, ...] = option((), "Of the pixels in [0, 1] that are subtracted, as 0.5 or 0.485,0.456,0.406.")
+    std: tuple[float, ...] = option((), "What they are divided by, in the same way.")
+    interpolation: Interpolation | None = option(None, "How images are resized.")
+    max_length: int | None = option(None, "Longest text, in tokens.")
 
     def __post_init__(self) -> None:
         """Check what can be checked without loading anything."""
@@ -272,24 +263,22 @@ def _require_no_code(source: str, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class DataSettings(Checked):
-    """How data are read.
+    """How data are read."""
 
-    Attributes:
-        root: Folder that the data of a suite lie in.
-        columns: Column of a table, as text=sentence; image, text, text_pair and label can be named.
-        by_position: Match classes by number, whatever their names.
-        limit: Use at most so many samples of each set, drawn for good.
-        batch_size: Samples a batch; 64 if not given. Training has batches of the recipe, or of this size where those
-            are larger, and as many more of them an update.
-        workers: Worker processes that read data.
-    """
-
-    root: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
-    by_position: bool = False
-    limit: Annotated[int, Range(2, END - 1)] | None = None
-    batch_size: Whole | None = None
-    workers: Count = 0
+    root: str | None = option(None, "Folder that the data of a suite lie in.")
+    columns: Mapping[str, str] = option(
+        {}, "Column of a table, as text=sentence; image, text, text_pair and label can be named."
+    )
+    by_position: bool = option(False, "Match classes by number, whatever their names.")
+    limit: Annotated[int, Range(2, END - 1)] | None = option(
+        None, "Use at most so many samples of each set, drawn for good."
+    )
+    batch_size: Whole | None = option(
+        None,
+        "Samples a batch; 64 if not given. Training has batches of the recipe, or of this size where those are larger, "
+        "and as many more of them an update.",
+    )
+    workers: Count = option(0, "Worker processes that read data.")
 
 
 def load_data(spec: str, settings: DataSettings, labelled: bool = True) -> AnyDataset:
