@@ -59,10 +59,9 @@ class BuildSources(DataSettings, ModelSettings):
             raise ConfigError("output is empty; name the folder that the build goes to")
         if SYNTHETIC in self.ood and len(self.ood) > 1:
             raise DataError(f"ood is {SYNTHETIC} data, or data that you give; got {', '.join(self.ood)}")
+        foreign = [("ood", data) for _, data in ood_sources(self.ood)]
         for name in ("id", "train", "validation"):
-            source.require_different_sources(
-                (name, getattr(self, name)), *(("ood", data) for _, data in ood_sources(self.ood))
-            )
+            source.require_different_sources((name, getattr(self, name)), *foreign)
 
 
 def ood_sources(specs: tuple[str, ...]) -> list[tuple[str | None, str]]:

@@ -172,9 +172,8 @@ _PATCHES: Weights = {
 }
 # Releases of transformers 5 differ in what they call the attention of all, and the layers of ViT.
 _ATTENTION = attention("attention.o_proj", *(f"attention.{part}_proj.*" for part in "qkv"))
-_OLD_ATTENTION = attention(
-    "attention.output.dense", *(f"attention.attention.{part}.*" for part in ("query", "key", "value"))
-)
+_WORDS = ("query", "key", "value")
+_OLD_ATTENTION = attention("attention.output.dense", *(f"attention.attention.{part}.*" for part in _WORDS))
 _VIT_NORMS: Weights = {"encoder.layers.{i}.norm1": "layernorm_before", "encoder.layers.{i}.norm2": "layernorm_after"}
 _VIT_LAYER: Weights = {
     **_ATTENTION,
@@ -299,7 +298,7 @@ _EMBEDDINGS: Weights = {
     "stem.project": "embeddings_project",
 }
 _BERT_LAYER: Weights = {
-    **attention("attention.output.dense", *(f"attention.self.{part}.*" for part in ("query", "key", "value"))),
+    **attention("attention.output.dense", *(f"attention.self.{part}.*" for part in _WORDS)),
     "encoder.layers.{i}.norm1": "attention.output.LayerNorm",
     "encoder.layers.{i}.mlp.up": "intermediate.dense",
     "encoder.layers.{i}.mlp.down": "output.dense",
@@ -315,7 +314,7 @@ _DISTILBERT_LAYER: Weights = {
 }
 _DISTILBERT: Weights = {**_EMBEDDINGS, **below("transformer.layer.{i}.", _DISTILBERT_LAYER)}
 _ALBERT_LAYER: Weights = {
-    **attention("attention.dense", *(f"attention.{part}.*" for part in ("query", "key", "value"))),
+    **attention("attention.dense", *(f"attention.{part}.*" for part in _WORDS)),
     "encoder.layers.{i}.norm1": "attention.LayerNorm",
     "encoder.layers.{i}.mlp.up": "ffn",
     "encoder.layers.{i}.mlp.down": "ffn_output",

@@ -126,8 +126,8 @@ def evaluate(
         raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
     groups = read_groups(ood)
     foreign = {key: data for sets in groups.values() for key, data in sets.items()}
-    named = {f"OOD set {key!r}": data for key, data in foreign.items()}
-    require_different({f"the in-distribution set {id_name!r}": id_data, **named}, preprocess)
+    title = f"the in-distribution set {id_name!r}"
+    require_different({title: id_data, **{f"OOD set {key!r}": data for key, data in foreign.items()}}, preprocess)
 
     def ready(data: Data, key: str) -> Batches:
         return batched(data, key, preprocess, batch_size, num_workers)
@@ -142,11 +142,9 @@ def evaluate(
     for key, one in ((id_name, own), *others.items(), *shifted.items()):
         why = "numbers and intervals are of more samples than there are"
         warn_of_copies(f"set {key!r}", len(one.keys), len(np.unique(one.keys)), why)
-    require_unlike(
-        f"the in-distribution set {id_name!r}", own.keys, {f"OOD set {key!r}": one.keys for key, one in others.items()}
-    )
+    require_unlike(title, own.keys, {f"OOD set {key!r}": one.keys for key, one in others.items()})
     marks = marks_of(applied, fitted)
-    reused = warn_if_known(f"the in-distribution set {id_name!r}", own.keys, marks)
+    reused = warn_if_known(title, own.keys, marks)
     for key, one in shifted.items():
         warn_if_known(f"set {key!r}", one.keys, marks)
     members, _, classes = like.shape
