@@ -134,6 +134,12 @@ def iterate(batches: Batches, name: str = "data", labelled: bool = True) -> Iter
         raise DataError(f"{name} has no batches; check the loader, or that it was not consumed before")
 
 
+def labelled(batches: Batches, classes: int, name: str = "data") -> Iterator[tuple[Inputs, Tensor]]:
+    """All batches as `iterate` reads them, whose labels are there and fit the number of classes."""
+    for index, (inputs, labels) in enumerate(iterate(batches, name)):
+        yield inputs, require_labels(labels, classes, name, index)
+
+
 def named_sources(given: Sources, name: str) -> dict[str, Batches]:
     """Sources of batches by what messages call them: the one that is given, or those of a mapping."""
     if not isinstance(given, Mapping):

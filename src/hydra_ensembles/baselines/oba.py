@@ -16,16 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._distributed import is_sharded
 from .._utils import derive_seed
 from ..arguments import Checked, Rate, Whole
-from ..batches import (
-    Batches,
-    Inputs,
-    borrowed,
-    epoch_of,
-    iterate,
-    require_labels,
-    require_rereadable,
-    require_same_classes,
-)
+from ..batches import Batches, Inputs, borrowed, epoch_of, labelled, require_rereadable, require_same_classes
 from ..errors import ConfigError, DataError
 from ..fingerprints import model_fingerprint, source_fingerprint
 from ..model.dropping import dropping
@@ -218,7 +209,7 @@ def pruned_masks(
                 for name, one in weights.items():
                     one *= masks[name]
             with epoch_of(train, step, seed, runtime.device):
-                batches = islice(_labelled(copy, train), settings.batches)
+                batches = islice(labelled(train, copy.num_classes, "train"), settings.batches)
                 curved = ranks.together(partial(curvature, copy, batches, weights))
             if is_sharded(train):
                 curved = {name: ranks.total(one) for name, one in curved.items()}
@@ -231,8 +222,3 @@ def pruned_masks(
                 state = replace(state, files={}, checksums={})
                 state = write_state(folder, state, {"result" if last else "current": masks})
         return {name: mask.cpu() for name, mask in masks.items()}
-
-
-def _labelled(model: Ensemble, train: Batches) -> Iterable[tuple[Inputs, Tensor]]:
-    for index, (inputs, labels) in enumerate(iterate(train, "train")):
-        yield inputs, require_labels(labels, model.num_classes, "train", index)

@@ -4,18 +4,7 @@ from functools import partial
 from typing import Any, cast
 
 from ..model.config import EnsembleConfig, HiddenActivation, NormKind, ReadoutConfig, RotaryConfig, all_heads
-from .core import (
-    Architecture,
-    Weights,
-    activation_of,
-    attention,
-    below,
-    either,
-    number_of_classes,
-    qkv_by_head,
-    refuse,
-    run,
-)
+from .core import Architecture, Weights, activation_of, attention, below, either, qkv_by_head, refuse, run
 from .transformers import (
     DINO_LAYER,
     READOUT,
@@ -78,7 +67,7 @@ def _dinov3_config(model: Any, num_labels: int | None) -> EnsembleConfig:
             rescale=float(found.pos_embed_rescale or 1.0),
         ),
     )
-    classes = number_of_classes(0, num_labels, name)
+    classes, _ = read_classes(model, None, num_labels, name)
     readout = ReadoutConfig(num_classes=classes, norm_eps=float(found.layer_norm_eps))
     return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
 

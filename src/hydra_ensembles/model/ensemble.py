@@ -20,20 +20,7 @@ from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_w
 from .contents import ENSEMBLE, FAMILIARITY, TEXT_SIDE, Contents, ensemble_contents, read_ensemble, with_parts
 from .cost import Description, describe
 from .dropping import dropping, drops
-from .given import (
-    Arguments,
-    Given,
-    fitting_first_tokens,
-    fitting_images,
-    fitting_tokens,
-    gathered,
-    require_at_home,
-    require_dense,
-    require_values,
-    warn_of_other_size,
-    warn_of_raw_pixels,
-    warn_of_untold_padding,
-)
+from .given import Arguments, Given, fitting, gathered, require_at_home, require_values, warn_of_odd_images
 from .layers import Context, Encoder, GroupedNorm
 from .metadata import Calibration, Metadata, common_metadata, member_metadata, text_state
 from .states import (
@@ -292,9 +279,7 @@ class Ensemble(Saved, Watched):
         if arguments[0].is_meta:
             raise DataError("the inputs are on the device 'meta', where tensors have no values; give real ones")
         if ready and self.kind == "image":
-            warn_of_raw_pixels(arguments[0], self._metadata.preprocessing)
-            if isinstance(self.config.stem, PatchStemConfig) and self.config.encoder.rotary is None:
-                warn_of_other_size(self.config.stem, arguments[0], self._metadata.preprocessing)
+            warn_of_odd_images(self.config, arguments[0], self._metadata.preprocessing)
         present = {name: tensor for name, tensor in zip(READ[self.kind], arguments, strict=False) if tensor is not None}
         return move(arguments[0] if self.kind == "image" else present, home.device, home.dtype)
 
@@ -344,16 +329,7 @@ class Ensemble(Saved, Watched):
         if inputs is not None and not isinstance(inputs, Tensor | Mapping) and is_raw(inputs):
             inputs = self.prepare(inputs)
         found = gathered(self.kind, inputs, attention_mask, token_type_ids, named)
-        require_dense(found)
-        main, mask, segments = found
-        if isinstance(self.config.stem, PatchStemConfig):
-            fitting_images(self.config.stem, main)
-            return main, None, None
-        arguments = fitting_tokens(self.config.stem, main, mask, segments)
-        warn_of_untold_padding(*arguments[:2], self._metadata.preprocessing)
-        if self.config.readout.pool == "cls":
-            fitting_first_tokens(arguments[1], self.config.encoder.window)
-        return arguments
+        return fitting(self.config, found, self._metadata.preprocessing)
 
     def optimize(self, example_inputs: Given | None = None, **options: Any) -> "OptimizedEnsemble":
         """A frozen, faster runner of this ensemble; `OptimizedEnsemble` says which options there are."""

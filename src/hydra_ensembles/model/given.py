@@ -15,7 +15,7 @@ from ..batches import READ, looks_like_input, tensors_of
 from ..errors import ConfigError, DataError
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import nearest
-from .config import PatchStemConfig, TextStemConfig
+from .config import EnsembleConfig, PatchStemConfig, TextStemConfig
 
 Given = Tensor | Mapping[str, Tensor]
 Arguments = tuple[Tensor, Tensor | None, Tensor | None]  # images or token ids, mask, segments
@@ -68,11 +68,19 @@ def _not_read(name: str, kind: Literal["image", "text"]) -> str:
     return f"the inputs hold {name!r}, which is not read; {kind} models read {', '.join(READ[kind])}: {advice}"
 
 
-def require_dense(tensors: Arguments) -> None:
-    """Refuse tensors that are stored in another way than number by number, such as sparse ones."""
-    for tensor in tensors:
+def fitting(config: EnsembleConfig, given: Arguments, known: object) -> Arguments:
+    """What was given, held against what a model of this configuration takes; `known` is its preprocessing, if any."""
+    for tensor in given:
         if tensor is not None and tensor.layout is not torch.strided:
             raise DataError(f"the inputs hold a tensor of layout {tensor.layout}; give dense ones: tensor.to_dense()")
+    if isinstance(config.stem, PatchStemConfig):
+        fitting_images(config.stem, given[0])
+        return given[0], None, None
+    ids, mask, segments = fitting_tokens(config.stem, *given)
+    warn_of_untold_padding(ids, mask, known)
+    if config.readout.pool == "cls":
+        fitting_first_tokens(mask, config.encoder.window)
+    return ids, mask, segments
 
 
 def fitting_images(config: PatchStemConfig, images: Tensor) -> None:
@@ -108,10 +116,16 @@ def warn_of_raw_pixels(images: Tensor, known: object) -> None:
         )
 
 
-def warn_of_other_size(config: PatchStemConfig, images: Tensor, known: object) -> None:
-    """Warn of images of another size than the model has, or `known`, its preprocessing: positions are fitted to it."""
+def warn_of_odd_images(config: EnsembleConfig, images: Tensor, known: object) -> None:
+    """Warn of raw pixels, and of another size than the model has, or `known`, its preprocessing: positions are fitted.
+
+    Rotary positions are those of any size.
+    """
+    warn_of_raw_pixels(images, known)
+    if not isinstance(config.stem, PatchStemConfig) or config.encoder.rotary is not None:
+        return
     size = images.shape[2], images.shape[3]
-    sizes = [config.image_size, *([known.size] if isinstance(known, ImagePreprocessing) else [])]
+    sizes = [config.stem.image_size, *([known.size] if isinstance(known, ImagePreprocessing) else [])]
     if size not in sizes and not torch.compiler.is_compiling():
         warn(
             f"images are {size[0]}x{size[1]}, and the model has positions for {sizes[0][0]}x{sizes[0][1]}, which are "

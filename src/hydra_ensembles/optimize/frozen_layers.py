@@ -8,17 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..model.layers import (
-    Attention,
-    Context,
-    Read,
-    asked_by,
-    attend,
-    head_ranges,
-    into_heads,
-    out_of_heads,
-    read_tokens,
-)
+from ..model.layers import Attention, Context, Read, asked_by, attend, head_ranges, into_heads, out_of_heads
 from ..model.rotary import turned
 from ..model.stem_readout import PatchStem
 
@@ -66,7 +56,7 @@ class FrozenAttention(nn.Module):
     def forward(self, x: Tensor, context: Context, read: Read = None) -> Tensor:
         """Attend within `[N, B, T, d]` as `Attention` does, to `[max(N, G), B, T', d]`."""
         if not sum(self.sizes):
-            return self._with_bias(x.new_zeros(*x.shape[:2], read_tokens(x.shape[2], read), self.out.shape[2]))
+            return self._with_bias(x.new_zeros(*asked_by(x, read).shape[:3], self.out.shape[2]))
         if self.one_input:
             return self._all_at_once(x, context, read)
         if self.plan == "loop":
@@ -94,7 +84,7 @@ class FrozenAttention(nn.Module):
         asking = asked_by(x, read)
         for member, (start, stop) in enumerate(head_ranges(self.sizes)):
             if start == stop:  # nothing to attend with
-                z = x.new_zeros(x.shape[1], read_tokens(x.shape[2], read), 0, self.out.shape[1])
+                z = x.new_zeros(*asking.shape[1:3], 0, self.out.shape[1])
             else:
                 parts = self._parts(x[member], asking[member], partial(IntoHeads.plain, start=start, stop=stop))
                 z = self._attend(parts, context, read, 1, member)  # [B, T', h, d_k]

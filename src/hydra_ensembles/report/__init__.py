@@ -1,18 +1,7 @@
 """Comparison tables, the HTML report, and the page of a head atlas."""
 
 from .columns import CLASSIFICATION, COLUMNS, COST, DIVERSITY, OOD, Column, columns_for, set_columns
-from .compare import (
-    Cell,
-    Comparison,
-    Row,
-    compare,
-    load_costs,
-    save_costs,
-    to_csv,
-    to_latex,
-    to_markdown,
-    to_rich,
-)
+from .compare import Cell, Comparison, Row, compare, load_costs, save_costs, to_csv, to_latex, to_markdown, to_rich
 from .html import write_atlas, write_report
 
 __all__ = [

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from ..batches import (
     Inputs,
     changed,
     class_names_in,
-    iterate,
+    labelled,
     read_batch,
     require_labels,
     require_same_classes,
@@ -165,10 +166,9 @@ class EnsembleLearner(Learner[LabelledBatch]):
         device, ranks = self.runtime.device, self.runtime.ranks
         sums = torch.zeros(3, dtype=torch.float64, device=device)  # correct, NLL, samples
         with evaluation_mode(self.model):
-            for index, (inputs, labels) in enumerate(iterate(validation, "validation")):
-                if index % ranks.size != ranks.rank:
-                    continue
-                target = require_labels(labels, self.model.num_classes, "validation", index).to(device)
+            batches = labelled(validation, self.model.num_classes, "validation")
+            for inputs, labels in islice(batches, ranks.rank, None, ranks.size):
+                target = labels.to(device)
                 with self.autocast():
                     logits = self.model(self.given(inputs))  # [M, B, C]
                 log_probs = log_mean_probs(logits.double())  # [B, C]
