@@ -12,23 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from . import files
 from ._distributed import launched_rank
 from ._utils import require_same_run
 from .checkpoint import settle_checkpoint
 from .errors import CheckpointError
-from .files import (
-    MAX_BYTES,
-    checksum,
-    locked,
-    read_json,
-    read_object,
-    remove_leftovers,
-    resumable,
-    unsealed,
-    write_atomically,
-    write_json,
-    write_sealed,
-)
 from .heads.ranking import HeadRanking
 from .model.ensemble import Ensemble
 
@@ -105,13 +93,13 @@ class RunFolder:
         if self.path is None or not self._writes or self._working:
             yield
             return
-        with locked(self.path, "run"), resumable(self.path):
+        with files.locked(self.path, "run"), files.resumable(self.path):
             if (self.path / IDENTITY).exists():
                 self._finished()
                 found = (*self.path.rglob(".saved-*"), *self.path.rglob(".saving-*"))
                 for folder in {leftover.parent for leftover in found} - {self.path}:  # which is no model, and is locked
                     settle_checkpoint(folder)
-                remove_leftovers(self.path)
+                files.remove_leftovers(self.path)
             else:  # the folder may have been anybody's so far: what is hidden in it stays
                 self._write_identity({})
             self._working = True
@@ -138,12 +126,12 @@ class RunFolder:
         def made() -> Any:
             return json.loads(json.dumps(make()))  # as it will be read: tuples are lists
 
-        return self.product(f"{name}.json", made, read_json, write_json)
+        return self.product(f"{name}.json", made, files.read_json, files.write_json)
 
     def write(self, name: str, content: Any) -> None:
         """Write plain data to `name`.json, over what is there: for people rather than for the next stage."""
         if self.path is not None and self._writes:
-            write_json(self.path / f"{name}.json", content)
+            files.write_json(self.path / f"{name}.json", content)
 
     def ranking(self, name: str, make: Callable[[], HeadRanking]) -> HeadRanking:
         """The ranking in `name`.json, or the one `make` gives, saved."""
@@ -164,7 +152,8 @@ class RunFolder:
             return {key: tensor.detach().to(self._device) for key, tensor in make().items()}
 
         def write(file: Path, tensors: dict[str, Tensor]) -> None:
-            write_atomically(file, save({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}))
+            content = save({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()})
+            files.write_atomically(file, content)
 
         return self.product(f"{name}.safetensors", made, lambda file: load_file(file, str(self._device)), write)
 
@@ -179,7 +168,7 @@ class RunFolder:
         if place is not None and self.has(name):
             try:
                 content = _content(place)
-                digest = checksum(content, MAX_BYTES if content.suffix == ".json" else None)
+                digest = files.checksum(content, files.MAX_BYTES if content.suffix == ".json" else None)
                 if (self._finished() or {name: digest})[name] != digest:
                     raise CheckpointError("it is not what this run made: it was changed, or comes from another run")
                 return read(place)
@@ -196,20 +185,20 @@ class RunFolder:
                 write(place, product)
                 finished = self._finished()
                 if finished is not None:
-                    self._write_identity({**finished, name: checksum(_content(place))})
+                    self._write_identity({**finished, name: files.checksum(_content(place))})
             return product
 
     def _write_identity(self, digests: Mapping[str, str]) -> None:
         assert self.path is not None
-        write_sealed(self.path / IDENTITY, {**self._identity, PRODUCTS: digests})
+        files.write_sealed(self.path / IDENTITY, {**self._identity, PRODUCTS: digests})
 
     def _finished(self) -> Mapping[str, str] | None:
         """Digests of the products of this run by name, None where none are kept; a folder of another run is refused."""
         assert self.path is not None
         if not (self.path / IDENTITY).exists():  # rank 0 is about to write it
             return {}
-        plain = read_object(self.path / IDENTITY)
-        identity = unsealed(plain, str(self.path / IDENTITY), required=PRODUCTS in plain)
+        plain = files.read_object(self.path / IDENTITY)
+        identity = files.unsealed(plain, str(self.path / IDENTITY), required=PRODUCTS in plain)
         products = identity.pop(PRODUCTS, None)  # an earlier version has none
         known = isinstance(products, dict) and all(isinstance(one, str) for one in products.values())
         if products is not None and not known:
