@@ -288,9 +288,8 @@ class CachedTower:
         branches = known <= self.layer_of[candidates]
         joins = np.where(branches, self.layer_of[candidates] + 1, known)  # level at which a pair joins
         order = np.lexsort((self.head_of[candidates], branches, joins))
-        candidates, numbers, rows, branches, joins = (
-            one[order] for one in (candidates, numbers, rows, branches, joins)
-        )
+        candidates, numbers, rows = (one[order] for one in (candidates, numbers, rows))
+        branches, joins = branches[order], joins[order]
         device_rows = to_device(rows, base.device)
         context = base.context(device_rows)
         x: Tensor | None = None

@@ -182,7 +182,7 @@ def _help(settings: type) -> dict[str, str]:
     _, _, attributes = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:\n")
     told = re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.*)*)", attributes, re.MULTILINE)
     found = {name: " ".join(text.split()) for names, text in told for name in names.split(", ")}
-    found |= {one.name: one.metadata["help"] for one in fields(settings) if "help" in one.metadata}  # type: ignore[arg-type]
+    found |= {one.name: one.metadata["help"] for one in fields(settings) if "help" in one.metadata}
     return {name: re.split(r"[.;:](?: |$)", text)[0].replace("`", "") for name, text in found.items()}
 
 
