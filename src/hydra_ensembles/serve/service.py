@@ -259,10 +259,13 @@ class Service:
         size = getattr(self.preprocessing, "size", None) or self.inputs[0].shape[1:]
         return int(size[0]), int(size[1])
 
+    def _most_tokens(self) -> int:
+        most: int = self.ensemble.config.stem.max_tokens
+        return min(most, getattr(self.preprocessing, "max_length", most))
+
     def lengths(self) -> list[int]:
         """Lengths that texts are padded to; none for a model of images, or one that cannot tell padding from text."""
-        covered = self.ensemble.config.stem.max_tokens
-        most: int = min(covered, getattr(self.preprocessing, "max_length", covered))
+        most = self._most_tokens()
         if self.kind == "image" or not (self._masked or getattr(self.preprocessing, "pad_to_max", False)):
             return []
         if getattr(self.preprocessing, "pad_to_max", False):
