@@ -227,9 +227,9 @@ class Prediction:
         found = [passed for passed in self.passed().values() if passed is not None]
         return reduce(and_, found) if found else None
 
-    def passed(self) -> dict[Reason, Tensor | None]:
+    def passed(self) -> dict[str, Tensor | None]:
         """What passes each threshold, `[B]` of bool by the reason not to; None without the threshold."""
-        found: dict[Reason, Tensor | None] = {"unsure": None, "unfamiliar": None}
+        found: dict[str, Tensor | None] = {"unsure": None, "unfamiliar": None}
         if self.threshold is not None:
             found["unsure"] = self.score() <= self.threshold
         if (known := self.unfamiliarity) is not None and known.threshold is not None:

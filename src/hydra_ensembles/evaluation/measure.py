@@ -236,7 +236,7 @@ def _mean(found: Sequence[Detection]) -> Detection:
 
 def _declined(prediction: Prediction) -> dict[str, float | None]:
     """Shares of a set that are declined: by any threshold, and by each."""
-    passed: dict[str, Tensor | None] = {"abstained": prediction.accept, **prediction.passed()}
+    passed = {"abstained": prediction.accept, **prediction.passed()}
     return {key: None if one is None else mean(~one) for key, one in passed.items()}
 
 
