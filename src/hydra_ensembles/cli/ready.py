@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..arguments import Checked, Count, PositiveShare, Rate
+from ..arguments import Checked, Count, NotNegative, PositiveShare
 from ..calibrate import calibrate as calibrate_ensemble
 from ..data.batching import batches
 from ..errors import ConfigError, DataError
@@ -71,7 +71,7 @@ class FuseSettings(Checked):
     """How models become members of one; `fuse` says more of each."""
 
     output: str = option(..., "New folder for the fused model.")
-    average: Count | Rate = option(
+    average: Count | NotNegative = option(
         0, "The stem and the first so many layers, or below 1 this share of them, become the mean of all models."
     )
     stem: StemFusion = option("shared", "How the stems are fused.")
