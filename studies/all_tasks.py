@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
-from .cells import BEYOND, judged_text, printed, told
+from .cells import BEYOND, judged_text, measured_on, printed, ratio, told
 from .measures import FEWEST_SEEDS, Difference
 from .results import markdown
 from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, SINGLE, SOUP
@@ -53,22 +53,23 @@ def seeds_cell(studies: Sequence[Study], row: str) -> str:
 def price_cell(studies: Sequence[Study], row: str) -> str:
     """Time of a batch over Single's on the first task that measured it, else multiply-adds in brackets."""
     having = [study for study in studies if row in study.rows]
-    timed = [cost["latency_ratio"] for study in having if (cost := study.cost(row))]
+    timed = [ratio(cost) for study in having if (cost := study.cost(row))]
     work = having[0].work(row)
-    return f"{timed[0]:.2f}x" if timed else f"({work})" if work != "–" else work
+    return timed[0] if timed else f"({work})" if work != "–" else work
 
 
 def priced(studies: Sequence[Study]) -> str:
     """What the prices of a table are."""
-    timed = [TITLES[study.name] for study in studies if study.facts["costs"]]
+    timed = {TITLES[study.name]: measured_on(study.facts["costs"]) for study in studies if study.facts["costs"]}
     if not timed:
         return (
             "Price, in brackets: multiply-adds of an answer over Single's; not timed in these studies, `docs/price.md` "
             "has times."
         )
+    where = "; ".join(dict.fromkeys(timed.values()))
     return (
-        f"Price: time of a batch on a GPU over Single's, measured on {' and '.join(timed)}; in brackets multiply-adds, "
-        "where no time was."
+        f"Price: time of an answer over Single's ({where}), on the first task that has the row; in brackets "
+        "multiply-adds, where no time was measured."
     )
 
 

@@ -77,3 +77,13 @@ def memory(cost: Mapping[str, Any]) -> str:
     """Peak memory."""
     found = cost.get("peak_memory_bytes")
     return f"{found / 2**20:.0f} MiB" if found else "–"
+
+
+def ratio(cost: Mapping[str, Any]) -> str:
+    """Time of a batch over Single's."""
+    return f"{cost['latency_ratio']:.2f}x" if cost else "–"
+
+
+def measured_on(costs: Mapping[str, Any]) -> str:
+    """What the costs of a study were measured on."""
+    return f"a batch of {costs['batch']}, {costs['dtype']}, {costs['device']}"

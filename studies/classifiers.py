@@ -5,10 +5,13 @@ sets, `shift` corrupts them. What is there stays, so that a stopped run goes on;
 and may run side by side.
 """
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
 
+from hydra_ensembles.errors import SameMembersError
 from hydra_ensembles.files import write_json
 
 from .engine import COSTS, Job, Kind, Run, made_with, sizes, timed, write_costs
@@ -18,7 +21,7 @@ from .rows import CIRC_AVG, MC_DROPOUT, SINGLE, rate_of, rows_of
 from .samples import SampleBatches, alone
 from .seed import Heads, Seed
 from .seed_folder import CHOICES, slug
-from .storing import choices_in, read_if_there, store, store_shift
+from .storing import STUDY, choices_in, read_if_there, store, store_shift
 from .task import Stage
 
 SHIFT, SHIFTED = "shift", "shifted.npz"
@@ -126,15 +129,28 @@ def rounds(run: Run, stage: str) -> list[list[Job]]:
 
 
 def cost(run: Run) -> None:
-    """Latency and peak memory of the rows that are reported, side by side."""
-    seed = Seed(run.task, run.seeds[0], run.output)
-    batch = run.task.settings["cost_batch"]
-    inputs = seed.base.prepare(next(iter(SampleBatches(run.task.half_b, batch)))[0])
-    there = [name for name in run.rows if seed.reported(name).exists()]
-    models = {name: rows_of(run.task)[name].model(seed, name) for name in dict.fromkeys((SINGLE, *there))}
-    if seed.device.type == "cuda" and MC_DROPOUT in models:  # draws anew with every call, and runs as it is
+    """Latency and peak memory of rows, side by side.
+
+    Neither depends on weights, so models of the rows' shapes are made for it, by the settings that were chosen here or
+    in what is stored, with a step of every training.
+    """
+    task = run.task
+    batch = task.settings["cost_batch"][task.device.type]
+    models = {}
+    with TemporaryDirectory() as folder:
+        seed = Seed(task.shortened(), run.seeds[0], Path(folder))
+        known = read_if_there(run.results / task.name / STUDY) or {}
+        for name, choice in {**known.get("choices", {}), **choices_in(run.output / task.name)}.items():
+            write_json(seed.study / CHOICES / f"{slug(name)}.json", choice)
+        inputs = seed.base.prepare(next(iter(SampleBatches(task.half_b, batch)))[0])
+        for name in dict.fromkeys((SINGLE, *run.rows)):
+            try:
+                models[name] = rows_of(task)[name].model(seed, name)
+            except SameMembersError as error:  # such a row may be missing in the report, too
+                print(f"NOT TO BE HAD: {task.name} cost {name}: {error}", flush=True)
+    if task.device.type == "cuda" and MC_DROPOUT in models:  # draws anew with every call, and runs as it is
         models[MC_DROPOUT] = torch.autocast("cuda", dtype=torch.bfloat16)(models[MC_DROPOUT])
-    write_costs(seed.study, seed.device, batch, timed(models, inputs, seed.device))
+    write_costs(run.output / task.name, task.device, batch, timed(models, inputs, task.device))
 
 
 def collect(run: Run) -> None:

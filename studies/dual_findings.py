@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 from hydra_ensembles.metrics.distance import LearnedName
 
 from .all_tasks import gains
-from .cells import ACROSS_TOLD, BEYOND, MARKED, marked, memory, parts, printed, shown
+from .cells import ACROSS_TOLD, BEYOND, MARKED, marked, measured_on, memory, parts, printed, ratio, shown
 from .detection import PAPER, TITLE, detected
 from .dual_rows import BAYES_VLM, HYDRA, NEG_LABEL, VILU
 from .findings import claim_cells, not_testable_table, tested
@@ -118,7 +118,7 @@ def main_table(study: DualStudy) -> str:
     measured = int(study.facts["costs"] is not None)  # columns of costs
     for row in study.rows:
         cost = study.cost(row)
-        price = [f"{cost['latency_ratio']:.2f}x" if cost else "–"] * measured
+        price = [ratio(cost)] * measured
         lines.append([row, *(shown(study, row, key) for key in keys), *price])
         lines += _of_paper(paper.get(row, {}), keys, measured)
     facts = study.facts
@@ -215,12 +215,11 @@ def price_table(study: DualStudy) -> str:
     lines = []
     for row in study.rows:
         cost = study.cost(row)
-        ratio = f"{cost['latency_ratio']:.2f}x" if cost else "–"
         stored = f"{cost['parameters'] / 1e6:.1f} M" if cost.get("parameters") else "–"
         trained = f"{study.facts['trainings'][row]:g}"
-        lines.append([row, stored, ratio, memory(cost), trained, len(study.seeds(row))])
+        lines.append([row, stored, ratio(cost), memory(cost), trained, len(study.seeds(row))])
     costs = study.facts["costs"]
-    where = f"Cost and memory: a batch of {costs['batch']}, bfloat16, {costs['device']}. " if costs else ""
+    where = f"Cost and memory: {measured_on(costs)}. " if costs else ""
     note = f"{where}A dash: not measured, or Single's with a temperature. Trainings: of a text side, Single's too."
     return markdown(["row", "parameters", "cost ↓", "peak memory ↓", "trainings ↓", "seeds"], lines, note)
 

@@ -18,7 +18,7 @@ from hydra_ensembles.schema import to_plain
 
 from .dual_rows import rows_of
 from .dual_seed import CHOICE, TOWERS, DualSeed
-from .engine import COSTS, Job, Kind, Run, made_with, sizes, timed, write_costs
+from .engine import COSTS, Job, Kind, Run, made_with, timed, write_costs
 from .evidence import columns_of, stored
 from .measures import Array, write_columns
 from .samples import SampleBatches, alone
@@ -117,8 +117,7 @@ def cost(run: Run) -> None:
     inputs = seed.dual.image.prepare(next(iter(SampleBatches(held.samples, batch)))[0])
     there = [name for name in run.rows if not rows[name].calibrated and seed.reported(name).exists()]
     models = {name: rows[name].whole(seed, held.classes) for name in dict.fromkeys((SINGLE, *there))}
-    taken = timed(models, inputs, seed.device)
-    write_costs(seed.study, seed.device, batch, {name: {**one, **sizes(models[name])} for name, one in taken.items()})
+    write_costs(seed.study, seed.device, batch, timed(models, inputs, seed.device))
 
 
 def collect(run: Run) -> None:

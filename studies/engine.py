@@ -154,16 +154,23 @@ def sizes(model: Any) -> dict[str, Any]:
 def timed(models: Mapping[str, Any], inputs: Any, device: torch.device) -> dict[str, dict[str, Any]]:
     """Latency and peak memory of models side by side, each as fast as the library runs it; the first is Single."""
     fast = device.type == "cuda"
+    how = {"dtype": torch.bfloat16} if fast else {}
     runs = {
-        name: model.optimize(inputs, dtype=torch.bfloat16) if fast and isinstance(model, he.Ensemble) else model
+        name: model.optimize(inputs, **how) if isinstance(model, he.Ensemble) else model
         for name, model in models.items()
     }
-    return {one.name: to_plain(one) for one in measure_costs(runs, inputs, repeats=50 if fast else 3)}
+    found = measure_costs(runs, inputs, repeats=50 if fast else 10)
+    return {one.name: {**to_plain(one), **sizes(models[one.name])} for one in found}
 
 
 def write_costs(study: Path, device: torch.device, batch: int, rows: Mapping[str, Any]) -> None:
     """What was measured of the rows of a study, and on what; where some rows of before were not, those stay."""
-    about = {"device": device_name(device), "torch": torch.__version__, "batch": batch}
+    about = {
+        "device": device_name(device),
+        "dtype": "bfloat16" if device.type == "cuda" else "float32",
+        "torch": torch.__version__,
+        "batch": batch,
+    }
     place = study / COSTS
     before = read_if_there(study / COSTS)
     known = before["rows"] if before else rows

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .all_tasks import gains_table, methods_table
-from .cells import ACROSS, ACROSS_TOLD, BEYOND, level, marked, memory, printed, told
+from .cells import ACROSS, ACROSS_TOLD, BEYOND, level, marked, measured_on, memory, printed, ratio, told
 from .detection import detection_table, sets_table, small_sets
 from .measures import FEWEST_SEEDS, SEVERITIES, SHIFT, Difference
 from .paper import Numbers, paper_numbers, read_csv
@@ -31,17 +31,18 @@ MAIN = {
 def main_table(study: Study) -> str:
     """Every row of a study; of its price what was measured."""
     costs = study.facts["costs"]
+    counted = costs and costs["rows"][SINGLE]["peak_memory_bytes"]  # not on a CPU
+    measured = ["cost ↓", "memory ↓"] if counted else ["cost ↓"] if costs else []
     lines = []
     for row in study.rows:
         cost = study.cost(row)
         false = printed(study.plain_mean(row, "far.fpr95"), "fpr95")
         cells = [marked(study, row, key) for key in MAIN]
-        price = [f"{cost['latency_ratio']:.2f}x" if cost else "–", memory(cost)] if costs else []
+        price = [ratio(cost), memory(cost)][: len(measured)]
         trained = [f"{study.facts['trainings'][row]:g}", str(len(study.seeds(row)))]
         lines.append([row, *cells, false, study.parameters(row), *price, *trained])
-    measured = ["cost ↓", "memory ↓"] if costs else []
     head = ["row", *MAIN.values(), "far FPR95 ↓", "parameters", *measured, "trainings ↓", "seeds"]
-    where = f" Cost and memory: a batch of {costs['batch']} on an {costs['device']}, bfloat16." if costs else ""
+    where = f" Cost{' and memory' * bool(counted)}: {measured_on(costs)}." if costs else ""
     note = (
         f"{level(study, study.rows)}. In per cent but for NLL and Brier score; **better** and *worse* than Single "
         f"beyond chance {BEYOND}. NLL, Brier score and ECE after "

@@ -28,6 +28,7 @@ from .weights import SCRATCH, pretrained, small_vit, tokenizer
 
 RECIPE = Path(__file__).parent / "recipes" / "classifiers.yaml"
 BATCH = {"image": 500, "text": 250}
+SHORT = {"circuits": 4, "taylor_batches": 1}  # samples and batches that rank heads of models that only have a shape
 Stage = Literal["held_out", "report"]
 
 
@@ -61,6 +62,7 @@ class Task(Once):
         self.settings = settings
         self.plain = settings["tasks"][name]
         self.source, self.device, self.share, self.cache = source, device, share, cache
+        self.short = False
         self.suite = suite(self.plain["suite"])
         self.kind = "text" if self.suite.id.source.startswith("text/") else "image"
         self.scratch = self.plain["backbone"] == SCRATCH
@@ -69,6 +71,16 @@ class Task(Once):
     def given(self) -> tuple[Any, ...]:
         """What it is made of."""
         return self.name, self.settings, self.source, self.device, self.share, self.cache
+
+    def shortened(self) -> "Task":
+        """The same task for models of its shapes: a few samples of every set, a step of every training."""
+        found = copy.copy(self)
+        found.settings = {**self.settings, **SHORT}
+        found.share, found.short = 0.0, True
+        found._once = {}
+        for name in ("train", "_inside", "foreign"):  # sets that were read
+            vars(found).pop(name, None)
+        return found
 
     @property
     def seeds(self) -> list[int]:
@@ -202,6 +214,9 @@ class Task(Once):
         return self._here(replace(found, patience=plain.get("patience"), evaluate_every=None))
 
     def _here(self, training: Recipe) -> Recipe:
+        if self.short:
+            step: dict[str, Any] = {"steps": 1, "epochs": None, "warmup": 0, "patience": None, "batch_size": 8}
+            training = replace(training, **step, compile=False)
         return training if self.device.type == "cuda" else replace(training, precision="float32", compile=False)
 
     def start(self) -> he.Ensemble:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from other_code import assert_printed, by_other_code
 from published import published
 from small_studies import SmallTask
@@ -28,6 +29,7 @@ from studies.measures import Difference, read_columns, write_columns
 from studies.paper import FOLDER, STANDS_FOR, paper_numbers, set_numbers
 from studies.results import ROOT, fixed
 from studies.rows import DEEP, HYDRA, MC_DROPOUT, PACKED, SINGLE, SOUP
+from studies.samples import device_name
 from studies.seed import Seed
 from studies.seed_folder import slug
 from studies.stored import RESULTS, Study
@@ -44,7 +46,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
     """Rows of every kind of one seed, and Single and Hydra of a second."""
     output, task = tmp_path_factory.mktemp("study"), SmallTask(NAME)
     task.settings["shift"] |= {"images": 3, "seeds": [0]}
-    task.settings["cost_batch"] = 2
+    task.settings["cost_batch"] = {"cpu": 2}
     task.settings["candidates"] = task.settings["candidates"][:2]
     results = output / "results"
     CLASSIFIERS.run(Run(task, output, results, ROWS, [0]), list(CLASSIFIERS.steps)[:-1])
@@ -62,7 +64,7 @@ def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
     assert study.cost(HYDRA)["latency_ratio"] > 0
     assert "| taken |" in findings.choices_table(study)
     head, *_ = findings.main_table(study).splitlines()
-    assert "| parameters | cost ↓ | memory ↓ | trainings ↓ |" in head
+    assert "| parameters | cost ↓ | trainings ↓ |" in head  # no memory, which is not counted on a CPU
 
 
 def test_corrupted_images_are_shown_by_severity(study: Study, tmp_path: Path) -> None:
@@ -188,6 +190,24 @@ def test_a_price_that_was_not_measured_has_no_columns(study: Study, tmp_path: Pa
     table = findings.main_table(Study(NAME, tmp_path))
     assert "memory" not in table
     assert "trainings ↓" in table
+
+
+def test_prices_are_measured_without_the_models_of_the_run(study: Study, tmp_path: Path) -> None:
+    """Of their shapes, by the settings that are stored; and stored beside what was reported before."""
+    results = tmp_path / "results"
+    shutil.copytree(study.folder, results / NAME)
+    task = SmallTask(NAME)
+    task.settings["cost_batch"] = {"cpu": 2}
+    CLASSIFIERS.run(Run(task, tmp_path, results, ROWS, [0]), ["cost", "store"])
+    found = Study(NAME, results)
+    assert list(found.facts["costs"]["rows"]) == ROWS
+    about = {"device": device_name(task.device), "dtype": "float32", "torch": torch.__version__, "batch": 2}
+    assert {key: found.facts["costs"][key] for key in about} == about
+    reports = study.facts["runs"]["0"]["report"]
+    counted = {row: one["multiply_adds"] for row, one in reports.items() if row != MC_DROPOUT}
+    assert {row: found.cost(row)["multiply_adds"] for row in counted} == counted  # whichever heads go
+    assert found.facts["runs"] == study.facts["runs"]
+    assert not list(tmp_path.glob(f"{NAME}/seed-*"))
 
 
 def test_the_papers_table_has_both_numbers_and_names_sets_without_fpr95(study: Study) -> None:
@@ -440,6 +460,7 @@ def test_main_table_and_ood_sets_by_other_code(
             assert told.pop("cost ↓") == (
                 f"{cost['latency_ms'] / few.cost(SINGLE)['latency_ms']:.2f}x" if cost else "–"
             )
+        if few.cost(SINGLE).get("peak_memory_bytes"):
             assert told.pop("memory ↓") == (f"{memory / 2**20:.0f} MiB" if memory else "–")
         trained = f"{few.facts['trainings'][row]:g}"
         assert told == {"row": row, "trainings ↓": trained, "seeds": str(len(found))}

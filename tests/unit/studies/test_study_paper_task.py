@@ -88,7 +88,7 @@ def shortened(model: str) -> dict[str, Any]:
         words = {"epochs": 1, "batch_size": 16} if "sst2" in name else {"steps": 2, "warmup": 1, "batch_size": 8}
         plain["training"] |= words | ({} if "sst2" in name else {"evaluate_every": 1})
         plain["recovery"] |= words | {"prune": 2} | ({} if "sst2" in name else {"last_blocks": 1})
-    return found | {"circuits": 8, "taylor_batches": 1, "cost_batch": 2}
+    return found | {"circuits": 8, "taylor_batches": 1, "cost_batch": {"cpu": 2}}
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
