@@ -231,7 +231,8 @@ def packed(seed: Seed, setting: Setting) -> he.Ensemble:
 def apoptosis(seed: Seed, setting: Setting) -> he.Ensemble:
     """Single without the weights that curvature says to matter least, trained by D.2."""
     training = seed.task.recovery(seed=seed.derived("recovery", 0), learning_rate=rate_of(setting))
-    settings = baselines.OBA(seed.task.plain["oba"], OBA_STEPS, OBA_BATCHES)
+    often = (1, 1) if seed.task.short else (OBA_STEPS, OBA_BATCHES)
+    settings = baselines.OBA(seed.task.plain["oba"], *often)
     return learned(seed, OBA, setting, baselines.oba, lambda: seed.base, training, settings)
 
 
