@@ -28,7 +28,7 @@ from .weights import SCRATCH, pretrained, small_vit, tokenizer
 
 RECIPE = Path(__file__).parent / "recipes" / "classifiers.yaml"
 BATCH = {"image": 500, "text": 250}
-SHORT = {"circuits": 4, "taylor_batches": 1}  # samples and batches that rank heads of models that only have a shape
+FEW = 4  # samples that rank heads of models that only have a shape
 Stage = Literal["held_out", "report"]
 
 
@@ -75,7 +75,7 @@ class Task(Once):
     def shortened(self) -> "Task":
         """The same task for models of its shapes: a few samples of every set, a step of every training."""
         found = copy.copy(self)
-        found.settings = {**self.settings, **SHORT}
+        found.settings = {**self.settings, "taylor_batches": 1}
         found.share, found.short = 0.0, True
         found._once = {}
         for name in ("train", "_inside", "foreign"):  # sets that were read
@@ -127,7 +127,7 @@ class Task(Once):
     @property
     def ranking(self) -> Samples:
         """ID samples of half A that rank heads."""
-        return self._inside["rank"]
+        return self._few(self._inside["rank"])
 
     @property
     def calibrating(self) -> Samples:
@@ -143,7 +143,10 @@ class Task(Once):
     def foreign(self) -> Samples:
         """OOD samples that rank heads; they are in no report."""
         part, _ = foreign_halves(self.source.load(self.suite.circuit_ood))
-        return self.samples(at_most(part, self.settings["circuits"]))
+        return self._few(self.samples(at_most(part, self.settings["circuits"])))
+
+    def _few(self, samples: Samples) -> Samples:
+        return Drawn(samples, FEW) if self.short else samples
 
     def inside(self, stage: Stage) -> Samples:
         """ID samples of a stage."""
