@@ -17,9 +17,9 @@ from ..metrics.ood import OodMetric, flagged, of_counts, risk_curve, roc_curve
 from ..metrics.probabilities import (
     adaptive_ece_of_confidence,
     at_labels,
-    brier_per_sample,
     ece_of_confidence,
     reliability_bins,
+    squared_errors,
 )
 from ..model.metadata import Calibration, Familiarity
 from ..prediction import AnyScore, Prediction, ScoreName
@@ -222,7 +222,7 @@ def _per_sample(prediction: Prediction, labels: Tensor) -> dict[str, Tensor]:
         nll = -at_labels(replace(prediction, member_logits=prediction.member_logits.double()).log_probs, labels)
     return {
         "accuracy": prediction.label == labels,
-        "brier": brier_per_sample(prediction.probs, labels),
+        "brier": squared_errors(prediction.probs, labels),
         "nll": nll,
         "mutual_information": prediction.epistemic,
         "disagreement": prediction.disagreement,

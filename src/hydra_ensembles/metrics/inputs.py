@@ -15,6 +15,7 @@ Convention = Literal["torch-uncertainty", "openood"]
 
 # How far a row of probabilities may be from one: the rounding of the dtype, added up over the classes.
 _ROW_SUM_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_CONFIDENCE = 1e-3  # how far beyond 0 and 1 rounding may take one
 _SUMS_TO_ONE = 3e-3  # how far a softmax is from it at most: bfloat16 rounds each part by 1/512 of it
 
 
@@ -98,6 +99,22 @@ def check_probs(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
         raise DataError(f"probabilities must have shape [B, C], but have {list(probs.shape)}")
     targets = check_labels(labels, samples=probs.shape[0], classes=probs.shape[1])
     return check_rows(probs), targets.to(probs.device)
+
+
+def check_confidence(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
+    """Confidences `[B]` from 0 to 1, and which answers are right `[B]`, as truth values or 0 and 1; on the CPU."""
+    check_same_length({"confidences": len(confidence), "truth values of the answers": len(correct)})
+    given = check_scores(confidence, "confidences").cpu()
+    low, high = (float(bound) for bound in given.aminmax())
+    if low < -_CONFIDENCE or high > 1 + _CONFIDENCE:
+        raise DataError(f"confidences run from {low:.4g} to {high:.4g}; give probabilities, from 0 to 1")
+    right = correct.detach().cpu()
+    if right.shape != given.shape or not bool(((right == 0) | (right == 1)).all()):
+        raise DataError(
+            f"whether answers are right is told by True and False, one a sample; got {right.dtype} "
+            f"{list(right.shape)}: of labels it is predicted == labels"
+        )
+    return given, right
 
 
 def check_member_probs(member_probs: Tensor) -> Tensor:

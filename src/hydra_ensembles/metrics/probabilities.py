@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Whole, checked
-from .inputs import Labels, at_least_float32, check_member_probs, check_probs, mean
+from .inputs import Labels, at_least_float32, check_confidence, check_member_probs, check_probs, mean
 
 BINS = 15
 
@@ -76,7 +76,7 @@ def brier(probs: Tensor, labels: Labels) -> float:
         >>> round(metrics.brier(probs, torch.tensor([0, 0, 1, 0])), 3)
         0.35
     """
-    return mean(brier_per_sample(*check_probs(probs, labels)))
+    return mean(brier_per_sample(probs, labels))
 
 
 @checked
@@ -96,7 +96,7 @@ def nll(probs: Tensor, labels: Labels) -> float:
         >>> round(metrics.nll(probs, torch.tensor([0, 0, 1, 0])), 3)
         0.511
     """
-    return mean(nll_per_sample(*check_probs(probs, labels)))
+    return mean(nll_per_sample(probs, labels))
 
 
 @checked
@@ -151,16 +151,21 @@ def top_label(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     return confidence, predicted == targets
 
 
-def brier_per_sample(probs: Tensor, labels: Tensor) -> Tensor:
+def brier_per_sample(probs: Tensor, labels: Labels) -> Tensor:
     """Squared error of each sample, summed over the classes: `[B]`."""
+    return squared_errors(*check_probs(probs, labels))
+
+
+def squared_errors(probs: Tensor, labels: Tensor) -> Tensor:
+    """`brier_per_sample` of values known to be good."""
     error = at_least_float32(probs.clone())
     error[torch.arange(len(labels), device=probs.device), labels] -= 1
     return error.square().sum(dim=-1)
 
 
-def nll_per_sample(probs: Tensor, labels: Tensor) -> Tensor:
+def nll_per_sample(probs: Tensor, labels: Labels) -> Tensor:
     """Negative log-likelihood of each sample's label: `[B]`."""
-    return -at_labels(at_least_float32(probs), labels).log()
+    return -at_labels(*check_probs(probs, labels)).log()
 
 
 def at_labels(values: Tensor, labels: Tensor) -> Tensor:
@@ -171,15 +176,17 @@ def at_labels(values: Tensor, labels: Tensor) -> Tensor:
 @checked
 def ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS) -> float:
     """`ece` from what `top_label` returns."""
+    confidence, correct = check_confidence(confidence, correct)
     return _weighted_gap(_equal_width_groups(confidence, bins), confidence, correct, bins + 1)
 
 
 @checked
 def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS) -> float:
     """`adaptive_ece` from what `top_label` returns."""
-    rising, order = confidence.detach().cpu().sort()
+    confidence, correct = check_confidence(confidence, correct)
+    rising, order = confidence.sort()
     _, run, sizes = rising.unique_consecutive(return_inverse=True, return_counts=True)  # by run of equal confidences
-    right = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, run, correct.cpu().double()[order]) / sizes
+    right = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, run, correct.double()[order]) / sizes
     size, larger = divmod(len(order), bins)  # the first `larger` bins hold one sample more
     sizes = torch.tensor([size + 1] * larger + [size] * (bins - larger))
     groups = torch.repeat_interleave(torch.arange(bins), sizes)
@@ -189,13 +196,14 @@ def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: Who
 @checked
 def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS) -> ReliabilityBins:
     """The bins of `ece` from what `top_label` returns; a confidence of exactly 1 is shown in the last bin."""
+    confidence, correct = check_confidence(confidence, correct)
     groups = _equal_width_groups(confidence, bins).clamp(max=bins - 1)
     count = torch.bincount(groups, minlength=bins)
     return ReliabilityBins(
         edges=torch.linspace(0, 1, bins + 1, dtype=torch.float64),
         count=count,
-        confidence=torch.bincount(groups, weights=confidence.cpu().double(), minlength=bins) / count,
-        accuracy=torch.bincount(groups, weights=correct.cpu().double(), minlength=bins) / count,
+        confidence=torch.bincount(groups, weights=confidence.double(), minlength=bins) / count,
+        accuracy=torch.bincount(groups, weights=correct.double(), minlength=bins) / count,
     )
 
 
@@ -218,12 +226,12 @@ def _equal_width_groups(confidence: Tensor, bins: int) -> Tensor:
     Bins are found in float32, where torchmetrics finds them, so that a confidence on an edge lands alike.
     """
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float32)
-    return torch.bucketize(confidence.cpu().float(), edges, right=True) - 1
+    return torch.bucketize(confidence.float(), edges, right=True) - 1
 
 
 def _weighted_gap(groups: Tensor, confidence: Tensor, correct: Tensor, bins: int) -> float:
     """Sum over bins of |correct - confidence|, over the number of samples: an empty bin adds nothing."""
-    gap = torch.bincount(groups, weights=correct.cpu().double() - confidence.cpu().double(), minlength=bins)
+    gap = torch.bincount(groups, weights=correct.double() - confidence.double(), minlength=bins)
     return gap.abs().sum().item() / len(groups)
 
 

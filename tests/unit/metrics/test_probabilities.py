@@ -194,7 +194,7 @@ PROBS, LABELS = binary(0.5, 0.75), T([0, 1])
     ],
 )
 def test_bad_sets_are_refused(probs, labels, token):
-    for metric in (accuracy, brier, nll, ece, adaptive_ece, top_label):
+    for metric in (accuracy, brier, brier_per_sample, nll, nll_per_sample, ece, adaptive_ece, top_label):
         with pytest.raises(DataError, match=token):
             metric(probs, labels)
 
@@ -216,6 +216,23 @@ def test_bad_members_are_refused(probs, token):
     for metric in (ece_of_confidence, adaptive_ece_of_confidence, reliability_bins):
         with pytest.raises(ConfigError, match="bins"):
             metric(*top_label(PROBS, LABELS), bins=0)
+
+
+@pytest.mark.parametrize(
+    ("confidence", "correct", "token"),
+    [
+        (T([93.0, 80.0]), T([True, False]), "from 80 to 93"),
+        (T([0.9, 0.8]), T([3, 1]), "predicted == labels"),
+        (T([0.9, 0.8]), T([True]), "2 confidences, 1 truth"),  # one would be taken for all
+        (T([0.9, torch.nan]), T([True, False]), "NaN"),
+        (T([]), T([]), "no samples"),
+    ],
+)
+def test_confidences_and_truth_values_are_looked_at(confidence, correct, token):
+    for metric in (ece_of_confidence, adaptive_ece_of_confidence, reliability_bins):
+        with pytest.raises(DataError, match=token):
+            metric(confidence, correct)
+    assert ece_of_confidence(T([0.9, 0.8]), T([1.0, 0.0])) == pytest.approx(0.45)
 
 
 def test_the_logarithm_of_mean_probabilities_is_finite_where_they_underflow() -> None:

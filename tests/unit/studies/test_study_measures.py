@@ -72,7 +72,8 @@ def test_a_score_that_is_a_confidence_has_a_calibration_of_its_own() -> None:
     assert "vilu:near.auroc" in ours
     plain = plain_numbers(both, "own", GROUPS)
     assert plain["vilu:aece"] == pytest.approx(plain["aece"])
-    likewise = plain_numbers({key.replace("|vilu", "|msp"): one for key, one in both.items()}, "own", GROUPS)
+    squashed = {key.replace("|vilu", "|msp"): 1 / (1 + np.exp(-one)) for key, one in both.items() if "|vilu" in key}
+    likewise = plain_numbers({**found, **squashed}, "own", GROUPS)  # in the same order, from 0 to 1
     detected = {key for key in likewise if key.endswith((".aupr", ".fpr95"))}
     assert {"far.fpr95", "all.aupr"} <= detected
     assert {plain[f"vilu:{key}"] == likewise[key] for key in detected} == {True}
