@@ -20,7 +20,7 @@ def _behave(case: str) -> str:
     if case == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
     if case == "memory":
-        torch.ones(300 << 20)  # floats
+        torch.ones(30 << 20)  # floats: 120 MiB
     if case == "slow":
         begun = time.process_time()
         while time.process_time() - begun <= counting.SECONDS:
@@ -30,6 +30,7 @@ def _behave(case: str) -> str:
 
 def test_every_end_is_counted_once_and_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counting, "START", "fork")  # nothing is imported anew
+    monkeypatch.setattr(counting, "BYTES", 100 << 20)
     cases = ["same", "crash", "refused", "raw", "other", "crash", "apart", "memory", "nonsense", "same"]
     row = count("all ends", _behave, cases)
     found = (row.cases, row.same, row.refused, row.other, row.raw, row.crash, row.slow, row.apart)

@@ -96,7 +96,7 @@ def test_model_loader_and_random_numbers_are_left_alone_and_the_answer_is_the_sa
     assert alike(surroundings(), before)
     torch.rand(5), torch.rand(2, generator=generator), random.random()
     before = surroundings()
-    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+    for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert content(FUNCTIONS[name](model, own)) == first
     if name in LABELLED and name not in AS_IT_COMES:

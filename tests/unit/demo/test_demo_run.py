@@ -17,7 +17,7 @@ from hydra_ensembles.pipeline import chain
 from hydra_ensembles.schema import from_plain, to_plain
 
 ROOT = Path(__file__).resolve().parents[3]
-FEW = {"limit": 28, "epochs": 2, "draws": 2, "latency_repeats": 1, "latency_batch": 2}
+FEW = {"limit": 28, "epochs": 1, "shared_layers": 5, "draws": 2, "latency_repeats": 1, "latency_batch": 2}
 
 
 def without_times(folder: Path, name: str = "results.json") -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_it_writes_every_number_down(folder: Path) -> None:
 def test_the_model_it_leaves_behind_says_why_it_declines(folder: Path) -> None:
     model = he.Ensemble.from_pretrained(folder / "model")
     assert model.num_members == 3
-    assert model.config.trunk == DemoSettings().shared_layers
+    assert model.config.trunk == FEW["shared_layers"]
     seen = model.predict([load_sample().far["FashionMNIST"][row][0] for row in range(8)])
     assert "unfamiliar" in seen.reason
     assert float(seen.familiarity.max()) < 0.5
