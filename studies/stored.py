@@ -128,6 +128,9 @@ class Study(Once):
         and `as_they_are` has the rows by themselves. On corrupted images, which one run saw, there is nothing to take
         off. `all but NAME.auroc` is over all OOD sets but one.
         """
+        return self.once(("difference", first, second, key), lambda: self._difference(first, second, key))
+
+    def _difference(self, first: str, second: str, key: str) -> Difference | None:
         plain = []
         gained = []
         corrupted = key.startswith((f"{SHIFT}.", *SEVERITIES))

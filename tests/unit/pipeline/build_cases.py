@@ -17,9 +17,9 @@ BLOCKS: dict[str, Any] = {"width": 12, "layers": LAYERS, "heads": HEADS, "head_d
 TEXT_BATCHES = ((10, 7), (9, 9), (9, 5))  # samples and tokens of each
 
 
-def image_model(seed: int = 4) -> he.Ensemble:
+def image_model(seed: int = 4, layers: int = LAYERS) -> he.Ensemble:
     metadata = Metadata(source="a test", labels=("red", "green", "blue"), history=("made",))
-    return noisy(small(**BLOCKS), seed, metadata=metadata)
+    return noisy(small(**{**BLOCKS, "layers": layers}), seed, metadata=metadata)
 
 
 def text_model(seed: int = 0) -> he.Ensemble:

@@ -13,11 +13,16 @@ CONFIG = he.HydraConfig(prune=2, members=2, method="naive", recipe=TUNING, share
 """The seed draws halves on which the two circuits differ."""
 
 
+def model(seed: int = 4) -> he.Ensemble:
+    """Of two layers, which are soon saved, read and trained."""
+    return image_model(seed, layers=2)
+
+
 def run(folder: Path | None) -> he.Ensemble:
     """The build that all tests of resuming interrupt; its loaders shuffle."""
     ood = batches(8, 8, seed=3, shift=1.5)
     return he.build(
-        image_model(), CONFIG, train=shuffled(12), id=shuffled(16, 8, seed=2), ood=ood, output=folder, progress=False
+        model(), CONFIG, train=shuffled(12), id=shuffled(16, 8, seed=2), ood=ood, output=folder, progress=False
     )
 
 

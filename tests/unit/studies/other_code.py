@@ -1,10 +1,9 @@
-"""The numbers of a model in a study, from its stored columns with numpy, scikit-learn and torchmetrics alone."""
+"""The numbers of a model in a study, from its stored columns with numpy and scikit-learn alone."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from sklearn.metrics import auc, average_precision_score, roc_auc_score, roc_curve
 
 Columns = Mapping[str, Any]  # by `set|column`
@@ -61,9 +60,9 @@ def _adaptive_ece(confidence: Any, correct: Any) -> float:
 
 
 def _ece(confidence: Any, correct: Any) -> float:
-    from torchmetrics.functional.classification import binary_calibration_error
-
-    return float(binary_calibration_error(torch.from_numpy(confidence), torch.from_numpy(correct).int(), n_bins=15))
+    """Of 15 bins of equal width, each with its upper edge."""
+    bins = np.digitize(confidence, np.linspace(0, 1, 16)[1:-1], right=True)
+    return float(sum(abs((confidence - correct)[bins == one].sum()) for one in range(15)) / len(correct))
 
 
 def _sides(columns: Columns, own: str, name: str, score: str) -> tuple[Any, Any]:
