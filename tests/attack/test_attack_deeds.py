@@ -10,7 +10,7 @@ from attack import altered_models, bad_commands, bad_data, bad_inputs, bad_setti
 from attack.counting import Row, count, outcome_of
 from attack.expected import Deed, drawn, outcome
 
-TABLES = {bad_inputs: 150, bad_settings: 450, bad_data: 12}  # cases of each that are tried every day
+TABLES = {bad_inputs: 100, bad_settings: 300, bad_data: 12}  # cases of each that are tried every day
 DISTURBED = {  # in a process of its own, since it forks
     "kills": ("save", 0.6, 0.3),
     "writers": ("evaluate", "writer", 0.5),

@@ -41,7 +41,7 @@ def nll(logits: Tensor, labels: Tensor, temperature: tuple[float, ...]) -> float
     return F.cross_entropy(mean / (temperature[0] if len(temperature) == 1 else 1.0), labels).item()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     members=st.integers(1, 3),
     count=st.integers(2, 40),

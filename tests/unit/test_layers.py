@@ -4,6 +4,7 @@ import ast
 import runpy
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "hydra_ensembles"
@@ -22,10 +23,16 @@ LIGHT = {"torch", "numpy", "safetensors", "huggingface_hub", "tqdm"}
 FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@cache
+def top_level(name: str) -> list[ast.stmt]:
+    """What stands in a file outside of functions and TYPE_CHECKING."""
+    return ast.parse(FILES[name].read_text()).body
+
+
 def imports(name: str) -> Iterator[str]:
     """What a file imports when it is loaded: files of ours as `part.file`, other libraries as `!library`."""
     package = name.split(".")[:-1]
-    for node in ast.parse(FILES[name].read_text()).body:  # the top level alone: no functions, no TYPE_CHECKING
+    for node in top_level(name):
         if isinstance(node, ast.Import):
             yield from ("!" + alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -37,19 +44,21 @@ def imports(name: str) -> Iterator[str]:
                 yield module if module in FILES else ".".join(base)
 
 
-GRAPH = {
-    name: {f"{to}.__init__" if f"{to}.__init__" in FILES else to for to in imports(name) if not to.startswith("!")}
-    for name in FILES
-}
+def graph() -> dict[str, set[str]]:
+    """Files of ours that each of them imports."""
+    return {
+        name: {f"{to}.__init__" if f"{to}.__init__" in FILES else to for to in imports(name) if not to.startswith("!")}
+        for name in FILES
+    }
 
 
 def test_imports_point_downwards() -> None:
     layer = {name: LAYER[name.partition(".")[0]] for name in FILES}
-    assert not [f"{a} -> {b}" for a, others in GRAPH.items() for b in others if layer[b] > layer[a]]
+    assert not [f"{a} -> {b}" for a, others in graph().items() for b in others if layer[b] > layer[a]]
 
 
 def test_no_cycle() -> None:
-    left = dict(GRAPH)
+    left = graph()
     while free := [name for name, others in left.items() if not others & left.keys()]:
         for name in free:
             del left[name]
@@ -69,10 +78,10 @@ def test_the_page_of_every_file_is_as_written_and_the_page_on_architecture_has_i
     assert (docs / "files.md").read_text() == script["table"](), "python docs/files.py"
 
 
-def defined(path: Path) -> set[str]:
+def defined(name: str) -> set[str]:
     """Classes, functions and types that a file defines; not commands of the shell, variables of types and constants."""
     found = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in top_level(name):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             if "command" not in map(ast.unparse, node.decorator_list):
                 found.add(node.name)
@@ -88,6 +97,6 @@ def test_one_word_has_one_meaning() -> None:
     Names that begin with `_` are of one file, and a command of the shell is called as the function that it calls.
     """
     files = [name.rpartition(".")[2] for name in FILES]
-    names = [name for path in FILES.values() for name in defined(path)]
+    names = [name for file in FILES for name in defined(file)]
     twice = {name for them in (files, names) for name in them if them.count(name) > 1 and name[0] != "_"}
     assert twice == {"load", "Batches"}  # he.load and he.data.load; he.data.Batches, the earlier name of BatchLoader

@@ -208,7 +208,7 @@ def mistakes(name: str, every: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"{argument} = {title}", lambda a=argument, m=make: function(**{**arguments(name), a: m()})
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_mistake_is_answered_or_refused_in_our_words(name: str, every: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)  # some values are names of files, and may be written

@@ -78,15 +78,14 @@ def test_help_version_and_completion_load_no_torch():
     assert "No such option: --membrs (Possible options: --members)\n" in done.stderr  # and none that is not near
 
 
-@pytest.mark.parametrize("words", [["predict", "-h"], ["bulid"]])
-def test_python_m_answers_as_the_command_does(words):
+def test_python_m_answers_as_the_command_does():
     command, module = (
-        subprocess.run([sys.executable, "-X", "importtime", "-m", name, *words], capture_output=True, text=True)
+        subprocess.run([sys.executable, "-X", "importtime", "-m", name, "bulid"], capture_output=True, text=True)
         for name in ("hydra_ensembles_cli", "hydra_ensembles")
     )
     assert (module.stdout, module.returncode) == (command.stdout, command.returncode)
     assert not re.search(r"\| +(torch|numpy)$", module.stderr, re.MULTILINE)
-    assert ("Did you mean 'build'?\n" in module.stderr) == (words == ["bulid"])
+    assert "Did you mean 'build'?\n" in module.stderr
 
 
 def test_what_is_to_run_is_run_once(monkeypatch, capsys):

@@ -28,11 +28,11 @@ def uneven(trunk: int = 1, **how: Any) -> he.Ensemble:
     return he.fuse(members, trunk=trunk, **how)
 
 
-@pytest.mark.parametrize("steps", [1, 10])
 @pytest.mark.parametrize("mlp", ["mean", "separate"])
-def test_training_together_is_training_of_members_in_turn(steps: int, mlp: str) -> None:
+def test_training_together_is_training_of_members_in_turn(mlp: str) -> None:
     """The same weights after as many steps, when every member runs by itself on views of the shared parameters."""
-    start, data = uneven(mlp=mlp), batches(4 * steps)
+    start, steps = uneven(mlp=mlp), 5
+    data = batches(4 * steps)
     chosen = he.Recipe(steps=steps, schedule="constant", **SGD)
     got = he.finetune(start, data, chosen, progress=False).state_dict()
     weights = {name: tensor.clone().requires_grad_() for name, tensor in start.state_dict().items()}

@@ -80,13 +80,13 @@ class SmallTask(Task):
         plain: dict[str, Any] = settings["tasks"][name]
         plain.pop("train", None)
         plain["training"] = {"learning_rate": 1e-3, "epochs": 1, "warmup": 0.1, "batch_size": 16}
-        plain["recovery"] |= {"prune": 2, "steps": 2, "warmup": 1, "batch_size": 16}
+        plain["recovery"] |= {"prune": 2, "steps": 2, "warmup": 1, "batch_size": 16, "last_blocks": 3}
         plain["input_size"], settings["circuits"] = 14, 12
         super().__init__(name, settings, SmallFolder(), CPU)
         self.kind = "image"
 
     def start(self) -> he.Ensemble:
-        return small_vit(layers=6, heads=3)
+        return small_vit(layers=4, heads=3)
 
 
 class ManyClasses(SmallFolder):
