@@ -30,12 +30,13 @@ SETS: dict[str, Any] = {
     "id": batches(248, size=124, seed=2),
     "ood": batches(48, size=24, seed=3, shift=1.5),
 }
-STEPS = 10  # of a training; the first comparison comes after one of them
+STEPS = 5  # of a training; the first comparison comes after one of them
 
 
 def run(output: Path | None = None, **changes: Any) -> he.SearchResult:
     """A search of two trained candidates and an untrained one."""
     usual = {"candidates": [PLAIN, TOGETHER, DEEPER], "price": "multiply_adds", "cost": 4.0, "progress": False}
+    usual |= {"first": 1 / STEPS}
     trained = recipe(steps=STEPS, dropout=0.0)
     return he.search(image_model(), **{**SETS, **usual, "recipe": trained, "output": output, **changes})
 
@@ -131,7 +132,7 @@ def test_one_that_is_worse_in_every_number_at_no_lower_price_stops_early(monkeyp
     found = run(tmp_path, candidates=[TOGETHER, DEEPER])
     (stopped,) = names(found, "stopped early")
     assert stopped == "random ×3, trunk 1, 1 heads off, trained together"
-    assert "10%" in next(row.note for row in found.rows if row.name == stopped)
+    assert "20%" in next(row.note for row in found.rows if row.name == stopped)
     assert not list((tmp_path / "candidates").glob("random-3-trunk-1*"))
     assert work["update"] == STEPS
 

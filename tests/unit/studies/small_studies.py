@@ -117,7 +117,7 @@ class SmallDual(DualTask):
 
 def dual_recipe(**changes: Any) -> DualRecipe:
     recipe = load_dual_recipe(tiny=True)
-    counts = replace(recipe.counts, circuits=20, image_circuits=10, calibration=16, test=25, detection=12, classes=22)
+    counts = replace(recipe.counts, circuits=10, image_circuits=6, calibration=16, test=25, detection=12, classes=22)
     return replace(recipe, **{"input_size": 32, "taylor_prune": 2, "seeds": (0,), "counts": counts, **changes})
 
 
