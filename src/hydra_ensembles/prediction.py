@@ -21,7 +21,7 @@ from .errors import ConfigError, DataError
 from .metrics import inputs
 from .metrics.conformal import Reference
 from .metrics.distance import FittedName, LearnedName
-from .metrics.probabilities import EntropyParts, disagreement_per_sample, entropy_parts, log_mean_probs
+from .metrics.probabilities import EntropyParts, disagreement_per_sample, log_mean_probs, split_entropy
 from .schema import short
 
 ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy", "gen"]
@@ -199,7 +199,7 @@ class Prediction:
 
     @cached_property
     def _entropies(self) -> EntropyParts:
-        return entropy_parts(self.member_probs)
+        return split_entropy(self.member_probs)
 
     @cached_property
     def entropy(self) -> Tensor:

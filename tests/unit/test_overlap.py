@@ -167,6 +167,8 @@ def test_what_set_the_thresholds_is_known_again(calibrated: he.Ensemble, tmp_pat
     assert measured(PLAIN, FIT).reused is None
     with pytest.warns(HydraWarning, match="set 'fog'"):
         he.evaluate(calibrated, FRESH, shift={"fog": FIT}, progress=False)
+    with pytest.warns(HydraWarning, match="160 of 160 samples of set 'fog' are samples of .*nothing is shifted"):
+        he.evaluate(PLAIN, FRESH, shift={"fog": copied(FRESH)}, progress=False)
     with pytest.warns(HydraWarning, match="calibration"):
         given = he.evaluate(PLAIN, FIT, calibration=calibrated.metadata.calibration, progress=False)
     assert given.reused == 1.0

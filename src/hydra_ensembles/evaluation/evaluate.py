@@ -23,7 +23,7 @@ from ..metrics.inputs import Convention, check_labels, warn_of_probabilities
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration, Familiarity, Metadata
 from ..optimize.runner import OptimizedEnsemble
-from ..overlap import require_unlike, sample_keys, warn_if_known, warn_of_copies, warn_of_one_sample
+from ..overlap import require_unlike, sample_keys, warn_if_known, warn_if_shared, warn_of_copies, warn_of_one_sample
 from ..prediction import AnyScore, ScoreName
 from .evaluation import UNNAMED, Evaluation, LabelledLogits, MemberLogits, ModelInfo, OodGroup, Provenance
 from .kept import Kept
@@ -94,7 +94,8 @@ def evaluate(
     Raises:
         DataError: A set is empty, has one class, holds NaN, does not fit the model, or is given twice, also under
             another name; the message names it. A `HydraWarning` tells of OOD sets with some ID samples, or one sample;
-            and of samples that calibration or familiarity were fitted on, with the share of them, as 64 of them tell.
+            of shifted sets with samples that are not shifted; and of samples that calibration or familiarity were
+            fitted on, with the share of them, as 64 of them tell.
         ConfigError: A setting is not known.
 
     Examples:
@@ -147,6 +148,8 @@ def evaluate(
     reused = warn_if_known(title, own.keys, marks)
     for key, one in shifted.items():
         warn_if_known(f"set {key!r}", one.keys, marks)
+        why = "of these nothing is shifted"
+        warn_if_shared(f"the in-distribution set {id_name!r}", own.keys, f"set {key!r}", one.keys, why)
     members, _, classes = like.shape
     found = measure.evaluation(
         MemberLogits(

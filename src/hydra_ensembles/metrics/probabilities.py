@@ -241,7 +241,7 @@ def _weighted_gap(groups: Tensor, confidence: Tensor, correct: Tensor, bins: int
 @checked
 def mutual_information(member_probs: Tensor) -> float:
     """Mutual information of label and member in nats, mean over samples; zero for one member."""
-    return mean(entropy_parts(check_member_probs(member_probs)).epistemic)
+    return mean(entropy_parts(member_probs).epistemic)
 
 
 @checked
@@ -251,7 +251,12 @@ def disagreement(member_probs: Tensor) -> float:
 
 
 def entropy_parts(member_probs: Tensor) -> EntropyParts:
-    """Entropy of the mean probabilities, split into aleatoric and epistemic: `[M, B, C] -> [B]` each.
+    """Entropy of the mean probabilities, split into aleatoric and epistemic: `[M, B, C] -> [B]` each."""
+    return split_entropy(check_member_probs(member_probs))
+
+
+def split_entropy(member_probs: Tensor) -> EntropyParts:
+    """`entropy_parts` of probabilities that nobody has to look at, which on a GPU would wait for them.
 
     Entropy is concave, so the total is never below the mean of the members, except by rounding; taking the
     larger of the two keeps every part non-negative and their sum exact.

@@ -198,6 +198,9 @@ class Ensemble(Saved, Watched):
     ) -> Tensor:
         """Member logits `[M, B, C]`.
 
+        `nn.DataParallel` around an ensemble joins what its GPUs give along the first axis, which is that of members,
+        not of samples: use `DistributedDataParallel`, or put a module in between that gives samples first.
+
         Args:
             inputs: Images `[B, 3, H, W]`, token ids `[B, T]`, or a mapping as tokenizers and image processors give it
                 (`pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`); or raw inputs, as `predict`

@@ -210,7 +210,7 @@ def test_bad_sets_are_refused(probs, labels, token):
     ],
 )
 def test_bad_members_are_refused(probs, token):
-    for metric in (disagreement, mutual_information):
+    for metric in (disagreement, mutual_information, entropy_parts):
         with pytest.raises(DataError, match=token):
             metric(probs)
     for metric in (ece_of_confidence, adaptive_ece_of_confidence, reliability_bins):
