@@ -122,12 +122,9 @@ def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
     for prefix, score in SCORES.items():
         if score not in own:
             continue
-        ours = _ordered(own[score])
-        sets = {
-            name: _auroc(ours, _ordered(columns[f"{name}|{score}"].astype(np.float64)), inside, name)
-            for names in groups.values()
-            for name in names
-        }
+        others = [name for names in groups.values() for name in names]
+        ours, *theirs = _ranked([here[score], *(columns[f"{name}|{score}"] for name in others)])
+        sets = {name: _auroc(ours, one, inside, name) for name, one in zip(others, theirs, strict=True)}
         found |= {f"{prefix}ood.{name}.auroc": one for name, one in sets.items()}
         for group, names in {**groups, "all": list(sets)}.items() if sets else ():
             found[f"{prefix}{group}.auroc"] = Number.mean([sets[name] for name in names])
@@ -240,27 +237,36 @@ def _aurc(scores: Floats, wrong: Floats, inside: str) -> Number:
     return Number(value, {inside: influence - influence.mean()})
 
 
-Ordered = tuple[Floats, npt.NDArray[np.int64]]  # scores in rising order, and the place of each before
+Whole = npt.NDArray[np.int64]
+Ranked = tuple[Whole, Whole]  # by sample a number in the order of its score; by number, samples below and up to it
 
 
-def _ordered(scores: Floats) -> Ordered:
-    order = np.argsort(scores)
-    return scores[order], order
+def _ranked(parts: Sequence[Array]) -> list[Ranked]:
+    """Scores of several sets as whole numbers, equal where these are: of half precision their bits, else ranks."""
+    ends = np.cumsum([len(part) for part in parts])[:-1]
+    scores = np.concatenate(parts) + np.float16(0)  # of two zeros one
+    if scores.dtype == np.float16:
+        bits = scores.view(np.int16).astype(np.int64)
+        ranks = np.where(bits < 0, -(bits & 0x7FFF), bits)
+        ranks -= ranks.min()
+    else:
+        ranks = np.unique(scores, return_inverse=True)[1]
+    size = int(ranks.max()) + 1
+    counts = [(part, np.bincount(part, minlength=size)) for part in np.split(ranks, ends)]
+    return [(part, 2 * np.cumsum(count) - count) for part, count in counts]
 
 
-def _auroc(inside: Ordered, outside: Ordered, own: str, other: str) -> Number:
+def _auroc(inside: Ranked, outside: Ranked, own: str, other: str) -> Number:
     """How often an OOD sample has the larger score, a tie counting half; by sample of either side."""
     above = _share_below(outside, inside)  # of ID samples, for every OOD sample
     value = float(above.mean())
     return Number(value, {own: (1.0 - _share_below(inside, outside)) - value, other: above - value})
 
 
-def _share_below(points: Ordered, values: Ordered) -> Floats:
+def _share_below(points: Ranked, values: Ranked) -> Floats:
     """For every point the share of values below it, of equal ones half."""
-    (rising, order), (among, _) = points, values
-    below, upto = (np.searchsorted(among, rising, side=side) for side in ("left", "right"))
-    share = np.empty(len(rising))
-    share[order] = (below + upto) / (2 * len(among))
+    (places, _), (ranks, below_and_upto) = points, values
+    share: Floats = below_and_upto[places] / (2 * len(ranks))
     return share
 
 

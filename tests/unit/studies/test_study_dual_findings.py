@@ -114,6 +114,7 @@ def test_prices_and_scores_of_every_row_are_shown(tmp_path: Path) -> None:
     study = made_up(tmp_path, {})
     study.facts["costs"] = {
         "batch": 8,
+        "dtype": "float32",
         "device": "a machine",
         "rows": {HYDRA: {"latency_ratio": 1.5, "parameters": 2e6, "peak_memory_bytes": 3 << 20}},
     }
