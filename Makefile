@@ -27,8 +27,9 @@ serve-demo: $(DEMO)
 
 # One worker per core, one thread each; a test file stays on one worker, and so do files that share long fixtures.
 # Bytecode is kept, also where the environment says otherwise: processes that tests start would compile all of it again.
+# Files that tests read are UTF-8 in every locale.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 PYTHONUTF8=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

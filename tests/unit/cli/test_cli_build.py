@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ def test_a_build_of_images_leaves_a_calibrated_ensemble_and_settings_that_run_it
     out = succeed("build", "--config", run_folder / "config.yaml", "--quiet")
     assert "heads kept" in out
     assert "(from: timm's pretrained_cfg of test_vit" in out
-    assert f"hydra-ensembles predict {run_folder} IMAGE..." in out
+    assert f"hydra-ensembles predict {shlex.quote(str(run_folder))} IMAGE..." in out
     printed = succeed("build", "--config", run_folder / "config.yaml", "--quiet", "--json")
     assert json.loads(printed) == json.loads((run_folder / "summary.json").read_text())
     assert (run_folder / "ensemble" / "model.safetensors").stat().st_mtime_ns == before
@@ -255,9 +256,9 @@ def test_an_interrupted_build_goes_on_and_ends_with_the_same_bits(run_folder, wo
     begun = "nothing is finished" if moment == "run.json" else f"finished stages are kept in {folder}"
     assert result.stderr.startswith(f"interrupted: {begun}")
     assert not (folder / "ensemble").exists()
-    (advice,) = re.findall(r"hydra-ensembles (build --config \S+)", result.stderr)
+    (advice,) = re.findall(r"hydra-ensembles (build --config .+)$", result.stderr, re.MULTILINE)
     if moment == "run.json":  # to go on is to begin; tests of `build` resume this state, too
         return
-    succeed(*advice.split(), "--quiet")
+    succeed(*shlex.split(advice), "--quiet")
     for name in ("model.safetensors", "config.json"):
         assert (folder / "ensemble" / name).read_bytes() == (run_folder / "ensemble" / name).read_bytes()

@@ -1,5 +1,6 @@
 """`hydra-ensembles calibrate` and `fuse` through their entry point: what they write is what the functions make."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def test_fine_tunings_become_one_model(tunings, tmp_path, flag: str, average: fl
     found = he.load(tmp_path / "hydra")
     assert same_state(found, he.fuse([he.load(one) for one in tunings], mlp="separate", average=average))
     assert found.config.trunk == 2
-    assert f"calibrate {tmp_path / 'hydra'} --id" in out
+    assert f"calibrate {shlex.quote(str(tmp_path / 'hydra'))} --id" in out
     assert "fused 3 members" in out
 
 

@@ -3,6 +3,7 @@
 import warnings
 from collections import UserDict
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -430,4 +431,4 @@ def test_on_a_gpu_data_are_checked_before_they_leave_the_cpu_and_not_read_back()
 )
 def test_a_model_without_values_is_refused_where_they_count(use: Any, tmp_path: Path) -> None:
     with pytest.raises(he.HydraError, match="meta"):
-        use(model(IMAGE).to("meta"), tmp_path)
+        use(deepcopy(model(IMAGE)).to("meta"), tmp_path)
