@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "headless_shell")
-LIMIT = 60  # seconds, a safety net
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
+    "--allow-pre-commit-input",  # else keys that come before the first picture of a page are dropped without a word
+    "--disable-dev-shm-usage", "--disable-hang-monitor",  # a small /dev/shm, or a slow machine, ends no page
 )  # fmt: skip
 
 
@@ -34,22 +35,28 @@ class Chromium:
     def tab(self) -> Iterator["Tab"]:
         """An empty tab of a browser that runs as long as the block."""
         (theirs, ours), (back, forth) = os.pipe(), os.pipe()
-        with tempfile.TemporaryDirectory() as profile:
+        # its helpers outlive the browser for an instant, and may write to the folder while it is removed
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
             # the browser reads from 3 and writes to 4, which a process cannot choose for its child but by another one
-            moved = "import os, sys; os.dup2({0}, 13); os.dup2({1}, 14); os.dup2(13, 3); os.dup2(14, 4);"
-            start = moved.format(theirs, forth) + "os.execvp(sys.argv[1], sys.argv[1:])"
-            shell = [sys.executable, "-c", start, self.binary]
+            free = f"[fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in ({theirs}, {forth})]"  # neither 3 nor 4
+            moved = f"import fcntl, os, sys; a, b = {free}; os.dup2(a, 3); os.dup2(b, 4);"
+            shell = [sys.executable, "-c", f"{moved} os.execvp(sys.argv[1], sys.argv[1:])", self.binary]
             flags = [*_FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
-            output = subprocess.DEVNULL
-            process = subprocess.Popen([*shell, *flags], pass_fds=(theirs, forth), stdout=output, stderr=output)
+            process = subprocess.Popen(
+                [*shell, *flags],
+                pass_fds=(theirs, forth),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "LC_ALL": "C.UTF-8"},  # in others it could not open files of every name
+            )
             os.close(theirs)
             os.close(forth)
             try:
                 with os.fdopen(ours, "wb", buffering=0) as commands, os.fdopen(back, "rb") as events:
                     yield Tab(commands, events)
             finally:
-                process.terminate()
-                process.wait(LIMIT)
+                process.kill()
+                process.wait()
 
 
 class Tab:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in FIRST)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let every test draw the same random numbers, whichever ran before it in this process."""
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """The same for what files draw when they are imported."""
+    if isinstance(collector, pytest.Module):
+        pytest_runtest_setup()
+
+
 def pytest_collection_finish() -> None:
     """Leave all that is imported by now out of every later walk, of those at the end of the session too."""
     gc.freeze()
@@ -48,8 +66,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let untrained models be calibrated on few samples: no temperature is right for answers by chance."""
+    """Leave nothing to chance, and let untrained models be calibrated on few samples: they answer by chance."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # who only waits imports no torch
+        import hypothesis
+        import tqdm
+
+        for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "COLUMNS"):  # tables have no colours, and one width
+            os.environ.pop(name, None)
+        os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # no network, no threads behind forks
+        tqdm.tqdm.monitor_interval = 0  # its thread takes a lock now and then, which a forked child would wait for
+        if config.getoption("markexpr") not in ("slow", "gpu"):  # what takes long may have all cores
+            # sums round alike everywhere, and forked children, which lack the other threads, do not wait for them
+            os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: some of its libraries look only then
+        hypothesis.settings.register_profile(
+            "same", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+        )
+        hypothesis.settings.load_profile("same")  # the same examples everywhere, however long a busy machine takes
         # what ours say, tests ask for by pytest.warns
         config.addinivalue_line("filterwarnings", "ignore::hydra_ensembles.errors.HydraWarning")
     config.addinivalue_line("filterwarnings", "ignore:the temperature .* stopped at the bound:UserWarning")

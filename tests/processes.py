@@ -40,6 +40,7 @@ def _started(work: Callable[[], object]) -> int:
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads are copied without what they hold
         child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # the others of OpenMP were not copied, and would be waited for without end
         try:
             work()
         except BaseException:
@@ -72,7 +73,6 @@ def launch(work: Callable[[], object], processes: int = 2) -> list[int]:
 
     def one(rank: int) -> None:
         os.environ.update(common, RANK=str(rank), LOCAL_RANK=str(rank))
-        torch.set_num_threads(1)
         work()
 
     return [_status(child) for child in [_started(lambda rank=rank: one(rank)) for rank in range(processes)]]

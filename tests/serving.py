@@ -19,7 +19,7 @@ from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.service import ServeSettings
 
 LIMIT = 120  # seconds, a safety net
-QUICK: dict[str, Any] = {"max_wait": 0.0, "max_batch": 4, "max_queue": 64, "warm_up": False}
+QUICK: dict[str, Any] = {"max_wait": 0.0, "max_batch": 4, "max_queue": 64, "warm_up": False, "timeout": float(LIMIT)}
 
 
 def settings(**changes: Any) -> ServeSettings:

@@ -369,19 +369,36 @@ class Held:
 
 
 def test_a_request_is_given_up_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Held(monkeypatch)
+    """The deadlines come when the rows are where they should be: no clock decides who is first."""
+    held, deadlines, timeout = Held(monkeypatch), list[tuple[float | None, asyncio.Timeout]](), asyncio.timeout
     tensor = {"name": "pixel_values", "shape": [1, 3, 8, 8], "datatype": "FP32", "data": [0.0] * 192}
 
+    def awaited(seconds: float | None) -> asyncio.Timeout:
+        deadlines.append((seconds, timeout(None)))
+        return deadlines[-1][1]
+
+    def pass_deadline(seconds: float) -> None:
+        (found,) = (one for asked, one in deadlines if asked == seconds)
+        found.reschedule(asyncio.get_running_loop().time())
+        deadlines.clear()
+
     async def conversation(client: httpx.AsyncClient) -> None:
-        late = await client.post("/v1/predict", files={"file": picture()})
+        first = asyncio.create_task(client.post("/v1/predict", files={"file": picture()}))
+        await held.inside()
+        pass_deadline(0.05)
+        late = await first
         assert late.status_code == 504
         assert "0.05" in late.json()["error"]
         own = {"inputs": [tensor], "parameters": {"timeout": 1000}}  # microseconds
-        told = await client.post(f"{MODEL}/infer", json=own)
+        second = asyncio.create_task(client.post(f"{MODEL}/infer", json=own))
+        await held.taken(2)
+        pass_deadline(0.001)
+        told = await second
         assert told.status_code == 504
         assert "given" in told.json()["error"]
         held.gate.set()
 
+    monkeypatch.setattr("hydra_ensembles.serve.app.asyncio.timeout", awaited)
     talk(make_app(served("image"), settings(timeout=0.05)), conversation)
     assert held.batches == [1]  # what was given up while it waited was not run
 
