@@ -232,6 +232,8 @@ def identity_of(
         settings["max_accuracy_loss"] = run.max_accuracy_loss
     if run.distance is not None:
         settings["ood_score"] = [run.distance.name, run.distance.fingerprint.hexdigest()]
+        if run.distance.name == "knn":  # which neighbour counts is in no tensor
+            settings["ood_score"].append(run.distance.neighbours)
     if screened:
         settings["screen_size"] = screen_size
     if run.audited:  # which steps are audited depends on the budget; else a larger one continues a smaller one

@@ -48,6 +48,10 @@ class Kept:
             "familiarity": None if fitted is None else tensors_digest(fitted.state),
             **settings,
         }
+        if fitted is not None and fitted.settings.neighbours:  # which neighbour counts is in no tensor
+            identity["neighbours"] = fitted.settings.neighbours
+        if torch.is_autocast_enabled(model.device.type):
+            identity["autocast"] = str(torch.get_autocast_dtype(model.device.type))
         self._run = RunFolder(folder, identity, what=what)
 
     def __enter__(self) -> "Kept":

@@ -336,3 +336,9 @@ def test_a_distance_that_was_not_fitted_or_is_only_estimated_is_refused(tmp_path
     fitted.extract(budget=1, ood_score="mahalanobis", journal=journal)
     with pytest.raises(CheckpointError, match="ood_score"):  # the journal of another circuit
         fitted.extract(budget=2, journal=journal)
+    journal.unlink()
+    known = random_problem("image-cls", (40, 40, 40), seed=11).id_batches
+    near, far = (fit_familiarity(plain.model, known, "knn", held_out=0.0, neighbours=count) for count in (1, 9))
+    replace(plain, model=near).extract(budget=1, ood_score="knn", journal=journal)
+    with pytest.raises(CheckpointError, match="ood_score"):  # by another neighbour of the same features
+        replace(plain, model=far).extract(budget=2, ood_score="knn", journal=journal)

@@ -16,7 +16,7 @@ from hydra_ensembles._distributed import check_unsharded
 from hydra_ensembles.calibrate import calibrate
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.dataset import ImageDataset
-from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
+from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraWarning
 from hydra_ensembles.evaluation import kept
 from hydra_ensembles.evaluation.evaluate import evaluate, evaluate_logits
 from hydra_ensembles.evaluation.evaluation import Evaluation
@@ -45,6 +45,19 @@ def test_an_interrupted_evaluation_goes_on_and_is_the_same(tmp_path, monkeypatch
     assert len(calls) == 8 + 7 + 4  # other data are answered anew, and those that are known are not
     with pytest.raises(ConfigError, match="Ensemble"):
         evaluate(lambda inputs: model(inputs), data, output=tmp_path / "other", progress=False)
+
+
+def test_answers_of_another_neighbour_or_precision_are_not_taken(tmp_path):
+    """Neither is in the weights, nor in the features that are stored."""
+    model, data = tiny_ensemble(), image_batches()
+    near, far = (fit_familiarity(model, data, "knn", neighbours=count) for count in (1, 5))
+    foreign = {"noise": image_batches((7,), seed=6, scale=5.0)}
+    evaluate(near, image_batches(seed=1), foreign, output=tmp_path / "knn", progress=False)
+    with pytest.raises(CheckpointError, match="neighbours was 1 and is 5"):
+        evaluate(far, image_batches(seed=1), foreign, output=tmp_path / "knn", progress=False)
+    evaluate(model, data, output=tmp_path / "plain", progress=False)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CheckpointError, match="autocast"):
+        evaluate(model, data, output=tmp_path / "plain", progress=False)
 
 
 def test_answers_are_written_as_time_goes_by(tmp_path, monkeypatch):
