@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from functools import cache
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import hydra_ensembles as he
 from architectures import ArchitectureCase, perturbed
@@ -33,6 +34,13 @@ def members(case: ArchitectureCase, choice: Sequence[Sequence[tuple[int, int]]])
 
 
 @cache
+@torch.no_grad()
+def answers(case: ArchitectureCase, *heads: tuple[int, int]) -> Tensor:
+    """What the case's converted model answers to the case's inputs without these heads."""
+    return (_pruned(case, heads) if heads else base(case))(case.inputs())
+
+
+@cache
 def variants(case: ArchitectureCase) -> tuple[he.Ensemble, ...]:
     """Three models that differ everywhere, stem and readout included."""
     return tuple(perturbed(base(case).member(0), seed) for seed in (11, 12, 13))  # type: ignore[misc]
@@ -44,3 +52,10 @@ def dual(case: DualCase) -> he.DualEncoder:
     made = he.convert(case.build())
     assert isinstance(made, he.DualEncoder)
     return made
+
+
+@cache
+@torch.no_grad()
+def dual_answers(case: DualCase) -> Tensor:
+    """What the case's converted dual encoder answers to the case's inputs."""
+    return dual(case)(case.pixels(), case.texts())

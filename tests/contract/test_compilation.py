@@ -1,5 +1,7 @@
 """An ensemble is one graph: `torch.compile` and `torch.export` take it whole."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -22,11 +24,16 @@ QUICK = {
     "transformers-modernbert",
     "transformers-clip-text",
 }
-pytestmark = pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case.name in QUICK else pytest.mark.slow) for case in ALL_CASES],
-    ids=str,
-)
+# What comes after the one graph is made takes as long again: of each kind of input one, where `export` does the same.
+THROUGH = {"timm-vit", "transformers-bert"}
+
+
+def params(quick: set[str], *more: str) -> list[Any]:
+    marks = {case: () if case.name in quick else pytest.mark.slow for case in ALL_CASES}
+    return [pytest.param(case, *more, marks=mark, id=case.name) for case, mark in marks.items()]
+
+
+FIRST_STEP = [one for one in params(QUICK, "eager") if one.id in QUICK - THROUGH]
 
 
 def ensemble_of(case: ArchitectureCase) -> he.Ensemble:
@@ -34,14 +41,16 @@ def ensemble_of(case: ArchitectureCase) -> he.Ensemble:
 
 
 @torch.no_grad()
-def test_compile_makes_one_graph(case: ArchitectureCase) -> None:
+@pytest.mark.parametrize(("case", "backend"), [*params(THROUGH, "aot_eager"), *FIRST_STEP])
+def test_compile_makes_one_graph(case: ArchitectureCase, backend: str) -> None:
     ensemble, inputs = ensemble_of(case), case.inputs()
     torch.compiler.reset()
-    compiled = torch.compile(ensemble, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(ensemble, fullgraph=True, backend=backend)
     assert torch.allclose(compiled(**_arguments(inputs)), ensemble(inputs), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("case", params(QUICK))
 def test_export_takes_the_ensemble(case: ArchitectureCase) -> None:
     ensemble, inputs = ensemble_of(case), case.inputs()
     program = torch.export.export(ensemble, (), _arguments(inputs))

@@ -8,6 +8,7 @@ import hydra_ensembles as he
 from architectures import perturbed
 from architectures_clip import DUAL_CASES, DualCase
 from contract.models import dual as converted
+from contract.models import dual_answers
 from hydra_ensembles.errors import ConfigError, HeadError
 from hydra_ensembles.heads.members import random_members
 
@@ -27,8 +28,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 @torch.no_grad()
 @pytest.mark.parametrize("heads", [IMAGE, TEXT, [*IMAGE, *TEXT]], ids=["image", "text", "both"])
 def test_pruned_equals_masked(case: DualCase, heads: list[tuple[int, int, str]]) -> None:
-    dual, pixels, texts = converted(case), case.pixels(), case.texts()
-    before = dual(pixels, texts)
+    dual, pixels, texts, before = converted(case), case.pixels(), case.texts(), dual_answers(case)
     pruned = he.prune(dual, heads)
     with he.masked(dual, heads) as inside:
         assert inside is dual

@@ -7,7 +7,7 @@ from torch import Tensor
 import hydra_ensembles as he
 from architectures import ArchitectureCase
 from contract.all_architectures import ALL_CASES
-from contract.models import base, members
+from contract.models import answers, base, members
 from hydra_ensembles.heads.masking import masked
 
 pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
@@ -27,12 +27,11 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 @torch.no_grad()
 @pytest.mark.parametrize("heads", UNEVEN, ids=["some", "layer-emptied", "first-layer-emptied"])
 def test_pruned_equals_masked(case: ArchitectureCase, heads: list[tuple[int, int]]) -> None:
-    whole, inputs = base(case), case.inputs()
-    before = whole(inputs)
+    whole, inputs, before = base(case), case.inputs(), answers(case)
     (pruned,) = members(case, [heads])
     with masked(whole, heads):
         expected = whole(inputs)
-    assert close(pruned(inputs), expected)
+    assert close(answers(case, *heads), expected)
     assert not close(expected, before)
     assert torch.equal(whole(inputs), before)
     assert sum(len(layer) for layer in pruned.heads[0]) == 8 - len(heads)
@@ -44,7 +43,7 @@ def test_fused_equals_members_in_turn_when_shared_groups_are_equal(
     case: ArchitectureCase, choice: list[list[tuple[int, int]]]
 ) -> None:
     inputs, chosen = case.inputs(), members(case, choice)
-    expected = torch.cat([member(inputs) for member in chosen])
+    expected = torch.cat([answers(case, *heads) for heads in choice])
     for settings in ({}, {"norms": "mean", "readout": "mean"}, {"stem": "separate", "mlp": "separate"}):
         fused = he.fuse(chosen, **settings)
         assert close(fused(inputs), expected)
@@ -53,9 +52,9 @@ def test_fused_equals_members_in_turn_when_shared_groups_are_equal(
 
 @torch.no_grad()
 def test_a_common_first_layer_becomes_the_trunk(case: ArchitectureCase) -> None:
-    inputs, chosen = case.inputs(), members(case, [[(0, 1), (1, head)] for head in range(3)])
+    choice = [[(0, 1), (1, head)] for head in range(3)]
+    inputs, chosen, expected = case.inputs(), members(case, choice), [answers(case, *heads) for heads in choice]
     fused = he.fuse(chosen)
-    expected = [member(inputs) for member in chosen]
     assert fused.config.trunk == 1
     assert close(fused(inputs), torch.cat(expected))
     taken = [fused.member(index) for index in range(3)]
