@@ -21,8 +21,9 @@ def problem() -> Problem:
 
 @pytest.mark.parametrize("score", MOST)
 def test_it_comes_close_to_the_exact_method(problem: Problem, score: Score) -> None:
-    exact = problem.extract(method="exact", score=score, budget=2)
-    screened = problem.extract(method="screened", score=score, budget=2)
+    exact, screened = (
+        problem.extract(method=how, score=score, budget=2, layers=[1, 3, 5]) for how in ("exact", "screened")
+    )
     assert screened.method == "circuit/screened"
     assert screened.provenance["approximate"]
     assert screened.provenance["audit"]["steps"] == [0, 1]
@@ -57,7 +58,7 @@ def predicted(exact: Exact, heads: list[Head]) -> Shifts:
 
 
 def test_measured_shifts_are_the_results_of_the_naive_method(problem: Problem) -> None:
-    naive, exact, heads = searches(problem, "avg", layers=[0, 3, 5])
+    naive, exact, heads = searches(problem, "avg", layers=[0, 4])
     estimates = measured(exact).estimates(heads)
     assert estimates == [naive.evaluate(one.head) for one in estimates]
     values = [one.value for one in estimates]
