@@ -39,7 +39,7 @@ PACKED = (baselines.packed_ensemble, Packed(members=2, alpha=2.0, heads=5))  # w
 def assert_runs(found, inputs):
     logits = found(inputs)
     assert logits.isfinite().all()
-    torch.testing.assert_close(found.optimize(compile=False)(inputs), logits)
+    torch.testing.assert_close(found.optimize(plans=["batched"])(inputs), logits)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,9 @@ def test_the_rules_as_published():
     assert torch.allclose(torch.cat(list(relative.values())), torch.tensor([1.05, 0.35, 2.0, 0.5]), atol=1e-5)
 
 
+TWICE = replace(SMALL, steps=2)
+
+
 def prune_as_a_rank(folder):
     """Of batches that every rank reads, of such that differ by mistake, and of a loader that is split between ranks."""
     rank, model = int(os.environ["RANK"]), single()
@@ -77,9 +80,9 @@ def prune_as_a_rank(folder):
         "split": DataLoader(rows, 3, sampler=DistributedSampler(rows, 2, rank, shuffle=False)),
     }
     for name, loader in loaders.items():
-        pruned = oba(model, loader, None, SMALL, progress=False, device="cpu", output=folder / name)
+        pruned = oba(model, loader, None, TWICE, progress=False, device="cpu", output=folder / name)
         save_file(pruned.state_dict(), folder / f"{name}-{rank}.safetensors")
-    trained = oba(model, loaders["split"], QUICK, SMALL, progress=False, device="cpu")
+    trained = oba(model, loaders["split"], QUICK, TWICE, progress=False, device="cpu")
     save_file(trained.state_dict(), folder / f"trained-{rank}.safetensors")
 
 
@@ -89,9 +92,9 @@ def test_processes_prune_the_same_weights(tmp_path):
     (inputs, labels), *_ = some(model, (12,))
     halves = [(inputs[start::2][part], labels[start::2][part]) for part in (slice(3), slice(3, 6)) for start in (0, 1)]
     alone = {
-        "plain": oba(model, DataLoader(TensorDataset(inputs, labels), 3), None, SMALL, progress=False),
-        "unlike": oba(model, some(model, (6, 6)), None, SMALL, progress=False),
-        "split": oba(model, halves, None, replace(SMALL, batches=4), progress=False),
+        "plain": oba(model, DataLoader(TensorDataset(inputs, labels), 3), None, TWICE, progress=False),
+        "unlike": oba(model, some(model, (6, 6)), None, TWICE, progress=False),
+        "split": oba(model, halves, None, replace(TWICE, batches=4), progress=False),
     }
     for name in (*alone, "trained"):
         first, second = (load_file(tmp_path / f"{name}-{rank}.safetensors") for rank in (0, 1))

@@ -22,7 +22,7 @@ def train(model, settings=FITTING, recipe=QUICK, **options):
 @pytest.mark.parametrize("kind", [*KINDS, "image-map-rms", "text-segments-projected"])
 def test_members_are_narrow_and_independent(kind):
     base = single(kind)
-    found = train(base)
+    found = train(base, recipe=replace(QUICK, steps=1))
     inputs = some(base)[0][0]
     alone = [found.member(index) for index in range(2)]
     answers = found(inputs)

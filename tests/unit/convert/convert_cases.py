@@ -8,6 +8,7 @@ from torch import Tensor
 
 import hydra_ensembles as he
 from architectures import ArchitectureCase, timm_model
+from hydra_ensembles.convert import guess
 from hydra_ensembles.errors import ConversionError
 
 VIT = "vit_tiny_patch16_224"
@@ -21,6 +22,11 @@ def refused(model: Any, token: str, **given: Any) -> None:
     """The model is refused, and the error has the token, a regular expression over all its lines."""
     with pytest.raises(ConversionError, match=f"(?s){token}"):
         he.convert(model, **given)
+
+
+def look_for_no_remedy(patch: pytest.MonkeyPatch) -> None:
+    """Let a declaration be refused without a look at all the settings that might help."""
+    patch.setattr(guess, "_changes", lambda *given: ())
 
 
 def near(found: Tensor, expected: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from convert_cases import refused
+from convert_cases import look_for_no_remedy, refused
 from torch import nn
 
 import hydra_ensembles as he
@@ -57,6 +57,7 @@ def disturbed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return ensemble
 
     monkeypatch.setattr(he.Ensemble, "from_state", wrong)
+    look_for_no_remedy(monkeypatch)
     return names
 
 

@@ -129,8 +129,7 @@ def test_provenance() -> None:
 
 
 class TestCalibrationData:
-    @pytest.mark.parametrize("scope", SCOPES)
-    @pytest.mark.parametrize("count", [None, 2])
+    @pytest.mark.parametrize(("scope", "count"), [("global", None), ("layer", 2)])
     def test_every_kind_of_source_gives_the_same(self, scope: Any, count: int | None) -> None:
         ensemble, batches = model_and_batches((3,) * 6)
         images, labels = joined(batches)

@@ -1,6 +1,7 @@
 """Zero-shot ensembles: the originals' logits, members, all that ensembles can do, and other classes by kept towers."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,16 @@ VARIED = (  # what towers answer is compared for all of them
 PRUNED = ([(0, 1, "image"), (1, 2, "text")], [(1, 0, "text")], [(0, 3, "image"), (0, 0, "text"), (1, 3, "text")])
 
 
-def three(case: DualCase = OPEN_CLIP) -> list[he.DualEncoder]:
+@cache
+def one_dual(case: DualCase = OPEN_CLIP) -> he.DualEncoder:
+    """Made once, as the next ones are; no test changes them."""
+    return dual_of(case)
+
+
+@cache
+def three() -> list[he.DualEncoder]:
     """Three dual encoders that differ everywhere, scales included."""
-    return [dual_of(case, perturbed(case.build(), seed)) for seed in (11, 12, 13)]
+    return [dual_of(OPEN_CLIP, perturbed(OPEN_CLIP.build(), seed)) for seed in (11, 12, 13)]
 
 
 # --- the originals' logits ---------------------------------------------------------------------------------
@@ -65,7 +73,7 @@ def test_logits_are_the_originals_also_after_loading(case: DualCase, tmp_path: P
 @torch.no_grad()
 def test_a_tower_that_projects_by_itself_keeps_its_projection() -> None:
     case = CASES["transformers-quickgelu"]
-    dual = dual_of(case)
+    dual = one_dual(case)
     assert dual.projections.image is not None
     state = {
         **dual.image.state_dict(),
@@ -128,7 +136,7 @@ def labelled(count: int = 48) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_it_is_pruned_fused_optimised_calibrated_evaluated_and_saved(tmp_path: Path) -> None:
     from PIL import Image
 
-    ensemble, pixels = he.zero_shot(dual_of(OPEN_CLIP), NAMES), OPEN_CLIP.pixels()
+    ensemble, pixels = he.zero_shot(one_dual(), NAMES), OPEN_CLIP.pixels()
     members = [he.prune(ensemble, heads) for heads in ([(0, 1)], [(1, 2)], [(0, 3), (1, 0)])]
     fused = he.fuse(members)
     assert fused.metadata.text_side is not None
@@ -178,7 +186,7 @@ def test_it_runs_and_is_re_targeted_in_bfloat16() -> None:
     ],
 )
 def test_names_and_templates_are_checked(names: Any, templates: Any, token: str) -> None:
-    dual = dual_of(OPEN_CLIP)
+    dual = one_dual()
     ensemble = he.zero_shot(dual, NAMES)
     for make in (lambda: he.zero_shot(dual, names, templates), lambda: he.retarget(ensemble, names, templates)):
         with pytest.raises((ConfigError, DataError), match=token):
@@ -186,7 +194,7 @@ def test_names_and_templates_are_checked(names: Any, templates: Any, token: str)
 
 
 def test_a_tokenizer_and_text_towers_are_needed(tmp_path: Path) -> None:
-    dual = dual_of(OPEN_CLIP)
+    dual = one_dual()
     with pytest.raises(DataError, match="processor="):
         he.zero_shot(he.convert(OPEN_CLIP.build()), NAMES)
     he.zero_shot(dual, NAMES).save_pretrained(tmp_path / "with")
@@ -203,7 +211,7 @@ def test_a_tokenizer_and_text_towers_are_needed(tmp_path: Path) -> None:
 
 def hydra(case: DualCase) -> he.DualEncoder:
     """Three members that lost heads of both towers, fused."""
-    dual = dual_of(case)
+    dual = one_dual(case)
     return he.fuse([he.prune(dual, heads) for heads in PRUNED])
 
 
@@ -225,7 +233,7 @@ def test_it_answers_as_if_it_had_been_made_for_the_new_classes(name: str, tmp_pa
 
 @torch.no_grad()
 def test_members_made_one_by_one_keep_what_is_equal_once() -> None:
-    dual, pixels = dual_of(OPEN_CLIP), OPEN_CLIP.pixels()
+    dual, pixels = one_dual(), OPEN_CLIP.pixels()
     members = [he.zero_shot(he.prune(dual, heads), NAMES) for heads in PRUNED]
     fused = he.fuse(members)
     expected = torch.cat([he.retarget(member, OTHER_NAMES)(pixels) for member in members])
@@ -245,15 +253,14 @@ def test_members_made_one_by_one_keep_what_is_equal_once() -> None:
 @torch.no_grad()
 def test_a_shared_readout_stays_shared() -> None:
     pixels = OPEN_CLIP.pixels()
-    duals = [dual_of(OPEN_CLIP, perturbed(OPEN_CLIP.build(), seed)) for seed in (1, 2)]
-    members = [he.zero_shot(dual, NAMES) for dual in duals]
+    members = [he.zero_shot(dual, NAMES) for dual in three()[:2]]
     fused = he.fuse(members, stem="separate", mlp="separate", readout="mean")
     assert fused.readout.class_embeddings.weight.shape[0] == 1  # type: ignore[union-attr]
     assert relative_error(he.retarget(fused, NAMES)(pixels), fused(pixels)) < 1e-5
 
 
 def test_text_sides_that_do_not_belong_together_are_dropped() -> None:
-    dual = dual_of(OPEN_CLIP)
+    dual = one_dual()
     one, other = he.zero_shot(dual, NAMES), he.zero_shot(dual, NAMES, "the {label}")
     without = he.zero_shot(dual, NAMES, keep_text=False)
     for second in (other, without):
