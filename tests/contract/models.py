@@ -46,6 +46,22 @@ def variants(case: ArchitectureCase) -> tuple[he.Ensemble, ...]:
     return tuple(perturbed(base(case).member(0), seed) for seed in (11, 12, 13))  # type: ignore[misc]
 
 
+# Heads that three members lose, each another number of them; nothing is left in the second layer of one.
+UNEVEN = [[(0, 1), (0, 2), (1, 0)], [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)], [(1, 2)]]
+
+
+@cache
+def pruned_variants(case: ArchitectureCase) -> tuple[he.Ensemble, ...]:
+    """The three models, each without other heads."""
+    return tuple(he.prune(one, heads) for one, heads in zip(variants(case), UNEVEN, strict=True))
+
+
+@cache
+def stacked(case: ArchitectureCase) -> he.Ensemble:
+    """The three models, stacked."""
+    return he.Ensemble.stack(variants(case))
+
+
 @cache
 def dual(case: DualCase) -> he.DualEncoder:
     """The case's dual encoder, converted."""

@@ -9,11 +9,9 @@ import hydra_ensembles as he
 from architectures import ArchitectureCase
 from checkpoint_models import same_bits
 from contract.all_architectures import ALL_CASES
-from contract.models import base, variants
+from contract.models import base, pruned_variants
 
 pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
-
-UNEVEN = [[(0, 1), (0, 2), (1, 0)], [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)], [(1, 2)]]
 
 
 @torch.no_grad()
@@ -33,7 +31,6 @@ def test_a_single_model_comes_back(case: ArchitectureCase, tmp_path: Path) -> No
 
 
 def test_a_fused_ensemble_with_uneven_heads_comes_back(case: ArchitectureCase, tmp_path: Path) -> None:
-    members = [he.prune(one, heads) for one, heads in zip(variants(case), UNEVEN, strict=True)]
-    fused = he.fuse(members, stem="mean")
+    fused = he.fuse(pruned_variants(case), stem="mean")
     assert (fused.num_members, fused.config.sharing.mlp, fused.config.sharing.norms) == (3, True, False)
     assert_comes_back(fused, case, tmp_path)

@@ -7,7 +7,7 @@ from torch import Tensor
 from architectures import ArchitectureCase
 from circuit_models import Inputs, Problem, evidence
 from contract.all_architectures import ALL_CASES
-from contract.models import base
+from contract.models import base, original
 from hydra_ensembles.convert.convert import convert
 
 pytestmark = pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")  # samples on both sides, on purpose
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning") 
 def test_exact_circuits_are_the_naive_ones(case: ArchitectureCase) -> None:
     model = base(case)
     if not model.num_classes:
-        model = convert(case.build(), **{**case.convert_kwargs, "num_labels": 5})
+        model = convert(original(case), **{**case.convert_kwargs, "num_labels": 5})
     labels = torch.randint(model.num_classes, (8,), generator=torch.Generator().manual_seed(0))
     labels[:2] = torch.tensor([0, 1])
     inside, outside = varied(case.inputs(), 8, seed=1), varied(case.inputs(), 6, seed=2)

@@ -59,7 +59,7 @@ def test_bfloat16_stays_within_its_rounding(case: ArchitectureCase) -> None:
 
 @every_architecture
 def test_gradients_equal_the_originals_in_training(case: ArchitectureCase) -> None:
-    model, inputs = case.build().train(), case.inputs()
+    model, inputs = copy.deepcopy(original(case)).train(), case.inputs()
     ensemble = he.convert(model, **case.convert_kwargs).train()
     logits = case.logits(model, inputs)
     labels = torch.arange(len(logits)) % logits.shape[1]

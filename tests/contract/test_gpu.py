@@ -10,7 +10,7 @@ from torch import Tensor
 import hydra_ensembles as he
 from architectures import ArchitectureCase, Inputs
 from contract.all_architectures import ALL_CASES
-from contract.models import base
+from contract.models import UNEVEN, base
 
 DEVICE = "cuda"
 pytestmark = [
@@ -18,8 +18,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.parametrize("case", ALL_CASES, ids=str),
 ]
-
-UNEVEN = [[(0, 1), (0, 2), (1, 0)], [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)], [(1, 2)]]
 
 
 @pytest.fixture(autouse=True)

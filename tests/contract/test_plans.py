@@ -9,7 +9,7 @@ from torch import Tensor
 import hydra_ensembles as he
 from architectures import ArchitectureCase
 from contract.all_architectures import ALL_CASES
-from contract.models import answers, base, members, variants
+from contract.models import UNEVEN, answers, base, members, pruned_variants, stacked
 from hydra_ensembles.optimize import runner
 from hydra_ensembles.optimize.freeze import branching_layer, simplified
 from hydra_ensembles.optimize.runner import OptimizedEnsemble
@@ -17,7 +17,6 @@ from hydra_ensembles.optimize.runner import OptimizedEnsemble
 pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
 
 EVEN = [[(0, 0), (1, 1)], [(0, 1), (1, 2)], [(0, 3), (1, 3)]]
-UNEVEN = [[(0, 1), (0, 2), (1, 0)], [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)], [(1, 2)]]
 
 
 def close(actual: Tensor, expected: Tensor) -> bool:
@@ -31,11 +30,10 @@ PLANS = ("batched", "loop", "grouped")
 @cache
 def ensemble_of(case: ArchitectureCase, kind: str) -> he.Ensemble:
     """Built once; not to be changed by a test."""
-    tuned = variants(case)
     if kind == "stack":
-        return he.Ensemble.stack(tuned)
+        return stacked(case)
     if kind == "tuned":
-        return he.fuse([he.prune(one, heads) for one, heads in zip(tuned, UNEVEN, strict=True)], stem="separate")
+        return he.fuse(pruned_variants(case), stem="separate")
     return he.fuse(members(case, EVEN if kind == "even" else UNEVEN))
 
 
@@ -87,5 +85,6 @@ def test_an_empty_batch_gives_no_logits(case: ArchitectureCase, monkeypatch: pyt
         (whole, whole.optimize(plans=PLANS)),
         *((ensemble_of(case, kind), optimized(case, kind)) for kind in ("uneven", "stack")),
     ):
-        for run in (ensemble, *(fast.module(plan) for plan in PLANS), fast):
+        for run in (ensemble, *(fast.module(plan) for plan in PLANS)):
             assert run(nothing).shape == (ensemble.num_members, 0, outputs)
+    assert optimized(case, "uneven")(nothing).shape == (3, 0, outputs)

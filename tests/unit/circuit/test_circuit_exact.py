@@ -272,7 +272,7 @@ def test_a_third_of_the_work_is_enough(learned: Problem) -> None:
 
 
 def test_in_single_precision_choices_are_within_rounding(learned: Problem) -> None:
-    naive, exact, heads = searches(learned, "avg", torch.float32, layers=[1, 3])  # which has both integers
+    naive, exact, heads = searches(learned, "avg", torch.float32, layers=[3])  # which has both integers
     for _ in range(2):
         chosen = exact.choose(heads).head
         assert naive.evaluate(chosen).value - naive.choose(heads).value <= 4

@@ -15,6 +15,7 @@ from architectures import ArchitectureCase, timm_model, torchvision_model
 from architectures_clip import DUAL_CASES, DualCase, open_clip_model
 from architectures_transformers import DISTILBERT, TEXT, VISION, transformers_model
 from contract.all_architectures import ALL_CASES
+from contract.models import original
 from hydra_ensembles.convert import probe
 from hydra_ensembles.errors import ConversionError
 from hydra_ensembles.model.layers import Block
@@ -77,7 +78,8 @@ def test_a_wrong_conversion_is_refused_and_the_layer_named(
     case: ArchitectureCase | DualCase, place: tuple[str, str], disturbed: list[str]
 ) -> None:
     disturbed += place[0].split()
-    refused(case.build(), place[1], **getattr(case, "convert_kwargs", {}))
+    model = original(case) if isinstance(case, ArchitectureCase) else case.build()
+    refused(model, place[1], **getattr(case, "convert_kwargs", {}))
 
 
 @pytest.mark.parametrize("name", BARE)
@@ -148,7 +150,7 @@ def test_blocks_that_agree_see_few_tokens_of_an_image(case: ArchitectureCase, mo
     block = Block.forward
     monkeypatch.setattr(probe, "_FEW", 6)
     monkeypatch.setattr(Block, "forward", lambda self, x, *given: (seen.append(x.shape[2]), block(self, x, *given))[1])
-    converted = he.convert(case.build(), **case.convert_kwargs)
+    converted = he.convert(original(case), **case.convert_kwargs)
     # an image alone and of two other ranges, beside another, for what dropouts see
     passes = 5 if "declaration" in case.convert_kwargs else 1
     assert len(seen) == passes * converted.num_layers

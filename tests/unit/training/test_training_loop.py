@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -306,15 +307,22 @@ def test_a_finished_run_is_read_where_nothing_can_be_written_and_an_unfinished_o
         train(batches(), replace(PLAIN, steps=9), output=tmp_path / "stopped")
 
 
-@pytest.fixture
-def stopped(tmp_path):
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory):
     """The folder of a run that was stopped after four updates; JSON and safetensors only."""
+    folder = tmp_path_factory.mktemp("stopped")
     with pytest.raises(KeyboardInterrupt):
-        train(Stopping(batches(), 5), PLAIN, output=tmp_path, checkpoint_every=1)
-    assert {Path(name).suffix for name in files(tmp_path)} == {".json", ".safetensors"}
-    assert journal(tmp_path)["position"] == {"step": 4, "epoch": 0, "batch": 4}
-    assert not journal(tmp_path)["finished"]
-    return tmp_path
+        train(Stopping(batches(), 5), PLAIN, output=folder, checkpoint_every=1)
+    assert {Path(name).suffix for name in files(folder)} == {".json", ".safetensors"}
+    assert journal(folder)["position"] == {"step": 4, "epoch": 0, "batch": 4}
+    assert not journal(folder)["finished"]
+    return folder
+
+
+@pytest.fixture
+def stopped(stopped_run, tmp_path):
+    """A copy of it, to be changed."""
+    return shutil.copytree(stopped_run, tmp_path / "stopped")
 
 
 @pytest.mark.parametrize(
