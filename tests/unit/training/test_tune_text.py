@@ -110,7 +110,7 @@ def test_batches_of_one_update_count_as_one_batch():
     """In double precision K batches of B and one batch of K·B make the same update."""
     dual = tiny_dual(dtype=torch.float64)
     small, large = pairs(24, 4, dtype=torch.float64), pairs(24, 24, dtype=torch.float64)
-    recipe = Recipe(optimizer="sgd", learning_rate=0.05, epochs=3, clip_norm=1.0)
+    recipe = Recipe(optimizer="sgd", learning_rate=0.05, epochs=2, clip_norm=1.0)
     six = replace(recipe, gradient_accumulation=6)
     accumulated, whole, apart = (
         tune(dual, data, settings, train_image_projection=True)
