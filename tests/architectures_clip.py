@@ -242,12 +242,7 @@ def _image_tower(
 
 
 def _text_tower(
-    label: str,
-    name: str,
-    answer: str,
-    config: str = "CLIPTextConfig",
-    settings: dict[str, Any] = _TEXT,
-    end: int = END,
+    label: str, name: str, answer: str, config: str = "CLIPTextConfig", settings: dict[str, Any] = _TEXT, end: int = END
 ) -> ArchitectureCase:
     return ArchitectureCase(
         name=f"transformers-clip-{label}",

@@ -80,11 +80,7 @@ def test_overlap_lists_name_real_classes(pair: tuple[str, str]) -> None:
     assert {name for name in first if name.lower().replace("_", " ") in plain} <= set(left)
 
 
-PREPARED = (
-    "images/cars",
-    "images/cub200",
-    "images/flowers102",
-)  # by `python -m studies prepare`
+PREPARED = ("images/cars", "images/cub200", "images/flowers102")  # by `python -m studies prepare`
 
 
 @pytest.mark.parametrize(

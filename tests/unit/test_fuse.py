@@ -147,11 +147,7 @@ def test_models_of_other_libraries_are_converted(join: Callable[[Any], he.Ensemb
 def test_pruning_refuses_heads_that_are_not_there() -> None:
     base = small()
     once = he.prune(base, [(0, 1)])
-    for heads, token in [
-        ([(0, 1)], "not in this model"),
-        ([(7, 0)], "3 layers"),
-        ([(0, 0), (0, 0)], "twice"),
-    ]:
+    for heads, token in [([(0, 1)], "not in this model"), ([(7, 0)], "3 layers"), ([(0, 0), (0, 0)], "twice")]:
         with pytest.raises(HeadError, match=token):
             he.prune(once, heads)  # type: ignore[arg-type]
     with pytest.raises(HeadError, match="one member"):

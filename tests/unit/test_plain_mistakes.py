@@ -241,11 +241,7 @@ def test_every_mistake_is_answered_or_refused_in_our_words(name: str, every: int
         (he.evaluate, {"ensemble": MODEL, "id_data": [], "batch_size": 0}, "of at least 1"),
         (he.finetune, {"member": MODEL, "train": [], "recipe": RECIPE, "index": -1}, "index"),
         (he.heads.overlap, {"first": RANKING, "second": RANKING, "count": 0}, "count"),
-        (
-            he.tune_text,
-            {"dual": DUAL, "train": [], "recipe": RECIPE, "projection_rate": math.inf},
-            "projection_rate",
-        ),
+        (he.tune_text, {"dual": DUAL, "train": [], "recipe": RECIPE, "projection_rate": math.inf}, "projection_rate"),
     ],
 )
 def test_settings_of_another_kind_are_refused(call: Callable[..., Any], given: dict[str, Any], token: str) -> None:

@@ -115,10 +115,7 @@ def test_a_smaller_subset_lies_in_a_larger_one() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(
-    st.lists(st.integers(0, 3), max_size=80),
-    st.lists(st.floats(0, 0.25), min_size=1, max_size=4),
-    seeds,
-    st.booleans(),
+    st.lists(st.integers(0, 3), max_size=80), st.lists(st.floats(0, 0.25), min_size=1, max_size=4), seeds, st.booleans()
 )
 def test_parts_are_disjoint(labels: list[int], fractions: list[float], seed: int, stratified: bool) -> None:
     parts = split(numbered(labels), fractions, seed, stratified=stratified)

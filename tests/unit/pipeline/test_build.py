@@ -6,18 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from build_cases import (
-    HEADS,
-    LAYERS,
-    batches,
-    image_model,
-    recipe,
-    same,
-    samples,
-    sets,
-    text_model,
-    text_sets,
-)
+from build_cases import HEADS, LAYERS, batches, image_model, recipe, same, samples, sets, text_model, text_sets
 
 import hydra_ensembles as he
 from architectures import VISION_CASES

@@ -204,13 +204,7 @@ def test_files_of_an_earlier_export_do_not_stay_beside(monkeypatch, tmp_path: Pa
 @pytest.mark.parametrize(
     ("make", "file", "options", "error", "token"),
     [
-        (
-            lambda: served("image"),
-            "model.bin",
-            {},
-            ConfigError,
-            "no format is known; there are .onnx for onnx",
-        ),
+        (lambda: served("image"), "model.bin", {}, ConfigError, "no format is known; there are .onnx for onnx"),
         (lambda: served("image"), "model", {}, ConfigError, "no suffix"),
         (lambda: served("image"), "model.pt2", {"format": "onnx"}, ConfigError, "'.pt2', which is not that of onnx"),
         (lambda: served("image"), "model.pt2", {"format": "tflite"}, ConfigError, "tflite"),

@@ -211,8 +211,7 @@ def test_several_tensors_in_json_and_binary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"),
-    [(2_000_000, 2.0), (0, math.inf), ("soon", math.inf), (10**400, math.inf), (True, math.inf)],
+    ("given", "seconds"), [(2_000_000, 2.0), (0, math.inf), ("soon", math.inf), (10**400, math.inf), (True, math.inf)]
 )
 def test_the_time_that_a_client_gives(given: Any, seconds: float) -> None:
     assert deadline_of({"parameters": {"timeout": given}}) == seconds
