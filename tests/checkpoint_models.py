@@ -11,7 +11,6 @@ from hydra_ensembles.model.config import (
     ReadoutConfig,
     Sharing,
     TextStemConfig,
-    all_heads,
 )
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
@@ -32,7 +31,7 @@ def encoder(layers: int = 3, **changes: object) -> EncoderConfig:
 
 def single() -> EnsembleConfig:
     return EnsembleConfig(
-        PatchStemConfig((4, 4), (2, 2)), encoder(), ReadoutConfig(num_classes=3), all_heads(encoder())
+        PatchStemConfig((4, 4), (2, 2)), encoder(), ReadoutConfig(num_classes=3), encoder().all_heads()
     )
 
 

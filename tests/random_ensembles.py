@@ -15,7 +15,6 @@ from hydra_ensembles.model.config import (
     RotaryConfig,
     Sharing,
     TextStemConfig,
-    all_heads,
 )
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
@@ -35,7 +34,7 @@ def encoder(**changes: Any) -> EncoderConfig:
 def shape(stem: PatchStemConfig | TextStemConfig, readout: dict[str, Any], **changes: Any) -> EnsembleConfig:
     """A single model with all heads; `changes` are those of the encoder."""
     blocks = encoder(**changes)
-    return EnsembleConfig(stem, blocks, ReadoutConfig(num_classes=CLASSES, **readout), all_heads(blocks))
+    return EnsembleConfig(stem, blocks, ReadoutConfig(num_classes=CLASSES, **readout), blocks.all_heads())
 
 
 IMAGE = PatchStemConfig(patch_size=(2, 2), grid=(2, 3))
@@ -101,7 +100,7 @@ def small(
     words = {"vocabulary": 20, "positions": 8, "embedding_width": made.width, **(text or {})}
     stem = TextStemConfig(**words) if kind == "text" else PatchStemConfig((4, 4), (2, 2))
     head = ReadoutConfig(num_classes=classes, **(readout or {}))
-    return EnsembleConfig(stem, made, head, all_heads(made, members), sharing, trunk)
+    return EnsembleConfig(stem, made, head, made.all_heads(members), sharing, trunk)
 
 
 def random_ensemble(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig
 from hydra_ensembles.model.ensemble import Ensemble
 
 CLASSES, LAYERS, HEADS = 6, 6, 8
@@ -40,7 +40,7 @@ def trained_vit(steps: int = 40) -> Ensemble:
     """The trained model, in float32. Callers must not change it."""
     encoder = EncoderConfig(width=32, layers=LAYERS, heads=HEADS, head_dim=4, mlp_width=64)
     stem = PatchStemConfig(patch_size=(4, 4), grid=(4, 4))
-    config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=CLASSES), all_heads(encoder))
+    config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=CLASSES), encoder.all_heads())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Ensemble(config)

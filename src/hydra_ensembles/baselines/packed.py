@@ -8,7 +8,7 @@ from .._utils import derive_seed
 from ..arguments import Checked, Positive, Whole
 from ..batches import Batches
 from ..errors import ConfigError
-from ..model.config import EnsembleConfig, TextStemConfig, all_heads
+from ..model.config import EnsembleConfig, TextStemConfig
 from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
@@ -62,7 +62,7 @@ class Packed(Checked):
             stem = replace(stem, embedding_width=width)
         if readout.map_mlp_width:
             readout = replace(readout, map_mlp_width=int(sizes["map_mlp_width"]))
-        return EnsembleConfig(stem, narrow, readout, all_heads(narrow, self.members))
+        return EnsembleConfig(stem, narrow, readout, narrow.all_heads(self.members))
 
 
 @trains

@@ -20,7 +20,7 @@ from ..data.dataset import IMAGE_SUFFIXES, AnyDataset, images_below, read_image
 from ..data.loading import TABLE_SUFFIXES, Columns, load
 from ..errors import ConfigError, DataError
 from ..files import read_file
-from ..model.config import GROUPS, EnsembleConfig, PatchStemConfig, all_heads
+from ..model.config import GROUPS, EnsembleConfig, PatchStemConfig
 from ..model.cost import Cost, measure_costs
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
@@ -342,7 +342,7 @@ def _whole(ensemble: Ensemble, members: int) -> Ensemble:
     """Fresh models of the same architecture with all heads; weights make no difference to what they cost."""
     config = ensemble.config
     with torch.random.fork_rng(), torch.device(ensemble.device):
-        heads = all_heads(config.encoder, members)
+        heads = config.encoder.all_heads(members)
         made = Ensemble(EnsembleConfig(config.stem, config.encoder, config.readout, heads))
     return made.to(ensemble.dtype).eval()
 

@@ -10,15 +10,7 @@ from typing import Any
 from torch import nn
 
 from .._utils import require
-from ..model.config import (
-    EncoderConfig,
-    EnsembleConfig,
-    PatchStemConfig,
-    Pool,
-    ReadoutConfig,
-    TextStemConfig,
-    all_heads,
-)
+from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, Pool, ReadoutConfig, TextStemConfig
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from . import timm
@@ -110,7 +102,7 @@ def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         norm_eps=float(model.ln_post.eps),
         bias=model.proj is None,
     )
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 _TRUNKS = (timm.VISION_TRANSFORMER, timm.EVA)
@@ -172,7 +164,7 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         bias=projection is None or (linear and projection.bias is not None),
         eot_token=int(end) if pool == "eos" else None,
     )
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 def _encoder(transformer: Any, name: str, causal: bool) -> EncoderConfig:

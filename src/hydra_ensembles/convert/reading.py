@@ -17,7 +17,6 @@ from ..model.config import (
     ReadoutConfig,
     RotaryConfig,
     TextStemConfig,
-    all_heads,
 )
 from .core import (
     Architecture,
@@ -357,7 +356,7 @@ class _Reading:
             **self.rates,  # type: ignore[arg-type]
         )
         stem = self._text_stem() if "words" in self.names else self._patch_stem()
-        return EnsembleConfig(stem, encoder, self._readout(num_labels), all_heads(encoder))
+        return EnsembleConfig(stem, encoder, self._readout(num_labels), encoder.all_heads())
 
     def _of(self, part: Part) -> Tensor:
         found = self.tensor(part)

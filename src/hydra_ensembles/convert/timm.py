@@ -4,15 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, get_args
 
-from ..model.config import (
-    EncoderConfig,
-    EnsembleConfig,
-    NormKind,
-    PatchStemConfig,
-    ReadoutConfig,
-    RotaryConfig,
-    all_heads,
-)
+from ..model.config import EncoderConfig, EnsembleConfig, NormKind, PatchStemConfig, ReadoutConfig, RotaryConfig
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing, Interpolation
 from .core import (
@@ -107,7 +99,7 @@ def _config(model: Any, num_labels: int | None, name: str = _VIT, distilled: boo
         map_activation="gelu" if pool is None else activation_of(pool.mlp.act, name),
         pool_prefix=takes_prefix and bool(model.num_prefix_tokens) and model.global_pool != "token",
     )
-    return EnsembleConfig(_stem(model, name, distilled), encoder, readout, all_heads(encoder))
+    return EnsembleConfig(_stem(model, name, distilled), encoder, readout, encoder.all_heads())
 
 
 def _stem(model: Any, name: str, distilled: bool) -> PatchStemConfig:

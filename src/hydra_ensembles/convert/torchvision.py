@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from ..model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig
 from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from .core import Architecture, activation_of, attention, dropout_rate, first_of, norm_eps, read_classifier, refuse
@@ -48,7 +48,7 @@ def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
     )
     classes, bias = read_classifier(getattr(model.heads, "head", None), num_labels, _NAME)
     readout = ReadoutConfig(num_classes=classes, norm_eps=float(model.encoder.ln.eps), bias=bias)
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 def _metadata(model: Any) -> Metadata:

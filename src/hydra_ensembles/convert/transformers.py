@@ -18,7 +18,6 @@ from ..model.config import (
     ReadoutConfig,
     Resample,
     TextStemConfig,
-    all_heads,
 )
 from ..model.metadata import Metadata
 from .core import (
@@ -226,7 +225,7 @@ def _vit_config(
     classifier = getattr(model, "classifier", teacher)
     pool: Pool = "distilled" if teacher is not None else "cls" if class_token else "mean"
     readout = _image_readout(model, name, num_labels, classifier, pool)
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 def _mean_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
@@ -257,7 +256,7 @@ def _dinov2_config(model: Any, num_labels: int | None, name: str, resample: Resa
     classifier = getattr(model, "classifier", None)
     bare_features = num_labels is None and classifier is None
     readout = _image_readout(model, name, num_labels, classifier, "cls" if bare_features else "cls_mean")
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 def _image_readout(model: Any, name: str, num_labels: int | None, classifier: Any, pool: Pool) -> ReadoutConfig:
@@ -350,7 +349,7 @@ def _bert_config(
     encoder = read_encoder(found, name, norm_first=False, projection_dropout=dropout, output_dropout=dropout)
     rate = dropout if found.classifier_dropout is None else float(found.classifier_dropout)
     readout = text_readout(model, num_labels, name, hidden, rate, drops_first_token)
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 def _distilbert_config(model: Any, num_labels: int | None, name: str) -> EnsembleConfig:
@@ -369,7 +368,7 @@ def _distilbert_config(model: Any, num_labels: int | None, name: str) -> Ensembl
         output_dropout=dropout,
     )
     readout = text_readout(model, num_labels, name, "relu", float(found.seq_classif_dropout), False)
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 def _albert_config(model: Any, num_labels: int | None, name: str) -> EnsembleConfig:
@@ -390,7 +389,7 @@ def _albert_config(model: Any, num_labels: int | None, name: str) -> EnsembleCon
     )
     encoder = read_encoder(found, name, norm_first=False, projection_dropout=dropout)
     readout = text_readout(model, num_labels, name, "tanh", float(found.classifier_dropout_prob), False)
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 def text_stem(words: Any, positions: Any, **settings: Any) -> TextStemConfig:

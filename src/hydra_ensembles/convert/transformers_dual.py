@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..model.config import EnsembleConfig, ReadoutConfig, all_heads
+from ..model.config import EnsembleConfig, ReadoutConfig
 from .core import (
     POOLING,
     Architecture,
@@ -78,7 +78,7 @@ def _clip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     stem = patch_stem(found, "bicubic", patch_bias=False, norm=True, norm_eps=float(found.layer_norm_eps))
     encoder = read_encoder(found, _CLIP_IMAGE, attention_dropout=float(found.attention_dropout))
     readout = _clip_readout(getattr(model, "visual_projection", None), found, num_labels, _CLIP_IMAGE)
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 def _clip_classifier_config(model: Any, num_labels: int | None) -> EnsembleConfig:
@@ -100,7 +100,7 @@ def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         eot_token=None if end == _LEGACY_EOS and type(model).__name__.startswith("CLIP") else end,
         norm="tokens",
     )
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 def _clip_readout(projection: nn.Linear | None, found: Any, num_labels: int | None, name: str) -> ReadoutConfig:
@@ -186,7 +186,7 @@ def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     if hasattr(model, "classifier"):  # which reads the mean patch: the attention that pools takes no part
         classes, bias = read_classes(model, model.classifier, num_labels, _SIGLIP_IMAGE)
         mean = ReadoutConfig(pool="mean", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
-        return EnsembleConfig(stem, encoder, mean, all_heads(encoder))
+        return EnsembleConfig(stem, encoder, mean, encoder.all_heads())
     if not getattr(found, "vision_use_head", True):
         raise refuse(_SIGLIP_IMAGE, "it has no attention that pools an image (vision_use_head): it has no features")
     readout = ReadoutConfig(
@@ -197,7 +197,7 @@ def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         map_mlp_width=encoder.mlp_width,
         map_activation=activation_of(found.hidden_act, _SIGLIP_IMAGE),
     )
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 def _siglip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
@@ -209,7 +209,7 @@ def _siglip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     classes = number_of_classes(model.head.out_features, num_labels, _SIGLIP_TEXT)
     bias = model.head.bias is not None
     readout = ReadoutConfig(pool="final", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 _SIGLIP_IMAGES = Architecture(

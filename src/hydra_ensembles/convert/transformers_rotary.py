@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any, cast
 
-from ..model.config import EnsembleConfig, HiddenActivation, NormKind, ReadoutConfig, RotaryConfig, all_heads
+from ..model.config import EnsembleConfig, HiddenActivation, NormKind, ReadoutConfig, RotaryConfig
 from .core import Architecture, Weights, activation_of, attention, below, either, qkv_by_head, refuse, run
 from .transformers import (
     DINO_LAYER,
@@ -69,7 +69,7 @@ def _dinov3_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     )
     classes, _ = read_classes(model, None, num_labels, name)
     readout = ReadoutConfig(num_classes=classes, norm_eps=float(found.layer_norm_eps))
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 _DINOV3 = Architecture(
@@ -142,7 +142,7 @@ def _rotary_bert_config(
     )
     rate = dropout if found.classifier_dropout is None else float(found.classifier_dropout)
     readout = text_readout(model, num_labels, name, "tanh", rate, drops_first_token)
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 # --- text: ModernBERT ----------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def _modernbert_config(model: Any, num_labels: int | None, name: str) -> Ensembl
             bias=bias,
             hidden_dropout=float(found.classifier_dropout),
         )
-    return EnsembleConfig(stem, encoder, readout, all_heads(encoder))
+    return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 _MODERNBERT_HEAD: Weights = {**READOUT, "readout.hidden": "head.dense", "readout.hidden_norm": "head.norm"}

@@ -107,6 +107,10 @@ class EncoderConfig(Checked):
         if any(self.local) != (self.window is not None):
             raise ConfigError(f"local is {self.local} and window {self.window}; local layers and a window go together")
 
+    def all_heads(self, members: int = 1) -> "KeptHeads":
+        """Head lists of `members` members that keep every head."""
+        return ((tuple(range(self.heads)),) * self.layers,) * members
+
     def window_of(self, layer: int) -> int | None:
         """How far the tokens of a layer see to each side; None where they see all."""
         return self.window if self.local and self.local[layer] else None
@@ -378,11 +382,6 @@ class EnsembleConfig:
             for name, mine in vars(getattr(self, part)).items()
             if mine != (theirs := vars(getattr(other, part))[name])
         ]
-
-
-def all_heads(encoder: EncoderConfig, members: int = 1) -> KeptHeads:
-    """Head lists of `members` members that keep every head."""
-    return ((tuple(range(encoder.heads)),) * encoder.layers,) * members
 
 
 @dataclass(frozen=True)

@@ -8,23 +8,16 @@ import torch
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines import Packed
-from hydra_ensembles.model.config import (
-    EncoderConfig,
-    EnsembleConfig,
-    PatchStemConfig,
-    ReadoutConfig,
-    Sharing,
-    all_heads,
-)
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, Sharing
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "which_method.md"
 ENCODER = EncoderConfig(width=768, layers=12, heads=12, head_dim=64, mlp_width=3072)
-VIT = EnsembleConfig(PatchStemConfig((16, 16), (14, 14)), ENCODER, ReadoutConfig(num_classes=1000), all_heads(ENCODER))
+VIT = EnsembleConfig(PatchStemConfig((16, 16), (14, 14)), ENCODER, ReadoutConfig(num_classes=1000), ENCODER.all_heads())
 LAST = Sharing(stem=True, attention=True, mlp=True, norms=True)
 
 
 def members(sharing: Sharing, trunk: int = 0, count: int = 3) -> EnsembleConfig:
-    return replace(VIT, heads=all_heads(ENCODER, count), sharing=sharing, trunk=trunk)
+    return replace(VIT, heads=ENCODER.all_heads(count), sharing=sharing, trunk=trunk)
 
 
 CONFIGS = {

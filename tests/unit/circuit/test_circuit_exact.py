@@ -18,7 +18,7 @@ from hydra_ensembles.errors import CheckpointError, ConfigError, HeadError, Hydr
 from hydra_ensembles.familiarity import fit_familiarity
 from hydra_ensembles.heads.masking import masked
 from hydra_ensembles.heads.ranking import HeadRanking
-from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.prune import prune
 from random_ensembles import CLASSES, HEADS, LAYERS, encoder
@@ -211,7 +211,7 @@ def tiny_problems(draw: st.DrawFn) -> Problem:
     pool = draw(st.sampled_from(["cls", "mean", "cls_mean"]))
     readout = ReadoutConfig(pool=pool, num_classes=draw(st.integers(2, CLASSES)))
     stem = PatchStemConfig(patch_size=(2, 2), grid=(1, 2))
-    model = Ensemble(EnsembleConfig(stem, config, readout, all_heads(config))).double()
+    model = Ensemble(EnsembleConfig(stem, config, readout, config.all_heads())).double()
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -27,7 +27,7 @@ from hydra_ensembles.convert.refusals import refusal
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import CheckpointError, ConfigError, ConversionError, DataError, MissingExtraError
 from hydra_ensembles.evaluation.evaluation import Evaluation
-from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig
 from hydra_ensembles.model.metadata import Metadata
 
 SMALL = [f"--model-option={name}={value}" for name, value in VIT_OPTIONS.items()]
@@ -252,7 +252,7 @@ def test_classes_that_are_numbers_are_the_models_or_said_to_be_doubtful(labels, 
     count = len(labels) or 11
     encoder = EncoderConfig(width=8, layers=1, heads=2, head_dim=4, mlp_width=8)
     readout = ReadoutConfig(num_classes=count)
-    config = EnsembleConfig(PatchStemConfig((4, 4), (2, 2)), encoder, readout, all_heads(encoder))
+    config = EnsembleConfig(PatchStemConfig((4, 4), (2, 2)), encoder, readout, encoder.all_heads())
     model = he.Ensemble(config, Metadata(labels=labels, preprocessing=he.ImagePreprocessing((8, 8))))
     present = [0, 1] if found is None or names == ("10", "2") else [one + bool(labels) for one in found]
     data = ImageDataset([Image.new("RGB", (8, 8))] * 2, present, names)

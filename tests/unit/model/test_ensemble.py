@@ -25,7 +25,6 @@ from hydra_ensembles.model.config import (
     ReadoutConfig,
     Sharing,
     TextStemConfig,
-    all_heads,
     output_width,
 )
 from hydra_ensembles.model.metadata import Calibration, Metadata
@@ -61,18 +60,18 @@ ENCODER, STEM, TEXT = EncoderConfig(**SIZES), PatchStemConfig((4, 4), (2, 2)), T
         (lambda: ReadoutConfig(pool="cls_mean", norm="pooled"), "cls_mean"),
         (lambda: ReadoutConfig(cosine=CosineConfig()), "num_classes"),
         (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), ()), "members"),
-        (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), all_heads(ENCODER), trunk=3), "trunk"),
+        (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), ENCODER.all_heads(), trunk=3), "trunk"),
         (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), (((0,),),)), "layers"),
         (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), (((1, 0), ()),)), "ascending"),
-        (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(pool="eot"), all_heads(ENCODER)), "eot"),
-        (lambda: EnsembleConfig(TEXT, ENCODER, ReadoutConfig(pool="map", map_heads=1), all_heads(ENCODER)), "map"),
+        (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(pool="eot"), ENCODER.all_heads()), "eot"),
+        (lambda: EnsembleConfig(TEXT, ENCODER, ReadoutConfig(pool="map", map_heads=1), ENCODER.all_heads()), "map"),
         (
             lambda: EnsembleConfig(
-                STEM, ENCODER, ReadoutConfig(pool="map", map_heads=3, map_mlp_width=4), all_heads(ENCODER)
+                STEM, ENCODER, ReadoutConfig(pool="map", map_heads=3, map_mlp_width=4), ENCODER.all_heads()
             ),
             "map_heads",
         ),
-        (lambda: EnsembleConfig(TextStemConfig(9, 8, 6), ENCODER, ReadoutConfig(), all_heads(ENCODER)), "project"),
+        (lambda: EnsembleConfig(TextStemConfig(9, 8, 6), ENCODER, ReadoutConfig(), ENCODER.all_heads()), "project"),
         (
             lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), (((0,), ()), ((1,), ())), Sharing(attention=True)),
             "share",
@@ -168,7 +167,7 @@ def test_a_member_and_a_model_from_tensors_are_copies() -> None:
 def measured(seed: int = 0) -> he.Ensemble:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = he.Ensemble(EnsembleConfig(STEM, ENCODER, ReadoutConfig(num_classes=3), all_heads(ENCODER)))
+        made = he.Ensemble(EnsembleConfig(STEM, ENCODER, ReadoutConfig(num_classes=3), ENCODER.all_heads()))
     return he.Ensemble.from_state(made.config, made.state_dict(), Metadata(calibration=Calibration((2.0,), 0.5)))
 
 
@@ -422,7 +421,7 @@ def test_familiarity_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("padded", [0, 301])
 def test_a_mean_of_many_tokens_neither_overflows_nor_loses_count(dtype: torch.dtype, padded: int) -> None:
-    config = EnsembleConfig(TEXT, ENCODER, ReadoutConfig(pool="mean", norm="none"), all_heads(ENCODER))
+    config = EnsembleConfig(TEXT, ENCODER, ReadoutConfig(pool="mean", norm="none"), ENCODER.all_heads())
     readout, tokens = he.Ensemble(config).readout, torch.full((1, 1, 2000, 8), 60.0, dtype=dtype)
     mask = torch.ones(1, 2000, dtype=torch.long)
     mask[:, 2000 - padded :] = 0

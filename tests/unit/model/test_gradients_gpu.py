@@ -10,14 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hydra_ensembles as he
-from hydra_ensembles.model.config import (
-    EncoderConfig,
-    EnsembleConfig,
-    PatchStemConfig,
-    ReadoutConfig,
-    TextStemConfig,
-    all_heads,
-)
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LAYERS, HEADS = 3, 6
@@ -35,7 +28,7 @@ def one(seed: int, stem: PatchStemConfig | TextStemConfig, pool: str, causal: bo
         width=384, layers=LAYERS, heads=HEADS, head_dim=64, mlp_width=768, causal=causal, layer_scale=True
     )
     readout = ReadoutConfig(pool=pool, num_classes=10)
-    model = he.Ensemble(EnsembleConfig(stem, encoder, readout, all_heads(encoder)))
+    model = he.Ensemble(EnsembleConfig(stem, encoder, readout, encoder.all_heads()))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)

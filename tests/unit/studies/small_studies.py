@@ -14,7 +14,7 @@ import hydra_ensembles as he
 from architectures_clip import transformers_clip
 from hydra_ensembles.data.dataset import ImageDataset, without_classes
 from hydra_ensembles.data.suites import SetRef
-from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig
 from hydra_ensembles.model.metadata import Metadata
 from random_ensembles import noisy
 from studies.dual_recipe import DualRecipe, load_dual_recipe
@@ -68,7 +68,7 @@ def small_vit(layers: int, heads: int) -> he.Ensemble:
     """For images of 14 by 14 pixels and three classes; heads have a width of four."""
     encoder = EncoderConfig(width=4 * heads, layers=layers, heads=heads, head_dim=4, mlp_width=4 * heads)
     stem = PatchStemConfig(patch_size=(7, 7), grid=(2, 2))
-    config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=3), all_heads(encoder))
+    config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=3), encoder.all_heads())
     return noisy(config, metadata=Metadata(labels=CLASSES))
 
 

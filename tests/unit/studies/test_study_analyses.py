@@ -16,7 +16,7 @@ import hydra_ensembles as he
 from architectures import timm_model
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.heads import Head
-from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, all_heads
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig
 from random_ensembles import noisy
 from studies import dual_rows
 from studies import rows as classifier_rows
@@ -228,7 +228,7 @@ def test_traces_of_heads_are_those_of_the_hessian() -> None:
     """Against the Hessian itself, of a model with one head of width one."""
     encoder = EncoderConfig(width=2, layers=1, heads=1, head_dim=1, mlp_width=2, qkv_bias=False)
     stem = PatchStemConfig(patch_size=(2, 2), grid=(1, 1))
-    config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=2), all_heads(encoder))
+    config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=2), encoder.all_heads())
     model = noisy(config, noise=1.0).double()
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(5, 3, 2, 2, dtype=torch.float64, generator=generator)

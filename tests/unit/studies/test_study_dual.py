@@ -25,7 +25,6 @@ from hydra_ensembles.model.config import (
     PatchStemConfig,
     ReadoutConfig,
     TextStemConfig,
-    all_heads,
 )
 from hydra_ensembles.model.metadata import Metadata
 from pictures import picture
@@ -263,11 +262,11 @@ def towers() -> tuple[he.Ensemble, he.Ensemble]:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         first = he.Ensemble(
-            EnsembleConfig(PatchStemConfig((7, 7), (2, 2)), image, ReadoutConfig(), all_heads(image)),
+            EnsembleConfig(PatchStemConfig((7, 7), (2, 2)), image, ReadoutConfig(), image.all_heads()),
             Metadata(preprocessing=squashed),
         )
         second = he.Ensemble(
-            EnsembleConfig(stem, text, ReadoutConfig(norm="none", hidden="tanh"), all_heads(text)),
+            EnsembleConfig(stem, text, ReadoutConfig(norm="none", hidden="tanh"), text.all_heads()),
             Metadata(preprocessing=word_tokenizer(mask=True)),
         )
         for parameter in (*first.parameters(), *second.parameters()):
