@@ -22,7 +22,6 @@ from .errors import DataError
 
 Keys = npt.NDArray[np.int64]
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers as wide as floating-point numbers of so many bytes
-_MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shifts and factors of SplitMix64
 _COPIES = 0.05  # share of samples that may be copies of others, as short texts are, without a word
 _ROWS = 256  # samples whose values are multiplied at a time
 MARKS = 64  # samples of a set that it is known again by
@@ -69,10 +68,15 @@ def marked(keys: Keys) -> Keys:
     set, in whatever order and however often it has them, and marks of parts taken together give those of the whole.
     """
     found = np.unique(keys)
-    mixed = found.view(np.uint64)
-    for shift, factor in _MIXING:
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return found[np.argsort(mixed ^ (mixed >> np.uint64(31)))[:MARKS]]
+    return found[np.argsort(mixed(found.view(np.uint64)))[:MARKS]]
+
+
+def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Numbers in which nothing of the values is to be seen, each its own: SplitMix64, Steele et al. 2014."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return values ^ (values >> np.uint64(31))
 
 
 def share_known(marks: Sequence[str], keys: Keys) -> float:

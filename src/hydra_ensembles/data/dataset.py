@@ -18,6 +18,7 @@ from .._utils import require
 from ..arguments import checked
 from ..errors import CheckpointError, DataError
 from ..files import read_file
+from ..overlap import mixed
 from ..preprocessing import to_rgb
 from ..schema import short
 
@@ -410,27 +411,19 @@ def keyed_order(count: int, *key: int) -> LabelArray:
     """
     with np.errstate(over="ignore"):
         steps = np.arange(1, count + 1, dtype=np.uint64) * _STEP
-        return np.argsort(_mix(steps + np.uint64(hash_key(*key))), kind="stable").astype(np.int64)
+        return np.argsort(mixed(steps + np.uint64(hash_key(*key))), kind="stable").astype(np.int64)
 
 
 def hash_key(*key: int) -> int:
     """Hash integers (a seed, an epoch, a position) to one 64-bit integer."""
     state = 0
     for part in key:
-        state = int(_mix(np.array([(state ^ part) & _MASK], dtype=np.uint64) + _STEP)[0])
+        state = int(mixed(np.array([(state ^ part) & _MASK], dtype=np.uint64) + _STEP)[0])
     return state
 
 
 _MASK = (1 << 64) - 1
 _STEP = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64, Steele et al. 2014."""
-    with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return values ^ (values >> np.uint64(31))
 
 
 def _groups(dataset: Dataset[Any], seed: int, stratified: bool) -> list[LabelArray]:
