@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import hydra_ensembles as he
 from chromium import Tab, find_chromium
 from hydra_ensembles.serve.app import make_app
-from served_models import served
+from served_models import inputs_for, served
 from serving import listening, opened, picture, settings
 
 pillow = pytest.importorskip("PIL.Image")
@@ -134,3 +136,45 @@ def test_a_key_is_asked_for_and_kept(tab: Tab, ports: dict[str, int]) -> None:
     tab.run('document.getElementById("words").value = "hello"; document.getElementById("text").requestSubmit()')
     tab.until(ANSWERED)
     assert text(tab, "outcome") == "No verdict"
+
+
+def test_what_was_not_asked_is_not_claimed(tab: Tab, tmp_path: Path) -> None:
+    """A model without a threshold of familiarity calls nothing familiar."""
+    bare = served("image, bare")
+    data = [(inputs_for(bare, 80), torch.arange(80) % bare.num_classes)]
+    sure = he.calibrate(bare, data, share=0.95, familiarity=None)
+    seed = next(seed for seed in range(20) if sure.predict(opened(picture(seed))).accept.item())
+    (tmp_path / "one.png").write_bytes(picture(seed))
+    with listening(make_app(sure, settings(name="sure"))) as port:
+        tab.open(f"http://127.0.0.1:{port}/", PHONE)
+        tab.until('!document.getElementById("image").hidden')
+        tab.give_file("#file", tmp_path / "one.png")
+        tab.until(ANSWERED)
+        assert text(tab, "outcome") == "Accepted"
+        assert text(tab, "why") == "As sure as it should be. Whether the input is familiar was not asked."
+        told = 'label: "a", top: [], members: [{label: "a", probability: null}]'
+        tab.run(f"model.unsure_share = null; model.unfamiliar_share = 0.1; show({{accept: true, {told}}}, 0)")
+        assert text(tab, "why") == "Familiar. Whether it is sure enough was not asked."
+        tab.run(f"show({{accept: false, reason: 'unsure', confidence: null, {told}}}, 0)")
+        assert (text(tab, "outcome"), text(tab, "confidence")) == ("No answer", "not known")
+    assert tab.complaints == []
+
+
+def test_a_server_that_is_not_ready_is_asked_again(tab: Tab) -> None:
+    app = make_app(served("text"), settings(name="late"))
+    refused = list[str]()
+
+    async def proxy(scope: Any, receive: Any, send: Any) -> None:
+        if scope.get("path") != "/v1/model" or len(refused) == 2:
+            await app(scope, receive, send)
+            return
+        refused.append("a page of the proxy")
+        await send({"type": "http.response.start", "status": (502, 200)[len(refused) - 1], "headers": []})
+        await send({"type": "http.response.body", "body": refused[-1].encode()})
+
+    with listening(proxy) as port:
+        tab.open(f"http://127.0.0.1:{port}/", PHONE)
+        for status in (502, 200):
+            tab.until(f'document.getElementById("about").textContent.includes("The server said {status}")')
+        tab.until('!document.getElementById("text").hidden')
+    assert not [one for one in tab.complaints if "Uncaught" in one]
