@@ -172,8 +172,8 @@ class Measure:
         interval = partial(bootstrap_metric, resamples=self.bootstrap)
         found = {key: interval(mean, [values]) for key, values in _per_sample(prediction, labels).items()}
         found |= {
-            "ece": interval(ece_of_confidence, [prediction.confidence, correct]),
-            "aece": interval(adaptive_ece_of_confidence, [prediction.confidence, correct]),
+            "ece": _from_zero(interval(ece_of_confidence, [prediction.confidence, correct], method="basic")),
+            "aece": _from_zero(interval(adaptive_ece_of_confidence, [prediction.confidence, correct], method="basic")),
             "aurc": interval(lambda scores, wrong: risk_curve(scores, wrong).area, [id_scores, ~correct]),
         }
         sets = {f"ood.{name}": [scores] for name, scores in ood_scores.items()}
@@ -227,6 +227,11 @@ def _per_sample(prediction: Prediction, labels: Tensor) -> dict[str, Tensor]:
         "mutual_information": prediction.epistemic,
         "disagreement": prediction.disagreement,
     }
+
+
+def _from_zero(found: Interval) -> Interval:
+    """A basic interval of what is never negative: cut there, and drawn out to its value where that is outside."""
+    return replace(found, low=min(max(found.low, 0.0), found.value), high=max(found.high, found.value))
 
 
 def _mean(found: Sequence[Detection]) -> Detection:

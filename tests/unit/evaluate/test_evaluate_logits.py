@@ -216,6 +216,21 @@ def test_bootstrap_intervals_hold_the_numbers():
     assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
+def test_intervals_of_ece_hold_that_of_calibrated_models():
+    """Percentiles of replicates never do: these have the noise of the samples, and their own."""
+    held = list[bool]()
+    for seed in range(12):
+        g = torch.Generator().manual_seed(seed)
+        confidence = 0.5 + torch.rand(300, generator=g, dtype=torch.float64) / 2
+        wrong = torch.rand(300, generator=g, dtype=torch.float64) > confidence
+        found = evaluate_logits(torch.stack([confidence, 1 - confidence], dim=1).log(), wrong.long(), bootstrap=60)
+        for key in ("ece", "aece"):
+            interval = found.intervals[key]
+            assert 0 <= interval.low <= interval.value <= interval.high
+        held.append(0 in found.intervals["ece"])
+    assert sum(held) >= 5
+
+
 def test_one_ood_sample_says_nothing_of_others():
     with pytest.warns(HydraWarning, match="OOD set 'far' has one sample"):
         evaluate_logits(GOOD, TARGETS, {"far": noise(1)})

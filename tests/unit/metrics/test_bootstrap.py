@@ -148,3 +148,23 @@ ONES = torch.ones(3)
 def test_bad_input(call, error, token):
     with pytest.raises(error, match=token):
         call()
+
+
+def calibrated(seed, n=300):
+    """Confidences of a model that is right exactly as often as it says, and whether it was: its ECE is 0."""
+    g = torch.Generator().manual_seed(seed)
+    confidence = 0.5 + torch.rand(n, generator=g, dtype=torch.float64) / 2
+    return confidence, torch.rand(n, generator=g, dtype=torch.float64) < confidence
+
+
+def test_a_basic_interval_is_mirrored_at_the_value():
+    samples = calibrated(0)
+    one, other = (
+        bootstrap_metric(metrics.ece_of_confidence, samples, resamples=100, method=method)
+        for method in ("percentile", "basic")
+    )
+    assert (other.value, other.low, other.high) == pytest.approx(
+        (one.value, 2 * one.value - one.high, 2 * one.value - one.low)
+    )
+    with pytest.raises(ConfigError, match="method"):
+        bootstrap_metric(metrics.ece_of_confidence, samples, method="normal")
