@@ -216,6 +216,22 @@ FIGURE_OF = {
 }
 
 
+def trunks_table(rows: Rows) -> list[str]:
+    """Multiply-adds of ViT-B/16 with three members that keep 8 of 12 heads above a trunk: counted, and as measured."""
+    tokens, width, layers, members, kept = 197, 768, 12, 3, 8 / 12
+    mlp = 8 * tokens * width**2
+    layer, pruned = (mlp + share * (4 * tokens * width**2 + 2 * tokens**2 * width) for share in (1, kept))
+    around = (tokens - 1) * width**2 + 1000 * width  # patches, and the classifier
+    single = around + layers * layer
+    lines = []
+    for trunk in (0, 4, 6, 8, 10):
+        (limit,) = {row.limit for row in vit(rows) if row.contender == f"hydra-k{trunk}"}
+        work = around + trunk * layer + members * (layers - trunk) * pruned
+        lines.append([str(trunk), f"{work / 1e9:.1f} G", f"{work / single:.2f}x", f"{limit:.2f}x"])
+    header = ["trunk k", "multiply-adds of one image", "to one model", "the same, last block for the class token only"]
+    return table(header, lines, "r")
+
+
 def tables() -> dict[str, str]:
     """The blocks of docs/performance.md by name."""
     rows = measured()
@@ -231,6 +247,7 @@ def tables() -> dict[str, str]:
 
     made = {
         "targets": targets_table(rows),
+        "trunks": trunks_table(rows),
         "batches": of_batch(main, "limit"),
         "details": details_table([row for row in few if row.mode == "graphed"]),
         "modes": grid(few, lambda row: (row.batch, row.mode), lambda one: f"batch {one[0]}, {one[1]}"),
