@@ -42,7 +42,7 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".parquet", *DELIMITERS, *JSON_LINES)
 MOST_CLASSES = 1 << 20  # larger numbers are ids
-_TORCHVISION, _HUB = "torchvision:", "hub:"
+_TORCHVISION, HUB = "torchvision:", "hub:"
 _SHARD = re.compile(r"^(?P<split>.+?)-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
 _LISTED = re.compile(r"(?P<path>.+?)(?: (?P<label>-?\d+))?")
 
@@ -115,8 +115,8 @@ def load(
     if name.startswith(_TORCHVISION):
         return _load_torchvision(name.removeprefix(_TORCHVISION), split, base, download)
     path = base / name
-    if name.startswith(_HUB):
-        table = _read_hub(name.removeprefix(_HUB), config, split)
+    if name.startswith(HUB):
+        table = _read_hub(name.removeprefix(HUB), config, split)
     elif not path.exists():
         raise DataError(f"{path} does not exist; check the path, or write 'hub:owner/name' for a data set of the hub")
     elif not path.is_dir() and not path.is_file():  # to open a named pipe would be to wait for ever

@@ -10,7 +10,7 @@ from .._utils import require
 from ..errors import DataError
 from ..schema import from_plain
 from .dataset import AnyDataset, SomeDataset, cut_position, keyed_order, without_classes
-from .loading import Columns, LabelPolicy, load
+from .loading import HUB, Columns, LabelPolicy, load
 
 SHARE_SEED = 0
 """Seed of the order in which `SetRef.share` cuts a data set, so that everybody has the same parts."""
@@ -51,11 +51,16 @@ class SetRef:
             raise DataError(f"{self.name}: share must be 0 <= start < end <= 1, got {self.share}")
 
     def load(self, root: str | Path | None = None) -> AnyDataset:
-        """Load the data set from a root folder; a `DataError` where it is not there, or not as described."""
+        """Load the data set from a root folder; a `DataError` where it is not there, or not as described.
+
+        A set of the hub is taken from the folder of its name below the root, where there is one: a copy, with the
+        columns that it has on the hub.
+        """
         is_list = self.source.endswith(".txt")
         base = Path(root or "")
+        copied = root is not None and self.source.startswith(HUB) and (base / self.name).is_dir()
         data = load(
-            self.source,
+            self.name if copied else self.source,
             self.split,
             root=base if is_list else base / self.folder,
             columns=self.columns,
