@@ -2,7 +2,7 @@
 
 from ..preprocessing import to_rgb
 from ..training.recipe import RandAugment
-from .batching import Batches, BatchLoader, TrainTransform, batches
+from .batching import BatchLoader, TrainTransform, batches
 from .corruptions import CORRUPTIONS, SEVERITIES, corrupt, corrupted
 from .dataset import Dataset, ImageDataset, TextDataset, keyed_order, only_classes, split, subset, without_classes
 from .loading import Columns, load
@@ -10,7 +10,7 @@ from .suites import SetRef, Suite, all_suites, suite
 from .synthetic import synthetic_ood
 
 __all__ = [
-    "CORRUPTIONS", "SEVERITIES", "BatchLoader", "Batches", "Columns", "Dataset", "ImageDataset", "RandAugment",
+    "CORRUPTIONS", "SEVERITIES", "BatchLoader", "Columns", "Dataset", "ImageDataset", "RandAugment",
     "SetRef", "Suite", "TextDataset", "TrainTransform", "all_suites", "batches", "corrupt", "corrupted",
     "keyed_order", "load", "only_classes", "split", "subset", "suite", "synthetic_ood", "to_rgb", "without_classes",
 ]  # fmt: skip

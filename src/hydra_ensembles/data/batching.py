@@ -103,9 +103,6 @@ class BatchLoader:
 batches = BatchLoader
 """Make batches of a data set; see `BatchLoader`."""
 
-Batches = BatchLoader
-"""The name of `BatchLoader` in earlier releases."""
-
 
 @dataclass(frozen=True)
 class _Pass:

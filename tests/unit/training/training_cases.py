@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
-from hydra_ensembles.data.batching import Batches
+from hydra_ensembles.data.batching import BatchLoader
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
@@ -51,7 +51,7 @@ def shuffled(count: int = 48, size: int = 8, seed: int = 1) -> DataLoader[tuple[
     return DataLoader(TensorDataset(*samples(count, seed)), batch_size=size, shuffle=True)
 
 
-def own_batches(count: int = 48, size: int = 8, seed: int = 1) -> Batches:
+def own_batches(count: int = 48, size: int = 8, seed: int = 1) -> BatchLoader:
     """The same samples as `shuffled`, in the library's own batches."""
     return data_batches(list(zip(*samples(count, seed), strict=True)), torch.stack, size, shuffle=True)
 
