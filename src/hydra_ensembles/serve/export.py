@@ -1,6 +1,7 @@
 """Ensembles as files for other runtimes: traced, written, run, compared with the original, and only then named."""
 
 import copy
+import glob
 import json
 import logging
 import os
@@ -55,8 +56,8 @@ def export(
 
     The file takes preprocessed inputs (`pixel_values`; `input_ids` and what belongs to it) and gives the outputs of
     `serve.outputs` by name. Any number of samples may be in a batch, and of tokens in a text; images have the size of
-    the model. Beside it lie `NAME.json` (inputs, outputs, class names, preprocessing) and for texts
-    `NAME.tokenizer.json`.
+    the model. Beside it lie `NAME.json` (inputs, outputs, class names, preprocessing), for texts
+    `NAME.tokenizer.json`, and of ONNX beyond 2 GB the weights, `NAME.DIGEST.data`.
 
     Before the file gets its name it is run by its own runtime and compared with the ensemble, on random inputs of
     several sizes and on yours. Where answers differ nothing is written.
@@ -100,7 +101,8 @@ def export(
     with torch.no_grad(), dropping(False):
         expected = [_arrays(answering(**batch)) for batch in batches]  # first: what familiarity knows is on the device
         with locked(path.parent, "export", file=path.name), writing(path):
-            for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+            own_name = glob.escape(path.name)
+            for leftover in path.parent.glob(f".{own_name}.*.tmp"):
                 remove(leftover)
             staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
             staging.mkdir()
@@ -116,15 +118,18 @@ def export(
                         for batch, wanted in zip(batches, expected, strict=True)
                     ]
                 compared = {"batches": [len(next(iter(one.values()))) for one in batches], "largest": max(largest)}
-                _write_beside(file, own, {**about, "sha256": checksum(file), "compared": compared})
+                sums = {"sha256": checksum(file), "data": {one.name: checksum(one) for one in _data_of(file)}}
+                _write_beside(file, own, {**about, **sums, "compared": compared})
                 for written in staging.iterdir():
                     flush(written)
                 new = sorted(staging.iterdir(), key=lambda one: one == file)  # the model itself last
-                for stale in {f"{path.name}{ending}" for ending in (DATA, TOKENIZER)} - {one.name for one in new}:
-                    (path.parent / stale).unlink(missing_ok=True)
                 for written in new:
                     os.replace(written, path.parent / written.name)
                 flush(path.parent)
+                names = {one.name for one in new}  # what the earlier model needed goes when nothing names it any more
+                for stale in (path.with_name(f"{path.name}{TOKENIZER}"), *_data_of(path)):
+                    if stale.name not in names:
+                        stale.unlink(missing_ok=True)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
     return path
@@ -282,6 +287,28 @@ def _write_onnx(
     assert made is not None
     made.model.metadata_props.update({key: json.dumps(value, ensure_ascii=False) for key, value in about.items()})
     made.save(file)
+    _name_data(file)
+
+
+def _name_data(file: Path) -> None:
+    """Name weights that lie beside a file by what they are: a file then runs with its own, or not at all."""
+    written = file.with_name(f"{file.name}{DATA}")
+    if not written.exists():
+        return
+    onnx = require("onnx", extra="onnx")
+    name = f"{file.name}.{checksum(written)[:16]}{DATA}"
+    model = onnx.load(file, load_external_data=False)
+    for entry in (entry for tensor in model.graph.initializer for entry in tensor.external_data):
+        if entry.key == "location":
+            entry.value = name
+    onnx.save(model, file)
+    written.rename(file.with_name(name))
+
+
+def _data_of(file: Path) -> list[Path]:
+    """Weights beside a file, or those of one that had its name; up to 0.1 they were called by that alone."""
+    name = glob.escape(file.name)
+    return sorted((*file.parent.glob(f"{name}{DATA}"), *file.parent.glob(f"{name}.{'[0-9a-f]' * 16}{DATA}")))
 
 
 def _translations() -> dict[Any, Any]:

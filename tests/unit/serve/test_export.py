@@ -1,6 +1,8 @@
 """Exported files: equal to the ensemble where this library does not exist, and nothing written where they are not."""
 
+import copy
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from hydra_ensembles.errors import ConfigError, ConversionError, DataError, Miss
 from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.schema import to_plain
 from hydra_ensembles.serve import export as module
-from hydra_ensembles.serve.outputs import columns, output_fields
+from hydra_ensembles.serve.outputs import Answering, columns, output_fields
 from served_models import inputs_for, pretend, served
 from zero_shot_models import dual_of
 
@@ -199,6 +201,46 @@ def test_files_of_an_earlier_export_do_not_stay_beside(monkeypatch, tmp_path: Pa
         pretend(monkeypatch, served(name))
         he.export(served(name), tmp_path / "model.pt2")
         assert (tmp_path / "model.pt2.tokenizer.json").exists() == expected
+
+
+def with_data_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are written beside the file, as those beyond 2 GB are."""
+    save = torch.onnx.ONNXProgram.save
+    monkeypatch.setattr(torch.onnx.ONNXProgram, "save", lambda self, file: save(self, file, external_data=True))
+
+
+def test_a_file_runs_with_its_own_weights_or_not_at_all(monkeypatch, tmp_path: Path) -> None:
+    """Killed at any moment, an earlier file keeps the weights it was compared with."""
+    with_data_beside(monkeypatch)
+    one, path = served("text, bare"), tmp_path / "model[1].onnx"
+    he.export(one, path)
+    (data,) = tmp_path.glob("*.data")
+    assert json.loads((tmp_path / "model[1].onnx.json").read_text())["data"] == {data.name: module.checksum(data)}
+    before = path.read_bytes(), data.read_bytes()
+    other = copy.deepcopy(one)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.5)
+    (tmp_path / ".model[1].onnx.0a.tmp").mkdir()  # what a killed export left
+    move = os.replace
+
+    def stop(source: Path, target: Path) -> None:
+        if Path(target) == path:
+            raise KeyboardInterrupt
+        move(source, target)
+
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "replace", stop)
+        with pytest.raises(KeyboardInterrupt):
+            he.export(other, path)
+    assert (path.read_bytes(), data.read_bytes()) == before
+    inputs = inputs_for(one, 3)
+    expected = Answering(one)(**inputs)["probs"].detach().numpy()
+    np.testing.assert_allclose(module._run_onnx(path)(inputs)["probs"], expected, atol=1e-5)
+    he.export(other, path)
+    (left,) = tmp_path.glob("*.data")
+    assert left != data
+    assert sorted(one.name for one in tmp_path.glob("*tmp")) == []
 
 
 @pytest.mark.parametrize(
