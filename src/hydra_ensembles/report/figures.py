@@ -24,11 +24,13 @@ _QUARTERS = (0, 0.25, 0.5, 0.75, 1)
 
 @contextmanager
 def _plain_matplotlib() -> Iterator[None]:
-    """Matplotlib as it comes, whatever the user's own settings are, with text that stays text."""
+    """Matplotlib as it comes, whatever the user's own settings are, with text that stays text, dollars in it too."""
     matplotlib = require("matplotlib", extra="report")
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]})
+        matplotlib.rcParams.update(
+            {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"], "text.parse_math": False}
+        )
         yield
 
 

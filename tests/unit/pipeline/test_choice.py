@@ -79,11 +79,11 @@ def test_the_table_has_all_rows_and_says_what_became_of_those_without_numbers() 
 
 def test_the_figure_is_a_file_of_its_own() -> None:
     pytest.importorskip("matplotlib")
-    found = result(row("better <&>", 1.2, 0.8), row("dear", 2.0, 0.7))
+    found = result(row(r"better <&> $\frac{$", 1.2, 0.8), row("dear", 2.0, 0.7))
     root = ElementTree.fromstring(found.figure())
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     texts = {"".join(one.itertext()).strip() for one in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"better <&>", YOURS, "NLL"} <= texts
+    assert {r"better <&> $\frac{$", YOURS, "NLL"} <= texts
     assert "var(--" not in found.figure()
     points = [one for one in root.iter("{http://www.w3.org/2000/svg}path") if "translate" in one.get("transform", "")]
     assert len(points) == 2 * len(found.rows)  # each candidate in both plots
