@@ -84,6 +84,8 @@ def store(
             print(f"{study.name}: rows of seed {number} wait for the Single that they are held against", flush=True)
         elif reports:
             whole = set(before[REPORT]) <= set(reports)
+            if whole and known["runs"].pop(str(number), None) is not None:
+                write_json(place / STUDY, known)  # half replaced, rows would be held against another run's Single
             taken = _store_columns(folder, place, number, list(reports), () if whole else before[REPORT])
             found = {**of_seed(number), REPORT: {name: reports[name] for name in taken}}
             runs[str(number)] = found if whole else _beside(before, found)

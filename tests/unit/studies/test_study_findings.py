@@ -332,7 +332,7 @@ def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path, monkey
     assert gain_figure.draw(study.folder.parent, tmp_path / "figure.svg").stat().st_size > 0
 
 
-def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path) -> None:
+def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that a later run adds is held against the Single of that run; a run with all rows takes the place."""
     run, results, added = tmp_path / "run", tmp_path / "results", SOUP
     shutil.copytree(study.folder, results / NAME)
@@ -371,8 +371,14 @@ def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path) -> None
     assert all_tasks.seeds_cell([both, study], added) == "1, –"
     for row in ROWS[1:]:
         reported(row, row)
+    with monkeypatch.context() as killed:
+        killed.setattr(storing, "write_columns", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            stored()
+    half = Study(NAME, results)  # of the seed that was being replaced nothing is shown, and of others what was
+    assert (half.seeds(added), half.seeds(SINGLE)) == ([], [1])
     whole = stored()
-    assert not whole.in_parts
+    assert (whole.in_parts, whole.seeds(SINGLE)) == (False, [0, 1])
     assert whole.numbers(SINGLE, 0)["accuracy"].value == study.numbers(HYDRA, 0)["accuracy"].value
 
 
