@@ -146,13 +146,34 @@ class Handle:
     """A handle to replicas that answer, or die, in a given order."""
 
     def __init__(self, *found: Any) -> None:
-        self.answer, self._found = self, list(found)
+        self.answer = self.ready = self
+        self._found = list(found)
 
-    async def remote(self, row: Any) -> Any:
+    async def remote(self, *_: Any) -> Any:
         one = self._found.pop(0)
         if isinstance(one, Exception) and not isinstance(one, DataError):  # an error of the model is returned
             raise one
         return one
+
+
+def test_the_front_is_ready_once_a_replica_is() -> None:
+    died = ray.exceptions.ActorDiedError()
+    engine = _Replicas(Handle(died, None))
+    asyncio.run(engine.start())
+    assert engine.ready
+    engine = _Replicas(Handle(*[died] * ATTEMPTS))
+    with pytest.raises(RequestError):
+        asyncio.run(engine.start())
+    assert not engine.ready
+
+
+def test_a_replica_has_time_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[float]()
+    pause = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pause(waited.append(seconds) or 0))
+    died = ray.exceptions.ActorDiedError()
+    asyncio.run(_Replicas(Handle(died, died, died, {"label": 1})).answer([Sample({})]))
+    assert waited == [0, 0.1, 0.2, 0.4]
 
 
 def test_what_a_dead_replica_took_along_is_asked_again() -> None:

@@ -5,7 +5,7 @@ replica took along when it died is asked of another one.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from .app import all_of, make_app
 from .service import Answer, Sample, ServeSettings, Service
 
 ATTEMPTS = 5  # replicas that are asked, one after another, where each one dies
+PAUSE = 0.1  # seconds before the second one is asked, and twice as many before each further one
 
 
 @checked
@@ -76,6 +77,9 @@ class _Replica:
         alone = replace(settings, workers=1)  # Ray has the others
         (self._run,) = Service(ensemble if device is None else ensemble.to(device), alone).workers()
 
+    async def ready(self) -> None:
+        """Answer, which means that the model is loaded and warm."""
+
     async def answer(self, rows: list[Sample]) -> list[Answer | Exception]:
         """One answer for each row, or why there is none: one bad row costs no other its answer."""
         return await asyncio.to_thread(self._answered, rows)
@@ -105,6 +109,8 @@ class _Replicas:
         self._handle, self.waiting, self.ready = handle, 0, False
 
     async def start(self) -> None:
+        """Wait for a replica: before, whoever is let in would wait for it, and give up."""
+        await self._asked(self._handle.ready.remote)
         self.ready = True
 
     async def close(self) -> None:
@@ -118,17 +124,22 @@ class _Replicas:
             self.waiting -= len(rows)
 
     async def _one(self, row: Sample) -> Answer:
+        found: Answer | Exception = await self._asked(self._handle.answer.remote, row)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def _asked(self, method: Callable[..., Awaitable[Any]], *given: Any) -> Any:
+        """What a replica says; another one is asked, after a while, where it died and took the question along."""
         died, serving = require("ray.exceptions", extra="ray"), require("ray.serve.exceptions", extra="ray")
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
+            await asyncio.sleep(PAUSE * 2 ** (attempt - 1) if attempt else 0)
             try:
-                found: Answer | Exception = await self._handle.answer.remote(row)
+                return await method(*given)
             except serving.BackPressureError as error:
                 raise RequestError("too many samples are waiting; try again later", 503, retry_after=1) from error
             except (died.RayActorError, serving.DeploymentUnavailableError, serving.ReplicaUnavailableError):
-                continue  # the replica is gone, and took the row along
-            if isinstance(found, Exception):
-                raise found
-            return found
+                continue
         raise RequestError("no replica of the model stays alive; try again later", 503, retry_after=1)
 
 
