@@ -228,8 +228,7 @@ def trunks_table(rows: Rows) -> list[str]:
         (limit,) = {row.limit for row in vit(rows) if row.contender == f"hydra-k{trunk}"}
         work = around + trunk * layer + members * (layers - trunk) * pruned
         lines.append([str(trunk), f"{work / 1e9:.1f} G", f"{work / single:.2f}x", f"{limit:.2f}x"])
-    header = ["trunk k", "multiply-adds of one image", "to one model", "the same, last block for the class token only"]
-    return table(header, lines, "r")
+    return table(["trunk", "MAdds", "work", "arithmetic alone"], lines, "r")
 
 
 def tables() -> dict[str, str]:

@@ -99,4 +99,4 @@ def test_one_word_has_one_meaning() -> None:
     files = [name.rpartition(".")[2] for name in FILES]
     names = [name for file in FILES for name in defined(file)]
     twice = {name for them in (files, names) for name in them if them.count(name) > 1 and name[0] != "_"}
-    assert twice == {"load", "Batches"}  # he.load and he.data.load; he.data.Batches, the earlier name of BatchLoader
+    assert twice == {"load"}  # he.load and he.data.load
