@@ -22,7 +22,7 @@ from .metrics.probabilities import log_mean_exp, log_mean_probs
 from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
 from .model.metadata import Calibration, Familiarity
-from .overlap import Keys, marked, names_of, sample_keys, share_known, warn_of_copies
+from .overlap import Keys, about, marked, names_of, sample_keys, share_fitted, warn_of_copies
 from .prediction import ScoreName, require_members_for, scale_logits
 
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures searched
@@ -75,8 +75,10 @@ def calibrate(
     Forward hooks that are put on its parts later, and change what these compute, are not seen.
 
     Digests of 64 of the samples, drawn evenly, are kept with it (`Calibration.marks`), and `evaluate` warns where it is
-    given them: numbers on data that set the thresholds are too good. With a share f of these samples among others, none
-    of the 64 is there, and nothing is said, with probability (1 - f)^64: 0.1 % for a tenth, 53 % for a hundredth.
+    given them: numbers on data that set the thresholds are too good. With a share f of these samples in a set, none of
+    the 64 is there, and nothing is said, with probability (1 - f)^64: 0.1 % for a tenth, 53 % for a hundredth. Likewise
+    it is known which of the samples given here fitted the familiarity before: more than a half of such (a part of the
+    training data, say) are refused, and a warning tells of fewer.
 
     Args:
         ensemble: It is not changed.
@@ -89,6 +91,9 @@ def calibrate(
             samples fits it, and the other half sets its threshold; with those samples once more, both are done anew.
             `"auto"` takes what was fitted, else `mahalanobis` where there are samples enough (the history says so if
             not); None sets no such threshold.
+
+    Raises:
+        DataError: More than a half of the samples fitted the familiarity: they do not say how familiar new ones look.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -122,12 +127,12 @@ def calibrate(
         "validation/risk_of_accepted": fit.risk,
         "validation/aurc": fit.aurc,
     }
-    known, both, words = _familiar_part(ensemble, metadata.familiarity, samples, keys, fit, familiarity, share)
+    familiar, both, words = _familiar_part(ensemble, metadata.familiarity, samples, keys, fit, familiarity, share)
     before = {name: one for name, one in metadata.metrics.items() if name not in OF_BOTH}
     metadata = replace(
         metadata,
         calibration=replace(fit.calibration, marks=tuple(names_of(marked(keys))), logit_marks=()),
-        familiarity=known,
+        familiarity=familiar,
         metrics={**before, **metrics, **both},
         history=(*metadata.history, line + words),
     )
@@ -137,7 +142,7 @@ def calibrate(
 
 def _familiar_part(
     ensemble: Ensemble,
-    known: Familiarity | None,
+    earlier: Familiarity | None,
     samples: Answered,
     keys: Keys,
     fit: CalibrationFit,
@@ -151,31 +156,34 @@ def _familiar_part(
     "auto" does without, and says so, where samples are too few and nothing was fitted before.
     """
     if wanted is None:  # a threshold of before was set beside another calibration
-        return None if known is None else Familiarity(replace(known.settings, threshold=None), known.state), {}, ""
-    fitted = known if known is not None and wanted in ("auto", known.settings.scores[0]) else None
+        kept = None if earlier is None else Familiarity(replace(earlier.settings, threshold=None), earlier.state)
+        return kept, {}, ""
+    fitted = earlier if earlier is not None and wanted in ("auto", earlier.settings.scores[0]) else None
     name: FamiliarityName = "mahalanobis" if wanted == "auto" else wanted
-    if fitted is not None and fitted.settings.halved and share_known(fitted.settings.marks, keys):
+    if fitted is not None and fitted.settings.halved and share_fitted(keys, fitted.settings.fitted_set):
         name = cast(FamiliarityName, fitted.settings.scores[0])
         fitted = None
     try:
         if fitted is not None:
-            require_fresh(fitted, keys)
+            reused = require_fresh(fitted, keys)
             found, held = fitted, samples
         else:
-            found, held = _half_fitted(ensemble, samples, keys, name, share)
-            found = beside(found, known)
+            reused = 0.0
+            found, held = _fitted_on_a_half(ensemble, samples, keys, name, share)
+            found = beside(found, earlier)
         found, both = _with_threshold(found, held, fit.calibration, share)
     except TooFewSamplesError as problem:
-        if wanted != "auto" or known is not None:
+        if wanted != "auto" or earlier is not None:
             raise
         warn(f"familiarity is not fitted, so no input is ever called unfamiliar: {problem}")
-        return known, {}, f"; familiarity is not fitted: {problem}"
+        return earlier, {}, f"; familiarity is not fitted: {problem}"
     threshold = f", {found.settings.scores[0]} threshold {both['validation/familiar_share']:.2%}"
-    accepted = f"{both['validation/accepted_share']:.2%} of the {len(held.labels)} that did not fit it"
-    return found, both, f"{threshold}; both accept {accepted}"
+    accepted = f"{both['validation/accepted_share']:.2%} of the {len(held.labels)}"
+    which = f", {about(reused)} of which fitted it" if reused else " that did not fit it"
+    return found, both, f"{threshold}; both accept {accepted}{which}"
 
 
-def _half_fitted(
+def _fitted_on_a_half(
     ensemble: Ensemble, samples: Answered, keys: Keys, score: FamiliarityName, share: float
 ) -> tuple[Familiarity, Answered]:
     """Familiarity from a random half of the samples, and the other half, which can set its threshold.

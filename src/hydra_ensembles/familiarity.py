@@ -1,7 +1,8 @@
 """Familiarity: how far the features of an input lie from those of data the model knows.
 
 Fitting reads the data once. Sums are kept in float64, and of the features themselves a bounded sample, so memory does
-not grow with the data. What is fitted travels with the ensemble, and every prediction has its scores.
+not grow with the data, but for 8 bytes a sample by which copies are counted. What is fitted travels with the ensemble,
+and every prediction has its scores.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +25,12 @@ from .model.dropping import dropping
 from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
 from .model.metadata import Familiarity, FamiliaritySettings, Metadata
-from .overlap import Keys, marked, names_of, sample_keys, share_known, warn_of_copies
+from .overlap import Keys, about, marked, names_of, sample_keys, share_fitted, warn_of_copies
 
 FEW_A_CLASS = 20  # samples a class below which the covariance is shrunk more
 SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # of the mean eigenvalue, added to each
 HELD_OUT_MOST = 4096  # samples held out for p-values
+FITTED_MOST = 0.5  # share of the samples that set a threshold that may have fitted the statistics, with a warning
 OF_BOTH = ("validation/sure_share", "validation/familiar_share")  # metrics of two thresholds, each by itself
 OF_ACCEPTED = ("validation/accepted_share", "validation/risk_of_accepted")  # of all thresholds there are
 _NULL = 1e-10  # of the largest eigenvalue: directions in which nothing varies
@@ -75,7 +77,7 @@ def fit_familiarity(
     `calibrate` sets a threshold, on other data, and p-values then come from those. Scores that were fitted here before
     are replaced; those of `baselines.vilu` and `baselines.neg_label` stay, behind the new ones. Features are in the
     precision of the model, whatever autocast the caller has. Digests of 64 of the samples are kept, as by `calibrate`,
-    which refuses to set a threshold on such data; `evaluate` warns of them.
+    which refuses to set a threshold on data most of which fitted this, and warns of less; `evaluate` warns of any.
 
     Args:
         ensemble: Any classifier: of images, of texts, zero-shot. It is not changed.
@@ -210,20 +212,23 @@ def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> 
             yield inputs, Answered(features.float().cpu(), logits.float().cpu(), labels)
 
 
-def fitted_on(known: Familiarity, keys: Keys) -> float:
-    """The share of the samples that fitted the statistics that is among these; 0 unless it is more than a half."""
-    share = share_known(known.settings.marks, keys)
-    return share if share > 0.5 else 0.0
+def require_fresh(familiarity: Familiarity, keys: Keys) -> float:
+    """Refuse data most of which fitted the statistics, and warn of less: such samples look more familiar than new ones.
 
-
-def require_fresh(known: Familiarity, keys: Keys) -> None:
-    """Refuse samples that the statistics are from: a threshold on them would promise what it cannot keep."""
-    share = fitted_on(known, keys)
-    if share:
+    A threshold on them is too low, so it would accept fewer new inputs than it promises. The share of them is returned.
+    """
+    share = share_fitted(keys, familiarity.settings.fitted_set)
+    if share > FITTED_MOST:
         raise DataError(
-            f"about {share:.0%} of the samples that fitted the familiarity of this ensemble are among these, so they "
-            "say nothing of how familiar new ones look; calibrate on other data"
+            f"{about(share)} of the validation samples fitted the familiarity of this ensemble, so they do not say how "
+            "familiar new ones look; calibrate on other data"
         )
+    if share:
+        warn(
+            f"{about(share)} of the validation samples fitted the familiarity of this ensemble, and look more familiar "
+            "than new ones: its threshold accepts fewer new inputs than it promises; calibrate on other data"
+        )
+    return share
 
 
 # --- gathering -----------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ were trained on are predicted well. What cannot be meant is refused, the rest is
 A set that is gone is known again by its marks: names of a few of its samples, which travel with what was fitted on it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -79,26 +79,43 @@ def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         return values ^ (values >> np.uint64(31))
 
 
-def share_known(marks: Sequence[str], keys: Keys) -> float:
-    """The share of a set, known by its marks, that is among samples of these keys, as far as the marks tell.
+class FittedSet(NamedTuple):
+    """What is kept of a set that something was fitted on: marks of some of its samples, and how many it had."""
 
-    Where a share f of the set is there, none of its 64 marks is with probability (1 - f)^64: 0.1 % for a tenth of the
-    set, but 53 % for a hundredth. Samples are known by their values as a model is given them: those that are augmented,
-    or come in another size or dtype, are others.
+    marks: tuple[str, ...]
+    samples: int
+
+
+def share_fitted(keys: Keys, fitted: FittedSet) -> float:
+    """The share of a new set, by the keys of its samples, that is also in a set that something was fitted on.
+
+    It is estimated: the marks tell which share of the fitted set is here, and its size how many samples that is. Where
+    a share f of the fitted set is here, none of its 64 marks is with probability (1 - f)^64: 0.1 % for a tenth of it,
+    but 53 % for a hundredth, however much of the new set that is. Copies in the fitted set count, so that of such a set
+    the share comes out too large rather than too small. Samples are known by their values as a model is given them:
+    those that are augmented, or come in another size or dtype, are others.
     """
-    return len(set(marks).intersection(names_of(keys))) / len(marks) if marks else 0.0
+    found = len(set(fitted.marks).intersection(names_of(keys)))
+    if not found:
+        return 0.0
+    return min(1.0, found / len(fitted.marks) * fitted.samples / len(np.unique(keys)))
 
 
-def warn_if_known(name: str, keys: Keys, fitted: Mapping[str, Sequence[str]]) -> float | None:
-    """Warn of a set that is measured on with samples that something was fitted on; `fitted` has the marks of each.
+def about(share: float) -> str:
+    """An estimated share above 0 in words."""
+    return f"about {100 * share:.0f} %" if share >= 0.01 else "less than 1 %"
 
-    The largest share of such samples that is there; None where there are no marks.
+
+def warn_if_fitted(name: str, keys: Keys, fitted: Mapping[str, FittedSet]) -> float | None:
+    """Warn of a set that is measured on where samples of it fitted something; `fitted` has what is kept of each.
+
+    The largest share of the samples of the set that fitted one of these; None where there are no marks.
     """
-    shares = {what: share_known(marks, keys) for what, marks in fitted.items() if marks}
-    told = [f"about {share:.0%} of the samples that fitted the {what}" for what, share in shares.items() if share]
+    shares = {what: share_fitted(keys, one) for what, one in fitted.items() if one.marks}
+    told = [f"{about(share)} fitted the {what}" for what, share in shares.items() if share]
     if told:
         warn(
-            f"{' and '.join(told)} are samples of {name}, too: ECE, risk, accepted shares and OOD numbers are then "
+            f"of the samples of {name}, {' and '.join(told)}: ECE, risk, accepted shares and OOD numbers are then "
             "better than those of new data; evaluate on others"
         )
     return max(shares.values(), default=None)

@@ -271,7 +271,7 @@ def test_a_build_goes_on_without_familiarity_for_want_of_samples_alone(monkeypat
     def faulty(*given: Any) -> Any:
         raise DataError("something else")
 
-    monkeypatch.setattr(sys.modules["hydra_ensembles.calibrate"], "_half_fitted", faulty)
+    monkeypatch.setattr(sys.modules["hydra_ensembles.calibrate"], "_fitted_on_a_half", faulty)
     with pytest.raises(DataError, match="something else"):
         he.calibrate(one, good)
 

@@ -18,7 +18,7 @@ from hydra_ensembles.errors import DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.metadata import Calibration, Metadata
-from hydra_ensembles.overlap import MARKS, keys_at_hand, marked, names_of, sample_keys, share_known
+from hydra_ensembles.overlap import MARKS, FittedSet, keys_at_hand, marked, names_of, sample_keys, share_fitted
 from hydra_ensembles.schema import from_plain
 from unit.pipeline import build_cases as cases
 
@@ -146,6 +146,7 @@ def measured(one: he.Ensemble, data: list[Any], **sets: Any) -> he.Evaluation:
 
 
 PLAIN = ensemble(single(), metadata=Metadata())
+BOTH = r"about 100 % fitted the calibration and about (4[5-9]|5[0-5]) % fitted the familiarity"  # a half did
 FIT, FRESH = labelled(PLAIN.config, 160, seed=1), labelled(PLAIN.config, 160, seed=2)
 
 
@@ -155,7 +156,7 @@ def calibrated() -> he.Ensemble:
 
 
 def test_what_set_the_thresholds_is_known_again(calibrated: he.Ensemble, tmp_path: Path) -> None:
-    with pytest.warns(HydraWarning, match=r"about 100% .* the calibration and about 100% .* the familiarity") as caught:
+    with pytest.warns(HydraWarning, match=BOTH) as caught:
         found = he.evaluate(calibrated, copied(FIT[::-1]), progress=False)
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -184,7 +185,7 @@ def test_what_set_the_thresholds_is_known_again(calibrated: he.Ensemble, tmp_pat
 
 def test_an_atlas_knows_them_again(calibrated: he.Ensemble) -> None:
     few = {"layers": [0], "inputs": 0, "progress": False}
-    with pytest.warns(HydraWarning, match=r"about 100% .* the calibration and about 100% .* the familiarity"):
+    with pytest.warns(HydraWarning, match=BOTH):
         he.atlas(calibrated, FIT, **few)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -196,7 +197,7 @@ def test_logits_that_were_fitted_on_are_known_again() -> None:
     torch.manual_seed(0)
     logits, other, labels = torch.randn(2, 90, 4), torch.randn(2, 90, 4), torch.arange(90) % 4
     known = he.fit_calibration(logits, labels).calibration
-    with pytest.warns(HydraWarning, match="about 100% of the samples that fitted the calibration"):
+    with pytest.warns(HydraWarning, match="about 100 % fitted the calibration"):
         assert evaluate_logits(logits.flip(1), labels.flip(0), calibration=known).reused == 1.0
     with pytest.warns(HydraWarning, match="set 'fog'"):
         evaluate_logits(other, labels, shift={"fog": (logits, labels)}, calibration=known)
@@ -214,7 +215,7 @@ def test_marks_travel_with_what_was_fitted(calibrated: he.Ensemble, tmp_path: Pa
     assert len(marks) == 64
     assert not calibrated.metadata.calibration.logit_marks  # samples say more
     for one in (he.Ensemble.from_pretrained(tmp_path), copy.deepcopy(calibrated), calibrated.optimize()):
-        with pytest.warns(HydraWarning, match="about 100%"):
+        with pytest.warns(HydraWarning, match="about 100 %"):
             assert he.evaluate(one, FIT, progress=False).reused == 1.0
     assert calibrated.metadata.calibration.brief.marks == ()
     changed = he.prune(calibrated, [(0, 0)])
@@ -233,15 +234,15 @@ def test_what_fitted_familiarity_is_known_again() -> None:
     assert "calibration" not in str(caught[0].message)
     assert measured(fitted, FRESH).reused == 0.0
     both = he.calibrate(fitted, FRESH)
-    for data, what in ((FIT, "familiarity"), (FRESH, "calibration")):
-        with pytest.warns(HydraWarning, match=f"about 100% of the samples that fitted the {what} are"):
+    for data, what in ((FIT, r"(4\d|5\d) % fitted the familiarity"), (FRESH, "100 % fitted the calibration")):
+        with pytest.warns(HydraWarning, match=rf"', about {what}:"):
             he.evaluate(both, data, progress=False)
 
 
 def test_texts_are_known_in_batches_of_other_lengths() -> None:
     one = ensemble(text(), metadata=Metadata())
     known = he.calibrate(one, labelled(one.config, 60, seed=1, width=6), familiarity=None)
-    with pytest.warns(HydraWarning, match="about 100%"):
+    with pytest.warns(HydraWarning, match="about 100 %"):
         he.evaluate(known, labelled(one.config, 60, seed=1, width=9), progress=False)
     assert measured(known, labelled(one.config, 60, seed=2, width=6)).reused == 0.0
 
@@ -252,10 +253,45 @@ def test_marks_are_drawn_evenly_and_from_parts_as_from_the_whole() -> None:
     assert np.array_equal(found, marked(np.concatenate([marked(keys[:3000]), marked(np.repeat(keys[::-1], 2))])))
     assert len(found) == MARKS
     assert 3500 < found.mean() < 6500
-    shares = [share_known(names_of(marked(keys + start)), keys[::4] + start) for start in range(0, 200_000, 10_000)]
-    assert np.mean(shares) == pytest.approx(0.25, abs=0.04)  # 20 draws of 64: a deviation of 0.012
     assert np.array_equal(np.sort(marked(keys[:5])), keys[:5])
-    assert share_known((), keys) == 0.0
+
+
+@pytest.mark.parametrize(("fitted", "new"), [(700, 250), (6_000, 1_000), (40, 30), (300, 300), (500, 2_000)])
+@pytest.mark.parametrize("known", [1.0, 0.5, 0.1, 0.0])
+def test_the_share_of_the_new_set_is_estimated(fitted: int, new: int, known: float) -> None:
+    """Not the share of the fitted set: all of a small set may be a small part of it."""
+    common = min(int(known * new), fitted)
+    shares = []
+    for start in range(0, 40 * 10_000, 10_000):  # 40 draws, as keys in another place are mixed otherwise
+        keys = np.arange(start, start + fitted, dtype=np.int64)
+        kept = FittedSet(tuple(names_of(marked(keys))), fitted)
+        shares.append(share_fitted(np.arange(start + fitted - common, start + fitted - common + new), kept))
+    assert max(shares) <= 1
+    assert np.mean(shares) == pytest.approx(common / new, abs=0.08 if known < 1 else 0.15)  # none is above 1
+    assert np.mean(np.array(shares) > 0.5) > 0.9 or common < new
+    assert share_fitted(np.repeat(np.arange(3), 5), FittedSet(tuple(names_of(np.arange(2))), 2)) == 2 / 3  # copies
+    assert share_fitted(np.arange(3), FittedSet((), 0)) == 0.0
+
+
+def test_all_of_a_small_set_was_fitted_on() -> None:
+    fitted = he.fit_familiarity(PLAIN, FIT, held_out=0.0)
+    part = FIT[:3]  # 48 of 160 samples
+    with pytest.raises(DataError, match="validation samples fitted the familiarity"):
+        he.calibrate(fitted, part, temperature=False)
+    with pytest.warns(HydraWarning, match=r"% of the validation samples fitted the familiarity"):
+        some = he.calibrate(fitted, [*FIT[:2], *FRESH], temperature=False)
+    assert "of which fitted it" in some.metadata.history[-1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fresh = he.calibrate(fitted, FRESH, temperature=False)
+    assert "that did not fit it" in fresh.metadata.history[-1]
+    with pytest.warns(HydraWarning, match="fitted the familiarity"):
+        found = he.evaluate(fresh, part, progress=False)
+    assert found.reused > 0.6  # 1, as far as 64 of 160 tell
+    (note,) = [one for one in he.compare([found]).notes if "fitted calibration" in one]
+    assert f"about {100 * found.reused:.0f} % of the set" in note
+    few = replace(found, reused=0.004)
+    assert any("less than 1 % of the set" in one for one in he.compare([few]).notes)
 
 
 def test_calibrated_on_the_same_samples_again_halves_them_again(calibrated: he.Ensemble) -> None:

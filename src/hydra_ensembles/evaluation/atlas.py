@@ -23,10 +23,10 @@ from ..metrics.ood import auroc
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration
-from ..overlap import Keys, require_unlike, sample_keys, warn_if_known
+from ..overlap import Keys, require_unlike, sample_keys, warn_if_fitted
 from ..prediction import AnyScore
 from ..schema import from_plain, to_plain
-from .evaluate import Data, batched, marks_of, read_groups, require_different, set_name
+from .evaluate import Data, batched, fitted_sets, read_groups, require_different, set_name
 from .evaluation import ModelInfo, Provenance, read_saved
 from .kept import Kept
 from .measure import Measure
@@ -355,7 +355,7 @@ def assembled(sweep: Sweep, sets: Sets, found: AllAnswers, model: ModelInfo) -> 
     own_keys, *other_keys = (np.concatenate(parts) for parts in found.keys.values())
     own_title, *titles = sets.titles
     require_unlike(own_title, own_keys, dict(zip(titles, other_keys, strict=True)))
-    warn_if_known(own_title, own_keys, marks_of(sweep.measure.calibration, sweep.measure.familiarity))
+    warn_if_fitted(own_title, own_keys, fitted_sets(sweep.measure.calibration, sweep.measure.familiarity))
     joined = {key: Swept.joined(parts) for key, parts in found.swept.items()}
     foreign = {key: one for key, one in joined.items() if key != sets.id_name}
     whole, effects = effects_of(sweep, joined[sets.id_name], torch.cat(found.labels), foreign)

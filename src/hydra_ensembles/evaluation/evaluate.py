@@ -23,7 +23,15 @@ from ..metrics.inputs import Convention, check_labels, warn_of_probabilities
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration, Familiarity, Metadata
 from ..optimize.runner import OptimizedEnsemble
-from ..overlap import require_unlike, sample_keys, warn_if_known, warn_if_shared, warn_of_copies, warn_of_one_sample
+from ..overlap import (
+    FittedSet,
+    require_unlike,
+    sample_keys,
+    warn_if_fitted,
+    warn_if_shared,
+    warn_of_copies,
+    warn_of_one_sample,
+)
 from ..prediction import AnyScore, ScoreName
 from .evaluation import UNNAMED, Evaluation, LabelledLogits, MemberLogits, ModelInfo, OodGroup, Provenance
 from .kept import Kept
@@ -95,8 +103,8 @@ def evaluate(
     Raises:
         DataError: A set is empty, has one class, holds NaN, does not fit the model, or is given twice, also under
             another name; the message names it. A `HydraWarning` tells of OOD sets with some ID samples, or one sample;
-            of shifted sets with samples that are not shifted; and of samples that calibration or familiarity were
-            fitted on, with the share of them, as 64 of them tell.
+            of shifted sets with samples that are not shifted; and of sets with samples that fitted calibration or
+            familiarity, with their share of the set, as 64 of the fitted ones tell.
         ConfigError: A setting is not known.
 
     Examples:
@@ -145,10 +153,10 @@ def evaluate(
         why = "numbers and intervals are of more samples than there are"
         warn_of_copies(f"set {key!r}", len(one.keys), len(np.unique(one.keys)), why)
     require_unlike(title, own.keys, {f"OOD set {key!r}": one.keys for key, one in others.items()})
-    marks = marks_of(applied, fitted)
-    reused = warn_if_known(title, own.keys, marks)
+    known_sets = fitted_sets(applied, fitted)
+    reused = warn_if_fitted(title, own.keys, known_sets)
     for key, one in shifted.items():
-        warn_if_known(f"set {key!r}", one.keys, marks)
+        warn_if_fitted(f"set {key!r}", one.keys, known_sets)
         why = "of these nothing is shifted"
         warn_if_shared(f"the in-distribution set {id_name!r}", own.keys, f"set {key!r}", one.keys, why)
     members, _, classes = like.shape
@@ -224,18 +232,19 @@ def evaluate_logits(
     for sets in given.ood.values():
         for key, foreign in sets.items():
             warn_of_one_sample(f"OOD set {key!r}", foreign.shape[1])
-    marks = {"calibration": calibration.logit_marks}
-    reused = warn_if_known(f"the in-distribution set {id_name!r}", sample_keys(own.transpose(0, 1)), marks)
+    known_sets = {"calibration": calibration.fitted_logits}
+    reused = warn_if_fitted(f"the in-distribution set {id_name!r}", sample_keys(own.transpose(0, 1)), known_sets)
     for key, one in given.shift.items():
-        warn_if_known(f"set {key!r}", sample_keys(one.logits.transpose(0, 1)), marks)
+        warn_if_fitted(f"set {key!r}", sample_keys(one.logits.transpose(0, 1)), known_sets)
     found = measure.evaluation(given, model, provenance or provenance_of(None, id_logits.dtype))
     known = {id_name: given.id.labels, **{f"shift.{key}": one.labels for key, one in given.shift.items()}}
     return replace(found, reused=reused or None, traces=trace_sets(known))  # other bits prove nothing
 
 
-def marks_of(calibration: Calibration, familiarity: Familiarity | None) -> dict[str, tuple[str, ...]]:
-    """What a model was fitted on, by the marks of its samples."""
-    return {"calibration": calibration.marks, "familiarity": () if familiarity is None else familiarity.settings.marks}
+def fitted_sets(calibration: Calibration, familiarity: Familiarity | None) -> dict[str, FittedSet]:
+    """What is kept of the samples that a model was fitted on, by what they fitted."""
+    sets = {"calibration": calibration.fitted_set}
+    return sets if familiarity is None else {**sets, "familiarity": familiarity.settings.fitted_set}
 
 
 def read_groups(ood: Mapping[str, Any] | None) -> dict[OodGroup, dict[str, Any]]:

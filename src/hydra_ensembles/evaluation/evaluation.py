@@ -343,9 +343,9 @@ class Evaluation:
         gallery: The inputs the model was most and least sure about; empty unless asked for.
         logits: The member logits; None unless asked for. They are saved as a file of their own.
         logits_digest: The digest of that file; None where there is none.
-        reused: The share of the samples that calibration or familiarity were fitted on (the larger of the two) that is
-            in the in-distribution set, as 64 of them tell; above 0, numbers are better than those of new data. None
-            where these are not known: nothing was fitted, or before there were such marks.
+        reused: About which share of the in-distribution samples calibration or familiarity were fitted on (the larger
+            of the two), as 64 of the fitted ones tell; above 0, numbers are better than those of new data. None where
+            these are not known: nothing was fitted, or before there were such marks.
         traces: Of every set, by its name in `samples`, by which `compare` knows other samples; empty in older files.
 
     Examples:

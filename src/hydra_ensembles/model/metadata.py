@@ -14,6 +14,7 @@ from ..arguments import Checked, Count, PositiveShare
 from ..errors import ConfigError
 from ..metrics.conformal import Reference
 from ..metrics.distance import BY_CLASS, FittedName, Statistics, is_relative, nearest_class, ready, unfamiliarity
+from ..overlap import FittedSet
 from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature, require_members_for
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import ADDED_LATER, require_types
@@ -30,7 +31,7 @@ class Calibration(Checked):
     Inputs whose score is above `threshold` are to be abstained from; `accepted_share` is the share of
     in-distribution inputs the threshold was chosen to accept. What the temperature `calibrates` is said at
     `Prediction.from_logits`; `reference` has the scores of the held-out data, for p-values, and `marks` the digests of
-    64 of its samples, drawn evenly: by them `evaluate` tells where it is given the same samples again. Where logits
+    64 of its samples, drawn evenly: by them `evaluate` tells which share of a set they are. Where logits
     were all there was (`fit_calibration`), `logit_marks` has those of 64 of them, for `evaluate_logits`.
     """
 
@@ -46,6 +47,19 @@ class Calibration(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_temperature(self.temperature)
+
+    @property
+    def fitted_set(self) -> FittedSet:
+        """What is kept of the samples it was fitted on."""
+        return FittedSet(self.marks, self._samples(self.marks))
+
+    @property
+    def fitted_logits(self) -> FittedSet:
+        """What is kept of the logits it was fitted on, where they were all there was."""
+        return FittedSet(self.logit_marks, self._samples(self.logit_marks))
+
+    def _samples(self, marks: tuple[str, ...]) -> int:
+        return len(marks) if self.reference is None else self.reference.samples
 
     @property
     def brief(self) -> "Calibration":
@@ -114,6 +128,11 @@ class FamiliaritySettings(Checked):
                 f"familiarity with {self.principal} principal of {self.width} directions, {self.neighbours} neighbours "
                 f"of {self.stored} stored: there must be fewer principal ones, and as many stored"
             )
+
+    @property
+    def fitted_set(self) -> FittedSet:
+        """What is kept of the samples that the statistics are from."""
+        return FittedSet(self.marks, self.samples)
 
     def shapes(self, members: int, classes: int) -> dict[str, tuple[int, ...]]:
         """The tensors of all scores, `score.name`, and their shapes."""

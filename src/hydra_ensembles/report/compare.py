@@ -18,6 +18,7 @@ from ..evaluation.evaluation import UNNAMED, Evaluation, read_saved
 from ..evaluation.traces import unlike
 from ..files import write_sealed
 from ..model.cost import Cost
+from ..overlap import about
 from ..schema import from_plain, to_plain
 from .columns import CLASSIFICATION, COLUMNS, COST, DIVERSITY, OOD, Column, columns_for, promise, set_columns
 
@@ -291,10 +292,10 @@ def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
 def _reuse_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
     """Which methods were measured on samples that they were calibrated on."""
     shares = {name: max((run.reused or 0.0 for run in runs), default=0.0) for name, runs in methods.items()}
-    told = ", ".join(f"{name}, about {100 * share:.0f} %" for name, share in shares.items() if share)
+    told = ", ".join(f"{name}, {about(share)}" for name, share in shares.items() if share)
     if not told:
         return ""
-    return f"Measured on samples that fitted calibration or familiarity ({told} of these): better than on new data."
+    return f"Measured on samples that fitted calibration or familiarity ({told} of the set): better than on new data."
 
 
 def _decline_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:

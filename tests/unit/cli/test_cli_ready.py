@@ -62,7 +62,7 @@ def test_what_was_calibrated_on_is_known_again(world, held_out, tmp_path) -> Non
     """In batches of another size, by another command: with a warning, in the table and in the file."""
     succeed("calibrate", *vit_flags(world / "mine.safetensors"), "--id", held_out, "-o", tmp_path / "ready")
     flags = ["-o", tmp_path / "found.json", "--batch-size", 7]
-    with pytest.warns(he.HydraWarning, match="about 100% of the samples that fitted the calibration"):
+    with pytest.warns(he.HydraWarning, match="about 100 % fitted the calibration"):
         told = succeed("evaluate", tmp_path / "ready", "--id", held_out, *flags)
     assert "about 100 %" in told
     assert he.Evaluation.load(tmp_path / "found.json").reused == 1.0
