@@ -101,20 +101,46 @@ class EvaluateSettings(MeasuredSettings):
 
         A file that is named outright is replaced, and so is an evaluation of the same model on no more data.
         """
-        settings = self.file.with_suffix(SETTINGS_SUFFIX)
-        if Path(self.output).suffix == ".json" or not self.file.exists() or not settings.exists():
+        if Path(self.output).suffix == ".json" or not self.file.exists():
             return
-        plain = parse_yaml(read_file(settings), str(settings))
-        earlier = plain if isinstance(plain, dict) else {}
-        present = to_plain(self)
-        same_model = _model_of(earlier) == _model_of(present)
-        most, now = (one.get("limit") or math.inf for one in (earlier, present))
-        if not same_model or not _data_of(earlier) <= _data_of(present) or most > now:
+        settings = self.file.with_suffix(SETTINGS_SUFFIX)
+        if settings.exists():
+            plain = parse_yaml(read_file(settings), str(settings))
+            earlier = plain if isinstance(plain, dict) else {}
+            present = self.by_full_names()
+            same_model = _model_of(earlier) == _model_of(present)
+            most, now = (one.get("limit") or math.inf for one in (earlier, present))
+            if same_model and _data_of(earlier) <= _data_of(present) and most <= now:
+                return
             other = "other data" if same_model else f"another model, {earlier.get('model')}"
-            raise ConfigError(
-                f"{self.file} is an evaluation of {other} (see {settings.name}); give this one --name or --output of "
-                f"its own, or --output {self.file} to replace it"
-            )
+            found = f"an evaluation of {other} (see {settings.name})"
+        else:
+            found = f"there, and nothing says what it is an evaluation of ({settings.name} is not there)"
+        raise ConfigError(
+            f"{self.file} is {found}; give this one --name or --output of its own, or --output {self.file} to replace "
+            "it"
+        )
+
+    def by_full_names(self) -> dict[str, Any]:
+        """The settings as plain data, in which files and folders have names that mean the same wherever one stands."""
+        plain: dict[str, Any] = to_plain(self)
+        folder = Path(self.model).expanduser()
+        if folder.is_dir() and not self.model.startswith((source.TIMM, source.HUB)):
+            plain |= {"model": str(folder.resolve()), "name": self.name or self.own_name}
+        if self.weights is not None:
+            plain["weights"] = str(Path(self.weights).expanduser().resolve())
+        if self.id is not None:
+            plain["id"] = source.full_name_of_data(self.id)
+        for role in ("ood", "shift"):
+            plain[role] = [
+                spec if role == "shift" and name is None else given.removesuffix(spec) + source.full_name_of_data(spec)
+                for given, (_, name, spec) in zip(getattr(self, role), grouped_specs(getattr(self, role)), strict=True)
+            ]  # a shifted set without a name is called as it was typed, and stays so
+        named = [plain["id"] or "", *plain["ood"], *plain["shift"]]
+        below_root = self.suite is not None or any(source.SUITE in one or source.TORCHVISION in one for one in named)
+        if self.root is not None or below_root:
+            plain["root"] = str(Path(self.root or "").resolve())
+        return plain
 
 
 @dataclass(frozen=True)
@@ -138,18 +164,15 @@ class AtlasSettings(MeasuredSettings):
 
 
 def _model_of(settings: Mapping[str, Any]) -> tuple[object, ...]:
-    """Which model written settings measure."""
-    name = str(settings.get("model"))
-    folder = Path(name).expanduser()
-    place = folder.resolve() if folder.is_dir() else name
-    return place, settings.get("weights"), settings.get("model_options") or {}
+    """Which model settings measure, by its full name; of a relative one of before, nobody knows where it began."""
+    return settings.get("model"), settings.get("weights"), settings.get("model_options") or {}
 
 
 def _data_of(settings: Mapping[str, Any]) -> set[object]:
-    """Which data written settings measure on."""
+    """Which data settings measure on, by their full names."""
     lists = (grouped_specs(settings.get(name) or ()) for name in ("ood", "shift"))
     data = [settings.get("id"), *(spec for named in lists for _, _, spec in named)]
-    found = {source.place_of_data(spec) for spec in data if spec is not None}
+    found: set[object] = {spec for spec in data if spec is not None}
     return found if settings.get("suite") is None else {*found, (settings["suite"], settings.get("root"))}
 
 
@@ -223,7 +246,7 @@ def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = F
     shutil.rmtree(settings.file.with_suffix(KEPT))
     if evaluation.logits is None:  # those of an evaluation that this one replaces
         logits_path(settings.file).unlink(missing_ok=True)
-    write_settings(settings.file.with_suffix(SETTINGS_SUFFIX), to_plain(settings), "evaluate")
+    write_settings(settings.file.with_suffix(SETTINGS_SUFFIX), settings.by_full_names(), "evaluate")
     if as_json:
         emit_json(read_json(settings.file))
         return

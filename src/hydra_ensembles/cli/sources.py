@@ -328,17 +328,19 @@ def existing_path(spec: str) -> tuple[Path | None, str | None]:
     return None, None
 
 
-def place_of_data(spec: str) -> object:
-    """What two names of the same data have in common: the file or folder, wherever one stands, and the split."""
+def full_name_of_data(spec: str) -> str:
+    """The name of data that means the same wherever one stands, and that two names of the same data have in common."""
     path, split = existing_path(spec)
-    return spec if path is None else (path.resolve(), split)
+    if path is None:
+        return spec
+    return str(path.resolve()) if split is None else f"{path.resolve()}:{split}"
 
 
 def require_different_sources(*named: tuple[str, str | None]) -> None:
     """Refuse settings (the name of each, and the data it names) two of which stand for the same data."""
     seen: dict[object, str] = {}
     for name, spec in named:
-        place = place_of_data(spec or "")
+        place = full_name_of_data(spec or "")
         if spec is not None and place in seen:
             raise DataError(f"{name} {spec} names the same data as {seen[place]}; give each set data of its own")
         seen[place] = f"{name} {spec}"

@@ -151,7 +151,7 @@ def test_an_evaluation_is_not_lost_to_another_of_the_same_name(run_folder, world
     sets, out = ["--id", world / "test", "--limit", 9, "-q"], tmp_path / "evaluations" / "ensemble.json"
     succeed("evaluate", "a/ensemble", *sets)
     first = out.read_text()
-    assert "another model, a/ensemble" in fail("evaluate", "b/ensemble", *sets)
+    assert f"another model, {tmp_path / 'a' / 'ensemble'}" in fail("evaluate", "b/ensemble", *sets)
     assert "another model" in fail("evaluate", "hub:you/Ensemble", *sets)
     assert "other data" in fail("evaluate", "a/ensemble", "--id", world / "val", "-q")
     assert "other data" in fail("evaluate", "a/ensemble", *sets, "--limit", 6)
@@ -162,6 +162,35 @@ def test_an_evaluation_is_not_lost_to_another_of_the_same_name(run_folder, world
     assert not Evaluation.load(out).ood
     monkeypatch.chdir(tmp_path / "b" / "ensemble")
     assert EvaluateSettings(model=".", id="test").file.name == "ensemble.json"
+
+
+def test_names_in_the_settings_of_an_evaluation_mean_the_same_from_every_folder(
+    run_folder, world, tmp_path, monkeypatch
+):
+    for name in ("a", "b"):
+        shutil.copytree(run_folder / "ensemble", tmp_path / name / "ensemble")
+        for data in ("test", "dots"):
+            shutil.copytree(world / data, tmp_path / name / data)
+    line = ["evaluate", "ensemble", "--id", "test", "--ood", "near:x=dots", "-o", "../evaluations", "-q"]
+    monkeypatch.chdir(tmp_path / "a")
+    succeed(*line)
+    out, settings = (tmp_path / "evaluations" / f"ensemble.{end}" for end in ("json", "config.yaml"))
+    first, written = Evaluation.load(out), yaml.safe_load(settings.read_text())
+    assert written["model"] == str(tmp_path / "a" / "ensemble")
+    assert written["ood"] == [f"near:x={tmp_path / 'a' / 'dots'}"]
+    monkeypatch.chdir(tmp_path / "b")
+    assert "another model" in fail(*line)  # it has the same name, from here
+    assert "other data" in fail("evaluate", "../a/ensemble", *line[2:])
+    succeed("evaluate", "--config", settings, "-o", "../evaluations", "-q")  # the same once more
+    assert Evaluation.load(out).numbers() == first.numbers()
+    relative = settings.read_text().replace(str(tmp_path / "a" / "ensemble"), "ensemble")
+    settings.write_text(relative)  # as they were written before: from which folder is not known
+    assert "another model, ensemble" in fail(*line)
+    settings.unlink()  # as Python saves an evaluation
+    assert "nothing says what it is" in fail(*line)
+    assert "nothing says what it is" in fail("evaluate", "../a/ensemble", *line[2:])
+    unnamed = EvaluateSettings(model="ensemble", id="test", shift=("../a/test", "fog=../a/test"))
+    assert unnamed.by_full_names()["shift"] == ["../a/test", f"fog={tmp_path / 'a' / 'test'}"]
 
 
 @pytest.fixture
