@@ -118,12 +118,27 @@ def _heads(config: EnsembleConfig) -> str:
 
 
 def _calibration(metadata: Metadata) -> str:
+    """Temperature, and every threshold that `predict` abstains by, with the share that each promises to accept."""
     found = metadata.calibration
     if found is None:
         return ""
     after = " (of the mean probabilities)" if found.calibrates == "probs" and len(found.temperature) == 1 else ""
     text = f"Temperature{after}: {', '.join(f'{temperature:.4g}' for temperature in found.temperature)}."
+    rules: list[
+        tuple[str, float]
+    ] = []  # when to abstain, and the share of inputs like the held-out ones that is accepted
     if found.threshold is not None:
-        text += f" Abstain where the score `{found.score}` is above {found.threshold:.4g}; this accepts "
-        text += f"{100 * found.accepted_share:.4g} % of inputs like the held-out validation data."
-    return text
+        rules.append((f"the score `{found.score}` is above {found.threshold:.4g} (unsure)", found.accepted_share))
+    familiar = None if metadata.familiarity is None else metadata.familiarity.settings
+    if familiar is not None and familiar.threshold is not None:
+        rule = f"the score `{familiar.scores[0]}` of the features is above {familiar.threshold:.4g} (unfamiliar)"
+        rules.append((rule, familiar.accepted_share))
+    if not rules:
+        return text
+    shares = " and ".join(f"{100 * share:.4g} %" for share in dict.fromkeys(share for _, share in rules))
+    text += f" Abstain where {', or '.join(rule for rule, _ in rules)}. {'Each' if len(rules) > 1 else 'This'} "
+    text += f"accepts {shares} of inputs like the held-out validation data"
+    if len(rules) == 1:
+        return f"{text}."
+    both = max(sum(share for _, share in rules) - 1.0, 0.0)
+    return f"{text}, both together at least {100 * both:.4g} %."

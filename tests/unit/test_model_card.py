@@ -1,16 +1,18 @@
 """The model card: valid for the hub, and true to the model."""
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import ModelCard
 
 import hydra_ensembles as he
 from architectures_clip import open_clip_model
 from checkpoint_models import CONFIGS, ensemble, hydra, map_pooled, single
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.model.metadata import Metadata
+from hydra_ensembles.model.metadata import Calibration, Familiarity, Metadata
 from hydra_ensembles.model_card import dual_model_card, model_card
 
 
@@ -39,6 +41,25 @@ def test_the_card_tells_what_was_pruned_and_shared() -> None:
     assert "| shared trunk | first 1 of 3 layers |" in card
     assert f"| parameters | {ensemble(hydra()).describe().parameters:,} (float32) |" in card
     assert "Nothing was pruned: every member keeps all 4 heads" in card_of(ensemble(single()))
+
+
+def test_the_card_names_every_threshold_and_what_all_of_them_accept() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(120, 3, 8, 8, generator=generator), torch.arange(120) % 3
+    plain = ensemble(single(), metadata=Metadata())
+    one = he.calibrate(plain, [(images, labels)], temperature=False, familiarity=None)
+    threshold = one.metadata.calibration.threshold
+    rule = f"Abstain where the score `msp` is above {threshold:.4g} (unsure)"
+    assert f"{rule}. This accepts 95 % of inputs like the held-out validation data." in card_of(one)
+    both = he.calibrate(plain, [(images, labels)], temperature=False)
+    found = both.metadata.familiarity
+    other = f", or the score `mahalanobis` of the features is above {found.settings.threshold:.4g} (unfamiliar)"
+    card = card_of(both)
+    assert rule + other in card
+    assert "Each accepts 95 % of inputs like the held-out validation data, both together at least 90 %." in card
+    unlike = Familiarity(replace(found.settings, accepted_share=0.9), found.state)
+    assert "Each accepts 95 % and 90 % of" in card_of(both.with_metadata(familiarity=unlike))
+    assert "Abstain" not in card_of(ensemble(single(), metadata=Metadata(calibration=Calibration())))
 
 
 def test_the_code_on_the_card_loads_the_model(tmp_path: Path) -> None:
