@@ -77,7 +77,8 @@ def build(
     Args:
         model: A model that `convert` takes, or an `Ensemble` or a `DualEncoder` with one member. It is not changed.
         config: What to make.
-        train: Labelled training batches that can be read again and again, for fine-tuning and Taylor rankings.
+        train: Labelled training batches that can be read again and again, for fine-tuning and Taylor rankings. Images
+            are cropped and mirrored at random where these do so, whatever the recipe says (`data.TrainTransform`).
         id: Held-out labelled in-distribution batches, kept in memory. A half drawn by the seed ranks heads, the
             other half calibrates (and chooses between learning rates), unless `validation` is given.
         ood: Batches unlike the training data, for circuits, kept in memory. Use other data to report results. A mapping

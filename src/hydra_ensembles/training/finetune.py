@@ -215,7 +215,8 @@ def finetune(
 
     Args:
         member: An ensemble with a classifier.
-        train: Batches with labels that can be read again and again: a DataLoader, or a list of batches.
+        train: Batches with labels that can be read again and again: a DataLoader, or a list of batches. Images are
+            cropped and mirrored at random where it does so, whatever `recipe.augment` says (`data.TrainTransform`).
         recipe: How to train.
         validation: Held-out batches with labels.
         output: Folder for checkpoints and the journal of evaluations, `member-<index>/rate-<rate>/`.

@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .._utils import require
+from .._utils import require, warn
 from ..arguments import Checked, NotNegative, Positive, Range, Rate, Share, checked, require_number
 from ..batches import Batches, length_of
 from ..errors import ConfigError
 from ..model.config import GROUPS, EnsembleConfig, Group
 from ..model.ensemble import Ensemble
 from ..model.states import place_of
+from ..preprocessing import ImagePreprocessing
 from ..schema import ADDED_LATER, from_plain
 
 OptimizerName = Literal["sgd", "adamw"]
@@ -80,7 +81,8 @@ class Recipe(Checked):
             `seed` still decides about dropout; None leaves both to `seed`.
         batch_size: Samples per update that the recipe is meant for; batches come from the caller's loader.
         augment: Whether the recipe is meant for images that are cropped and mirrored at random (`data.TrainTransform`);
-            likewise: the commands do so, and whoever makes batches in Python gives them that transform.
+            likewise: the commands do so, and whoever makes batches in Python gives them that transform. A warning
+            tells of a `data.BatchLoader` with a model's plain preprocessing instead.
         rand_augment: RandAugment that it is meant for besides; likewise.
         ours: Names of the settings whose value the paper does not state.
 
@@ -193,6 +195,7 @@ class Recipe(Checked):
         """Refuse a recipe that cannot train this model (or text tower) on these data; `build` asks early."""
         if train is not None:
             self.plan(length_of(train))
+            self._warn_if_unchanged(train)
         if validation is None and (len(self.grid) > 1 or self.patience is not None):
             raise ConfigError(f"grid {self.grid} and patience {self.patience} of the recipe need validation data")
         if self.last_blocks is not None and self.last_blocks > model.num_layers:
@@ -208,6 +211,19 @@ class Recipe(Checked):
             raise ConfigError(
                 f"the last {self.last_blocks} blocks have nothing of Recipe.train_groups {list(self.train_groups)}; "
                 "add groups, or train more blocks (share fewer layers)"
+            )
+
+    def _warn_if_unchanged(self, train: Batches) -> None:
+        """Warn of training images that come by a model's own preprocessing, where they are meant to be changed.
+
+        Of other loaders nobody knows what they do; whoever makes those has to see to it.
+        """
+        if self.changes_images and isinstance(getattr(train, "preprocess", None), ImagePreprocessing):
+            warn(
+                f"the recipe is meant for images that are changed at random (augment {self.augment}, rand_augment "
+                f"{self.rand_augment}), but train= prepares them all alike; give its batches "
+                "data.TrainTransform.matching(model.metadata.preprocessing, rand_augment=recipe.rand_augment), or the "
+                "recipe augment=False, rand_augment=None"
             )
 
     def trains(self, name: str, layers: int) -> bool:

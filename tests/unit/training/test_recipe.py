@@ -1,14 +1,19 @@
 """Recipes: the paper's presets, settings that are refused, the schedule, what trains at which rate."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
+import torch
+from PIL import Image
 from training_cases import LAYERS, batches, tiny, tiny_text
 
-from hydra_ensembles.errors import ConfigError
+from hydra_ensembles.data import BatchLoader, TrainTransform
+from hydra_ensembles.errors import ConfigError, HydraWarning
 from hydra_ensembles.model.config import GROUPS, CosineConfig
 from hydra_ensembles.model.ensemble import Ensemble
+from hydra_ensembles.preprocessing import ImagePreprocessing
 from hydra_ensembles.schema import from_plain, to_plain
 from hydra_ensembles.training.recipe import RandAugment, Recipe, make_optimizer, presets
 
@@ -150,3 +155,20 @@ def test_settings_of_a_classifier_are_refused_where_there_is_none(settings):
     for model in (Ensemble(replace(config, readout=readout)), tiny(classes=0)):
         with pytest.raises(ConfigError, match=next(iter(settings))):
             recipe.check(model, batches(), None)
+
+
+def test_images_that_are_meant_to_be_changed_and_are_not() -> None:
+    plain = ImagePreprocessing(size=(8, 8))
+    items = [(Image.new("RGB", (8, 8)), 0)] * 4
+    meant = Recipe(learning_rate=0.1, steps=1, augment=True)
+    loader = BatchLoader(items, plain, 2)  # type: ignore[arg-type]
+    with pytest.warns(HydraWarning, match=r"TrainTransform\.matching"):
+        meant.check(tiny(), loader, None)
+    with pytest.warns(HydraWarning, match="rand_augment RandAugment"):
+        replace(meant, augment=False, rand_augment=RandAugment()).check(tiny(), loader, None)
+    changed = BatchLoader(items, TrainTransform.matching(plain), 2)  # type: ignore[arg-type]
+    own = BatchLoader(items, lambda images: torch.zeros(len(images), 3, 8, 8), 2)  # type: ignore[arg-type]
+    for recipe, train in ((meant, changed), (meant, own), (replace(meant, augment=False), loader), (meant, batches(8))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            recipe.check(tiny(), train, None)
