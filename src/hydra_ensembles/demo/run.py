@@ -159,7 +159,8 @@ def run_demo(
         answers = {name: [live[name], *stored[name]] for name in live}
         deep = [live[SINGLE], *stored[SINGLE]]
         answers[DEEP] = [{name: Answers.stacked([one[name] for one in deep]) for name in live[SINGLE]}]
-        models[DEEP] = _deep_ensemble(backbone, answers[DEEP][0]["calibration"], data["calibration"])
+        promised = settings.build.accepted_share
+        models[DEEP] = _deep_ensemble(backbone, answers[DEEP][0]["calibration"], data["calibration"], promised)
         labels = torch.cat([labels for name in ("calibration", "test") for _, labels in data[name]])
         whole = backbone.describe().multiply_adds
         prices = {name: model.describe().multiply_adds / whole for name, model in models.items()}
@@ -249,9 +250,9 @@ def _limited(sets: AnswersBySet, limit: int | None) -> dict[str, Answers]:
     return {name: Answers(one.logits[:, :limit], one.unfamiliar[:limit]) for name, one in sets.items()}
 
 
-def _deep_ensemble(backbone: Ensemble, answers: Answers, calibration: Sequence[ImageBatch]) -> Ensemble:
-    """A stack of the size of backbones that share nothing, calibrated on what they said."""
-    fit = fit_calibration(answers.logits, torch.cat([labels for _, labels in calibration]))
+def _deep_ensemble(backbone: Ensemble, answers: Answers, calibration: Sequence[ImageBatch], share: float) -> Ensemble:
+    """A stack of the size of backbones that share nothing, calibrated on what they said to accept `share`."""
+    fit = fit_calibration(answers.logits, torch.cat([labels for _, labels in calibration]), share=share)
     history = ("stored answers of backbones trained from different seeds",)
     stack = joined([backbone] * len(answers.logits), Sharing())  # equal, and meant so: `Ensemble.stack` would warn
     return stack.with_metadata(calibration=fit.calibration, history=history)

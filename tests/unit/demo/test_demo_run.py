@@ -17,7 +17,8 @@ from hydra_ensembles.pipeline import chain
 from hydra_ensembles.schema import from_plain, to_plain
 
 ROOT = Path(__file__).resolve().parents[3]
-FEW = {"limit": 28, "epochs": 2, "shared_layers": 5, "draws": 2, "latency_repeats": 1, "latency_batch": 2}
+FEW: dict[str, Any] = {"limit": 28, "share": 0.8, "epochs": 2, "shared_layers": 5, "draws": 2}
+FEW |= {"latency_repeats": 1, "latency_batch": 2}
 
 
 def without_times(folder: Path, name: str = "results.json") -> dict[str, Any]:
@@ -57,6 +58,8 @@ def test_it_writes_every_number_down(folder: Path) -> None:
     names = {path.name for path in (folder / "evaluations").glob("*.json")}
     assert names == {"single.json", "pruned_branches.json", "deep_ensemble.json", "costs.json"}
     assert not (folder / "work").exists()
+    measured = [he.Evaluation.load(folder / "evaluations" / name) for name in sorted(names - {"costs.json"})]
+    assert {one.model.calibration.accepted_share for one in measured} == {0.9}  # each threshold of every method
     gained = from_plain(Gains, found["gains"], "gains")
     page = (folder / "report.html").read_text()
     assert gained.table.notes[0][:60] in page
