@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -36,8 +36,8 @@ from ..prediction import AnyScore, ScoreName
 from .evaluation import UNNAMED, Evaluation, LabelledLogits, MemberLogits, ModelInfo, OodGroup, Provenance
 from .kept import Kept
 from .measure import Measure
-from .running import Runner, describe_model, member_logits, provenance_of, running
-from .traces import trace_sets
+from .running import Pass, Runner, describe_model, member_logits, provenance_of, running
+from .traces import SetTrace, trace_sets
 
 Data = Batches | Dataset[Any]
 
@@ -149,37 +149,68 @@ def evaluate(
         like = own.answers.logits  # [M, B, C]
         others = {key: run(ready(data, key), key, False, like) for key, data in foreign.items()}
         shifted = {key: run(ready(data, key), key, True, like) for key, data in (shift or {}).items()}
-    for key, one in ((id_name, own), *others.items(), *shifted.items()):
-        why = "numbers and intervals are of more samples than there are"
-        warn_of_copies(f"set {key!r}", len(one.keys), len(np.unique(one.keys)), why)
-    require_unlike(title, own.keys, {f"OOD set {key!r}": one.keys for key, one in others.items()})
-    known_sets = fitted_sets(applied, fitted)
-    reused = warn_if_fitted(title, own.keys, known_sets)
-    for key, one in shifted.items():
-        warn_if_fitted(f"set {key!r}", one.keys, known_sets)
-        why = "of these nothing is shifted"
-        warn_if_shared(f"the in-distribution set {id_name!r}", own.keys, f"set {key!r}", one.keys, why)
+    passes = _Passes(id_name, own, groups, others, shifted)
+    reused = passes.held_against(fitted_sets(applied, fitted))
     members, _, classes = like.shape
     found = measure.evaluation(
-        MemberLogits(
-            own.answers,
-            {group: {key: others[key].answers.logits for key in sets} for group, sets in groups.items()},
-            {key: one.answers for key, one in shifted.items()},
-        ),
+        passes.logits,
         model=describe_model(ensemble, members, classes, calibration),
         provenance=provenance_of(place, own.dtype, current_ranks().size),
         gallery=[item for one in (own, *others.values()) for item in one.gallery],
-        unfamiliarity={
-            ("id", ""): own.unfamiliarity,
-            **{("ood", key): one.unfamiliarity for key, one in others.items()},
-            **{("shift", key): one.unfamiliarity for key, one in shifted.items()},
-        },
+        unfamiliarity=passes.unfamiliarity,
     )
-    by_name = {id_name: own, **{f"ood.{key}": one for key, one in others.items()}}
-    by_name |= {f"shift.{key}": one for key, one in shifted.items()}
-    labels = {key: one.answers.labels for key, one in by_name.items()}
-    traces = trace_sets(labels, {key: one.keys for key, one in by_name.items()})
-    return replace(found, reused=reused, traces=traces)
+    return replace(found, reused=reused, traces=passes.traces)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """What a model said about every set: of OOD sets, which `groups` names, and of shifted ones by name."""
+
+    id_name: str
+    own: Pass
+    groups: Mapping[OodGroup, Mapping[str, Any]]
+    others: Mapping[str, Pass]
+    shifted: Mapping[str, Pass]
+
+    def held_against(self, known_sets: Mapping[str, FittedSet]) -> float | None:
+        """Warn of samples that are in sets where they should not be; the share of the ID set that fitted the model."""
+        title = f"the in-distribution set {self.id_name!r}"
+        for key, one in ((self.id_name, self.own), *self.others.items(), *self.shifted.items()):
+            why = "numbers and intervals are of more samples than there are"
+            warn_of_copies(f"set {key!r}", len(one.keys), len(np.unique(one.keys)), why)
+        require_unlike(title, self.own.keys, {f"OOD set {key!r}": one.keys for key, one in self.others.items()})
+        reused = warn_if_fitted(title, self.own.keys, known_sets)
+        for key, one in self.shifted.items():
+            warn_if_fitted(f"set {key!r}", one.keys, known_sets)
+            why = "of these nothing is shifted"
+            warn_if_shared(title, self.own.keys, f"set {key!r}", one.keys, why)
+        return reused
+
+    @property
+    def logits(self) -> MemberLogits:
+        """As they are measured and stored."""
+        return MemberLogits(
+            self.own.answers,
+            {group: {key: self.others[key].answers.logits for key in sets} for group, sets in self.groups.items()},
+            {key: one.answers for key, one in self.shifted.items()},
+        )
+
+    @property
+    def unfamiliarity(self) -> dict[tuple[str, str], Tensor | None]:
+        """Scores of features by kind and name of each set."""
+        return {
+            ("id", ""): self.own.unfamiliarity,
+            **{("ood", key): one.unfamiliarity for key, one in self.others.items()},
+            **{("shift", key): one.unfamiliarity for key, one in self.shifted.items()},
+        }
+
+    @property
+    def traces(self) -> dict[str, SetTrace]:
+        """What the sets are known again by."""
+        sets = {self.id_name: self.own, **{f"ood.{key}": one for key, one in self.others.items()}}
+        sets |= {f"shift.{key}": one for key, one in self.shifted.items()}
+        labels = {key: one.answers.labels for key, one in sets.items()}
+        return trace_sets(labels, {key: one.keys for key, one in sets.items()})
 
 
 @checked
