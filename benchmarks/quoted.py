@@ -81,7 +81,7 @@ UNCHECKED: Mapping[str, str] = {  # pages, below the root, whose sentences have 
     "docs/how-to/choose_members.md": "settings of an example",
     "docs/how-to/clip.md": "settings of an example, below what is quoted",
     "docs/how-to/export.md": "a tolerance, and a limit of the format",
-    "docs/how-to/hf_bert.md": "a setting of an example, below what is quoted",
+    "docs/how-to/hf_bert.md": "a version of a library",
     "docs/how-to/own_model.md": "a value of a mask",
     "docs/how-to/paper_tables.md": "settings of the paper",
     "docs/how-to/score.md": "the label of an input without an answer",
