@@ -1,6 +1,5 @@
 """Exported files: equal to the ensemble where this library does not exist, and nothing written where they are not."""
 
-import copy
 import json
 import os
 import runpy
@@ -25,7 +24,7 @@ from hydra_ensembles.errors import ConfigError, ConversionError, DataError, Miss
 from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.schema import to_plain
 from hydra_ensembles.serve import export as module
-from hydra_ensembles.serve.outputs import Answering, columns, output_fields
+from hydra_ensembles.serve.outputs import columns, output_fields
 from served_models import inputs_for, pretend, served
 from zero_shot_models import dual_of
 
@@ -93,7 +92,7 @@ def test_the_file_answers_as_the_ensemble_without_this_library(name: str, format
         import onnx
 
         stored = {prop.key: json.loads(prop.value) for prop in onnx.load(file).metadata_props if prop.key in about}
-        assert stored == {key: value for key, value in about.items() if key not in ("sha256", "compared")}
+        assert stored == {key: value for key, value in about.items() if key not in ("sha256", "data", "compared")}
 
 
 @pytest.mark.slow  # tests/unit/model/test_rotary.py has the one that differs: windows of any text, in one program
@@ -203,24 +202,36 @@ def test_files_of_an_earlier_export_do_not_stay_beside(monkeypatch, tmp_path: Pa
         assert (tmp_path / "model.pt2.tokenizer.json").exists() == expected
 
 
-def with_data_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are written beside the file, as those beyond 2 GB are."""
-    save = torch.onnx.ONNXProgram.save
-    monkeypatch.setattr(torch.onnx.ONNXProgram, "save", lambda self, file: save(self, file, external_data=True))
+def with_data_beside(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    """An `onnx` file of one number, which is written beside it, as weights beyond 2 GB are."""
+    from onnx import TensorProto, helper, numpy_helper, save
+
+    def write(_: Any, file: Path, *__: Any) -> None:
+        weight = numpy_helper.from_array(np.full(3, value, np.float32), "weight")
+        shown = helper.make_tensor_value_info("shown", TensorProto.FLOAT, [3])
+        graph = helper.make_graph([helper.make_node("Identity", ["weight"], ["shown"])], "model", [], [shown], [weight])
+        data = f"{file.name}{module.DATA}"
+        save(helper.make_model(graph), file, save_as_external_data=True, location=data, size_threshold=0)
+        module._name_data(file)
+
+    pretend(monkeypatch, served("text"))
+    monkeypatch.setitem(module._WRITERS, "onnx", write)
+    monkeypatch.setitem(module._RUNNERS, "onnx", module._RUNNERS["pt2"])
 
 
 def test_a_file_runs_with_its_own_weights_or_not_at_all(monkeypatch, tmp_path: Path) -> None:
     """Killed at any moment, an earlier file keeps the weights it was compared with."""
-    with_data_beside(monkeypatch)
-    one, path = served("text, bare"), tmp_path / "model[1].onnx"
+    import onnx
+
+    def weights() -> list[float]:
+        return onnx.numpy_helper.to_array(onnx.load(path).graph.initializer[0]).tolist()
+
+    one, path = served("text"), tmp_path / "model[1].onnx"
+    with_data_beside(monkeypatch, 1.0)
     he.export(one, path)
     (data,) = tmp_path.glob("*.data")
     assert json.loads((tmp_path / "model[1].onnx.json").read_text())["data"] == {data.name: module.checksum(data)}
-    before = path.read_bytes(), data.read_bytes()
-    other = copy.deepcopy(one)
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight.mul_(1.5)
+    with_data_beside(monkeypatch, 2.0)
     (tmp_path / ".model[1].onnx.0a.tmp").mkdir()  # what a killed export left
     move = os.replace
 
@@ -232,15 +243,23 @@ def test_a_file_runs_with_its_own_weights_or_not_at_all(monkeypatch, tmp_path: P
     with monkeypatch.context() as killed:
         killed.setattr(os, "replace", stop)
         with pytest.raises(KeyboardInterrupt):
-            he.export(other, path)
-    assert (path.read_bytes(), data.read_bytes()) == before
-    inputs = inputs_for(one, 3)
-    expected = Answering(one)(**inputs)["probs"].detach().numpy()
-    np.testing.assert_allclose(module._run_onnx(path)(inputs)["probs"], expected, atol=1e-5)
-    he.export(other, path)
+            he.export(one, path)
+    assert weights() == [1.0] * 3
+    he.export(one, path)
+    assert weights() == [2.0] * 3
     (left,) = tmp_path.glob("*.data")
     assert left != data
     assert sorted(one.name for one in tmp_path.glob("*tmp")) == []
+
+
+@pytest.mark.slow
+def test_weights_that_the_exporter_wrote_beside_are_named_and_found(monkeypatch, tmp_path: Path) -> None:
+    save = torch.onnx.ONNXProgram.save
+    monkeypatch.setattr(torch.onnx.ONNXProgram, "save", lambda self, file: save(self, file, external_data=True))
+    file = he.export(served("text, bare"), tmp_path / "model.onnx")  # compared with the ensemble as it lay
+    (data,) = tmp_path.glob("*.data")
+    assert data.name == f"model.onnx.{module.checksum(data)[:16]}.data"
+    assert module._run_onnx(file)(inputs_for(served("text, bare"), 3))["probs"].shape[0] == 3
 
 
 @pytest.mark.parametrize(
