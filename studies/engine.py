@@ -159,7 +159,7 @@ def timed(models: Mapping[str, Any], inputs: Any, device: torch.device) -> dict[
         name: model.optimize(inputs, **how) if isinstance(model, he.Ensemble) else model
         for name, model in models.items()
     }
-    found = measure_costs(runs, inputs, repeats=50 if fast else 10)
+    found = measure_costs(runs, inputs, repeats=50 if fast else 5)
     return {one.name: {**to_plain(one), **sizes(models[one.name])} for one in found}
 
 
