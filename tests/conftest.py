@@ -16,7 +16,8 @@ gc.set_threshold(20_000, 50, 50)  # what is imported is much and stays: it is se
 
 
 TOGETHER = ("contract", "circuit", "cli", "studies")  # folders whose files share what takes long to make
-FIRST = {*TOGETHER, "integration", "pipeline", "training"} - {"cli"}  # they take long: no worker ends with one of them
+FIRST = {*TOGETHER, "integration", "pipeline", "training"} - {"cli"}  # they take long: no worker ends with one of them,
+FIRST |= {"test_public_names", "test_checkpoint_saving", "test_every_function"}  # nor with one of these files
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -27,7 +28,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let what takes long go first."""
-    items.sort(key=lambda item: item.path.parent.name not in FIRST)
+    items.sort(key=lambda item: FIRST.isdisjoint((item.path.parent.name, item.path.stem)))
 
 
 @pytest.hookimpl(tryfirst=True)
