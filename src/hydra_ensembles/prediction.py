@@ -125,19 +125,9 @@ class Prediction:
         return found
 
     @classmethod
-    def of(
-        cls,
-        member_logits: Tensor,
-        temperature: Temperature | None = None,
-        threshold: float | None = None,
-        score: ScoreName = "msp",
-        class_names: Sequence[str] | None = None,
-        check_finite: bool = True,
-        calibrates: Calibrates = "logits",
-        reference: Reference | None = None,
-        unfamiliarity: Unfamiliarity | None = None,
-    ) -> "Prediction":
-        """The same for logits of this library's models, which are logits, with arguments that are known to be right."""
+    def of(cls, member_logits: Tensor, temperature: Temperature | None, /, *settings: Any) -> "Prediction":
+        """The same, all settings in that order, for logits of this library's models and settings known to be right."""
+        threshold, score, class_names, check_finite, calibrates, reference, unfamiliarity = settings
         kept: tuple[float, ...] = (1.0,)
         if calibrates == "probs" and temperature is not None:
             kept = _temperatures(temperature, member_logits)

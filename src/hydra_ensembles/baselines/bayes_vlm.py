@@ -35,7 +35,7 @@ from ..model.dual_encoder import (
 )
 from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear
-from ..model.metadata import PROJECTION, Metadata, TextSide
+from ..model.metadata import PROJECTION, Calibration, Metadata, TextSide
 from ..prediction import Prediction
 from ..training.text import features_of, read_pairs
 from .start import joined
@@ -385,7 +385,7 @@ class ProbitClassifier(OurModel):
     def predict(self, *given: Any, check_finite: bool = True, **named: Any) -> Prediction:
         """As `Ensemble.predict`, uncalibrated."""
         logits = self(self.prepare(*given, **named))
-        return Prediction.of(logits, class_names=self.names, check_finite=check_finite)
+        return Calibration().prediction(logits, self.names, check_finite)
 
     def prepare(self, *given: Any, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""

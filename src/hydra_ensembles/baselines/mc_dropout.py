@@ -14,7 +14,7 @@ from ..model.config import EnsembleConfig
 from ..model.dropping import OurModel, dropping
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, built_around
-from ..model.metadata import Metadata
+from ..model.metadata import Calibration, Metadata
 from ..prediction import Prediction
 
 
@@ -82,7 +82,7 @@ class MCDropout(OurModel):
         """As `Ensemble.predict`, uncalibrated."""
         logits = self(self.prepare(*given, **named))
         names = self.model.metadata.labels or None
-        return Prediction.of(logits, class_names=names, check_finite=check_finite)
+        return Calibration().prediction(logits, names, check_finite)
 
     def prepare(self, *given: Any, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""
