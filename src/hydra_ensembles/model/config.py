@@ -304,16 +304,16 @@ class EnsembleConfig:
         for member, layers in enumerate(self.heads):
             if len(layers) not in (blocks, len(counts)):
                 raise ConfigError(f"heads[{member}] lists {len(layers)} layers, the encoder has {blocks}")
-            for layer, kept in enumerate(layers):
-                place = f"heads[{member}][{layer}] is {list(kept)}"
+            for layer, heads in enumerate(layers):
+                received = f"heads[{member}][{layer}] is {list(heads)}"
                 first = self.heads[0][layer : layer + 1]
-                if list(kept) != sorted(set(kept)) or any(not 0 <= head < counts[layer] for head in kept):
+                if list(heads) != sorted(set(heads)) or any(not 0 <= head < counts[layer] for head in heads):
                     accepted = f"distinct heads below {counts[layer]} in ascending order"
-                    raise ConfigError(f"{place}; it must list {accepted}")
-                if (layer < self.trunk or (self.sharing.attention and layer < blocks)) and (kept,) != first:
-                    raise ConfigError(f"{place} and member 0 keeps {list(first)}, but members share this attention")
-        every = tuple(layers + tuple(tuple(range(count)) for count in counts[len(layers) :]) for layers in self.heads)
-        object.__setattr__(self, "heads", every)
+                    raise ConfigError(f"{received}; it must list {accepted}")
+                if (layer < self.trunk or (self.sharing.attention and layer < blocks)) and (heads,) != first:
+                    raise ConfigError(f"{received} and member 0 keeps {list(first)}, but members share this attention")
+        filled = tuple(layers + tuple(tuple(range(count)) for count in counts[len(layers) :]) for layers in self.heads)
+        object.__setattr__(self, "heads", filled)
         self._check_ends()
 
     def _check_ends(self) -> None:
@@ -333,8 +333,8 @@ class EnsembleConfig:
             raise ConfigError(f"{widths}; they may differ only with stem.project")
         pairs = 2 if isinstance(stem, TextStemConfig) else 4
         if self.encoder.rotary is not None and self.encoder.head_dim % pairs:
-            got = f"encoder.head_dim is {self.encoder.head_dim}"
-            raise ConfigError(f"{got}; rotary positions of {self.kind} models need a multiple of {pairs}")
+            received = f"encoder.head_dim is {self.encoder.head_dim}"
+            raise ConfigError(f"{received}; rotary positions of {self.kind} models need a multiple of {pairs}")
 
     @property
     def members(self) -> int:
@@ -370,7 +370,7 @@ class EnsembleConfig:
         """How many times the attention of a layer is stored, be it that of a block or the one that pools."""
         if layer < self.encoder.layers:
             return self.copies("attention", layer)
-        return self.copies("readout") if len({kept[layer] for kept in self.heads}) == 1 else self.members
+        return self.copies("readout") if len({heads[layer] for heads in self.heads}) == 1 else self.members
 
     def differences(self, other: "EnsembleConfig") -> list[str]:
         """Architecture fields in which two ensembles differ, as readable lines; head lists do not count."""
@@ -419,11 +419,11 @@ class DualEncoderConfig:
         if widths[0] != widths[1]:
             ends = f"the image tower ends in width {widths[0]}, the text tower in width {widths[1]}"
             raise ConfigError(f"{ends}; give projections to a common width (Projections.fresh makes new ones)")
-        projections = [one for one in (self.image_projection, self.text_projection) if one is not None]
-        copies = [self.scale_copies, *(one.copies for one in projections)]
+        projections = (self.image_projection, self.text_projection)
+        copies = [self.scale_copies, *(projection.copies for projection in projections if projection is not None)]
         if any(count not in (1, self.members) for count in copies):
-            got = f"scale_copies and projections are there {copies} times"
-            raise ConfigError(f"{got}; it must be once, or once for each of {self.members} members")
+            received = f"scale_copies and projections are there {copies} times"
+            raise ConfigError(f"{received}; it must be once, or once for each of {self.members} members")
 
     @property
     def members(self) -> int:

@@ -61,9 +61,9 @@ def ensemble_contents(name: str, config: EnsembleConfig, metadata: Metadata, sta
     if side is not None:
         plain[TEXT_SIDE] = to_plain(side.settings)
         tensors |= {f"{TEXT_SIDE}.{key}": tensor for key, tensor in side.state.items()}
-    if (known := metadata.familiarity) is not None:
-        plain[FAMILIARITY] = to_plain(known.settings)
-        tensors |= {f"{FAMILIARITY}.{key}": tensor for key, tensor in known.state.items()}
+    if (familiarity := metadata.familiarity) is not None:
+        plain[FAMILIARITY] = to_plain(familiarity.settings)
+        tensors |= {f"{FAMILIARITY}.{key}": tensor for key, tensor in familiarity.state.items()}
     return Contents(ENSEMBLE, to_plain(config), plain, tensors, model_card(name, config, metadata, state))
 
 
@@ -104,24 +104,24 @@ def with_parts(
     tensors: Mapping[str, Tensor], metadata: Metadata, texts: TextSettings | None, fitted: FamiliaritySettings | None
 ) -> tuple[Mapping[str, Tensor], Metadata]:
     """The tensors of an ensemble alone, and its metadata with those of its other parts, which stay on the CPU."""
-    own = dict(tensors)
+    remaining = dict(tensors)
 
-    def part(prefix: str) -> dict[str, Tensor]:
+    def take(prefix: str) -> dict[str, Tensor]:
         names = [name for name in tensors if name.startswith(f"{prefix}.")]
-        return {name.removeprefix(f"{prefix}."): own.pop(name).to("cpu", copy=True) for name in names}
+        return {name.removeprefix(f"{prefix}."): remaining.pop(name).to("cpu", copy=True) for name in names}
 
     if texts is not None:
-        metadata = replace(metadata, text_side=TextSide(texts, part(TEXT_SIDE)))
+        metadata = replace(metadata, text_side=TextSide(texts, take(TEXT_SIDE)))
     if fitted is not None:
-        metadata = replace(metadata, familiarity=Familiarity(fitted, part(FAMILIARITY)))
-    return own, metadata
+        metadata = replace(metadata, familiarity=Familiarity(fitted, take(FAMILIARITY)))
+    return remaining, metadata
 
 
 def text_preprocessing(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Where tokenizers belong in plain metadata: of a model, its text side, or its towers."""
-    parts = (part for part in (metadata, *metadata.values()) if isinstance(part, Mapping))
-    places = (part.get("preprocessing") for part in parts)
-    return [place for place in places if isinstance(place, dict) and place.get("kind") == "text"]
+    sections = (section for section in (metadata, *metadata.values()) if isinstance(section, Mapping))
+    settings = (section.get("preprocessing") for section in sections)
+    return [setting for setting in settings if isinstance(setting, dict) and setting.get("kind") == "text"]
 
 
 def _plain_metadata(config: EnsembleConfig, metadata: Metadata) -> dict[str, Any]:
@@ -149,13 +149,14 @@ def _read_metadata(config: EnsembleConfig, data: Any, path: str, complete: bool 
     return metadata
 
 
-def _check_tokens(config: EnsembleConfig, given: TextPreprocessing, path: str) -> None:
+def _check_tokens(config: EnsembleConfig, preprocessing: TextPreprocessing, path: str) -> None:
     """Refuse padding that the model has no embedding for, and a tokenizer that cannot be parsed."""
     assert isinstance(config.stem, TextStemConfig)
-    if given.pad_id >= config.stem.vocabulary:
-        raise CheckpointError(f"{path}: pad_id is {given.pad_id}, in a vocabulary of {config.stem.vocabulary} tokens")
+    if preprocessing.pad_id >= config.stem.vocabulary:
+        received = f"pad_id is {preprocessing.pad_id}, in a vocabulary of {config.stem.vocabulary} tokens"
+        raise CheckpointError(f"{path}: {received}")
     try:
-        given.require_tokenizer()
+        preprocessing.require_tokenizer()
     except ConfigError as error:
         raise CheckpointError(f"{TOKENIZER}: {error}") from error
 
@@ -193,8 +194,8 @@ def require_fit(
     except (RuntimeError, OverflowError, TypeError) as error:  # sizes whose product no tensor can have
         raise CheckpointError(f"its configuration describes an impossible model: {first_line(error)}") from error
     shapes = expected
-    for place in _old_poolings(stored):
-        expected = _old_shapes(expected, place)
+    for prefix in _old_poolings(stored):
+        expected = _old_shapes(expected, prefix)
     problems = [f"lacks {name!r}" for name in sorted(expected.keys() - stored.keys())]
     problems += [f"has the unknown {name!r}" for name in sorted(stored.keys() - expected.keys())]
     for name in sorted(expected.keys() & stored.keys()):
@@ -211,18 +212,18 @@ def require_fit(
 
 def renewed(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Tensors by the names and in the shapes of today: an attention that pools was once stored as whole matrices."""
-    found = dict(tensors)
-    for place in _old_poolings(tensors):
-        old = {name: found.pop(f"{place}{name}") for name in _OLD_POOLING}
+    current = dict(tensors)
+    for prefix in _old_poolings(tensors):
+        old = {name: current.pop(f"{prefix}{name}") for name in _OLD_POOLING}
         for leaf, name in (("weight", "qkv"), ("bias", "qkv_bias")):
-            heads, parts, *rest = shapes[f"{place}attention.{name}"]  # [K, 3, d_k, …]
-            three = torch.cat([old[f"query.{leaf}"], old[f"key_value.{leaf}"]], dim=1)  # [G, 3·d, …]
-            split = three.reshape(len(three), parts, -1, *rest).transpose(1, 2)  # [G, h, 3, d_k, …]
-            found[f"{place}attention.{name}"] = split.reshape(heads, parts, *rest)
+            heads, parts, *rest = shapes[f"{prefix}attention.{name}"]  # [K, 3, d_k, …]
+            qkv = torch.cat([old[f"query.{leaf}"], old[f"key_value.{leaf}"]], dim=1)  # [G, 3·d, …]
+            split = qkv.reshape(len(qkv), parts, -1, *rest).transpose(1, 2)  # [G, h, 3, d_k, …]
+            current[f"{prefix}attention.{name}"] = split.reshape(heads, parts, *rest)
         out = old["out.weight"].transpose(1, 2)  # [G, h·d_k, d]
-        found[f"{place}attention.out"] = out.reshape(shapes[f"{place}attention.out"])
-        found[f"{place}attention.out_bias"] = old["out.bias"]
-    return {name: found[name] for name in shapes}
+        current[f"{prefix}attention.out"] = out.reshape(shapes[f"{prefix}attention.out"])
+        current[f"{prefix}attention.out_bias"] = old["out.bias"]
+    return {name: current[name] for name in shapes}
 
 
 _OLD_POOLING = tuple(f"{part}.{leaf}" for part in ("query", "key_value", "out") for leaf in ("weight", "bias"))
@@ -233,17 +234,16 @@ def _old_poolings(names: Iterable[str]) -> list[str]:
     return [name.removesuffix("query.weight") for name in names if name.endswith("readout.map.query.weight")]
 
 
-def _old_shapes(shapes: Mapping[str, tuple[int, ...]], place: str) -> dict[str, tuple[int, ...]]:
+def _old_shapes(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes with those of before for the attention of a pooling."""
-    attention = f"{place}attention."
+    attention = f"{prefix}attention."
     heads, _, head_dim, width = shapes.get(f"{attention}qkv", (0, 0, 0, 0))
     copies = shapes.get(f"{attention}out_bias", (0, 0))[0]
     if not width or heads * head_dim != copies * width:  # no pooling, or one that has lost heads: never stored so
         return dict(shapes)
     rows = {"query": width, "key_value": 2 * width, "out": width}
-    old: dict[str, tuple[int, ...]]
-    old = {f"{place}{part}.weight": (copies, size, width) for part, size in rows.items()}
-    old |= {f"{place}{part}.bias": (copies, size) for part, size in rows.items()}
+    old: dict[str, tuple[int, ...]] = {f"{prefix}{part}.weight": (copies, size, width) for part, size in rows.items()}
+    old |= {f"{prefix}{part}.bias": (copies, size) for part, size in rows.items()}
     return {**{name: shape for name, shape in shapes.items() if not name.startswith(attention)}, **old}
 
 
@@ -255,13 +255,13 @@ def part_of(name: str) -> str:
 
 def require_one_dtype(dtypes: Mapping[str, str]) -> None:
     """Refuse tensors of one model in several floating types; those beside it may have their own."""
-    parts: dict[str, dict[str, str]] = {}
+    parts: dict[str, dict[str, str]] = {}  # of each part, the first tensor of each type
     for name, dtype in dtypes.items():
         parts.setdefault(part_of(name), {}).setdefault(dtype, name)
-    for found in parts.values():
-        if len(found) > 1:
-            examples = ", ".join(f"{dtype} ({name})" for dtype, name in found.items())
-            raise CheckpointError(f"the tensors are of several types: {examples}; convert the model: model.to(...)")
+    for examples in parts.values():
+        if len(examples) > 1:
+            types = ", ".join(f"{dtype} ({name})" for dtype, name in examples.items())
+            raise CheckpointError(f"the tensors are of several types: {types}; convert the model: model.to(...)")
 
 
 def first_line(error: Exception) -> str:

@@ -144,7 +144,7 @@ def measure_costs(
         warmup: Runs of each model before the clock starts.
     """
     tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
-    if not tensors or not all(isinstance(one, Tensor) and one.dim() for one in tensors):
+    if not tensors or not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in tensors):
         raise DataError("inputs must be one batch: a tensor [B, ...], or a mapping of such tensors")
     if not models:
         raise ConfigError("got no models to measure; give {name: model}")
@@ -153,9 +153,9 @@ def measure_costs(
         raise DataError("the batch to measure on is empty; give at least one input")
     modules = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
     for name, module in modules.items():
-        own = next(module.parameters(), example).device
-        if own != example.device:
-            raise DataError(f"model {name!r} is on {own} and the inputs are on {example.device}; move one of them")
+        device = next(module.parameters(), example).device
+        if device != example.device:
+            raise DataError(f"model {name!r} is on {device} and the inputs are on {example.device}; move one of them")
     runs = {name: partial(model, inputs) for name, model in models.items()}
     with evaluating(*modules.values()), torch.no_grad():
         times_in_turn(runs, warmup, example.device)

@@ -50,8 +50,8 @@ class OurModel(nn.Module):
 @contextmanager
 def evaluating(*models: object) -> Iterator[None]:
     """Evaluation mode inside: of ours in this thread alone, and no flag changes; of other modules by their flags."""
-    others = [one for one in models if isinstance(one, nn.Module) and not isinstance(one, OurModel)]
-    with dropping(False), evaluation_mode(*others):
+    foreign = [model for model in models if isinstance(model, nn.Module) and not isinstance(model, OurModel)]
+    with dropping(False), evaluation_mode(*foreign):
         yield
 
 
@@ -60,10 +60,10 @@ class Dropout(nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         """Zero some of the activations and scale the others up."""
-        by = self.p > 0.0 and drops(self)
-        if isinstance(by, torch.Generator):
-            return dropped(x, self.p, by)
-        return F.dropout(x, self.p) if by else x
+        rule = self.p > 0.0 and drops(self)
+        if isinstance(rule, torch.Generator):
+            return dropped(x, self.p, rule)
+        return F.dropout(x, self.p) if rule else x
 
 
 def dropped(x: Tensor, p: float, generator: torch.Generator) -> Tensor:

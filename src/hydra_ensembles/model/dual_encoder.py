@@ -85,8 +85,8 @@ class DualEncoder(Saved, OurModel):
             takes = None if projection is None else projection.weight.shape[2]
             gives = output_width(tower.config)
             if takes not in (None, gives):
-                what = f"a projection takes features of width {takes}"
-                raise ConfigError(f"{what}, the {tower.kind} tower before it gives {gives}")
+                problem = f"a projection takes features of width {takes}"
+                raise ConfigError(f"{problem}, the {tower.kind} tower before it gives {gives}")
         maps = projection_config(self.projections.image), projection_config(self.projections.text)
         scales = self.logit_scale.numel(), self.logit_bias is not None
         self.config = DualEncoderConfig(image.config, text.config, *maps, *scales)
@@ -134,9 +134,9 @@ class DualEncoder(Saved, OurModel):
         """A copy of one member as a dual encoder of its own."""
         index = member_index(index, self.num_members)
         image, text = (tower.member(min(index, tower.num_members - 1)) for tower in (self.image, self.text))
-        one = min(index, self.config.scale_copies - 1)
-        bias = None if self.logit_bias is None else self.logit_bias[one]
-        return DualEncoder(image, text, self.projections.member(index), self.logit_scale[one], bias).eval()
+        copy = min(index, self.config.scale_copies - 1)
+        bias = None if self.logit_bias is None else self.logit_bias[copy]
+        return DualEncoder(image, text, self.projections.member(index), self.logit_scale[copy], bias).eval()
 
     @classmethod
     def from_state(
@@ -148,7 +148,7 @@ class DualEncoder(Saved, OurModel):
     @classmethod
     def _empty(cls, config: DualEncoderConfig, image: Metadata, text: Metadata) -> "DualEncoder":
         maps = (config.image_projection, config.image), (config.text_projection, config.text)
-        projections = Projections(*(projection_from(one, output_width(tower)) for one, tower in maps))
+        projections = Projections(*(projection_from(projection, output_width(tower)) for projection, tower in maps))
         scale = torch.zeros(config.scale_copies)
         towers = (Ensemble(config.image, image), Ensemble(config.text, text))
         return cls(*towers, projections, scale, scale if config.logit_bias else None)
@@ -230,10 +230,10 @@ def embed(
     tower: Ensemble, projection: GroupedLinear | None, inputs: Any, normalize: bool = True, **named: Any
 ) -> Tensor:
     """Embeddings `[G, B, e]` of what a tower takes; G is 1 where neither tower nor projection has members."""
-    others = READ["text" if tower.kind == "image" else "image"]  # a processor gives the inputs of both towers in one
-    named = {name: value for name, value in named.items() if name not in others}
+    foreign = READ["text" if tower.kind == "image" else "image"]  # a processor gives the inputs of both towers in one
+    named = {name: value for name, value in named.items() if name not in foreign}
     if isinstance(inputs, Mapping):
-        inputs = {name: value for name, value in inputs.items() if name not in others}
+        inputs = {name: value for name, value in inputs.items() if name not in foreign}
     elif inputs is not None and not isinstance(inputs, Tensor):
         inputs = tower.prepare(list(inputs) if isinstance(inputs, tuple) else inputs)
     x = tower(inputs, **named)  # [M or 1, B, d]
@@ -244,8 +244,8 @@ def embed(
 
 def _numbers(values: float | Tensor, like: Ensemble) -> nn.Parameter:
     """A parameter `[1]` or `[M]` with a copy of the given numbers; plain ones go where the towers are."""
-    given = values if isinstance(values, Tensor) else torch.tensor(values, dtype=like.dtype, device=like.device)
-    return nn.Parameter(given.detach().clone().reshape(-1))
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=like.dtype, device=like.device)
+    return nn.Parameter(tensor.detach().clone().reshape(-1))
 
 
 def require_ensemble(model: object, caller: str) -> Ensemble:
@@ -334,12 +334,12 @@ def class_embeddings(
 def require_distinct(tower: Ensemble, names: Sequence[str], templates: Sequence[str]) -> None:
     """Refuse class names that become the same tokens, naming two: no member can tell them apart."""
     ids = tower.unpack(tower.prepare(prompts_of(names, templates)))[0]  # [C·templates, T]
-    seen: dict[bytes, str] = {}
+    by_tokens: dict[bytes, str] = {}
     for name, tokens in zip(names, ids.cpu().unflatten(0, (len(names), -1)), strict=True):
-        other = seen.setdefault(tokens.numpy().tobytes(), name)
-        if other != name:
+        earlier = by_tokens.setdefault(tokens.numpy().tobytes(), name)
+        if earlier != name:
             raise DataError(
-                f"the classes {other!r} and {name!r} are the same tokens: the tokenizer does not know the words in "
+                f"the classes {earlier!r} and {name!r} are the same tokens: the tokenizer does not know the words in "
                 "which they differ, or cuts them off; use words it knows, and templates that are short enough"
             )
 
@@ -406,9 +406,9 @@ def zero_shot(
     images, texts = dual.image.metadata.history, dual.text.metadata.history
     history = (*images, *(f"text tower: {line}" for line in texts if line not in images))
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in side.state.items() if keep_text}
-    kept = TextSide(side.settings, weights) if keep_text else None
-    made = f"zero-shot classifier of {len(names)} classes, {len(sentences)} templates"
-    metadata = replace(dual.image.metadata, history=history).after(made, labels=names, text_side=kept)
+    text_side = TextSide(side.settings, weights) if keep_text else None
+    line = f"zero-shot classifier of {len(names)} classes, {len(sentences)} templates"
+    metadata = replace(dual.image.metadata, history=history).after(line, labels=names, text_side=text_side)
     return Ensemble.from_state(config, state, metadata)
 
 

@@ -46,7 +46,7 @@ def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Mod
     """A model whose parameters are the given tensors, not copies of them; in evaluation mode."""
     with torch.device("meta"):
         model = build()
-    shapes = {name: one.shape for name, one in model.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     if shapes != {name: tensor.shape for name, tensor in state.items()}:
         model.load_state_dict(state, assign=True)  # says what does not fit
     for path, module in model.named_modules():  # what loading does, in a fifth of its time
@@ -153,7 +153,7 @@ class Ensemble(Saved, Watched):
         self.config = config
         self.kind, self.num_members, self.num_classes = config.kind, config.members, config.readout.num_classes
         self.num_layers, self.num_heads = config.encoder.layers, config.encoder.heads
-        self.heads: KeptHeads = tuple(kept[: self.num_layers] for kept in config.heads)
+        self.heads: KeptHeads = tuple(member[: self.num_layers] for member in config.heads)
         width = config.encoder.width
         copies = config.copies("stem")
         self.stem: PatchStem | TextStem
@@ -182,10 +182,10 @@ class Ensemble(Saved, Watched):
 
     def lasting(self, deed: str) -> "Ensemble":
         """This ensemble; with heads masked, the same weights with the metadata that these can keep."""
-        known = self.kept_metadata(deed)
-        return (
-            self if known is self._metadata else built_around(lambda: Ensemble(self.config, known), self.state_dict())
-        )
+        metadata = self.kept_metadata(deed)
+        if metadata is self._metadata:
+            return self
+        return built_around(lambda: Ensemble(self.config, metadata), self.state_dict())
 
     # --- running -----------------------------------------------------------------------------------------
 
@@ -212,9 +212,9 @@ class Ensemble(Saved, Watched):
         """
         return self._per_member(self.readout(*self._encoded(inputs, attention_mask, token_type_ids, **named)))
 
-    def features(self, *given: Any, **named: Any) -> Tensor:
+    def features(self, *inputs: Any, **named: Any) -> Tensor:
         """Pooled features `[M, B, d]`, as classifier or hidden layer see them; takes what `forward` takes."""
-        return self._per_member(self.readout.pool(*self._encoded(*given, **named)))
+        return self._per_member(self.readout.pool(*self._encoded(*inputs, **named)))
 
     @torch.no_grad()
     def predict(
@@ -242,20 +242,20 @@ class Ensemble(Saved, Watched):
         with dropping(False):
             return self.prediction(*self.answers(ready), check_finite=check_finite)
 
-    def answers(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+    def answers(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`.
 
         This and `features_and_logits` take what `forward` takes.
         """
-        known = self.metadata.familiarity
-        if known is None:
-            return self(*given, **named), None
-        features, logits = self.features_and_logits(*given, **named)
-        return logits, known.scores(features, logits)
+        familiarity = self.metadata.familiarity
+        if familiarity is None:
+            return self(*inputs, **named), None
+        features, logits = self.features_and_logits(*inputs, **named)
+        return logits, familiarity.scores(features, logits)
 
-    def features_and_logits(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def features_and_logits(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Pooled features `[M, B, d]`, those of two tokens one after the other, and member logits `[M, B, C]`."""
-        pooled = self.readout.pool(*self._encoded(*given, **named))
+        pooled = self.readout.pool(*self._encoded(*inputs, **named))
         logits = self.readout.classify(pooled)
         return self._per_member(pooled.flatten(2)), self._per_member(logits)
 
@@ -291,14 +291,14 @@ class Ensemble(Saved, Watched):
         if not self.num_classes:
             raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
         metadata = self.metadata
-        found = metadata.calibration or Calibration()
-        known = metadata.familiarity
-        about = None if known is None or unfamiliarity is None else known.about(unfamiliarity)
-        return found.prediction(logits, metadata.labels or None, check_finite, about)
+        calibration = metadata.calibration or Calibration()
+        familiarity = metadata.familiarity
+        about = None if familiarity is None or unfamiliarity is None else familiarity.about(unfamiliarity)
+        return calibration.prediction(logits, metadata.labels or None, check_finite, about)
 
-    def _encoded(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _encoded(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """What the readout takes: tokens after the last block `[N, B, T', d]`, key mask, main input."""
-        arguments = self.unpack(*given, **named)
+        arguments = self.unpack(*inputs, **named)
         if not torch.compiler.is_compiling():
             require_at_home(arguments, next(self.parameters(), None))
             if torch.is_grad_enabled() and drops(self) is True and self.metadata.measured:
@@ -331,8 +331,8 @@ class Ensemble(Saved, Watched):
         """The main input, mask and segments, however `forward` was given them, held against what the model takes."""
         if inputs is not None and not isinstance(inputs, Tensor | Mapping) and is_raw(inputs):
             inputs = self.prepare(inputs)
-        found = gathered(self.kind, inputs, attention_mask, token_type_ids, named)
-        return fitting(self.config, found, self._metadata.preprocessing)
+        arguments = gathered(self.kind, inputs, attention_mask, token_type_ids, named)
+        return fitting(self.config, arguments, self._metadata.preprocessing)
 
     def optimize(self, example_inputs: Given | None = None, **options: Any) -> "OptimizedEnsemble":
         """A frozen, faster runner of this ensemble; `OptimizedEnsemble` says which options there are."""
@@ -351,13 +351,13 @@ class Ensemble(Saved, Watched):
         """
         from ..convert.convert import as_ours  # a layer above
 
-        given = [as_ours(one) for one in listed(members, "Ensemble.stack")]
-        strange = sorted({type(one).__name__ for one in given if not isinstance(one, Ensemble)})
+        ensembles = [as_ours(member) for member in listed(members, "Ensemble.stack")]
+        strange = sorted({type(ensemble).__name__ for ensemble in ensembles if not isinstance(ensemble, Ensemble)})
         if strange:
             raise ConfigError(f"Ensemble.stack takes classifiers, got {strange}; dual encoders are fused: he.fuse(…)")
-        states, heads, metadata = singles(given)
+        states, heads, metadata = singles(ensembles)
         warn_if_equal(list(zip(heads, states, strict=True)), "Ensemble.stack")
-        config = replace(member_config(given[0].config, 0), heads=heads)
+        config = replace(member_config(ensembles[0].config, 0), heads=heads)
         return Ensemble.from_state(config, join_states(config, states), metadata)
 
     def member(self, index: int) -> "Ensemble":
@@ -379,18 +379,18 @@ class Ensemble(Saved, Watched):
 
         Its weights are these, not copies of them: training one in place, or masking heads of it, changes both.
         """
-        names = [one.name for one in fields(Metadata)]
+        names = [field.name for field in fields(Metadata)]
         strange = sorted(set(changes) - set(names))
         if strange:
             raise ConfigError(f"there is no metadata {strange}; there are {names}")
-        known = self.verified_metadata()
+        current = self.verified_metadata()
         new = changes.get("preprocessing")
-        if known.measured and None not in (new, known.preprocessing) and new != known.preprocessing:
+        if current.measured and None not in (new, current.preprocessing) and new != current.preprocessing:
             dropped: dict[str, Any] = {"calibration": None, "familiarity": None, "metrics": {}}
             if dropped.keys() - changes.keys():  # those that are given are the caller's word
                 warn(f"what was measured saw inputs through another preprocessing: {DROPPED}")
             changes = {**dropped, **changes}
-        metadata = replace(known, **changes)
+        metadata = replace(current, **changes)
         metadata.check(self.config)
         return built_around(lambda: Ensemble(self.config, metadata), self.state_dict())
 
@@ -399,8 +399,8 @@ class Ensemble(Saved, Watched):
     def _contents(self, name: str) -> Contents:
         state = self.state_dict()
         with torch.device("meta"):
-            usual = {key: one.shape for key, one in Ensemble(self.config).named_parameters()}
-        odd = sorted(usual.items() ^ {key: one.shape for key, one in state.items()}.items())
+            usual = {key: parameter.shape for key, parameter in Ensemble(self.config).named_parameters()}
+        odd = sorted(usual.items() ^ {key: tensor.shape for key, tensor in state.items()}.items())
         if odd:  # a part was replaced, pruned by torch or parametrised: it could not be loaded
             raise ConfigError(
                 f"the ensemble is not what its configuration says, in {odd[0][0]}, and could not be loaded again; undo "
@@ -414,17 +414,17 @@ class Ensemble(Saved, Watched):
 
         def expected() -> dict[str, Tensor]:
             """The tensors of the ensemble, its text side and its statistics, as a checkpoint names them."""
-            found = cls(config).state_dict()
+            state = cls(config).state_dict()
             if texts is not None:
                 projection = projection_from(texts.projection, output_width(texts.tower))
                 side = text_state(cls(texts.tower).state_dict(), {} if projection is None else projection.state_dict())
-                found |= {f"{TEXT_SIDE}.{name}": tensor for name, tensor in side.items()}
+                state |= {f"{TEXT_SIDE}.{name}": tensor for name, tensor in side.items()}
             shapes = {} if fitted is None else fitted.shapes(config.members, config.readout.num_classes)
-            return found | {f"{FAMILIARITY}.{name}": torch.empty(shape) for name, shape in shapes.items()}
+            return state | {f"{FAMILIARITY}.{name}": torch.empty(shape) for name, shape in shapes.items()}
 
-        state = stored.tensors(expected, device, dtype, at_least=config.encoder.layers)
-        own, metadata = with_parts(state, metadata, texts, fitted)
-        return cls.from_state(config, own, metadata)
+        tensors = stored.tensors(expected, device, dtype, at_least=config.encoder.layers)
+        state, metadata = with_parts(tensors, metadata, texts, fitted)
+        return cls.from_state(config, state, metadata)
 
     # --- looking at it -----------------------------------------------------------------------------------
 
@@ -450,9 +450,9 @@ def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], Kep
     Raises:
         ConfigError: They differ in architecture, dtype, device or class names, so they cannot become one ensemble.
     """
-    require_same_architecture([one.config for one in ensembles])
-    members = [(one, index) for one in ensembles for index in range(one.num_members)]
-    states = [member_state(one.config, one.state_dict(), index) for one, index in members]
+    require_same_architecture([model.config for model in ensembles])
+    members = [(model, index) for model in ensembles for index in range(model.num_members)]
+    states = [member_state(model.config, model.state_dict(), index) for model, index in members]
     require_same_dtype_and_device(states)
-    metadata = common_metadata([member_metadata(one.metadata, index, one.num_members) for one, index in members])
-    return states, tuple(one.config.heads[index] for one, index in members), metadata
+    metadata = common_metadata([member_metadata(model.metadata, index, model.num_members) for model, index in members])
+    return states, tuple(model.config.heads[index] for model, index in members), metadata

@@ -42,24 +42,24 @@ def gathered(
     if isinstance(attention_mask, bool):
         advice = "give a tensor, or leave it out; settings have names: predict(inputs, check_finite=False)"
         raise DataError(f"attention_mask, the second argument, is {attention_mask}; {advice}")
-    given = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, **named}
-    given = {name: value for name, value in given.items() if value is not None}
+    arguments = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, **named}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
     unknown = [name for name in named if name not in (main, *beside, *PASSED_OVER)]
     if unknown:
         raise DataError(_not_read(unknown[0], kind))
-    whole = inputs if isinstance(inputs, Mapping) else {} if inputs is None else {main: inputs}
-    twice = sorted(name for name in given if whole.get(name) is not None)
+    mapping = inputs if isinstance(inputs, Mapping) else {} if inputs is None else {main: inputs}
+    twice = sorted(name for name in arguments if mapping.get(name) is not None)
     if twice:
         raise DataError(f"{twice} are given twice, inside the inputs and as arguments; give each once")
-    found = tensors_of({**whole, **given}, "the inputs")
-    for name, tensor in found.items():
+    tensors = tensors_of({**mapping, **arguments}, "the inputs")
+    for name, tensor in tensors.items():
         if name not in (main, *beside, *PASSED_OVER) and (tensor.dim() > 1 or looks_like_input(name)):
             raise DataError(_not_read(name, kind))
-    if main not in found:
-        got = sorted(map(str, {**whole, **given}))
-        raise DataError(f"expected a tensor or a mapping with {main!r}, got {got or 'nothing'}")
-    mask, segments = (found.get(name) if name in beside else None for name in ("attention_mask", "token_type_ids"))
-    return found[main], mask, segments
+    if main not in tensors:
+        received = sorted(map(str, {**mapping, **arguments}))
+        raise DataError(f"expected a tensor or a mapping with {main!r}, got {received or 'nothing'}")
+    mask, segments = (tensors.get(name) if name in beside else None for name in ("attention_mask", "token_type_ids"))
+    return tensors[main], mask, segments
 
 
 def _not_read(name: str, kind: Literal["image", "text"]) -> str:
@@ -68,16 +68,16 @@ def _not_read(name: str, kind: Literal["image", "text"]) -> str:
     return f"the inputs hold {name!r}, which is not read; {kind} models read {', '.join(READ[kind])}: {advice}"
 
 
-def fitting(config: EnsembleConfig, given: Arguments, known: object) -> Arguments:
-    """What was given, held against what a model of this configuration takes; `known` is its preprocessing, if any."""
-    for tensor in given:
+def fitting(config: EnsembleConfig, arguments: Arguments, preprocessing: object) -> Arguments:
+    """What was given, held against what a model of this configuration takes; `preprocessing` is its own, if any."""
+    for tensor in arguments:
         if tensor is not None and tensor.layout is not torch.strided:
             raise DataError(f"the inputs hold a tensor of layout {tensor.layout}; give dense ones: tensor.to_dense()")
     if isinstance(config.stem, PatchStemConfig):
-        fitting_images(config.stem, given[0])
-        return given[0], None, None
-    ids, mask, segments = fitting_tokens(config.stem, *given)
-    warn_of_untold_padding(ids, mask, known)
+        fitting_images(config.stem, arguments[0])
+        return arguments[0], None, None
+    ids, mask, segments = fitting_tokens(config.stem, *arguments)
+    warn_of_untold_padding(ids, mask, preprocessing)
     if config.readout.pool == "cls":
         fitting_first_tokens(mask, config.encoder.window)
     return ids, mask, segments
@@ -96,19 +96,19 @@ def fitting_images(config: PatchStemConfig, images: Tensor) -> None:
         raise DataError(f"images are {height}x{width}, which the patch size {patch} does not divide; {advice}")
 
 
-def warn_of_raw_pixels(images: Tensor, known: object) -> None:
-    """Warn, where it can be seen, of images that are not normalised: from 0 to 255, or to 1 where `known` differs.
+def warn_of_raw_pixels(images: Tensor, preprocessing: object) -> None:
+    """Warn, where it can be seen, of images that are not normalised: from 0 to 255, or to 1 where the model differs.
 
-    A few pixels of the first images tell; `known` is the preprocessing of the model, if there is any.
+    A few pixels of the first images tell; `preprocessing` is that of the model, if there is any.
     """
-    some = images[:8, :, :: max(1, images.shape[2] // 32), :: max(1, images.shape[3] // 32)]
-    if not _visible(images) or not some.numel():
+    pixels = images[:8, :, :: max(1, images.shape[2] // 32), :: max(1, images.shape[3] // 32)]
+    if not _visible(images) or not pixels.numel():
         return
-    low, high = (float(bound) for bound in some.aminmax())
+    low, high = (float(bound) for bound in pixels.aminmax())
     darkest = brightest = 0.0
-    if isinstance(known, ImagePreprocessing):
-        darkest = min(-mean / std for mean, std in zip(known.mean, known.std, strict=True))
-        brightest = max((1 - mean) / std for mean, std in zip(known.mean, known.std, strict=True))
+    if isinstance(preprocessing, ImagePreprocessing):
+        darkest = min(-mean / std for mean, std in zip(preprocessing.mean, preprocessing.std, strict=True))
+        brightest = max((1 - mean) / std for mean, std in zip(preprocessing.mean, preprocessing.std, strict=True))
     if (low >= 0 and high > max(50, 2 * brightest)) or (0 <= low < 0.5 < high <= 1 and darkest < -0.9):
         warn(
             f"images have values from {low:.3g} to {high:.3g}, as pixels have that are not normalised, and the model "
@@ -116,16 +116,16 @@ def warn_of_raw_pixels(images: Tensor, known: object) -> None:
         )
 
 
-def warn_of_odd_images(config: EnsembleConfig, images: Tensor, known: object) -> None:
-    """Warn of raw pixels, and of another size than the model has, or `known`, its preprocessing: positions are fitted.
+def warn_of_odd_images(config: EnsembleConfig, images: Tensor, preprocessing: object) -> None:
+    """Warn of raw pixels, and of another size than the model or its preprocessing has: positions are fitted.
 
     Rotary positions are those of any size.
     """
-    warn_of_raw_pixels(images, known)
+    warn_of_raw_pixels(images, preprocessing)
     if not isinstance(config.stem, PatchStemConfig) or config.encoder.rotary is not None:
         return
     size = images.shape[2], images.shape[3]
-    sizes = [config.stem.image_size, *([known.size] if isinstance(known, ImagePreprocessing) else [])]
+    sizes = [config.stem.image_size, *([preprocessing.size] if isinstance(preprocessing, ImagePreprocessing) else [])]
     if size not in sizes and not torch.compiler.is_compiling():
         warn(
             f"images are {size[0]}x{size[1]}, and the model has positions for {sizes[0][0]}x{sizes[0][1]}, which are "
@@ -139,9 +139,9 @@ def fitting_tokens(config: TextStemConfig, ids: Tensor, mask: Tensor | None, seg
         raise DataError(f"expected token ids [batch, tokens] as integers, got {ids.dtype} {list(ids.shape)}")
     if not 0 < ids.shape[1] <= config.max_tokens:
         raise DataError(f"got {ids.shape[1]} tokens, there may be 1 to {config.max_tokens}; truncate them")
-    for name, other in (("attention_mask", mask), ("token_type_ids, the segments,", segments)):
-        if other is not None and (other.shape != ids.shape or other.is_meta != ids.is_meta):
-            raise DataError(f"{name} must be like the token ids, {list(ids.shape)}; got {list(other.shape)}")
+    for name, tensor in (("attention_mask", mask), ("token_type_ids, the segments,", segments)):
+        if tensor is not None and (tensor.shape != ids.shape or tensor.is_meta != ids.is_meta):
+            raise DataError(f"{name} must be like the token ids, {list(ids.shape)}; got {list(tensor.shape)}")
     ids = _in_range(ids, config.vocabulary, "token ids", "the vocabulary; use the tokenizer of this model")
     if segments is not None:
         if not _is_integer_or_bool(segments):
@@ -156,22 +156,22 @@ def _fitting_mask(mask: Tensor) -> Tensor:
     if _visible(mask):
         ones = mask == 1
         if not bool((ones | (mask == 0)).all()) or not bool(ones.any(1).all()):
-            what = f"attention_mask ({mask.dtype}) has other values than 0 and 1, or a row without a token"
-            raise DataError(f"{what}; {advice}")
+            problem = f"attention_mask ({mask.dtype}) has other values than 0 and 1, or a row without a token"
+            raise DataError(f"{problem}; {advice}")
         return mask if _is_integer_or_bool(mask) else ones
     if not _is_integer_or_bool(mask):
         raise DataError(f"attention_mask is {mask.dtype}, and on a GPU its values are not looked at; {advice}, as bool")
     return mask
 
 
-def warn_of_untold_padding(ids: Tensor, mask: Tensor | None, known: object) -> None:
+def warn_of_untold_padding(ids: Tensor, mask: Tensor | None, preprocessing: object) -> None:
     """Warn, where it can be seen, of texts with padding at an end and no mask, though the tokenizer gives one."""
-    if mask is not None or not isinstance(known, TextPreprocessing) or not known.attention_mask:
+    if mask is not None or not isinstance(preprocessing, TextPreprocessing) or not preprocessing.attention_mask:
         return
-    if _visible(ids) and bool((ids[:, [0, -1]] == known.pad_id).any()):
+    if _visible(ids) and bool((ids[:, [0, -1]] == preprocessing.pad_id).any()):
         warn(
-            f"some texts begin or end with the id {known.pad_id}, which is padding, and there is no attention_mask: "
-            "the model takes padding for tokens; give all that the tokenizer gives, model(**batch)"
+            f"some texts begin or end with the id {preprocessing.pad_id}, which is padding, and there is no "
+            "attention_mask: the model takes padding for tokens; give all that the tokenizer gives, model(**batch)"
         )
 
 
@@ -182,11 +182,11 @@ def fitting_first_tokens(mask: Tensor | None, window: int | None) -> None:
     """
     if mask is None or not mask.shape[1] or not _visible(mask) or bool(mask[:, 0].all()):
         return
-    what = "some texts begin with padding, and this model reads its answer off the first token"
+    problem = "some texts begin with padding, and this model reads its answer off the first token"
+    advice = "pad on the right (tokenizer.padding_side = 'right')"
     if window is not None:
-        raise DataError(f"{what}, which sees its neighbours alone; pad on the right (tokenizer.padding_side = 'right')")
-    advice = "pad on the right (tokenizer.padding_side = 'right'), unless it was trained on texts like these"
-    warn(f"{what}, as the original does: {advice}")
+        raise DataError(f"{problem}, which sees its neighbours alone; {advice}")
+    warn(f"{problem}, as the original does: {advice}, unless it was trained on texts like these")
 
 
 def _in_range(numbers: Tensor, end: int, name: str, of: str) -> Tensor:

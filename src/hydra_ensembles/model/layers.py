@@ -117,12 +117,12 @@ class Block(nn.Module):
 
     def _drop(self, branch: Tensor) -> Tensor:
         """Stochastic depth: drop the branch of a sample (of a member), scale the others up."""
-        if self.drop_path == 0.0 or (by := drops(self)) is False:
+        if self.drop_path == 0.0 or (rule := drops(self)) is False:
             return branch
         keep = 1.0 - self.drop_path
         shape = (*branch.shape[:2], 1, 1)
         drawn = torch.empty(shape, dtype=torch.float32, device=branch.device)
-        kept = drawn.uniform_(generator=None if by is True else by) < keep
+        kept = drawn.uniform_(generator=None if rule is True else rule) < keep
         return branch * (kept.to(branch.dtype) / keep)
 
 
@@ -190,8 +190,8 @@ class Attention(nn.Module):
         """
         if x.shape[0] > 1 and not self.even:  # inputs of their own, different numbers of heads: one after another
             asking = [read[copy][None] if isinstance(read, Tensor) else read for copy in range(len(x))]
-            parts = enumerate(zip(x, asking, strict=True))
-            return torch.cat([self._attend(one[None], context, ask, copy) for copy, (one, ask) in parts], dim=2)
+            inputs = enumerate(zip(x, asking, strict=True))
+            return torch.cat([self._attend(tokens[None], context, ask, copy) for copy, (tokens, ask) in inputs], dim=2)
         z = self._attend(x, context, read)
         return z if self.distinct is None else z.index_select(2, self.distinct)
 
@@ -205,9 +205,9 @@ class Attention(nn.Module):
         elif self.even and members > 1:
             y = out_of_heads(z, self.out, copies)  # [M, B, T', d]
         else:
-            none = z.new_zeros(*z.shape[:2], self.out.shape[2])  # of a copy without a head
-            parts = zip(z.split(self.sizes, dim=2), self.out.split(self.sizes), strict=True)
-            y = torch.stack([part.flatten(2) @ heads.flatten(0, 1) if len(heads) else none for part, heads in parts])
+            nothing = z.new_zeros(*z.shape[:2], self.out.shape[2])  # of a copy without a head
+            pairs = zip(z.split(self.sizes, dim=2), self.out.split(self.sizes), strict=True)
+            y = torch.stack([part.flatten(2) @ out.flatten(0, 1) if len(out) else nothing for part, out in pairs])
         return y if self.out_bias is None else y + self.out_bias[:, None, None, :]
 
     def _attend(self, x: Tensor, context: Context, read: Read, copy: int | None = None) -> Tensor:
@@ -225,9 +225,9 @@ class Attention(nn.Module):
         if self.turn is not None:
             places = read if isinstance(read, slice) else None
             q, k = turned(q, context.turns[self.turn], places), turned(k, context.turns[self.turn])
-        by = self.dropout > 0.0 and drops(self)
+        rule = self.dropout > 0.0 and drops(self)
         mask = context.seen(self.window is not None, read)
-        return attend(q, k, v, mask, x.shape[0], self.causal, self.dropout, by)
+        return attend(q, k, v, mask, x.shape[0], self.causal, self.dropout, rule)
 
     def _into_heads(self, x: Tensor, start: int, stop: int, parts: slice) -> Tensor:
         """Project `[N, B, T, d]` to `[R, T, H, P, d_k]` for the chosen parts of (query, key, value)."""
@@ -258,8 +258,8 @@ def near_tokens(tokens: int, window: int | None, device: torch.device) -> Tensor
     """Which of so many tokens lie at most a window apart, `[T, T]`; None where all do."""
     if window is None or not (torch.compiler.is_exporting() or tokens > window + 1):  # exported code serves any length
         return None
-    at = torch.arange(tokens, device=device)
-    return (at[:, None] - at).abs() <= window
+    positions = torch.arange(tokens, device=device)
+    return (positions[:, None] - positions).abs() <= window
 
 
 def attend(
@@ -270,30 +270,30 @@ def attend(
     repeats: int,
     causal: bool,
     dropout: float = 0.0,
-    by: bool | torch.Generator = False,
+    rule: bool | torch.Generator = False,
 ) -> Tensor:
     """Attention of every head; the one place where it is computed, and where a backend is chosen.
 
     Query `[R, T', H, d_k]`, key and value `[R, T, H, d_k]` give `[R, T', H, d_k]`, where R = repeats · B. The mask, as
     `Context.seen` gives it, is true where a key is seen; `dropout` is the rate at which attention weights are dropped,
-    and `by` is as `drops` gives it.
+    and `rule` is as `drops` gives it.
     """
     if mask is not None and mask.dim() == 3:
         mask = (mask.repeat(repeats, 1, 1) if repeats > 1 else mask)[:, None]  # [R, 1, 1 or T', T]
-    if causal and (mask is not None or isinstance(by, torch.Generator)):
+    if causal and (mask is not None or isinstance(rule, torch.Generator)):
         earlier = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
         mask = earlier if mask is None else mask & earlier
-    if isinstance(by, torch.Generator):  # written out: the kernels take no generator
+    if isinstance(rule, torch.Generator):  # written out: the kernels take no generator
         weights = torch.einsum("rqhd,rkhd->rhqk", q, k) * q.shape[3] ** -0.5  # [R, H, T', T]
         weights = (weights if mask is None else weights.masked_fill(~mask, -torch.inf)).softmax(-1)
-        return torch.einsum("rhqk,rkhd->rqhd", dropped(weights, dropout, by), v)
+        return torch.einsum("rhqk,rkhd->rqhd", dropped(weights, dropout, rule), v)
     with _right_gradients(q, k, v):
         z = F.scaled_dot_product_attention(
             q.transpose(1, 2),  # [R, H, T', d_k]
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
-            dropout_p=dropout if by else 0.0,
+            dropout_p=dropout if rule else 0.0,
             is_causal=causal and mask is None,
         )
     return z.transpose(1, 2)
@@ -304,13 +304,13 @@ _DIFFERENTIABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, S
 
 def _right_gradients(*inputs: Tensor) -> AbstractContextManager[None]:
     """Leave out cuDNN where a backward pass may follow on a GPU: for some layouts and masks its gradients are wrong."""
-    if not (inputs[0].is_cuda and torch.is_grad_enabled() and any(one.requires_grad for one in inputs)):
+    if not (inputs[0].is_cuda and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
         return nullcontext()
     if torch.compiler.is_compiling():  # traced code cannot ask for the flags
         return sdpa_kernel(_DIFFERENTIABLE)
     cuda = torch.backends.cuda
     flags = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
-    return sdpa_kernel([one for one, on in zip(_DIFFERENTIABLE, flags, strict=True) if on] or [SDPBackend.MATH])
+    return sdpa_kernel([backend for backend, on in zip(_DIFFERENTIABLE, flags, strict=True) if on] or [SDPBackend.MATH])
 
 
 def out_of_heads(z: Tensor, weight: Tensor, members: int) -> Tensor:
@@ -389,9 +389,9 @@ class GroupedLinear(nn.Module):
             return F.linear(x, weight[0], None if bias is None else bias[0])
         members, _, inputs = weight.shape
         if self.one_by_one:
-            parts = x.expand(members, *x.shape[1:])
+            tokens = x.expand(members, *x.shape[1:])
             biases = [None] * members if bias is None else list(bias)
-            return torch.stack([F.linear(*one) for one in zip(parts, weight, biases, strict=True)])
+            return torch.stack([F.linear(*copy) for copy in zip(tokens, weight, biases, strict=True)])
         rows = x.flatten(1, -2).expand(members, -1, inputs)  # [N, B·T, in] -> [M, B·T, in]
         y = torch.bmm(rows, weight.transpose(1, 2))  # [M, B·T, out]
         if bias is not None:
@@ -434,7 +434,7 @@ class GroupedNorm(nn.Module):
         if copies == 1 or copy is not None:
             return self.of_copy(0 if copies == 1 or copy is None else copy, x)
         if x.shape[2] == sum(sizes):  # all copies side by side
-            return torch.cat([self.of_copy(one, part) for one, part in enumerate(x.split(sizes, dim=2))], dim=2)
+            return torch.cat([self.of_copy(index, heads) for index, heads in enumerate(x.split(sizes, dim=2))], dim=2)
         return self(x.unflatten(0, (copies, -1))).flatten(0, 1)  # copies on the batch axis
 
 

@@ -75,9 +75,8 @@ class Calibration(Checked):
     ) -> Prediction:
         """What member logits `[M, B, C]` say, with this calibration applied."""
         temperature = self.temperature if len(self.temperature) > 1 else self.temperature[0]
-        own = (temperature, self.threshold, self.score)
-        about = (self.calibrates, self.reference, unfamiliarity)
-        return Prediction.of(member_logits, *own, class_names, check_finite, *about)
+        abstaining, fitted = (self.threshold, self.score), (self.calibrates, self.reference)
+        return Prediction.of(member_logits, temperature, *abstaining, class_names, check_finite, *fitted, unfamiliarity)
 
 
 @dataclass(frozen=True)
@@ -137,30 +136,30 @@ class FamiliaritySettings(Checked):
     def shapes(self, members: int, classes: int) -> dict[str, tuple[int, ...]]:
         """The tensors of all scores, `score.name`, and their shapes."""
         square = (members, self.width, self.width)
-        found = dict[str, tuple[int, ...]]()
+        shapes = dict[str, tuple[int, ...]]()
         for score in self.scores:
-            own: dict[str, tuple[int, ...]] = {"mean": (members, self.width), "whiten": square}
-            own["classes"] = (members, classes, self.width)
+            tensors: dict[str, tuple[int, ...]] = {"mean": (members, self.width), "whiten": square}
+            tensors["classes"] = (members, classes, self.width)
             if is_relative(score):
-                own["background"] = square
+                tensors["background"] = square
             elif score == "knn":
-                own = {"bank": (members, self.stored, self.width)}
+                tensors = {"bank": (members, self.stored, self.width)}
             elif score == "vim":
                 residual = (members, self.width, self.width - self.principal)
-                own = {"origin": (members, self.width), "residual": residual, "weight": (members,)}
+                tensors = {"origin": (members, self.width), "residual": residual, "weight": (members,)}
             elif score in ("vilu", "neglabel"):
-                own = {"projection": (members, self.embedding, self.width), "shift": (members, self.embedding)}
+                tensors = {"projection": (members, self.embedding, self.width), "shift": (members, self.embedding)}
             if score == "neglabel":
-                own |= {"words": (members, *self.words, self.embedding), "offset": (members,)}
+                tensors |= {"words": (members, *self.words, self.embedding), "offset": (members,)}
             elif score == "vilu":
-                own["texts"] = (members, classes, self.embedding)
+                tensors["texts"] = (members, classes, self.embedding)
                 if self.projected:
                     map_ = (members, self.embedding, self.embedding)
-                    own |= {"image_map": map_, "text_map": map_, "scale": (members,)}
+                    tensors |= {"image_map": map_, "text_map": map_, "scale": (members,)}
                 for layer, (inputs, outputs) in enumerate(pairwise((3 * self.embedding, *self.hidden, 1))):
-                    own |= {f"weight{layer}": (members, outputs, inputs), f"bias{layer}": (members, outputs)}
-            found |= {f"{score}.{name}": shape for name, shape in own.items()}
-        return found
+                    tensors |= {f"weight{layer}": (members, outputs, inputs), f"bias{layer}": (members, outputs)}
+            shapes |= {f"{score}.{name}": shape for name, shape in tensors.items()}
+        return shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,13 +182,12 @@ class Familiarity:
 
     def scores(self, features: Tensor, logits: Tensor) -> Tensor:
         """Every score of every member, `[S, M, B]`, from features `[M, B, d]` and logits `[M, B, C]`."""
-        known = self._on(features.device)
-        neighbours = self.settings.neighbours
+        names, neighbours, statistics = self.settings.scores, self.settings.neighbours, self._on(features.device)
         kind = features.device.type  # distances need all digits, whatever the layers are computed in
         exact = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
         with exact:
-            found = [unfamiliarity(name, known[name], features, logits, neighbours) for name in self.settings.scores]
-        return torch.stack(found)
+            scores = [unfamiliarity(name, statistics[name], features, logits, neighbours) for name in names]
+        return torch.stack(scores)
 
     def nearest_class(self, features: Tensor) -> Tensor | None:
         """The class whose mean is nearest to features `[M, B, d]`, `[B]`; None where no fitted score has such means."""
@@ -207,7 +205,7 @@ class Familiarity:
             for key, tensor in self.state.items():
                 score, _, name = key.rpartition(".")
                 placed.setdefault(score, {})[name] = tensor.to(device)
-            self._placed[device] = {score: ready(known) for score, known in placed.items()}
+            self._placed[device] = {score: ready(tensors) for score, tensors in placed.items()}
         return self._placed[device]
 
 
@@ -261,12 +259,12 @@ class Metadata:
             raise ConfigError(f"{count} temperatures for {config.members} members; give one, or one each")
         if self.calibration is not None:
             require_members_for(self.calibration.score, config.members)
-        known = self.familiarity
-        if known is not None and known.shapes != known.settings.shapes(config.members, classes):
+        familiarity = self.familiarity
+        if familiarity is not None and familiarity.shapes != familiarity.settings.shapes(config.members, classes):
             raise ConfigError("the familiarity was fitted to another model: fit it to this one, by fit_familiarity")
-        given = self.preprocessing
-        if given is not None and given.kind != config.kind:
-            raise ConfigError(f"preprocessing is {type(given).__name__} for a model of {config.kind}s")
+        preprocessing = self.preprocessing
+        if preprocessing is not None and preprocessing.kind != config.kind:
+            raise ConfigError(f"preprocessing is {type(preprocessing).__name__} for a model of {config.kind}s")
 
     def after(self, line: str, **changes: Any) -> "Metadata":
         """Metadata once the model was changed: one more line of history; what was measured does not carry over."""
@@ -302,8 +300,8 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
     history = tuple(dict.fromkeys(line for member in members for line in member.history))
     labels = members[0].labels if len(named) == len(members) else ()
     side = join_text_sides([member.text_side for member in members])
-    known: dict[str, Any] = {"labels": labels, "history": history, "text_side": side}
-    return replace(members[0], calibration=None, familiarity=None, metrics={}, **known)
+    common: dict[str, Any] = {"labels": labels, "history": history, "text_side": side}
+    return replace(members[0], calibration=None, familiarity=None, metrics={}, **common)
 
 
 def odd_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
@@ -369,15 +367,15 @@ class TextSide:
         old = self.settings
         if old.members == 1:
             return self
-        place = min(index, old.tower.members - 1)
-        tower = member_state(old.tower, self.part(TOWER), place)
-        projection = {name: _one(tensor, index) for name, tensor in self.part(PROJECTION).items()}
+        copy = min(index, old.tower.members - 1)
+        tower = member_state(old.tower, self.part(TOWER), copy)
+        projection = {name: _of_member(tensor, index) for name, tensor in self.part(PROJECTION).items()}
         settings = replace(
             old,
-            tower=member_config(old.tower, place),
+            tower=member_config(old.tower, copy),
             projection=None if old.projection is None else replace(old.projection, copies=1),
-            logit_scale=_one(old.logit_scale, index),
-            logit_bias=None if old.logit_bias is None else _one(old.logit_bias, index),
+            logit_scale=_of_member(old.logit_scale, index),
+            logit_bias=None if old.logit_bias is None else _of_member(old.logit_bias, index),
         )
         return TextSide(settings, text_state(tower, projection))
 
@@ -390,22 +388,22 @@ def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
     present = [side for side in sides if side is not None]
     if not present or len(present) < len(sides):
         return None
-    settings = [side.settings for side in present]
-    first = settings[0]
-    biases = [one.logit_bias for one in settings if one.logit_bias is not None]
-    for one in settings:
-        like_first = replace(one, tower=first.tower, logit_scale=first.logit_scale, logit_bias=first.logit_bias)
-        if like_first != first or first.tower.differences(one.tower) or len(biases) not in (0, len(settings)):
+    all_settings = [side.settings for side in present]
+    first = all_settings[0]
+    biases = [settings.logit_bias for settings in all_settings if settings.logit_bias is not None]
+    for settings in all_settings:
+        like_first = replace(settings, tower=first.tower, logit_scale=first.logit_scale, logit_bias=first.logit_bias)
+        if like_first != first or first.tower.differences(settings.tower) or len(biases) not in (0, len(all_settings)):
             return None
-    config, tower = join_equal([one.tower for one in settings], [side.part(TOWER) for side in present])
+    config, tower = join_equal([settings.tower for settings in all_settings], [side.part(TOWER) for side in present])
     projections = [side.part(PROJECTION) for side in present]
     projection = projections[0]
     stored = first.projection
     if stored is not None and unequal(projections):
-        projection = {name: torch.cat([one[name] for one in projections]) for name in projection}
+        projection = {name: torch.cat([state[name] for state in projections]) for name in projection}
         stored = replace(stored, copies=len(present))
-    scale = _all([one.logit_scale for one in settings])
-    bias = _all(biases) if biases else None
+    scale = _once_if_equal([settings.logit_scale for settings in all_settings])
+    bias = _once_if_equal(biases) if biases else None
     joined = replace(first, tower=config, projection=stored, logit_scale=scale, logit_bias=bias)
     return TextSide(joined, text_state(tower, projection))
 
@@ -416,12 +414,12 @@ def text_state(tower: Mapping[str, Tensor], projection: Mapping[str, Tensor]) ->
     return {prefix + name: tensor for prefix, part in parts for name, tensor in part.items()}
 
 
-def _one(copies: Copied, index: int) -> Copied:
+def _of_member(copies: Copied, index: int) -> Copied:
     """The value for one member, where there is one for each member; else the only value."""
     start = min(index, len(copies) - 1)
     return copies[start : start + 1]
 
 
-def _all(values: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+def _once_if_equal(values: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     """The numbers of single members, one after another; once where they are equal."""
-    return values[0] if len(set(values)) == 1 else tuple(value for one in values for value in one)
+    return values[0] if len(set(values)) == 1 else tuple(number for numbers in values for number in numbers)

@@ -45,11 +45,11 @@ class Rotary(nn.Module):
     def _positions(self, axis: int, count: int, device: torch.device) -> Tensor:
         """Where the tokens lie along an axis, `[count]`."""
         config = self.config
-        at = torch.arange(count, device=device).to(self.precision)
+        positions = torch.arange(count, device=device).to(self.precision)
         if config.centred:
-            return 2 * math.pi * (2.0 * ((at + 0.5) / count) - 1.0)
-        at = at + config.offset
-        return at if config.reference is None else at / count * config.reference[axis]
+            return 2 * math.pi * (2.0 * ((positions + 0.5) / count) - 1.0)
+        positions = positions + config.offset
+        return positions if config.reference is None else positions / count * config.reference[axis]
 
     def _moved(self, grid: Tensor) -> Tensor:
         """Positions `[T, 2]` shifted, stretched along each axis, and stretched along both (DINOv3's training)."""

@@ -104,10 +104,10 @@ def unequal(states: Sequence[Mapping[str, Tensor]]) -> list[str]:
 
 def equal_pair(members: Sequence[tuple[object, Mapping[str, Tensor]]]) -> tuple[int, int] | None:
     """Positions of two members, each a configuration and a state, that are the same to the last bit; None for none."""
-    for (i, (config, first)), (j, (other, second)) in combinations(enumerate(members), 2):
-        if config != other or any(first[name].device != second[name].device or first[name].is_meta for name in first):
+    for (i, (config, state)), (j, (other_config, other)) in combinations(enumerate(members), 2):
+        if config != other_config or any(state[n].device != other[n].device or state[n].is_meta for n in state):
             continue
-        if all(torch.equal(first[name], second[name]) for name in reversed(list(first))):  # classifiers part first
+        if all(torch.equal(state[name], other[name]) for name in reversed(list(state))):  # classifiers part first
             return i, j
     return None
 
@@ -133,11 +133,11 @@ def are_several(members: object) -> TypeGuard[Iterable[Any]]:
 
 def listed(members: Iterable[Any], caller: str) -> list[Any]:
     """Members from any iterable, at least one; `caller` is the function that takes them."""
-    given = list(members) if are_several(members) else []
-    if not given:
-        what = "none" if are_several(members) else f"a single {type(members).__name__}"
-        raise ConfigError(f"{caller} takes a list of at least one member, got {what}; give [model, ...]")
-    return given
+    models = list(members) if are_several(members) else []
+    if not models:
+        received = "none" if are_several(members) else f"a single {type(members).__name__}"
+        raise ConfigError(f"{caller} takes a list of at least one member, got {received}; give [model, ...]")
+    return models
 
 
 def require_same_dtype_and_device(states: Sequence[Mapping[str, Tensor]]) -> None:
@@ -156,5 +156,5 @@ def require_same_architecture(configs: Sequence[EnsembleConfig]) -> None:
     for index, config in enumerate(configs[1:], start=1):
         differences = configs[0].differences(config)
         if differences:
-            what = f"member 0 and member {index} do not have the same architecture: {'; '.join(differences[:5])}"
-            raise ConfigError(f"{what}. Members must be copies of one model, pruned or fine-tuned in different ways")
+            problem = f"member 0 and member {index} do not have the same architecture: {'; '.join(differences[:5])}"
+            raise ConfigError(f"{problem}. Members must be copies of one model, pruned or fine-tuned in different ways")

@@ -227,10 +227,10 @@ class MapPool(nn.Module):
         layer = config.encoder.layers
         width = sizes.width
         copies = config.copies("readout")
-        kept = tuple(len(config.heads[member][layer]) for member in range(config.attention_copies(layer)))
+        head_counts = tuple(len(config.heads[member][layer]) for member in range(config.attention_copies(layer)))
         self.activation = ACTIVATIONS[sizes.activation]
         self.query_token = empty(copies, 1, width)
-        self.attention = Attention(sizes, kept)
+        self.attention = Attention(sizes, head_counts)
         self.norm = GroupedNorm(copies, width, sizes.norm_eps)
         self.up = GroupedLinear(copies, width, sizes.mlp_width)
         self.down = GroupedLinear(copies, sizes.mlp_width, width)
@@ -277,13 +277,13 @@ class Projections(nn.Module):
     def member(self, index: int) -> "Projections":
         """A copy of the maps that one member uses."""
 
-        def taken(projection: GroupedLinear | None) -> GroupedLinear | None:
+        def of_member(projection: GroupedLinear | None) -> GroupedLinear | None:
             if projection is None:
                 return None
-            one = [min(index, projection.weight.shape[0] - 1)]  # the only one, where all share it
-            return linear(projection.weight[one], None if projection.bias is None else projection.bias[one])
+            copy = [min(index, projection.weight.shape[0] - 1)]  # the only one, where all share it
+            return linear(projection.weight[copy], None if projection.bias is None else projection.bias[copy])
 
-        return Projections(taken(self.image), taken(self.text))
+        return Projections(of_member(self.image), of_member(self.text))
 
 
 def projection_from(config: ProjectionConfig | None, inputs: int) -> GroupedLinear | None:

@@ -33,7 +33,7 @@ class WeightWatch:
 
     def __init__(self) -> None:
         self.masks: list[int] = []
-        self._places: list[nn.Module] = []  # all parts of the model: where weights and further parts lie
+        self._parts: list[nn.Module] = []  # all parts of the model: where weights and further parts lie
         self._counted: list[tuple[int, int]] | None = None  # the weights as they were last seen; None: not watched
         self._digest: int | None = None  # of the values that were measured; None where nothing was
 
@@ -53,7 +53,7 @@ class WeightWatch:
 
     def count(self, model: nn.Module) -> None:
         """Count edits of the weights from now on; the digest of what was measured stays."""
-        self._places = list(model.modules())
+        self._parts = list(model.modules())
         self._counted = self._counters()
 
     def masked_elsewhere(self) -> bool:
@@ -66,16 +66,16 @@ class WeightWatch:
 
     def stop(self) -> None:
         """Watch nothing any more."""
-        self._places, self._counted, self._digest = [], None, None
+        self._parts, self._counted, self._digest = [], None, None
 
     def edited(self) -> bool:
         """Whether a weight was edited in place, or it or a part replaced, since counting began; no value is read."""
         before = self._counted
         if before is None:
             return False
-        now = self._counters()
+        counters = self._counters()
         meant = self._counted is not before  # meanwhile, by a mask of another thread
-        return now != before and not meant and -1 not in (count for _, count in now)
+        return counters != before and not meant and -1 not in (count for _, count in counters)
 
     def values_differ(self, model: nn.Module) -> bool:
         """Whether the weights have other values than those that were measured; masks are no other values."""
@@ -95,17 +95,17 @@ class WeightWatch:
 
     def for_copy(self) -> "WeightWatch":
         """What a copy of the model takes along; it counts anew. With masks on, its weights were not measured."""
-        found = WeightWatch()
-        found._counted = self._counted
-        found._digest = None if self.masks else self._digest
-        return found
+        watch = WeightWatch()
+        watch._counted = self._counted
+        watch._digest = None if self.masks else self._digest
+        return watch
 
     def _counters(self) -> list[tuple[int, int]]:
         """Which parts and parameters there are, and how often each was edited in place: without a look at values."""
-        parts = [(id(one), 0) for place in self._places for one in place._modules.values()]
-        parameters = (one for place in self._places for one in place._parameters.values() if one is not None)
+        parts = [(id(child), 0) for part in self._parts for child in part._modules.values()]
+        weights = (weight for part in self._parts for weight in part._parameters.values() if weight is not None)
         # nobody counts edits of inference tensors: -1
-        return parts + [(id(one), -1 if one.is_inference() else one._version) for one in parameters]
+        return parts + [(id(weight), -1 if weight.is_inference() else weight._version) for weight in weights]
 
 
 class Watched(OurModel):
@@ -150,12 +150,12 @@ class Watched(OurModel):
         """
         if deed in _WITHOUT_HOOKS:
             _warn_of_hooks(self, deed)
-        known = self.verified_metadata()
+        metadata = self.verified_metadata()
         if not self._watch.masks:
-            return known
-        if known.measured:
+            return metadata
+        if metadata.measured:
             warn(f"this ensemble is {deed} with heads masked, which was measured with all of them: {DROPPED}")
-        return known.after(f"{deed} with heads masked")
+        return metadata.after(f"{deed} with heads masked")
 
     def take_as_measured(self) -> None:
         """Mark the current weights as the ones the metadata was measured with."""
@@ -180,13 +180,13 @@ class Watched(OurModel):
         self._watch.forget()
         warn(f"{problem}: {DROPPED}")
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *arguments: Any) -> None:
         """Called by `load_state_dict`, also by that of a model around this one: other weights drop the calibration."""
-        pairs = ((own, state_dict.get(prefix + name)) for name, own in self.named_parameters() if not own.is_meta)
-        new = (isinstance(one, Tensor) and not torch.equal(own, one.to(own)) for own, one in pairs)
-        if self._watch.on and self.verified_metadata().measured and any(new):
+        weights = ((old, state_dict.get(prefix + name)) for name, old in self.named_parameters() if not old.is_meta)
+        changed = (isinstance(new, Tensor) and not torch.equal(old, new.to(old)) for old, new in weights)
+        if self._watch.on and self.verified_metadata().measured and any(changed):
             self._forget("other weights loaded", "other weights are loaded into an ensemble that was measured before")
-        super()._load_from_state_dict(state_dict, prefix, *others)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _loaded(self, _: object) -> None:
         self.take_as_measured()
@@ -202,8 +202,8 @@ class Watched(OurModel):
 
 def _warn_of_hooks(model: nn.Module, deed: str) -> None:
     """Warn where parts of a model have forward hooks: what is made of its weights does not run them."""
-    for name, part in model.named_modules():
-        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+    for name, module in model.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not str(getattr(hook, "__module__", "")).startswith(_PLACING_HOOKS):
                 warn(
                     f"{name or 'the ensemble'} has the forward hook {getattr(hook, '__qualname__', hook)}, and what is "
@@ -215,16 +215,16 @@ def _warn_of_hooks(model: nn.Module, deed: str) -> None:
 @contextmanager
 def masking(*models: Watched, thread: int, on: bool) -> Iterator[None]:
     """A mask of a thread is put on, or taken off, inside: unlike edits of before, this drops no calibration."""
-    for one in models:
-        _ = one.metadata
-    watched = [one for one in models if one._watch.on]
-    for one in watched:
-        one._watch.pause()
+    for model in models:
+        _ = model.metadata
+    watched = [model for model in models if model._watch.on]
+    for model in watched:
+        model._watch.pause()
     try:
         yield
     finally:
-        for one in models:
-            masks = one._watch.masks
+        for model in models:
+            masks = model._watch.masks
             masks.append(thread) if on else masks.remove(thread)
-        for one in watched:
-            one._watch.count(one)
+        for model in watched:
+            model._watch.count(model)

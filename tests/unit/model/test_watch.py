@@ -112,7 +112,7 @@ def test_a_copy_holds_no_module_and_compares_with_the_same_values(copied: Callab
     model, watch = watched()
     taken = copied(watch.for_copy())
     assert taken.on
-    assert not taken._places
+    assert not taken._parts
     other = copy.deepcopy(model)
     taken.count(other)
     assert (taken.edited(), taken.values_differ(other)) == (False, False)
