@@ -89,7 +89,7 @@ def vilu(
     cached, keys = cache(ensemble, train, "train", statistics, settings.batch_size, shuffle=True)
     held = None if validation is None else cache(ensemble, validation, "validation", statistics, settings.batch_size)[0]
     identity = {"method": "vilu", "settings": to_plain(settings), "best": "nll"}
-    job = Job(recipe, cached, held, place="vilu", identity=identity, **run)
+    job = Job(recipe, cached, held, subfolder="vilu", identity=identity, **run)
     recipe.check(ensemble, cached, held)
     result = train_best(partial(ViLULearner, rows, settings, recipe), ensemble, job)
     found = FamiliaritySettings(

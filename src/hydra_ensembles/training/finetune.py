@@ -94,27 +94,27 @@ class EnsembleLearner(Learner[LabelledBatch]):
         arrange: Callable[[Ensemble], Parametrised] | None = None,
     ) -> None:
         copy = Ensemble.from_state(recipe.with_dropout(start.config), trainable_state(start, runtime.device))
-        drawn = torch.Generator().manual_seed(derive_seed(recipe.seed, "classifier", index))
+        generator = torch.Generator().manual_seed(derive_seed(recipe.seed, "classifier", index))
         for name, parameter in copy.named_parameters():
             parameter.requires_grad_(recipe.trains(name, start.num_layers))
             if name.startswith(CLASSIFIERS):
                 if recipe.reinit_classifier is not None:
                     nn.init.zeros_(parameter)
                 if recipe.reinit_classifier == "random" and name.endswith("weight"):
-                    values = _DEVIATION * torch.randn(parameter.shape, generator=drawn)  # [M, C, d]
+                    values = _DEVIATION * torch.randn(parameter.shape, generator=generator)  # [M, C, d]
                     parameter.data.copy_(values)
         self.model: Ensemble | Parametrised = copy if arrange is None else arrange(copy)
-        own, prefix = (self.model, Parametrised.INNER) if isinstance(self.model, Parametrised) else (None, "")
+        parametrised, prefix = (self.model, Parametrised.INNER) if isinstance(self.model, Parametrised) else (None, "")
         classifiers = tuple(prefix + name for name in CLASSIFIERS)
-        named = (name for name, _ in self.model.named_parameters() if name.startswith(classifiers))
-        rates = dict.fromkeys(named, recipe.classifier_rate) | ({} if own is None else own.rates)
-        super().__init__(self.model, recipe, runtime, rates, () if own is None else own.spared)
+        names = (name for name, _ in self.model.named_parameters() if name.startswith(classifiers))
+        rates = dict.fromkeys(names, recipe.classifier_rate) | ({} if parametrised is None else parametrised.rates)
+        super().__init__(self.model, recipe, runtime, rates, () if parametrised is None else parametrised.spared)
         self.parallel: nn.Module = self.model
         if runtime.ranks.size > 1:
             layers = zip(*start.config.heads, strict=True)
             headless = any(not any(heads) for heads in layers)  # its norm, or its query, gets no gradient
-            places = [runtime.device] if runtime.device.type == "cuda" else None
-            self.parallel = DistributedDataParallel(self.model, places, find_unused_parameters=headless)
+            devices = [runtime.device] if runtime.device.type == "cuda" else None
+            self.parallel = DistributedDataParallel(self.model, devices, find_unused_parameters=headless)
         self.parallel.train()
 
     def read(self, raw: Any, index: int) -> LabelledBatch:
@@ -144,12 +144,12 @@ class EnsembleLearner(Learner[LabelledBatch]):
         for index, (inputs, labels) in enumerate(group):
             wrapped = self.parallel
             last = index + 1 == len(group)
-            kept = nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
-            with kept, torch_seeded(derive_seed(seed, index, self.runtime.ranks.rank), device):  # exchanged at the last
-                own, targets = self.lesson(inputs, labels)
-                own = changed(own, lambda x: x.clone() if x.is_inference() else x)  # or they would give no gradients
+            sync = nullcontext() if last or not isinstance(wrapped, DistributedDataParallel) else wrapped.no_sync()
+            with sync, torch_seeded(derive_seed(seed, index, self.runtime.ranks.rank), device):  # exchanged at the last
+                prepared, targets = self.lesson(inputs, labels)
+                prepared = changed(prepared, lambda x: x.clone() if x.is_inference() else x)  # else without gradients
                 with self.autocast():
-                    logits = wrapped(own)  # [M, B, C]
+                    logits = wrapped(prepared)  # [M, B, C]
                 logits = logits if logits.dtype == torch.float64 else logits.float()
                 # [M·B, C], [M·B]
                 flat = logits.flatten(0, 1)

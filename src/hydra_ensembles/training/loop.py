@@ -94,12 +94,12 @@ class EveryNth:
 @contextmanager
 def training_runtime(device: torch.device | str | None, fallback: torch.device) -> Iterator[Runtime]:
     """Where this process trains: on `device` or `fallback`; one of several, on a GPU of its own where there are any."""
-    place = require_device(device or fallback)
+    chosen = require_device(device or fallback)
     if launched():
-        on_gpu = torch.cuda.is_available() if device is None else place.type == "cuda"
-        place = local_device(torch.device("cuda")) if on_gpu else torch.device("cpu")
-    with all_ranks(place) as ranks:
-        yield Runtime(place, ranks)
+        on_gpu = torch.cuda.is_available() if device is None else chosen.type == "cuda"
+        chosen = local_device(torch.device("cuda")) if on_gpu else torch.device("cpu")
+    with all_ranks(chosen) as ranks:
+        yield Runtime(chosen, ranks)
 
 
 class Learner(ABC, Generic[BatchT]):
@@ -126,7 +126,7 @@ class Learner(ABC, Generic[BatchT]):
         self.optimizer = make_optimizer(self.trained, recipe, shares, spared)
         self.scaler = GradScaler(runtime.device.type, enabled=recipe.precision == "fp16")
         if recipe.compile:
-            for block in (one for one in model.modules() if isinstance(one, Block)):
+            for block in (module for module in model.modules() if isinstance(module, Block)):
                 block.compile()
 
     @abstractmethod
@@ -175,27 +175,27 @@ class Learner(ABC, Generic[BatchT]):
         """Everything to save: weights, what the optimizer keeps for each of them, and the scaler."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.trained.items():
-            kept = self.optimizer.state.get(parameter, {}).items()
-            tensors |= {f"optimizer/{name}/{what}": value for what, value in kept if isinstance(value, Tensor)}
+            state = self.optimizer.state.get(parameter, {}).items()
+            tensors |= {f"optimizer/{name}/{key}": value for key, value in state if isinstance(value, Tensor)}
             tensors[f"weights/{name}"] = parameter
         if self.scaler.is_enabled():
-            state = self.scaler.state_dict()
-            tensors["scaler/scale"] = torch.tensor(state["scale"], dtype=torch.float64)
-            tensors["scaler/growth_tracker"] = torch.tensor(state["_growth_tracker"])
+            scaler = self.scaler.state_dict()
+            tensors["scaler/scale"] = torch.tensor(scaler["scale"], dtype=torch.float64)
+            tensors["scaler/growth_tracker"] = torch.tensor(scaler["_growth_tracker"])
         return tensors
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave; other names, shapes or types are a `CheckpointError`."""
         scalar = torch.zeros(())
-        wanted: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in self.trained.items()}
+        layout: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in self.trained.items()}
         for key in tensors:
             part, _, name = key.rpartition("/")[0].partition("/")
             if part == "optimizer" and name in self.trained:  # what the optimizer keeps of one, it keeps whole
-                wanted |= {f"{part}/{name}/{what}": self.trained[name] for what in _MOMENTS[self.recipe.optimizer]}
-                wanted |= {f"{part}/{name}/step": scalar} if self.recipe.optimizer == "adamw" else {}
+                layout |= {f"{part}/{name}/{kind}": self.trained[name] for kind in _MOMENTS[self.recipe.optimizer]}
+                layout |= {f"{part}/{name}/step": scalar} if self.recipe.optimizer == "adamw" else {}
         if self.scaler.is_enabled():
-            wanted |= {"scaler/scale": scalar.double(), "scaler/growth_tracker": scalar.long()}
-        require_layout(tensors, wanted)
+            layout |= {"scaler/scale": scalar.double(), "scaler/growth_tracker": scalar.long()}
+        require_layout(tensors, layout)
         steps = {key: value.item() for key, value in tensors.items() if key.endswith("/step")}
         for key, step in steps.items():
             if not (step >= 0 and float(step).is_integer()):
@@ -204,10 +204,10 @@ class Learner(ABC, Generic[BatchT]):
             with torch.no_grad():
                 parameter.copy_(tensors[f"weights/{name}"])
             prefix = f"optimizer/{name}/"
-            kept = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            if kept:  # AdamW counts its steps on the CPU
+            state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            if state:  # AdamW counts its steps on the CPU
                 self.optimizer.state[parameter] = {
-                    what: value if what == "step" else value.to(parameter.device) for what, value in kept.items()
+                    key: value if key == "step" else value.to(parameter.device) for key, value in state.items()
                 }
         if self.scaler.is_enabled():
             scale, growth = tensors["scaler/scale"].item(), tensors["scaler/growth_tracker"].item()
@@ -248,13 +248,13 @@ class Job:
     device: torch.device | str | None = None
     checkpoint_every: int = 500
     index: int = 0  # of the member; its random numbers are derived from it
-    place: str = "member-{}"  # of the checkpoints in `output`, by the index
+    subfolder: str = "member-{}"  # of `output`, for the checkpoints, by the index
     identity: Mapping[str, Any] = field(default_factory=dict)  # what else the run depends on, as plain data
 
     @property
     def folder(self) -> Path | None:
         """Where checkpoints lie."""
-        return None if self.output is None else Path(self.output) / self.place.format(self.index)
+        return None if self.output is None else Path(self.output) / self.subfolder.format(self.index)
 
     def __post_init__(self) -> None:
         """Check what `Recipe.check` does not."""
@@ -284,10 +284,10 @@ class RunResult:
         where = "" if recipe.last_blocks is None else f" of the last {recipe.last_blocks} blocks"
         chosen = f", chosen of {len(recipe.grid)}" if recipe.grid else ""
         best = self.best
-        found = "" if best is None else f"; validation accuracy {best.accuracy:.4f} at step {best.step}"
+        quality = "" if best is None else f"; validation accuracy {best.accuracy:.4f} at step {best.step}"
         return (
             f"{parts or ', '.join(recipe.train_groups)}{where} for {self.steps} steps: {recipe.optimizer}, "
-            f"learning rate {self.rate:g}{chosen}, seed {recipe.seed}{found}"
+            f"learning rate {self.rate:g}{chosen}, seed {recipe.seed}{quality}"
         )
 
 
@@ -298,10 +298,10 @@ def train_best(
     if job.folder is not None:
         seed = derive_seed(job.recipe.seed, "fingerprint")
         sources = {"train": job.train, "validation": job.validation}
-        data = {name: None if one is None else source_fingerprint(one, name, seed) for name, one in sources.items()}
+        data = {name: x if x is None else source_fingerprint(x, name, seed) for name, x in sources.items()}
         job = replace(job, identity={**job.identity, **data, "model": model_fingerprint(start)})
     with borrowed(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
-        own = replace(job, train=runtime.share(job.train))
+        shared = replace(job, train=runtime.share(job.train))
         ranks = runtime.ranks
         folder = None if job.folder is None or _only_read(job.folder, job.recipe.rates) else job.folder
         with nullcontext() if folder is None else ranks.locked(folder, "training"), resumable(folder):
@@ -309,7 +309,7 @@ def train_best(
                 remove_leftovers(folder)
             with _compiling() if job.recipe.compile else nullcontext():
                 results = [
-                    Training(make_learner(runtime), own, rate, runtime).finish() for rate in sorted(job.recipe.rates)
+                    Training(make_learner(runtime), shared, rate, runtime).finish() for rate in sorted(job.recipe.rates)
                 ]
     return max(results, key=lambda result: () if result.best is None else result.best.merit)
 
@@ -318,8 +318,8 @@ def train_best(
 def _compiling() -> Iterator[None]:
     """Blocks are compiled as often as they need; the compiler's words on gradients and precision mean nothing here."""
     with compiled_at_will(), warnings.catch_warnings():
-        for said in (r"The \.grad attribute of a Tensor that is not a leaf", "TensorFloat32 tensor cores"):
-            warnings.filterwarnings("ignore", said, UserWarning)
+        for message in (r"The \.grad attribute of a Tensor that is not a leaf", "TensorFloat32 tensor cores"):
+            warnings.filterwarnings("ignore", message, UserWarning)
         yield
 
 
@@ -327,11 +327,11 @@ def _only_read(folder: Path, rates: Iterable[float]) -> bool:
     """Whether a training is finished and lies where nothing can be written: then nothing has to be."""
     if not folder.exists() or os.access(folder, os.W_OK):
         return False
-    states = [_place(folder, rate) / INDEX for rate in rates]
+    states = [_rate_folder(folder, rate) / INDEX for rate in rates]
     return all(state.exists() and read_sealed(state).get("finished") is True for state in states)
 
 
-def _place(folder: Path, rate: float) -> Path:
+def _rate_folder(folder: Path, rate: float) -> Path:
     return folder / f"rate-{rate!r}"
 
 
@@ -340,32 +340,32 @@ class Training(Generic[BatchT]):
 
     def __init__(self, learner: Learner[BatchT], job: Job, rate: float, runtime: Runtime) -> None:
         self.learner, self.job, self.recipe, self.rate, self.runtime = learner, job, job.recipe, rate, runtime
-        self.folder = None if job.folder is None else _place(job.folder, rate)
+        self.folder = None if job.folder is None else _rate_folder(job.folder, rate)
         self.seed = derive_seed(job.recipe.seed, "member", job.index)
-        given = job.recipe.order_seed
-        self.order = self.seed if given is None else derive_seed(given, "order")
+        order_seed = job.recipe.order_seed
+        self.order = self.seed if order_seed is None else derive_seed(order_seed, "order")
         self.total, self.warmup = job.recipe.plan(length_of(job.train))
         self.best_weights: dict[str, Tensor] = {}
         # when a checkpoint was last written, and how long until the next
         self.saved = monotonic()
         self.pause = EARLY
-        own = {"recipe": to_plain(job.recipe), "rate": rate, "member": job.index, "processes": runtime.ranks.size}
-        self.state = RunState({**job.identity, **own})
+        settings = {"recipe": to_plain(job.recipe), "rate": rate, "member": job.index, "processes": runtime.ranks.size}
+        self.state = RunState({**job.identity, **settings})
 
     def finish(self) -> RunResult:
         """Train until the budget is spent or patience runs out, and give the best weights (or the last)."""
         saved = None if self.folder is None else read_state(self.folder, self.state.fingerprint)
         if saved is not None and self.folder is not None:
             with usable(self.folder):
-                self.state, kept = read_tensors(self.folder, saved, self.learner.trained)
-                for what in kept.keys() & {"result", "best"}:
-                    require_layout(kept[what], self.learner.trained)
+                self.state, tensors = read_tensors(self.folder, saved, self.learner.trained)
+                for part in tensors.keys() & {"result", "best"}:
+                    require_layout(tensors[part], self.learner.trained)
                 if self.runtime.ranks.rank == 0:
                     remove_unused(self.folder, saved)  # a kill may have come first
                 if saved.finished:
-                    return RunResult(kept["result"], saved.best, saved.position.step, self.rate)
-                self.learner.restore(kept["current"])
-            best = kept.get("best", {})
+                    return RunResult(tensors["result"], saved.best, saved.position.step, self.rate)
+                self.learner.restore(tensors["current"])
+            best = tensors.get("best", {})
             self.best_weights = {name: tensor.to(self.runtime.device) for name, tensor in best.items()}
         with tqdm(
             total=self.total,
@@ -378,7 +378,7 @@ class Training(Generic[BatchT]):
                 with epoch_of(self.job.train, self.state.position.epoch, self.order, self.runtime.device):
                     self._run_epoch(bar)
         weights = self.best_weights or self.learner.weights()
-        if not all(bool(one.isfinite().all()) for one in weights.values()):
+        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
             raise DataError(
                 f"weights are not finite after step {self.state.position.step} (member {self.job.index}, learning rate "
                 f"{self.rate:g}): lower the rate, clip, or use a wider precision"
@@ -423,11 +423,11 @@ class Training(Generic[BatchT]):
         try:
             loss = self.learner.update(group, rate, derive_seed(self.seed, "dropout", step))
         except FloatingPointError as error:
-            read = ", ".join(str(batch + number) for number in range(len(group)))
-            kept = "" if self.folder is None else f"; the last checkpoint stays in {self.folder}"
+            numbers = ", ".join(str(batch + number) for number in range(len(group)))
+            checkpoint = "" if self.folder is None else f"; the last checkpoint stays in {self.folder}"
             raise DataError(
-                f"{error} at step {step} (batch {read} of epoch {epoch}, member {self.job.index}, learning rate "
-                f"{self.rate:g}): look for bad values there, lower the rate, clip, or use a wider precision{kept}"
+                f"{error} at step {step} (batch {numbers} of epoch {epoch}, member {self.job.index}, learning rate "
+                f"{self.rate:g}): look for bad values there, lower the rate, clip, or use a wider precision{checkpoint}"
             ) from error
         self.state = replace(self.state, position=Position(step + 1, epoch, batch + len(group)))
         bar.set_postfix({"loss": f"{loss:.4f}", "lr": f"{rate:.2e}"}, refresh=False)
@@ -435,14 +435,14 @@ class Training(Generic[BatchT]):
 
     def _validate(self) -> None:
         """Measure on validation, keep the weights if they are the best so far, and count patience."""
-        validation, position, done = self.job.validation, self.state.position, self.state.evaluations
-        if validation is None or (done and done[-1].step == position.step):
+        data, position, done = self.job.validation, self.state.position, self.state.evaluations
+        if data is None or (done and done[-1].step == position.step):
             return
-        with epoch_of(validation, 0, derive_seed(self.seed, "validation"), self.runtime.device):
-            measured = self.learner.measure(validation)
-            found = Validation(position.step, position.epoch, *measured, by_nll=self.learner.by_nll)
-        self.state = self.state.after(found, self.recipe.min_delta)
-        if self.state.best is found:
+        with epoch_of(data, 0, derive_seed(self.seed, "validation"), self.runtime.device):
+            measured = self.learner.measure(data)
+            validation = Validation(position.step, position.epoch, *measured, by_nll=self.learner.by_nll)
+        self.state = self.state.after(validation, self.recipe.min_delta)
+        if self.state.best is validation:
             self.best_weights = self.learner.weights()
 
     def _due(self) -> bool:

@@ -131,10 +131,10 @@ class Recipe(Checked):
         """Check every setting, and that they fit together."""
         super().__post_init__()
         require_number("Recipe.warmup", self.warmup, Range(0) if isinstance(self.warmup, int) else Range(0, below=1))
-        for one, other in (("learning_rate", "grid"), ("steps", "epochs")):
-            given = [getattr(self, one), getattr(self, other)]
-            if sum(value not in (None, ()) for value in given) != 1:
-                raise ConfigError(f"Recipe needs exactly one of {one} and {other}, got {given[0]} and {given[1]}")
+        for name, other in (("learning_rate", "grid"), ("steps", "epochs")):
+            values = [getattr(self, name), getattr(self, other)]
+            if sum(value not in (None, ()) for value in values) != 1:
+                raise ConfigError(f"Recipe needs exactly one of {name} and {other}, got {values[0]} and {values[1]}")
         if len(set(self.grid)) != len(self.grid):
             raise ConfigError(f"Recipe.grid must have distinct learning rates, got {self.grid}")
         if not self.train_groups or len(set(self.train_groups)) != len(self.train_groups):
@@ -263,10 +263,10 @@ class Recipe(Checked):
 
 
 def _require_settings(names: Iterable[str]) -> None:
-    known = [field.name for field in fields(Recipe)]
-    unknown = sorted(set(names).difference(known))
+    settings = [field.name for field in fields(Recipe)]
+    unknown = sorted(set(names).difference(settings))
     if unknown:
-        raise ConfigError(f"Recipe has no settings {unknown} (of `ours`, or to change); it has {known}")
+        raise ConfigError(f"Recipe has no settings {unknown} (of `ours`, or to change); it has {settings}")
 
 
 def trainable_state(model: nn.Module, device: torch.device) -> dict[str, Tensor]:

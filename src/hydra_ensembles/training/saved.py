@@ -60,39 +60,39 @@ class RunState:
     checksums: Mapping[str, str] = field(default_factory=dict, metadata=ADDED_LATER)  # SHA-256 of each file
     format: Literal["hydra-ensembles fine-tuning 1"] = "hydra-ensembles fine-tuning 1"
 
-    def after(self, found: Validation, min_delta: float) -> "RunState":
+    def after(self, validation: Validation, min_delta: float) -> "RunState":
         """The state after one more validation; only a rise by more than `min_delta` counts as improvement."""
-        improved = self.reference is None or found.merit[0] - min_delta > self.reference
+        improved = self.reference is None or validation.merit[0] - min_delta > self.reference
         return replace(
             self,
-            evaluations=(*self.evaluations, found),
-            best=found if self.best is None or found.merit > self.best.merit else self.best,
+            evaluations=(*self.evaluations, validation),
+            best=validation if self.best is None or validation.merit > self.best.merit else self.best,
             waited=0 if improved else self.waited + 1,
-            reference=found.merit[0] if improved else self.reference,
+            reference=validation.merit[0] if improved else self.reference,
         )
 
     def check(self) -> None:
         """Refuse what no run can have written."""
         position = self.position
         counts = (position.step, position.epoch, position.batch, self.waited)
-        held = {"result"} if self.finished else {"current"} if self.best is None else {"current", "best"}
-        known = self.checksums.keys() in (set(), set(self.files.values()))  # files of before have none
-        if min(counts) < 0 or self.files.keys() != held or not known:
+        expected = {"result"} if self.finished else {"current"} if self.best is None else {"current", "best"}
+        checksummed = self.checksums.keys() in (set(), set(self.files.values()))  # files of before have none
+        if min(counts) < 0 or self.files.keys() != expected or not checksummed:
             raise CheckpointError(
                 f"{INDEX} is at {position} with files of {sorted(self.files)}; expected are counts from 0 and files of "
-                f"{sorted(held)}, each with its checksum"
+                f"{sorted(expected)}, each with its checksum"
             )
 
 
-def require_layout(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Refuse tensors of other names, shapes or types than `wanted`: they would be of another model."""
-    theirs, ours = (
-        {name: f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for name, one in tensors.items()}
-        for tensors in (found, wanted)
+def require_layout(saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of other names, shapes or types than `expected`: they would be of another model."""
+    in_file, in_model = (
+        {name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in tensors.items()}
+        for tensors in (saved, expected)
     )
-    for name in sorted(theirs.keys() | ours.keys()):
-        was = theirs.get(name, "missing")
-        now = ours.get(name, "unknown")
+    for name in sorted(in_file.keys() | in_model.keys()):
+        was = in_file.get(name, "missing")
+        now = in_model.get(name, "unknown")
         if was != now:
             raise CheckpointError(f"the tensor {name!r} is {was} in the file, and {now} in the model")
 
@@ -129,13 +129,13 @@ def read_tensors(
     """
     tensors, checksums = {}, {}
     most = 3 * sum(tensor.nbytes for tensor in trained.values()) + (len(trained) << 12) + (1 << 20)
-    for what, name in state.files.items():
+    for part, name in state.files.items():
         content = read_file(folder / Path(name).name, most)
         checksums[name] = hashlib.sha256(content).hexdigest()
         if state.checksums.get(name, checksums[name]) != checksums[name]:
             raise CheckpointError(f"{name} was changed after it was written: its SHA-256 is not that in {INDEX}")
         try:
-            tensors[what] = load(content)
+            tensors[part] = load(content)
         except (SafetensorError, ValueError) as error:
             raise CheckpointError(f"{name} holds no tensors ({error})") from error
     return replace(state, checksums=checksums), tensors
@@ -144,11 +144,11 @@ def read_tensors(
 def write_state(folder: Path, state: RunState, tensors: Mapping[str, Mapping[str, Tensor]]) -> RunState:
     """Save a state with its tensors, and give it back with their files; those not given anew stay in use."""
     files, checksums = dict(state.files), dict(state.checksums)
-    for what, named in tensors.items():
-        files[what] = f"{what}-{state.position.step}-{state.position.epoch}.safetensors"
-        content = save({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()})
-        checksums[files[what]] = hashlib.sha256(content).hexdigest()
-        write_atomically(folder / files[what], content)
+    for part, weights in tensors.items():
+        files[part] = f"{part}-{state.position.step}-{state.position.epoch}.safetensors"
+        content = save({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()})
+        checksums[files[part]] = hashlib.sha256(content).hexdigest()
+        write_atomically(folder / files[part], content)
     state = replace(state, files=files, checksums={name: checksums[name] for name in files.values()})
     write_sealed(folder / INDEX, to_plain(state))
     remove_unused(folder, state)

@@ -102,18 +102,18 @@ def read_pairs(raw: Any, name: str, index: int = 0) -> Pairs:
     images, texts, labels = (*raw, None)[:3]
     texts = list(texts) if isinstance(texts, tuple) else texts
     counts = {"images": _count(images), "texts": _count(texts)}
-    for what, one in (("images", images), ("texts", texts)):
-        if counts[what] is None:
-            raise DataError(f"the {what} of {where} are a {type(one).__name__}; give a list, a tensor or a mapping")
+    for side, samples in (("images", images), ("texts", texts)):
+        if counts[side] is None:
+            raise DataError(f"the {side} of {where} are a {type(samples).__name__}; give a list, a tensor or a mapping")
     if counts["images"] != counts["texts"] or not counts["texts"]:
-        listed = ", ".join(f"{count} {what}" for what, count in counts.items())
+        listed = ", ".join(f"{count} {side}" for side, count in counts.items())
         raise DataError(f"{where} has {listed}; every image needs one text")
     return images, texts, None if labels is None else read_labels(labels, counts["texts"], where)
 
 
-def _count(given: Any) -> int | None:
+def _count(samples: Any) -> int | None:
     """How many samples there are in a list, a tensor, or a mapping of them; None where there cannot be any."""
-    first = next(iter(given.values()), ()) if isinstance(given, Mapping) else given
+    first = next(iter(samples.values()), ()) if isinstance(samples, Mapping) else samples
     if isinstance(first, Tensor | np.ndarray):
         return len(first) if first.ndim else None
     return len(first) if isinstance(first, list | tuple) else None
@@ -132,18 +132,18 @@ class TextLearner(Learner[Pairs]):
         config = replace(start.config, text=recipe.with_dropout(start.config.text))
         metadata = start.image.metadata, start.text.metadata
         self.model = DualEncoder.from_state(config, trainable_state(start, runtime.device), *metadata)
-        others = {"logit_scale": projection_rate}
+        rates = {"logit_scale": projection_rate}
         for name, parameter in self.model.named_parameters():
-            side, _, rest = name.partition(".")
+            side, _, inner = name.partition(".")
             if side == "text":
-                learns = recipe.trains(rest, start.text.num_layers)
+                learns = recipe.trains(inner, start.text.num_layers)
             elif name.startswith("projections.text."):
                 learns = "readout" in recipe.train_groups
             else:
                 learns = name == "logit_scale" or (image_projection and side == "projections")
-                others[name] = projection_rate
+                rates[name] = projection_rate
             parameter.requires_grad_(learns)
-        super().__init__(self.model, recipe, runtime, others)
+        super().__init__(self.model, recipe, runtime, rates)
         self.model.eval()
         self.model.text.train(any(name.startswith("text.") for name in self.trained))  # frozen: no dropout
 
@@ -156,13 +156,13 @@ class TextLearner(Learner[Pairs]):
         sides = [self._inputs(batch, f"batch {index} of the update") for index, batch in enumerate(group)]
         seeds = [derive_seed(seed, index, self.runtime.ranks.rank) for index in range(len(group))]
         with torch.set_grad_enabled(len(group) == 1):  # one batch is run once, with its gradients
-            found = [self._embed(*side, one) for side, one in zip(sides, seeds, strict=True)]
-        loss, gradients = self._loss(found, _joined([labels for *_, labels in group], self.runtime))
+            embeddings = [self._embed(*side, own_seed) for side, own_seed in zip(sides, seeds, strict=True)]
+        loss, gradients = self._loss(embeddings, _joined([labels for *_, labels in group], self.runtime))
         for index, gradient in enumerate(gradients):
-            again = found[0] if len(group) == 1 else self._embed(*sides[index], seeds[index])
-            pairs = [(one, to) for one, to in zip(again, gradient, strict=True) if one.requires_grad]
+            again = embeddings[0] if len(group) == 1 else self._embed(*sides[index], seeds[index])
+            pairs = [(side, grad) for side, grad in zip(again, gradient, strict=True) if side.requires_grad]
             if pairs:
-                torch.autograd.backward([one for one, _ in pairs], [to for _, to in pairs])
+                torch.autograd.backward([side for side, _ in pairs], [grad for _, grad in pairs])
         self._exchange()
         return loss
 
@@ -176,15 +176,15 @@ class TextLearner(Learner[Pairs]):
     @torch.no_grad()
     def measure(self, validation: Batches) -> tuple[float, float]:
         """How often the text nearest to an image is of its class, and the NLL of that, over the whole data."""
-        found, classes = [], []
+        embeddings, classes = [], []
         with evaluation_mode(self.model):
             for index, raw in enumerate(validation):
                 batch = read_pairs(raw, "validation", index)
-                found.append(self._embed(*self._inputs(batch, f"batch {index} of validation"), seed=0))
+                embeddings.append(self._embed(*self._inputs(batch, f"batch {index} of validation"), seed=0))
                 classes.append(batch[2])
-        if not found:
+        if not embeddings:
             raise DataError("validation has no batches; check the loader, or that it was not consumed before")
-        images, texts = (torch.cat(side) for side in zip(*found, strict=True))  # [N, e] each
+        images, texts = (torch.cat(side) for side in zip(*embeddings, strict=True))  # [N, e] each
         return retrieval(images, texts, self.model.logit_scale, _joined(classes, Runtime(self.runtime.device)))
 
     def _inputs(self, batch: Pairs, where: str) -> tuple[Tensor, Inputs]:
@@ -197,25 +197,25 @@ class TextLearner(Learner[Pairs]):
         with torch_seeded(seed, self.runtime.device), self.autocast():
             features = images[None], self.model.text(texts)  # [1, B, d] each
             maps = projections.image, projections.text
-            sides = [x if one is None else one(x) for x, one in zip(features, maps, strict=True)]
+            sides = [x if projection is None else projection(x) for x, projection in zip(features, maps, strict=True)]
         image, text = (F.normalize(side[0].to(dtype), dim=-1) for side in sides)  # [1, B, e] to [B, e]
         return image, text
 
-    def _loss(self, found: list[Embeddings], labels: Tensor | None) -> tuple[Tensor, list[Embeddings]]:
+    def _loss(self, embeddings: list[Embeddings], labels: Tensor | None) -> tuple[Tensor, list[Embeddings]]:
         """The loss over everything, and the gradients of this process's embeddings, batch by batch."""
         ranks = self.runtime.ranks
-        sizes = [len(image) for image, _ in found]
+        sizes = [len(image) for image, _ in embeddings]
         leaves, start = [], 0
-        for side in zip(*found, strict=True):
+        for side in zip(*embeddings, strict=True):
             parts = ranks.rows(torch.cat(side).detach())
             start = sum(len(part) for part in parts[: ranks.rank])
             leaves.append(torch.cat(parts).requires_grad_())  # [N, e]
         labels = None if labels is None else torch.cat(ranks.rows(labels))
         loss = contrastive_loss(leaves[0], leaves[1], self.model.logit_scale, labels, self.recipe.label_smoothing)
         self.scaler.scale(loss).backward()
-        own = slice(start, start + sum(sizes))
+        rows = slice(start, start + sum(sizes))
         images, texts = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
-        return loss.detach(), list(zip(images[own].split(sizes), texts[own].split(sizes), strict=True))
+        return loss.detach(), list(zip(images[rows].split(sizes), texts[rows].split(sizes), strict=True))
 
     def _exchange(self) -> None:
         """Sum the gradients over all processes; that of the scale is whole in each of them."""
@@ -230,7 +230,7 @@ def _joined(labels: list[Tensor | None], runtime: Runtime) -> Tensor | None:
 
     Every rank counts the batches of all: one that found this out alone would leave the others waiting for it.
     """
-    present = [one for one in labels if one is not None]
+    present = [batch for batch in labels if batch is not None]
     counts = torch.tensor([len(present), len(labels)], device=runtime.device)
     labelled, batches = runtime.ranks.total(counts).tolist()
     if labelled not in (0, batches):
@@ -299,9 +299,9 @@ def tune_text(
         raise ConfigError(f"got {dual.num_members} members; tune each dual.member(index) and fuse the results")
     if train_image_projection and dual.projections.image is None:
         raise ConfigError("train_image_projection is true, but this dual encoder has no image projection to train")
-    own = {"image_projection": train_image_projection, "projection_rate": projection_rate, "task": "text tuning"}
+    identity = {"image_projection": train_image_projection, "projection_rate": projection_rate, "task": "text tuning"}
     run: TrainOptions = {"output": output, "progress": progress, "device": device, "checkpoint_every": checkpoint_every}
-    job = Job(recipe, train, validation, place="", identity=own, **run)
+    job = Job(recipe, train, validation, subfolder="", identity=identity, **run)
     recipe.check(dual.text, train, validation)
     learner = partial(TextLearner, dual, recipe, train_image_projection, projection_rate)
     result = train_best(learner, dual, job)
