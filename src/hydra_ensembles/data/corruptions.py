@@ -91,13 +91,13 @@ def _read_corrupted(
 
 
 def _values(name: str, severity: int, parameters: ParameterSet) -> list[float]:
-    for what, given, known in (
+    for setting, value, choices in (
         ("corruption", name, CORRUPTIONS),
         ("severity", severity, SEVERITIES),
         ("parameter set", parameters, PARAMETER_SETS),
     ):
-        if given not in known:
-            raise DataError(f"no {what} {given!r}; choose one of {', '.join(map(str, known))}")
+        if value not in choices:
+            raise DataError(f"no {setting} {value!r}; choose one of {', '.join(map(str, choices))}")
     return published_numbers()[name][parameters][severity - 1]
 
 
@@ -224,7 +224,7 @@ def elastic_transform(image: PixelArray, rng: Random, *shares: float) -> PixelAr
     from_x, from_y = (back[0, axis] * columns + back[1, axis] * rows + back[2, axis] for axis in (0, 1))
     warped = _sample(pixels, from_y, from_x, mode="mirror")
     noise = [rng.uniform(-1, 1, size=(height, width)) for _ in range(2)]
-    shift_x, shift_y = (gaussian_blur(one, sigma, mode="reflect", truncate=3) * reach for one in noise)
+    shift_x, shift_y = (gaussian_blur(field, sigma, mode="reflect", truncate=3) * reach for field in noise)
     return clip_to_bytes(_sample(warped, rows + shift_y, columns + shift_x, mode="reflect"))
 
 
@@ -364,8 +364,8 @@ def _disc(radius: float, sigma: float) -> PixelArray:
 
 def _sample(image: PixelArray, rows: PixelArray, columns: PixelArray, mode: str) -> PixelArray:
     """Read an image between its pixels, linearly."""
-    channels = np.moveaxis(image, -1, 0)  # [C, H, W]
-    return np.stack([_scipy().map_coordinates(one, (rows, columns), order=1, mode=mode) for one in channels], axis=-1)
+    read = partial(_scipy().map_coordinates, coordinates=(rows, columns), order=1, mode=mode)
+    return np.stack([read(channel) for channel in np.moveaxis(image, -1, 0)], axis=-1)  # of [C, H, W]
 
 
 _LUMA = np.array([0.299, 0.587, 0.114])
@@ -375,6 +375,6 @@ _NOISE = (gaussian_noise, shot_noise, impulse_noise)
 _BLUR = (defocus_blur, glass_blur, motion_blur, zoom_blur)
 _WEATHER = (snow, frost, fog, brightness)
 _DIGITAL = (contrast, elastic_transform, pixelate, jpeg_compression)
-FUNCTIONS: dict[str, Corruption] = {one.__name__: one for one in (*_NOISE, *_BLUR, *_WEATHER, *_DIGITAL)}
+FUNCTIONS: dict[str, Corruption] = {function.__name__: function for function in (*_NOISE, *_BLUR, *_WEATHER, *_DIGITAL)}
 CORRUPTIONS: tuple[str, ...] = tuple(FUNCTIONS)
 """Names of the corruptions; seeds depend on their order."""

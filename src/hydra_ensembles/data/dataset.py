@@ -127,8 +127,8 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
     def same_items(self, other: "Dataset[Any]") -> bool:
         """Whether both show the same rows of one source, in whatever order; no item is read."""
         place = getattr(self._source, "place", ())
-        one_place = bool(place) and place == getattr(other._source, "place", ())
-        return (self._source is other._source or one_place) and np.array_equal(np.sort(self.rows), np.sort(other.rows))
+        same_place = bool(place) and place == getattr(other._source, "place", ())
+        return (self._source is other._source or same_place) and np.array_equal(np.sort(self.rows), np.sort(other.rows))
 
     def shared_with(self, other: "Dataset[Any]") -> tuple[int, int]:
         """How many of so many items, some of all, lie in another set, too, as they are stored; no image is decoded.
@@ -136,15 +136,15 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         An image that was stored anew is another one, and of images that are not stored nothing is known.
         """
         some = range(0, len(self), max(1, len(self) // LOOKED_AT))
-        looked_at = {one for index in some if (one := self._stored(index)) is not None}
-        sizes = {_size(one) for one in looked_at}
-        digests = {_content(one) for one in looked_at}
-        found = set[Any]()
+        looked_at = {stored for index in some if (stored := self._stored(index)) is not None}
+        sizes = {_size(stored) for stored in looked_at}
+        digests = {_content(stored) for stored in looked_at}
+        shared = set[Any]()
         for index in range(len(other)):
-            one = other._stored(index)
-            if one is not None and _size(one) in sizes and (content := _content(one)) in digests:
-                found.add(content)
-        return len(found), len(digests)
+            stored = other._stored(index)
+            if stored is not None and _size(stored) in sizes and (content := _content(stored)) in digests:
+                shared.add(content)
+        return len(shared), len(digests)
 
     def _stored(self, index: int) -> bytes | Path | Text | None:
         """An item as it is stored; None where that is not known."""
@@ -168,23 +168,23 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         labels = [new_labels.get(int(label), UNLABELLED) for label in self._source_labels]
         return type(self)(self._source, labels, class_names, self.name, self.rows)
 
-    def _positions(self, given: npt.ArrayLike | Iterable[int], count: int) -> LabelArray:
-        positions = self._whole(given, "positions")
+    def _positions(self, indices: npt.ArrayLike | Iterable[int], count: int) -> LabelArray:
+        positions = self._whole(indices, "positions")
         if len(positions) and not 0 <= positions.min() <= positions.max() < count:
             got = f"{positions.min()}..{positions.max()}"
             raise DataError(f"{self.name} has {count} items; positions must lie in 0..{count - 1}, got {got}")
         return positions
 
-    def _whole(self, values: npt.ArrayLike | Iterable[int], what: str) -> LabelArray:
+    def _whole(self, values: npt.ArrayLike | Iterable[int], name: str) -> LabelArray:
         """Numbers in a row; those that would have to be rounded, and what is no number, are refused."""
         try:
-            given = np.array(values)
-            found = given.reshape(-1).astype(np.int64)
-            if given.size and (given.dtype.kind not in "iufb" or (found != given.reshape(-1)).any()):
+            array = np.array(values)
+            whole = array.reshape(-1).astype(np.int64)
+            if array.size and (array.dtype.kind not in "iufb" or (whole != array.reshape(-1)).any()):
                 raise ValueError("a value is no whole number")
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise DataError(f"{self.name}: {what} must be whole numbers, got {short(values)} ({error})") from error
-        return found
+            raise DataError(f"{self.name}: {name} must be whole numbers, got {short(values)} ({error})") from error
+        return whole
 
     def _check_labels(self) -> None:
         labels = self._source_labels
@@ -270,17 +270,17 @@ def files_below(folder: Path, without: Path | None = None) -> list[Path]:
 
     Links to folders are followed, and each folder is read once. `without`, resolved, is a folder that is left out.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     seen = set() if without is None or without == folder.resolve() else {without}
-    for place, folders, names in os.walk(folder, followlinks=True):
-        here = Path(place)
-        if here.resolve() in seen:  # a link to a folder above it, or to one that has been read
+    for path, folders, names in os.walk(folder, followlinks=True):
+        parent = Path(path)
+        if parent.resolve() in seen:  # a link to a folder above it, or to one that has been read
             folders.clear()
             continue
-        seen.add(here.resolve())
-        folders[:] = sorted(one for one in folders if not is_litter(one))
-        found += [here / name for name in names if not is_litter(name) and (here / name).is_file()]
-    return sorted(found, key=lambda one: one.relative_to(folder).parts)
+        seen.add(parent.resolve())
+        folders[:] = sorted(name for name in folders if not is_litter(name))
+        files += [parent / name for name in names if not is_litter(name) and (parent / name).is_file()]
+    return sorted(files, key=lambda file: file.relative_to(folder).parts)
 
 
 def images_below(folder: Path) -> list[Path]:
@@ -451,8 +451,8 @@ def _all_classes(dataset: Dataset[Any]) -> list[int]:
 def _class_numbers(dataset: Dataset[Any], classes: Collection[str | int]) -> list[int]:
     if isinstance(classes, str):
         raise DataError(f"classes must be a collection of names or numbers, got the string {classes!r}")
-    known: dict[str | int, int] = {number: number for number in _all_classes(dataset)}
-    unknown = [entry for entry in classes if entry not in known and entry not in dataset.class_names]
+    numbers: dict[str | int, int] = {number: number for number in _all_classes(dataset)}
+    unknown = [entry for entry in classes if entry not in numbers and entry not in dataset.class_names]
     if unknown:
-        raise DataError(f"{dataset.name} has no classes {unknown}; it has {list(dataset.class_names) or list(known)}")
-    return [known[entry] if entry in known else dataset.class_names.index(str(entry)) for entry in classes]
+        raise DataError(f"{dataset.name} has no classes {unknown}; it has {list(dataset.class_names) or list(numbers)}")
+    return [numbers[entry] if entry in numbers else dataset.class_names.index(str(entry)) for entry in classes]

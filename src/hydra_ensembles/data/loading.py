@@ -137,13 +137,13 @@ def load(
     return _from_table(table, columns, labels, class_names)
 
 
-def _choose(split: str | None, found: Collection[str], where: Path | str) -> str:
-    if split is None and len(found) == 1:
-        return next(iter(found))
+def _choose(split: str | None, splits: Collection[str], where: Path | str) -> str:
+    if split is None and len(splits) == 1:
+        return next(iter(splits))
     if split is None:
-        raise DataError(f"{where} has the splits {sorted(found)}; choose one with split=...")
-    if split not in found:
-        raise DataError(f"{where} has no split {split!r}; found: {sorted(found)}")
+        raise DataError(f"{where} has the splits {sorted(splits)}; choose one with split=...")
+    if split not in splits:
+        raise DataError(f"{where} has no split {split!r}; found: {sorted(splits)}")
     return split
 
 
@@ -181,15 +181,15 @@ class _Table:
 
     def image(self, column: str, row: int) -> Picture:
         """Decode a cell `{bytes, path}`, or of plain bytes."""
-        found = self.stored(column, row)
+        stored = self.stored(column, row)
         where = f"row {row} of {self.where}"
-        if isinstance(found, bytes):
-            return decode_image(found, where)
-        if found is not None:
-            return read_image(found, f"{where} ({found})")
+        if isinstance(stored, bytes):
+            return decode_image(stored, where)
+        if stored is not None:
+            return read_image(stored, f"{where} ({stored})")
         got = type(self.cell(column, row)).__name__
-        what = f"{where} has no image in column {column!r} (a {got}, expected bytes or {{bytes, path}})"
-        raise DataError(f"{what}; remove or fill it, or name the column with columns=Columns(image=...)")
+        problem = f"{where} has no image in column {column!r} (a {got}, expected bytes or {{bytes, path}})"
+        raise DataError(f"{problem}; remove or fill it, or name the column with columns=Columns(image=...)")
 
     def stored(self, column: str, row: int) -> bytes | Path | None:
         """An image as it is stored: its bytes, or its file."""
@@ -216,9 +216,9 @@ def nested(value: Any, path: Sequence[str]) -> Any:
 
 def _table_splits(folder: Path) -> dict[str, list[Path]]:
     """The tables in a folder, or in `data/` below it, by split, of one kind: Parquet, else CSV, TSV or JSON lines."""
-    for place, suffix in product((folder, folder / "data"), TABLE_SUFFIXES):
+    for parent, suffix in product((folder, folder / "data"), TABLE_SUFFIXES):
         splits: dict[str, list[Path]] = {}
-        files = (file for file in place.glob("*") if file.suffix.lower() == suffix and not is_litter(file.name))
+        files = (file for file in parent.glob("*") if file.suffix.lower() == suffix and not is_litter(file.name))
         for file in sorted(file for file in files if file.is_file()):
             shard = _SHARD.match(file.stem)
             splits.setdefault(shard["split"] if shard else file.stem, []).append(file)
@@ -302,20 +302,20 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
     if not len(table):
         raise DataError(f"{table.where} has no rows")
     if not table.has(columns.image) and not table.has(columns.text):
-        what = f"{table.where} has no column {columns.image!r} or {columns.text!r}; it has {table.data.column_names}"
-        raise DataError(f"{what}. Name the right ones with columns=Columns(image=..., text=..., label=...)")
-    used = {getattr(columns, one.name).partition(".")[0] for one in fields(columns)}
+        problem = f"{table.where} has no column {columns.image!r} or {columns.text!r}; it has {table.data.column_names}"
+        raise DataError(f"{problem}. Name the right ones with columns=Columns(image=..., text=..., label=...)")
+    used = {getattr(columns, column.name).partition(".")[0] for column in fields(columns)}
     twice = sorted(name for name in used if table.data.column_names.count(name) > 1)
     if twice:
         raise DataError(f"{table.where} has several columns called {twice[0]!r}; rename all but the one that is meant")
     labels, names = _read_labels(table, columns.label, policy, class_names)
-    place = (table.where, str(table.folder))
+    origin = (table.where, str(table.folder))
     if table.has(columns.image):
         read, stored = partial(table.image, columns.image), partial(table.stored, columns.image)
-        images = Rows(len(table), read, (*place, columns.image), stored)
+        images = Rows(len(table), read, (*origin, columns.image), stored)
         return ImageDataset(images, labels, names, table.title)
     texts = (columns.text, columns.text_pair) if table.has(columns.text_pair) else (columns.text,)
-    return TextDataset(Rows(len(table), partial(table.text, texts), (*place, *texts)), labels, names, table.title)
+    return TextDataset(Rows(len(table), partial(table.text, texts), (*origin, *texts)), labels, names, table.title)
 
 
 def _read_labels(
@@ -328,8 +328,8 @@ def _read_labels(
     if not table.has(column):
         if policy == "optional":
             return np.full(len(table), UNLABELLED, dtype=np.int64), tuple(class_names or ())
-        what = f"{table.where} has no label column {column!r}; it has {table.data.column_names}"
-        raise DataError(f"{what}. Name it with columns=Columns(label=...), or pass labels='optional' for OOD data")
+        problem = f"{table.where} has no label column {column!r}; it has {table.data.column_names}"
+        raise DataError(f"{problem}. Name it with columns=Columns(label=...), or pass labels='optional' for OOD data")
     values = table.column(column)
     names = tuple(class_names) if class_names is not None else table.class_names(column)
     strings = {value for value in values if isinstance(value, str) and value}
@@ -338,13 +338,13 @@ def _read_labels(
         _warn_of_twins(names, table.where)
     if class_names is not None:
         _require_one_reading(values, tuple(class_names), table.where)
-    known = {class_name: number for number, class_name in enumerate(names or ())}
-    found = [_label(value, known, f"row {row} of {table.where}") for row, value in enumerate(values)]
-    numbers = np.maximum(np.array(found, dtype=np.int64), UNLABELLED)
+    by_name = {class_name: number for number, class_name in enumerate(names or ())}
+    labels = [_label(value, by_name, f"row {row} of {table.where}") for row, value in enumerate(values)]
+    numbers = np.maximum(np.array(labels, dtype=np.int64), UNLABELLED)
     if policy == "required" and (numbers < 0).any():
         row = int((numbers < 0).argmax())
-        what = f"row {row} of {table.where} has no label (got {values[row]!r}), nor have {(numbers < 0).sum()} in all"
-        raise DataError(f"{what}; use another split, or pass labels='optional' for OOD data")
+        none = f"row {row} of {table.where} has no label (got {values[row]!r}), nor have {(numbers < 0).sum()} in all"
+        raise DataError(f"{none}; use another split, or pass labels='optional' for OOD data")
     if names is None:
         names = tuple(str(label) for label in range(int(numbers.max()) + 1))
     return numbers, names
@@ -354,17 +354,17 @@ def _warn_of_twins(names: Sequence[str], where: str) -> None:
     """Say so where classes differ in nothing but spaces around them and in capitals."""
     seen: dict[str, str] = {}
     for name in names:
-        other = seen.setdefault(name.strip().casefold(), name)
-        if other != name:
-            warn(f"{where} has the classes {other!r} and {name!r}, which are two; make them one if one is meant")
+        first = seen.setdefault(name.strip().casefold(), name)
+        if first != name:
+            warn(f"{where} has the classes {first!r} and {name!r}, which are two; make them one if one is meant")
             return
 
 
 def _require_one_reading(values: Sequence[Any], names: tuple[str, ...], where: str) -> None:
     """Refuse whole numbers as labels where all could be names as well as places among the names, and these differ."""
     numbers = {value for value in values if isinstance(value, int) and not isinstance(value, bool)}
-    called = {int(name): place for place, name in enumerate(names) if name.isdecimal()}
-    doubtful = next((one for one in sorted(numbers) if called.get(one, one) != one), None)
+    called = {int(name): number for number, name in enumerate(names) if name.isdecimal()}
+    doubtful = next((number for number in sorted(numbers) if called.get(number, number) != number), None)
     if doubtful is not None and numbers <= called.keys():
         raise DataError(
             f"{where} has the label {doubtful}, which may be the class called {names[called[doubtful]]!r} or number "
@@ -372,18 +372,18 @@ def _require_one_reading(values: Sequence[Any], names: tuple[str, ...], where: s
         )
 
 
-def _label(value: Any, known: dict[str, int], where: str) -> int:
+def _label(value: Any, numbers: dict[str, int], where: str) -> int:
     """A label as a number; one that would have to be rounded is refused."""
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return UNLABELLED
-    if isinstance(value, str) and value in known:
-        return known[value]
+    if isinstance(value, str) and value in numbers:
+        return numbers[value]
     if isinstance(value, int | float | Decimal) and math.isfinite(value) and int(value) == value:
         if abs(int(value)) < MOST_CLASSES:
             return int(value)
         advice = f"classes are counted from 0, to {MOST_CLASSES - 1} at most; see columns=Columns(label=...)"
         raise DataError(f"{where} has the label {value}, an id rather than the number of a class; {advice}")
-    accepted = f"whole numbers or class names{f' ({list(known)})' if known else ''}"
+    accepted = f"whole numbers or class names{f' ({list(numbers)})' if numbers else ''}"
     raise DataError(f"{where} has the label {value!r}; labels must be {accepted}: see columns=Columns(label=...)")
 
 
@@ -399,28 +399,28 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
         folder /= split if split in below else _choose(split, splits or below, folder)
     elif class_names is None:
         _require_classes(folder, splits, below)
-    found = _subfolders(folder)
-    names = found if class_names is None else class_names
-    unknown = sorted(set(found) - set(names))
+    subfolders = _subfolders(folder)
+    names = subfolders if class_names is None else class_names
+    unknown = sorted(set(subfolders) - set(names))
     if unknown:
         raise DataError(f"{folder} has subfolders {unknown} that are not among the class names {list(names)}")
     images = {class_name: images_below(folder / class_name) for class_name in names}
     empty = [class_name for class_name in names if not images[class_name]]
     if policy == "required" and class_names is None and 0 < len(empty) < len(names):
         raise DataError(f"{folder} has subfolders without images: {empty}; move them, or pass class_names= with them")
-    listed: list[tuple[Path, str | None]] = [(file, one) for one in names for file in images[one]]
+    listed: list[tuple[Path, str | None]] = [(file, class_name) for class_name in names for file in images[class_name]]
     loose = sorted(filter(is_image, folder.iterdir()))
     if policy == "optional":
         listed += [(file, None) for file in loose]
     if not listed:
         hint = f"; {len(loose)} images lie in it without a class: pass labels='optional'" if loose else ""
-        raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) in its subfolders {found}{hint}")
+        raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) in its subfolders {subfolders}{hint}")
     return _table_of_files([(str(file.relative_to(folder)), label) for file, label in listed], folder, title, folder)
 
 
 def _subfolders(folder: Path) -> list[str]:
     """Names of the folders in a folder, sorted, without litter."""
-    return sorted(one.name for one in folder.iterdir() if one.is_dir() and not is_litter(one.name))
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_litter(entry.name))
 
 
 def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) -> None:
@@ -429,7 +429,7 @@ def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) 
     A class may well be called `train`; then it is the only such name, and has images of its own.
     """
     nested_only = [
-        one for one in splits if _subfolders(folder / one) and not any(map(is_image, (folder / one).iterdir()))
+        split for split in splits if _subfolders(folder / split) and not any(map(is_image, (folder / split).iterdir()))
     ]
     doubtful = splits if len(splits) > 1 else nested_only
     if doubtful:
@@ -482,8 +482,8 @@ def _load_torchvision(name: str, split: str | None, root: Path, download: bool) 
     except (RuntimeError, ValueError, FileNotFoundError) as error:
         where = f"torchvision:{name} (split {split!r})"
         raise DataError(f"{where} cannot be loaded from {root}: {error}. Check root=, or pass download=True") from error
-    known = ("targets", "labels", "_labels", "y")  # torchvision's own names for the same thing
-    labels = next((getattr(data, key) for key in known if hasattr(data, key)), None)
+    attributes = ("targets", "labels", "_labels", "y")  # torchvision's own names for the same thing
+    labels = next((getattr(data, key) for key in attributes if hasattr(data, key)), None)
     labels = [data[row][1] for row in range(len(data))] if labels is None else labels
     names = next((getattr(data, key) for key in ("classes", "categories") if hasattr(data, key)), ())
     class_names = tuple(", ".join(entry) if isinstance(entry, tuple) else str(entry) for entry in names)

@@ -92,14 +92,14 @@ class SetRef:
             return False
         (start, stop), (begin, end) = self.share or (0.0, 1.0), other.share or (0.0, 1.0)
         shares_apart = stop <= begin or end <= start
-        rows = [one.rows or (None, None) for one in (self, other)]
+        rows = [ref.rows or (None, None) for ref in (self, other)]
         return not (shares_apart or _ends_before(rows[0], rows[1]) or _ends_before(rows[1], rows[0]))
 
 
-def _ends_before(rows: tuple[int | None, int | None], others: tuple[int | None, int | None]) -> bool:
+def _ends_before(rows: tuple[int | None, int | None], later: tuple[int | None, int | None]) -> bool:
     """Whether rows end before others begin, for sure."""
     stop = rows[1]
-    start = others[0] or 0
+    start = later[0] or 0
     return stop is not None and (stop < 0) == (start < 0) and stop <= start
 
 
@@ -137,10 +137,10 @@ class Suite:
                 f"suite {self.name!r} reports {sealed}, which may have rows on which its circuits are chosen; report "
                 "others, or give rows or shares that do not meet"
             )
-        known = [ref.name for ref in (self.train, self.validation) if ref is not None and ref.may_share_rows(self.id)]
-        if known:
+        used = [ref.name for ref in (self.train, self.validation) if ref is not None and ref.may_share_rows(self.id)]
+        if used:
             raise DataError(
-                f"suite {self.name!r} tests on {self.id.name}, which may have rows of {known}; give rows or shares "
+                f"suite {self.name!r} tests on {self.id.name}, which may have rows of {used}; give rows or shares "
                 "that do not meet"
             )
         if not self.near or not self.far:
@@ -163,10 +163,10 @@ def suite(name: str) -> Suite:
         >>> data.suite("paper-cifar100").id.name
         'cifar100'
     """
-    known = all_suites()
-    if name not in known:
-        raise DataError(f"no suite {name!r}; choose one of {', '.join(known)}")
-    return known[name]
+    suites = all_suites()
+    if name not in suites:
+        raise DataError(f"no suite {name!r}; choose one of {', '.join(suites)}")
+    return suites[name]
 
 
 @cache

@@ -58,8 +58,8 @@ def synthetic_ood(id_batches: Batches, *, seed: Seed = 0, model: Ensemble | None
         [[4, 3, 64, 64]]
     """
     with borrowed(id_batches), epoch_of(id_batches, 0, derive_seed(seed, "synthetic"), torch.device("cpu")):
-        given = [inputs for inputs, _ in iterate(id_batches, "id_batches", labelled=False)]
-    tensors = [_main(inputs, index) for index, inputs in enumerate(given)]
+        batches = [inputs for inputs, _ in iterate(id_batches, "id_batches", labelled=False)]
+    tensors = [_main(inputs, index) for index, inputs in enumerate(batches)]
     images = {key.dim() == 4 for _, key in tensors}
     if len(images) > 1:
         raise DataError("id_batches has images [B, C, H, W] in some batches and token ids [B, T] in others; give one")
@@ -68,20 +68,20 @@ def synthetic_ood(id_batches: Batches, *, seed: Seed = 0, model: Ensemble | None
     if images == {True}:
         spoilt = _spoilt_images([key for _, key in tensors], draws)
     else:
-        masks = [_mask(inputs, ids) for inputs, (_, ids) in zip(given, tensors, strict=True)]
+        masks = [_mask(inputs, ids) for inputs, (_, ids) in zip(batches, tensors, strict=True)]
         spoilt = _spoilt_texts([ids for _, ids in tensors], masks, draws, model)
-    made = zip(given, tensors, spoilt, strict=True)
-    return [(new if isinstance(inputs, Tensor) else {**inputs, name: new},) for inputs, (name, _), new in made]
+    parts = zip(batches, tensors, spoilt, strict=True)
+    return [(new if isinstance(inputs, Tensor) else {**inputs, name: new},) for inputs, (name, _), new in parts]
 
 
 def _main(inputs: Inputs, index: int) -> tuple[str, Tensor]:
     """The images or token ids of a batch, with their name there."""
-    named: Mapping[str, Tensor] = {"inputs": inputs} if isinstance(inputs, Tensor) else inputs
+    tensors: Mapping[str, Tensor] = {"inputs": inputs} if isinstance(inputs, Tensor) else inputs
     for name in ("inputs", "pixel_values", "input_ids"):
-        tensor = named.get(name)
+        tensor = tensors.get(name)
         if tensor is not None and (tensor.dim() == 4 or (tensor.dim() == 2 and not tensor.is_floating_point())):
             return name, tensor
-    got = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in named.items()}
+    got = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()}
     raise DataError(
         f"batch {index} of id_batches holds {got}; OOD data is made from images [B, C, H, W] or token ids [B, T]"
     )
@@ -94,20 +94,20 @@ def _spoilt_images(batches: Iterable[Tensor], draws: Iterator[torch.Generator]) 
     """Batches `[B, C, H, W]` with every image spoilt."""
     ways = tuple(IMAGE_WAYS.values())
     number = 0
-    before = torch.empty(0)
+    previous = torch.empty(0)
     for batch in batches:
-        made = []
+        spoilt = []
         for image in batch.cpu():  # [C, H, W]
             precise = image if image.dtype == torch.float64 else image.float()
-            other = before if before.shape == precise.shape else precise.flip(-1)
-            new = ways[number % len(ways)](precise, other, next(draws))
+            before = previous if previous.shape == precise.shape else precise.flip(-1)
+            changed = ways[number % len(ways)](precise, before, next(draws))
             if not image.is_floating_point():
                 limits = torch.iinfo(image.dtype)
-                new = new.round().clamp(limits.min, limits.max)
-            made.append(new.to(image.dtype))
+                changed = changed.round().clamp(limits.min, limits.max)
+            spoilt.append(changed.to(image.dtype))
             number = number + 1
-            before = precise
-        yield (torch.stack(made) if made else batch.cpu()).to(batch.device)
+            previous = precise
+        yield (torch.stack(spoilt) if spoilt else batch.cpu()).to(batch.device)
 
 
 def shuffle_patches(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
@@ -129,8 +129,8 @@ def blur(image: Tensor, _: Tensor, __: torch.Generator) -> Tensor:
     """An image in which only the coarsest shapes are left."""
     height, width = image.shape[-2:]
     squares = torch.fft.fftfreq(height)[:, None] ** 2 + torch.fft.rfftfreq(width) ** 2
-    kept = torch.exp(-2 * (torch.pi * _BLUR * min(height, width)) ** 2 * squares).to(image.dtype)
-    return torch.fft.irfft2(torch.fft.rfft2(image) * kept, s=image.shape[-2:])
+    passed = torch.exp(-2 * (torch.pi * _BLUR * min(height, width)) ** 2 * squares).to(image.dtype)
+    return torch.fft.irfft2(torch.fft.rfft2(image) * passed, s=image.shape[-2:])
 
 
 def add_noise(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
@@ -176,9 +176,9 @@ def _joined(image: Tensor, patches: Tensor) -> Tensor:
     """The image with other patches."""
     rows, columns, height, width = _grid(image)
     cells = patches.unflatten(0, (rows, columns)).permute(2, 0, 3, 1, 4)  # [C, rows, h, columns, w]
-    made = image.clone()
-    made[:, : rows * height, : columns * width] = cells.flatten(3, 4).flatten(1, 2)
-    return made
+    joined = image.clone()
+    joined[:, : rows * height, : columns * width] = cells.flatten(3, 4).flatten(1, 2)
+    return joined
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
@@ -189,26 +189,26 @@ TEXT_WAYS = ("shuffled", "replaced", "foreign")
 
 def _mask(inputs: Inputs, ids: Tensor) -> Tensor:
     """Where there are tokens, `[B, T]`."""
-    found = None if isinstance(inputs, Tensor) else inputs.get("attention_mask")
-    return torch.ones(ids.shape, dtype=torch.bool) if found is None else found.bool().cpu()
+    mask = None if isinstance(inputs, Tensor) else inputs.get("attention_mask")
+    return torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.bool().cpu()
 
 
 def _spoilt_texts(
     batches: list[Tensor], masks: list[Tensor], draws: Iterator[torch.Generator], model: Ensemble | None
 ) -> Iterator[Tensor]:
     """Batches `[B, T]` with every text spoilt."""
-    given = [
-        (ids, kept)
+    samples = [
+        (ids, is_token)
         for pair in zip(batches, masks, strict=True)
-        for ids, kept in zip(*map(Tensor.cpu, pair), strict=True)
+        for ids, is_token in zip(*map(Tensor.cpu, pair), strict=True)
     ]
-    texts, padding = [ids[kept] for ids, kept in given], [ids[~kept] for ids, kept in given]
-    special = _special(texts, model) | {int(one) for one in torch.cat(padding).unique()}
+    texts, padding = [ids[is_token] for ids, is_token in samples], [ids[~is_token] for ids, is_token in samples]
+    special = _special(texts, model) | {int(token) for token in torch.cat(padding).unique()}
     size = 1 + max((int(text.max()) for text in texts if len(text)), default=0)
     if model is not None and isinstance(model.config.stem, TextStemConfig):
         size = model.config.stem.vocabulary
     usable = torch.ones(size, dtype=torch.bool)
-    usable[[one for one in special if one < size]] = False
+    usable[[token for token in special if token < size]] = False
     unseen = usable.clone()
     for text in texts:
         unseen[text[text < size]] = False
@@ -219,11 +219,11 @@ def _spoilt_texts(
     fixed = torch.tensor(sorted(special), dtype=torch.long)
     number = 0
     for batch, mask in zip(batches, masks, strict=True):
-        made = batch.cpu().clone()
-        for ids, kept in zip(made, mask, strict=True):
+        spoilt = batch.cpu().clone()
+        for ids, is_token in zip(spoilt, mask, strict=True):
             draw = next(draws)
             way = TEXT_WAYS[number % len(TEXT_WAYS)]
-            places = (kept & ~torch.isin(ids, fixed)).nonzero()[:, 0]  # of words
+            places = (is_token & ~torch.isin(ids, fixed)).nonzero()[:, 0]  # of words
             order = places[torch.randperm(len(places), generator=draw)]
             if way == "shuffled" and not torch.equal(ids[places], ids[order]):
                 ids[places] = ids[order]
@@ -232,15 +232,15 @@ def _spoilt_texts(
                 count = len(order) if way == "foreign" else math.ceil(_REPLACED * len(order))
                 ids[order[:count]] = words[torch.randint(len(words), (count,), generator=draw)].to(ids.dtype)
             number += 1
-        yield made.to(batch.device)
+        yield spoilt.to(batch.device)
 
 
 def _special(texts: list[Tensor], model: Ensemble | None) -> set[int]:
     """Tokens that are no words: those the tokenizer says, and such that begin, or end, every text."""
-    ends = [{int(text[place]) for text in texts if len(text)} for place in (0, -1)]
-    found = {one for same in ends for one in same if len(same) == 1 and len(texts) > 1}
+    ends = [{int(text[end]) for text in texts if len(text)} for end in (0, -1)]
+    special = {token for ends_alike in ends for token in ends_alike if len(ends_alike) == 1 and len(texts) > 1}
     preprocessing = None if model is None else model.metadata.preprocessing
     if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
         added = json.loads(preprocessing.tokenizer).get("added_tokens") or ()
-        found |= {preprocessing.pad_id, *(int(one["id"]) for one in added if one.get("special"))}
-    return found
+        special |= {preprocessing.pad_id, *(int(token["id"]) for token in added if token.get("special"))}
+    return special
