@@ -52,8 +52,8 @@ class Quality:
     @property
     def numbers(self) -> dict[str, float]:
         """The same by name, with the mean over OOD sets as `auroc`, where there are any."""
-        known = {"accuracy": self.accuracy, "log_likelihood": self.log_likelihood}
-        return known | ({"auroc": sum(self.auroc.values()) / len(self.auroc)} if self.auroc else {})
+        numbers = {"accuracy": self.accuracy, "log_likelihood": self.log_likelihood}
+        return numbers | ({"auroc": sum(self.auroc.values()) / len(self.auroc)} if self.auroc else {})
 
 
 @dataclass(frozen=True)
@@ -153,16 +153,17 @@ class Atlas:
         sets = {self.id_name, *self.whole.auroc}
         if not kept or not self.model.heads_per_layer or set(self.samples) != sets or min(self.samples.values()) < 1:
             raise DataError(f"an atlas of {self.id_name!r} does not fit its model or its sets {sorted(self.samples)}")
-        for one in self.heads:
-            there = 0 <= one.layer < min(map(len, kept)) and one.without.auroc.keys() == self.whole.auroc.keys()
-            keepers = tuple(m for m, of in enumerate(kept) if there and one.head in of[one.layer])
-            if not keepers or one.members != keepers or any(not 0 <= c.input < len(self.inputs) for c in one.changed):
-                raise DataError(f"head {one.layer}.{one.head} does not fit the model, the sets or inputs of the atlas")
+        for head in self.heads:
+            layer, number = head.layer, head.head
+            fits = 0 <= layer < min(map(len, kept)) and head.without.auroc.keys() == self.whole.auroc.keys()
+            keepers = tuple(member for member, layers in enumerate(kept) if fits and number in layers[layer])
+            if not keepers or head.members != keepers or any(not 0 <= c.input < len(self.inputs) for c in head.changed):
+                raise DataError(f"head {layer}.{number} does not fit the model, the sets or inputs of the atlas")
 
     def cost(self, head: HeadEffect) -> dict[str, float]:
         """What the loss of a head takes from each of `Quality.numbers`; what it adds is below zero."""
-        left = head.without.numbers
-        return {name: value - left[name] for name, value in self.whole.numbers.items()}
+        without = head.without.numbers
+        return {name: value - without[name] for name, value in self.whole.numbers.items()}
 
     @checked
     def save(self, path: str | Path) -> None:
@@ -247,18 +248,17 @@ def atlas(
     require_ensemble(ensemble, "atlas")
     if not ensemble.num_classes:
         raise ConfigError("this ensemble has no classifier to look at; convert the model with num_labels=")
-    known = ensemble.verified_metadata()
-    id_name = id_name or set_name(id_data)
-    name = name or "model"
-    preprocess = preprocess or known.preprocessing
-    calibration = known.calibration or Calibration()
-    measure = Measure(name, id_name, score, (), "torch-uncertainty", calibration, 0, False, known.familiarity)
+    metadata = ensemble.verified_metadata()
+    name, id_name = name or "model", id_name or set_name(id_data)
+    preprocess = preprocess or metadata.preprocessing
+    calibration = metadata.calibration or Calibration()
+    measure = Measure(name, id_name, score, (), "torch-uncertainty", calibration, 0, False, metadata.familiarity)
     sets = atlas_sets(id_data, ood, id_name, preprocess, batch_size, num_workers)
     sweep = Sweep(ensemble, working_copy(ensemble, None, None), heads_of(ensemble, layers), measure)
     require_same_classes(sets.batches[id_name], ensemble.metadata.labels, f"set {id_name!r}")
-    found = sweep_all(sweep, sets, inputs, known.preprocessing or preprocess, output, progress)
-    model = describe_model(ensemble, ensemble.num_members, ensemble.num_classes, known.calibration)
-    return assembled(sweep, sets, found, model)
+    answers = sweep_all(sweep, sets, inputs, metadata.preprocessing or preprocess, output, progress)
+    model = describe_model(ensemble, ensemble.num_members, ensemble.num_classes, metadata.calibration)
+    return assembled(sweep, sets, answers, model)
 
 
 # --- in three steps: the sets, their answers, the atlas ------------------------------------------------------
@@ -275,8 +275,8 @@ class Sets:
     @property
     def titles(self) -> list[str]:
         """What errors call them."""
-        own, *others = self.given
-        return [f"the in-distribution set {own!r}", *(f"OOD set {key!r}" for key in others)]
+        id_name, *ood_names = self.given
+        return [f"the in-distribution set {id_name!r}", *(f"OOD set {key!r}" for key in ood_names)]
 
 
 def atlas_sets(
@@ -291,18 +291,18 @@ def atlas_sets(
     foreign = {key: data for group, sets in read_groups(ood).items() if group != "apart" for key, data in sets.items()}
     if id_name in foreign:
         raise DataError(f"the in-distribution set and an OOD set are both called {id_name!r}; give id_name another")
-    found = Sets(id_name, {id_name: id_data, **foreign}, {})
-    require_different(dict(zip(found.titles, found.given.values(), strict=True)), preprocess)
-    batches = {key: batched(data, key, preprocess, batch_size, num_workers) for key, data in found.given.items()}
-    return replace(found, batches=batches)
+    unbatched = Sets(id_name, {id_name: id_data, **foreign}, {})
+    require_different(dict(zip(unbatched.titles, unbatched.given.values(), strict=True)), preprocess)
+    batches = {key: batched(data, key, preprocess, batch_size, num_workers) for key, data in unbatched.given.items()}
+    return replace(unbatched, batches=batches)
 
 
 @dataclass(eq=False)
 class AllAnswers:
     """What was found in all sets, batch by batch: answers and keys of samples by set, the labels, inputs to show."""
 
-    own: "MostChanged"
-    foreign: "MostChanged"
+    id: "MostChanged"
+    ood: "MostChanged"
     swept: dict[str, list[Swept]] = field(default_factory=dict)
     keys: dict[str, list[Keys]] = field(default_factory=dict)
     labels: list[Tensor] = field(default_factory=list)
@@ -314,96 +314,96 @@ def sweep_all(
 ) -> AllAnswers:
     """Answers to every batch, those read back that `output` keeps; of either kind at `most` so many inputs a head."""
     ensemble, measure = sweep.ensemble, sweep.measure
-    found = AllAnswers(MostChanged(len(sweep.heads), most), MostChanged(len(sweep.heads), most))
+    all_answers = AllAnswers(MostChanged(len(sweep.heads), most), MostChanged(len(sweep.heads), most))
     heads = [str(head) for head in sweep.heads]
     calibration = to_plain(measure.calibration)
     keeping = Kept(output, ensemble, {"heads": heads, "score": measure.score, "calibration": calibration}, "an atlas")
-    said = not progress
+    announced = not progress
     with keeping as kept, tqdm(desc="atlas", bar_format=_BAR, disable=not progress) as bar:
         for key, batches in sets.batches.items():
-            own = key == sets.id_name
+            is_id = key == sets.id_name
             first = 0
-            for index, (read, targets) in enumerate(iterate(batches, f"set {key!r}", labelled=own)):
-                prepared = ensemble.prepare(read)
-                labels = require_labels(targets, ensemble.num_classes, f"set {key!r}", index) if own else None
-                samples = sample_keys(read)
-                batch = kept.key(read, samples, labels)
+            for index, (inputs, targets) in enumerate(iterate(batches, f"set {key!r}", labelled=is_id)):
+                prepared = ensemble.prepare(inputs)
+                labels = require_labels(targets, ensemble.num_classes, f"set {key!r}", index) if is_id else None
+                samples = sample_keys(inputs)
+                batch = kept.key(inputs, samples, labels)
                 stored = kept.get(batch)
-                if not said and stored is None:
-                    said = True
-                    bar.total = inputs_of(sets.given.values(), size_of(read))
-                    sweep.say_how_long(prepared, size_of(read), bar.total)
+                if not announced and stored is None:
+                    announced = True
+                    bar.total = inputs_of(sets.given.values(), size_of(inputs))
+                    sweep.say_how_long(prepared, size_of(inputs), bar.total)
                 if stored is None:
                     answers = sweep.answers(prepared, labels, f"batch {index} of set {key!r}", bar)
                     kept.put(batch, answers._asdict())
                 else:
                     answers = Swept(**stored)
-                    bar.update(size_of(read))
-                found.swept.setdefault(key, []).append(answers)
-                found.keys.setdefault(key, []).append(samples)
-                found.labels += [] if labels is None else [labels.cpu()]
+                    bar.update(size_of(inputs))
+                all_answers.swept.setdefault(key, []).append(answers)
+                all_answers.keys.setdefault(key, []).append(samples)
+                all_answers.labels += [] if labels is None else [labels.cpu()]
                 about = key, first, None if labels is None else labels.tolist()
-                (found.own if own else found.foreign).put(answers, read, *about, preprocessing)
-                first += size_of(read)
+                (all_answers.id if is_id else all_answers.ood).put(answers, inputs, *about, preprocessing)
+                first += size_of(inputs)
         bar.total = bar.n  # what was guessed where batches are not alike
         bar.refresh()
-    return found
+    return all_answers
 
 
-def assembled(sweep: Sweep, sets: Sets, found: AllAnswers, model: ModelInfo) -> Atlas:
+def assembled(sweep: Sweep, sets: Sets, answers: AllAnswers, model: ModelInfo) -> Atlas:
     """The atlas of all answers, once no sample is in two sets."""
-    own_keys, *other_keys = (np.concatenate(parts) for parts in found.keys.values())
-    own_title, *titles = sets.titles
-    require_unlike(own_title, own_keys, dict(zip(titles, other_keys, strict=True)))
-    warn_if_fitted(own_title, own_keys, fitted_sets(sweep.measure.calibration, sweep.measure.familiarity))
-    joined = {key: Swept.joined(parts) for key, parts in found.swept.items()}
-    foreign = {key: one for key, one in joined.items() if key != sets.id_name}
-    whole, effects = effects_of(sweep, joined[sets.id_name], torch.cat(found.labels), foreign)
-    kept = found.own.kept | found.foreign.kept
-    places = {key: place for place, key in enumerate(kept)}
+    id_keys, *ood_keys = (np.concatenate(parts) for parts in answers.keys.values())
+    id_title, *ood_titles = sets.titles
+    require_unlike(id_title, id_keys, dict(zip(ood_titles, ood_keys, strict=True)))
+    warn_if_fitted(id_title, id_keys, fitted_sets(sweep.measure.calibration, sweep.measure.familiarity))
+    joined = {key: Swept.joined(parts) for key, parts in answers.swept.items()}
+    foreign = {key: swept for key, swept in joined.items() if key != sets.id_name}
+    whole, effects = effects_of(sweep, joined[sets.id_name], torch.cat(answers.labels), foreign)
+    inputs = answers.id.kept | answers.ood.kept
+    positions = {key: position for position, key in enumerate(inputs)}
     heads = []
-    for effect, *most in zip(effects, found.own.of, found.foreign.of, strict=True):
-        changes = tuple(replace(one, input=places[key]) for part in most for key, one in part)
+    for effect, *most in zip(effects, answers.id.by_head, answers.ood.by_head, strict=True):
+        changes = tuple(replace(change, input=positions[key]) for part in most for key, change in part)
         heads.append(replace(effect, changed=changes))
     return Atlas(
         sweep.measure.name,
         sets.id_name,
-        {key: one.label.shape[1] for key, one in joined.items()},
+        {key: swept.label.shape[1] for key, swept in joined.items()},
         sweep.measure.score,
         whole,
         tuple(heads),
-        tuple(kept.values()),
+        tuple(inputs.values()),
         model,
         provenance_of(sweep.ensemble.device, sweep.ensemble.dtype),
     )
 
 
 def effects_of(
-    sweep: Sweep, own: Swept, labels: Tensor, foreign: Mapping[str, Swept]
+    sweep: Sweep, swept: Swept, labels: Tensor, foreign: Mapping[str, Swept]
 ) -> tuple[Quality, list[HeadEffect]]:
     """How good the whole ensemble is, and what becomes of it without each head; no inputs are shown yet."""
-    right = own.label == labels  # [1 + K, n]
+    right = swept.label == labels  # [1 + K, n]
     whole, *without = (
         Quality(
             accuracy=mean(right[row]),
-            log_likelihood=mean(own.likelihood[row]),
-            auroc={key: auroc(own.score[row], one.score[row]) for key, one in foreign.items()},
+            log_likelihood=mean(swept.likelihood[row]),
+            auroc={key: auroc(swept.score[row], answers.score[row]) for key, answers in foreign.items()},
         )
         for row in range(len(right))
     )
     config, effects = sweep.ensemble.config, []
-    for head, quality, left in zip(sweep.heads, without, right[1:], strict=True):
-        keepers = tuple(m for m, kept in enumerate(config.heads) if head.head in kept[head.layer])
+    for head, quality, now_right in zip(sweep.heads, without, right[1:], strict=True):
+        keepers = tuple(m for m, layers in enumerate(config.heads) if head.head in layers[head.layer])
         shared = config.members > 1 and config.attention_copies(head.layer) == 1
-        lost, gained = int((right[0] & ~left).sum()), int((~right[0] & left).sum())
+        lost, gained = int((right[0] & ~now_right).sum()), int((~right[0] & now_right).sum())
         effects.append(HeadEffect(head.layer, head.head, keepers, shared, quality, lost, gained))
     return whole, effects
 
 
-def inputs_of(given: Collection[Data], batch: int) -> int | None:
+def inputs_of(sets: Collection[Data], batch: int) -> int | None:
     """How many inputs there are, where batches of others than our data sets hold so many each; None if not known."""
-    counts = [len(one) if isinstance(one, Dataset) else length_of(one) for one in given]
-    sizes = [1 if isinstance(one, Dataset) else batch for one in given]
+    counts = [len(data) if isinstance(data, Dataset) else length_of(data) for data in sets]
+    sizes = [1 if isinstance(data, Dataset) else batch for data in sets]
     return None if None in counts else sum(count * size for count, size in zip(counts, sizes, strict=True) if count)
 
 
@@ -417,22 +417,22 @@ class MostChanged:
 
     def __post_init__(self) -> None:
         """Nothing was seen yet; where an input lies in the atlas, is known only in the end."""
-        self.of: list[list[tuple[tuple[str, int], Changed]]] = [[] for _ in range(self.heads)]
+        self.by_head: list[list[tuple[tuple[str, int], Changed]]] = [[] for _ in range(self.heads)]
 
     def put(
         self, answers: Swept, inputs: Inputs, name: str, first: int, labels: list[int] | None, preprocessing: object
     ) -> None:
         """Take in a batch, whose first sample has position `first` in its set."""
         parts = (part[1:].tolist() for part in (answers.moved, answers.label, answers.confidence))
-        for row, (moved, label, confidence) in enumerate(zip(*parts, strict=True)):
+        for head, (moved, label, confidence) in enumerate(zip(*parts, strict=True)):
             values = enumerate(zip(moved, label, confidence, strict=True))
-            new = [((name, first + place), Changed(-1, *one)) for place, one in values if one[0] > 0]
-            self.of[row] = sorted([*self.of[row], *new], key=lambda one: -one[1].moved)[: self.size]
-        wanted = dict.fromkeys(key for found in self.of for key, _ in found)
-        self.kept = {key: one for key, one in self.kept.items() if key in wanted}
-        for key in wanted:
+            new = [((name, first + row), Changed(-1, *change)) for row, change in values if change[0] > 0]
+            self.by_head[head] = sorted([*self.by_head[head], *new], key=lambda entry: -entry[1].moved)[: self.size]
+        keys = dict.fromkeys(key for changes in self.by_head for key, _ in changes)
+        self.kept = {key: item for key, item in self.kept.items() if key in keys}
+        for key in keys:
             if key not in self.kept:
-                place = key[1] - first
-                kind, content = shown(changed(inputs, itemgetter(place)), preprocessing)
-                said = int(answers.label[0, place]), float(answers.confidence[0, place])
-                self.kept[key] = AtlasInput(*key, kind, content, *said, None if labels is None else labels[place])
+                row = key[1] - first
+                kind, content = shown(changed(inputs, itemgetter(row)), preprocessing)
+                answer = int(answers.label[0, row]), float(answers.confidence[0, row])
+                self.kept[key] = AtlasInput(*key, kind, content, *answer, None if labels is None else labels[row])

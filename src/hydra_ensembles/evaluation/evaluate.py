@@ -124,13 +124,13 @@ def evaluate(
         inner.verified_metadata().familiarity is not None or not hasattr(ensemble, "metadata")
     ):
         ensemble = inner  # what is around it passes logits on, and neither calibration nor features
-    remembered = getattr(ensemble, "metadata", None)
-    known = remembered if isinstance(remembered, Metadata) else Metadata()
-    calibration = calibration or known.calibration
-    preprocess = preprocess or known.preprocessing
+    stored = getattr(ensemble, "metadata", None)
+    metadata = stored if isinstance(stored, Metadata) else Metadata()
+    calibration = calibration or metadata.calibration
+    preprocess = preprocess or metadata.preprocessing
     id_name = id_name or set_name(id_data)
     applied = calibration or Calibration()
-    fitted = known.familiarity if isinstance(ensemble, Ensemble | OptimizedEnsemble) else None
+    fitted = metadata.familiarity if isinstance(ensemble, Ensemble | OptimizedEnsemble) else None
     measure = Measure(name or UNNAMED, id_name, score, scores, convention, applied, bootstrap, keep_logits, fitted)
     if isinstance(ensemble, Ensemble | OptimizedEnsemble) and not ensemble.num_classes:
         raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
@@ -142,24 +142,24 @@ def evaluate(
     def ready(data: Data, key: str) -> Batches:
         return batched(data, key, preprocess, batch_size, num_workers)
 
-    place_of_run = running(ensemble, None if device is None else require_device(device))
-    with Kept(output, ensemble, {}, "an evaluation") as kept, place_of_run as (place, dtype):
-        run = Runner(ensemble, place, dtype, measure, gallery, known.preprocessing or preprocess, progress, kept).run
-        own = run(ready(id_data, id_name), id_name, labelled=True)
-        like = own.answers.logits  # [M, B, C]
-        others = {key: run(ready(data, key), key, False, like) for key, data in foreign.items()}
-        shifted = {key: run(ready(data, key), key, True, like) for key, data in (shift or {}).items()}
-    passes = _Passes(id_name, own, groups, others, shifted)
+    model_ready = running(ensemble, None if device is None else require_device(device))
+    with Kept(output, ensemble, {}, "an evaluation") as kept, model_ready as (home, dtype):
+        run = Runner(ensemble, home, dtype, measure, gallery, metadata.preprocessing or preprocess, progress, kept).run
+        id_pass = run(ready(id_data, id_name), id_name, labelled=True)
+        like = id_pass.answers.logits  # [M, B, C]
+        ood_passes = {key: run(ready(data, key), key, False, like) for key, data in foreign.items()}
+        shift_passes = {key: run(ready(data, key), key, True, like) for key, data in (shift or {}).items()}
+    passes = _Passes(id_name, id_pass, groups, ood_passes, shift_passes)
     reused = passes.held_against(fitted_sets(applied, fitted))
     members, _, classes = like.shape
-    found = measure.evaluation(
+    evaluation = measure.evaluation(
         passes.logits,
         model=describe_model(ensemble, members, classes, calibration),
-        provenance=provenance_of(place, own.dtype, current_ranks().size),
-        gallery=[item for one in (own, *others.values()) for item in one.gallery],
+        provenance=provenance_of(home, id_pass.dtype, current_ranks().size),
+        gallery=[item for each in (id_pass, *ood_passes.values()) for item in each.gallery],
         unfamiliarity=passes.unfamiliarity,
     )
-    return replace(found, reused=reused, traces=passes.traces)
+    return replace(evaluation, reused=reused, traces=passes.traces)
 
 
 @dataclass(frozen=True)
@@ -167,50 +167,50 @@ class _Passes:
     """What a model said about every set: of OOD sets, which `groups` names, and of shifted ones by name."""
 
     id_name: str
-    own: Pass
+    id: Pass
     groups: Mapping[OodGroup, Mapping[str, Any]]
-    others: Mapping[str, Pass]
-    shifted: Mapping[str, Pass]
+    ood: Mapping[str, Pass]
+    shift: Mapping[str, Pass]
 
     def held_against(self, known_sets: Mapping[str, FittedSet]) -> float | None:
         """Warn of samples that are in sets where they should not be; the share of the ID set that fitted the model."""
         title = f"the in-distribution set {self.id_name!r}"
-        for key, one in ((self.id_name, self.own), *self.others.items(), *self.shifted.items()):
+        for key, set_pass in ((self.id_name, self.id), *self.ood.items(), *self.shift.items()):
             why = "numbers and intervals are of more samples than there are"
-            warn_of_copies(f"set {key!r}", len(one.keys), len(np.unique(one.keys)), why)
-        require_unlike(title, self.own.keys, {f"OOD set {key!r}": one.keys for key, one in self.others.items()})
-        reused = warn_if_fitted(title, self.own.keys, known_sets)
-        for key, one in self.shifted.items():
-            warn_if_fitted(f"set {key!r}", one.keys, known_sets)
+            warn_of_copies(f"set {key!r}", len(set_pass.keys), len(np.unique(set_pass.keys)), why)
+        require_unlike(title, self.id.keys, {f"OOD set {key!r}": set_pass.keys for key, set_pass in self.ood.items()})
+        reused = warn_if_fitted(title, self.id.keys, known_sets)
+        for key, set_pass in self.shift.items():
+            warn_if_fitted(f"set {key!r}", set_pass.keys, known_sets)
             why = "of these nothing is shifted"
-            warn_if_shared(title, self.own.keys, f"set {key!r}", one.keys, why)
+            warn_if_shared(title, self.id.keys, f"set {key!r}", set_pass.keys, why)
         return reused
 
     @property
     def logits(self) -> MemberLogits:
         """As they are measured and stored."""
         return MemberLogits(
-            self.own.answers,
-            {group: {key: self.others[key].answers.logits for key in sets} for group, sets in self.groups.items()},
-            {key: one.answers for key, one in self.shifted.items()},
+            self.id.answers,
+            {group: {key: self.ood[key].answers.logits for key in sets} for group, sets in self.groups.items()},
+            {key: set_pass.answers for key, set_pass in self.shift.items()},
         )
 
     @property
     def unfamiliarity(self) -> dict[tuple[str, str], Tensor | None]:
         """Scores of features by kind and name of each set."""
         return {
-            ("id", ""): self.own.unfamiliarity,
-            **{("ood", key): one.unfamiliarity for key, one in self.others.items()},
-            **{("shift", key): one.unfamiliarity for key, one in self.shifted.items()},
+            ("id", ""): self.id.unfamiliarity,
+            **{("ood", key): set_pass.unfamiliarity for key, set_pass in self.ood.items()},
+            **{("shift", key): set_pass.unfamiliarity for key, set_pass in self.shift.items()},
         }
 
     @property
     def traces(self) -> dict[str, SetTrace]:
         """What the sets are known again by."""
-        sets = {self.id_name: self.own, **{f"ood.{key}": one for key, one in self.others.items()}}
-        sets |= {f"shift.{key}": one for key, one in self.shifted.items()}
-        labels = {key: one.answers.labels for key, one in sets.items()}
-        return trace_sets(labels, {key: one.keys for key, one in sets.items()})
+        sets = {self.id_name: self.id, **{f"ood.{key}": set_pass for key, set_pass in self.ood.items()}}
+        sets |= {f"shift.{key}": set_pass for key, set_pass in self.shift.items()}
+        labels = {key: set_pass.answers.labels for key, set_pass in sets.items()}
+        return trace_sets(labels, {key: set_pass.keys for key, set_pass in sets.items()})
 
 
 @checked
@@ -244,32 +244,32 @@ def evaluate_logits(
     measure = Measure(name, id_name, score, scores, convention, calibration, bootstrap, keep_logits)
 
     def read(logits: Tensor, key: str, like: Tensor | None = None) -> Tensor:
-        found = member_logits(logits, key, like=like)
-        warn_of_probabilities(found, key)
-        return found
+        logits = member_logits(logits, key, like=like)
+        warn_of_probabilities(logits, key)
+        return logits
 
-    own = read(id_logits, id_name)
+    id_members = read(id_logits, id_name)
 
     def labelled(logits: Tensor, targets: Tensor, key: str) -> LabelledLogits:
         _, samples, classes = logits.shape
         return LabelledLogits(logits, check_labels(torch.as_tensor(targets).cpu(), samples, classes, key))
 
     groups = read_groups(ood).items()
-    given = MemberLogits(
-        labelled(own, labels, id_name),
-        {group: {key: read(one, key, own) for key, one in sets.items()} for group, sets in groups},
-        {key: labelled(read(one, key, own), to, key) for key, (one, to) in (shift or {}).items()},
+    logits = MemberLogits(
+        labelled(id_members, labels, id_name),
+        {group: {key: read(raw, key, id_members) for key, raw in sets.items()} for group, sets in groups},
+        {key: labelled(read(raw, key, id_members), targets, key) for key, (raw, targets) in (shift or {}).items()},
     )
-    for sets in given.ood.values():
+    for sets in logits.ood.values():
         for key, foreign in sets.items():
             warn_of_one_sample(f"OOD set {key!r}", foreign.shape[1])
     known_sets = {"calibration": calibration.fitted_logits}
-    reused = warn_if_fitted(f"the in-distribution set {id_name!r}", sample_keys(own.transpose(0, 1)), known_sets)
-    for key, one in given.shift.items():
-        warn_if_fitted(f"set {key!r}", sample_keys(one.logits.transpose(0, 1)), known_sets)
-    found = measure.evaluation(given, model, provenance or provenance_of(None, id_logits.dtype))
-    known = {id_name: given.id.labels, **{f"shift.{key}": one.labels for key, one in given.shift.items()}}
-    return replace(found, reused=reused or None, traces=trace_sets(known))  # other bits prove nothing
+    reused = warn_if_fitted(f"the in-distribution set {id_name!r}", sample_keys(id_members.transpose(0, 1)), known_sets)
+    for key, shifted in logits.shift.items():
+        warn_if_fitted(f"set {key!r}", sample_keys(shifted.logits.transpose(0, 1)), known_sets)
+    evaluation = measure.evaluation(logits, model, provenance or provenance_of(None, id_logits.dtype))
+    targets = {id_name: logits.id.labels, **{f"shift.{key}": shifted.labels for key, shifted in logits.shift.items()}}
+    return replace(evaluation, reused=reused or None, traces=trace_sets(targets))  # other bits prove nothing
 
 
 def fitted_sets(calibration: Calibration, familiarity: Familiarity | None) -> dict[str, FittedSet]:
@@ -284,9 +284,9 @@ def read_groups(ood: Mapping[str, Any] | None) -> dict[OodGroup, dict[str, Any]]
     nested = [isinstance(value, Mapping) for value in ood.values()]
     if not any(nested):
         return {"ungrouped": dict(ood)} if ood else {}
-    known = get_args(OodGroup)
-    if not all(nested) or not set(ood) <= set(known):
-        raise DataError(f"ood has the keys {list(ood)}; give groups of sets, among {list(known)}, or {{name: data}}")
+    accepted = get_args(OodGroup)
+    if not all(nested) or not set(ood) <= set(accepted):
+        raise DataError(f"ood has the keys {list(ood)}; give groups of sets, among {list(accepted)}, or {{name: data}}")
     counts = Counter(name for sets in ood.values() for name in sets)
     twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
@@ -309,9 +309,9 @@ def require_different(sets: Mapping[str, object], preprocess: Preprocess | None)
     def read(data: object) -> tuple[object, Preprocess | None]:
         return (data.dataset, data.preprocess) if isinstance(data, BatchLoader) else (data, preprocess)
 
-    for (first, one), (second, other) in combinations(sets.items(), 2):
-        (mine, my_way), (theirs, their_way) = read(one), read(other)
-        same = one is other
+    for (first, data), (second, other) in combinations(sets.items(), 2):
+        (mine, my_way), (theirs, their_way) = read(data), read(other)
+        same = data is other
         if isinstance(mine, Dataset) and isinstance(theirs, Dataset):
             same = my_way == their_way and mine.same_items(theirs)
         if same:
@@ -322,5 +322,5 @@ def require_different(sets: Mapping[str, object], preprocess: Preprocess | None)
 
 def set_name(data: object) -> str:
     """The name a data set gives itself, also inside a loader."""
-    found = data if isinstance(data, Dataset) else getattr(data, "dataset", None)
-    return found.name if isinstance(found, Dataset) else "id"
+    dataset = data if isinstance(data, Dataset) else getattr(data, "dataset", None)
+    return dataset.name if isinstance(dataset, Dataset) else "id"

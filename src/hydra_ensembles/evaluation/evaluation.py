@@ -150,8 +150,8 @@ class ModelInfo:
         if self.heads is None:
             return None
         blocks = len(self.heads[0]) - bool(self.pooling_heads)
-        kept = [len(layer) for member in self.heads for layer in member[:blocks]]
-        text = f"{round(sum(kept) / len(kept), 1):g}"
+        counts = [len(layer) for member in self.heads for layer in member[:blocks]]
+        text = f"{round(sum(counts) / len(counts), 1):g}"
         return text if len(self.heads) == 1 else f"{text}x{len(self.heads)}"
 
 
@@ -294,22 +294,22 @@ class MemberLogits:
         """The sets of a file, by the names that `save` gives them."""
 
         def logits_of(key: str) -> Tensor:
-            found = tensors.get(key)
-            if found is None or found.ndim != 3 or not found.is_floating_point():
-                what = "missing" if found is None else f"{found.dtype} {list(found.shape)}, not logits [M, B, C]"
-                raise DataError(f"{key!r} is {what}; it has {sorted(tensors)}")
-            return at_least_float32(found)
+            logits = tensors.get(key)
+            if logits is None or logits.ndim != 3 or not logits.is_floating_point():
+                fault = "missing" if logits is None else f"{logits.dtype} {list(logits.shape)}, not logits [M, B, C]"
+                raise DataError(f"{key!r} is {fault}; it has {sorted(tensors)}")
+            return at_least_float32(logits)
 
         def labelled(key: str, labels: str) -> LabelledLogits:
             logits = logits_of(key)
-            found = tensors.get(labels)
-            if found is None or found.shape != logits.shape[1:2] or found.is_floating_point():
+            targets = tensors.get(labels)
+            if targets is None or targets.shape != logits.shape[1:2] or targets.is_floating_point():
                 raise DataError(f"{labels!r} is no whole number for each of the {logits.shape[1]} samples of {key!r}")
-            return LabelledLogits(logits, found)
+            return LabelledLogits(logits, targets)
 
         ood: dict[str, dict[str, Tensor]] = {}
         shift: dict[str, LabelledLogits] = {}
-        own = labelled("id/logits", "id/labels")
+        id_set = labelled("id/logits", "id/labels")
         for key in tensors:
             part, _, rest = key.partition("/")
             group, _, name = rest.partition("/")  # a name may hold slashes
@@ -317,14 +317,14 @@ class MemberLogits:
                 ood.setdefault(group, {})[name] = logits_of(key)
             elif part == "shift" and group == "logits":
                 shift[name] = labelled(key, f"shift/labels/{name}")
-        return cls(own, ood, shift)
+        return cls(id_set, ood, shift)
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Logits in `dtype` where it can hold them, and labels; with memory of their own, as the format wants it."""
     smaller = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    kept = smaller if bool(torch.isfinite(smaller).all()) else tensor
-    return kept.cpu().clone(memory_format=torch.contiguous_format)
+    stored = smaller if bool(torch.isfinite(smaller).all()) else tensor
+    return stored.cpu().clone(memory_format=torch.contiguous_format)
 
 
 FORMAT = "hydra_ensembles.evaluation"
@@ -391,8 +391,8 @@ class Evaluation:
     @property
     def fitted(self) -> tuple[str, ...]:
         """Those of the reported scores that were fitted to features, such as `mahalanobis`."""
-        known = [score for one in self.ood.values() for score in one.detection if score in get_args(FittedName)]
-        return tuple(dict.fromkeys(known))
+        scores = [score for result in self.ood.values() for score in result.detection if score in get_args(FittedName)]
+        return tuple(dict.fromkeys(scores))
 
     @property
     def samples(self) -> dict[str, int]:
@@ -407,29 +407,29 @@ class Evaluation:
         Detection results of a score other than the evaluation's own have its name in front: `energy:near.auroc`. Shares
         that are declined are `far.abstained`, and by reason `far.unsure` and `far.unfamiliar`.
         """
-        found = self.id.numbers()
+        numbers = self.id.numbers()
         single = {f"ood.{name}": result.detection for name, result in self.ood.items()}
-        for place, by_score in {**self.means, **single}.items():
+        for name, by_score in {**self.means, **single}.items():
             for score, detection in by_score.items():
                 prefix = "" if score == self.score else f"{score}:"
-                found |= {f"{prefix}{place}.{key}": value for key, value in vars(detection).items()}
+                numbers |= {f"{prefix}{name}.{key}": value for key, value in vars(detection).items()}
         for name, result in self.ood.items():
-            found[f"ood.{name}.mutual_information"] = result.mutual_information
-            found[f"ood.{name}.disagreement"] = result.disagreement
+            numbers[f"ood.{name}.mutual_information"] = result.mutual_information
+            numbers[f"ood.{name}.disagreement"] = result.disagreement
             declined = {key: getattr(result, key) for key in DECLINED}
-            found |= {f"ood.{name}.{key}": share for key, share in declined.items() if share is not None}
-        for place, groups in MEANS.items():
+            numbers |= {f"ood.{name}.{key}": share for key, share in declined.items() if share is not None}
+        for name, groups in MEANS.items():
             counted = [result for result in self.ood.values() if result.group in groups]
-            for key in (*(("mutual_information", "disagreement") if place == "all" else ()), *DECLINED):
+            for key in (*(("mutual_information", "disagreement") if name == "all" else ()), *DECLINED):
                 shares = [share for result in counted if (share := getattr(result, key)) is not None]
                 if counted and len(shares) == len(counted):
-                    found[f"{place}.{key}"] = sum(shares) / len(shares)
+                    numbers[f"{name}.{key}"] = sum(shares) / len(shares)
         for name, shifted in self.shift.items():
-            found |= {f"shift.{name}.{key}": value for key, value in shifted.numbers().items()}
+            numbers |= {f"shift.{name}.{key}": value for key, value in shifted.numbers().items()}
         if self.selective is not None:
             chosen = {key: getattr(self.selective, key) for key in ("accepted", "risk", "sure", "familiar")}
-            found |= {f"selective.{key}": share for key, share in chosen.items() if share is not None}
-        return found
+            numbers |= {f"selective.{key}": share for key, share in chosen.items() if share is not None}
+        return numbers
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, without the member logits."""
@@ -471,24 +471,24 @@ class Evaluation:
         evaluation = cls.from_dict({key: value for key, value in data.items() if key != DIGEST}, str(path))
         if not with_logits:
             return evaluation
-        place = logits_path(Path(path))
+        file = logits_path(Path(path))
         numbers = (evaluation.model.members * evaluation.model.classes + 1) * sum(evaluation.samples.values())
-        logits, digest = MemberLogits._read(place, 8 * numbers + (1 << 20))  # float64, labels, room for names
+        logits, digest = MemberLogits._read(file, 8 * numbers + (1 << 20))  # float64, labels, room for names
         if DIGEST in data and digest != evaluation.logits_digest:  # files of before do not know their logits
             raise DataError(
-                f"{place} has not the logits that {path} was saved with: they belong to another evaluation, or a save "
+                f"{file} has not the logits that {path} was saved with: they belong to another evaluation, or a save "
                 "was interrupted; evaluate again with keep_logits=True"
             )
         return replace(evaluation, logits=logits, logits_digest=digest)
 
 
-def read_saved(path: str | Path, what: str) -> dict[str, Any]:
+def read_saved(path: str | Path, kind: str) -> dict[str, Any]:
     """The JSON object in a file, unchanged where it has a digest; or a `DataError` that says what it should be."""
     try:
         plain = read_object(Path(path))
         unsealed(plain, "the file", required=False)
     except ValueError as error:
-        raise DataError(f"{path} cannot be read as {what}: {error}") from error
+        raise DataError(f"{path} cannot be read as {kind}: {error}") from error
     return plain
 
 

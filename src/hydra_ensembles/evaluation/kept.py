@@ -30,7 +30,7 @@ class Kept:
 
     def __init__(self, folder: str | Path | None, model: object, settings: Mapping[str, Any], what: str) -> None:
         self._run: RunFolder | None = None
-        self._known: dict[str, dict[str, Tensor]] = {}
+        self._stored: dict[str, dict[str, Tensor]] = {}
         self._new: dict[str, dict[str, Tensor]] = {}
         self._parts = 0
         self._written = monotonic()
@@ -58,9 +58,9 @@ class Kept:
         if self._run is not None:
             self._open.enter_context(self._run.working())
             while self._run.has(f"{PART.format(self._parts)}.safetensors"):
-                for name, tensor in self._part({}).items():
-                    key, _, what = name.partition("/")
-                    self._known.setdefault(key, {})[what] = tensor
+                for path, tensor in self._part({}).items():
+                    key, _, name = path.partition("/")
+                    self._stored.setdefault(key, {})[name] = tensor
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -68,24 +68,24 @@ class Kept:
             self._write()
         finally:
             self._open.__exit__(*raised)
-            place = None if self._run is None else self._run.path
-            if place is not None and not self._parts:  # nothing came of it: the place is free for something else
-                (place / IDENTITY).unlink(missing_ok=True)
-                if not any(place.iterdir()):
-                    place.rmdir()
+            folder = None if self._run is None else self._run.path
+            if folder is not None and not self._parts:  # nothing came of it: the place is free for something else
+                (folder / IDENTITY).unlink(missing_ok=True)
+                if not any(folder.iterdir()):
+                    folder.rmdir()
 
     def key(self, inputs: Inputs, keys: Keys, labels: Tensor | None = None) -> str:
         """What a batch is known by: the keys of its samples, and all numbers that these leave out."""
         if self._run is None:
             return ""
-        named = {"inputs": inputs} if isinstance(inputs, Tensor) else dict(sorted(inputs.items()))
-        whole = {name: tensor for name, tensor in named.items() if not tensor.is_floating_point()}  # masks, segments
-        whole |= {} if labels is None else {"labels": labels}
-        return tensors_digest({"keys": torch.from_numpy(keys), **whole})
+        tensors = {"inputs": inputs} if isinstance(inputs, Tensor) else dict(sorted(inputs.items()))
+        exact = {name: tensor for name, tensor in tensors.items() if not tensor.is_floating_point()}  # masks, segments
+        exact |= {} if labels is None else {"labels": labels}
+        return tensors_digest({"keys": torch.from_numpy(keys), **exact})
 
     def get(self, key: str) -> dict[str, Tensor] | None:
         """The answers to a batch, if they are kept."""
-        return self._known.get(key)
+        return self._stored.get(key)
 
     def put(self, key: str, answers: Mapping[str, Tensor]) -> None:
         """Keep the answers to a batch."""
@@ -96,7 +96,7 @@ class Kept:
 
     def _write(self) -> None:
         if self._new:
-            self._part({f"{key}/{what}": tensor for key, of in self._new.items() for what, tensor in of.items()})
+            self._part({f"{key}/{name}": tensor for key, batch in self._new.items() for name, tensor in batch.items()})
             self._new = {}
         self._written = monotonic()
 

@@ -61,11 +61,11 @@ class Measure:
 
     def __post_init__(self) -> None:
         fitted = self._fitted
-        known = (*get_args(ScoreName), *fitted)
-        unknown = [name for name in (self.score, *self.scores) if name not in known]
+        choices = (*get_args(ScoreName), *fitted)
+        unknown = [name for name in (self.score, *self.scores) if name not in choices]
         if unknown:
             fit = "; fit_familiarity makes an ensemble give scores of its features" if not fitted else ""
-            raise ConfigError(f"scores {unknown} are not known; choose from {', '.join(known)}{fit}")
+            raise ConfigError(f"scores {unknown} are not known; choose from {', '.join(choices)}{fit}")
 
     @property
     def _fitted(self) -> tuple[AnyScore, ...]:
@@ -74,11 +74,11 @@ class Measure:
 
     def predict(self, logits: Tensor, unfamiliarity: Tensor | None = None) -> Prediction:
         """A prediction from logits `[M, B, C]` that are finite; only a division by less than one can change that."""
-        known, fitted = self.calibration, self.familiarity
-        if known.threshold is None and self.score in get_args(ScoreName):
-            known = replace(known, score=cast(ScoreName, self.score), reference=None)
+        calibration, fitted = self.calibration, self.familiarity
+        if calibration.threshold is None and self.score in get_args(ScoreName):
+            calibration = replace(calibration, score=cast(ScoreName, self.score), reference=None)
         about = None if fitted is None or unfamiliarity is None else fitted.about(unfamiliarity)
-        return known.prediction(logits, check_finite=min(known.temperature) < 1, unfamiliarity=about)
+        return calibration.prediction(logits, check_finite=min(calibration.temperature) < 1, unfamiliarity=about)
 
     def evaluation(
         self,
@@ -92,17 +92,17 @@ class Measure:
         prediction = self.predict(logits.id.logits, unfamiliarity.get(("id", "")))
         labels = logits.id.labels
         answers = {
-            key: self.predict(one, unfamiliarity.get(("ood", key)))
+            key: self.predict(member_logits, unfamiliarity.get(("ood", key)))
             for sets in logits.ood.values()
-            for key, one in sets.items()
+            for key, member_logits in sets.items()
         }
-        wanted = tuple(dict.fromkeys((self.score, *self.scores, *self._fitted)))
-        id_scores = {one: prediction.score(one) for one in wanted}
+        scores = tuple(dict.fromkeys((self.score, *self.scores, *self._fitted)))
+        id_scores = {score: prediction.score(score) for score in scores}
         ood = {
             key: OodSet(
                 group=cast(OodGroup, group),
                 samples=len(answers[key]),
-                detection={one: self._detection(id_scores[one], answers[key].score(one)) for one in wanted},
+                detection={score: self._detection(id_scores[score], answers[key].score(score)) for score in scores},
                 mutual_information=mean(answers[key].epistemic),
                 disagreement=mean(answers[key].disagreement),
                 **_declined(answers[key]),
@@ -110,7 +110,7 @@ class Measure:
             for group, sets in logits.ood.items()
             for key in sets
         }
-        averaged = {name: [key for key, one in ood.items() if one.group in groups] for name, groups in MEANS.items()}
+        averaged = {name: [key for key in ood if ood[key].group in groups] for name, groups in MEANS.items()}
         averaged = {name: keys for name, keys in averaged.items() if keys}
         intervals = {}
         if self.bootstrap:
@@ -123,12 +123,12 @@ class Measure:
             id=self._classification(prediction, labels, self.id_name),
             ood=ood,
             means={
-                name: {one: _mean([ood[key].detection[one] for key in keys]) for one in wanted}
+                name: {score: _mean([ood[key].detection[score] for key in keys]) for score in scores}
                 for name, keys in averaged.items()
             },
             shift={
-                key: self._classification(self.predict(one.logits, unfamiliarity.get(("shift", key))), one.labels, key)
-                for key, one in logits.shift.items()
+                key: self._classification(self.predict(shifted, unfamiliarity.get(("shift", key))), targets, key)
+                for key, (shifted, targets) in logits.shift.items()
             },
             selective=_selective(prediction, labels),
             model=model
@@ -170,8 +170,8 @@ class Measure:
         ood_scores = {name: answer.score(self.score) for name, answer in answers.items()}
         correct = prediction.label == labels
         interval = partial(bootstrap_metric, resamples=self.bootstrap)
-        found = {key: interval(mean, [values]) for key, values in _per_sample(prediction, labels).items()}
-        found |= {
+        intervals = {key: interval(mean, [values]) for key, values in _per_sample(prediction, labels).items()}
+        intervals |= {
             "ece": _from_zero(interval(ece_of_confidence, [prediction.confidence, correct], method="basic")),
             "aece": _from_zero(interval(adaptive_ece_of_confidence, [prediction.confidence, correct], method="basic")),
             "aurc": interval(lambda scores, wrong: risk_curve(scores, wrong).area, [id_scores, ~correct]),
@@ -180,8 +180,8 @@ class Measure:
         sets |= {group: [ood_scores[name] for name in names] for group, names in averaged.items()}
         detection = partial(bootstrap_ood, convention=self.convention, resamples=self.bootstrap)
         for key, scores in sets.items():
-            found |= {f"{key}.{metric}": detection(metric, id_scores, scores) for metric in get_args(OodMetric)}
-        return found
+            intervals |= {f"{key}.{metric}": detection(metric, id_scores, scores) for metric in get_args(OodMetric)}
+        return intervals
 
     def _figures(self, prediction: Prediction, labels: Tensor, answers: Mapping[str, Prediction]) -> Figures:
         """Every curve of the report; `answers` are those on the OOD sets."""
@@ -229,20 +229,20 @@ def _per_sample(prediction: Prediction, labels: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _from_zero(found: Interval) -> Interval:
+def _from_zero(interval: Interval) -> Interval:
     """A basic interval of what is never negative: cut there, and drawn out to its value where that is outside."""
-    return replace(found, low=min(max(found.low, 0.0), found.value), high=max(found.high, found.value))
+    return replace(interval, low=min(max(interval.low, 0.0), interval.value), high=max(interval.high, interval.value))
 
 
-def _mean(found: Sequence[Detection]) -> Detection:
+def _mean(detections: Sequence[Detection]) -> Detection:
     """Unweighted mean over sets."""
-    return Detection(**{key: sum(getattr(one, key) for one in found) / len(found) for key in get_args(OodMetric)})
+    return Detection(**{key: sum(getattr(x, key) for x in detections) / len(detections) for key in get_args(OodMetric)})
 
 
 def _declined(prediction: Prediction) -> dict[str, float | None]:
     """Shares of a set that are declined: by any threshold, and by each."""
     passed = {"abstained": prediction.accept, **prediction.passed()}
-    return {key: None if one is None else mean(~one) for key, one in passed.items()}
+    return {key: None if accepted is None else mean(~accepted) for key, accepted in passed.items()}
 
 
 def _selective(prediction: Prediction, labels: Tensor) -> Selective | None:
@@ -250,16 +250,16 @@ def _selective(prediction: Prediction, labels: Tensor) -> Selective | None:
     if (accept := prediction.accept) is None:
         return None
     wrong = (prediction.label != labels)[accept]
-    known = prediction.unfamiliarity
-    passed = {reason: None if one is None else mean(one) for reason, one in prediction.passed().items()}
+    unfamiliarity = prediction.unfamiliarity
+    passed = {reason: None if accepted is None else mean(accepted) for reason, accepted in prediction.passed().items()}
     return Selective(
         score=prediction.score_name,
         threshold=prediction.threshold,
         accepted=mean(accept),
         risk=mean(wrong) if len(wrong) else None,
         sure=passed["unsure"],
-        familiarity=None if known is None or known.threshold is None else known.score_names[0],
-        familiarity_threshold=None if known is None else known.threshold,
+        familiarity=None if unfamiliarity is None or unfamiliarity.threshold is None else unfamiliarity.score_names[0],
+        familiarity_threshold=None if unfamiliarity is None else unfamiliarity.threshold,
         familiar=passed["unfamiliar"],
     )
 
@@ -273,8 +273,8 @@ def _thin(x: Tensor, y: Tensor) -> Curve:
     """At most `POINTS` of the points, evenly spaced along the curve, the first and last always among them."""
     if len(x) > POINTS:
         length = torch.cat([torch.zeros(1).double(), (x.diff().abs() + y.diff().abs()).cumsum(dim=0)])
-        wanted = torch.linspace(0, float(length[-1]), POINTS, dtype=torch.float64)
-        chosen = torch.searchsorted(length, wanted).unique()
+        positions = torch.linspace(0, float(length[-1]), POINTS, dtype=torch.float64)
+        chosen = torch.searchsorted(length, positions).unique()
         x = x[chosen]
         y = y[chosen]
     return Curve(_rounded(x), _rounded(y))

@@ -73,8 +73,8 @@ class Runner:
         """
         check_unsharded(batches, name)
         if labelled:
-            known = getattr(self.model, "metadata", None)
-            require_same_classes(batches, getattr(known, "labels", ()), f"set {name!r}")
+            metadata = getattr(self.model, "metadata", None)
+            require_same_classes(batches, getattr(metadata, "labels", ()), f"set {name!r}")
         ranks = current_ranks()
         pieces: list[tuple[int, Tensor, Tensor, Keys, torch.dtype, Tensor | None]] = []
         gallery: list[GalleryItem] = []
@@ -82,30 +82,29 @@ class Runner:
         try:
             pairs = iterate(batches, f"set {name!r}", labelled)
             quiet = not self.progress or ranks.rank > 0
-            shown = tqdm(pairs, name, length_of(batches), leave=False, disable=quiet, unit="batch")
-            for index, (inputs, targets) in enumerate(shown):
+            bar = tqdm(pairs, name, length_of(batches), leave=False, disable=quiet, unit="batch")
+            for index, (inputs, targets) in enumerate(bar):
                 if index % ranks.size == ranks.rank:
-                    keys_of = sample_keys(inputs)
-                    logits, dtype, scores = self._kept_answer(inputs, keys_of, name, index)
+                    batch_keys = sample_keys(inputs)
+                    logits, dtype, scores = self._kept_answer(inputs, batch_keys, name, index)
                     labels = torch.empty(0, dtype=torch.long)
                     if labelled:
                         labels = require_labels(targets, logits.shape[2], f"set {name!r}", index).cpu()
-                    pieces.append((index, logits, labels, keys_of, dtype, scores))
+                    pieces.append((index, logits, labels, batch_keys, dtype, scores))
                     if self.keep:
                         prediction = self.measure.predict(logits, scores)
-                        known = labels if labelled else None
-                        gallery = self._shelved(gallery, name, first, inputs, prediction, known)
+                        gallery = self._shelved(gallery, name, first, inputs, prediction, labels if labelled else None)
                 first += size_of(inputs)
         except Exception as problem:
             error = problem
         pieces = sorted(chain.from_iterable(ranks.gather(pieces, error)), key=itemgetter(0))
         gallery = sorted_onto_shelves(chain.from_iterable(ranks.gather(gallery)), self.keep)
-        _, answers, targets_of, keys, dtypes, found = zip(*pieces, strict=True)
+        _, answers, targets_of, keys, dtypes, all_scores = zip(*pieces, strict=True)
         for answer in answers:
             require_like(answer, answers[0] if like is None else like, name)
         labelled_logits = LabelledLogits(torch.cat(answers, dim=1), torch.cat(targets_of))
         warn_of_probabilities(labelled_logits.logits, name)
-        scores = None if found[0] is None else torch.cat(found, dim=2)  # [S, M, B]
+        scores = None if all_scores[0] is None else torch.cat(all_scores, dim=2)  # [S, M, B]
         return Pass(labelled_logits, np.concatenate(keys), gallery, dtypes[0], scores)
 
     def _kept_answer(
@@ -117,8 +116,8 @@ class Runner:
         if stored is not None:
             return stored["logits"], stored["dtype"].dtype, stored.get("scores")
         logits, dtype, scores = self._answer(inputs, name, index)
-        known = {"logits": logits, "dtype": torch.empty(0, dtype=dtype)}
-        self.kept.put(key, known if scores is None else {**known, "scores": scores})
+        tensors = {"logits": logits, "dtype": torch.empty(0, dtype=dtype)}
+        self.kept.put(key, tensors if scores is None else {**tensors, "scores": scores})
         return logits, dtype, scores
 
     def _answer(self, inputs: Inputs, name: str, index: int) -> tuple[Tensor, torch.dtype, Tensor | None]:
@@ -131,8 +130,8 @@ class Runner:
         elif isinstance(self.model, Ensemble | OptimizedEnsemble | MCDropout):
             answer = self.model(self.model.prepare(inputs))
         else:
-            given = inputs if self.device is None else move(inputs, self.device, self.dtype)
-            answer = model(**given) if self._takes_names(given) else model(given)
+            moved = inputs if self.device is None else move(inputs, self.device, self.dtype)
+            answer = model(**moved) if self._takes_names(moved) else model(moved)
         answer = getattr(answer, "logits", answer)
         logits = member_logits(answer, name, f" of batch {index}")
         if logits.shape[1] != size_of(inputs):
@@ -170,12 +169,12 @@ class Runner:
                 score, sure = float(scores[row]), float(prediction.confidence[row])
                 label = None if labels is None else int(labels[row])
                 new.append(GalleryItem(name, shelf, first + row, "text", "", score, sure, int(predicted[row]), label))
-        kept = sorted_onto_shelves([*items, *new], self.keep)
-        for place, item in enumerate(kept):
+        shelved = sorted_onto_shelves([*items, *new], self.keep)
+        for position, item in enumerate(shelved):
             if item.index >= first:
                 kind, content = shown(changed(inputs, itemgetter(item.index - first)), self.preprocessing)
-                kept[place] = replace(item, kind=kind, content=content)
-        return kept
+                shelved[position] = replace(item, kind=kind, content=content)
+        return shelved
 
 
 def member_logits(answer: Any, name: str, of: str = "", like: Tensor | None = None) -> Tensor:
@@ -200,11 +199,11 @@ def member_logits(answer: Any, name: str, of: str = "", like: Tensor | None = No
 
 def require_like(logits: Tensor, like: Tensor, name: str) -> None:
     """Refuse logits of other members or classes than others have."""
-    (members, _, classes), (others, _, theirs) = logits.shape, like.shape
-    if (members, classes) != (others, theirs):
+    (members, _, classes), (expected, _, like_classes) = logits.shape, like.shape
+    if (members, classes) != (expected, like_classes):
         raise DataError(
-            f"{where(name)}logits of {members} members over {classes} classes, and before there were {others} over "
-            f"{theirs}; all must come from the same model"
+            f"{where(name)}logits of {members} members over {classes} classes, and before there were {expected} over "
+            f"{like_classes}; all must come from the same model"
         )
 
 
@@ -215,10 +214,10 @@ def running(model: object, device: torch.device | None) -> Iterator[tuple[torch.
     with ExitStack() as restoring:
         restoring.enter_context(torch.no_grad())
         if isinstance(model, OptimizedEnsemble):
-            own = model.device
-            if device is not None and (device.type != own.type or device.index not in (None, own.index)):
-                raise ConfigError(f"this ensemble was optimized for {own}, not for {device}; leave device out")
-            device, dtype = own, model.dtype
+            home = model.device
+            if device is not None and (device.type != home.type or device.index not in (None, home.index)):
+                raise ConfigError(f"this ensemble was optimized for {home}, not for {device}; leave device out")
+            device, dtype = home, model.dtype
         elif isinstance(model, nn.Module):
             parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
             if parameter is not None:
@@ -234,8 +233,9 @@ def running(model: object, device: torch.device | None) -> Iterator[tuple[torch.
 
 def sorted_onto_shelves(items: Iterable[GalleryItem], keep: int) -> list[GalleryItem]:
     """The first `keep` items of each shelf; ties go to the earlier input."""
-    ordered = sorted(items, key=lambda one: (-one.score if one.shelf == "unsure" else one.score, one.index))
-    return [one for shelf in get_args(Shelf) for one in [item for item in ordered if item.shelf == shelf][:keep]]
+    ordered = sorted(items, key=lambda item: (-item.score if item.shelf == "unsure" else item.score, item.index))
+    shelves = ([item for item in ordered if item.shelf == shelf] for shelf in get_args(Shelf))
+    return [item for shelf in shelves for item in shelf[:keep]]
 
 
 def shown(row: Inputs, preprocessing: object) -> tuple[Literal["image", "text"], str]:
@@ -278,11 +278,11 @@ def describe_model(model: object, members: int, classes: int, calibration: Calib
     """What is known of a model: everything of an ensemble, the name and parameters of others."""
     info = ModelInfo("callable", members, classes, calibration=None if calibration is None else calibration.brief)
     if isinstance(model, Ensemble | OptimizedEnsemble):
-        known = model.metadata
+        metadata = model.metadata
         counts = model.describe()
         kind: Literal["image", "text"] = "text" if model.kind == "text" else "image"
-        info = replace(info, kind=kind, class_names=known.labels, **vars(counts))
-        return replace(info, source=known.source, history=known.history)
+        info = replace(info, kind=kind, class_names=metadata.labels, **vars(counts))
+        return replace(info, source=metadata.source, history=metadata.history)
     if isinstance(model, nn.Module):
         counted = sum(parameter.numel() for parameter in model.parameters())
         return replace(info, parameters=counted, source=type(model).__qualname__)

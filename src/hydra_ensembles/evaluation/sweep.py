@@ -22,13 +22,13 @@ from .measure import Measure
 
 def heads_of(ensemble: Ensemble, layers: Sequence[int] | None) -> list[Head]:
     """The heads that some member keeps in some layers (None: in all), first layer first."""
-    found = []
+    heads = []
     for layer in checked_layers(ensemble.config, layers):
-        there = {head for kept in ensemble.config.heads for head in kept[layer]}
-        found += [Head(layer, head) for head in sorted(there)]
-    if not found:
+        kept = {head for member in ensemble.config.heads for head in member[layer]}
+        heads += [Head(layer, head) for head in sorted(kept)]
+    if not heads:
         raise ConfigError("there is no head left in these layers that could be switched off; give other layers")
-    return found
+    return heads
 
 
 class Swept(NamedTuple):
@@ -98,17 +98,17 @@ class Sweep:
         copy = self.copy
         arguments = self.copy.unpack(inputs)
         blocks = list(copy.encoder.layers)
-        read = copy.readout.tokens_read()
+        tokens = copy.readout.tokens_read()
         x, context = copy.embed(*arguments)
         levels = [x]  # what enters each block, and then the readout, [N, B, T, d]
         for block in blocks[:-1]:
             levels.append(block(levels[-1], context))
-        levels.append(blocks[-1](levels[-1], context, read))
+        levels.append(blocks[-1](levels[-1], context, tokens))
 
         def predicted(layer: int) -> Prediction:
             x = levels[layer]
             for block in blocks[layer:]:
-                x = block(x, context, read if block is blocks[-1] else None)
+                x = block(x, context, tokens if block is blocks[-1] else None)
             pooled = copy.readout.pool(x, context.key_mask, arguments[0])
             logits = copy.readout.classify(pooled)  # [N, B, C]
             logits = logits.expand(copy.num_members, *logits.shape[1:])

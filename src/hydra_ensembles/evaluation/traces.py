@@ -35,11 +35,11 @@ class Unlike(NamedTuple):
 
 def trace_sets(labels: Mapping[str, Tensor], keys: Mapping[str, Keys] = MappingProxyType({})) -> dict[str, SetTrace]:
     """The trace of each set by its name, from labels `[B]`, none of an OOD set, and from `sample_keys` `[B]`."""
-    found = {}
-    for name, given in labels.items():
-        counts = np.sort(np.bincount(given.numpy()))
-        found[name] = SetTrace(_digest(counts[counts > 0]), _digest(np.sort(keys[name])) if name in keys else "")
-    return found
+    traces = {}
+    for name, targets in labels.items():
+        counts = np.sort(np.bincount(targets.numpy()))
+        traces[name] = SetTrace(_digest(counts[counts > 0]), _digest(np.sort(keys[name])) if name in keys else "")
+    return traces
 
 
 def _digest(values: npt.NDArray[np.int64]) -> str:
@@ -48,14 +48,14 @@ def _digest(values: npt.NDArray[np.int64]) -> str:
 
 def unlike(ours: Mapping[str, SetTrace], theirs: Mapping[str, SetTrace], names: list[str]) -> Unlike:
     """What the traces of two evaluations say of sets of one name."""
-    found = Unlike([], [], [])
+    differing = Unlike([], [], [])
     for name in names:
-        one = ours.get(name, SetTrace())
+        trace = ours.get(name, SetTrace())
         other = theirs.get(name, SetTrace())
-        if one.labels and other.labels and one.labels != other.labels:
-            found.labels.append(name)
-        elif not (one.inputs and other.inputs):
-            found.unknown.append(name)
-        elif one.inputs != other.inputs:
-            found.inputs.append(name)
-    return found
+        if trace.labels and other.labels and trace.labels != other.labels:
+            differing.labels.append(name)
+        elif not (trace.inputs and other.inputs):
+            differing.unknown.append(name)
+        elif trace.inputs != other.inputs:
+            differing.inputs.append(name)
+    return differing
