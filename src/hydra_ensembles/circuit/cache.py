@@ -99,8 +99,8 @@ class WorkingModel:
         for name in ("qkv", "qkv_bias", "out"):
             tensor = getattr(attention, name)
             if tensor is not None:
-                left = tensor.detach().index_select(0, rows.to(tensor.device))
-                setattr(attention, name, nn.Parameter(left, requires_grad=False))
+                remaining = tensor.detach().index_select(0, rows.to(tensor.device))
+                setattr(attention, name, nn.Parameter(remaining, requires_grad=False))
         attention.sizes = (len(kept),)
 
     def _read(self, layer: int, x: Tensor) -> Read:
@@ -209,7 +209,7 @@ def sample_cost(model: Ensemble, group: SampleGroup) -> int:
     layers.append((config.encoder, read_tokens(tokens, model.readout.tokens_read())))
     layers += [] if config.pooling is None else [(config.pooling, 1)]
     pairs = zip(config.heads[0], layers, strict=True)
-    return sum(attention_cost(one, len(kept), tokens, count) + mlp_cost(one, count) for kept, (one, count) in pairs)
+    return sum(attention_cost(sizes, len(kept), tokens, asks) + mlp_cost(sizes, asks) for kept, (sizes, asks) in pairs)
 
 
 def tokens_of(model: Ensemble, group: SampleGroup) -> int:
@@ -227,8 +227,8 @@ def tokens_of(model: Ensemble, group: SampleGroup) -> int:
 class CachedTower:
     """A transformer that loses heads, its activations on all samples, and those of candidates.
 
-    `own` are the candidates evaluated here, and not on another rank. Beside what the stem gives, `max_memory` bytes of
-    activations are kept; of candidates only with `carry`.
+    `of_rank` are the candidates that this rank evaluates, and no other. Beside what the stem gives, `max_memory` bytes
+    of activations are kept; of candidates only with `carry`.
     """
 
     def __init__(
@@ -236,14 +236,14 @@ class CachedTower:
         model: WorkingModel,
         samples: CircuitData,
         candidates: Sequence[Head],
-        own: Sequence[Head],
+        of_rank: Sequence[Head],
         batch_size: int,
         max_memory: int,
         carry: bool = True,
     ) -> None:
         self.model, self.samples, self.batch_size = model, samples, batch_size
         self.candidates = list(candidates)
-        self.own = frozenset(own)
+        self.of_rank = frozenset(of_rank)
         self.index_of = {head: index for index, head in enumerate(candidates)}
         self.layer_of: IntArray = np.array([head.layer for head in candidates], np.int64)
         self.head_of: IntArray = np.array([head.head for head in candidates], np.int64)
@@ -251,7 +251,7 @@ class CachedTower:
             self.base = [BaseActivations(model, group, batch_size) for group in samples.groups]
             self._levels, room = plan_memory(max_memory, [group.levels[0] for group in self.base], model.layers)
             self.features = [base.recompute(0, self._levels, batch_size) for base in self.base]  # pooled, [g, d] each
-        kept_for = np.array([head.layer if head in self.own else -1 for head in candidates], np.int64)
+        kept_for = np.array([head.layer if head in self.of_rank else -1 for head in candidates], np.int64)
         self.kept = [
             CandidateActivations(kept_for, model.layers, group.levels[0], slots if carry else 0)
             for group, slots in zip(self.base, room, strict=True)
@@ -284,11 +284,11 @@ class CachedTower:
         for all candidates of the layer), or at a later level that was kept.
         """
         base, kept, last = self.base[index], self.kept[index], self.model.layers
-        known = kept.deepest[candidates, rows]
-        branches = known <= self.layer_of[candidates]
-        joins = np.where(branches, self.layer_of[candidates] + 1, known)  # level at which a pair joins
+        deepest = kept.deepest[candidates, rows]
+        branches = deepest <= self.layer_of[candidates]
+        joins = np.where(branches, self.layer_of[candidates] + 1, deepest)  # level at which a pair joins
         order = np.lexsort((self.head_of[candidates], branches, joins))
-        candidates, numbers, rows = (one[order] for one in (candidates, numbers, rows))
+        candidates, numbers, rows = (array[order] for array in (candidates, numbers, rows))
         branches, joins = branches[order], joins[order]
         device_rows = to_device(rows, base.device)
         context = base.context(device_rows)
@@ -326,16 +326,16 @@ class CachedTower:
     def remove(self, head: Head) -> None:
         """Take a head out: what was computed below it stays right, the rest is brought up to date."""
         self.model.drop(head)
-        for place, (base, kept) in enumerate(zip(self.base, self.kept, strict=True)):
+        for group, (base, kept) in enumerate(zip(self.base, self.kept, strict=True)):
             index = self.index_of[head]
-            known = head.layer  # the highest level that is right
+            valid = head.layer  # the highest level that is right
             for level in sorted(level for level in base.levels if level > head.layer):
                 if not kept.holds_all(index, level):
                     break
                 base.levels[level] = kept.load(level, np.full(len(base), index), np.arange(len(base)))[0]
-                known = level
+                valid = level
             kept.forget(index, head.layer)
-            self.features[place] = base.recompute(known, self._levels, self.batch_size)
+            self.features[group] = base.recompute(valid, self._levels, self.batch_size)
 
 
 class BaseActivations:
@@ -359,7 +359,7 @@ class BaseActivations:
 
     def at(self, level: int, rows: Tensor) -> Tensor:
         """Inputs of a block for some samples, `[1, S, T, d]`."""
-        start = max(kept for kept in self.levels if kept <= level)
+        start = max(stored for stored in self.levels if stored <= level)
         x = self.levels[start].index_select(0, rows)[None]
         context = self.context(rows)
         for layer in range(start, level):
@@ -436,10 +436,10 @@ class CandidateActivations:
         """Give the room of a candidate back, and of all others what lies above a level."""
         if not self.levels:
             return
-        for where in (np.s_[candidate : candidate + 1], np.s_[:, above + 1 :]):
-            slots = self._slot[where]
+        for region in (np.s_[candidate : candidate + 1], np.s_[:, above + 1 :]):
+            slots = self._slot[region]
             self._free = np.concatenate([self._free, slots[slots >= 0]])
-            self._slot[where] = -1
+            self._slot[region] = -1
         held = self._slot[:, : above + 1] >= 0  # [K, levels, rows]
         self.deepest = np.where(held.any(1), above - held[:, ::-1].argmax(1), 0)
 
@@ -468,9 +468,9 @@ def plan_memory(max_memory: int, groups: Sequence[Tensor], layers: int) -> tuple
     """
     level = sum(group.nbytes for group in groups)
     count = min(layers, max(1, max_memory // 2 // level))
-    kept = sorted({index * layers // count for index in range(count)})
-    left = max(0, max_memory - level * len(kept))
-    return kept, [left * len(group) // level for group in groups]
+    levels = sorted({index * layers // count for index in range(count)})
+    room = max(0, max_memory - level * len(levels))
+    return levels, [room * len(group) // level for group in groups]
 
 
 def default_max_memory(device: torch.device) -> int:
@@ -494,5 +494,5 @@ def fitting_batch_size(model: Ensemble, samples: CircuitData) -> int:
 
 def _free_on_gpu(device: torch.device) -> int:
     """What the driver has left, and what PyTorch holds without using it."""
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

@@ -41,11 +41,11 @@ class Naive:
 
     def choose(self, candidates: Sequence[Head]) -> Result:
         """The candidate whose removal leaves the best score."""
-        found: list[Result] = []
+        results: list[Result] = []
         for head in self.ranks.share(candidates):
-            found.append(self.evaluate(head))
-            self.tell(len(found))
-        return self.ranks.smallest(min(found, default=None))
+            results.append(self.evaluate(head))
+            self.tell(len(results))
+        return self.ranks.smallest(min(results, default=None))
 
     def remove(self, head: Head) -> None:
         """Leave a head off from now on."""
@@ -125,16 +125,16 @@ class Exact:
     def choose(self, candidates: Sequence[Head], known: Result | None = None) -> Result:
         """The candidate whose removal leaves the best score; `known` is one whose result is known already."""
         self._answers.clear()
-        own = [head for head in candidates if head in self.tower.own and (known is None or head != known.head)]
-        seen = dict.fromkeys(own, 0)  # samples that each candidate was evaluated on
+        heads = [head for head in candidates if head in self.tower.of_rank and (known is None or head != known.head)]
+        seen = dict.fromkeys(heads, 0)  # samples that each candidate was evaluated on
         bounds: dict[Head, Result] = {}
-        self._advance(seen, bounds, dict.fromkeys(own, self._chunk))
+        self._advance(seen, bounds, dict.fromkeys(heads, self._chunk))
         while True:
             done = {head for head, count in seen.items() if count == self.objective.samples or bounds[head].over}
-            complete = [bounds[head] for head in own if head in done]
-            waiting = [bounds[head] for head in own if head not in done]
+            complete = [bounds[head] for head in heads if head in done]
+            waiting = [bounds[head] for head in heads if head not in done]
             everywhere = self.ranks.gather((min(complete, default=None), min(waiting, default=None)))
-            best = min((one for one in (known, *(first for first, _ in everywhere)) if one is not None), default=None)
+            best = min(filter(None, (known, *(result for result, _ in everywhere))), default=None)
             self.tell(len(complete) + sum(best is not None and bound > best for bound in waiting))
             if best is not None and not any(bound is not None and bound < best for _, bound in everywhere):
                 return best
@@ -156,7 +156,7 @@ class Exact:
             return
         numbers = [self.hardest_first[seen[head] :][:amount] for head, amount in amounts.items()]
         index = self.tower.index(list(amounts))
-        self.tower.run(np.repeat(index, [len(one) for one in numbers]), np.concatenate(numbers), self._answers.record)
-        for one, result in zip(numbers, self._answers.results(index), strict=True):
-            seen[result.head] += len(one)
+        self.tower.run(np.repeat(index, [len(part) for part in numbers]), np.concatenate(numbers), self._answers.record)
+        for part, result in zip(numbers, self._answers.results(index), strict=True):
+            seen[result.head] += len(part)
             bounds[result.head] = result

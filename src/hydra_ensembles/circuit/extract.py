@@ -154,16 +154,16 @@ def extract_circuit(
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
 
     dtype = dtype or ensemble.dtype
-    place = local_device(require_device(device or ensemble.device))
+    device = local_device(require_device(device or ensemble.device))
     path = None if journal is None else Path(journal).expanduser()
     distance = None
     if isinstance(ensemble, Ensemble) and ood_score != "msp" and score != "acc":
-        distance = Distance(ensemble, ood_score, dtype, place)
-    with all_ranks(place) as ranks:
+        distance = Distance(ensemble, ood_score, dtype, device)
+    with all_ranks(device) as ranks:
         dual = ensemble if isinstance(ensemble, DualEncoder) else None
         model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, scope.names, scope.templates, False)
         require_same_classes(id_batches, model.metadata.labels, "id_batches")
-        model = working_copy(model, dtype, place)
+        model = working_copy(model, dtype, device)
         samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
         run = Extraction(
             asked=method,
@@ -175,7 +175,7 @@ def extract_circuit(
             audit_steps=audit_steps,
             max_accuracy_loss=None if max_accuracy_loss is None else float(max_accuracy_loss),
             model=model,
-            texts=read_texts(dual, scope.names, scope.templates, dtype, place) if dual and with_text else None,
+            texts=read_texts(dual, scope.names, scope.templates, dtype, device) if dual and with_text else None,
             samples=samples,
             objective=Objective(score, samples.id_count, tuple(samples.ood_sources.values()), ties),
             distance=distance,
@@ -190,11 +190,11 @@ def extract_circuit(
         with alone, resumable(path):
             record = resumed(identity, path, ranks, candidates)
             run.take_steps(record, path if ranks.rank == 0 else None, progress)
-    more = {"seed": seed, "device": place.type, "layers": scope.layers, "dtype": str(dtype), "asked": method}
-    more |= {"ties": ties} | ({} if distance is None else {"ood_score": ood_score})
+    provenance = {"seed": seed, "device": device.type, "layers": scope.layers, "dtype": str(dtype), "asked": method}
+    provenance |= {"ties": ties} | ({} if distance is None else {"ood_score": ood_score})
     if scope.names:
-        more |= {"towers": scope.towers, "classes": len(scope.names), "templates": scope.templates}
-    return run.ranking(record, more)
+        provenance |= {"towers": scope.towers, "classes": len(scope.names), "templates": scope.templates}
+    return run.ranking(record, provenance)
 
 
 class CircuitScope(NamedTuple):
@@ -246,11 +246,11 @@ def _check_methods(ensemble: Ensemble | DualEncoder, method: Method, ood_score: 
     if method == "screened" and with_text:
         raise ConfigError('method="screened" is for one tower; use method="exact", or towers=("image",)')
     if ood_score != "msp":
-        known = None if isinstance(ensemble, DualEncoder) else ensemble.metadata.familiarity
-        if known is None or ood_score not in known.settings.scores:
-            have = [] if known is None else list(known.settings.scores)
+        familiarity = None if isinstance(ensemble, DualEncoder) else ensemble.metadata.familiarity
+        if familiarity is None or ood_score not in familiarity.settings.scores:
+            fitted = [] if familiarity is None else list(familiarity.settings.scores)
             raise ConfigError(
-                f"ood_score must be 'msp' or a score of features that the ensemble was fitted to give, {have}; got "
+                f"ood_score must be 'msp' or a score of features that the ensemble was fitted to give, {fitted}; got "
                 f"{ood_score!r}: fit_familiarity(ensemble, id_batches, {ood_score!r}) gives an ensemble that has it"
             )
         if method == "screened":
@@ -318,16 +318,16 @@ class Extraction:
         """Decide how "auto" is meant: as in the journal, else by the time it takes."""
         if self.asked != "auto":
             return
-        kept, problem = None, None
+        stored, problem = None, None
         if self.ranks.rank == 0 and journal is not None and journal.exists():
             try:
-                kept = read_journal(journal).settings.get("method")
+                stored = read_journal(journal).settings.get("method")
             except HydraError as error:
                 problem = error
-        kept = self.ranks.gather(kept, problem)[0]
+        stored = self.ranks.gather(stored, problem)[0]
         estimated = self.texts is None and self.distance is None
         slow = estimated and self._seconds(self.candidates)["exact"] > MINUTES
-        self.method = cast(Method, kept) if kept in get_args(Method) else "screened" if slow else "exact"
+        self.method = cast(Method, stored) if stored in get_args(Method) else "screened" if slow else "exact"
 
     def _seconds(self, left: Sequence[Head]) -> dict[Method, float]:
         """Estimate how long the steps that are left take by each method; rank 0 estimates for all."""
@@ -347,11 +347,11 @@ class Extraction:
             return
         seconds = self._seconds(left)
         steps = self.budget - (len(self.candidates) - len(left))
-        said = f"circuit {self.objective.score}: {in_words(seconds[self.method])} for {steps} heads by {self.method!r}"
+        text = f"circuit {self.objective.score}: {in_words(seconds[self.method])} for {steps} heads by {self.method!r}"
         if approximated:
-            said += f", which is approximate; 'exact' would take {in_words(seconds['exact'])}"
+            text += f", which is approximate; 'exact' would take {in_words(seconds['exact'])}"
         if self.ranks.rank == 0:
-            (say if progress else warn)(said)
+            (say if progress else warn)(text)
 
     def take_steps(self, journal: Journal, path: Path | None, progress: bool) -> None:
         """Take the greedy steps that the journal does not have yet."""
@@ -389,8 +389,8 @@ class Extraction:
                 left.remove(choice.head)
                 if isinstance(search, Screened):  # it chose by estimates; what is left says what it is
                     choice = search.result._replace(head=choice.head)
-                each = self.ranks.gather((self.work["layer_evaluations"], self.work["multiply_adds"]))
-                blocks, products = (sum(column) for column in zip(*each, strict=True))  # so far, over all ranks
+                work = self.ranks.gather((self.work["layer_evaluations"], self.work["multiply_adds"]))
+                blocks, products = (sum(column) for column in zip(*work, strict=True))  # so far, over all ranks
                 spent = (blocks - counted[0], products - counted[1])
                 counted = (blocks, products)
                 layer, head, tower = choice.head
@@ -400,15 +400,15 @@ class Extraction:
     def _warn_of_end(self, journal: Journal) -> None:
         count = self.objective.id_count
         most = self.objective.most_errors
-        steps = len(journal.steps)
-        assert journal.start is not None
+        steps, start = len(journal.steps), journal.start
+        assert start is not None
         assert most is not None
-        now = journal.steps[-1].errors if steps else journal.start["errors"]
+        errors = journal.steps[-1].errors if steps else start["errors"]
         if self.ranks.rank == 0:
             warn(
                 f"the circuit for {self.objective.score!r} ends after {steps} of {self.budget} heads: without any "
-                f"further one the accuracy, {1 - now / count:.4f} (at first {1 - journal.start['errors'] / count:.4f}),"
-                f" would fall below {1 - most / count:.4f} (max_accuracy_loss={self.max_accuracy_loss})"
+                f"further one the accuracy, {1 - errors / count:.4f} (at first {1 - start['errors'] / count:.4f}), "
+                f"would fall below {1 - most / count:.4f} (max_accuracy_loss={self.max_accuracy_loss})"
             )
 
     def _start(self, done: Sequence[Head]) -> Naive | Exact | JointExact | Screened:
@@ -442,9 +442,9 @@ class Extraction:
         """A copy of its own without some heads, and a share of the memory for its activations."""
         room = default_max_memory(model.device) if self.max_memory is None else self.max_memory
         working = WorkingModel(model, off, self.work, self.distance)
-        own = self.ranks.share(left)
+        of_rank = self.ranks.share(left)
         carry = self.method == "exact"
-        return CachedTower(working, samples, left, own, self.batch_size, int(share * room), carry)
+        return CachedTower(working, samples, left, of_rank, self.batch_size, int(share * room), carry)
 
     def ranking(self, journal: Journal, provenance: Mapping[str, Any]) -> HeadRanking:
         """What the steps amount to; `provenance` is what else there is to say about it."""

@@ -44,8 +44,8 @@ def read_texts(
     tower = dual.text
     if tower.config.readout.cosine is not None:
         raise ConfigError("the text tower classifies by class embeddings; use the text tower as it was converted")
-    ids, *others = tower.unpack(tower.prepare(prompts_of(names, templates)))
-    mask, segments = (None if part is None else part.to(device) for part in others)
+    ids, *beside = tower.unpack(tower.prepare(prompts_of(names, templates)))
+    mask, segments = (None if tensor is None else tensor.to(device) for tensor in beside)
     group = SampleGroup(np.arange(len(ids)), (ids.to(device), mask, segments))
     labels = torch.full((len(group),), -1, device=device)
     prompts = CircuitData((group,), labels, {"prompts": len(group)}, np.zeros((len(group), 2), np.int64), "")
@@ -85,7 +85,7 @@ class JointNaive(Naive):
         of_text = of_tower(off, text=True)
         prompts = self.texts.prompts
         embedded = run_without(self.texts.tower, of_text, prompts, self.batch_size, self.work)
-        use_classes(self.model, self.texts.classes(torch.cat([one.logits for _, one in embedded])))
+        use_classes(self.model, self.texts.classes(torch.cat([answers.logits for _, answers in embedded])))
         return super().answers(of_tower(off, text=False))
 
 
@@ -107,17 +107,17 @@ class JointExact:
     @torch.no_grad()
     def choose(self, candidates: Sequence[Head]) -> Result:
         """The candidate whose removal leaves the best score."""
-        own = [head for head in of_tower(candidates, text=True) if head in self.tower.own]
-        for layer in sorted({head.layer for head in own if head not in self._classes}):
-            self._run_prompts([head for head in own if head.layer == layer and head not in self._classes])
+        heads = [head for head in of_tower(candidates, text=True) if head in self.tower.of_rank]
+        for layer in sorted({head.layer for head in heads if head not in self._classes}):
+            self._run_prompts([head for head in heads if head.layer == layer and head not in self._classes])
         judged: list[Result] = []
-        for head in own:
+        for head in heads:
             judged.append(self._judge(head))
             self.tell(len(judged))
-        found = self.images.ranks.gather(min(judged, default=None))
-        use_classes(self._classifier, self._own)
-        best = min((one for one in found if one is not None), default=None)
-        self.images.tell = lambda decided: self.tell(len(own) + decided)
+        results = self.images.ranks.gather(min(judged, default=None))
+        use_classes(self._classifier, self._current)
+        best = min((result for result in results if result is not None), default=None)
+        self.images.tell = lambda decided: self.tell(len(heads) + decided)
         return self.images.choose(of_tower(candidates, text=False), best)
 
     def remove(self, head: Head) -> None:
@@ -136,22 +136,22 @@ class JointExact:
     @torch.no_grad()
     def _use_own_classes(self) -> None:
         """Classify by the class embeddings of the text tower as it is."""
-        self._own = self.texts.classes(self.tower.model.classify(torch.cat(self.tower.features)).logits)  # [C, e]
-        use_classes(self._classifier, self._own)
+        self._current = self.texts.classes(self.tower.model.classify(torch.cat(self.tower.features)).logits)  # [C, e]
+        use_classes(self._classifier, self._current)
         self.images.answer()
 
     def _run_prompts(self, heads: Sequence[Head]) -> None:
         """The class embeddings that are left without each of some heads of one layer."""
         count = len(self.tower.samples.labels)
         index = self.tower.index(heads)  # ascending, as the candidates are
-        table = self._own.new_empty(len(heads), count, self._own.shape[1])  # [heads, prompts, e]
+        table = self._current.new_empty(len(heads), count, self._current.shape[1])  # [heads, prompts, e]
 
         def record(candidates: IntArray, numbers: IntArray, embedded: SampleAnswers) -> None:
             rows = to_device(np.searchsorted(index, candidates), table.device)
             table[rows, to_device(numbers, table.device)] = embedded.logits
 
         self.tower.run(np.repeat(index, count), np.tile(np.arange(count), len(heads)), record)
-        self._classes |= {head: self.texts.classes(one) for head, one in zip(heads, table, strict=True)}
+        self._classes |= {head: self.texts.classes(embeddings) for head, embeddings in zip(heads, table, strict=True)}
 
     def _judge(self, head: Head) -> Result:
         """The result without a head of the text tower, on all samples: the images as they are meet other classes."""

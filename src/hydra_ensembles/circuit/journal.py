@@ -62,8 +62,8 @@ def resumed(journal: Journal, path: Path | None, ranks: Ranks, candidates: Seque
     if path is not None and ranks.rank == 0 and path.exists():
         try:
             stored = read_journal(path)
-            wanted = {**vars(journal), "start": stored.start, "steps": stored.steps}
-            require_same_run(vars(stored), wanted, path, "the journal of a circuit")
+            expected = {**vars(journal), "start": stored.start, "steps": stored.steps}
+            require_same_run(vars(stored), expected, path, "the journal of a circuit")
             if len(set(stored.heads) & set(candidates)) < len(stored.heads):  # of before: without a digest
                 raise CheckpointError(f"{path} has a head twice, or one that is no candidate; delete it to start anew")
             journal = stored

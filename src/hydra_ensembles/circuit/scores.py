@@ -52,7 +52,7 @@ class SampleGroup:
 
     def take(self, rows: slice) -> Arguments:
         """The inputs of some samples."""
-        return cast(Arguments, tuple(None if part is None else part[rows] for part in self.inputs))
+        return cast(Arguments, tuple(None if tensor is None else tensor[rows] for tensor in self.inputs))
 
 
 @dataclass(eq=False)
@@ -94,28 +94,28 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
     keys: dict[str, list[Keys]] = {}  # of each source
     sizes: dict[str, int] = {}
     fingerprints = []
-    given = {"id_batches": id_batches} | ({} if ood_batches is None else named_sources(ood_batches, "ood_batches"))
-    with torch_seeded(seed, model.device), borrowed(*given.values()):
-        for source, (name, batches) in enumerate(given.items()):
+    sources = {"id_batches": id_batches} | ({} if ood_batches is None else named_sources(ood_batches, "ood_batches"))
+    with torch_seeded(seed, model.device), borrowed(*sources.values()):
+        for source, (name, batches) in enumerate(sources.items()):
             begin_epoch(batches, 0, seed)
             fingerprint = DataFingerprint()
             before = len(origin)
             keys[name] = []
             for index, (read, answers) in enumerate(iterate(batches, name, labelled=source == 0)):
-                known = None if source else require_labels(answers, model.num_classes, name, index)
-                fingerprint.update(read, known)
+                checked = None if source else require_labels(answers, model.num_classes, name, index)
+                fingerprint.update(read, checked)
                 keys[name].append(sample_keys(read))
                 inputs = model.unpack(model.prepare(read))
                 numbers = np.arange(len(origin), len(origin) + len(inputs[0]))
-                shape = tuple(None if part is None else (part.dtype, *part.shape[1:]) for part in inputs)
+                shape = tuple(None if tensor is None else (tensor.dtype, *tensor.shape[1:]) for tensor in inputs)
                 pieces.setdefault(shape, []).append(SampleGroup(numbers, inputs))
-                labels.append(torch.full((len(numbers),), -1) if known is None else known.cpu())
+                labels.append(torch.full((len(numbers),), -1) if checked is None else checked.cpu())
                 origin += [(source, index)] * len(numbers)
             if len(origin) == before:
                 raise DataError(f"{name} has no samples; check the loader")
             sizes[name] = len(origin) - before
             fingerprints.append(fingerprint.hexdigest())
-    foreign = {name: np.concatenate(found) for name, found in keys.items()}
+    foreign = {name: np.concatenate(arrays) for name, arrays in keys.items()}
     require_unlike("id_batches", foreign.pop("id_batches"), foreign)
     truth = torch.cat(labels)
     id_count = sizes["id_batches"]
@@ -188,20 +188,19 @@ class Distance:
     """A fitted score of features that circuits are judged by; its statistics stay those of the whole model."""
 
     def __init__(self, model: Ensemble, name: FamiliarityName, dtype: torch.dtype, device: torch.device) -> None:
-        known, self.name = model.metadata.familiarity, name
-        assert known is not None
-        self.neighbours = known.settings.neighbours
+        fitted, self.name = model.metadata.familiarity, name
+        assert fitted is not None
+        self.neighbours = fitted.settings.neighbours
         precise = torch.promote_types(dtype, torch.float32)
-        own = {key.rpartition(".")[2]: one for key, one in known.state.items() if key.rpartition(".")[0] == name}
+        state = {key.rpartition(".")[2]: value for key, value in fitted.state.items() if key.rpartition(".")[0] == name}
         self.fingerprint = DataFingerprint()
-        for key in sorted(own):
-            self.fingerprint.update({key: own[key]}, None)
-        self.statistics = ready({key: one.to(device, precise) for key, one in own.items()})
+        for key in sorted(state):
+            self.fingerprint.update({key: state[key]}, None)
+        self.statistics = ready({key: value.to(device, precise) for key, value in state.items()})
 
     def of(self, features: Tensor, logits: Tensor) -> Tensor:
         """The distance `[B]` of features `[B, …]` that give logits `[B, C]`."""
-        given = features.flatten(1)[None], logits[None]
-        return unfamiliarity(self.name, self.statistics, *given, self.neighbours)[0]
+        return unfamiliarity(self.name, self.statistics, features.flatten(1)[None], logits[None], self.neighbours)[0]
 
 
 def losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -258,13 +257,13 @@ class Objective:
     def count(self, wrong: Tensor, confidence: Tensor) -> Tensor:
         """Integers `[K, 1 + sources]` of candidates, E and each D_s, from answers and confidences `[K, n]`."""
         inside, *outside = confidence.split([self.id_count, *self.ood_sizes], dim=1)
-        pairs = [_twice_below(inside, one.contiguous()).sum(-1) for one in outside]
+        pairs = [_twice_below(inside, source.contiguous()).sum(-1) for source in outside]
         return torch.stack([wrong[:, : self.id_count].sum(-1), *pairs], dim=1)
 
     def result(self, head: Head, counts: Sequence[int], loss: int = 0) -> Result:
         """What the counts of a model amount to; `head` is the one it goes without."""
         errors, *pairs = counts
-        discordance = sum(weight * one for weight, one in zip(self.weights, pairs, strict=True))
+        discordance = sum(weight * count for weight, count in zip(self.weights, pairs, strict=True))
         value = errors if self.score == "acc" else discordance
         if self.score == "avg":
             value += 2 * self.balanced * errors
@@ -292,9 +291,9 @@ class Objective:
             first = self.ood_sizes[0]
             of_outside = []
             added *= 2 * first * len(outside) if self.score == "avg" else 0
-            for one in outside:
-                added += first / len(one) * (2 * len(one) - _twice_below(one, inside))
-                of_outside.append(first / len(one) * _twice_below(inside, one))
+            for source in outside:
+                added += first / len(source) * (2 * len(source) - _twice_below(source, inside))
+                of_outside.append(first / len(source) * _twice_below(inside, source))
             added = torch.cat([added, *of_outside])
         return np.lexsort((-doubt, -added.cpu().numpy()))
 
@@ -340,15 +339,15 @@ class Tally:
     def record(self, models: IntArray, numbers: IntArray, answers: SampleAnswers) -> None:
         """Take in the answers to P pairs of model and sample; where there is a distance, it is the confidence."""
         logits, distance = answers
-        where = to_device(models, logits.device), to_device(numbers, logits.device)
-        labels = self.samples.labels[where[1]]
-        self.wrong[where], confidence, finite = judge(logits, labels, self.step)
+        cells = to_device(models, logits.device), to_device(numbers, logits.device)
+        labels = self.samples.labels[cells[1]]
+        self.wrong[cells], confidence, finite = judge(logits, labels, self.step)
         if distance is not None:
             confidence = in_steps(-distance.double(), self.step)
             finite = finite & distance.isfinite()
-        self.confidence[where], self.finite[where] = confidence, finite
+        self.confidence[cells], self.finite[cells] = confidence, finite
         if self.loss is not None:
-            self.loss[where] = losses(logits, labels)
+            self.loss[cells] = losses(logits, labels)
 
     def result(self, batches: Iterable[tuple[IntArray, SampleAnswers]]) -> Result:
         """What one model amounts to, given its answers to all samples, with their numbers."""
@@ -363,10 +362,10 @@ class Tally:
         if self.loss is not None:
             summed = (self.loss[rows].sum(-1) / _LIKELIHOOD_STEP).round()
             columns.append(summed.clamp(max=_LARGEST_LOSS).long()[:, None])
-        found = torch.cat(columns, 1).tolist()  # one transfer
+        table = torch.cat(columns, 1).tolist()  # one transfer
         counted = 1 + len(self.objective.ood_sizes)
         results = []
-        for model, numbers in zip(models, found, strict=True):
+        for model, numbers in zip(models, table, strict=True):
             if not numbers[counted]:
                 require_finite(self.finite[model], self.samples, self.heads[model])
             results.append(self.objective.result(self.heads[model], numbers[:counted], sum(numbers[counted + 1 :])))

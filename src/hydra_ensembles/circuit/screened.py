@@ -81,13 +81,13 @@ class Screened:
         while True:
             ordered = self.exact.ranks.gather(self.shifts.estimates(candidates))[0]
             if len(measured) < least or (ordered[0].head not in measured and len(measured) < most):
-                promising = [one.head for one in ordered if one.head not in measured]
+                promising = [estimate.head for estimate in ordered if estimate.head not in measured]
                 chosen = promising[: min(together, most - len(measured))]
                 self._measure(chosen, half)
                 measured.update(chosen)
                 self.tell(len(measured) // self.exact.ranks.size)
                 continue
-            best = next(one for one in ordered if one.head in measured)
+            best = next(estimate for estimate in ordered if estimate.head in measured)
             if best.head in finished:
                 return best
             if self.exact.objective.most_errors is None:
@@ -100,13 +100,13 @@ class Screened:
     def _measure(self, heads: Sequence[Head], numbers: IntArray) -> None:
         """Run candidates on some samples, each on one of the ranks, and tell all ranks."""
         tower, ranks, shifts = self.exact.tower, self.exact.ranks, self.shifts
-        own = tower.index(ranks.share(heads))
-        if len(own):
-            tower.run(np.repeat(own, len(numbers)), np.tile(numbers, len(own)), shifts.record)
+        index = tower.index(ranks.share(heads))
+        if len(index):
+            tower.run(np.repeat(index, len(numbers)), np.tile(numbers, len(index)), shifts.record)
         if ranks.size > 1:
-            mine = own.tolist()
-            for rows, known, finite in ranks.gather((mine, shifts.known[:, mine].cpu(), shifts.finite[mine].cpu())):
-                shifts.known[:, rows], shifts.finite[rows] = known.to(shifts.device), finite.to(shifts.device)
+            mine = index.tolist()
+            for rows, values, finite in ranks.gather((mine, shifts.known[:, mine].cpu(), shifts.finite[mine].cpu())):
+                shifts.known[:, rows], shifts.finite[rows] = values.to(shifts.device), finite.to(shifts.device)
 
     def _hardest(self, share: float) -> IntArray:
         """Numbers of a share of the samples, the hardest ones."""
@@ -155,18 +155,18 @@ class Shifts:
             again = (wrong[numbers] & (numbers < self.objective.id_count)).nonzero()[0]
         places = to_device(again, self.device)
         targets = torch.cat([torch.full_like(labels, -1), labels[places]])
-        found = gradient_shifts(self.tower, candidates, np.concatenate([numbers, numbers[again]]), targets)
+        shifts = gradient_shifts(self.tower, candidates, np.concatenate([numbers, numbers[again]]), targets)
         # [K, S]
-        confidence = found[:, : len(numbers)]
-        margin = found[:, : len(numbers)].clone()
-        margin[:, places] = found[:, len(numbers) :]
+        confidence = shifts[:, : len(numbers)]
+        margin = shifts[:, : len(numbers)].clone()
+        margin[:, places] = shifts[:, len(numbers) :]
         self.correct(self.tower.index(candidates), numbers, torch.stack([(confidence / self.step).round(), margin]))
 
     def correct(self, rows: IntArray, numbers: IntArray, values: Tensor) -> None:
         """Take in predictions `[2, R, S]`: what is known changes by as much as they have changed."""
-        where = slice(None), to_device(rows, self.device)[:, None], to_device(numbers, self.device)
-        self.known[where] += values - self.predicted[where]
-        self.predicted[where] = values
+        cells = slice(None), to_device(rows, self.device)[:, None], to_device(numbers, self.device)
+        self.known[cells] += values - self.predicted[cells]
+        self.predicted[cells] = values
 
     def record(self, candidates: IntArray, numbers: IntArray, answers: SampleAnswers) -> None:
         """Take in the answers to P pairs of candidate and sample: a measurement."""
@@ -187,13 +187,13 @@ class Shifts:
         softness = 0.1 * margin.std(1).median().clamp(min=1e-6)  # range over which an answer counts by degrees
         nearly = torch.sigmoid(-margin / softness).sum(1)  # errors by degrees
         columns = self.objective.count(margin < 0, confidence), nearly, self.finite[rows].all(1)
-        found = []
-        for row, head, counts, soft, fine in zip(index, candidates, *(one.tolist() for one in columns), strict=True):
+        keyed = []
+        for row, head, counts, soft, fine in zip(index, candidates, *map(Tensor.tolist, columns), strict=True):
             if not fine:
                 require_finite(self.finite[row], self.tower.samples, head)
             result = self.objective.result(head, counts)
-            found.append((result.over, result.value, round(soft, 6), head, result))
-        return [result for *_, result in sorted(found)]
+            keyed.append((result.over, result.value, round(soft, 6), head, result))
+        return [result for *_, result in sorted(keyed)]
 
 
 def gradient_shifts(tower: CachedTower, candidates: Sequence[Head], numbers: IntArray, targets: Tensor) -> Tensor:
@@ -203,10 +203,10 @@ def gradient_shifts(tower: CachedTower, candidates: Sequence[Head], numbers: Int
     log-odds of the answer.
     """
     model, samples, device = tower.model, tower.samples, targets.device
-    starts = np.cumsum([0, *(len(kept) for kept in model.kept)])
+    starts = np.cumsum([0, *(len(heads) for heads in model.kept)])
     places_of = [int(starts[head.layer]) + model.kept[head.layer].index(head.head) for head in candidates]
     columns = torch.tensor(places_of, device=device)
-    found = torch.empty(len(candidates), len(numbers), dtype=torch.float64, device=device)
+    shifts = torch.empty(len(candidates), len(numbers), dtype=torch.float64, device=device)
     size = max(1, tower.batch_size // (model.layers if device.type == "cuda" else 1))  # all blocks are held at once
     groups, rows = samples.group_of[numbers], samples.row_of[numbers]
     for group in np.unique(groups):
@@ -215,8 +215,8 @@ def gradient_shifts(tower: CachedTower, candidates: Sequence[Head], numbers: Int
             places = to_device(members[part], device)
             chosen = to_device(rows[members[part]], device)
             gradients = _gate_gradients(tower, int(group), chosen, targets[places])
-            found[:, places] = -gradients.double().nan_to_num()[:, columns].T
-    return found
+            shifts[:, places] = -gradients.double().nan_to_num()[:, columns].T
+    return shifts
 
 
 def _gate_gradients(tower: CachedTower, group: int, rows: Tensor, targets: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def _gate_gradients(tower: CachedTower, group: int, rows: Tensor, targets: Tenso
     before = model.work["multiply_adds"]
     with torch.enable_grad():
         x, context = base.at(0, rows), base.context(rows)
-        sizes = [len(kept) for kept in model.kept]
+        sizes = [len(heads) for heads in model.kept]
         gates = torch.ones(len(rows), sum(sizes), device=x.device, requires_grad=True)  # of each sample by itself
         for layer, gate in enumerate(gates.split(sizes, dim=1)):
             x = model.block(layer, x, context, gate)
@@ -242,6 +242,6 @@ def _gate_gradients(tower: CachedTower, group: int, rows: Tensor, targets: Tenso
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
     """How far the logit of the label lies above the largest other one, `[B]`, in float64; 0 for OOD samples."""
     precise = logits.double()
-    known = labels.clamp(min=0)[:, None]
-    others = precise.scatter(-1, known, -torch.inf).amax(-1)
-    return torch.where(labels < 0, 0.0, precise.gather(-1, known)[:, 0] - others)
+    classes = labels.clamp(min=0)[:, None]
+    others = precise.scatter(-1, classes, -torch.inf).amax(-1)
+    return torch.where(labels < 0, 0.0, precise.gather(-1, classes)[:, 0] - others)

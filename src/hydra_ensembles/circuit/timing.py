@@ -40,14 +40,14 @@ def seconds_of(
     costs = [forward_cost(model, samples) for model, samples in towers]
     above = 0.0  # multiply-adds of the blocks from that of each candidate on
     for head in left:
-        place = -1 if head.tower == "text" else 0
-        above += costs[place] * (1 - head.layer / len(towers[place][0].config.head_counts))
+        tower = -1 if head.tower == "text" else 0
+        above += costs[tower] * (1 - head.layer / len(towers[tower][0].config.head_counts))
     passes = sum(len(left) - step for step in range(steps))  # of one candidate each
-    each = above / len(left) * passes
+    blocks = above / len(left) * passes
     follows_ties = objective.score == "acc" and objective.ties == "likelihood"
     share = _WITH_TIES if follows_ties else _SHARE[objective.score]
     estimated = share if objective.score == "acc" else _SCREENED_SHARE
-    work: dict[Method, float] = {"naive": passes * sum(costs), "exact": share * each, "screened": estimated * each}
+    work: dict[Method, float] = {"naive": passes * sum(costs), "exact": share * blocks, "screened": estimated * blocks}
     return {method: products / speed for method, products in work.items()}
 
 
@@ -56,8 +56,8 @@ def speed_of(model: Ensemble, samples: CircuitData, batch_size: int) -> float:
     """Multiply-adds a second: how fast the device runs blocks."""
     group = max(samples.groups, key=len)
     rows = min(len(group), batch_size, _TIMED["cuda" if model.device.type == "cuda" else "cpu"])
-    taken = times_in_turn({"pass": partial(model, *group.take(slice(0, rows)))}, _PASSES, model.device)["pass"]
-    return rows * sample_cost(model, group) / max(min(taken), 1e-6)
+    seconds = times_in_turn({"pass": partial(model, *group.take(slice(0, rows)))}, _PASSES, model.device)["pass"]
+    return rows * sample_cost(model, group) / max(min(seconds), 1e-6)
 
 
 def in_words(seconds: float) -> str:

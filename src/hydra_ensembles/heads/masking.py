@@ -101,21 +101,21 @@ _OFF: "WeakKeyDictionary[Attention, dict[int, _Off]]" = WeakKeyDictionary()  # b
 
 
 def _switch_off(attention: Attention, row: int, mask: object) -> None:
-    known = _OFF.setdefault(attention, {})
-    if row not in known:
-        known[row] = _Off(attention.out[row].clone())
-    known[row].masks.add(mask)
+    off = _OFF.setdefault(attention, {})
+    if row not in off:
+        off[row] = _Off(attention.out[row].clone())
+    off[row].masks.add(mask)
     attention.out[row].zero_()
 
 
 def _switch_on(attention: Attention, row: int, mask: object) -> None:
     """Undo what a mask did, also where it was interrupted; a head that no mask keeps off any more gets its values."""
-    one = _OFF.get(attention, {}).get(row)
-    if one is None:
+    off = _OFF.get(attention, {}).get(row)
+    if off is None:
         return
-    one.masks.discard(mask)
-    if not one.masks:
-        attention.out[row].copy_(one.values)
+    off.masks.discard(mask)
+    if not off.masks:
+        attention.out[row].copy_(off.values)
         del _OFF[attention][row]
 
 
@@ -139,11 +139,11 @@ def off_and_left(
 ) -> tuple[tuple[Head, ...], list[Head]]:
     """Heads that are off, each of which exists, and those left in some layers (None: in all) of some towers."""
     off = as_heads(removed)
-    parts = towers_of(model)
+    by_name = towers_of(model)
     for head in off:
         head_rows(tower_of(model, head).config, head)
     chosen = None if layers is None else tuple(layers)
-    existing = (head for name in towers for head in existing_heads(parts[name].config, chosen, tower=name))
+    existing = (head for name in towers for head in existing_heads(by_name[name].config, chosen, tower=name))
     return off, [head for head in existing if head not in off]
 
 
@@ -157,8 +157,8 @@ def pooling_of(model: Ensemble | DualEncoder, heads: Iterable[Head]) -> list[Hea
 
 def may_go(model: Ensemble | DualEncoder, left: Sequence[Head]) -> list[Head]:
     """Of the heads that are left in some layers, those of which the next one may go."""
-    last = pooling_of(model, left)
-    return [head for head in left if last != [head]]
+    pooling = pooling_of(model, left)
+    return [head for head in left if pooling != [head]]
 
 
 def most_to_go(model: Ensemble | DualEncoder, left: Sequence[Head]) -> int:
@@ -202,8 +202,8 @@ def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> 
     if not rows:
         problem = "was pruned" if 0 <= head.head < counts[head.layer] else "does not exist"
         members = range(config.members) if member is None else (member,)
-        left = "; ".join(f"member {index}: {list(config.heads[index][head.layer])}" for index in members)
-        raise HeadError(f"head {head} {problem}. Heads in layer {head.layer} of {left}")
+        remaining = "; ".join(f"member {index}: {list(config.heads[index][head.layer])}" for index in members)
+        raise HeadError(f"head {head} {problem}. Heads in layer {head.layer} of {remaining}")
     return tuple(rows)
 
 

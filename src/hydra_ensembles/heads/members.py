@@ -53,7 +53,8 @@ def circuit_members(
     for score in needed:
         heads = rankings[score].heads
         options = [rankings[score].first(prune), *((*heads[: prune - 1], last) for last in heads[prune:])]
-        repeated = [next((index for index, own in enumerate(chosen) if set(own) == set(one)), None) for one in options]
+        earlier = [set(member) for member in chosen]
+        repeated = [earlier.index(set(option)) if set(option) in earlier else None for option in options]
         if None not in repeated:
             raise SameMembersError(
                 f"the circuits for {needed[repeated[0] or 0]!r} and {score!r} remove the same {prune} heads, so two "
@@ -62,8 +63,7 @@ def circuit_members(
             )
         chosen.append(options[repeated.index(None)])
     if members > len(chosen):
-        average = rankings["avg"]
-        heads = average.first(len(average) if pool is None else pool)
+        heads = rankings["avg"].first(len(rankings["avg"]) if pool is None else pool)
         chosen += _draw_distinct(heads, prune, members - len(chosen), seed, "pool", chosen)
     return tuple(chosen)
 
@@ -75,14 +75,14 @@ def distinct_taylor(rank: Callable[[int], HeadRanking], prune: int, members: int
     passed over; `TAYLOR_DRAWS` a member without enough different ones raise a `SameMembersError`.
     """
     _require_counts(prune, members)
-    kept: dict[frozenset[Head], tuple[int, HeadRanking]] = {}
+    distinct: dict[frozenset[Head], tuple[int, HeadRanking]] = {}
     for draw in range(members * TAYLOR_DRAWS):
         ranking = rank(draw)
-        kept.setdefault(frozenset(ranking.first(prune)), (draw, ranking))
-        if len(kept) == members:
-            return list(kept.values())
+        distinct.setdefault(frozenset(ranking.first(prune)), (draw, ranking))
+        if len(distinct) == members:
+            return list(distinct.values())
     raise SameMembersError(
-        f"{members * TAYLOR_DRAWS} Taylor rankings chose {len(kept)} different sets of {prune} heads for {members} "
+        f"{members * TAYLOR_DRAWS} Taylor rankings chose {len(distinct)} different sets of {prune} heads for {members} "
         "members; rank with fewer `calibration_batches`, or change `prune`"
     )
 
@@ -138,8 +138,8 @@ def _draw_distinct(
     """
     if prune > len(heads):
         raise HeadError(f"prune is {prune}, but there are {len(heads)} heads to draw from; enlarge `{setting}`")
-    seen = {frozenset(subset) for subset in taken}
-    possible = math.comb(len(heads), prune) - sum(subset <= set(heads) for subset in seen)
+    subsets = {frozenset(subset) for subset in taken}
+    possible = math.comb(len(heads), prune) - sum(subset <= set(heads) for subset in subsets)
     if 0 < len(whole) <= prune:
         possible -= math.comb(len(heads) - len(whole), prune - len(whole))
     if possible < count:
@@ -152,8 +152,8 @@ def _draw_distinct(
     while len(drawn) < count:
         order = np.argsort(generator.random(len(heads)), kind="stable")[:prune]
         subset = tuple(heads[index] for index in np.sort(order))
-        if frozenset(subset) not in seen and not (whole and set(whole) <= set(subset)):
-            seen.add(frozenset(subset))
+        if frozenset(subset) not in subsets and not (whole and set(whole) <= set(subset)):
+            subsets.add(frozenset(subset))
             drawn.append(subset)
     return drawn
 

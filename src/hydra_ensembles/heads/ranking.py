@@ -159,8 +159,8 @@ class HeadRanking:
 @checked
 def overlap(first: HeadRanking, second: HeadRanking, count: Whole) -> float:
     """Share of heads that two rankings have in common among the first `count` of each, at least one."""
-    one, other = (set(ranking.first(count)) for ranking in (first, second))
-    return len(one & other) / count
+    heads, other_heads = (set(ranking.first(count)) for ranking in (first, second))
+    return len(heads & other_heads) / count
 
 
 def stability(rankings: Sequence[HeadRanking], count: int) -> float:
@@ -181,8 +181,8 @@ def jensen_shannon(first: HeadRanking, second: HeadRanking, count: Whole) -> flo
     chosen = [ranking.first(count) for ranking in (first, second)]
     p, q = (Counter((head.tower, head.layer) for head in heads) for heads in chosen)
     divergence = 0.0
-    for place in sorted(p.keys() | q.keys()):
-        a = p[place]
-        b = q[place]
+    for layer in sorted(p.keys() | q.keys()):
+        a = p[layer]
+        b = q[layer]
         divergence += sum(heads * math.log(2 * heads / (a + b)) for heads in (a, b) if heads > 0)
     return min(max(divergence / (2 * count), 0.0), math.log(2))

@@ -114,17 +114,17 @@ def taylor(
         data = CalibrationBatches(batches, calibration_batches, seed, ensemble.num_classes)
         samples = list(data) if len(steps) > 1 else data
         masks.enter_context(masked(model, off))
-        each = len(samples) if isinstance(samples, list) else calibration_batches or length_of(batches)
-        whole = None if each is None else len(steps) * each
-        bar = masks.enter_context(tqdm(total=whole, desc=f"taylor/{scope}", unit="batch", disable=not progress))
-        for heads, taken in steps:
+        per_step = len(samples) if isinstance(samples, list) else calibration_batches or length_of(batches)
+        total = None if per_step is None else len(steps) * per_step
+        bar = masks.enter_context(tqdm(total=total, desc=f"taylor/{scope}", unit="batch", disable=not progress))
+        for heads, count in steps:
             scores = head_importance(model, _counted(samples, bar), heads)
-            lowest = sorted(zip(scores, heads, strict=True))[:taken]  # ties: first head
+            lowest = sorted(zip(scores, heads, strict=True))[:count]  # ties: first head
             order += lowest
             if len(steps) > 1:
                 masks.enter_context(masked(model, [head for _, head in lowest]))
     if scope == "global":  # an attention that pools keeps the last of its heads
-        order = [one for at, one in enumerate(order) if one[1] in may_go(ensemble, [head for _, head in order[at:]])]
+        order = [pair for i, pair in enumerate(order) if pair[1] in may_go(ensemble, [head for _, head in order[i:]])]
     return HeadRanking(
         heads=tuple(head for _, head in order),
         scores=tuple(score for score, _ in order),
@@ -150,8 +150,8 @@ def head_importance(model: Ensemble, batches: LabelledBatches, heads: Sequence[H
     """Taylor scores of some heads of a private model as it is, after one pass over the batches."""
     weights = {head.layer: attention_of(model, head.layer).qkv for head in heads}
     gradients = gradients_of_mean_loss(model, batches, list(weights.values()))
-    found = zip(weights.items(), gradients, strict=True)
-    scores = {layer: layer_scores(weight, gradient) for (layer, weight), gradient in found}
+    pairs = zip(weights.items(), gradients, strict=True)
+    scores = {layer: layer_scores(weight, gradient) for (layer, weight), gradient in pairs}
     return [float(scores[head.layer][head_rows(model.config, head)[0]]) for head in heads]
 
 
@@ -182,17 +182,17 @@ def gradients_of_mean_loss(model: Ensemble, batches: LabelledBatches, weights: S
             if not loss.isfinite():
                 value = float(loss.detach())
                 raise DataError(f"batch {index} of {NAME} gives a loss of {value} in {model.dtype}; check its inputs")
-            parts = torch.autograd.grad(loss, weights)
-        for total, part in zip(totals, parts, strict=True):
-            total += part
+            gradients = torch.autograd.grad(loss, weights)
+        for total, gradient in zip(totals, gradients, strict=True):
+            total += gradient
         samples += len(labels)
     return [total / samples for total in totals]
 
 
 def _counted(batches: LabelledBatches, bar: Any) -> Iterator[tuple[int, Inputs, Tensor]]:
     """The same batches; the bar moves when the next one is asked for."""
-    for one in batches:
-        yield one
+    for batch in batches:
+        yield batch
         bar.update()
 
 
@@ -205,13 +205,13 @@ def _steps(
         return [(candidates, len(candidates))]
     if budget % len(layers):
         raise HeadError(f'budget {budget} cannot be spread evenly over {len(layers)} layers; or use scope="global"')
-    each = budget // len(layers)
+    per_layer = budget // len(layers)
     steps = []
     for layer in layers:
         heads = [head for head in candidates if head.layer == layer]
-        if (most := most_to_go(model, heads)) < each:
-            raise HeadError(f"budget {budget} takes {each} heads a layer, but layer {layer} can lose only {most}")
-        steps.append((heads, each))
+        if (most := most_to_go(model, heads)) < per_layer:
+            raise HeadError(f"budget {budget} takes {per_layer} heads a layer, but layer {layer} can lose only {most}")
+        steps.append((heads, per_layer))
     return steps
 
 
@@ -255,8 +255,8 @@ def drawn(source: Batches, count: int | None, seed: int) -> Iterator[tuple[int, 
     keys = np.random.Generator(np.random.PCG64(seed))
     loader = source if type(source) is DataLoader and not isinstance(source.dataset, IterableDataset) else None
     sampler = None if loader is None else loader.batch_sampler  # which samples make up each batch
-    parts: Iterable[Any] = source if sampler is None else list(sampler)
-    keyed = ((keys.random(), index, part) for index, part in enumerate(parts))
+    contents: Iterable[Any] = source if sampler is None else list(sampler)
+    keyed = ((keys.random(), index, content) for index, content in enumerate(contents))
     smallest = sorted(heapq.nsmallest(count, keyed, key=itemgetter(0, 1)), key=itemgetter(1))
     if 0 < len(smallest) < count:
         raise DataError(f"calibration_batches is {count}, but {NAME} has {len(smallest)} batches; ask for fewer")

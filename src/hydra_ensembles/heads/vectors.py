@@ -38,12 +38,12 @@ def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | N
     require_single(ensemble, "head_vectors", classifies=False)
     heads = existing_heads(ensemble.config, (ensemble.num_layers - 1,) if layers is None else layers)
     has_class_token = ensemble.config.readout.pool in ("cls", "distilled", "cls_mean")
-    found: dict[Head, list[Tensor]] = {head: [] for head in heads}
+    collected: dict[Head, list[Tensor]] = {head: [] for head in heads}
     by_layer = {layer: [head for head in heads if head.layer == layer] for layer in {head.layer for head in heads}}
 
     def keep(layer: int, vectors: Tensor) -> None:  # [B, H, d_k]
-        for head, one in zip(by_layer[layer], vectors.float().cpu().unbind(1), strict=True):
-            found[head].append(one)
+        for head, vector in zip(by_layer[layer], vectors.float().cpu().unbind(1), strict=True):
+            collected[head].append(vector)
 
     with dropping(False), torch.no_grad():
         for index, (inputs, _) in enumerate(iterate(batches, "batches", labelled=False)):
@@ -58,8 +58,8 @@ def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | N
                 tokens = ensemble.readout.before_pool(x)
                 keep(ensemble.num_layers, pooling.attention.mix(tokens, Context(), pooling.query(tokens))[:, 0])
             for head in heads:
-                check_finite(found[head][-1], f"vectors of head {head}, batch {index},", "batches")
-    return {head: torch.cat(parts) for head, parts in found.items()}
+                check_finite(collected[head][-1], f"vectors of head {head}, batch {index},", "batches")
+    return {head: torch.cat(parts) for head, parts in collected.items()}
 
 
 def _mean_token(z: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -89,9 +89,9 @@ def centroid_distance(inside: Tensor, outside: Tensor) -> CentroidDistance:
             f"got ID vectors {list(inside.shape)} and OOD vectors {list(outside.shape)}; give at least two ID vectors "
             "(for their covariance), and as many numbers in either"
         )
-    own = inside.double()
-    gap = outside.double().mean(0) - own.mean(0)  # [d]
-    covariance = torch.atleast_2d(own.T.cov())
+    inside, outside = inside.double(), outside.double()
+    gap = outside.mean(0) - inside.mean(0)  # [d]
+    covariance = torch.atleast_2d(inside.T.cov())
     covariance.diagonal().add_(SHRINKAGE * covariance.diagonal().mean().clamp(min=1e-300))
     squared = gap @ torch.linalg.lstsq(covariance, gap[:, None], driver="gelsd").solution[:, 0]
     return CentroidDistance(float(gap.norm()), float(squared.clamp(min=0).sqrt()))

@@ -78,9 +78,8 @@ def bootstrap_metric(
     count = check_same_length({f"rows in array {i}": len(array) for i, array in enumerate(arrays)})
 
     def measured(drawn: Sequence[Tensor]) -> float:
-        own = drawn[: len(samples)]
-        others = drawn[len(samples) :]
-        return float(metric(*own)) - (float(metric(*others)) if others else 0.0)
+        ours, theirs = drawn[: len(samples)], drawn[len(samples) :]
+        return float(metric(*ours)) - (float(metric(*theirs)) if theirs else 0.0)
 
     generator = np.random.default_rng(seed)
     replicates = []
@@ -94,12 +93,12 @@ def bootstrap_metric(
 
 def bootstrap_mean(values: Tensor, *, resamples: int = 1000, level: float = 0.95, seed: int = 0) -> Interval:
     """Interval of the mean of values `[B]`: that of `bootstrap_metric`, by the same draws, many at once."""
-    given = values.detach().cpu()
+    values = values.detach().cpu()
     generator = np.random.default_rng(seed)
-    at_once = max(1, _DRAWS_AT_ONCE // len(given))
+    at_once = max(1, _DRAWS_AT_ONCE // len(values))
     sizes = [min(at_once, resamples - start) for start in range(0, resamples, at_once)]
-    replicates = torch.cat([_drawn(given, rows, generator).mean(1) for rows in sizes])  # [R, B] -> [R]
-    return _interval(float(given.mean()), replicates.numpy(), level)
+    replicates = torch.cat([_drawn(values, rows, generator).mean(1) for rows in sizes])  # [R, B] -> [R]
+    return _interval(float(values.mean()), replicates.numpy(), level)
 
 
 @checked
@@ -122,13 +121,13 @@ def bootstrap_ood(
     value, replicates = ood_replicates(metric, id_scores, ood_scores, convention, resamples, seed)
     if minus is not None:
         lengths, theirs = (
-            [len(one) for side in pair for one in _as_list(side)] for pair in ((id_scores, ood_scores), minus)
+            [len(scores) for side in pair for scores in _as_list(side)] for pair in ((id_scores, ood_scores), minus)
         )
         if lengths != theirs:
             raise DataError(f"the methods have {lengths} and {theirs} scores; paired differences need the same samples")
-        other, others = ood_replicates(metric, *minus, convention, resamples, seed)
-        value = value - other
-        replicates = replicates - others
+        other_value, other_replicates = ood_replicates(metric, *minus, convention, resamples, seed)
+        value = value - other_value
+        replicates = replicates - other_replicates
     return _interval(value, replicates, level)
 
 

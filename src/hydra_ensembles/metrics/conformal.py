@@ -70,21 +70,21 @@ class Reference:
         ordered = check_scores(scores, "scores").sort().values
         samples = len(ordered)
         kept = min(samples, most or samples)
-        ranks = torch.tensor([_rank(place, kept, samples) for place in range(1, kept + 1)], device=ordered.device)
+        ranks = torch.tensor([_rank(i, kept, samples) for i in range(1, kept + 1)], device=ordered.device)
         return cls(tuple(ordered[ranks - 1].tolist()), samples)
 
     def p_values(self, scores: Tensor) -> Tensor:
         """The p-value of each score `[B]`, rounded up where not all held-out scores are kept."""
         kept = len(self.values)
         values = torch.tensor(self.values, dtype=scores.dtype, device=scores.device)
-        below = torch.tensor([_rank(place, kept, self.samples) for place in range(kept + 1)], device=scores.device)
-        places = torch.searchsorted(values, scores.contiguous())  # how many kept scores are below
-        return (1 + self.samples - below[places]).to(scores.dtype) / (self.samples + 1)
+        below = torch.tensor([_rank(i, kept, self.samples) for i in range(kept + 1)], device=scores.device)
+        positions = torch.searchsorted(values, scores.contiguous())  # how many kept scores are below
+        return (1 + self.samples - below[positions]).to(scores.dtype) / (self.samples + 1)
 
 
-def _rank(place: int, kept: int, samples: int) -> int:
-    """The rank, from 1, of the kept score at a place, from 1; place 0 is before the first."""
-    return -(-place * samples // kept)
+def _rank(position: int, kept: int, samples: int) -> int:
+    """The rank, from 1, of the kept score at a position, from 1; position 0 is before the first."""
+    return -(-position * samples // kept)
 
 
 # --- sets of labels -----------------------------------------------------------------------------------------
@@ -170,8 +170,8 @@ def fit_sets(
     scores = _label_scores(probs, kind, penalty, free_ranks).gather(-1, targets[:, None])[:, 0]  # [B]
     groups: Sequence[Tensor] = [scores]
     if by_class:
-        groups = [scores[targets == one] for one in range(probs.shape[1])]
-        empty = [index for index, one in enumerate(groups) if not len(one)]
+        groups = [scores[targets == label] for label in range(probs.shape[1])]
+        empty = [label for label, group in enumerate(groups) if not len(group)]
         if empty:
             raise DataError(f"classes {empty[:8]} have no samples; give some of each, or leave by_class out")
-    return LabelSets(tuple(conformal_threshold(one, share) for one in groups), kind, share, penalty, free_ranks)
+    return LabelSets(tuple(conformal_threshold(group, share) for group in groups), kind, share, penalty, free_ranks)

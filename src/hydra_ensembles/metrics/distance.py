@@ -73,25 +73,25 @@ def unfamiliarity(
         return -log_odds(statistics, _embedded(statistics, x), logits.softmax(dim=-1))
     if name == "neglabel":
         words = statistics["words"]  # [M, G, W, e], with the logit scale in it
-        others = torch.einsum("mbe,mgwe->mbgw", _embedded(statistics, x), words).logsumexp(dim=-1)  # [M, B, G]
-        others = others + statistics["offset"][:, None, None]
-        return (others - logits.logsumexp(dim=-1, keepdim=True)).sigmoid().mean(dim=-1)
+        negatives = torch.einsum("mbe,mgwe->mbgw", _embedded(statistics, x), words).logsumexp(dim=-1)  # [M, B, G]
+        negatives = negatives + statistics["offset"][:, None, None]
+        return (negatives - logits.logsumexp(dim=-1, keepdim=True)).sigmoid().mean(dim=-1)
     if name == "vim":
         outside = (x - statistics["origin"][:, None]) @ statistics["residual"]  # [M, B, d - principal]
         return statistics["weight"][:, None] * outside.norm(dim=-1) - logits.logsumexp(dim=-1)
     if name == "knn":
         bank = statistics["bank"]  # [M, N, d]
-        place = (x @ bank.mT).topk(neighbours, dim=-1).indices[..., -1]  # [M, B]
-        return (x - _picked(bank, place)).norm(dim=-1)
+        neighbour = (x @ bank.mT).topk(neighbours, dim=-1).indices[..., -1]  # [M, B]
+        return (x - _picked(bank, neighbour)).norm(dim=-1)
     centred = x - statistics["mean"][:, None]
     # [M, B, d], [M, C, d]
     white = centred @ statistics["whiten"]
     means = statistics["classes"]
     nearest = _up_to_a_constant(white, statistics).argmin(dim=-1)  # [M, B]
-    found = (white - _picked(means, nearest)).square().sum(dim=-1)  # from the difference, where nothing cancels
+    distance = (white - _picked(means, nearest)).square().sum(dim=-1)  # from the difference, where nothing cancels
     if is_relative(name):
-        found = found - (centred @ statistics["background"]).square().sum(dim=-1)
-    return found
+        distance = distance - (centred @ statistics["background"]).square().sum(dim=-1)
+    return distance
 
 
 def nearest_class(name: FittedName, statistics: Statistics, features: Tensor) -> Tensor:
@@ -114,13 +114,13 @@ def log_odds(statistics: Statistics, embedded: Tensor, probs: Tensor) -> Tensor:
     It sees the image, the classes' embeddings `[M, C, e]` in the proportion of their probabilities, and the first's.
     Where image and classes have maps of their own `[M, e, e]`, proportions and embeddings are those of what is mapped.
     """
-    texts = seen = statistics["texts"]
+    texts = mapped = statistics["texts"]
     shares = probs
     if "text_map" in statistics:
-        seen = texts @ statistics["text_map"].mT
-        alike = embedded @ statistics["image_map"].mT @ seen.mT  # [M, B, C]
+        mapped = texts @ statistics["text_map"].mT
+        alike = embedded @ statistics["image_map"].mT @ mapped.mT  # [M, B, C]
         shares = (statistics["scale"][:, None, None] * alike).softmax(dim=-1)
-    x = torch.cat([embedded, shares @ seen, _picked(texts, probs.argmax(dim=-1))], dim=-1)  # [M, B, 3e]
+    x = torch.cat([embedded, shares @ mapped, _picked(texts, probs.argmax(dim=-1))], dim=-1)  # [M, B, 3e]
     last = sum(name.startswith("weight") for name in statistics) - 1
     for layer in range(last + 1):
         x = torch.baddbmm(statistics[f"bias{layer}"][:, None], x, statistics[f"weight{layer}"].mT)
@@ -133,6 +133,6 @@ def _embedded(statistics: Statistics, features: Tensor) -> Tensor:
     return F.normalize(torch.baddbmm(statistics["shift"][:, None], features, statistics["projection"].mT), dim=-1)
 
 
-def _picked(rows: Tensor, place: Tensor) -> Tensor:
-    """The row of `[M, N, d]` at each place `[M, B]`, as `[M, B, d]`."""
-    return rows.gather(1, place[..., None].expand(-1, -1, rows.shape[-1]))
+def _picked(rows: Tensor, index: Tensor) -> Tensor:
+    """The row of `[M, N, d]` at each index `[M, B]`, as `[M, B, d]`."""
+    return rows.gather(1, index[..., None].expand(-1, -1, rows.shape[-1]))

@@ -34,7 +34,7 @@ def mean(values: Tensor) -> float:
     return values.detach().cpu().double().mean().item()
 
 
-def check_finite(values: Tensor, what: str, name: str | None = None) -> None:
+def check_finite(values: Tensor, quantity: str, name: str | None = None) -> None:
     """Refuse NaN and infinity, saying how many there are and where the first one is."""
     finite = torch.isfinite(values)
     if bool(finite.all()):
@@ -42,7 +42,7 @@ def check_finite(values: Tensor, what: str, name: str | None = None) -> None:
     bad = (~finite).nonzero()
     first = tuple(int(index) for index in bad[0])
     raise DataError(
-        f"{where(name)}{len(bad)} of {values.numel()} {what} are NaN or infinite, the first at index {first} "
+        f"{where(name)}{len(bad)} of {values.numel()} {quantity} are NaN or infinite, the first at index {first} "
         f"(value {values[first].item()}); every value must be finite: look for overflow in what produced them"
     )
 
@@ -64,33 +64,33 @@ def check_same_length(lengths: dict[str, int], name: str | None = None) -> int:
     """Refuse arrays of different length, and empty ones; returns the common length."""
     length, *others = lengths.values()
     if any(other != length for other in others):
-        listing = ", ".join(f"{length} {what}" for what, length in lengths.items())
+        listing = ", ".join(f"{length} {quantity}" for quantity, length in lengths.items())
         raise DataError(f"{where(name)}got {listing}; every sample needs one of each, in the same order")
     if length == 0:
         raise DataError(f"{where(name)}got no samples; at least one is needed: check how the set was loaded")
     return length
 
 
-def check_scores(scores: Tensor, what: str) -> Tensor:
+def check_scores(scores: Tensor, quantity: str) -> Tensor:
     """One score a sample, `[B]`, at least one, no NaN. Infinite scores have a rank and are accepted."""
     if scores.ndim != 1 or scores.is_complex():
-        got = f"{scores.dtype} {list(scores.shape)}"
-        raise DataError(f"{what} must be a vector [B] of real numbers, one a sample, but are {got}")
+        received = f"{scores.dtype} {list(scores.shape)}"
+        raise DataError(f"{quantity} must be a vector [B] of real numbers, one a sample, but are {received}")
     if scores.numel() == 0:
-        raise DataError(f"got no {what}; at least one is needed: check how the set was loaded")
+        raise DataError(f"got no {quantity}; at least one is needed: check how the set was loaded")
     bad = scores.isnan()
     if bool(bad.any()):
         first = int(bad.int().argmax())
-        raise DataError(f"{int(bad.sum())} of {len(scores)} {what} are NaN, the first at index {first}")
+        raise DataError(f"{int(bad.sum())} of {len(scores)} {quantity} are NaN, the first at index {first}")
     return scores.detach()
 
 
 def check_labels(labels: Any, samples: int, classes: int, name: str | None = None) -> Tensor:
     """Class indices `[B]` in a tensor, an array or a list, one for each of so many samples, as int64."""
-    place = "the data" if name is None else f"set {name!r}"
-    found = read_labels(labels, samples, place)
+    source = "the data" if name is None else f"set {name!r}"
+    targets = read_labels(labels, samples, source)
     check_same_length({"samples": samples}, name)
-    return within_classes(found.detach(), classes, place)
+    return within_classes(targets.detach(), classes, source)
 
 
 def check_probs(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
@@ -104,32 +104,32 @@ def check_probs(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
 def check_confidence(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
     """Confidences `[B]` from 0 to 1, and which answers are right `[B]`, as truth values or 0 and 1; on the CPU."""
     check_same_length({"confidences": len(confidence), "truth values of the answers": len(correct)})
-    given = check_scores(confidence, "confidences").cpu()
-    low, high = (float(bound) for bound in given.aminmax())
+    confidence = check_scores(confidence, "confidences").cpu()
+    low, high = (float(bound) for bound in confidence.aminmax())
     if low < -_CONFIDENCE or high > 1 + _CONFIDENCE:
         raise DataError(f"confidences run from {low:.4g} to {high:.4g}; give probabilities, from 0 to 1")
     right = correct.detach().cpu()
-    if right.shape != given.shape or not bool(((right == 0) | (right == 1)).all()):
+    if right.shape != confidence.shape or not bool(((right == 0) | (right == 1)).all()):
         raise DataError(
             f"whether answers are right is told by True and False, one a sample; got {right.dtype} "
             f"{list(right.shape)}: of labels it is predicted == labels"
         )
-    return given, right
+    return confidence, right
 
 
 def check_member_probs(member_probs: Tensor) -> Tensor:
     """Member probabilities `[M, B, C]`, at least one sample, in at least float32, clamped to [0, 1]."""
     if member_probs.ndim != 3 or member_probs.shape[0] == 0 or member_probs.shape[1] == 0:
-        got = list(member_probs.shape)
-        raise DataError(f"member probabilities must be [M, B, C], at least one member and one sample, but are {got}")
+        shape = list(member_probs.shape)
+        raise DataError(f"member probabilities must be [M, B, C], at least one member and one sample, but are {shape}")
     return check_rows(member_probs)
 
 
 def check_rows(probs: Tensor) -> Tensor:
     """Probabilities `[…, C]`, no logits, in at least float32, clamped to [0, 1]; there may be no row at all."""
     if probs.shape[-1] < 2 or not probs.is_floating_point():
-        got = f"{probs.dtype} over {probs.shape[-1]}"
-        raise DataError(f"probabilities must be floating point over two classes or more (1 - p and p), but are {got}")
+        kind = f"{probs.dtype} over {probs.shape[-1]}"
+        raise DataError(f"probabilities must be floating point over two classes or more (1 - p and p), but are {kind}")
     check_finite(probs, "probabilities")
     tolerance = _ROW_SUM_TOLERANCE.get(probs.dtype, 1e-3)
     probs = at_least_float32(probs.detach())
@@ -138,6 +138,6 @@ def check_rows(probs: Tensor) -> Tensor:
     lowest = probs.min().item()
     off = (probs.sum(-1) - 1).abs().max().item()
     if lowest < -tolerance or off > tolerance:
-        got = f"the smallest entry is {lowest:.4g} and a row sum is off by {off:.4g}"
-        raise DataError(f"rows must sum to one, but {got}; apply a softmax first if these are logits")
+        received = f"the smallest entry is {lowest:.4g} and a row sum is off by {off:.4g}"
+        raise DataError(f"rows must sum to one, but {received}; apply a softmax first if these are logits")
     return probs.clamp(0, 1)

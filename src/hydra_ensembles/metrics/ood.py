@@ -196,15 +196,15 @@ def roc_curve(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Te
 
     Points between two others on a straight line are left out. In float64 on the CPU.
     """
-    fp, tp, thresholds = (one.cpu().double().flatten() for one in flagged(id_scores, ood_scores))
+    fp, tp, thresholds = (tensor.cpu().double().flatten() for tensor in flagged(id_scores, ood_scores))
     if len(fp) > 2:
         bends = (fp.diff(n=2) != 0) | (tp.diff(n=2) != 0)
         kept = torch.cat([torch.ones(1), bends, torch.ones(1)]).bool()
         fp = fp[kept]
         tp = tp[kept]
         thresholds = thresholds[kept]
-    none = torch.zeros(1).double()
-    return torch.cat([none, fp / fp[-1]]), torch.cat([none, tp / tp[-1]]), torch.cat([none + torch.inf, thresholds])
+    zero = torch.zeros(1).double()
+    return torch.cat([zero, fp / fp[-1]]), torch.cat([zero, tp / tp[-1]]), torch.cat([zero + torch.inf, thresholds])
 
 
 def _measured(metric: OodMetric, id_scores: Tensor, ood_scores: Tensor, convention: Convention) -> float:
@@ -225,8 +225,8 @@ def joint_ranks(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, 
     dtype = torch.promote_types(id_scores.dtype, ood_scores.dtype)
     if id_scores.is_floating_point() != ood_scores.is_floating_point():
         dtype = torch.float64  # holds every integer that can be told apart from its neighbours
-    both = torch.cat([id_scores.to(dtype), ood_scores.to(id_scores.device, dtype)])
-    distinct, ranks = torch.unique(both, return_inverse=True)
+    scores = torch.cat([id_scores.to(dtype), ood_scores.to(id_scores.device, dtype)])
+    distinct, ranks = torch.unique(scores, return_inverse=True)
     return ranks[: len(id_scores)], ranks[len(id_scores) :], distinct
 
 

@@ -76,23 +76,23 @@ def simplified(ensemble: Ensemble) -> Ensemble:
     return result
 
 
-def _twin(module: Module, known: dict[int, Any], share: bool) -> Module:
+def _twin(module: Module, twins: dict[int, Any], share: bool) -> Module:
     """The same modules around the same tensors, or around copies of them; settings and metadata are shared.
 
     `copy.deepcopy` would copy those too, and spend most of its time on the dictionaries of hooks.
     """
 
-    def made(part: nn.Module | Tensor) -> nn.Module | Tensor:
+    def duplicate(part: nn.Module | Tensor) -> nn.Module | Tensor:
         if isinstance(part, nn.Module):
-            return _twin(part, known, share)
+            return _twin(part, twins, share)
         if share:
             return part
         return fixed(part.detach().clone()) if isinstance(part, nn.Parameter) else part.clone()
 
     def once(part: nn.Module | Tensor | None) -> Any:  # what stands in two places stays one
-        if part is not None and id(part) not in known:
-            known[id(part)] = made(part)
-        return known.get(id(part))
+        if part is not None and id(part) not in twins:
+            twins[id(part)] = duplicate(part)
+        return twins.get(id(part))
 
     result = copy.copy(module)
     for name, value in vars(result).items():
@@ -153,9 +153,9 @@ def _merge_equal_copies(ensemble: Ensemble) -> None:
 
 def _merge(*places: tuple[nn.Module, str]) -> None:
     """Store these parameters once where all copies of all of them are equal."""
-    found = [(module, name, getattr(module, name)) for module, name in places if getattr(module, name) is not None]
-    if all(_equal_copies(parameter) for _, _, parameter in found):
-        for module, name, parameter in found:
+    present = [(module, name, getattr(module, name)) for module, name in places if getattr(module, name) is not None]
+    if all(_equal_copies(parameter) for _, _, parameter in present):
+        for module, name, parameter in present:
             setattr(module, name, fixed(parameter[:1].clone()))
 
 
@@ -165,12 +165,12 @@ def _merge_attention(attention: Attention) -> None:
     _merge((attention, "out_bias"))
     if len(attention.sizes) == 1 or not attention.even:
         return
-    own = {name: parameter for name, parameter in attention.named_parameters() if f"attention.{name}" in HEAD_AXIS}
-    copies = [tensor.unflatten(0, (len(attention.sizes), -1)) for tensor in own.values() if len(tensor)]
-    small = [parameter for name, parameter in attention.named_parameters() if name not in own]
+    of_heads = {name: parameter for name, parameter in attention.named_parameters() if f"attention.{name}" in HEAD_AXIS}
+    copies = [tensor.unflatten(0, (len(attention.sizes), -1)) for tensor in of_heads.values() if len(tensor)]
+    small = [parameter for name, parameter in attention.named_parameters() if name not in of_heads]
     if all(_equal_copies(tensor) for tensor in [*copies, *small]):
         attention.sizes = attention.sizes[:1]
-        for name, tensor in own.items():
+        for name, tensor in of_heads.items():
             setattr(attention, name, fixed(tensor[: attention.sizes[0]].clone()))
 
 
@@ -191,14 +191,14 @@ def _compute_common_heads_once(ensemble: Ensemble) -> None:
     if attention.qkv_bias is not None:
         rows = torch.cat([rows, attention.qkv_bias.flatten(1)], dim=1)
     alike = [  # a row that holds no numbers is equal to none but itself
-        next(other for other, row in enumerate(rows) if other == at or torch.equal(row, one))
-        for at, one in enumerate(rows)
+        next(earlier for earlier, row in enumerate(rows) if earlier == index or torch.equal(row, head))
+        for index, head in enumerate(rows)
     ]
     firsts = sorted(set(alike))
     if len(firsts) < len(rows):
         attention.qkv = fixed(attention.qkv[firsts])
         attention.qkv_bias = None if attention.qkv_bias is None else fixed(attention.qkv_bias[firsts])
-        attention.distinct = torch.tensor([firsts.index(one) for one in alike], device=rows.device)
+        attention.distinct = torch.tensor([firsts.index(first) for first in alike], device=rows.device)
 
 
 def _fold_norms(block: Block) -> None:
@@ -247,9 +247,9 @@ def _fold_biases(attention: Attention) -> None:
     constant = through_heads.new_zeros(len(attention.sizes), through_heads.shape[1])
     constant.index_add_(0, _member_of_each_head(attention), through_heads)  # [G, d]
     attention.out_bias = _added(constant, attention.out_bias)
-    kept = bias.clone()
-    kept[:, 2 if sees_key_bias(attention) else 1 :] = 0
-    attention.qkv_bias = fixed(kept)
+    remaining = bias.clone()
+    remaining[:, 2 if sees_key_bias(attention) else 1 :] = 0
+    attention.qkv_bias = fixed(remaining)
 
 
 def _member_of_each_head(attention: Attention) -> Tensor:

@@ -35,8 +35,8 @@ class FrozenAttention(nn.Module):
         self.plan: Plan = "loop"
         self.query_norm, self.key_norm = source.query_norm, source.key_norm
         biased = {0, 1} if sees_key_bias(source) else {0}  # of query, key, value; the rest is folded away
-        parts = ((0,), (1, 2)) if reads_few else ((0, 1, 2),)  # apart, each is contiguous
-        self.into = nn.ModuleList(IntoHeads(source.qkv, source.qkv_bias, one, biased) for one in parts)
+        split = ((0,), (1, 2)) if reads_few else ((0, 1, 2),)  # apart, each is contiguous
+        self.into = nn.ModuleList(IntoHeads(source.qkv, source.qkv_bias, parts, biased) for parts in split)
         self.out, self.out_bias = source.out, source.out_bias
         self.register_buffer("distinct", source.distinct, persistent=False)
         self.register_buffer("head_ends", None, persistent=False)
@@ -64,9 +64,9 @@ class FrozenAttention(nn.Module):
         copies = len(self.sizes)
         ends = self.head_ends
         if ends is not None:
-            parts = self._parts(x, asked_by(x, read), lambda into, one: into.grouped(one, ends))
+            parts = self._parts(x, asked_by(x, read), lambda into, tokens: into.grouped(tokens, ends))
             return self._out_of_members(self._attend(parts, context, read, 1))
-        parts = self._parts(x, asked_by(x, read), lambda into, one: into.batched(one, copies))
+        parts = self._parts(x, asked_by(x, read), lambda into, tokens: into.batched(tokens, copies))
         z = self._attend(parts, context, read, copies)  # [M·B, T', h, d_k]
         return self._with_bias(out_of_heads(z, self.out, copies))
 
@@ -93,7 +93,7 @@ class FrozenAttention(nn.Module):
 
     def _parts(self, x: Tensor, asking: Tensor, product: "Callable[[IntoHeads, Tensor], Parts]") -> Parts:
         """Query, key and value, each `[R, T, H, d_k]`, the query for the tokens that ask alone."""
-        projections = [cast(IntoHeads, one) for one in self.into]
+        projections = [cast(IntoHeads, projection) for projection in self.into]
         if len(projections) == 1:
             return product(projections[0], x)
         return product(projections[0], asking) + product(projections[1], x)
@@ -148,7 +148,7 @@ class IntoHeads(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, parts: tuple[int, ...], biased: set[int]) -> None:
         super().__init__()
         self.weight = fixed(weight if len(parts) == weight.shape[1] else weight[:, list(parts)])
-        self.biased = tuple(place for place, part in enumerate(parts) if bias is not None and part in biased)
+        self.biased = tuple(index for index, part in enumerate(parts) if bias is not None and part in biased)
         self.bias = fixed(bias[:, list(parts)].contiguous()) if bias is not None and self.biased else None
 
     def plain(self, x: Tensor, start: int = 0, stop: int | None = None) -> Parts:
@@ -165,8 +165,8 @@ class IntoHeads(nn.Module):
             return parts
         bias = self.bias.unflatten(0, (members, -1))[:, None, None]  # [M, 1, 1, h, P, d_k]
         return tuple(
-            (part.unflatten(0, (members, -1)) + bias[..., place, :]).flatten(0, 1) if place in self.biased else part
-            for place, part in enumerate(parts)
+            (part.unflatten(0, (members, -1)) + bias[..., index, :]).flatten(0, 1) if index in self.biased else part
+            for index, part in enumerate(parts)
         )
 
     def grouped(self, x: Tensor, head_ends: Tensor) -> Parts:
@@ -177,7 +177,7 @@ class IntoHeads(nn.Module):
         parts = y.reshape(x.shape[1], x.shape[2], heads, count, head_dim).unbind(3)  # each [B, T, K, d_k]
         if self.bias is None:
             return parts
-        return tuple(part + self.bias[:, place] if place in self.biased else part for place, part in enumerate(parts))
+        return tuple(part + self.bias[:, index] if index in self.biased else part for index, part in enumerate(parts))
 
     def pad(self, sizes: tuple[int, ...]) -> None:
         """Give every member as many heads as the widest; the new ones are zero."""

@@ -114,31 +114,31 @@ class OptimizedEnsemble:
             self(example_inputs)
 
     @torch.inference_mode()
-    def __call__(self, *given: Any, **named: Any) -> Tensor:
+    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
         """Member logits `[M, B, C]`; takes what `Ensemble.forward` takes."""
-        return self.answers(*given, **named)[0]
+        return self.answers(*inputs, **named)[0]
 
     @torch.inference_mode()
     @own_precision()
-    def answers(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+    def answers(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
-        arguments = self._arguments(*given, **named)
+        arguments = self._arguments(*inputs, **named)
         with self._one_at_a_time.lock:
             self._take_turns()
             choice = self._choice(arguments)
             run = self._compiled[choice.plan] if choice.compiled else self._plain[choice.plan]
             exclusive = choice.compiled or self._graphed  # settings of the compiler and buffers of graphs: not for two
-            found = run(*arguments) if exclusive else None
-        found = run(*arguments) if found is None else found
-        return found[0], found[1] if len(found) > 1 else None
+            answers = run(*arguments) if exclusive else None
+        answers = run(*arguments) if answers is None else answers
+        return answers[0], answers[1] if len(answers) > 1 else None
 
-    def predict(self, *given: Any, check_finite: bool = True, **named: Any) -> Prediction:
+    def predict(self, *inputs: Any, check_finite: bool = True, **named: Any) -> Prediction:
         """Label, confidence and uncertainty of a batch; takes what `Ensemble.predict` takes."""
-        return self._model.prediction(*self.answers(self.prepare(*given, **named)), check_finite=check_finite)
+        return self._model.prediction(*self.answers(self.prepare(*inputs, **named)), check_finite=check_finite)
 
-    def prepare(self, *given: Any, **named: Any) -> Inputs:
+    def prepare(self, *inputs: Any, **named: Any) -> Inputs:
         """As `Ensemble.prepare`."""
-        return self._model.prepare(*given, **named)
+        return self._model.prepare(*inputs, **named)
 
     @torch.inference_mode()
     @own_precision()
@@ -164,7 +164,7 @@ class OptimizedEnsemble:
     def memory_bytes(self) -> int:
         """Bytes of all weights it computes with, those of all plans together; what plans share counts once."""
         tensors = (tensor for module in self._modules.values() for tensor in [*module.parameters(), *module.buffers()])
-        return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, tensors)}.values())
 
     def describe(self) -> Description:
         """Parameters, multiply-adds and heads kept of the ensemble that was optimized; print it."""
@@ -174,15 +174,15 @@ class OptimizedEnsemble:
         """Settings, memory, and for every input shape seen so far the plan and the times it was chosen by."""
         lines = [repr(self)]
         for key, choice in self.choices.items():
-            lines.append(f"  {' and '.join(str(list(one[0])) for one in key if one is not None)}: {choice}")
+            lines.append(f"  {' and '.join(str(list(entry[0])) for entry in key if entry is not None)}: {choice}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         settings = f"plans={list(self._modules)}, compile={self._compile}, graphs={self._graphed}, dtype={self.dtype}"
         return f"OptimizedEnsemble({settings}, memory={self.memory_bytes / 1e6:.1f} MB, shapes={len(self.choices)})"
 
-    def _arguments(self, *given: Any, **named: Any) -> RunArguments:
-        main, mask, segments = self._model.unpack(*given, **named)
+    def _arguments(self, *inputs: Any, **named: Any) -> RunArguments:
+        main, mask, segments = self._model.unpack(*inputs, **named)
         main = main.to(self.dtype) if main.is_floating_point() else main
         require_at_home((main, mask, segments), self._home)
         return main, mask, segments
@@ -228,15 +228,15 @@ class OptimizedEnsemble:
 
     def _run(self, module: Ensemble, compiled: bool = False) -> Run:
         """A rewritten ensemble as it is run; scores of features follow what is compiled, and are recorded with it."""
-        known = self.metadata.familiarity
-        code: Any = module if known is None else module.features_and_logits
+        familiarity = self.metadata.familiarity
+        code: Any = module if familiarity is None else module.features_and_logits
         if compiled:
             code = torch.compile(code, fullgraph=True, dynamic=self._dynamic)
 
         def run(*arguments: Tensor | None) -> tuple[Tensor, ...]:
             with compiled_at_will() if compiled else nullcontext():
-                found = code(*arguments)
-            return (found,) if known is None else (found[1], known.scores(*found))
+                outputs = code(*arguments)
+            return (outputs,) if familiarity is None else (outputs[1], familiarity.scores(*outputs))
 
         return run
 
@@ -306,7 +306,7 @@ def fastest(runs: Mapping[Plan, Run], arguments: RunArguments, device: torch.dev
             errors[plan] = error
     if not able:
         raise next(iter(errors.values()))
-    seconds = {plan: median(taken) for plan, taken in times_in_turn(able, REPEATS, device).items()}
+    seconds = {plan: median(times) for plan, times in times_in_turn(able, REPEATS, device).items()}
     note = "; ".join(f"{plan} failed: {str(error).splitlines()[0]}" for plan, error in errors.items())
     return Choice(min(seconds, key=lambda plan: seconds[plan]), seconds, note=note)
 
@@ -316,7 +316,7 @@ def fastest(runs: Mapping[Plan, Run], arguments: RunArguments, device: torch.dev
 
 def shape_key(arguments: RunArguments) -> Key:
     """What a recorded graph depends on: shapes and dtypes of the arguments."""
-    return tuple(None if one is None else (tuple(one.shape), one.dtype) for one in arguments)
+    return tuple(None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in arguments)
 
 
 def _batch_size(key: Key) -> int:
@@ -357,10 +357,10 @@ class GraphCache:
             if buffer is not None and argument is not None:
                 buffer.copy_(argument)
         graph.replay()
-        return tuple(one.clone() for one in result)
+        return tuple(tensor.clone() for tensor in result)
 
     def _record(self, arguments: RunArguments) -> tuple[torch.cuda.CUDAGraph, RunArguments, tuple[Tensor, ...]]:
-        buffers = tuple(None if one is None else one.clone() for one in arguments)
+        buffers = tuple(None if tensor is None else tensor.clone() for tensor in arguments)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
