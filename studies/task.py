@@ -91,7 +91,8 @@ class Task(Once):
     def identity(self) -> dict[str, Any]:
         """Everything that decides what its models are; what they are asked, and what rows there are, is apart."""
         whole = ("members", "circuits", "taylor_batches", "familiar")
-        own = {key: value for key, value in self.plain.items() if key not in ("seeds", "held_out", "corruptions")}
+        asked = ("seeds", "held_out", "corruptions", "most")
+        own = {key: value for key, value in self.plain.items() if key not in asked}
         return {**{key: self.settings[key] for key in whole}, "task": own, "share": self.share}
 
     def samples(self, *sets: AnyDataset) -> Samples:
@@ -115,7 +116,7 @@ class Task(Once):
         reference = given(self.suite, "train")
         splits = self.plain.get("train", [reference.split])
         loaded = [self.source.load(replace(reference, split=one)) for one in splits]
-        return self.samples(*(at_most(one, self.plain.get("limit")) for one in loaded))
+        return self.samples(*loaded)
 
     @cached_property
     def _inside(self) -> dict[str, Samples]:
@@ -185,7 +186,7 @@ class Task(Once):
             yield name, int(level), ImageSamples(images, labels, self.plain["input_size"])
 
     def _reported(self, reference: SetRef) -> Samples:
-        most = None if reference == self.suite.id else self.settings["most"]
+        most = None if reference == self.suite.id else self.plain.get("most", self.settings["most"])
         return self.once(reference.name, lambda: self.samples(at_most(self.source.load(reference), most)))
 
     def batches(self, samples: Samples) -> SampleBatches:

@@ -14,7 +14,7 @@ from ..results import save_figure, versions
 from ..samples import device_name
 from ..seed import Seed
 from ..task import recipe
-from . import chosen_heads, diversity, noise, pruned, seeds, separation
+from . import chosen_heads, diversity, noise, pruned, rates, seeds, separation
 from .analysis import Analysis, Found, marked, settings
 
 FORMAT = "hydra_ensembles.analysis 1"
@@ -31,8 +31,9 @@ ANALYSES: Mapping[str, Analysis] = {
     "towers": seeds.TOWERS,
     "stability": chosen_heads.STABILITY,
     "distance": pruned.DISTANCE,
+    "rates": rates.ANALYSIS,
 }
-"""In the order of the paper; the last two are not in it."""
+"""In the order of the paper; the last three are not in it."""
 
 
 def chosen(names: str) -> dict[str, Analysis]:

@@ -1,0 +1,71 @@
+"""Whether Single is trained well: its learning rate, and its classifier's, each below and above the study's.
+
+The point of the study should be better than its neighbours on data that no table shows, or near the best of them.
+"""
+
+from typing import Any
+
+import hydra_ensembles as he
+
+from ..classifiers import all_columns
+from ..evidence import Judged
+from ..measures import plain_numbers
+from ..seed import Seed
+from .analysis import Analysis, Found, asked, by_seed, rows_table
+from .drawing import panel, rows_figure
+
+CHOSEN = "the study's"
+POINTS = {
+    CHOSEN: (0, 0),
+    "slower": (-1, 0),
+    "faster": (1, 0),
+    "classifier slower": (0, -1),
+    "classifier faster": (0, 1),
+}
+"""Steps of both rates by name: of the model, and of the classifier beside it."""
+
+
+def model(seed: Seed, point: str) -> he.Ensemble:
+    """Single at a point, all else as it is."""
+    if point == CHOSEN:
+        return seed.base
+    factor = float(asked(seed.task, "rates")["factor"])
+    usual = seed.training(seed=seed.derived("backbone", 0))
+    whole, readout = (factor**step for step in POINTS[point])
+    changes = {
+        "learning_rate": usual.rates[0] * whole,
+        "classifier_rate": usual.classifier_rate * readout / whole,  # a multiple of the other one
+    }
+    training = seed.task.training(seed=usual.seed, **changes)
+    return seed.trained(f"single-{point.replace(' ', '-')}-{factor:g}", lambda: seed.fresh(usual.seed), training)
+
+
+def run(seed: Seed) -> dict[str, Any]:
+    """Numbers of Single on half B at every point."""
+    task = seed.task
+    rows = {}
+    for point in POINTS:
+        found = plain_numbers(
+            all_columns(Judged(task, model(seed, point)), "held_out"), task.suite.id.name, task.groups("held_out")
+        )
+        rows[point] = {key: float(value) for key, value in found.items()}
+    return {"factor": asked(task, "rates")["factor"], "rows": rows}
+
+
+def table(found: Found) -> str:
+    """One row a point."""
+    columns = {"accuracy": "Acc ↑", "calibrated.nll": "NLL ↓", "aurc": "AURC ↓", "all.auroc": "AUROC ↑"}
+    factor = by_seed(found, "factor")[0]
+    note = f"Single on half B and the held-out OOD sets, one rate at a time {factor:g} times lower or higher."
+    return rows_table(found, columns, "", "", note=note)
+
+
+def figure(found: Found) -> Any:
+    """Likelihood and OOD AUROC of every point."""
+    rows = list(POINTS)
+    columns = {"accuracy": "accuracy %", "calibrated.nll": "NLL", "all.auroc": "AUROC %"}
+    fields = [panel(found, key, title, rows) for key, title in columns.items()]
+    return rows_figure(fields, {row: row for row in rows}, "half B")
+
+
+ANALYSIS = Analysis("Rates of Single", run, table, figure)
