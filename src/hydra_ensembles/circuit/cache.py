@@ -251,9 +251,9 @@ class CachedTower:
             self.base = [BaseActivations(model, group, batch_size) for group in samples.groups]
             self._levels, room = plan_memory(max_memory, [group.levels[0] for group in self.base], model.layers)
             self.features = [base.recompute(0, self._levels, batch_size) for base in self.base]  # pooled, [g, d] each
-        kept_for = np.array([head.layer if head in self.of_rank else -1 for head in candidates], np.int64)
-        self.kept = [
-            CandidateActivations(kept_for, model.layers, group.levels[0], slots if carry else 0)
+        carried_layers = np.array([head.layer if head in self.of_rank else -1 for head in candidates], np.int64)
+        self.carried = [
+            CandidateActivations(carried_layers, model.layers, group.levels[0], slots if carry else 0)
             for group, slots in zip(self.base, room, strict=True)
         ]
 
@@ -283,8 +283,8 @@ class CachedTower:
         A pair joins at the block of its candidate, where it branches off the model (whose attention is computed once
         for all candidates of the layer), or at a later level that was kept.
         """
-        base, kept, last = self.base[index], self.kept[index], self.model.layers
-        deepest = kept.deepest[candidates, rows]
+        base, carried, last = self.base[index], self.carried[index], self.model.layers
+        deepest = carried.deepest[candidates, rows]
         branches = deepest <= self.layer_of[candidates]
         joins = np.where(branches, self.layer_of[candidates] + 1, deepest)  # level at which a pair joins
         order = np.lexsort((self.head_of[candidates], branches, joins))
@@ -301,13 +301,13 @@ class CachedTower:
             joined = int(np.searchsorted(joins, level, side="right"))
             resumed = active + int(np.count_nonzero(~branches[active:joined]))
             if resumed > active:
-                pieces.append(kept.load(level, candidates[active:resumed], rows[active:resumed]))
+                pieces.append(carried.load(level, candidates[active:resumed], rows[active:resumed]))
             if joined > resumed:
                 pieces.append(self._branch(base, level - 1, candidates[resumed:joined], rows[resumed:joined]))
             x = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
             if level < last:
-                kept.save(level, candidates[:active], rows[:active], x[:, :active])
-                kept.save(level, candidates[resumed:joined], rows[resumed:joined], x[:, resumed:joined])
+                carried.save(level, candidates[:active], rows[:active], x[:, :active])
+                carried.save(level, candidates[resumed:joined], rows[resumed:joined], x[:, resumed:joined])
             active = joined
         assert x is not None
         pooled = self.model.pool(x, context.key_mask, base.token_ids(device_rows))
@@ -326,15 +326,15 @@ class CachedTower:
     def remove(self, head: Head) -> None:
         """Take a head out: what was computed below it stays right, the rest is brought up to date."""
         self.model.drop(head)
-        for group, (base, kept) in enumerate(zip(self.base, self.kept, strict=True)):
+        for group, (base, carried) in enumerate(zip(self.base, self.carried, strict=True)):
             index = self.index_of[head]
             valid = head.layer  # the highest level that is right
             for level in sorted(level for level in base.levels if level > head.layer):
-                if not kept.holds_all(index, level):
+                if not carried.holds_all(index, level):
                     break
-                base.levels[level] = kept.load(level, np.full(len(base), index), np.arange(len(base)))[0]
+                base.levels[level] = carried.load(level, np.full(len(base), index), np.arange(len(base)))[0]
                 valid = level
-            kept.forget(index, head.layer)
+            carried.forget(index, head.layer)
             self.features[group] = base.recompute(valid, self._levels, self.batch_size)
 
 

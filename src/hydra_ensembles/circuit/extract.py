@@ -422,10 +422,10 @@ class Extraction:
             return Naive(*common, distance=self.distance) if self.texts is None else JointNaive(*common, self.texts)
         if self.texts is not None:  # a quarter of the memory is for the prompts
             tower, prompts = self.texts.tower, self.texts.prompts
-            words = self._cached(tower, prompts, of_tower(left, text=True), of_tower(off, text=True), 0.25)
+            text_tower = self._cached(tower, prompts, of_tower(left, text=True), of_tower(off, text=True), 0.25)
             left, off = of_tower(left, text=False), of_tower(off, text=False)
-            pictures = self._cached(self.model, self.samples, left, off, 0.75)
-            return JointExact(Exact(pictures, self.objective, self.ranks), self.texts, words)
+            image_tower = self._cached(self.model, self.samples, left, off, 0.75)
+            return JointExact(Exact(image_tower, self.objective, self.ranks), self.texts, text_tower)
         exact = Exact(self._cached(self.model, self.samples, left, off), self.objective, self.ranks)
         if self.method == "exact":
             return exact
@@ -456,9 +456,9 @@ class Extraction:
         if self.texts is not None:
             whole_pass += forward_cost(self.texts.tower, self.texts.prompts)
         excesses = {index: step.excess for index, step in enumerate(steps) if step.excess is not None}
-        screened: dict[str, Any] = {"screen_size": self.screen_size} if self.method == "screened" else {}
+        settings: dict[str, Any] = {"screen_size": self.screen_size} if self.method == "screened" else {}
         if self.max_accuracy_loss is not None:
-            screened |= {"max_accuracy_loss": self.max_accuracy_loss, "complete": len(steps) == self.budget}
+            settings |= {"max_accuracy_loss": self.max_accuracy_loss, "complete": len(steps) == self.budget}
         return HeadRanking(
             heads=tuple(journal.heads[: self.budget]),
             scores=tuple(objective.achieved(step.errors, step.discordance) for step in steps),
@@ -468,7 +468,7 @@ class Extraction:
                 "model": journal.model,
                 "data": journal.data,
                 **provenance,
-                **screened,
+                **settings,
                 "id_samples": objective.id_count,
                 "ood_samples": sum(objective.ood_sizes),
                 **({"ood_sources": self.samples.ood_sources} if len(objective.ood_sizes) > 1 else {}),

@@ -101,11 +101,11 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
             fingerprint = DataFingerprint()
             before = len(origin)
             keys[name] = []
-            for index, (read, answers) in enumerate(iterate(batches, name, labelled=source == 0)):
-                checked = None if source else require_labels(answers, model.num_classes, name, index)
-                fingerprint.update(read, checked)
-                keys[name].append(sample_keys(read))
-                inputs = model.unpack(model.prepare(read))
+            for index, (batch, targets) in enumerate(iterate(batches, name, labelled=source == 0)):
+                checked = None if source else require_labels(targets, model.num_classes, name, index)
+                fingerprint.update(batch, checked)
+                keys[name].append(sample_keys(batch))
+                inputs = model.unpack(model.prepare(batch))
                 numbers = np.arange(len(origin), len(origin) + len(inputs[0]))
                 shape = tuple(None if tensor is None else (tensor.dtype, *tensor.shape[1:]) for tensor in inputs)
                 pieces.setdefault(shape, []).append(SampleGroup(numbers, inputs))
@@ -289,12 +289,12 @@ class Objective:
         added = wrong[: self.id_count].double()
         if self.score != "acc":  # in pairs with the first source
             first = self.ood_sizes[0]
-            of_outside = []
+            added_outside = []
             added *= 2 * first * len(outside) if self.score == "avg" else 0
             for source in outside:
                 added += first / len(source) * (2 * len(source) - _twice_below(source, inside))
-                of_outside.append(first / len(source) * _twice_below(inside, source))
-            added = torch.cat([added, *of_outside])
+                added_outside.append(first / len(source) * _twice_below(inside, source))
+            added = torch.cat([added, *added_outside])
         return np.lexsort((-doubt, -added.cpu().numpy()))
 
 

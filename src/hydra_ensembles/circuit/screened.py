@@ -149,17 +149,17 @@ class Shifts:
         """
         columns = to_device(numbers, self.device)
         labels = self.tower.samples.labels[columns]
-        again: IntArray = np.empty(0, np.int64)  # places in `numbers` of samples with wrong answers
+        repeated: IntArray = np.empty(0, np.int64)  # positions in `numbers` of samples with wrong answers
         if self.objective.score == "avg":
             wrong = self.exact.current.wrong[0].cpu().numpy()
-            again = (wrong[numbers] & (numbers < self.objective.id_count)).nonzero()[0]
-        places = to_device(again, self.device)
-        targets = torch.cat([torch.full_like(labels, -1), labels[places]])
-        shifts = gradient_shifts(self.tower, candidates, np.concatenate([numbers, numbers[again]]), targets)
+            repeated = (wrong[numbers] & (numbers < self.objective.id_count)).nonzero()[0]
+        positions = to_device(repeated, self.device)
+        targets = torch.cat([torch.full_like(labels, -1), labels[positions]])
+        shifts = gradient_shifts(self.tower, candidates, np.concatenate([numbers, numbers[repeated]]), targets)
         # [K, S]
         confidence = shifts[:, : len(numbers)]
         margin = shifts[:, : len(numbers)].clone()
-        margin[:, places] = shifts[:, len(numbers) :]
+        margin[:, positions] = shifts[:, len(numbers) :]
         self.correct(self.tower.index(candidates), numbers, torch.stack([(confidence / self.step).round(), margin]))
 
     def correct(self, rows: IntArray, numbers: IntArray, values: Tensor) -> None:
@@ -188,8 +188,8 @@ class Shifts:
         nearly = torch.sigmoid(-margin / softness).sum(1)  # errors by degrees
         columns = self.objective.count(margin < 0, confidence), nearly, self.finite[rows].all(1)
         keyed = []
-        for row, head, counts, soft, fine in zip(index, candidates, *map(Tensor.tolist, columns), strict=True):
-            if not fine:
+        for row, head, counts, soft, finite in zip(index, candidates, *map(Tensor.tolist, columns), strict=True):
+            if not finite:
                 require_finite(self.finite[row], self.tower.samples, head)
             result = self.objective.result(head, counts)
             keyed.append((result.over, result.value, round(soft, 6), head, result))
@@ -204,18 +204,18 @@ def gradient_shifts(tower: CachedTower, candidates: Sequence[Head], numbers: Int
     """
     model, samples, device = tower.model, tower.samples, targets.device
     starts = np.cumsum([0, *(len(heads) for heads in model.kept)])
-    places_of = [int(starts[head.layer]) + model.kept[head.layer].index(head.head) for head in candidates]
-    columns = torch.tensor(places_of, device=device)
+    gates = [int(starts[head.layer]) + model.kept[head.layer].index(head.head) for head in candidates]
+    columns = torch.tensor(gates, device=device)
     shifts = torch.empty(len(candidates), len(numbers), dtype=torch.float64, device=device)
     size = max(1, tower.batch_size // (model.layers if device.type == "cuda" else 1))  # all blocks are held at once
     groups, rows = samples.group_of[numbers], samples.row_of[numbers]
     for group in np.unique(groups):
         members = (groups == group).nonzero()[0]
         for part in parts(len(members), size):
-            places = to_device(members[part], device)
+            positions = to_device(members[part], device)
             chosen = to_device(rows[members[part]], device)
-            gradients = _gate_gradients(tower, int(group), chosen, targets[places])
-            shifts[:, places] = -gradients.double().nan_to_num()[:, columns].T
+            gradients = _gate_gradients(tower, int(group), chosen, targets[positions])
+            shifts[:, positions] = -gradients.double().nan_to_num()[:, columns].T
     return shifts
 
 

@@ -119,7 +119,7 @@ def random_members(
     if model.num_members != 1:
         raise ConfigError(f"random_members takes one model, got {model.num_members} members; give model.member(i)")
     _, heads = off_and_left(model, towers_of(model), layers)
-    return tuple(_draw_distinct(heads, prune, members, seed, "layers", whole=pooling_of(model, heads)))
+    return tuple(_draw_distinct(heads, prune, members, seed, "layers", never_all=pooling_of(model, heads)))
 
 
 def _draw_distinct(
@@ -129,19 +129,19 @@ def _draw_distinct(
     seed: int,
     setting: str,
     taken: Sequence[tuple[Head, ...]] = (),
-    whole: Sequence[Head] = (),
+    never_all: Sequence[Head] = (),
 ) -> list[tuple[Head, ...]]:
     """Draw `count` different subsets of `prune` heads, none of them in `taken`; a repeated draw is made again.
 
-    Each subset keeps the order of `heads`. `setting` is the argument that decides how many heads there are, `whole` are
-    heads that no subset has all of.
+    Each subset keeps the order of `heads`, and none has all of `never_all`. `setting` is the argument that decides how
+    many heads there are.
     """
     if prune > len(heads):
         raise HeadError(f"prune is {prune}, but there are {len(heads)} heads to draw from; enlarge `{setting}`")
     subsets = {frozenset(subset) for subset in taken}
     possible = math.comb(len(heads), prune) - sum(subset <= set(heads) for subset in subsets)
-    if 0 < len(whole) <= prune:
-        possible -= math.comb(len(heads) - len(whole), prune - len(whole))
+    if 0 < len(never_all) <= prune:
+        possible -= math.comb(len(heads) - len(never_all), prune - len(never_all))
     if possible < count:
         raise SameMembersError(
             f"prune={prune} out of {len(heads)} heads leaves {possible} different choices for {count} more members; "
@@ -152,7 +152,7 @@ def _draw_distinct(
     while len(drawn) < count:
         order = np.argsort(generator.random(len(heads)), kind="stable")[:prune]
         subset = tuple(heads[index] for index in np.sort(order))
-        if frozenset(subset) not in subsets and not (whole and set(whole) <= set(subset)):
+        if frozenset(subset) not in subsets and not (never_all and set(never_all) <= set(subset)):
             subsets.add(frozenset(subset))
             drawn.append(subset)
     return drawn

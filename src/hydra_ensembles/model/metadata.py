@@ -292,11 +292,11 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
             names = f"{', '.join(expected[:8])} and {', '.join(labels[:8])}"
             advice = "if only the names differ, give both the same with .with_metadata(labels=...)"
             raise ConfigError(f"members {start} and {index} have different class names, {names}; {advice}")
-    looking = [(index, member) for index, member in enumerate(members) if member.preprocessing is not None]
-    for index, member in looking[1:]:
-        if member.preprocessing != looking[0][1].preprocessing:  # all members are given the same tensors
+    prepared = [(index, member) for index, member in enumerate(members) if member.preprocessing is not None]
+    for index, member in prepared[1:]:
+        if member.preprocessing != prepared[0][1].preprocessing:  # all members are given the same tensors
             advice = "retrain one of them, or give both the same with .with_metadata(preprocessing=...)"
-            raise ConfigError(f"members {looking[0][0]} and {index} have different preprocessing; {advice}")
+            raise ConfigError(f"members {prepared[0][0]} and {index} have different preprocessing; {advice}")
     history = tuple(dict.fromkeys(line for member in members for line in member.history))
     labels = members[0].labels if len(named) == len(members) else ()
     side = join_text_sides([member.text_side for member in members])

@@ -195,8 +195,8 @@ class OptimizedEnsemble:
         if len(self._plain) == 1:
             choice = Choice(next(iter(self._plain)))
         elif len(self.choices) >= MEASURED_SHAPES:
-            near = min(self.choices, key=lambda other: abs(_batch_size(other) - _batch_size(key)))
-            choice = Choice(self.choices[near].plan, note="plan of the nearest batch size")
+            nearest = min(self.choices, key=lambda other: abs(_batch_size(other) - _batch_size(key)))
+            choice = Choice(self.choices[nearest].plan, note="plan of the nearest batch size")
         else:
             choice = fastest(self._plain, arguments, self.device)
         if self._compile:
