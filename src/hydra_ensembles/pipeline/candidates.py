@@ -142,14 +142,14 @@ def search(
     settings = _Settings(cost, first, tolerance, price, batch_size, familiarity, seed)
     if launched():
         raise ConfigError("a search runs in one process; start it without torchrun or accelerate launch")
-    found: Any = model if isinstance(model, Ensemble) else convert(model)
-    if not isinstance(found, Ensemble):
+    base: Any = model if isinstance(model, Ensemble) else convert(model)
+    if not isinstance(base, Ensemble):
         raise ConfigError("search takes classifiers; of a dual encoder make one: zero_shot(dual, class_names)")
-    start = starting_model(found, None, DEFAULT_TEMPLATES, device)
+    start = starting_model(base, None, DEFAULT_TEMPLATES, device)
     data, judges = _read(seed, start.base, train, id, ood, judge_id, judge_ood)
-    wanted = _usual(start, train is not None, seed) if candidates is None else candidates
-    built = _checked(wanted, start, data, pretrained, recipe, familiarity, strict=candidates is not None)
-    others: list[Ensemble] = [one if isinstance(one, Ensemble) else convert(one) for one in models]
+    proposed = _usual(start, train is not None, seed) if candidates is None else candidates
+    built = _checked(proposed, start, data, pretrained, recipe, familiarity, strict=candidates is not None)
+    converted: list[Ensemble] = [other if isinstance(other, Ensemble) else convert(other) for other in models]
     options = dict(optimize or {})
     identity = {
         "format": FORMAT,
@@ -157,8 +157,8 @@ def search(
         "optimize": {key: str(value) for key, value in options.items()},
         "candidates": {name: to_plain(config) for name, (config, _) in built.items()},
         "model": model_identity(start),
-        "models": [model_fingerprint(one) for one in others],
-        "upper": [None if own.upper is None else model_fingerprint(own.upper) for _, own in built.values()],
+        "models": [model_fingerprint(other) for other in converted],
+        "upper": [None if start.upper is None else model_fingerprint(start.upper) for _, start in built.values()],
         "data": data.fingerprints(),
         "judges": {name: data_fingerprint(sets, name) for name, sets in judges.items()},
     }
@@ -167,7 +167,7 @@ def search(
             output = stack.enter_context(TemporaryDirectory())
         run = RunFolder(output, identity, what="a search", device=start.base.device)
         stack.enter_context(run.working())
-        work = _Search(run, start, built, others, data, judges, settings, options, progress)
+        work = _Search(run, start, built, converted, data, judges, settings, options, progress)
         planned = work.plan()
         return planned if dry_run else work.finish(planned)
 
@@ -206,41 +206,41 @@ def _read(
     if train is not None:
         require_rereadable(train, "train")
     classes = base.num_classes
-    own = read_all(id, "id", seed, classes)
+    held_out = read_all(id, "id", seed, classes)
     circuits = {} if isinstance(ood, str) else _foreign(ood, "ood", seed)
     judged = None if judge_id is None else read_all(judge_id, "judge_id", seed, classes)
-    odd = {} if judge_ood is None else _foreign(judge_ood, "judge_ood", seed)
-    keys = {"train": keys_at_hand(train), "id": keys_at_hand(own), "judge_id": keys_at_hand(judged)}
-    known = [one for one in keys.values() if one is not None]
+    foreign = {} if judge_ood is None else _foreign(judge_ood, "judge_ood", seed)
+    keys = {"train": keys_at_hand(train), "id": keys_at_hand(held_out), "judge_id": keys_at_hand(judged)}
+    id_keys = [part for part in keys.values() if part is not None]
     why = "what makes the candidates judges them, too"
-    outside = {**circuits, **odd}
-    apart = {name: np.concatenate([sample_keys(inputs) for inputs, _ in one]) for name, one in outside.items()}
-    require_unlike("the in-distribution data", np.concatenate(known), apart)
+    outside = {**circuits, **foreign}
+    apart = {name: np.concatenate([sample_keys(inputs) for inputs, _ in batches]) for name, batches in outside.items()}
+    require_unlike("the in-distribution data", np.concatenate(id_keys), apart)
     for name in ("train", "id"):
         warn_if_shared(name, keys[name], "judge_id", keys["judge_id"], why)
     parts = 4 if judged is None else 2
-    sizes = {name: samples_in(one) for name, one in {"id": own, **outside}.items()}
+    sizes = {name: samples_in(batches) for name, batches in {"id": held_out, **outside}.items()}
     if sizes["id"] < 2 * parts * classes or min(sizes.values()) < 4:
         raise DataError(
             f"too few samples: {sizes}; one in {parts} of id fits statistics of {classes} classes, so give "
             f"{2 * parts * classes} or more of it (better 100 a class), and 4 or more of other sets"
         )
     if judged is None:
-        own, judged = halves(own, seed)
-    ranking, validation = halves(own, seed + 1)
+        held_out, judged = halves(held_out, seed)
+    ranking, validation = halves(held_out, seed + 1)
     if isinstance(ood, str):
         circuits = {"ood": made_foreign(ranking, seed, base)}
-        odd = odd or {ood: made_foreign(judged, seed, base)}
-    elif not odd:
-        cut = {name: halves(one, seed) for name, one in circuits.items()}
-        circuits, odd = ({name: two[half] for name, two in cut.items()} for half in (0, 1))
+        foreign = foreign or {ood: made_foreign(judged, seed, base)}
+    elif not foreign:
+        cut = {name: halves(batches, seed) for name, batches in circuits.items()}
+        circuits, foreign = ({name: two[half] for name, two in cut.items()} for half in (0, 1))
     several = dict(zip(map(str, ood), circuits.values(), strict=True)) if isinstance(ood, Mapping) else circuits["ood"]
-    return BuildData(train, ranking, validation, several, seed), {"ID": judged, **odd}
+    return BuildData(train, ranking, validation, several, seed), {"ID": judged, **foreign}
 
 
-def _foreign(given: Any, name: str, seed: int) -> dict[str, list[ReadBatch]]:
+def _foreign(sources: Any, name: str, seed: int) -> dict[str, list[ReadBatch]]:
     """OOD sets by what they are called."""
-    return {key: read_all(batches, key, seed) for key, batches in named_sources(given, name).items()}
+    return {key: read_all(batches, key, seed) for key, batches in named_sources(sources, name).items()}
 
 
 def _usual(start: StartingModel, trained: bool, seed: int) -> Iterator[dict[str, Any]]:
@@ -258,7 +258,7 @@ def _usual(start: StartingModel, trained: bool, seed: int) -> Iterator[dict[str,
 
 
 def _checked(
-    wanted: Iterable[Any],
+    proposed: Iterable[Any],
     start: StartingModel,
     data: BuildData,
     pretrained: nn.Module | None,
@@ -267,26 +267,26 @@ def _checked(
     strict: bool,
 ) -> Candidates:
     """The candidates by name; what does not fit the model is refused where they were asked for, else left out."""
-    found: dict[str, tuple[HydraConfig, StartingModel]] = {}
-    for index, one in enumerate(wanted):
+    candidates: dict[str, tuple[HydraConfig, StartingModel]] = {}
+    for index, entry in enumerate(proposed):
         try:
-            trains = recipe is not None and isinstance(one, Mapping) and one.get("training") is not None
-            plain = {"recipe": recipe, **one} if trains else one
-            read = one if isinstance(one, HydraConfig) else from_plain(HydraConfig, plain, f"candidates[{index}]")
-            config = replace(read.settled(start), calibrate=True, familiarity=familiarity)
-            own = start
+            trains = recipe is not None and isinstance(entry, Mapping) and entry.get("training") is not None
+            plain = {"recipe": recipe, **entry} if trains else entry
+            asked = entry if isinstance(entry, HydraConfig) else from_plain(HydraConfig, plain, f"candidates[{index}]")
+            config = replace(asked.settled(start), calibrate=True, familiarity=familiarity)
+            own_start = start
             if pretrained is not None and config.recipe is not None:
-                own = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
-            config.check(own, _part(data, config))
+                own_start = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
+            config.check(own_start, _part(data, config))
         except ConfigError:
             if strict:
                 raise
             continue
-        if all(config != other for other, _ in found.values()):
+        if all(config != other for other, _ in candidates.values()):
             name = _name(config)
-            same = sum(other.partition(" #")[0] == name for other in found)
-            found[f"{name} #{same + 1}" if same else name] = (config, own)
-    return found
+            same = sum(other.partition(" #")[0] == name for other in candidates)
+            candidates[f"{name} #{same + 1}" if same else name] = (config, own_start)
+    return candidates
 
 
 def _name(config: HydraConfig) -> str:
@@ -325,7 +325,7 @@ class _Search:
     run: RunFolder
     start: StartingModel
     built: Candidates
-    others: Sequence[Ensemble]  # further trainings of the model
+    models: Sequence[Ensemble]  # further trainings of the model
     data: BuildData
     judges: Judges
     settings: _Settings
@@ -334,7 +334,7 @@ class _Search:
 
     def plan(self) -> SearchResult:
         """What every candidate costs, before any of them is built."""
-        makers: dict[str, Callable[[], Ensemble]] = {name: partial(_stand_in, *one) for name, one in self.built.items()}
+        makers: dict[str, Callable[[], Ensemble]] = {name: partial(_stand_in, *how) for name, how in self.built.items()}
         rows = [SearchRow(YOURS, 1.0, "planned")]
         cost = self.settings.cost
         for name, make in {**makers, **self._of_models()}.items():
@@ -343,19 +343,19 @@ class _Search:
             rows.append(SearchRow(name, price, "planned" if price <= cost else "too dear", config))
         if not any(row.state == "planned" for row in rows[1:]):
             cheapest = min(rows[1:], key=lambda row: row.price, default=None)
-            known = (
+            why = (
                 "there are none" if cheapest is None else f"{cheapest.name!r}, the cheapest, costs {cheapest.price:.2f}"
             )
-            raise ConfigError(f"no candidate costs at most {cost:g} times the model: {known}; raise cost, or give more")
-        samples = {name: samples_in(one) for name, one in self.judges.items()}
+            raise ConfigError(f"no candidate costs at most {cost:g} times the model: {why}; raise cost, or give more")
+        samples = {name: samples_in(batches) for name, batches in self.judges.items()}
         return SearchResult(tuple(rows), cost, self.settings.price, self.settings.scores, samples)
 
     def finish(self, planned: SearchResult) -> SearchResult:
         """Build, judge and choose, unless that is done; the choice goes with the result."""
-        found = self.run.product(
+        decided = self.run.product(
             "search.json", lambda: self._result(planned), SearchResult.load, lambda file, result: result.save(file)
         )
-        return replace(found, ensemble=self.run.ensemble(RESULT, lambda: self._final(found.choice)))
+        return replace(decided, ensemble=self.run.ensemble(RESULT, lambda: self._final(decided.choice)))
 
     def _result(self, planned: SearchResult) -> SearchResult:
         rows = {row.name: row for row in planned.rows}
@@ -376,24 +376,24 @@ class _Search:
         """Candidates that follow the same recipe, and so can be compared before they have done so to the end."""
         groups: dict[str, list[SearchRow]] = {}
         for row in rows:
-            config, own = self.built.get(row.name, (None, self.start))
+            config, start = self.built.get(row.name, (None, self.start))
             if config is not None and config.recipe is not None and row.state == "planned":
-                groups.setdefault(repr(config.training_recipe(own)), []).append(row)
+                groups.setdefault(repr(config.training_recipe(start)), []).append(row)
         yield from (group for group in groups.values() if len(group) > 1 and self.settings.first < 1.0)
 
     def _first(self, planned: SearchResult, rivals: Sequence[SearchRow], bar: Any) -> Iterator[SearchRow]:
         """Those of the rivals that are given up after a short training of all."""
         losses: dict[str, tuple[float, ...]] = {}
         for row in rivals:
-            config, own = self.built[row.name]
+            config, start = self.built[row.name]
             short = _shortened(config, self.settings.first, self.data.train)
-            place = f"first/{_slug(row.name)}"
+            path = f"first/{_slug(row.name)}"
             bar.set_postfix_str(f"{row.name}, for a short while")
             try:
-                losses[row.name] = planned.losses(self._numbers(place, partial(self._built, place, short, own)))
+                losses[row.name] = planned.losses(self._numbers(path, partial(self._built, path, short, start)))
             except SameMembersError as error:
                 yield replace(row, state="not possible", note=str(error))
-            self._remove(place)
+            self._remove(path)
             bar.update()
         tried = [row for row in rivals if row.name in losses]
         for row in tried:
@@ -417,36 +417,36 @@ class _Search:
         bar.update()
         return replace(row, state="judged", numbers=numbers, price=price)
 
-    def _remove(self, *places: str) -> None:
+    def _remove(self, *paths: str) -> None:
         """Take away what is no more needed."""
-        for place in places:
-            remove(cast(Path, self.run.place(place)))
+        for path in paths:
+            remove(cast(Path, self.run.place(path)))
 
     def _numbers(self, name: str, make: Callable[[], Ensemble]) -> Mapping[str, float]:
         """What held-out data say of an ensemble."""
         further: Any = () if self.settings.familiarity is None else (self.settings.familiarity,)
-        own, *others = self.judges
-        foreign = {key: self.judges[key] for key in others}
+        id_name, *ood_names = self.judges
+        foreign = {key: self.judges[key] for key in ood_names}
 
         def judge() -> Evaluation:
-            return evaluate(make(), self.judges[own], foreign, scores=further, name=name, progress=False)
+            return evaluate(make(), self.judges[id_name], foreign, scores=further, name=name, progress=False)
 
-        found = self.run.product(f"{name}.json", judge, Evaluation.load, lambda file, one: one.save(file))
-        numbers = found.numbers()
+        evaluation = self.run.product(f"{name}.json", judge, Evaluation.load, lambda file, result: result.save(file))
+        numbers = evaluation.numbers()
         return {key: numbers[key] for key in ("accuracy", "nll", "ece", "aurc", *self.settings.scores)}
 
-    def _price(self, name: str, own: Ensemble, make: Callable[[], Ensemble]) -> float:
+    def _price(self, name: str, base: Ensemble, make: Callable[[], Ensemble]) -> float:
         """What an ensemble costs against the given model; one of the same make costs the same."""
 
         def measure() -> dict[str, float]:
-            made = make()
-            if made.config == own.config:
+            candidate = make()
+            if candidate.config == base.config:
                 return {"price": 1.0}
             if self.settings.price == "multiply_adds":
-                return {"price": made.describe().multiply_adds / own.describe().multiply_adds}
-            inputs = own.prepare(self.judges["ID"][0][0])
-            rows = torch.arange(self.settings.batch_size, device=own.device) % size_of(inputs)
-            timed = {"own": own.optimize(**self.options), "other": made.optimize(**self.options)}
+                return {"price": candidate.describe().multiply_adds / base.describe().multiply_adds}
+            inputs = base.prepare(self.judges["ID"][0][0])
+            rows = torch.arange(self.settings.batch_size, device=base.device) % size_of(inputs)
+            timed = {"own": base.optimize(**self.options), "other": candidate.optimize(**self.options)}
             costs = measure_costs(timed, changed(inputs, lambda tensor: tensor[rows]), repeats=REPEATS, warmup=1)
             return {"price": costs[1].latency_ratio}
 
@@ -454,22 +454,22 @@ class _Search:
 
     def _final(self, name: str) -> Ensemble:
         """A candidate as it would be used."""
-        place = f"candidates/{_slug(name)}"
+        path = f"candidates/{_slug(name)}"
         if name in self.built:
-            return self._built(place, *self.built[name])
+            return self._built(path, *self.built[name])
         usual = HydraConfig(familiarity=self.settings.familiarity, seed=self.settings.seed)
         plain = {YOURS: lambda: self.start.base, **self._of_models()}[name]
-        return self.run.ensemble(f"{place}/{RESULT}", lambda: calibrated(plain(), usual, self.data))
+        return self.run.ensemble(f"{path}/{RESULT}", lambda: calibrated(plain(), usual, self.data))
 
-    def _built(self, place: str, config: HydraConfig, own: StartingModel) -> Ensemble:
+    def _built(self, path: str, config: HydraConfig, start: StartingModel) -> Ensemble:
         """The result of a build, in a run folder of its own; rankings are common to all."""
-        run = RunFolder(self.run.place(place), {"format": FORMAT, "config": to_plain(config)}, device=own.base.device)
-        return Chain(config, own, _part(self.data, config), run, self.progress, rankings=self.run).ensemble()
+        run = RunFolder(self.run.place(path), {"format": FORMAT, "config": to_plain(config)}, device=start.base.device)
+        return Chain(config, start, _part(self.data, config), run, self.progress, rankings=self.run).ensemble()
 
     def _of_models(self) -> dict[str, Callable[[], Ensemble]]:
-        if not self.others:
+        if not self.models:
             return {}
-        every = [self.start.base, *self.others]
+        every = [self.start.base, *self.models]
         trunk = usual_trunk(self.start.base.num_layers)
         return {
             SOUP: lambda: soup(every),
@@ -484,7 +484,7 @@ def _stand_in(config: HydraConfig, start: StartingModel) -> Ensemble:
     heads: tuple[Any, ...] = ()
     if count:
         heads = random_members(start.ranked, lost, count, config.seed, config.layers(start))
-    members = [start.pruned(one) for one in (*heads, *[()] * (config.members - count))]
+    members = [start.pruned(removed) for removed in (*heads, *[()] * (config.members - count))]
     how: dict[str, Any] = {name: getattr(config, name) for name in ("stem", "mlp", "norms", "readout")}
     return fuse(members, **how, trunk=config.trunk)
 

@@ -119,7 +119,7 @@ def build(
     if pretrained is not None:
         start = with_upper_layers(start, pretrained, 0 if config.average_trunk else config.trunk)
     foreign = () if ood is None or isinstance(ood, str) else named_sources(ood, "ood").values()
-    if config.extracts_circuits and any(one is other for one in foreign for other in (train, id, validation)):
+    if config.extracts_circuits and any(source is batches for source in foreign for batches in (train, id, validation)):
         raise DataError("ood= is the very data given as train=, id= or validation=; give data unlike the training data")
     train, ood = train if config.reads_train else None, ood if config.extracts_circuits else None
     data = read_data(config.seed, start.base.num_classes, train, id, ood, validation, start.base)
@@ -127,8 +127,8 @@ def build(
     with all_ranks(start.base.device) as ranks, ExitStack() as alone:  # one process group for circuits and fine-tuning
 
         def opened() -> RunFolder:
-            own = {"model": model_identity(start), "data": data.fingerprints()}
-            run = RunFolder(output, {"format": FORMAT, "config": to_plain(config), **own}, device=start.base.device)
+            sources = {"model": model_identity(start), "data": data.fingerprints()}
+            run = RunFolder(output, {"format": FORMAT, "config": to_plain(config), **sources}, device=start.base.device)
             if not (run.has(RESULT) and run.has("summary.json")):
                 alone.enter_context(run.working())
             return run
@@ -138,9 +138,9 @@ def build(
 
 def model_identity(start: StartingModel) -> dict[str, Any]:
     """What long work depends on in the model it starts from."""
-    known = replace(start.base.metadata.plain, preprocessing_from="")  # words: nothing is computed from them
-    metadata = json.dumps(to_plain(known), sort_keys=True).encode()
-    digest = hashlib.sha256(metadata).hexdigest()
+    metadata = replace(start.base.metadata.plain, preprocessing_from="")  # words: nothing is computed from them
+    content = json.dumps(to_plain(metadata), sort_keys=True).encode()
+    digest = hashlib.sha256(content).hexdigest()
     model: dict[str, Any] = {"weights": model_fingerprint(start.ranked), "metadata": digest}
     if start.upper is not None:
         model["upper"] = model_fingerprint(start.upper)
@@ -153,50 +153,50 @@ def calibrated(fused: Ensemble, config: HydraConfig, data: BuildData) -> Ensembl
     """The last step of a build: temperature, thresholds and familiarity, from data that ranked and validated."""
     if not config.calibrate or data.validation is None:
         return fused
-    each, share = config.per_member_temperature, config.accepted_share
+    per_member, share = config.per_member_temperature, config.accepted_share
     familiar = _familiar(fused, config, data.ranking, data.validation)
-    return calibrate(familiar, data.validation, share=share, per_member=each, familiarity=config.familiarity)
+    return calibrate(familiar, data.validation, share=share, per_member=per_member, familiarity=config.familiarity)
 
 
 def _familiar(
     fused: Ensemble, config: HydraConfig, ranking: list[ReadBatch] | None, validation: list[ReadBatch]
 ) -> Ensemble:
     """The ensemble with familiarity fitted on the samples that ranked heads, if others are left to calibrate on."""
-    wanted = config.familiarity
-    if wanted is None or ranking is None:
+    choice = config.familiarity
+    if choice is None or ranking is None:
         return fused
     try:
-        score: FamiliarityName = "mahalanobis" if wanted == "auto" else wanted
-        found = fit_familiarity(fused, ranking, score, held_out=0.0, seed=config.seed)
+        score: FamiliarityName = "mahalanobis" if choice == "auto" else choice
+        fitted = fit_familiarity(fused, ranking, score, held_out=0.0, seed=config.seed)
     except TooFewSamplesError:
-        if wanted != "auto":
+        if choice != "auto":
             raise
         return fused  # calibration tries with a half of its own samples, and says what is amiss
-    familiarity = found.metadata.familiarity
+    familiarity = fitted.metadata.familiarity
     keys = np.concatenate([sample_keys(inputs) for inputs, _ in validation])
     refused = familiarity is not None and share_fitted(keys, familiarity.settings.fitted_set) > FITTED_MOST
-    if wanted == "auto" and refused:
+    if choice == "auto" and refused:
         return fused  # a half of the samples then fits it, the other sets its threshold
-    return found  # that what was asked for by name is fitted on other samples, calibration checks
+    return fitted  # that what was asked for by name is fitted on other samples, calibration checks
 
 
-def held_against_base(made: Ensemble, base: Ensemble, validation: list[ReadBatch], seed: int) -> Ensemble:
-    """What was made, with a warning and a line in its history where it is less accurate than the base, beyond chance.
+def held_against_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadBatch], seed: int) -> Ensemble:
+    """The ensemble, with a warning and a line in its history where it is less accurate than the base, beyond chance.
 
     Chance is a paired bootstrap over the samples: the whole 95 % interval of the difference lies below 0.
     """
-    own, before = (_right(one, validation) for one in (made, base))
-    found = bootstrap_mean(own - before, seed=seed)
-    if found.high >= 0:
-        return made
+    right, before = (_right(model, validation) for model in (ensemble, base))
+    gain = bootstrap_mean(right - before, seed=seed)
+    if gain.high >= 0:
+        return ensemble
     line = (
-        f"held-out accuracy {own.mean():.1%} is below the {before.mean():.1%} of the model itself, beyond chance "
-        f"({found.value:+.1%}, paired bootstrap {found.low:+.1%} to {found.high:+.1%}, {len(own)} samples)"
+        f"held-out accuracy {right.mean():.1%} is below the {before.mean():.1%} of the model itself, beyond chance "
+        f"({gain.value:+.1%}, paired bootstrap {gain.low:+.1%} to {gain.high:+.1%}, {len(right)} samples)"
     )
     warn(
         f"{line}: prune fewer heads, train the members (recipe= and train=), or keep the model: he.calibrate(model, …)"
     )
-    return made.with_metadata(history=(*made.metadata.history, line))
+    return ensemble.with_metadata(history=(*ensemble.metadata.history, line))
 
 
 def _right(model: Ensemble, batches: list[ReadBatch]) -> Tensor:
@@ -223,11 +223,11 @@ class Choices:
         """Origin and heads of each member, held against the settings they were chosen for."""
         count = config.pruned_members
         lost = [frozenset(member.heads) for member in self.members]
-        wanted = [config.lost] * count + [0] * (config.members - count)
-        found = [len(heads) for heads in lost]
-        if found != wanted or len(set(lost[:count])) < count:
+        asked = [config.lost] * count + [0] * (config.members - count)
+        counts = [len(heads) for heads in lost]
+        if counts != asked or len(set(lost[:count])) < count:
             raise ConfigError(
-                f"members lose {found} heads, or some the same; the settings ask for {wanted}, different where any go"
+                f"members lose {counts} heads, or some the same; the settings ask for {asked}, different where any go"
             )
         return [(member.origin, list(member.heads)) for member in self.members]
 
@@ -262,14 +262,14 @@ class Chain:
 
     def ensemble(self) -> Ensemble:
         """The result."""
-        made = partial(self.run.ensemble, "fused", self._fused)
+        fused = partial(self.run.ensemble, "fused", self._fused)
 
         def judged() -> Ensemble:
-            found = calibrated(made(), self.config, self.data)
+            result = calibrated(fused(), self.config, self.data)
             validation = self.data.validation
             if validation is None or self.rankings is not None:  # a search judges the model beside its candidates
-                return found
-            return held_against_base(found, self.start.base, validation, self.config.seed)
+                return result
+            return held_against_base(result, self.start.base, validation, self.config.seed)
 
         return self.run.ensemble(RESULT, judged)
 
@@ -292,8 +292,8 @@ class Chain:
         validation = self.data.validation
         if recipe is None or train is None:
             return ensemble
-        place = self.run.place("finetune")
-        return finetune(ensemble, train, recipe, validation, output=place, progress=self.progress, index=index)
+        folder = self.run.place("finetune")
+        return finetune(ensemble, train, recipe, validation, output=folder, progress=self.progress, index=index)
 
     def _pruned(self, index: int) -> Ensemble:
         return self._named(self.start.pruned(self.choices[index][1]), index)
@@ -315,11 +315,11 @@ class Chain:
     @cached_property
     def choices(self) -> list[tuple[str, list[Head]]]:
         """Of each member: how its heads were chosen, in words, and the heads it loses."""
-        plain, place = self.run.json("heads", lambda: to_plain(self._choose())), self.run.place("heads.json")
+        plain, file = self.run.json("heads", lambda: to_plain(self._choose())), self.run.place("heads.json")
         try:
             return from_plain(Choices, plain, "heads", complete=True).of(self.config)
         except ConfigError as error:
-            raise CheckpointError(f"{place} cannot be used: {error}. Delete {place} and run this again") from error
+            raise CheckpointError(f"{file} cannot be used: {error}. Delete {file} and run this again") from error
 
     def _choose(self) -> "Choices":
         """The content of `heads.json`."""
@@ -363,7 +363,7 @@ class Chain:
     def _circuit(self, score: Score, budget: int, suffix: str = "") -> HeadRanking:
         ranking, start = self.data.ranking, self.start
         assert ranking is not None  # the check has seen to it
-        named = {} if start.dual is None else {"class_names": start.names, "templates": start.templates}
+        names = {} if start.dual is None else {"class_names": start.names, "templates": start.templates}
 
         def extract(journal: Path | None) -> HeadRanking:
             return extract_circuit(
@@ -378,7 +378,7 @@ class Chain:
                 layers=self.layers,
                 journal=journal,
                 progress=self.progress,
-                **named,  # type: ignore[arg-type]
+                **names,  # type: ignore[arg-type]
             )
 
         lost = f"-{self.config.max_accuracy_loss}" if score == "ood" else ""
@@ -405,11 +405,11 @@ class Chain:
     def _ranking(self, name: str, budget: int, how: str, make: Callable[[Path | None], HeadRanking]) -> HeadRanking:
         """A ranking from this run, or from the folder that it has in common with others, where its name says it all."""
         run = self.run
-        place = f"rankings/{name}"
+        product = f"rankings/{name}"
         if self.rankings is not None:
             run = self.rankings
-            place = f"{place}-{how}-{budget}-above-{self.config.trunk}"
-        return run.ranking(place, lambda: make(run.place(f"{place}.journal")))
+            product = f"{product}-{how}-{budget}-above-{self.config.trunk}"
+        return run.ranking(product, lambda: make(run.place(f"{product}.journal")))
 
     def _summary(self, final: Ensemble) -> dict[str, Any]:
         """Settings, data, members, cost and calibration of a build, as plain data."""
@@ -425,7 +425,7 @@ class Chain:
             "trunk": final.config.trunk,
             "parameters": counts.parameters,
             "multiply_adds": counts.multiply_adds,
-            "calibration": None if (found := final.metadata.calibration) is None else to_plain(found.brief),
+            "calibration": None if (calibration := final.metadata.calibration) is None else to_plain(calibration.brief),
             "metrics": dict(final.metadata.metrics),
             "history": list(final.metadata.history),
         }

@@ -106,7 +106,7 @@ class SearchResult:
     def figure(self) -> str:
         """Price against NLL and against the mean of the OOD AUROCs, with both fronts, as an SVG file."""
         titles = {"nll": "NLL", "auroc": "mean OOD AUROC (%)"}
-        values = {key: {name: abs(value) for name, value in found.items()} for key, found in self._values().items()}
+        values = {key: {name: abs(value) for name, value in by_name.items()} for key, by_name in self._values().items()}
         values["auroc"] = {name: 100 * value for name, value in values["auroc"].items()}
         fronts = [Front(titles[key], values[key], names) for key, names in self.front.items()]
         prices = {row.name: row.price for row in self.rows if row.numbers}
@@ -116,9 +116,9 @@ class SearchResult:
         """The result with its fronts and its choice, once all rows have their numbers."""
         rows = [row for row in self.rows if row.numbers]
         prices = {row.name: row.price for row in rows}
-        front = {key: _front(prices, found) for key, found in self._values().items()}
-        nll, *others = self.losses(rows[0].numbers)
-        most = (nll, *(loss + tolerance for loss in others))
+        front = {key: _front(prices, by_name) for key, by_name in self._values().items()}
+        nll, *other_losses = self.losses(rows[0].numbers)
+        most = (nll, *(loss + tolerance for loss in other_losses))
         within = [row for row in rows if row.price <= self.cost]
         fit = [row for row in within if all(map(float.__le__, self.losses(row.numbers), most))]
         best = min(fit, key=lambda row: (row.numbers["nll"], row.price))  # of equals, the first: the given model
@@ -156,13 +156,13 @@ class SearchResult:
 
 def _front(prices: Mapping[str, float], values: Mapping[str, float]) -> tuple[str, ...]:
     """Names of those with a lower value than all that cost no more, cheapest first."""
-    kept: list[str] = []
+    front: list[str] = []
     for name in sorted(prices, key=lambda name: (prices[name], values[name])):
-        if not kept or values[name] < values[kept[-1]]:
-            kept.append(name)
-    return tuple(kept)
+        if not front or values[name] < values[front[-1]]:
+            front.append(name)
+    return tuple(front)
 
 
-def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
+def dominates(losses: Sequence[float], others: Sequence[float]) -> bool:
     """Whether one has less of every loss than the other."""
-    return all(mine < theirs for mine, theirs in zip(one, other, strict=True))
+    return all(mine < theirs for mine, theirs in zip(losses, others, strict=True))

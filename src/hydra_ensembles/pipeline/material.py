@@ -77,36 +77,36 @@ def starting_model(
     preprocessing: Mapping[str, Any] | None = None,
 ) -> StartingModel:
     """The model as an ensemble, or as a dual encoder with its zero-shot ensemble, on the device; one member."""
-    place = None if device is None else local_device(require_device(device))
-    found: Ensemble | DualEncoder = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
-    if found.num_members != 1:
-        raise ConfigError(f"build starts from one model, got {found.num_members} members; take one: ensemble.member(i)")
-    if isinstance(found, Ensemble) and found.num_classes < 2:
-        raise ConfigError(f"build starts from a trained classifier, this model has {found.num_classes} classes")
-    if isinstance(found, Ensemble) == (class_names is not None):
-        raise ConfigError(f"class_names are for a dual encoder, and needed there; this is a {type(found).__name__}")
-    if place is not None and found.device != place:
-        found = (copy.deepcopy(found) if found is model else found).to(place)
-    if isinstance(found, Ensemble):
-        return StartingModel(found if preprocessing is None else with_preprocessing(found, preprocessing))
+    target = None if device is None else local_device(require_device(device))
+    start: Ensemble | DualEncoder = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
+    if start.num_members != 1:
+        raise ConfigError(f"build starts from one model, got {start.num_members} members; take one: ensemble.member(i)")
+    if isinstance(start, Ensemble) and start.num_classes < 2:
+        raise ConfigError(f"build starts from a trained classifier, this model has {start.num_classes} classes")
+    if isinstance(start, Ensemble) == (class_names is not None):
+        raise ConfigError(f"class_names are for a dual encoder, and needed there; this is a {type(start).__name__}")
+    if target is not None and start.device != target:
+        start = (copy.deepcopy(start) if start is model else start).to(target)
+    if isinstance(start, Ensemble):
+        return StartingModel(start if preprocessing is None else with_preprocessing(start, preprocessing))
     if preprocessing is not None:
         raise ConfigError("preprocessing is for a classifier; convert a dual encoder with processor=")
     names = checked_names(class_names or ())
     sentences = checked_templates(templates)
-    return StartingModel(zero_shot(found, names, sentences), found, names, sentences)
+    return StartingModel(zero_shot(start, names, sentences), start, names, sentences)
 
 
 def with_upper_layers(start: StartingModel, pretrained: nn.Module, trunk: int) -> StartingModel:
     """The start, whose members take the layers above a trunk (all weights without one) from a pretrained model."""
-    found: Any = pretrained if isinstance(pretrained, Ensemble) else convert(pretrained)
-    if start.dual is not None or not isinstance(found, Ensemble) or found.num_members != 1:
-        raise ConfigError(f"pretrained goes with a classifier and is one model, got {type(found).__name__}")
+    donor: Any = pretrained if isinstance(pretrained, Ensemble) else convert(pretrained)
+    if start.dual is not None or not isinstance(donor, Ensemble) or donor.num_members != 1:
+        raise ConfigError(f"pretrained goes with a classifier and is one model, got {type(donor).__name__}")
     base = start.base
-    if any(getattr(found.config, part) != getattr(base.config, part) for part in ("stem", "encoder", "heads")):
-        differing = "; ".join(base.config.differences(found.config)[:5]) or "their heads"
+    if any(getattr(donor.config, part) != getattr(base.config, part) for part in ("stem", "encoder", "heads")):
+        differing = "; ".join(base.config.differences(donor.config)[:5]) or "their heads"
         raise ConfigError(f"pretrained must be the model before its fine-tuning, but it differs in {differing}")
     state = dict(base.state_dict())
-    upper = found.state_dict()
+    upper = donor.state_dict()
     for name, tensor in state.items():
         group, layer = place_of(name)
         above = not trunk or (group != "stem" and (layer is None or layer >= trunk))
@@ -187,17 +187,17 @@ def read_data(
     ranking = None if id is None else read_all(id, "id", seed, classes)
     unlike: list[ReadBatch] | dict[str, list[ReadBatch]] | None = None
     if isinstance(ood, Mapping):
-        named = zip(ood, named_sources(ood, "ood").items(), strict=True)
-        unlike = {str(key): read_all(batches, name, seed) for key, (name, batches) in named}
+        pairs = zip(ood, named_sources(ood, "ood").items(), strict=True)
+        unlike = {str(key): read_all(batches, name, seed) for key, (name, batches) in pairs}
     elif ood is not None and not isinstance(ood, str):
         unlike = read_all(ood, "ood", seed)
-    given = {"train": keys_at_hand(train), "id": keys_at_hand(ranking), "validation": keys_at_hand(checked)}
-    warn_if_shared("id", given["id"], "validation", given["validation"], "what ranks the heads calibrates them, too")
-    known = {name: keys for name, keys in given.items() if keys is not None}
-    if unlike is not None and known:
+    keys = {"train": keys_at_hand(train), "id": keys_at_hand(ranking), "validation": keys_at_hand(checked)}
+    warn_if_shared("id", keys["id"], "validation", keys["validation"], "what ranks the heads calibrates them, too")
+    id_keys = {name: some for name, some in keys.items() if some is not None}
+    if unlike is not None and id_keys:
         sources = named_sources(unlike, "ood")
-        foreign = {name: np.concatenate([sample_keys(one) for one, _ in data]) for name, data in sources.items()}
-        require_unlike(" and ".join(known), np.concatenate(list(known.values())), foreign)
+        foreign = {name: np.concatenate([sample_keys(inputs) for inputs, _ in data]) for name, data in sources.items()}
+        require_unlike(" and ".join(id_keys), np.concatenate(list(id_keys.values())), foreign)
     if ranking is not None and checked is None:
         ranking, checked = halves(ranking, seed)
     if isinstance(ood, str):
@@ -217,16 +217,16 @@ def read_all(batches: Batches, name: str, seed: int, classes: int | None = None)
 
     Labels are read where there are classes that they must fit.
     """
-    found: list[ReadBatch] = []
+    in_memory: list[ReadBatch] = []
     with borrowed(batches), epoch_of(batches, 0, derive_seed(seed, name), torch.device("cpu")):
         for index, (inputs, labels) in enumerate(iterate(batches, name, labelled=classes is not None)):
             sizes = {} if isinstance(inputs, Tensor) else {key: len(part) for key, part in inputs.items()}
             if len(set(sizes.values())) > 1:
                 raise DataError(f"batch {index} of {name} has different numbers of samples: {sizes}")
-            found.append((inputs, None if classes is None else require_labels(labels, classes, name, index)))
-    if not samples_in(found):
-        raise DataError(f"{name} has no samples in its {len(found)} batches; check the loader")
-    return found
+            in_memory.append((inputs, None if classes is None else require_labels(labels, classes, name, index)))
+    if not samples_in(in_memory):
+        raise DataError(f"{name} has no samples in its {len(in_memory)} batches; check the loader")
+    return in_memory
 
 
 def halves(batches: list[ReadBatch], seed: int) -> tuple[list[ReadBatch], list[ReadBatch]]:
