@@ -51,8 +51,8 @@ class DemoSample:
     @property
     def sets(self) -> dict[str, ImageDataset]:
         """All sets by the names they have in the file."""
-        own = {name: getattr(self, name) for name in ("train", "circuit_id", "circuit_ood", "calibration", "test")}
-        return {**own, **self.near, **self.far}
+        fields = {name: getattr(self, name) for name in ("train", "circuit_id", "circuit_ood", "calibration", "test")}
+        return {**fields, **self.near, **self.far}
 
 
 def load_backbone(dtype: torch.dtype = torch.float32) -> Ensemble:
@@ -66,7 +66,7 @@ def load_backbone(dtype: torch.dtype = torch.float32) -> Ensemble:
         >>> load_backbone().num_members
         1
     """
-    return Ensemble.from_pretrained(_there(BACKBONE), dtype=dtype)
+    return Ensemble.from_pretrained(_installed(BACKBONE), dtype=dtype)
 
 
 def load_sample() -> DemoSample:
@@ -78,7 +78,7 @@ def load_sample() -> DemoSample:
         >>> len(sample.test), sorted(sample.near), sample.test.class_names[0]
         (1050, ['AnnualCrop', 'River'], 'Forest')
     """
-    sets = read_images(_there(SAMPLE))
+    sets = read_images(_installed(SAMPLE))
     near, far = ({name: sets.pop(name) for name in names} for names in (NEAR, FAR))
     return DemoSample(**sets, near=near, far=far)
 
@@ -89,17 +89,17 @@ def load_answers() -> dict[str, list[dict[str, Answers]]]:
     The backbones were trained as the embedded one was, from other seeds.
     """
     models: dict[str, dict[str, dict[str, Tensor]]] = {}
-    for key, tensor in sorted(load_file(_there(ANSWERS)).items()):
-        model, name, what = key.split("/")  # "Single 1/test/logits"
-        models.setdefault(model, {}).setdefault(name, {})[what] = tensor.float()
-    found: dict[str, list[dict[str, Answers]]] = {}
+    for key, tensor in sorted(load_file(_installed(ANSWERS)).items()):
+        model, name, kind = key.split("/")  # "Single 1/test/logits"
+        models.setdefault(model, {}).setdefault(name, {})[kind] = tensor.float()
+    answers: dict[str, list[dict[str, Answers]]] = {}
     for model, sets in models.items():
-        answers = {name: Answers(one["logits"], one["unfamiliar"]) for name, one in sets.items()}
-        found.setdefault(model.rpartition(" ")[0], []).append(answers)
-    return found
+        by_set = {name: Answers(tensors["logits"], tensors["unfamiliar"]) for name, tensors in sets.items()}
+        answers.setdefault(model.rpartition(" ")[0], []).append(by_set)
+    return answers
 
 
-def _there(path: Path) -> Path:
+def _installed(path: Path) -> Path:
     """A part of the demo's data, which a wheel and a clone have; whoever packs the library anew may leave it out."""
     if path.exists():
         return path
@@ -119,13 +119,13 @@ def read_images(path: Path) -> dict[str, ImageDataset]:
     with np.load(path, allow_pickle=False) as file:
         stored = dict(file)
     class_names = stored.pop("class_names").tolist()
-    found: dict[str, ImageDataset] = {}
+    sets: dict[str, ImageDataset] = {}
     for name in dict.fromkeys(key.rpartition("/")[0] for key in stored):
         content, ends = stored[f"{name}/files"].tobytes(), stored[f"{name}/ends"].tolist()
         files = [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         rows = Rows(len(files), partial(_image, files, name))
-        found[name] = ImageDataset(rows, stored[f"{name}/labels"], class_names, name)
-    return found
+        sets[name] = ImageDataset(rows, stored[f"{name}/labels"], class_names, name)
+    return sets
 
 
 def _image(files: list[bytes], name: str, row: int) -> Any:

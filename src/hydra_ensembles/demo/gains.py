@@ -178,20 +178,20 @@ def gains(
     }
     best: dict[str, tuple[str, ...]] = {}
     for column in COLUMNS[:-1]:
-        found = {name: own[column.key] for name, own in values.items() if column.key in own}
+        by_method = {name: numbers[column.key] for name, numbers in values.items() if column.key in numbers}
         sign = 1.0 if column.better == "higher" else -1.0
         beaten = {
-            name for name, own in found.items() for other in found.values()
-            if np.nanquantile(sign * (other - own), 0.025) > 0  # a method from one backbone meets those of all
+            name for name, numbers in by_method.items() for other in by_method.values()
+            if np.nanquantile(sign * (other - numbers), 0.025) > 0  # a method from one backbone meets those of all
         }  # fmt: skip
-        if found:
-            best[column.key] = tuple(name for name in found if name not in beaten)
-    sizes = {name: one.size for name, one in next(iter(methods.values()))[0].items()}
-    found_of = {
-        name: DemoMethod(len(methods[name]), prices[name], {key: Spread.of(own) for key, own in values[name].items()})
+        if by_method:
+            best[column.key] = tuple(name for name in by_method if name not in beaten)
+    sizes = {name: answers.size for name, answers in next(iter(methods.values()))[0].items()}
+    measured = {
+        name: DemoMethod(len(methods[name]), prices[name], {key: Spread.of(x) for key, x in values[name].items()})
         for name in methods
     }
-    return Gains(share, draws, sizes, found_of, best)
+    return Gains(share, draws, sizes, measured, best)
 
 
 def _measured(
@@ -204,14 +204,14 @@ def _measured(
         order = torch.from_numpy(draw.permutation(count))
         return order[: count // 2], order[count // 2 :]
 
-    known, (held, test) = sets[FAMILIAR], halves(len(labels))
+    familiar, (held_out, test) = sets[FAMILIAR], halves(len(labels))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HydraWarning)  # a half with few mistakes ends at a bound now and then
-        calibration = fit_calibration(known.logits[:, held], labels[held]).calibration
-    p = calibration.prediction(known.logits[:, test])
+        calibration = fit_calibration(familiar.logits[:, held_out], labels[held_out]).calibration
+    p = calibration.prediction(familiar.logits[:, test])
     wrong = p.label != labels[test]
-    each = (1.0 + share) / 2  # of two reasons: at least `share` pass both
-    alone, both = ([conformal_threshold(one[held], some) for one in known.scores] for some in (share, each))
+    half = (1.0 + share) / 2  # of two reasons: at least `share` pass both
+    alone, both = ([conformal_threshold(score[held_out], part) for score in familiar.scores] for part in (share, half))
 
     def refused(answers: Answers, rows: Tensor) -> dict[str, Tensor]:
         """By each of `REASONS`, `[rows]` of bool."""
@@ -222,21 +222,21 @@ def _measured(
             "both": (unsure > both[0]) | (unfamiliar > both[1]),
         }
 
-    own = refused(known, test)
+    declined = refused(familiar, test)
     foreign = {name: refused(sets[name], halves(sets[name].size)[0]) for names in groups.values() for name in names}
-    found = {
+    numbers = {
         "accuracy": 1.0 - mean(wrong),
         "nll": -mean(at_labels(p.log_probs, labels[test])),
         "ece": ece_of_confidence(p.confidence, ~wrong),
     }
     for reason in REASONS:
-        found[f"accepted.{reason}"] = 1.0 - mean(own[reason])
-        found[f"mistakes.{reason}"] = mean(own[reason][wrong])  # NaN without a mistake
+        numbers[f"accepted.{reason}"] = 1.0 - mean(declined[reason])
+        numbers[f"mistakes.{reason}"] = mean(declined[reason][wrong])  # NaN without a mistake
         caught = {group: np.mean([mean(foreign[name][reason]) for name in names]) for group, names in groups.items()}
-        found |= {f"{group}.{reason}": float(part) for group, part in caught.items()}
+        numbers |= {f"{group}.{reason}": float(part) for group, part in caught.items()}
         # familiar images answered right, or declined where wrong; foreign ones declined: each kind counts alike
-        found[f"handled.{reason}"] = float(np.mean([mean(own[reason] == wrong), *caught.values()]))
-    return found
+        numbers[f"handled.{reason}"] = float(np.mean([mean(declined[reason] == wrong), *caught.values()]))
+    return numbers
 
 
 def _columns(rows: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, Values]:

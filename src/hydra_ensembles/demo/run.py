@@ -155,17 +155,17 @@ def run_demo(
         models = build_models(backbone, data, train, settings, folder / "work", progress)
         announce("Looking at EuroSAT, at unknown land use (near) and at clothes (far)")
         live = {name: answers_of(model, data) for name, model in models.items()}
-        stored = {name: [_limited(one, settings.limit) for one in found] for name, found in load_answers().items()}
+        stored = {name: [_limited(sets, settings.limit) for sets in parts] for name, parts in load_answers().items()}
         answers = {name: [live[name], *stored[name]] for name in live}
         deep = [live[SINGLE], *stored[SINGLE]]
-        answers[DEEP] = [{name: Answers.stacked([one[name] for one in deep]) for name in live[SINGLE]}]
+        answers[DEEP] = [{name: Answers.stacked([sets[name] for sets in deep]) for name in live[SINGLE]}]
         promised = settings.build.accepted_share
         models[DEEP] = _deep_ensemble(backbone, answers[DEEP][0]["calibration"], data["calibration"], promised)
         labels = torch.cat([labels for name in ("calibration", "test") for _, labels in data[name]])
-        whole = backbone.describe().multiply_adds
-        prices = {name: model.describe().multiply_adds / whole for name, model in models.items()}
-        joined = {name: [_reported(one) for one in found] for name, found in answers.items()}
-        found = gains(joined, labels, FOREIGN, prices, share=settings.share, draws=settings.draws)
+        base_cost = backbone.describe().multiply_adds
+        prices = {name: model.describe().multiply_adds / base_cost for name, model in models.items()}
+        reported = {name: [_reported(sets) for sets in parts] for name, parts in answers.items()}
+        result = gains(reported, labels, FOREIGN, prices, share=settings.share, draws=settings.draws)
         evaluations = _evaluations(models, data, answers[DEEP][0], progress)
         announce("Measuring the time of a batch")
         inputs = torch.cat([inputs for inputs, _ in data["test"]])[: settings.latency_batch]
@@ -176,22 +176,22 @@ def run_demo(
             evaluation.save(folder / "evaluations" / f"{'_'.join(re.findall(r'[a-z]+', name.lower()))}.json")
         save_costs(folder / "evaluations" / "costs.json", costs)
         about: dict[str, Any] = {"title": "Hydra Ensembles: the embedded demo", "focus": BRANCHES, "baseline": SINGLE}
-        write_report(folder / "report.html", evaluations, costs=costs, summary=found.table, **about)
+        write_report(folder / "report.html", evaluations, costs=costs, summary=result.table, **about)
         measured = {"seconds": round(time.perf_counter() - started, 1), "costs": [asdict(cost) for cost in costs]}
-        run.write("results", {**_results(models, evaluations, settings, data, found), "measured": measured})
+        run.write("results", {**_results(models, evaluations, settings, data, result), "measured": measured})
         shutil.rmtree(folder / "work")  # only an interrupted demo needs it
-        return found
+        return result
 
 
 def prepare_data(sample: DemoSample, backbone: Ensemble, settings: DemoSettings) -> dict[str, list[ImageBatch]]:
     """Every set but `train` as batches of tensors, decoded once."""
     preprocessing: Any = backbone.metadata.preprocessing
-    limited = {name: one.select(range(len(one))[: settings.limit]) for name, one in sample.sets.items()}
+    limited = {name: data.select(range(len(data))[: settings.limit]) for name, data in sample.sets.items()}
     if settings.limit is not None:  # statistics want all classes
         limited["circuit_id"] = subset(sample.circuit_id, settings.limit, settings.seed, stratified=True)
     return {
-        name: [(inputs, labels) for inputs, labels in batches(one, preprocessing, settings.batch_size)]  # type: ignore[misc]
-        for name, one in limited.items()
+        name: [(inputs, labels) for inputs, labels in batches(raw, preprocessing, settings.batch_size)]  # type: ignore[misc]
+        for name, raw in limited.items()
         if name != "train"
     }
 
@@ -205,8 +205,8 @@ def training_batches(sample: DemoSample, backbone: Ensemble, settings: DemoSetti
     def turned(images: list[Any]) -> Tensor:
         pixels: Tensor = preprocessing(images)  # [B, 3, h, w]
         turns, mirrored = torch.randint(4, (len(pixels),)).tolist(), torch.randint(2, (len(pixels),)).tolist()
-        once = (torch.rot90(one, turn, (1, 2)) for one, turn in zip(pixels, turns, strict=True))
-        return torch.stack([one.flip(2) if mirror else one for one, mirror in zip(once, mirrored, strict=True)])
+        once = (torch.rot90(image, turn, (1, 2)) for image, turn in zip(pixels, turns, strict=True))
+        return torch.stack([image.flip(2) if mirror else image for image, mirror in zip(once, mirrored, strict=True)])
 
     return BatchLoader(chosen, turned, min(TRAIN_BATCH, count), shuffle=True, seed=settings.seed, drop_last=True)
 
@@ -216,14 +216,14 @@ def build_models(
     data: Mapping[str, list[ImageBatch]],
     train: BatchLoader,
     settings: DemoSettings,
-    place: Path | None = None,
+    output: Path | None = None,
     progress: bool = True,
 ) -> dict[str, Ensemble]:
     """The backbone and the branches made from it, both with familiarity fitted and thresholds set alike."""
     config = settings.build
     ranking = data["circuit_id"]
     sets: dict[str, Any] = {"id": ranking, "ood": data["circuit_ood"], "validation": data["calibration"]}
-    hydra = build(backbone, config, train=train, **sets, output=place, progress=progress)
+    hydra = build(backbone, config, train=train, **sets, output=output, progress=progress)
     familiar = fit_familiarity(backbone, ranking, held_out=0.0, seed=settings.seed)
     return {SINGLE: calibrate(familiar, data["calibration"], share=config.accepted_share), BRANCHES: hydra}
 
@@ -232,12 +232,12 @@ def answers_of(
     model: Ensemble, data: Mapping[str, Sequence[ImageBatch]], names: Sequence[str] = SEEN
 ) -> dict[str, Answers]:
     """What a model with fitted familiarity says of some sets."""
-    found = {}
+    answers = {}
     for name in names:
-        seen = [model.predict(inputs) for inputs, _ in data[name]]
-        logits = torch.cat([one.member_logits for one in seen], dim=1)  # [M, N, C]
-        found[name] = Answers(logits, torch.cat([one.score("mahalanobis") for one in seen]))
-    return found
+        predictions = [model.predict(inputs) for inputs, _ in data[name]]
+        logits = torch.cat([prediction.member_logits for prediction in predictions], dim=1)  # [M, N, C]
+        answers[name] = Answers(logits, torch.cat([prediction.score("mahalanobis") for prediction in predictions]))
+    return answers
 
 
 def _reported(sets: AnswersBySet) -> dict[str, Answers]:
@@ -247,7 +247,7 @@ def _reported(sets: AnswersBySet) -> dict[str, Answers]:
 
 
 def _limited(sets: AnswersBySet, limit: int | None) -> dict[str, Answers]:
-    return {name: Answers(one.logits[:, :limit], one.unfamiliar[:limit]) for name, one in sets.items()}
+    return {name: Answers(answers.logits[:, :limit], answers.unfamiliar[:limit]) for name, answers in sets.items()}
 
 
 def _deep_ensemble(backbone: Ensemble, answers: Answers, calibration: Sequence[ImageBatch], share: float) -> Ensemble:
@@ -266,20 +266,20 @@ def _evaluations(
     def groups(sets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         return {group: {name: sets[name] for name in names} for group, names in FOREIGN.items()}
 
-    found: dict[str, Evaluation] = {}
+    evaluations: dict[str, Evaluation] = {}
     for name, model in models.items():
         common: dict[str, Any] = {"name": name, "id_name": ID_NAME, "keep_logits": True}
         if name == DEEP:
             labels = torch.cat([labels for _, labels in data["test"]])
             calibration = model.metadata.calibration
             common["model"] = describe_model(model, model.num_members, model.num_classes, calibration)
-            common |= {"calibration": calibration, "provenance": found[SINGLE].provenance}
-            logits = {key: one.logits for key, one in deep.items()}
-            found[name] = evaluate_logits(logits["test"], labels, groups(logits), **common)
+            common |= {"calibration": calibration, "provenance": evaluations[SINGLE].provenance}
+            logits = {key: answers.logits for key, answers in deep.items()}
+            evaluations[name] = evaluate_logits(logits["test"], labels, groups(logits), **common)
         else:
             common |= {"scores": ("mahalanobis",), "gallery": 4 if name == BRANCHES else 0}
-            found[name] = evaluate(model, data["test"], groups(data), progress=progress, **common)
-    return found
+            evaluations[name] = evaluate(model, data["test"], groups(data), progress=progress, **common)
+    return evaluations
 
 
 def _results(
@@ -287,7 +287,7 @@ def _results(
     evaluations: Mapping[str, Evaluation],
     settings: DemoSettings,
     data: Mapping[str, Sequence[ImageBatch]],
-    found: Gains,
+    result: Gains,
 ) -> dict[str, Any]:
     """Every number of a run that does not differ from run to run, as plain data."""
     first = evaluations[SINGLE]
@@ -296,16 +296,16 @@ def _results(
         "versions": dict(first.provenance.versions),
         "hardware": first.provenance.hardware,
         "samples": {name: sum(len(labels) for _, labels in some) for name, some in data.items()},
-        "gains": to_plain(found),
+        "gains": to_plain(result),
         "methods": {
             name: {
                 "members": models[name].num_members,
                 "heads_kept": [[len(layer) for layer in member] for member in models[name].heads],
-                "parameters": one.model.parameters,
-                "multiply_adds": one.model.multiply_adds,
+                "parameters": evaluation.model.parameters,
+                "multiply_adds": evaluation.model.multiply_adds,
                 "history": list(models[name].metadata.history),
-                "numbers": one.numbers(),
+                "numbers": evaluation.numbers(),
             }
-            for name, one in evaluations.items()
+            for name, evaluation in evaluations.items()
         },
     }

@@ -112,25 +112,25 @@ def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> 
     """
     runs = list(evaluations)
     fitted = list(dict.fromkeys(score for run in runs for score in run.fitted if score != run.score))
-    places = {**_MEANS, **{f"ood.{name}": name for name in sets}}
+    titles = {**_MEANS, **{f"ood.{name}": name for name in sets}}
     by_features = tuple(
-        Column(f"{score}:{place}.auroc", title, _by(score), "higher", scale=100)
+        Column(f"{score}:{key}.auroc", title, _by(score), "higher", scale=100)
         for score in fitted
-        for place, title in _MEANS.items()
+        for key, title in _MEANS.items()
     )
     declined: tuple[Column, ...] = ()
     if any(run.selective is not None and run.selective.familiarity is not None for run in runs):
         better: Direction = "higher" if len({promise(run) for run in runs} - {None}) == 1 else "neither"
         declined = (
             Column("selective.accepted", "ID", "Accepted %", scale=100),
-            *(Column(f"{place}.abstained", title, _DECLINED, better, scale=100) for place, title in places.items()),
+            *(Column(f"{key}.abstained", title, _DECLINED, better, scale=100) for key, title in titles.items()),
         )
     return (HEADS, *CLASSIFICATION, *OOD, *by_features, *declined, *COST, *set_columns(sets, fitted))
 
 
 def promise(run: Evaluation) -> tuple[float, int] | None:
     """The share that each threshold of a model promises to accept, and how many thresholds it has; None without."""
-    said, known = run.selective, run.model.calibration
-    if said is None or known is None:
+    selective, calibration = run.selective, run.model.calibration
+    if selective is None or calibration is None:
         return None
-    return known.accepted_share, (said.threshold is not None) + (said.familiarity is not None)
+    return calibration.accepted_share, (selective.threshold is not None) + (selective.familiarity is not None)

@@ -121,10 +121,10 @@ def compare(
     methods = group_runs(evaluations)
     notes = _describe(methods, allow_mismatch)
     by_name = {cost.name: cost for cost in (() if costs is None else costs)}
-    found = {name: (runs, by_name.get(name)) for name, runs in methods.items()}
+    rows = {name: (runs, by_name.get(name)) for name, runs in methods.items()}
     if columns is None:
         columns = columns_for(run for runs in methods.values() for run in runs)
-    return tabulated(columns, found, lambda column, one: _cell(column, *one), notes)
+    return tabulated(columns, rows, lambda column, row: _cell(column, *row), notes)
 
 
 def tabulated(
@@ -133,8 +133,8 @@ def tabulated(
     """A table of what `cell` makes of each row, ranked; a column without a number is left out."""
     shown: list[tuple[Column, list[Cell]]] = []  # each column with its cells from top to bottom
     for column in columns:
-        cells = [cell(column, one) for one in rows.values()]
-        if any(one.text != "–" for one in cells):
+        cells = [cell(column, row) for row in rows.values()]
+        if any(number.text != "–" for number in cells):
             shown.append((column, rank_cells(cells, column)))
     lines = tuple(Row(name, tuple(cells[index] for _, cells in shown)) for index, name in enumerate(rows))
     return Comparison(tuple(column for column, _ in shown), lines, notes)
@@ -151,13 +151,13 @@ def group_runs(evaluations: Runs) -> dict[str, list[Evaluation]]:
         for name, runs in evaluations.items():
             methods[name] = [runs] if isinstance(runs, Evaluation) else list(runs)
     else:
-        given = list(evaluations)
-        numbers = itertools.count(1) if sum(one.name == UNNAMED for one in given) > 1 else None
-        for one in given:
-            name = one.name if numbers is None or one.name != UNNAMED else f"{UNNAMED} {next(numbers)}"
-            methods.setdefault(name, []).append(one)
-        for name, found in methods.items():
-            _require_one_method(name, found)
+        listed = list(evaluations)
+        numbers = itertools.count(1) if sum(run.name == UNNAMED for run in listed) > 1 else None
+        for run in listed:
+            name = run.name if numbers is None or run.name != UNNAMED else f"{UNNAMED} {next(numbers)}"
+            methods.setdefault(name, []).append(run)
+        for name, group in methods.items():
+            _require_one_method(name, group)
     if not methods or not all(methods.values()):
         empty = [name for name, runs in methods.items() if not runs]
         raise DataError(f"there is nothing to compare: methods without an evaluation: {empty or 'no method at all'}")
@@ -176,25 +176,25 @@ def _require_one_method(name: str, runs: Sequence[Evaluation]) -> None:
 
 def _make(run: Evaluation) -> dict[str, Any]:
     """What the models of one method have in common; seeds keep as many heads, and not always the same."""
-    known = run.model
-    plain = {key: getattr(known, key) for key in ("kind", "source", "members", "classes", "parameters")}
-    return {**plain, "heads": known.heads_label, "calibrated": _is_calibrated(run)}
+    model = run.model
+    plain = {key: getattr(model, key) for key in ("kind", "source", "members", "classes", "parameters")}
+    return {**plain, "heads": model.heads_label, "calibrated": _is_calibrated(run)}
 
 
 def _is_calibrated(run: Evaluation) -> bool:
     """Whether a temperature has changed the probabilities."""
-    return run.model.calibration is not None and any(one != 1.0 for one in run.model.calibration.temperature)
+    return run.model.calibration is not None and any(value != 1.0 for value in run.model.calibration.temperature)
 
 
 def _cell(column: Column, runs: Sequence[Evaluation], cost: Cost | None) -> Cell:
     if column.key == "heads":
         labels = {run.model.heads_label for run in runs} - {None}
         return Cell(" / ".join(sorted(map(str, labels))) or "–")
-    found = [run.numbers().get(column.key) for run in runs]
-    varies = any(value is not None for value in found)  # what a method costs does not vary with the seed
+    numbers = [run.numbers().get(column.key) for run in runs]
+    varies = any(value is not None for value in numbers)  # what a method costs does not vary with the seed
     if not varies:
-        found = [cost_of(run, cost, column.key) for run in runs]
-    values = [float(value) for value in found if value is not None]
+        numbers = [cost_of(run, cost, column.key) for run in runs]
+    values = [float(value) for value in numbers if value is not None]
     if not values:
         return Cell("–")
     mean = statistics.fmean(values)
@@ -241,8 +241,8 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
                 raise DataError(f"{note}; evaluate both on the same data, or allow the mismatch")
             notes.append(f"Not the same data: {note}.")
     notes += _sample_notes(everything, allow_mismatch)
-    if any(len(found) > 1 for found in methods.values()):
-        counts = ", ".join(f"{name}: {len(found)}" for name, found in methods.items())
+    if any(len(runs) > 1 for runs in methods.values()):
+        counts = ", ".join(f"{name}: {len(runs)}" for name, runs in methods.items())
         notes.append(f"Mean ± standard deviation over runs ({counts}).")
     notes += [note for note in (_calibration_note(methods), _reuse_note(methods), _decline_note(methods)) if note]
     return tuple(dict.fromkeys(notes))
@@ -255,16 +255,16 @@ def _sample_notes(everything: Sequence[tuple[str, Evaluation]], allow_mismatch: 
     unknown: dict[str, None] = {}  # names, each once
     for name, run in others:
         same = [key for key, count in run.samples.items() if first.samples.get(key) == count]
-        found = unlike(run.traces, first.traces, same)
-        if found.labels:
-            note = f"the labels of {_listed(found.labels)} are others for {name} than for {first_name}"
+        differing = unlike(run.traces, first.traces, same)
+        if differing.labels:
+            note = f"the labels of {_listed(differing.labels)} are others for {name} than for {first_name}"
             if not allow_mismatch:
                 raise DataError(f"{note}; evaluate both on the same data, or allow the mismatch")
             notes.append(f"Not the same data: {note}.")
-        if found.inputs:
+        if differing.inputs:
             why = "other samples, or the same prepared in another way"
-            notes.append(f"{name} was given other inputs than {first_name} in {_listed(found.inputs)}: {why}.")
-        if found.unknown:
+            notes.append(f"{name} was given other inputs than {first_name} in {_listed(differing.inputs)}: {why}.")
+        if differing.unknown:
             unknown[name] = None
     if unknown:
         how = "sizes were compared, and labels where both have a trace of them"
@@ -283,35 +283,35 @@ def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
     for name, runs in methods.items():
         done = {_is_calibrated(run) for run in runs}
         kinds["in part" if len(done) > 1 else "Calibrated" if done == {True} else "not"].append(name)
-    known = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
+    text = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
     if kinds["in part"] or (kinds["Calibrated"] and kinds["not"]):
-        return f"{known}. Brier, NLL, ECE and aECE compare among the calibrated, or among the others."
+        return f"{text}. Brier, NLL, ECE and aECE compare among the calibrated, or among the others."
     return ""
 
 
 def _reuse_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
     """Which methods were measured on samples that they were calibrated on."""
     shares = {name: max((run.reused or 0.0 for run in runs), default=0.0) for name, runs in methods.items()}
-    told = ", ".join(f"{name}, {about(share)}" for name, share in shares.items() if share)
-    if not told:
+    listed = ", ".join(f"{name}, {about(share)}" for name, share in shares.items() if share)
+    if not listed:
         return ""
-    return f"Measured on samples that fitted calibration or familiarity ({told} of the set): better than on new data."
+    return f"Measured on samples that fitted calibration or familiarity ({listed} of the set): better than on new data."
 
 
 def _decline_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
     """What a share that is declined means, where a model declines for two reasons."""
-    known = [(name, run) for name, runs in methods.items() for run in runs]
-    if not any(run.selective is not None and run.selective.familiarity is not None for _, run in known):
+    everything = [(name, run) for name, runs in methods.items() for run in runs]
+    if not any(run.selective is not None and run.selective.familiarity is not None for _, run in everything):
         return ""
     promises: dict[tuple[float, int], list[str]] = {}
-    for name, run in known:
+    for name, run in everything:
         promised = promise(run)
         if promised is not None and name not in promises.setdefault(promised, []):
             promises[promised].append(name)
     text = "Declined: unsure, or unfamiliar by a fitted score of features."
     for (share, count), names in promises.items():
-        each = f"{count} thresholds, of which each promises" if count > 1 else "one threshold, which promises"
-        text += f" {', '.join(names)}: {each} to accept {100 * share:.4g} % in distribution."
+        thresholds = f"{count} thresholds, of which each promises" if count > 1 else "one threshold, which promises"
+        text += f" {', '.join(names)}: {thresholds} to accept {100 * share:.4g} % in distribution."
     return text + (" Shares declined compare where the same is promised." if len(promises) > 1 else "")
 
 
@@ -360,7 +360,7 @@ def to_markdown(comparison: Comparison) -> str:
 def _markdown(text: str) -> str:
     """Text that Markdown shows as it is: no HTML, emphasis, links (also bare addresses), code or cells of a table."""
     shown = re.sub(r"[\\`*\[\]|!]|\b_|_\b", r"\\\g<0>", escape(_one_line(text), quote=False))
-    return re.sub(r"[~$@]|(?<=http):|(?<=https):|(?<=www)\.", lambda found: f"&#{ord(found[0])};", shown)
+    return re.sub(r"[~$@]|(?<=http):|(?<=https):|(?<=www)\.", lambda match: f"&#{ord(match[0])};", shown)
 
 
 def _one_line(text: str) -> str:

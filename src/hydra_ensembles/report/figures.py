@@ -90,16 +90,16 @@ def roc(methods: Mapping[str, Evaluation], focus: str, set_name: str) -> str:
     axes = _axes(figure, 170, "ID flagged (%)", "OOD flagged (%)", percent="xy")
     axes.set(xlim=(0, 1), ylim=(0, 1), xticks=_QUARTERS, yticks=_QUARTERS)
     axes.plot((0, 1), (0, 1), color=_INK["muted"], linewidth=1, linestyle=(0, (4, 4)), alpha=0.7)
-    _lines(axes, {name: one.figures.roc.get(set_name) for name, one in methods.items()}, focus)
-    known = {name: one.ood[set_name].detection[one.score] for name, one in methods.items() if set_name in one.ood}
-    listing = ", ".join(f"{name} {result.auroc * 100:.1f}" for name, result in known.items())
+    _lines(axes, {name: run.figures.roc.get(set_name) for name, run in methods.items()}, focus)
+    results = {name: run.ood[set_name].detection[run.score] for name, run in methods.items() if set_name in run.ood}
+    listing = ", ".join(f"{name} {result.auroc * 100:.1f}" for name, result in results.items())
     return _svg(figure, f"ROC curves on {set_name}. AUROC in percent: {listing}.")
 
 
 @_plain_matplotlib()
 def risk_by_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
     """Error among the answered inputs, against the share that is answered."""
-    curves = {name: one.figures.risk_coverage for name, one in methods.items()}
+    curves = {name: run.figures.risk_coverage for name, run in methods.items()}
     # the first few answered samples make any risk look wild; the scale follows what comes after them
     settled = [y for curve in curves.values() for x, y in zip(curve.x, curve.y, strict=True) if x >= 0.1]
     top = max([*settled, 1e-3]) * 1.08
@@ -107,8 +107,8 @@ def risk_by_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
     axes = _axes(figure, 220, "answered (%)", "wrong answers (%)", percent="xy")
     axes.set(xlim=(0, 1), ylim=(0, top), xticks=(0, 0.2, 0.4, 0.6, 0.8, 1))
     axes.locator_params("y", nbins=5, steps=[1, 2, 2.5, 5, 10])
-    _lines(axes, {name: Curve(one.x, tuple(min(y, top) for y in one.y)) for name, one in curves.items()}, focus)
-    listing = ", ".join(f"{name} {one.id.risk_at_coverage['0.80'] * 100:.2f}" for name, one in methods.items())
+    _lines(axes, {name: Curve(curve.x, tuple(min(y, top) for y in curve.y)) for name, curve in curves.items()}, focus)
+    listing = ", ".join(f"{name} {run.id.risk_at_coverage['0.80'] * 100:.2f}" for name, run in methods.items())
     label = f"Risk-coverage curves on {methods[focus].id_name}. Wrong answers in percent when 80 percent of the inputs "
     return _svg(figure, f"{label}are answered: {listing}.")
 
@@ -136,9 +136,9 @@ def draw_fronts(prices: Mapping[str, float], fronts: Sequence[Front], *, chosen:
             ink, size = (_INK["c1"], 60) if name == chosen else (_INK["c0" if name in names else "muted"], 28)
             axes.scatter([price], [values[name]], s=size, color=ink, zorder=4)
         for name in dict.fromkeys((given, chosen)):
-            place = (prices[name], values[name])
+            point = (prices[name], values[name])
             shift = (8, 7)
-            axes.annotate(name, place, shift, textcoords="offset points", fontsize=10.5, color=_INK["ink"])
+            axes.annotate(name, point, shift, textcoords="offset points", fontsize=10.5, color=_INK["ink"])
         axes.margins(x=0.12, y=0.18)
         axes.xaxis.set_major_formatter(lambda price, _: f"{price:g}×")
         axes.locator_params(nbins=6, steps=[1, 2, 2.5, 5, 10])
@@ -196,11 +196,11 @@ def _svg(figure: Any, label: str) -> str:
         element.tag = element.tag.rpartition("}")[2]
         element.attrib.pop("id", None)
         if element.tag == "use":  # a marker: its shape stands where it is used
-            place = f"translate({element.attrib['x']} {element.attrib['y']})"
+            move = f"translate({element.attrib['x']} {element.attrib['y']})"
             style = element.get("style", "")
             shape = next(value for name, value in element.items() if name.endswith("href")).removeprefix("#")
             element.tag = "path"
-            element.attrib = {"d": shapes[shape], "transform": place, "style": style}
+            element.attrib = {"d": shapes[shape], "transform": move, "style": style}
     for parent in list(root.iter()):
         for definitions in parent.findall("defs"):
             parent.remove(definitions)

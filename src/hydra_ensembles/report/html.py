@@ -83,17 +83,17 @@ def write_report(
         'report.html'
     """
     methods = group_runs(evaluations)
-    for what, name in (("focus", focus), ("baseline", baseline)):
+    for setting, name in (("focus", focus), ("baseline", baseline)):
         if name is not None and name not in methods:
-            raise ConfigError(f"{what}={name!r} is not among the methods; choose one of {list(methods)}")
+            raise ConfigError(f"{setting}={name!r} is not among the methods; choose one of {list(methods)}")
     focus = focus or list(methods)[-1]
     baseline = baseline or next(iter(methods))
     measured = {cost.name: cost for cost in (() if costs is None else costs)}
     comparison = compare(methods, measured.values(), allow_mismatch=allow_mismatch)
     parts = [comparison.columns]
     if len(comparison.columns) > ONE_TABLE:
-        parts = [tuple(one for one in comparison.columns if bool(one.group) == grouped) for grouped in (False, True)]
-    runs = {name: found[0] for name, found in methods.items()}
+        parts = [tuple(c for c in comparison.columns if bool(c.group) == grouped) for grouped in (False, True)]
+    runs = {name: group[0] for name, group in methods.items()}
     shown = runs[focus]
     return _write_page(
         Path(path),
@@ -142,7 +142,7 @@ def write_atlas(path: str | Path, atlas: Atlas, *, title: str | None = None) -> 
         'atlas.html'
     """
     kept: Sequence[Any] = atlas.model.heads or ((),)
-    costs = [atlas.cost(one) for one in atlas.heads]
+    costs = [atlas.cost(head) for head in atlas.heads]
     return _write_page(
         Path(path),
         "atlas.html.j2",
@@ -151,13 +151,11 @@ def write_atlas(path: str | Path, atlas: Atlas, *, title: str | None = None) -> 
         whole=atlas.whole.numbers,
         costs=costs,
         most={name: max((abs(cost[name]) for cost in costs), default=0.0) for name in atlas.whole.numbers},
-        place={(one.layer, one.head): index for index, one in enumerate(atlas.heads)},
+        place={(head.layer, head.head): index for index, head in enumerate(atlas.heads)},
         layers=len(kept[0]),
         columns=max(atlas.model.heads_per_layer or 0, atlas.model.pooling_heads),
         colours=[figures.colour(member) for member in range(atlas.model.members)],
-        pictures={
-            index for index, one in enumerate(atlas.inputs) if one.kind == "image" and _PICTURE.fullmatch(one.content)
-        },
+        pictures={index for index, x in enumerate(atlas.inputs) if x.kind == "image" and _PICTURE.fullmatch(x.content)},
         class_names=dict(enumerate(atlas.model.class_names)),
     )
 
@@ -165,7 +163,7 @@ def write_atlas(path: str | Path, atlas: Atlas, *, title: str | None = None) -> 
 _PICTURE = re.compile(r"data:image/(jpeg|png);base64,[A-Za-z0-9+/=]+")
 
 
-def _write_page(path: Path, template: str, **given: Any) -> Path:
+def _write_page(path: Path, template: str, **values: Any) -> Path:
     """Fill in a template."""
     jinja = require("jinja2", extra="report")
     loader = jinja.FileSystemLoader(Path(__file__).parent)
@@ -173,7 +171,7 @@ def _write_page(path: Path, template: str, **given: Any) -> Path:
         loader=loader, autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["sha256"] = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    write_atomically(path, str(environment.get_template(template).render(version=__version__, **given)).encode())
+    write_atomically(path, str(environment.get_template(template).render(version=__version__, **values)).encode())
     return path
 
 
@@ -182,12 +180,12 @@ def _tiles(
 ) -> Iterator[dict[str, Any]]:
     """The numbers a reader asks for first, against the baseline."""
     rows = {row.name: row.cells for row in comparison.rows}
-    found = {one[0].key: one for one in zip(comparison.columns, rows[focus], rows[baseline], strict=True)}
+    entries = {entry[0].key: entry for entry in zip(comparison.columns, rows[focus], rows[baseline], strict=True)}
     for kind in ("auroc", "abstained"):
-        if f"near.{kind}" in found or f"far.{kind}" in found:
-            found.pop(f"all.{kind}", None)
-    for key in [key for key in _TILES if key in found]:
-        column, cell, other = found[key]
+        if f"near.{kind}" in entries or f"far.{kind}" in entries:
+            entries.pop(f"all.{kind}", None)
+    for key in [key for key in _TILES if key in entries]:
+        column, cell, other = entries[key]
         if cell.value is None:
             continue
         outcome, change = "", ""
@@ -222,18 +220,18 @@ def _costs(runs: Mapping[str, Evaluation], measured: Mapping[str, Cost]) -> dict
     kinds = {}
     for heading, (key, unit, size) in _COSTS.items():
         values = {name: cost_of(run, measured.get(name), key) for name, run in runs.items()}
-        known = {name: value / size for name, value in values.items() if value}
-        if known:
-            most = max(known.values())
-            kinds[heading] = [(name, f"{one:,.2f} {unit}", max(100 * one / most, 1)) for name, one in known.items()]
+        costs = {name: value / size for name, value in values.items() if value}
+        if costs:
+            most = max(costs.values())
+            kinds[heading] = [(name, f"{cost:,.2f} {unit}", max(100 * cost / most, 1)) for name, cost in costs.items()]
     return kinds
 
 
 def _detection(runs: Mapping[str, Evaluation], name: str) -> dict[str, Any]:
     """The numbers of one OOD set, of the methods that were evaluated on it."""
-    known = {method: one for method, one in runs.items() if name in one.ood}
-    columns = [one for one in columns_for(known.values(), [name]) if f"ood.{name}." in one.key]
-    comparison = compare(known, columns=columns, allow_mismatch=True)
+    evaluated = {method: run for method, run in runs.items() if name in run.ood}
+    columns = [column for column in columns_for(evaluated.values(), [name]) if f"ood.{name}." in column.key]
+    comparison = compare(evaluated, columns=columns, allow_mismatch=True)
     return _table(comparison, comparison.columns)
 
 
@@ -244,12 +242,12 @@ def _head_map(run: Evaluation) -> dict[str, Any] | None:
         return None
     counts = [per_layer] * (len(heads[0]) - bool(pooling)) + ([pooling] if pooling else [])
     cells = [
-        [[member for member, kept in enumerate(heads) if head in kept[layer]] for head in range(count)]
+        [[member for member, layers in enumerate(heads) if head in layers[layer]] for head in range(count)]
         for layer, count in enumerate(counts)
     ]
     return {
         "cells": cells,
-        "kept": [(figures.colour(member), sum(map(len, kept))) for member, kept in enumerate(heads)],
+        "kept": [(figures.colour(member), sum(map(len, layers))) for member, layers in enumerate(heads)],
         "total": sum(counts),
         "common": sum(len(keepers) == len(heads) for row in cells for keepers in row),
     }
