@@ -52,8 +52,8 @@ class BatchEnsemble(Checked):
     def check(self, model: Ensemble) -> None:
         """Refuse more layers than there are, and folding where the norm comes after."""
         if self.last_layers is not None and self.last_layers > model.num_layers:
-            given = f"BatchEnsemble.last_layers is {self.last_layers}"
-            raise ConfigError(f"{given}, but the model has {model.num_layers} layers")
+            layers = model.num_layers
+            raise ConfigError(f"BatchEnsemble.last_layers is {self.last_layers}, but the model has {layers} layers")
         if self.scales == "inputs" and not model.config.encoder.norm_first:
             raise ConfigError(
                 "BatchEnsemble.scales='inputs' folds scales into the norm before a map, but in this model norms come "
@@ -122,30 +122,30 @@ class Scaled(Parametrised):
             if copies_of(ensemble.config, name) == 1 or (name.endswith("bias") and group != "norms"):
                 continue
             key = name.replace(".", "/")
-            one = parameter[: len(parameter) // members].detach().clone()
-            self.shared[key] = nn.Parameter(one, requires_grad=parameter.requires_grad)
+            weight = parameter[: len(parameter) // members].detach().clone()
+            self.shared[key] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
             parameter.requires_grad_(False)
             if name.startswith(CLASSIFIERS):
                 self.rates[f"shared.{key}"] = recipe.classifier_rate
             if name.endswith("attention.qkv"):  # [h, 3, d_k, d]
-                self.inputs[key], self.outputs[key] = scales(1, 1, 1, one.shape[3]), scales(*one.shape[:3], 1)
+                self.inputs[key], self.outputs[key] = scales(1, 1, 1, weight.shape[3]), scales(*weight.shape[:3], 1)
             elif name.endswith("attention.out"):  # [h, d_k, d], from the heads to the width
-                self.inputs[key], self.outputs[key] = scales(*one.shape[:2], 1), scales(1, 1, one.shape[2])
-            elif name.endswith(".weight") and one.dim() == 3:  # [1, out, in]
-                self.inputs[key], self.outputs[key] = scales(1, 1, one.shape[2]), scales(1, one.shape[1], 1)
+                self.inputs[key], self.outputs[key] = scales(*weight.shape[:2], 1), scales(1, 1, weight.shape[2])
+            elif name.endswith(".weight") and weight.dim() == 3:  # [1, out, in]
+                self.inputs[key], self.outputs[key] = scales(1, 1, weight.shape[2]), scales(1, weight.shape[1], 1)
             elif layer is not None and name.endswith("weight") and group == "norms":  # of the map that follows
-                self.inputs[key] = scales(1, one.shape[1])
+                self.inputs[key] = scales(1, weight.shape[1])
         scaled = [f"{part}.{key}" for part in ("inputs", "outputs") for key in getattr(self, part)]
         self.rates |= dict.fromkeys(scaled, settings.rate)
         self.spared = frozenset([*scaled, *(f"shared.{key}" for key in self.shared if "norm" in key)])
 
     def computed(self) -> dict[str, Tensor]:
         """What is stored per member: `[M, …]` out of one, members one after another."""
-        found: dict[str, Tensor] = {}
-        for key, one in self.shared.items():
+        stored: dict[str, Tensor] = {}
+        for key, weight in self.shared.items():
             norm = key.removesuffix("bias") + "weight"  # the bias of a norm is scaled as its weight is
             scale = self.inputs[norm] if norm in self.inputs and key.endswith("bias") else self.inputs.get(key)
-            many = one[None] if scale is None else one[None] * scale  # [M or 1, …]
+            many = weight[None] if scale is None else weight[None] * scale  # [M or 1, …]
             many = many * self.outputs[key] if key in self.outputs else many
-            found[key.replace("/", ".")] = many.expand(self.num_members, *one.shape).flatten(0, 1)
-        return found
+            stored[key.replace("/", ".")] = many.expand(self.num_members, *weight.shape).flatten(0, 1)
+        return stored

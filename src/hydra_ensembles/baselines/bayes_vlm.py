@@ -80,17 +80,17 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
     images, texts = _inputs_of_projections(dual, pairs)
     scale = dual.logit_scale.exp().item()
     sigmoid = None if dual.logit_bias is None else dual.logit_bias.item()
-    place = dual.device if dual.device.type == "cuda" else torch.device("cpu")  # other devices lack float64
+    device = dual.device if dual.device.type == "cuda" else torch.device("cpu")  # other devices lack float64
     with torch.no_grad():
         biased = [projection.bias is not None for projection in projections]
-        seen = [_augmented(one, bias) for one, bias in zip((images, texts), biased, strict=True)]
+        features = [_augmented(part, bias) for part, bias in zip((images, texts), biased, strict=True)]
         means = [_matrix(projection) for projection in projections]
-        embedded = [one @ mean.T for one, mean in zip(seen, means, strict=True)]
+        embedded = [part @ mean.T for part, mean in zip(features, means, strict=True)]
         sides = []
-        for own, other in ((0, 1), (1, 0)):
-            read, mine, theirs = (one.to(place) for one in (seen[own], embedded[own], embedded[other]))
-            inputs, outputs = kronecker_factors(read, mine, theirs, scale, settings.negatives, sigmoid)
-            sides.append(ProjectionPosterior.of(means[own], inputs.cpu(), outputs.cpu(), settings, own))
+        for side, other in ((0, 1), (1, 0)):
+            taken, ours, theirs = (part.to(device) for part in (features[side], embedded[side], embedded[other]))
+            inputs, outputs = kronecker_factors(taken, ours, theirs, scale, settings.negatives, sigmoid)
+            sides.append(ProjectionPosterior.of(means[side], inputs.cpu(), outputs.cpu(), settings, side))
     return VLMPosterior(copy.deepcopy(dual), sides[0], sides[1], settings.as_published)
 
 
@@ -115,7 +115,7 @@ def published_bayes_vlm(
     sides = []
     for side, (tag, projection) in enumerate(zip(("img", "txt"), _projections(dual), strict=True)):
         mean = _matrix(projection)
-        found = []
+        factors = []
         for letter, size in (("A", mean.shape[1]), ("B", mean.shape[0])):
             path = Path(folder) / f"{letter}_{tag}_analytic.pt"
             try:
@@ -125,13 +125,13 @@ def published_bayes_vlm(
             if not isinstance(factor, Tensor) or factor.shape != (size, size) or not bool(factor.isfinite().all()):
                 got = list(factor.shape) if isinstance(factor, Tensor) else type(factor).__name__
                 raise CheckpointError(f"{path} must be a finite matrix {size}x{size} for this model, got {got}")
-            found.append(factor.detach().double())
-        sides.append(ProjectionPosterior.of(mean, found[0], found[1], settings, side))
+            factors.append(factor.detach().double())
+        sides.append(ProjectionPosterior.of(mean, factors[0], factors[1], settings, side))
     return VLMPosterior(copy.deepcopy(dual), sides[0], sides[1], settings.as_published)
 
 
 def kronecker_factors(
-    seen: Tensor, own: Tensor, other: Tensor, scale: float, negatives: int, sigmoid: float | None = None
+    features: Tensor, embedded: Tensor, other: Tensor, scale: float, negatives: int, sigmoid: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """A `[d, d]` and B `[e, e]` of one side, each over √n.
 
@@ -140,22 +140,22 @@ def kronecker_factors(
     ever needed.
 
     Args:
-        seen: What the projection is applied to, `[n, d]`.
-        own: Embeddings `[n, e]`, before they are scaled to length one.
+        features: What the projection is applied to, `[n, d]`.
+        embedded: Embeddings `[n, e]`, before they are scaled to length one.
         other: Those of the other side, `[n, e]`.
         scale: Of the cosines.
         negatives: Samples that are compared with each other at once.
         sigmoid: The logit bias where the loss is that of SigLIP, in which each pair is judged alone; None for softmax.
     """
-    count, width = own.shape
-    outputs = own.new_zeros(width, width)
-    for rows in torch.arange(count, device=own.device).tensor_split(math.ceil(count / negatives)):
+    count, width = embedded.shape
+    outputs = embedded.new_zeros(width, width)
+    for rows in torch.arange(count, device=embedded.device).tensor_split(math.ceil(count / negatives)):
         targets = F.normalize(other[rows], dim=-1)  # Y [C, e]
-        totals = own.new_zeros(len(rows))  # [C]
+        totals = embedded.new_zeros(len(rows))  # [C]
         for some in rows.split(_ROWS):
             # u [B, e], |h| [B]
-            unit = F.normalize(own[some], dim=-1)
-            length = own[some].norm(dim=-1)
+            unit = F.normalize(embedded[some], dim=-1)
+            length = embedded[some].norm(dim=-1)
             cosines = unit @ targets.T  # [B, C]
             if sigmoid is None:
                 probs = (scale * cosines).softmax(-1)
@@ -171,7 +171,7 @@ def kronecker_factors(
             outputs += unit.T @ (inner[:, None] * unit) - cross - cross.T - means.T @ (weight[:, None] * means)
             totals += weight @ probs
         outputs += targets.T @ (totals[:, None] * targets)
-    return seen.T @ seen / math.sqrt(count), outputs * scale**2 / math.sqrt(count)
+    return features.T @ features / math.sqrt(count), outputs * scale**2 / math.sqrt(count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,18 +189,18 @@ class ProjectionPosterior:
     ) -> "ProjectionPosterior":
         """The posterior out of the factors A and B, of images (side 0) or texts (1)."""
         root = math.sqrt(settings.pseudo_count)
-        given = settings.prior_precision
-        prior = given[side] if isinstance(given, tuple) else given
+        asked = settings.prior_precision
+        prior = asked[side] if isinstance(asked, tuple) else asked
         if prior is None:
             find = published_prior if settings.as_published else likeliest_precision
             prior = find(mean, root * inputs, root * outputs)
         added = math.sqrt(prior)
-        one, two = (root * part + added * torch.eye(len(part), dtype=part.dtype) for part in (inputs, outputs))
-        return cls(mean, one, two, prior)
+        first, second = (root * part + added * torch.eye(len(part), dtype=part.dtype) for part in (inputs, outputs))
+        return cls(mean, first, second, prior)
 
-    def spread(self, seen: Tensor) -> Tensor:
+    def spread(self, features: Tensor) -> Tensor:
         """`aᵀ A⁻¹ a` `[B]` of inputs `[B, d]`: the covariance of an embedding is this times that of the outputs."""
-        return (seen * torch.linalg.solve(self.inputs.to(seen), seen.T).T).sum(-1)
+        return (features * torch.linalg.solve(self.inputs.to(features), features.T).T).sum(-1)
 
     @property
     def covariance(self) -> Tensor:
@@ -288,8 +288,8 @@ class VLMPosterior:
         of_text = _weights(maps, text)
         names = checked_names(class_names)
         sentences = checked_templates(templates)
-        seen = self._texts(prompts_of(names, sentences))  # [C·templates, d]
-        embedded = seen @ maps.mT  # [S, C·templates, e]
+        text_features = self._texts(prompts_of(names, sentences))  # [C·templates, d]
+        embedded = text_features @ maps.mT  # [S, C·templates, e]
         classes = average_templates(F.normalize(embedded, dim=-1), len(sentences))
         many = joined([base] * members, Sharing(stem=True, attention=True, mlp=True, norms=True))
         state = many.state_dict()
@@ -322,8 +322,8 @@ class VLMPosterior:
         """What the text projection takes, `[prompts, d]` in float64 on the CPU; with a one where it has a bias."""
         with dropping(False):
             parts = [prompts[start : start + _PROMPTS] for start in range(0, len(prompts), _PROMPTS)]
-            found = torch.cat([embed(self.dual.text, None, list(one), normalize=False)[0] for one in parts])
-        return _augmented(found.double().cpu(), _projections(self.dual)[1].bias is not None)
+            features = torch.cat([embed(self.dual.text, None, list(batch), normalize=False)[0] for batch in parts])
+        return _augmented(features.double().cpu(), _projections(self.dual)[1].bias is not None)
 
 
 class ProbitClassifier(OurModel):
@@ -344,7 +344,7 @@ class ProbitClassifier(OurModel):
         # g [C, e], aᵀ A⁻¹ a [C]
         classes = texts @ posterior.text.mean.T
         spread = posterior.text.spread(texts)
-        self.known = {
+        self.terms = {
             "projection": posterior.image.mean,
             "inputs": torch.linalg.inv(posterior.image.inputs),
             "of_image": covariances[0],
@@ -360,21 +360,21 @@ class ProbitClassifier(OurModel):
         """Mean and variance of the scaled similarities, `[B, C]` each, in float64."""
         with dropping(False):
             features = embed(self.image, None, inputs, normalize=False)[0].double()
-        self.known = {name: tensor.to(features.device) for name, tensor in self.known.items()}  # they stay there
-        known = self.known
-        seen = _augmented(features, self.biased)
+        self.terms = {name: tensor.to(features.device) for name, tensor in self.terms.items()}  # they stay there
+        terms = self.terms
+        augmented = _augmented(features, self.biased)
         # h [B, e], [B]
-        embedded = seen @ known["projection"].T
-        spread = (seen @ known["inputs"] * seen).sum(-1)
-        of_image, of_text, classes = known["of_image"], known["of_text"], known["classes"]
+        embedded = augmented @ terms["projection"].T
+        spread = (augmented @ terms["inputs"] * augmented).sum(-1)
+        of_image, of_text, classes = terms["of_image"], terms["of_text"], terms["classes"]
         lengths = embedded.square().sum(-1) + spread * of_image.trace()  # E|h|², [B]
-        both = lengths[:, None] * known["lengths"]
+        both = lengths[:, None] * terms["lengths"]
         mean = embedded @ classes.T / both.sqrt()
         # the variance of h·g, where both are normal and know nothing of each other
-        variance = (embedded @ of_text * embedded).sum(-1)[:, None] * known["spread"]
+        variance = (embedded @ of_text * embedded).sum(-1)[:, None] * terms["spread"]
         variance = variance + spread[:, None] * (classes @ of_image * classes).sum(-1)
-        variance = variance + spread[:, None] * known["spread"] * (of_image * of_text).sum()
-        return known["scale"] * mean, known["scale"] ** 2 * variance / both
+        variance = variance + spread[:, None] * terms["spread"] * (of_image * of_text).sum()
+        return terms["scale"] * mean, terms["scale"] ** 2 * variance / both
 
     @torch.no_grad()
     def forward(self, inputs: Inputs) -> Tensor:
@@ -423,19 +423,19 @@ def _inputs_of_projections(dual: DualEncoder, pairs: Batches) -> tuple[Tensor, T
             yield features_of(dual.image, images, f"batch {index} of pairs"), text
 
     with torch.no_grad(), dropping(False):
-        parts = [(one.double().cpu(), two.double().cpu()) for one, two in embedded()]
-    found = tuple(torch.cat(side) for side in zip(*parts, strict=True)) if parts else ()
-    if not found or len(found[0]) < 2:
+        parts = [(image.double().cpu(), text.double().cpu()) for image, text in embedded()]
+    features = tuple(torch.cat(side) for side in zip(*parts, strict=True)) if parts else ()
+    if not features or len(features[0]) < 2:
         raise DataError("BayesVLM compares pairs with each other; give at least two")
-    for side, name in zip(found, ("images", "texts"), strict=True):
+    for side, name in zip(features, ("images", "texts"), strict=True):
         if not bool(side.isfinite().all()):
             raise DataError(f"the features of some {name} are not finite; look for bad values in the pairs")
-    return cast(tuple[Tensor, Tensor], found)
+    return cast(tuple[Tensor, Tensor], features)
 
 
-def _augmented(seen: Tensor, biased: bool) -> Tensor:
+def _augmented(features: Tensor, biased: bool) -> Tensor:
     """Inputs with a one at the end where the projection has a bias, which is its weight."""
-    return seen if not biased else torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
+    return features if not biased else torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
 
 
 def _matrix(projection: GroupedLinear) -> Tensor:

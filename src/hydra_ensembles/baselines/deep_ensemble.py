@@ -51,10 +51,10 @@ def deep_ensemble(
         2
     """
     require_single(model, "deep_ensemble")
-    found: list[Ensemble] = []
+    trained: list[Ensemble] = []
     first = in_full(model) if snapshots else model
     for index in range(members):
         goes_on = snapshots and index > 0
-        start, own = (found[-1], replace(recipe, reinit_classifier=None)) if goes_on else (first, recipe)
-        found.append(finetune(start, train, own, validation, index=index, **run))
-    return parted(joined([in_dtypes_of(model, one) for one in found], *trained_apart(model, recipe)))
+        start, member_recipe = (trained[-1], replace(recipe, reinit_classifier=None)) if goes_on else (first, recipe)
+        trained.append(finetune(start, train, member_recipe, validation, index=index, **run))
+    return parted(joined([in_dtypes_of(model, member) for member in trained], *trained_apart(model, recipe)))

@@ -80,14 +80,14 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
     with dropping(False):
         for index, (inputs, _) in enumerate(iterate(batches, "batches", labelled=False)):
             features, logits = model.features_and_logits(model.prepare(inputs))  # [1, B, d], [1, B, C]
-            seen = model.readout.penultimate(features)
+            penultimate = model.readout.penultimate(features)
             check_finite(logits, f"logits of batch {index}", "batches")
-            curvature.add(seen[0].double().cpu(), logits[0].double().cpu())
+            curvature.add(penultimate[0].double().cpu(), logits[0].double().cpu())
     if not curvature.samples:
         raise DataError("there are no samples to take the curvature from; give the training data")
     if settings.samples is not None and settings.samples < curvature.samples:
-        given = f"Laplace.samples is {settings.samples}, but {curvature.samples} samples are given"
-        raise ConfigError(f"{given}; it says how many training samples there are in all: leave it out if these are all")
+        fault = f"Laplace.samples is {settings.samples}, but {curvature.samples} samples are given"
+        raise ConfigError(f"{fault}; it says how many training samples there are in all: leave it out if these are all")
     posterior = curvature.posterior(mean, settings.prior_precision, settings.samples)
     drawn = posterior.draw(settings.members, derive_seed(settings.seed, "laplace"))  # [S, C, d (+ 1)]
     sharing = Sharing(stem=True, attention=True, mlp=True, norms=True)
@@ -117,21 +117,21 @@ class Curvature:
         self.sums = torch.zeros(sizes[structure], dtype=torch.float64)
         self.inputs = torch.zeros(inputs, inputs, dtype=torch.float64)
 
-    def add(self, seen: Tensor, logits: Tensor) -> None:
+    def add(self, features: Tensor, logits: Tensor) -> None:
         """Add samples: inputs of the classifier `[B, d]`, and logits `[B, C]`."""
-        self.samples += len(seen)
-        if self.inputs.shape[0] > seen.shape[1]:
-            seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
+        self.samples += len(features)
+        if self.inputs.shape[0] > features.shape[1]:
+            features = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
         probs = logits.softmax(-1)
         if self.structure == "diag":
-            self.sums += (probs * (1 - probs)).T @ seen.square()
+            self.sums += (probs * (1 - probs)).T @ features.square()
             return
-        self.inputs += seen.T @ seen
+        self.inputs += features.T @ features
         if self.structure == "kron":
             self.sums += probs.sum(0).diag() - probs.T @ probs
             return
         spread = torch.diag_embed(probs) - probs[:, :, None] * probs[:, None, :]  # [B, C, C]
-        self.sums += torch.einsum("bce,bi,bj->ciej", spread, seen, seen)
+        self.sums += torch.einsum("bce,bi,bj->ciej", spread, features, features)
 
     def posterior(self, mean: Tensor, prior: float | None, samples: int | None = None) -> "Posterior":
         """The normal distribution around `mean` `[C, d]`, with the given prior or the likeliest one.
@@ -160,8 +160,8 @@ def likeliest_prior(values: Tensor, mean: Tensor) -> float:
     if not squared or not values.any():
         return prior  # nothing says how wide the prior is
     for _ in range(10_000):
-        known = float((values / (values + prior)).sum())  # how many parameters the data determine
-        prior, before = known / squared, prior
+        determined = float((values / (values + prior)).sum())  # how many parameters the data determine
+        prior, before = determined / squared, prior
         if abs(prior - before) <= 1e-10 * before:
             break
     return prior

@@ -67,7 +67,7 @@ class LoRA(Checked):
     def check(self, model: Ensemble) -> None:
         """Refuse a rank that is no less than that of the weights it updates."""
         encoder = model.config.encoder
-        rows = [len(kept) * encoder.head_dim for kept in model.heads[0] if kept]
+        rows = [len(heads) * encoder.head_dim for heads in model.heads[0] if heads]
         least = min([encoder.width, *rows])
         if self.rank >= least:
             raise ConfigError(f"LoRA.rank is {self.rank}, but the attention has matrices of rank {least}; lower it")
@@ -132,7 +132,7 @@ class LowRank(Parametrised):
         self.scale = settings.scale
         self.layers: dict[int, int] = {}  # heads of the layers that are updated
         config = ensemble.config
-        drawn = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         for name, parameter in ensemble.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name.startswith(CLASSIFIERS))
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
@@ -146,7 +146,7 @@ class LowRank(Parametrised):
             copies = config.copies("attention", layer)
             for projection in settings.projections:
                 inputs, outputs = (inside, width) if projection == "out" else (width, inside)
-                first = torch.stack([_drawn(settings, inputs, drawn) for _ in range(copies)])  # [M, r, in]
+                first = torch.stack([_drawn(settings, inputs, generator) for _ in range(copies)])  # [M, r, in]
                 key = f"{layer}_{projection}"
                 self.down[key] = nn.Parameter(first.to(ensemble.device, ensemble.dtype))
                 zeros = torch.zeros(copies, outputs, settings.rank, device=ensemble.device, dtype=ensemble.dtype)
@@ -154,19 +154,19 @@ class LowRank(Parametrised):
 
     def computed(self) -> dict[str, Tensor]:
         """Attention of every member, updated."""
-        found: dict[str, Tensor] = {}
+        updated: dict[str, Tensor] = {}
         for layer, heads in self.layers.items():
-            place = f"encoder.layers.{layer}.attention."
+            prefix = f"encoder.layers.{layer}.attention."
             changes = {name: self.update(layer, name) for name in INPUTS if f"{layer}_{name}" in self.up}
             if changes:
                 shape = next(iter(changes.values()))
                 rows = torch.stack([changes.get(name, torch.zeros_like(shape)) for name in INPUTS], dim=1)
                 rows = rows.unflatten(2, (heads, -1)).transpose(1, 2)  # [M, 3, h·d_k, d] -> [M, h, 3, d_k, d]
-                found[place + "qkv"] = self.ensemble.get_parameter(place + "qkv") + rows.flatten(0, 1)
+                updated[prefix + "qkv"] = self.ensemble.get_parameter(prefix + "qkv") + rows.flatten(0, 1)
             if f"{layer}_out" in self.up:
                 columns = self.update(layer, "out").mT.unflatten(1, (heads, -1))  # [M, d, h·d_k] -> [M, h, d_k, d]
-                found[place + "out"] = self.ensemble.get_parameter(place + "out") + columns.flatten(0, 1)
-        return found
+                updated[prefix + "out"] = self.ensemble.get_parameter(prefix + "out") + columns.flatten(0, 1)
+        return updated
 
     def update(self, layer: int, projection: Projection) -> Tensor:
         """What is added to a weight `[out, in]` of every member, `[M, out, in]`."""

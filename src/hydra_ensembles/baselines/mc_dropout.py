@@ -72,7 +72,7 @@ class MCDropout(OurModel):
         arguments = self.model.unpack(*given, **named)
         if self.p == 0.0:  # every pass is the same
             return cast(Tensor, self.model(*arguments)).repeat_interleave(self.passes, dim=0)
-        many = (None if one is None else torch.cat([one] * self.passes) for one in arguments)  # [passes·B, …] each
+        many = (None if x is None else torch.cat([x] * self.passes) for x in arguments)  # [passes·B, …] each
         with dropping(torch.Generator(self.device).manual_seed(self.seed)):
             logits = cast(Tensor, self.model(*many))  # [M, passes·B, C]
         return logits.unflatten(1, (self.passes, -1)).flatten(0, 1)  # [M·passes, B, C]
@@ -96,11 +96,11 @@ class MCDropout(OurModel):
 
 def _with_dropout(config: EnsembleConfig, p: float) -> EnsembleConfig:
     """The configuration with dropout at `p` in the places of the baseline and wherever the model has its own."""
-    own, last = config.encoder, config.readout
-    encoder = replace(own, projection_dropout=p, activation_dropout=p, output_dropout=p, drop_path=())
+    encoder, last = config.encoder, config.readout
+    dropped = replace(encoder, projection_dropout=p, activation_dropout=p, output_dropout=p, drop_path=())
     return replace(
         config,
         stem=replace(config.stem, dropout=p),
-        encoder=replace(encoder, attention_dropout=p if own.attention_dropout else 0.0),
+        encoder=replace(dropped, attention_dropout=p if encoder.attention_dropout else 0.0),
         readout=replace(last, dropout=p if last.dropout else 0.0, hidden_dropout=p if last.hidden_dropout else 0.0),
     )

@@ -128,8 +128,8 @@ class MimoLearner(EnsembleLearner):
         order = order[torch.randperm(len(order))]
         apart = int(len(order) * (1.0 - self.settings.rho))
         rows = [torch.cat([order[torch.randperm(apart)], order[apart:]]) for _ in range(self.settings.members)]
-        shown = torch.cat([images[one.to(images.device)] for one in rows], dim=1)  # [B', M·channels, H, W]
-        return shown, torch.stack([labels.cpu()[one] for one in rows])
+        shown = torch.cat([images[row.to(images.device)] for row in rows], dim=1)  # [B', M·channels, H, W]
+        return shown, torch.stack([labels.cpu()[row] for row in rows])
 
     def _images(self, inputs: Inputs) -> Tensor:
         """Images `[B, channels, H, W]`, held against what the single model takes."""

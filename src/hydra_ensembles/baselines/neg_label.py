@@ -66,10 +66,10 @@ def embed_words(ensemble: Ensemble, words: Sequence[str], templates: Templates |
     """
     side = _text_side(ensemble)
     sentences = side.settings.templates if templates is None else checked_templates(templates)
-    given = tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
-    if not given:
+    distinct = tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
+    if not distinct:
         raise DataError("there are no words to embed; give a large list of them, such as WordNet's nouns")
-    return EmbeddedWords(given, sentences, _embedded(side, given, sentences, ensemble.device))
+    return EmbeddedWords(distinct, sentences, _embedded(side, distinct, sentences, ensemble.device))
 
 
 def _text_side(ensemble: object) -> TextSide:
@@ -111,18 +111,18 @@ def neg_label(
     """
     side = _text_side(ensemble)
     statistics = embedding_statistics(ensemble, "neg_label")
-    known = words if isinstance(words, EmbeddedWords) else embed_words(ensemble, words, templates)
-    if known is words:
-        _require_own(known, side, templates, ensemble.device)
+    vocabulary = words if isinstance(words, EmbeddedWords) else embed_words(ensemble, words, templates)
+    if vocabulary is words:
+        _require_own(vocabulary, side, templates, ensemble.device)
     classes = {name.casefold().strip() for name in ensemble.metadata.labels}
-    places = [place for place, word in enumerate(known.words) if word.casefold() not in classes]
-    count = int(len(places) * settings.share) // settings.groups * settings.groups
+    others = [position for position, word in enumerate(vocabulary.words) if word.casefold() not in classes]
+    count = int(len(others) * settings.share) // settings.groups * settings.groups
     if not count:
         raise DataError(
-            f"{len(places)} words, of which a share of {settings.share:g} is taken, cannot be put in {settings.groups} "
+            f"{len(others)} words, of which a share of {settings.share:g} is taken, cannot be put in {settings.groups} "
             "groups; give more words, or use fewer groups"
         )
-    embedded = known.embeddings.to(ensemble.device)[:, places]  # [G, N, e]
+    embedded = vocabulary.embeddings.to(ensemble.device)[:, others]  # [G, N, e]
     readout = ensemble.state_dict()
     rows = readout["readout.class_embeddings.weight"].float()  # [G, C, e], with the logit scale in it
     chosen = least_alike(embedded, F.normalize(rows, dim=-1), settings.percentile, count)
@@ -134,16 +134,16 @@ def neg_label(
     bias = readout.get("readout.class_embeddings.bias")
     offset = torch.zeros(members) if bias is None else bias.float().mean(dim=-1).expand(members)
     state = statistics | {"words": picked, "offset": offset}
-    found = FamiliaritySettings(
+    fitted = FamiliaritySettings(
         ("neglabel",),
         ensemble.readout.features,
         count,
         embedding=statistics["shift"].shape[1],
         words=(settings.groups, count // settings.groups),
     )
-    tensors = {f"neglabel.{name}": one.cpu().clone().contiguous() for name, one in state.items()}
-    line = f"NegLabel: {count} of {len(places)} words in {settings.groups} groups"
-    return with_score(ensemble, Familiarity(found, tensors), line)
+    tensors = {f"neglabel.{name}": tensor.cpu().clone().contiguous() for name, tensor in state.items()}
+    line = f"NegLabel: {count} of {len(others)} words in {settings.groups} groups"
+    return with_score(ensemble, Familiarity(fitted, tensors), line)
 
 
 def _require_own(words: EmbeddedWords, side: TextSide, templates: Templates | None, device: torch.device) -> None:
@@ -151,8 +151,8 @@ def _require_own(words: EmbeddedWords, side: TextSide, templates: Templates | No
     if templates is not None and checked_templates(templates) != words.templates:
         raise ConfigError(f"the words are embedded in {words.templates}; leave templates out, or embed them again")
     again = _embedded(side, words.words[:1], words.templates, device)
-    known = words.embeddings[:, :1].to(again)
-    if again.shape != known.shape or not torch.allclose(again, known, atol=1e-3):
+    before = words.embeddings[:, :1].to(again)
+    if again.shape != before.shape or not torch.allclose(again, before, atol=1e-3):
         raise ConfigError("the words were embedded by another text tower; embed them with embed_words(ensemble, words)")
 
 

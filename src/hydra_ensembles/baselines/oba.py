@@ -52,11 +52,11 @@ class OBA(Checked):
 
     def check(self, model: Ensemble) -> None:
         """Refuse to remove more than can be removed."""
-        total = sum(one.numel() for one in model.parameters())
-        left = total - sum(one.numel() for one in removable(model).values())
-        if self.keep * total <= left:
+        total = sum(parameter.numel() for parameter in model.parameters())
+        stay = total - sum(parameter.numel() for parameter in removable(model).values())
+        if self.keep * total <= stay:
             raise ConfigError(
-                f"OBA.keep is {self.keep}, but norms, embeddings and classifier, which stay, are {left / total:.3f} of "
+                f"OBA.keep is {self.keep}, but norms, embeddings and classifier, which stay, are {stay / total:.3f} of "
                 "all parameters; keep more"
             )
 
@@ -99,7 +99,7 @@ def oba(
     folder = None if output is None else Path(output) / "pruning"
     masks = pruned_masks(model, train, settings, seed, folder, run.get("device"))
     zeros = sum(int((~mask).sum()) for mask in masks.values())
-    share = 1 - zeros / sum(one.numel() for one in model.parameters())
+    share = 1 - zeros / sum(parameter.numel() for parameter in model.parameters())
     line = f"OBA: {share:.1%} of the parameters left after {settings.steps} steps, rule {settings.rule}"
     state = {
         name: tensor * masks[name].to(tensor.device) if name in masks else tensor
@@ -126,20 +126,20 @@ class Masked(Parametrised):
 
 def removable(model: Ensemble) -> dict[str, Tensor]:
     """Weights and biases of linear maps and the patch kernel by name; neither norms and tokens nor the classifier."""
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         inside = place_of(name)[0] in ("attention", "mlp") and not name.endswith(".scale")
         inside = inside or name.startswith(("stem.patch", "stem.project.", "readout.hidden.", "readout.map."))
         if inside and parameter.numel() and "norm" not in name and not name.endswith("query_token"):
-            found[name] = parameter
-    return found
+            weights[name] = parameter
+    return weights
 
 
 def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: Iterable[str]) -> dict[str, Tensor]:
     """`θ ∘ Hθ` of the named parameters, added up over batches; H is the Hessian of the mean cross-entropy in them."""
     weights = {name: model.get_parameter(name) for name in names}
     parameters = list(weights.values())
-    sums = [torch.zeros_like(one) for one in weights.values()]
+    sums = [torch.zeros_like(weight) for weight in weights.values()]
     with dropping(False), sdpa_kernel(SDPBackend.MATH):  # faster kernels have no second derivative
         for index, (inputs, labels) in enumerate(batches):
             logits = model(model.prepare(inputs))[0]  # [B, C]
@@ -147,10 +147,10 @@ def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: 
             if not loss.isfinite():
                 raise DataError(f"batch {index} of train gives a loss of {loss.item()}; look for bad values in it")
             first = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
-            ahead = [one.detach() for one in parameters]
+            ahead = [parameter.detach() for parameter in parameters]
             second = torch.autograd.grad(first, parameters, grad_outputs=ahead, materialize_grads=True)
-            for total, product, one in zip(sums, second, parameters, strict=True):
-                total += product * one.detach()
+            for total, product, parameter in zip(sums, second, parameters, strict=True):
+                total += product * parameter.detach()
     for name, total in zip(weights, sums, strict=True):
         if not total.isfinite().all():
             raise DataError(f"the curvature of the loss in {name} is not finite; look for very large weights or inputs")
@@ -159,12 +159,12 @@ def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: 
 
 def importances(curved: Mapping[str, Tensor], weights: Mapping[str, Tensor], rule: Rule) -> dict[str, Tensor]:
     """What each weight is ranked by, over all tensors together."""
-    largest = max(float(one.abs().max()) for one in weights.values()) if rule == "fastoba" else 1.0
-    found: dict[str, Tensor] = {}
-    for name, one in curved.items():
-        importance = one.abs() / (one.abs().max() + _SMALL)
-        found[name] = importance if rule == "curvature" else importance + weights[name].abs() / largest
-    return found
+    largest = max(float(weight.abs().max()) for weight in weights.values()) if rule == "fastoba" else 1.0
+    scores: dict[str, Tensor] = {}
+    for name, values in curved.items():
+        importance = values.abs() / (values.abs().max() + _SMALL)
+        scores[name] = importance if rule == "curvature" else importance + weights[name].abs() / largest
+    return scores
 
 
 def kept(scores: Mapping[str, Tensor], masks: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
@@ -193,27 +193,27 @@ def pruned_masks(
             alone.enter_context(ranks.locked(folder, "pruning"))
         copy = Ensemble.from_state(model.config, trainable_state(model, runtime.device))
         weights = removable(copy)
-        masks = {name: torch.ones_like(one, dtype=torch.bool) for name, one in weights.items()}
+        masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()}
         saved = None if folder is None else read_state(folder, state.fingerprint)
         if saved is not None and folder is not None:
             with usable(folder):
                 state, tensors = read_tensors(folder, saved, masks)
-                found = tensors["result" if saved.finished else "current"]
-                require_layout(found, masks)
-            masks = {name: found[name].to(runtime.device) for name in masks}
+                saved_masks = tensors["result" if saved.finished else "current"]
+                require_layout(saved_masks, masks)
+            masks = {name: saved_masks[name].to(runtime.device) for name in masks}
         ranks.require_same(state.position.step, "steps of pruning in the folder of the run")
-        total = sum(one.numel() for one in copy.parameters())
-        fixed = total - sum(one.numel() for one in weights.values())
+        total = sum(parameter.numel() for parameter in copy.parameters())
+        fixed = total - sum(weight.numel() for weight in weights.values())
         for step in range(state.position.step, settings.steps):
             with torch.no_grad():
-                for name, one in weights.items():
-                    one *= masks[name]
+                for name, weight in weights.items():
+                    weight *= masks[name]
             with epoch_of(train, step, seed, runtime.device):
                 batches = islice(labelled(train, copy.num_classes, "train"), settings.batches)
                 curved = ranks.together(partial(curvature, copy, batches, weights))
             if is_sharded(train):
-                curved = {name: ranks.total(one) for name, one in curved.items()}
-            scores = importances(curved, {name: one.detach() for name, one in weights.items()}, settings.rule)
+                curved = {name: ranks.total(values) for name, values in curved.items()}
+            scores = importances(curved, {name: weight.detach() for name, weight in weights.items()}, settings.rule)
             masks = kept(scores, masks, round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed)
             masks = {name: ranks.of_first(mask) for name, mask in masks.items()}
             last = step + 1 == settings.steps

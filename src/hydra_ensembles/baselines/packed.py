@@ -49,12 +49,12 @@ class Packed(Checked):
                 "and alpha that give whole numbers"
             )
         width = int(sizes["width"])
-        heads, left = divmod(width, encoder.head_dim) if self.heads is None else (self.heads, width % self.heads)
-        if left or not heads:
-            what = f"heads of width {encoder.head_dim}" if self.heads is None else f"{self.heads} heads"
+        heads, remainder = divmod(width, encoder.head_dim) if self.heads is None else (self.heads, width % self.heads)
+        if remainder or not heads:
+            units = f"heads of width {encoder.head_dim}" if self.heads is None else f"{self.heads} heads"
             fitting = [count for count in range(1, width + 1) if width % count == 0]
             raise ConfigError(
-                f"a member is {width} wide, which {what} do not divide; set Packed.heads to one of {fitting}"
+                f"a member is {width} wide, which {units} do not divide; set Packed.heads to one of {fitting}"
             )
         narrow = replace(encoder, width=width, heads=heads, head_dim=width // heads, mlp_width=int(sizes["mlp_width"]))
         stem, readout = config.stem, config.readout

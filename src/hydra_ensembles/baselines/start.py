@@ -26,15 +26,15 @@ def joined(members: Sequence[Ensemble], sharing: Sharing, trunk: int = 0) -> Ens
     return Ensemble.from_state(config, join_states(config, states), metadata)
 
 
-def parted(found: Ensemble) -> Ensemble:
+def parted(ensemble: Ensemble) -> Ensemble:
     """The ensemble that a method ends with; members that training left equal are warned of."""
-    if equal := twins([found]):
+    if equal := twins([ensemble]):
         warn(
             f"members {equal[0]} and {equal[1]} are equal after training: they will never disagree. Let them differ by "
             "the order of the data (DataLoader(..., shuffle=True)), dropout, classifiers (reinit_classifier='random') "
             "or the method's own settings"
         )
-    return found
+    return ensemble
 
 
 def trained_apart(model: Ensemble, recipe: Recipe) -> tuple[Sharing, int]:

@@ -67,16 +67,16 @@ def swag(
     point = in_full(model)
     visited = Visited(settings.rank)
     for index in range(settings.points):
-        own = recipe if index == 0 else replace(recipe, reinit_classifier=None)
-        point = finetune(point, train, own, index=index, **run)
+        point_recipe = recipe if index == 0 else replace(recipe, reinit_classifier=None)
+        point = finetune(point, train, point_recipe, index=index, **run)
         visited.add(point.state_dict())
     line = f"drawn by SWAG around the mean of {settings.points} points, rank {settings.rank}, scale {settings.scale:g}"
-    drawn = torch.Generator().manual_seed(derive_seed(recipe.seed, "swag"))
+    generator = torch.Generator().manual_seed(derive_seed(recipe.seed, "swag"))
     members = [
-        Ensemble.from_state(point.config, visited.draw(settings.scale, drawn), point.metadata.after(line))
+        Ensemble.from_state(point.config, visited.draw(settings.scale, generator), point.metadata.after(line))
         for _ in range(settings.members)
     ]
-    return parted(joined([in_dtypes_of(model, one) for one in members], sharing, trunk).to(point.device))
+    return parted(joined([in_dtypes_of(model, member) for member in members], sharing, trunk).to(point.device))
 
 
 class Visited:
@@ -92,25 +92,25 @@ class Visited:
     def add(self, state: Mapping[str, Tensor]) -> None:
         """Visit one more point."""
         self.count += 1
-        found: dict[str, Tensor] = {}
+        deviation: dict[str, Tensor] = {}
         for name, tensor in state.items():
             value = tensor.detach().double().cpu()
             before = self.mean.get(name, torch.zeros_like(value))
             self.mean[name] = before + (value - before) / self.count
-            self.dtypes[name], found[name] = tensor.dtype, (value - self.mean[name]).float()
+            self.dtypes[name], deviation[name] = tensor.dtype, (value - self.mean[name]).float()
             squares = self.squares.get(name, torch.zeros_like(value))
             self.squares[name] = squares + (value - before) * (value - self.mean[name])
-        self.deviations = [*self.deviations, found][-self.rank :]
+        self.deviations = [*self.deviations, deviation][-self.rank :]
 
     def draw(self, scale: float, generator: torch.Generator) -> dict[str, Tensor]:
         """Weights from the normal distribution whose covariance is half diagonal, half of the last deviations."""
         along = torch.randn(len(self.deviations), generator=generator, dtype=torch.float64)
         along *= math.sqrt(scale / (2 * (len(self.deviations) - 1)))
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for name, mean in self.mean.items():
             noise = torch.randn(mean.shape, generator=generator, dtype=torch.float64)
             value = mean + noise * (scale / 2 * self.squares[name] / self.count).sqrt()
-            for weight, one in zip(along.tolist(), self.deviations, strict=True):
-                value += weight * one[name]
-            found[name] = value.to(self.dtypes[name])
-        return found
+            for weight, deviation in zip(along.tolist(), self.deviations, strict=True):
+                value += weight * deviation[name]
+            weights[name] = value.to(self.dtypes[name])
+        return weights

@@ -92,7 +92,7 @@ def vilu(
     job = Job(recipe, cached, held, subfolder="vilu", identity=identity, **run)
     recipe.check(ensemble, cached, held)
     result = train_best(partial(ViLULearner, rows, settings, recipe), ensemble, job)
-    found = FamiliaritySettings(
+    fitted = FamiliaritySettings(
         ("vilu",),
         ensemble.readout.features,
         len(cached.dataset),  # type: ignore[arg-type]
@@ -104,8 +104,8 @@ def vilu(
     if settings.projections:
         statistics["scale"] = scale_of(rows)
     state = {**statistics, **result.weights}
-    tensors = {f"vilu.{name}": one.float().cpu().contiguous() for name, one in state.items()}
-    return with_score(ensemble, Familiarity(found, tensors), f"ViLU: {result.described(recipe, 'a network')}")
+    tensors = {f"vilu.{name}": tensor.float().cpu().contiguous() for name, tensor in state.items()}
+    return with_score(ensemble, Familiarity(fitted, tensors), f"ViLU: {result.described(recipe, 'a network')}")
 
 
 def cache(
@@ -158,21 +158,21 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
 
     def odds(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Log-odds of being right, and whether it is, `[M, B]` each."""
-        embedded, right = (one.to(self.runtime.device).transpose(0, 1) for one in batch)
+        embedded, right = (part.to(self.runtime.device).transpose(0, 1) for part in batch)
         probs = (embedded @ self.rows.mT).softmax(dim=-1)  # [M, B, C]; a bias of all logits would change nothing
         with self.autocast():
-            found = log_odds({**self.fixed, **self.model}, embedded, probs)
-        return found.float(), right
+            odds = log_odds({**self.fixed, **self.model}, embedded, probs)
+        return odds.float(), right
 
     def backward(self, group: list[tuple[Tensor, ...]], seed: int) -> Tensor:
         """Cross-entropy of right and wrong; where a member is mostly right, its mistakes weigh more."""
-        samples = sum(len(one[0]) for one in group)
+        samples = sum(len(batch[0]) for batch in group)
         total = torch.zeros((), device=self.runtime.device)
         for batch in group:
-            found, right = self.odds(batch)
+            odds, right = self.odds(batch)
             weight = mistakes_weigh(right)
-            loss = F.binary_cross_entropy_with_logits(found, right.float(), weight, reduction="none").mean(1).sum()
-            share = loss * (found.shape[1] / samples)
+            loss = F.binary_cross_entropy_with_logits(odds, right.float(), weight, reduction="none").mean(1).sum()
+            share = loss * (odds.shape[1] / samples)
             self.scaler.scale(share).backward()
             total += share.detach()
         return total
@@ -180,13 +180,13 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
     @torch.no_grad()
     def measure(self, validation: Batches) -> tuple[float, float]:
         """How often the networks know whether a member is right, and their mean cross-entropy."""
-        known, loss, count = 0.0, 0.0, 0
+        correct, loss, count = 0.0, 0.0, 0
         for batch in validation:
-            found, right = self.odds(tuple(batch))
-            known += float(((found > 0) == right).sum())
-            loss += float(F.binary_cross_entropy_with_logits(found, right.float(), reduction="sum"))
+            odds, right = self.odds(tuple(batch))
+            correct += float(((odds > 0) == right).sum())
+            loss += float(F.binary_cross_entropy_with_logits(odds, right.float(), reduction="sum"))
             count += right.numel()
-        return known / count, loss / count
+        return correct / count, loss / count
 
 
 def scale_of(rows: Tensor) -> Tensor:
