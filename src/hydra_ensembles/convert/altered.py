@@ -32,9 +32,9 @@ def require_unaltered(wrapped: nn.Module, model: nn.Module, architecture: str) -
                     "remove it first with the remove() of the handle that registering it returned"
                 )
     for name, module in model.named_modules():
-        for method, found in vars(module).items():
+        for method, attribute in vars(module).items():
             original = getattr(type(module), method, None)
-            if callable(original) and not _is_method(found, original):
+            if callable(original) and not _is_method(attribute, original):
                 raise ConversionError(
                     f"{architecture}: {method} of {name or 'the model'} ({type(module).__name__}) was replaced on the "
                     f"object, and a converted model would compute what its class does; delete it first "
@@ -42,14 +42,14 @@ def require_unaltered(wrapped: nn.Module, model: nn.Module, architecture: str) -
                 )
 
 
-def _is_method(found: Any, original: Any) -> bool:
-    """Whether what lies on the object is the method of its class, perhaps in the wrappers of known libraries."""
-    while found is not None:
-        if getattr(found, "__func__", found) is original:
+def _is_method(function: Any, original: Any) -> bool:
+    """Whether a function on the object is the method of its class, perhaps in the wrappers of known libraries."""
+    while function is not None:
+        if getattr(function, "__func__", function) is original:
             return True
-        if not _origin(found).startswith(_HARMLESS_WRAPPERS):
+        if not _origin(function).startswith(_HARMLESS_WRAPPERS):
             return False
-        found = getattr(found, "_torchdynamo_orig_callable", None) or getattr(found, "__wrapped__", None)
+        function = getattr(function, "_torchdynamo_orig_callable", None) or getattr(function, "__wrapped__", None)
     return False
 
 
@@ -139,7 +139,7 @@ def _require_class(model: nn.Module, name: str, module: nn.Module, architecture:
     holder = model.get_submodule(above)
     place = f"{above.rpartition('.')[2]}.{leaf}" if leaf.isdigit() else leaf
     places = f"{type(holder).__name__}.{leaf}", place, re.sub(r"\d+$", "#", place)
-    expected = next((_CLASSES[one] for one in places if one in _CLASSES), None)
+    expected = next((_CLASSES[key] for key in places if key in _CLASSES), None)
     if expected is None:
         if not isinstance(holder, nn.Sequential) or is_identity(module):
             return  # a name that none of these classes reads; only a sequence runs whatever lies in it
@@ -151,35 +151,35 @@ def _require_class(model: nn.Module, name: str, module: nn.Module, architecture:
 
 def _require_patches(module: nn.Conv2d, name: str, architecture: str) -> None:
     """Refuse a convolution that does not cut an image into patches side by side."""
-    found = module.stride, module.dilation, module.groups
-    if found != (module.kernel_size, (1, 1), 1) or module.padding not in ((0, 0), "valid"):
-        what = f"stride {module.stride}, padding {module.padding}, dilation {module.dilation}, {module.groups} groups"
-        raise refuse(architecture, f"{name} embeds patches of {module.kernel_size} with {what}")
+    settings = module.stride, module.dilation, module.groups
+    if settings != (module.kernel_size, (1, 1), 1) or module.padding not in ((0, 0), "valid"):
+        shown = f"stride {module.stride}, padding {module.padding}, dilation {module.dilation}, {module.groups} groups"
+        raise refuse(architecture, f"{name} embeds patches of {module.kernel_size} with {shown}")
 
 
 def _require_alike(module: nn.Module, like: nn.Module, architecture: str, says: str, name: str = "") -> None:
     """Refuse a module that differs from another in its class, its settings or its parts."""
-    for place, what, found, expected in _differences(module, like):
-        where = ".".join(part for part in (name, place) if part) or "the model"
-        raise refuse(architecture, f"{where}{what} {found}, and {expected} {says}")
+    for path, verb, actual, expected in _differences(module, like):
+        where = ".".join(part for part in (name, path) if part) or "the model"
+        raise refuse(architecture, f"{where}{verb} {actual}, and {expected} {says}")
 
 
-def _differences(module: nn.Module, like: nn.Module, place: str = "") -> Iterator[tuple[str, str, Any, Any]]:
-    """Place, what differs, what it is and what it is in `like`."""
+def _differences(module: nn.Module, like: nn.Module, path: str = "") -> Iterator[tuple[str, str, Any, Any]]:
+    """Path, verb, what lies there and what lies there in `like`."""
     if type(module) is not type(like):
-        yield place, " is a", qualified_name(module), f"a {qualified_name(like)}"
+        yield path, " is a", qualified_name(module), f"a {qualified_name(like)}"
         return
     for setting, expected in vars(like).items():
         if setting.startswith("_") or setting in _FREE or not _is_plain(expected):
             continue
         if callable(getattr(type(like), setting, None)):  # a method, put back by assignment
             continue
-        found = vars(module).get(setting)
-        if _function(found) != _function(expected):
-            yield f"{place}.{setting}" if place else setting, " is", repr(found), repr(expected)
+        actual = vars(module).get(setting)
+        if _function(actual) != _function(expected):
+            yield f"{path}.{setting}" if path else setting, " is", repr(actual), repr(expected)
     parts = dict(module.named_children())
     for leaf, expected in like.named_children():
-        inner = f"{place}.{leaf}" if place else leaf
+        inner = f"{path}.{leaf}" if path else leaf
         if leaf in parts:
             part = parts[leaf]
             if not (is_identity(part) and leaf in _REMOVED) and not (_drops_paths(part) and _drops_paths(expected)):
@@ -187,7 +187,7 @@ def _differences(module: nn.Module, like: nn.Module, place: str = "") -> Iterato
         elif leaf not in _REMOVED and not (leaf == "pooler_activation" and "pooler" not in parts):  # ALBERT's
             yield inner, " is", "missing", f"a {type(expected).__qualname__}"
     if isinstance(module, nn.Sequential | nn.ModuleList) and len(parts) > len(list(like.children())):
-        yield place, " has", f"{len(parts)} parts", f"{len(list(like.children()))}"
+        yield path, " has", f"{len(parts)} parts", f"{len(list(like.children()))}"
 
 
 # Parts that may be absent (`add_pooling_layer=False`), or an identity in place of a classifier.

@@ -117,8 +117,8 @@ def convert(
         >>> torch.allclose(base(images)[0], model(images), atol=1e-5)
         True
     """
-    given: Any = model
-    model = unwrapped(given)
+    wrapped: Any = model
+    model = unwrapped(wrapped)
     if declaration is not None:
         declaration = with_size(declaration, model, size_of_images(processor, preprocessing))
         architecture: Architecture | DualArchitecture = _read_own(declaration, model)
@@ -126,7 +126,7 @@ def convert(
         architecture, model = opened(model, _find_classifier)
     else:
         architecture = _find_architecture(model, num_labels, processor, preprocessing)
-    require_unaltered(given, model, architecture.name)
+    require_unaltered(wrapped, model, architecture.name)
     probe = probe and not any(parameter.is_meta for parameter in model.parameters())  # without values, no answers
     if isinstance(architecture, DualArchitecture):
         if preprocessing is not None:
@@ -138,11 +138,11 @@ def convert(
         require_known_parts(model, architecture.name)
     with _parts_as_known(architecture):
         config = architecture.config(model, num_labels)
-    known = _known(architecture, config, model, processor)
+    stated = _read_metadata(architecture, config, model, processor)
     metadata = replace(
-        known if preprocessing is None else amended(known, preprocessing, config.stem),
+        stated if preprocessing is None else amended(stated, preprocessing, config.stem),
         source=f"{architecture.name} ({qualified_name(model)})",
-        labels=_labels(labels, known, config.readout.num_classes),
+        labels=_labels(labels, stated, config.readout.num_classes),
         history=(f"converted from {architecture.name}",),
     )
     with _parts_as_known(architecture):
@@ -165,8 +165,8 @@ def convert(
     warn_of_padding(both)
     if declaration is not None and declaration.dropout is not None:
         return both.ensemble
-    trained, whole = read_dropout(both)
-    if not whole:
+    trained, complete = read_dropout(both)
+    if not complete:
         warn(
             f"{architecture.name}: in training the model drops something at random that could not be read off it, and "
             "the converted one does not: if it is to be trained, say dropout= in the declaration"
@@ -187,26 +187,26 @@ def _is_as_drawn(ensemble: Ensemble, spread: float) -> bool:
     classifier = ensemble.readout.classifier
     if classifier is None or classifier.bias is None or classifier.bias.is_meta or bool(classifier.bias.any()):
         return False
-    norms = [one.weight for one in ensemble.encoder.modules() if isinstance(one, GroupedNorm)]
-    if all(bool((one == 1).all()) for one in norms):
+    norms = [module.weight for module in ensemble.encoder.modules() if isinstance(module, GroupedNorm)]
+    if all(bool((norm == 1).all()) for norm in norms):
         return False  # nothing of it is trained, as a test or a benchmark may have it
     weight = classifier.weight.detach().double()
-    mean, deviation = (float(one) / spread for one in (weight.mean(), weight.std()))
+    mean, deviation = (float(value) / spread for value in (weight.mean(), weight.std()))
     errors = 5 / math.sqrt(weight.numel())  # five standard errors of the mean, and with √2 below of the deviation
     return not bool(weight.any()) or (abs(mean) < errors and abs(deviation - 1) < errors / math.sqrt(2))
 
 
-def _known(architecture: Architecture, config: EnsembleConfig, model: nn.Module, processor: Any) -> Metadata:
+def _read_metadata(architecture: Architecture, config: EnsembleConfig, model: nn.Module, processor: Any) -> Metadata:
     """What is known of a model, with its preprocessing, or that of a processor, as the model was trained with it."""
-    known = with_processor(architecture.metadata(model), processor, config.stem)
-    texts = known.preprocessing
+    metadata = with_processor(architecture.metadata(model), processor, config.stem)
+    texts = metadata.preprocessing
     if not isinstance(texts, TextPreprocessing):
-        return known
+        return metadata
     if not architecture.masks:  # the model attends to padding
         texts = replace(texts, attention_mask=False)
     if config.readout.pool == "final":  # and reads it
         texts = replace(texts, pad_to_max=True)
-    return replace(known, preprocessing=texts)
+    return replace(metadata, preprocessing=texts)
 
 
 @contextmanager
@@ -231,25 +231,25 @@ def _parts_as_known(architecture: Architecture) -> Iterator[None]:
 
 def supported() -> dict[str, list[str]]:
     """Library → architectures that are converted without a declaration, by the names that users know."""
-    found: dict[str, list[str]] = {}
-    for one in _ALL:
-        library, _, name = one.name.partition(" ")
+    by_library: dict[str, list[str]] = {}
+    for architecture in _ALL:
+        library, _, name = architecture.name.partition(" ")
         name = re.sub(r"( with)? (classifier|encoder)$", "", name)
-        if isinstance(one, DualArchitecture):
+        if isinstance(architecture, DualArchitecture):
             name += " dual encoder"
-        elif one.models:
-            name += f" ({one.models})"
-        if name not in found.setdefault(library, []):
-            found[library].append(name)
-    found["sentence-transformers"] = ["the text encoders of transformers, pooled by mean, first or last token"]
-    found["torch"] = ["plain classifiers around `nn.TransformerEncoder` or `nn.MultiheadAttention`"]
-    return found
+        elif architecture.models:
+            name += f" ({architecture.models})"
+        if name not in by_library.setdefault(library, []):
+            by_library[library].append(name)
+    by_library["sentence-transformers"] = ["the text encoders of transformers, pooled by mean, first or last token"]
+    by_library["torch"] = ["plain classifiers around `nn.TransformerEncoder` or `nn.MultiheadAttention`"]
+    return by_library
 
 
 def require_supported(kind: type, *names: str) -> None:
     """Refuse a class for which there is no converter, before its weights are loaded; `names` are other names for it."""
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if not any(name in one.classes for one in _ALL):
+    if not any(name in architecture.classes for architecture in _ALL):
         raise ConversionError(explained(name, *names))
 
 
@@ -268,30 +268,30 @@ def _find_architecture(
         raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}")
     if name.startswith("peft."):
         raise ConversionError(f"{name} wraps a model in adapters; merge them first: model.merge_and_unload()")
-    own = guessed(model, num_labels, size_of_images(processor, preprocessing))
-    if own is not None:
-        return _read_own(own, model)
+    declaration = guessed(model, num_labels, size_of_images(processor, preprocessing))
+    if declaration is not None:
+        return _read_own(declaration, model)
     near = "" if refusal(name) else _supported_inside(model)
     raise ConversionError(near or explained(name) + beginning(model))
 
 
 def _supported_inside(model: nn.Module) -> str:
     """What to do with a subclass of a supported model, or with one that holds a supported model; else nothing."""
-    known = {one for architecture in _ALL for one in architecture.classes}
+    classes = {name for architecture in _ALL for name in architecture.classes}
     name = qualified_name(model)
-    above = next((one for one in type(model).__mro__ if f"{one.__module__}.{one.__qualname__}" in known), None)
+    above = next((kind for kind in type(model).__mro__ if f"{kind.__module__}.{kind.__qualname__}" in classes), None)
     if above is not None:
         return in_lines(
             f"{name} is a subclass of {above.__name__}, which is supported",
             "what a subclass computes cannot be known",
             f"load its weights into a {above.__name__} of the library, and convert that",
         )
-    place = next((place for place, part in model.named_modules() if qualified_name(part) in known), None)
-    if place is None:
+    path = next((path for path, module in model.named_modules() if qualified_name(module) in classes), None)
+    if path is None:
         return ""
-    inside = f"model.{place}" if all(map(str.isidentifier, place.split("."))) else f"model.get_submodule({place!r})"
+    inside = f"model.{path}" if all(map(str.isidentifier, path.split("."))) else f"model.get_submodule({path!r})"
     return in_lines(
-        f"{name} holds a {type(model.get_submodule(place)).__name__}, which is supported",
+        f"{name} holds a {type(model.get_submodule(path)).__name__}, which is supported",
         "what a model around it computes cannot be known",
         f"the model inside, he.convert({inside}); without a classifier in it give also num_labels=...",
     )
@@ -309,16 +309,16 @@ def _read_own(declaration: Declaration, model: nn.Module) -> Architecture:
 
 def _find_classifier(model: nn.Module) -> Architecture:
     """The declaration for an encoder or classifier that lies inside another model."""
-    found = _find_architecture(model, None)
-    if isinstance(found, DualArchitecture):
-        raise ConversionError(f"{found.name} is no encoder of texts; convert it by itself")
-    return found
+    architecture = _find_architecture(model, None)
+    if isinstance(architecture, DualArchitecture):
+        raise ConversionError(f"{architecture.name} is no encoder of texts; convert it by itself")
+    return architecture
 
 
-def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple[str, ...]:
-    if given is None:
-        return _told_apart(known.labels) if len(known.labels) == classes else ()
-    names = tuple(given)
+def _labels(labels: Sequence[str] | None, metadata: Metadata, classes: int) -> tuple[str, ...]:
+    if labels is None:
+        return _told_apart(metadata.labels) if len(metadata.labels) == classes else ()
+    names = tuple(labels)
     if len(names) != classes:
         raise ConversionError(f"{len(names)} labels were given for {classes} classes")
     blank, twice = odd_names(names)
@@ -326,11 +326,11 @@ def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple
         raise ConversionError(f"labels[{blank}] is {names[blank]!r}; every class needs a name, which is a string")
     if twice:
         raise ConversionError(f"labels lists {twice[:5]} more than once; names must tell the classes apart")
-    own = _told_apart(known.labels)
-    other = next((at for at, one in enumerate(names) if at < len(own) and one != own[at]), None)
-    if other is not None and set(names) == set(own):
+    theirs = _told_apart(metadata.labels)
+    index = next((at for at, name in enumerate(names) if at < len(theirs) and name != theirs[at]), None)
+    if index is not None and set(names) == set(theirs):
         raise ConversionError(
-            f"labels[{other}] is {names[other]!r}, and the model calls class {other} {own[other]!r}, by the same "
+            f"labels[{index}] is {names[index]!r}, and the model calls class {index} {theirs[index]!r}, by the same "
             "names: leave labels out; if the model is wrong, .with_metadata(labels=...) names its classes afterwards"
         )
     return names
@@ -339,7 +339,7 @@ def _labels(given: Sequence[str] | None, known: Metadata, classes: int) -> tuple
 def _told_apart(names: tuple[str, ...]) -> tuple[str, ...]:
     """Names of a library, of which ImageNet has two `crane`: those that are blank or occur again, with their number."""
     again = set(odd_names(names)[1])
-    return tuple(f"{one} ({at})".strip() if one in again or not one.strip() else one for at, one in enumerate(names))
+    return tuple(f"{name} ({i})".strip() if name in again or not name.strip() else name for i, name in enumerate(names))
 
 
 # --- dual encoders -------------------------------------------------------------------------------------------
@@ -347,11 +347,11 @@ def _told_apart(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, probe: bool) -> DualEncoder:
     """Both towers with their projections, scale and bias."""
-    found = _find_tower(dual, "image", model), _find_tower(dual, "text", model)
-    places = tuple(f"{place}." for place, _, _ in found if place)
-    if len(places) == len(found):  # the declaration of a tower without a place of its own looks at the whole model
-        left = [name for name in model.state_dict() if not name.startswith((*places, *_SCALES))]
-        require_all_used((), left, replace(found[0][2], name=dual.name))
+    towers = _find_tower(dual, "image", model), _find_tower(dual, "text", model)
+    paths = tuple(f"{path}." for path, _, _ in towers if path)
+    if len(paths) == len(towers):  # the declaration of a tower without a place of its own looks at the whole model
+        unused = [name for name in model.state_dict() if not name.startswith((*paths, *_SCALES))]
+        require_all_used((), unused, replace(towers[0][2], name=dual.name))
     scale, bias = (getattr(model, name, None) for name in _SCALES)
     if scale is None:
         raise ConversionError(f"{dual.name}: the model has no logit_scale")
@@ -361,12 +361,12 @@ def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, prob
     processors = [] if processor is None else list(processor) if isinstance(processor, list | tuple) else [processor]
     origin = Metadata(source=f"{dual.name} ({qualified_name(model)})", history=(f"converted from {dual.name}",))
     (image, image_projection), (text, text_projection) = (
-        _convert_tower(architecture, tower, origin, processors) for _, tower, architecture in found
+        _convert_tower(architecture, tower, origin, processors) for _, tower, architecture in towers
     )
     encoder = DualEncoder(image, text, Projections(image_projection, text_projection), scale, bias).eval()
     if probe:
         for (_, tower, architecture), ours, projection in zip(
-            found, (image, text), (image_projection, text_projection), strict=True
+            towers, (image, text), (image_projection, text_projection), strict=True
         ):
             require_same_answers(Both(architecture, tower, ours, projection=projection))
     return encoder
@@ -375,14 +375,14 @@ def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, prob
 def _find_tower(dual: DualArchitecture, kind: str, model: nn.Module) -> tuple[str, nn.Module, Architecture]:
     """Where a tower lies in the model, the tower, and the declaration for it."""
     options: tuple[tuple[str, Architecture], ...] = getattr(dual, kind)
-    for place, architecture in options:
-        tower: Any = getattr(model, place, None) if place else model
+    for path, architecture in options:
+        tower: Any = getattr(model, path, None) if path else model
         if qualified_name(tower) in architecture.classes:
-            return place, tower, architecture
-    found = {place: type(getattr(model, place, None)).__name__ for place, _ in options if place}
-    known = [name for _, architecture in options for name in architecture.classes]
+            return path, tower, architecture
+    classes = {path: type(getattr(model, path, None)).__name__ for path, _ in options if path}
+    allowed = [name for _, architecture in options for name in architecture.classes]
     raise ConversionError(
-        f"{dual.name}: the {kind} tower is a {found}; supported are {known}. Convert the towers on their own where "
+        f"{dual.name}: the {kind} tower is a {classes}; supported are {allowed}. Convert the towers on their own where "
         "that is possible, and put them together with DualEncoder(image, text, …)"
     )
 
@@ -396,9 +396,9 @@ def _convert_tower(
         config = architecture.config(tower, None)
         state, _ = translate(architecture, tower, config)
     for_images = isinstance(config.stem, PatchStemConfig)
-    processor = next((one for one in processors if is_for_images(one) in (for_images, None)), None)
-    known = _known(architecture, config, tower, processor)
-    metadata = replace(origin, preprocessing=known.preprocessing, preprocessing_from=known.preprocessing_from)
+    processor = next((candidate for candidate in processors if is_for_images(candidate) in (for_images, None)), None)
+    stated = _read_metadata(architecture, config, tower, processor)
+    metadata = replace(origin, preprocessing=stated.preprocessing, preprocessing_from=stated.preprocessing_from)
     weight, bias = (state.pop(f"readout.classifier.{leaf}", None) for leaf in ("weight", "bias"))
     config = replace(config, readout=replace(config.readout, num_classes=0, bias=True))
     return Ensemble.from_state(config, state, metadata), None if weight is None else linear(weight, bias)

@@ -83,9 +83,9 @@ def qkv_by_head(*names: str, order: Order | None = None) -> Source:
 
     def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
         count = shape[1]
-        rest = (shape[0], *shape[2:])
-        whole = len(tensors) == count
-        parts = [part.reshape(rest) for part in (tensors if whole else torch.cat(list(tensors)).chunk(count))]
+        head_shape = (shape[0], *shape[2:])
+        separate = len(tensors) == count
+        parts = [part.reshape(head_shape) for part in (tensors if separate else torch.cat(list(tensors)).chunk(count))]
         if order is not None:  # the value, which is the last, is not rotated
             parts[:-1] = [part[:, order(shape[2])] for part in parts[:-1]]
         return torch.stack(parts, dim=1)  # [H, P, d_k, …]
@@ -99,24 +99,24 @@ def _reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
     return tensor.reshape(shape)
 
 
-def run(model: Any, *arguments: Any, **named: Any) -> Any:
+def run(model: Any, *arguments: Any, **keywords: Any) -> Any:
     """What the class of a model computes: no wrapper around the forward of the object, such as one for autocast."""
     with named_outputs(model):
-        return type(model).forward(model, *arguments, **named)
+        return type(model).forward(model, *arguments, **keywords)
 
 
 @contextmanager
 def named_outputs(model: nn.Module) -> Iterator[None]:
     """Let a model of transformers, and its parts, name their outputs, whatever their configurations say."""
     configs: list[Any] = [getattr(part, "config", None) for part in model.modules()]
-    silent = [one for one in configs if getattr(one, "return_dict", None) is False]
-    for one in silent:
-        one.return_dict = True
+    silent = [config for config in configs if getattr(config, "return_dict", None) is False]
+    for config in silent:
+        config.return_dict = True
     try:
         yield
     finally:
-        for one in silent:
-            one.return_dict = False
+        for config in silent:
+            config.return_dict = False
 
 
 def plain_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
@@ -168,12 +168,12 @@ def below(prefix: str, weights: Weights) -> Weights:
             return prefix + entry
         return replace(entry, names=tuple(prefix + name for name in entry.names))
 
-    return {name: tuple(moved(one) for one in _alternatives(entry)) for name, entry in weights.items()}
+    return {name: tuple(moved(alternative) for alternative in _alternatives(entry)) for name, entry in weights.items()}
 
 
 def either(*declarations: Weights) -> Weights:
     """The same tensors in several spellings, of which a model has one."""
-    return {name: tuple(one for each in declarations for one in _alternatives(each[name])) for name in declarations[0]}
+    return {name: tuple(entry for w in declarations for entry in _alternatives(w[name])) for name in declarations[0]}
 
 
 def _alternatives(entry: Entry | tuple[Entry, ...]) -> tuple[Entry, ...]:
@@ -210,11 +210,11 @@ def translate(
             f"{architecture.name}: {len(empty)} parameters, such as {empty[0]}, are on the meta device and have no "
             "values, others have them; load the whole model, without offloading, and convert it then"
         )
-    strange = sorted({str(one.dtype) for one in model.parameters() if one.dtype not in _DTYPES})
+    strange = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.dtype not in _DTYPES})
     if strange:
         raise ConversionError(
             f"{architecture.name}: parameters are {strange}, quantised numbers, as it seems; convert the model as it "
-            f"was before that, in one of {[str(one) for one in _DTYPES]}"
+            f"was before that, in one of {[str(dtype) for dtype in _DTYPES]}"
         )
     stored = model.state_dict()
     foreign = {name: tensor.detach() for name, tensor in {**dict(model.named_buffers()), **stored}.items()}
@@ -236,15 +236,15 @@ def translate(
             missing |= dict.fromkeys([name] if source is None else set(source.names) - foreign.keys(), name)
             continue
         used.update(source.names)
-        for part in source.names:
-            require_finite_weights(foreign[part], part, architecture.name)
+        for path in source.names:
+            require_finite_weights(foreign[path], path, architecture.name)
         try:
-            state[name] = source.read([foreign[part] for part in source.names], shape).reshape(shape)
+            state[name] = source.read([foreign[path] for path in source.names], shape).reshape(shape)
         except RuntimeError as error:
             misfits.append(f"{list(source.names)} cannot become the canonical parameter {name} {list(shape)}: {error}")
-    left = [name for name in stored if name not in used and not name.startswith(architecture.ignored)]
-    problems = [f"no tensor {one} for {name}{perhaps_meant(one, left)}" for one, name in missing.items()] + misfits
-    require_all_used(problems, left, architecture)
+    unused = [name for name in stored if name not in used and not name.startswith(architecture.ignored)]
+    problems = [f"no tensor {path} for {name}{perhaps_meant(path, unused)}" for path, name in missing.items()] + misfits
+    require_all_used(problems, unused, architecture)
     dtypes = sorted({str(tensor.dtype) for tensor in state.values()})
     if len(dtypes) > 1:
         raise ConversionError(
@@ -260,28 +260,28 @@ def block_name(architecture: Architecture, model: nn.Module, layer: int) -> str:
     names = list[list[str]]()
     for part in ("norm1.weight", "norm2.weight", "mlp.down.weight"):
         source = _source_of(architecture.weights, f"encoder.layers.{layer}.{part}", foreign)
-        names += [one.split(".") for one in ([] if source is None else source.names)]
+        names += [path.split(".") for path in ([] if source is None else source.names)]
     return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, zip(*names, strict=False)))
 
 
-def require_all_used(problems: Sequence[str], left: Sequence[str], architecture: Architecture) -> None:
+def require_all_used(problems: Sequence[str], unused: Sequence[str], architecture: Architecture) -> None:
     """Refuse a model that does not fit its declaration, with all that is wrong at once."""
-    found = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else [])]
-    if left:
-        alike = {name: name for name in left}
-        if len(left) > _SHOWN:  # of what is in every block, one
-            alike = {re.sub(r"\d+", "#", name): name for name in sorted(left, reverse=True)}
+    faults = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else [])]
+    if unused:
+        alike = {name: name for name in unused}
+        if len(unused) > _SHOWN:  # of what is in every block, one
+            alike = {re.sub(r"\d+", "#", name): name for name in sorted(unused, reverse=True)}
         shown = sorted(alike.values())[:_SHOWN]
-        more = f" and {len(left) - len(shown)} more" if len(left) > len(shown) else ""
-        found.append(f"the model has parameters that have no canonical place: {shown}{more}")
-    if found:
-        raise ConversionError(f"{architecture.name}: " + "; ".join([*found, architecture.advice]))
+        more = f" and {len(unused) - len(shown)} more" if len(unused) > len(shown) else ""
+        faults.append(f"the model has parameters that have no canonical place: {shown}{more}")
+    if faults:
+        raise ConversionError(f"{architecture.name}: " + "; ".join([*faults, architecture.advice]))
 
 
 def perhaps_meant(name: str, known: Collection[str]) -> str:
     """` (did you mean …?)` with the known name that is most like this one, or nothing where none is."""
-    found = nearest(name, known)
-    return f" (did you mean {found[0]}?)" if found else ""
+    similar = nearest(name, known)
+    return f" (did you mean {similar[0]}?)" if similar else ""
 
 
 def require_finite_weights(tensor: Tensor, name: str, architecture: str) -> None:
@@ -305,8 +305,8 @@ def _source_of(weights: Weights, name: str, foreign: Mapping[str, Tensor]) -> So
         tail = f".{leaf}{tail}"
         if not head:
             return None
-    entries = [as_stored(one + tail) if isinstance(one, str) else one for one in _alternatives(weights[head])]
-    sources = [replace(one, names=tuple(part.replace("{i}", layer) for part in one.names)) for one in entries]
+    entries = [as_stored(entry + tail) if isinstance(entry, str) else entry for entry in _alternatives(weights[head])]
+    sources = [replace(entry, names=tuple(path.replace("{i}", layer) for path in entry.names)) for entry in entries]
     return next((source for source in sources if foreign.keys() >= set(source.names)), sources[0])
 
 
@@ -325,10 +325,10 @@ ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
 }
 
 
-def activation_of(found: Any, architecture: str) -> Activation:
+def activation_of(module: Any, architecture: str) -> Activation:
     """The activation that a module or function computes, or that a string names."""
-    name = found if isinstance(found, str) else getattr(found, "__name__", type(found).__name__)
-    if name == "GELU" and getattr(found, "approximate", "none") == "tanh":
+    name = module if isinstance(module, str) else getattr(module, "__name__", type(module).__name__)
+    if name == "GELU" and getattr(module, "approximate", "none") == "tanh":
         return "gelu_tanh"
     for activation, names in ACTIVATIONS.items():
         if name in names:
@@ -355,10 +355,10 @@ def first_of(blocks: Sequence[Any], architecture: str) -> Any:
 
 def norm_eps(block: nn.Module, architecture: str) -> float:
     """The epsilon of all norms of a block."""
-    found = {name: float(module.eps) for name, module in block.named_modules() if hasattr(module, "eps")}
-    if len(set(found.values())) != 1:
-        raise refuse(architecture, f"the norms of a block differ in eps ({found})")
-    return next(iter(found.values()))
+    epsilons = {name: float(module.eps) for name, module in block.named_modules() if hasattr(module, "eps")}
+    if len(set(epsilons.values())) != 1:
+        raise refuse(architecture, f"the norms of a block differ in eps ({epsilons})")
+    return next(iter(epsilons.values()))
 
 
 def require_usual_scale(attention: Any, architecture: str) -> None:
@@ -372,12 +372,11 @@ def pair(size: Any) -> tuple[int, int]:
     return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-def refuse(architecture: str, what: str) -> ConversionError:
+def refuse(architecture: str, variant: str) -> ConversionError:
     """The error for a variant that has no canonical form."""
     why = "the canonical encoder cannot represent this without changing predictions"
-    return ConversionError(
-        in_lines(f"{architecture}: {what}", why, "a model of this architecture without it, fine-tuned on the same data")
-    )
+    remedy = "a model of this architecture without it, fine-tuned on the same data"
+    return ConversionError(in_lines(f"{architecture}: {variant}", why, remedy))
 
 
 def read_classifier(module: Any, num_labels: int | None, architecture: str) -> tuple[int, bool]:
@@ -389,18 +388,18 @@ def read_classifier(module: Any, num_labels: int | None, architecture: str) -> t
     return number_of_classes(module.out_features, num_labels, architecture), module.bias is not None
 
 
-def number_of_classes(found: int, num_labels: int | None, architecture: str) -> int:
+def number_of_classes(classes: int, num_labels: int | None, architecture: str) -> int:
     """Number of classes: the model's own, or `num_labels` when it has no classifier."""
     if num_labels is not None and num_labels < 2:
         raise ConversionError(f"num_labels must be at least 2, got {num_labels}")
-    if found == 1:
+    if classes == 1:
         raise ConversionError(
             f"{architecture}: the classifier has one output (regression, or one probability by a sigmoid); "
             "the probabilities here are a softmax, which needs at least two"
         )
-    if found and num_labels is not None and num_labels != found:
+    if classes and num_labels is not None and num_labels != classes:
         raise ConversionError(
-            f"{architecture}: the model already classifies {found} classes, num_labels={num_labels} was asked for; "
+            f"{architecture}: the model already classifies {classes} classes, num_labels={num_labels} was asked for; "
             "remove its classifier first (timm: model.reset_classifier(0)), or leave num_labels out"
         )
-    return found or num_labels or 0
+    return classes or num_labels or 0

@@ -158,7 +158,7 @@ def is_masked(declaration: Declaration, model: nn.Module) -> bool:
     """Whether a text model knows which tokens are padding."""
     if declaration.masked is not None:
         return declaration.masked
-    return declaration.answer is not None or any(one in _arguments(model) for one in ("attention_mask", *PADDING))
+    return declaration.answer is not None or any(name in _arguments(model) for name in ("attention_mask", *PADDING))
 
 
 def unknown_arguments(declaration: Declaration, model: nn.Module) -> list[str]:
@@ -167,9 +167,9 @@ def unknown_arguments(declaration: Declaration, model: nn.Module) -> list[str]:
         return []
     return [
         name
-        for name, one in list(_arguments(model).items())[2:]  # behind the model and its input
-        if one.default is None
-        and (one.annotation is one.empty or "Tensor" in str(one.annotation))
+        for name, parameter in list(_arguments(model).items())[2:]  # behind the model and its input
+        if parameter.default is None
+        and (parameter.annotation is parameter.empty or "Tensor" in str(parameter.annotation))
         and name not in (*MASKS, *PADDING, *_UNTOLD)
         and not name.startswith(_FLAGS)
     ]
@@ -178,16 +178,16 @@ def unknown_arguments(declaration: Declaration, model: nn.Module) -> list[str]:
 def called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) -> Tensor:
     """What a model answers, called as the declaration says or as its `forward` is written."""
     if declaration.answer is not None:
-        given: Any = declaration.answer(model, inputs)
-        if not isinstance(given, Tensor):
-            raise TypeError(f"answer= gives a {type(given).__name__}, where logits [B, C] are expected")
-        return given
-    known, (main, *beside) = _arguments(model), inputs.items()
-    named = {name: tensor for name, tensor in beside if name in known}
-    padding = next((name for name in PADDING if name in known), None)
+        answer: Any = declaration.answer(model, inputs)
+        if not isinstance(answer, Tensor):
+            raise TypeError(f"answer= gives a {type(answer).__name__}, where logits [B, C] are expected")
+        return answer
+    arguments, (main, *beside) = _arguments(model), inputs.items()
+    keywords = {name: tensor for name, tensor in beside if name in arguments}
+    padding = next((name for name in PADDING if name in arguments), None)
     if padding is not None and "attention_mask" in inputs:
-        named[padding] = inputs["attention_mask"] == 0
-    output = run(model, main[1], **named)
+        keywords[padding] = inputs["attention_mask"] == 0
+    output = run(model, main[1], **keywords)
     if isinstance(output, Mapping):
         output = output["logits"]
     output = getattr(output, "logits", output)

@@ -34,7 +34,7 @@ class _Call:
 
     name: str
     rate: float
-    given: Tensor
+    input: Tensor
 
 
 def read_dropout(both: Both) -> tuple[EnsembleConfig, bool]:
@@ -43,52 +43,52 @@ def read_dropout(both: Both) -> tuple[EnsembleConfig, bool]:
     A module that drops is known by its input: it is that of one of ours, in every layer. To be called for models whose
     answers agree.
     """
-    inputs = {name: one[:1] for name, one in both.samples().items()}  # without padding
+    inputs = {name: tensor[:1] for name, tensor in both.samples().items()}  # without padding
     with both.answering():
-        with _calls(both.model, lambda one: type(one) is nn.Dropout and one.p > 0) as theirs:
+        with _calls(both.model, lambda module: type(module) is nn.Dropout and module.p > 0) as theirs:
             both.original(inputs)
-        with _calls(both.ensemble, lambda one: isinstance(one, Dropout)) as ours:
+        with _calls(both.ensemble, lambda module: isinstance(module, Dropout)) as ours:
             tokens, context = our_tokens(both.ensemble, inputs)  # all of them, as in the original
             both.ensemble.readout(tokens[-1][None], context.key_mask, next(iter(inputs.values())))
-        config, read = _matched(both.ensemble.config, theirs, ours)
-        return config, _is_certain(both, config, read, inputs)
+        config, explained = _matched(both.ensemble.config, theirs, ours)
+        return config, _is_certain(both, config, explained, inputs)
 
 
 @contextmanager
-def _calls(model: nn.Module, wanted: Callable[[Any], bool]) -> Iterator[list[_Call]]:
+def _calls(model: nn.Module, selects: Callable[[Any], bool]) -> Iterator[list[_Call]]:
     """What such modules of a model are given inside."""
-    found: list[_Call] = []
+    calls: list[_Call] = []
 
     def hook(name: str) -> Callable[..., None]:
-        def seen(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            x = next(iter((*given, *named.values())))
-            found.append(_Call(name, module.p, x.to_padded_tensor(0.0) if x.is_nested else x))
+        def record(module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            x = next(iter((*arguments, *keywords.values())))
+            calls.append(_Call(name, module.p, x.to_padded_tensor(0.0) if x.is_nested else x))
 
-        return seen
+        return record
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            if wanted(module):
+            if selects(module):
                 hooks.enter_context(module.register_forward_pre_hook(hook(name), with_kwargs=True))
-        yield found
+        yield calls
 
 
 def _matched(config: EnsembleConfig, theirs: Sequence[_Call], ours: Sequence[_Call]) -> tuple[EnsembleConfig, set[str]]:
     """The configuration with the rates that were read, and the names of the modules that it stands for."""
-    places: dict[tuple[str, str], list[list[_Call]]] = defaultdict(list)  # of each layer, what drops there
-    for one in ours:
-        site = next(site for end, site in _SITES.items() if one.name.endswith(end))
-        places[site].append([call for call in theirs if _same(one.given, call.given)])
-    weights = [one for one in theirs if _is_attention(one.given, config)]
+    by_site: dict[tuple[str, str], list[list[_Call]]] = defaultdict(list)  # of each layer, what drops there
+    for our in ours:
+        site = next(site for end, site in _SITES.items() if our.name.endswith(end))
+        by_site[site].append([call for call in theirs if _same(our.input, call.input)])
+    weights = [call for call in theirs if _is_attention(call.input, config)]
     if len(weights) == config.encoder.layers:
-        places[_ATTENTION] = [[one] for one in weights]
+        by_site[_ATTENTION] = [[call] for call in weights]
     explained: list[_Call] = []
-    for (part, rate), calls in places.items():
-        rates = {tuple(call.rate for call in one) for one in calls}
+    for (part, rate), layers in by_site.items():
+        rates = {tuple(call.rate for call in layer) for layer in layers}
         if len(rates) == 1 and len(next(iter(rates))) == 1:  # one module in every layer, at one rate
-            config = replace(config, **{part: replace(getattr(config, part), **{rate: calls[0][0].rate})})
-            explained += [one[0] for one in calls]
-    unexplained = {call.name for call in theirs if not any(call is one for one in explained)}
+            config = replace(config, **{part: replace(getattr(config, part), **{rate: layers[0][0].rate})})
+            explained += [layer[0] for layer in layers]
+    unexplained = {call.name for call in theirs if not any(call is other for other in explained)}
     return config, {call.name for call in explained} - unexplained
 
 
@@ -99,21 +99,22 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
     return difference(ours.flatten(), theirs.flatten()) <= 1e-3  # of numbers that are as different as any
 
 
-def _is_attention(given: Tensor, config: EnsembleConfig) -> bool:
+def _is_attention(x: Tensor, config: EnsembleConfig) -> bool:
     """Whether these are the weights of an attention, `[1, H, T, T]`."""
-    if given.numel() != config.encoder.heads * given.shape[-1] ** 2 or given.shape[-1] < 2 or bool((given < 0).any()):
+    if x.numel() != config.encoder.heads * x.shape[-1] ** 2 or x.shape[-1] < 2 or bool((x < 0).any()):
         return False
-    return bool(((given.sum(-1) - 1).abs() < 1e-2).all())
+    return bool(((x.sum(-1) - 1).abs() < 1e-2).all())
 
 
-def _is_certain(both: Both, config: EnsembleConfig, read: set[str], inputs: NamedTensors) -> bool:
+def _is_certain(both: Both, config: EnsembleConfig, explained: set[str], inputs: NamedTensors) -> bool:
     """Whether the original has no chance left in training, when all that was read of it does not drop."""
     try:
         model: Any = copy.deepcopy(both.model)
     except Exception:  # whatever somebody's model may raise
-        return all(name in read for name, one in both.model.named_modules() if type(one) is nn.Dropout and one.p > 0)
+        modules = both.model.named_modules()
+        return all(name in explained for name, module in modules if type(module) is nn.Dropout and module.p > 0)
     for name, module in model.named_modules():
-        if name in read:
+        if name in explained:
             module.p = 0.0
         if isinstance(module, nn.MultiheadAttention) and module.dropout == config.encoder.attention_dropout:
             module.dropout = 0.0

@@ -28,37 +28,37 @@ def guessed(model: nn.Module, num_labels: int | None, size: tuple[int, int] | No
 
     `size` is that of the images, where it is known.
     """
-    if any(one.is_meta for one in model.parameters()):
+    if any(parameter.is_meta for parameter in model.parameters()):
         return None  # without values there is no proof
     copies = _copies(model)
-    for one in (with_size(one, model, size) for one in _candidates(model)):
+    for declaration in (with_size(candidate, model, size) for candidate in _candidates(model)):
         try:
-            _require_agreement(one, copies, num_labels, locate=False)
+            _require_agreement(declaration, copies, num_labels, locate=False)
         except OtherSizeError as error:
-            other = (replace(one, resample=way) for way in get_args(Resample))
-            found = next((way for way in other if _agrees(way, copies, num_labels)), None)
-            if found is None:
-                raise ConversionError(f"{error}; begin with names={dict(one.names)}") from error
-            return found
+            variants = (replace(declaration, resample=way) for way in get_args(Resample))
+            agreeing = next((variant for variant in variants if _agrees(variant, copies, num_labels)), None)
+            if agreeing is None:
+                raise ConversionError(f"{error}; begin with names={dict(declaration.names)}") from error
+            return agreeing
         except OwnIdError as error:
-            raise OwnIdError(f"{error}; begin with names={dict(one.names)}") from error
+            raise OwnIdError(f"{error}; begin with names={dict(declaration.names)}") from error
         except HydraError:
             continue
-        return one
+        return declaration
     _require_samples_apart(_candidates(model), model, num_labels)
     return None
 
 
 def beginning(model: nn.Module) -> str:
     """What a declaration could begin with, where blocks were found and yet nothing agrees; else nothing."""
-    found = next(_candidates(model), None)
-    if found is None:
+    candidate = next(_candidates(model), None)
+    if candidate is None:
         frame = _frame(model)
         return "" if frame is None else f"\nIts blocks were found; begin with names={frame.names}."
     why = "the answers differ"
-    if unknown_arguments(found, model):
-        why = f"its forward takes {', '.join(unknown_arguments(found, model))} too: say with answer= how it is called"
-    return f"\nIts parts were found, but {why}; begin with names={dict(found.names)}."
+    if unknown := unknown_arguments(candidate, model):
+        why = f"its forward takes {', '.join(unknown)} too: say with answer= how it is called"
+    return f"\nIts parts were found, but {why}; begin with names={dict(candidate.names)}."
 
 
 def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | None, metadata: Metadata) -> None:
@@ -73,8 +73,8 @@ def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | 
         raise
     except ConversionError as error:
         _require_samples_apart((declaration,), model, num_labels)
-        other = isinstance(error, OtherSizeError)
-        for change in ({"resample": way} for way in get_args(Resample)) if other else _changes(declaration, model):
+        other_size = isinstance(error, OtherSizeError)
+        for change in ({"resample": way} for way in get_args(Resample)) if other_size else _changes(declaration, model):
             if all(getattr(declaration, name) == value for name, value in change.items()):
                 continue  # that is the one which differs
             if _agrees(replace(declaration, **change), copies, num_labels, metadata):
@@ -116,11 +116,11 @@ def _require_agreement(
 
 def _require_samples_apart(declarations: Iterable[Declaration], model: nn.Module, num_labels: int | None) -> None:
     """Where nothing agrees, say that it is for want of samples that are answered one by one, if it is."""
-    for one in declarations:
+    for declaration in declarations:
         try:
-            require_samples_apart(_both(one, model, num_labels))
+            require_samples_apart(_both(declaration, model, num_labels))
         except MixedSamplesError as error:
-            raise MixedSamplesError(f"{error}; its names={dict(one.names)}") from None
+            raise MixedSamplesError(f"{error}; its names={dict(declaration.names)}") from None
         except HydraError:
             continue  # it cannot be read so, or cannot answer
         return
@@ -151,9 +151,9 @@ def _changes(declaration: Declaration, model: nn.Module) -> Iterator[dict[str, A
     inner = config.encoder.heads * config.encoder.head_dim
     text = config.kind == "text"
     yield {"norm_first": not config.encoder.norm_first}
-    yield from ({"activation": one} for one in get_args(Activation))
+    yield from ({"activation": activation} for activation in get_args(Activation))
     usual = {"pool_prefix": False} if declaration.pool_prefix else {}
-    yield from ({**usual, **one, "norm_after_pool": after} for one in _pools(text, True) for after in (False, True))
+    yield from ({**usual, **pool, "norm_after_pool": after} for pool in _pools(text, True) for after in (False, True))
     yield from ({"head_layout": " ".join(order)} for order in permutations(("qkv", "h", "d")))
     yield from ({"heads": heads} for heads in range(1, min(inner, 64) + 1) if inner % heads == 0)
     yield from ({"attention_scale": scale} for scale in (config.encoder.width**-0.5, 1.0, None))
@@ -169,7 +169,7 @@ class _Frame:
     """The blocks of a model: names of their parts, where they lie, and settings to try."""
 
     names: dict[Part, Place]
-    place: str
+    path: str
     width: int
     settings: tuple[dict[str, Any], ...] = ({},)
 
@@ -194,40 +194,41 @@ def _pools(text: bool, class_token: bool) -> list[dict[str, Any]]:
     """Settings of the pooling to try."""
     of_images: tuple[Pool, ...] = ("cls", "mean", "cls_mean") if class_token else ("mean",)
     pools: tuple[Pool, ...] = ("mean", "cls", "last") if text else of_images
-    found: list[dict[str, Any]] = [{"pool": pool} for pool in pools]
-    return found if text or not class_token else [*found, {"pool": "mean", "pool_prefix": True}]
+    settings: list[dict[str, Any]] = [{"pool": pool} for pool in pools]
+    return settings if text or not class_token else [*settings, {"pool": "mean", "pool_prefix": True}]
 
 
 def _frame(model: nn.Module) -> _Frame | None:
     """The blocks, where it is clear which they are."""
-    found = dict(model.named_modules())
-    if any(is_lazy(one) for one in model.parameters()):
+    modules = dict(model.named_modules())
+    if any(is_lazy(parameter) for parameter in model.parameters()):
         return None
-    encoders = [name for name, one in found.items() if isinstance(one, nn.TransformerEncoder)]
+    encoders = [name for name, module in modules.items() if isinstance(module, nn.TransformerEncoder)]
     if len(encoders) == 1:
-        layers: Any = found[encoders[0]].layers
+        layers: Any = modules[encoders[0]].layers
         if not len(layers):
             return None
         return _Frame({"encoder": encoders[0]}, encoders[0], layers[0].linear1.in_features)
-    stacks = [(name, list(one)) for name, one in found.items() if isinstance(one, nn.ModuleList | nn.Sequential)]
+    stacks = [(name, list(part)) for name, part in modules.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
     blocks = [(name, parts) for name, parts in stacks if parts and all(map(_has_attention, parts))]
     if encoders or len(blocks) != 1:
         return None
-    place, (first, *_) = blocks[0]
-    if isinstance(first, nn.TransformerEncoderLayer):
-        return _Frame({"block": f"{place}.{{i}}"}, place, first.linear1.in_features)
-    inside = {name: part for name, part in first.named_modules() if name}
+    path, (block, *_) = blocks[0]
+    if isinstance(block, nn.TransformerEncoderLayer):
+        return _Frame({"block": f"{path}.{{i}}"}, path, block.linear1.in_features)
+    inside = {name: part for name, part in block.named_modules() if name}
     attention = next(name for name, part in inside.items() if isinstance(part, nn.MultiheadAttention))
-    linears = [name for name, one in inside.items() if type(one) is nn.Linear and not name.startswith(attention)]
-    norms = [name for name, one in inside.items() if isinstance(one, _NORMS)]
+    linears = [name for name, module in inside.items() if type(module) is nn.Linear and not name.startswith(attention)]
+    norms = [name for name, module in inside.items() if isinstance(module, _NORMS)]
     if len(linears) != 2 or len(norms) != 2:
         return None
     parts = dict(zip(("attention", "norm1", "norm2", "up", "down"), (attention, *norms, *linears), strict=True))
-    known = [name for name, names in ACTIVATIONS.items() if any(type(one).__name__ in names for one in inside.values())]
-    settings = product((True, False), known[:1] or ("gelu", "relu"))
-    names: Any = {part: f"{place}.{{i}}.{path}" for part, path in parts.items()}
+    classes = {type(module).__name__ for module in inside.values()}
+    activations = [name for name, names in ACTIVATIONS.items() if not classes.isdisjoint(names)]
+    settings = product((True, False), activations[:1] or ("gelu", "relu"))
+    names: Any = {part: f"{path}.{{i}}.{leaf}" for part, leaf in parts.items()}
     width: Any = inside[linears[0]].in_features
-    return _Frame(names, place, width, tuple({"norm_first": first, "activation": one} for first, one in settings))
+    return _Frame(names, path, width, tuple({"norm_first": first, "activation": name} for first, name in settings))
 
 
 def _has_attention(block: nn.Module) -> bool:
@@ -238,32 +239,32 @@ def _has_attention(block: nn.Module) -> bool:
 
 def _ends(model: nn.Module, frame: _Frame) -> Iterator[dict[Part, Place]]:
     """What lies around the blocks, in every way in which it could be meant."""
-    outside = {name: one for name, one in model.named_modules() if not f"{name}.".startswith(f"{frame.place}.")}
+    outside = {name: module for name, module in model.named_modules() if not f"{name}.".startswith(f"{frame.path}.")}
 
     def of(*kinds: type[nn.Module]) -> list[str]:
-        return [name for name, one in outside.items() if type(one) in kinds]
+        return [name for name, module in outside.items() if type(module) in kinds]
 
     images, tables, linears, norms = of(nn.Conv2d), of(nn.Embedding), of(nn.Linear), of(*_NORMS)
-    inner = (*(f"{name}." for name in (*images, *tables, *linears, *norms)), f"{frame.place}.")
+    inner = (*(f"{name}." for name in (*images, *tables, *linears, *norms)), f"{frame.path}.")
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    loose = {name: one for name, one in tensors.items() if not name.startswith(inner) and one.is_floating_point()}
+    loose = {name: x for name, x in tensors.items() if not name.startswith(inner) and x.is_floating_point()}
     names: dict[Part, Place] = {}
     if not linears or len(linears) > 2 or len(images) > 1 or len(norms) > 2:
         return
-    tokens = [name for name, one in loose.items() if one.numel() == frame.width]
-    others = [name for name, one in loose.items() if one.numel() > frame.width and one.shape[-1] == frame.width]
-    if len(tokens) > 1 or len(tokens) + len(others) < len(loose):
+    tokens = [name for name, x in loose.items() if x.numel() == frame.width]
+    positions = [name for name, x in loose.items() if x.numel() > frame.width and x.shape[-1] == frame.width]
+    if len(tokens) > 1 or len(tokens) + len(positions) < len(loose):
         return
     names |= {"classifier": linears[-1], **({"pooler": linears[0]} if len(linears) == 2 else {})}
     if tokens:
         names["class_token"] = tokens[0]
     if images:
         names["patch"] = images[0]
-        if len(others) + len(tables) == 1 and len(norms) < 2:
-            yield {**names, "position": (others + tables)[0], **({"norm": norms[0]} if norms else {})}
+        if len(positions) + len(tables) == 1 and len(norms) < 2:
+            yield {**names, "position": (positions + tables)[0], **({"norm": norms[0]} if norms else {})}
         return
-    orders = list(permutations(tables, 2)) if len(tables) == 2 and not others else []
-    orders = [(tables[0], others[0])] if len(tables) == 1 and len(others) == 1 else orders
-    places: tuple[Part, ...] = ("embedding_norm", "norm")
-    for (words, position), spots in product(orders, permutations(places, len(norms))):
-        yield {**names, "words": words, "position": position, **dict(zip(spots, norms, strict=True))}
+    orders = list(permutations(tables, 2)) if len(tables) == 2 and not positions else []
+    orders = [(tables[0], positions[0])] if len(tables) == 1 and len(positions) == 1 else orders
+    norm_parts: tuple[Part, ...] = ("embedding_norm", "norm")
+    for (words, position), parts in product(orders, permutations(norm_parts, len(norms))):
+        yield {**names, "words": words, "position": position, **dict(zip(parts, norms, strict=True))}

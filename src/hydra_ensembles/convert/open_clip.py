@@ -109,20 +109,20 @@ _TRUNKS = (timm.VISION_TRANSFORMER, timm.EVA)
 
 
 def _trunk_variant(model: Any) -> Weights:
-    known = next((one for one in _TRUNKS if qualified_name(model.trunk) in one.classes), _TRUNKS[0])
-    return below("trunk.", known.variant(model.trunk))
+    architecture = next((entry for entry in _TRUNKS if qualified_name(model.trunk) in entry.classes), _TRUNKS[0])
+    return below("trunk.", architecture.variant(model.trunk))
 
 
 def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """A tower of open_clip's adapter: a timm model and perhaps a linear projection, its own or timm's."""
     trunk = model.trunk
     head = dict(model.head.named_children())
-    known = next((one for one in _TRUNKS if qualified_name(trunk) in one.classes), None)
-    if known is None:
+    architecture = next((entry for entry in _TRUNKS if qualified_name(trunk) in entry.classes), None)
+    if architecture is None:
         raise refuse(_TIMM, f"its trunk is a {qualified_name(trunk)}")
     if head.keys() - {"drop", "proj"}:
         raise refuse(_TIMM, f"its head is made of {sorted(head)}; linear and no projection are supported")
-    config = known.config(trunk, None)
+    config = architecture.config(trunk, None)
     if "proj" not in head:
         classes = number_of_classes(config.readout.num_classes, num_labels, _TIMM)
         return replace(config, readout=replace(config.readout, num_classes=classes))
@@ -155,10 +155,10 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     encoder = _encoder(model.transformer, _TEXT, causal=model.attn_mask is not None)
     projection = model.text_projection
     linear = isinstance(projection, nn.Linear)
-    found = 0 if projection is None else int(projection.out_features if linear else projection.shape[1])
+    outputs = 0 if projection is None else int(projection.out_features if linear else projection.shape[1])
     readout = ReadoutConfig(
         pool=pools[pool],
-        num_classes=number_of_classes(found, num_labels, _TEXT),
+        num_classes=number_of_classes(outputs, num_labels, _TEXT),
         norm="tokens",
         norm_eps=float(model.ln_final.eps),
         bias=projection is None or (linear and projection.bias is not None),
@@ -195,17 +195,17 @@ def _encoder(transformer: Any, name: str, causal: bool) -> EncoderConfig:
 
 def _image_metadata(model: Any) -> Metadata:
     """The transform open_clip itself would use; unknown where it pads images, which has no canonical form."""
-    found: dict[str, Any] = dict(getattr(model, "preprocess_cfg", None) or {})
-    mode = found.get("resize_mode") or "shortest"
+    cfg: dict[str, Any] = dict(getattr(model, "preprocess_cfg", None) or {})
+    mode = cfg.get("resize_mode") or "shortest"
     if mode not in ("shortest", "squash"):
         return Metadata()
-    mean = found.get("mean") or getattr(model, "image_mean", None) or _MEAN
-    std = found.get("std") or getattr(model, "image_std", None) or _STD
+    mean = cfg.get("mean") or getattr(model, "image_mean", None) or _MEAN
+    std = cfg.get("std") or getattr(model, "image_std", None) or _STD
     preprocessing = ImagePreprocessing(
-        size=pair(found.get("size") or model.image_size),
+        size=pair(cfg.get("size") or model.image_size),
         mean=tuple(float(value) for value in mean),
         std=tuple(float(value) for value in std),
-        interpolation="bilinear" if found.get("interpolation") == "bilinear" else "bicubic",
+        interpolation="bilinear" if cfg.get("interpolation") == "bilinear" else "bicubic",
         resize_mode="squash" if mode == "squash" else "shortest",
     )
     return Metadata(preprocessing=preprocessing, preprocessing_from="open_clip's preprocess_cfg of the model")

@@ -44,7 +44,7 @@ def require_samples_apart(both: Both) -> None:
                 "of the size of its answers, in evaluation mode: look for something random, such as F.dropout without "
                 "training=self.training, or for what it keeps from call to call"
             )
-        alone = [both.original({name: one[at : at + 1] for name, one in inputs.items()}) for at in range(len(together))]
+        alone = [both.original({name: x[at : at + 1] for name, x in inputs.items()}) for at in range(len(together))]
         apart = difference(torch.cat(alone), together)
         if apart <= both.allowed(inputs):
             return
@@ -85,10 +85,10 @@ class Asked:
                 return self.answer(model, inputs, fresh)
         names = self.words.names if isinstance(self.words, Source) else ()
         table = model.state_dict()[names[0]] if names else torch.empty(0)
-        asked = ids.as_subclass(_Ids)
-        asked.watched = self
-        with _Watch(self, asked, ids, table):
-            return self.answer(model, {**inputs, "input_ids": asked}, fresh)
+        marked = ids.as_subclass(_Ids)
+        marked.watched = self
+        with _Watch(self, marked, ids, table):
+            return self.answer(model, {**inputs, "input_ids": marked}, fresh)
 
     def told_apart(self, ids: Tensor) -> Tensor:
         """Of these ids `[V]` one of each kind that the model tells from others; all of them where that is not known."""
@@ -97,8 +97,8 @@ class Asked:
         answers = [question(ids).flatten().long() for question in self.questions]
         kinds = torch.stack([torch.zeros_like(ids), *answers], dim=1).unique(dim=0, return_inverse=True)[1]  # [V]
         order = kinds.argsort(stable=True)
-        first = torch.cat([torch.ones_like(order[:1]).bool(), kinds[order].diff() != 0])
-        return ids[order[first]]
+        first_of_kind = torch.cat([torch.ones_like(order[:1]).bool(), kinds[order].diff() != 0])
+        return ids[order[first_of_kind]]
 
 
 class _Ids(Tensor):
@@ -142,30 +142,30 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = list(_tensors([*args, *(kwargs or {}).values()]))
-        if any(one in self.derived for one in given):
+        inputs = list(_tensors([*args, *(kwargs or {}).values()]))
+        if any(tensor in self.derived for tensor in inputs):
             self.derived.update(dict.fromkeys(_tensors([result]), True))
             place = _asker() if func.overloadpacket.__name__ in _READS else None
             if place is not None and place not in self.asked.places:
                 self.asked.places.append(place)
-        ids = [one for one in given if any(_same_memory(one, known) for known in self.followed)]
+        ids = [tensor for tensor in inputs if any(_same_memory(tensor, other) for other in self.followed)]
         if ids:
             self._look(func.overloadpacket.__name__, partial(func, **(kwargs or {})), args, ids, result)
         return result
 
     def _look(self, name: str, func: Callable[..., Any], args: Any, ids: Sequence[Tensor], result: Any) -> None:
-        made = list(_tensors([result]))
+        results = list(_tensors([result]))
         if name in _SHAPES or (name in _LOOKUPS and _same_memory(args[0], self.table) and len(ids) == 1):
             return
-        if name in _MOVES and all(one.dtype in (torch.int32, torch.int64) for one in made):
-            self.followed += made
+        if name in _MOVES and all(tensor.dtype in (torch.int32, torch.int64) for tensor in results):
+            self.followed += results
             return
-        others = [one for one in _tensors(args) if one is not ids[0]]
-        one_for_all = name == "isin" or all(one.numel() == 1 for one in others)
-        if name in _QUESTIONS and len(ids) == 1 and one_for_all and made[0].dtype is torch.bool:
-            given = [None if one is ids[0] else one.clone() if isinstance(one, Tensor) else one for one in args]
-            if name != "isin" or given[0] is None:
-                self.asked.questions.append(lambda new: func(*(new if one is None else one for one in given)))
+        others = [tensor for tensor in _tensors(args) if tensor is not ids[0]]
+        one_for_all = name == "isin" or all(tensor.numel() == 1 for tensor in others)
+        if name in _QUESTIONS and len(ids) == 1 and one_for_all and results[0].dtype is torch.bool:
+            fixed = [None if arg is ids[0] else arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+            if name != "isin" or fixed[0] is None:
+                self.asked.questions.append(lambda new: func(*(new if arg is None else arg for arg in fixed)))
                 return
         self.asked.unknown = True
 
@@ -179,19 +179,19 @@ def _asker() -> str | None:
     return None if file.is_relative_to(_TORCH) else f"{file.name}:{frame.f_lineno}"
 
 
-def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
     """All tensors among the arguments of an operation."""
-    for one in given:
-        if isinstance(one, Tensor):
-            yield one
-        elif isinstance(one, list | tuple):
-            yield from _tensors(one)
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors(argument)
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    if one.layout is not torch.strided or one.is_nested or not one.numel() or not other.numel():
+def _same_memory(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel() or not other.numel():
         return False
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def warn_of_branches(both: Both, asked: Asked) -> None:
@@ -214,38 +214,38 @@ def require_every_id(both: Both, asked: Asked) -> None:
     if not isinstance(stem, TextStemConfig):
         return
     batch = both.samples()
-    known = batch["input_ids"][0]  # [T], without padding and known to agree
-    ids = torch.randperm(stem.vocabulary, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(known)
+    text = batch["input_ids"][0]  # [T], without padding and known to agree
+    ids = torch.randperm(stem.vocabulary, generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(text)
     if both.architecture.masks:  # which says what is padding
-        padding = torch.tensor(both.paddings()[:1] or [0]).to(known)
-        ids = torch.cat([ids[~torch.isin(ids, padding)], known[:1]])
+        padding = torch.tensor(both.paddings()[:1] or [0]).to(text)
+        ids = torch.cat([ids[~torch.isin(ids, padding)], text[:1]])
 
-    def told(texts: Tensor) -> NamedTensors:
+    def inputs_of(texts: Tensor) -> NamedTensors:
         return {**{name: torch.ones_like(texts) for name in batch}, "input_ids": texts}
 
     def differ(texts: Tensor) -> Tensor:
         """Which texts are answered otherwise, `[B]`."""
-        expected = both.original(told(texts))
-        apart = (both.converted(told(texts)) - expected).abs().amax(1)
+        expected = both.original(inputs_of(texts))
+        apart = (both.converted(inputs_of(texts)) - expected).abs().amax(1)
         return ~(apart <= allowed * expected.abs().max())
 
     def odd(ids: Tensor) -> list[int]:
         """Which ids are answered otherwise in a short text each: in the middle and at the end, or at the beginning."""
-        near = known[:_NEAR].repeat(2, len(ids), 1)  # [2, V, 8]
+        near = text[:_NEAR].repeat(2, len(ids), 1)  # [2, V, 8]
         near[0, :, near.shape[2] // 2] = near[0, :, -1] = near[1, :, 0] = ids
-        found = differ(near.flatten(0, 1)).unflatten(0, (2, -1)).any(0)
-        return ids[found].tolist()
+        differing = differ(near.flatten(0, 1)).unflatten(0, (2, -1)).any(0)
+        return ids[differing].tolist()
 
     with both.answering():
-        allowed = both.allowed(told(known[None]))
-        some = asked.told_apart(ids)
-        if len(some) < len(ids):
-            found = [one for part in some.split(_TOKENS) for one in odd(part)] if len(some) > 1 else []
-            if found:
-                raise _of_own_ids(both.architecture, found, found)
+        allowed = both.allowed(inputs_of(text[None]))
+        kinds = asked.told_apart(ids)
+        if len(kinds) < len(ids):
+            odd_ids = [token for part in kinds.split(_TOKENS) for token in odd(part)] if len(kinds) > 1 else []
+            if odd_ids:
+                raise _of_own_ids(both.architecture, odd_ids, odd_ids)
             return
         tokens = min(stem.max_tokens, _TOKENS)
-        texts = torch.cat([ids, known.repeat(tokens)[: -len(ids) % tokens]]).reshape(-1, tokens)  # [B, T]
+        texts = torch.cat([ids, text.repeat(tokens)[: -len(ids) % tokens]]).reshape(-1, tokens)  # [B, T]
         for part in texts.split(max(1, _AT_ONCE // tokens)):
             apart = differ(part)
             if apart.any():
@@ -255,18 +255,18 @@ def require_every_id(both: Both, asked: Asked) -> None:
 
 def _of_own_ids(architecture: Architecture, alone: Sequence[int], suspects: Sequence[int]) -> OwnIdError:
     which = f"the id {alone[0]}" if alone else f"some of the ids {', '.join(map(str, suspects[:8]))}, …"
-    way = (
+    remedy = (
         "say masked=True in the declaration and give the tokenizer as processor=, or the id as padding_idx of the "
         "embedding, or let forward take an attention_mask"
     )
     if architecture.masks:
-        way = (
+        remedy = (
             "give the tokenizer as processor=, or the id as padding_idx of the embedding, so that it is known for "
             "padding, or let attention_mask alone decide"
         )
     return OwnIdError(
         f"{architecture.name}: the answers differ on texts with {which}, which the model does not take for a token as "
-        f"all others, but for padding, as it seems: {way}"
+        f"all others, but for padding, as it seems: {remedy}"
     )
 
 
@@ -282,7 +282,7 @@ def warn_of_padding(both: Both) -> None:
     """
     if not isinstance(both.ensemble.config.stem, TextStemConfig):
         return
-    found = both.samples()
+    batch = both.samples()
     name = both.architecture.name
 
     def differs(inputs: NamedTensors, unanswered: bool) -> bool:
@@ -295,13 +295,13 @@ def warn_of_padding(both: Both) -> None:
     with both.answering():
         padded_before = False
         if both.architecture.masks:
-            places = torch.arange(found["input_ids"].shape[1], device=both.ensemble.device)[None]  # [1, T]
-            shift = (found["attention_mask"] == 0).sum(1, keepdim=True)  # [B, 1]
-            moved = {part: one.gather(1, (places - shift) % places.shape[1]) for part, one in found.items()}
+            places = torch.arange(batch["input_ids"].shape[1], device=both.ensemble.device)[None]  # [1, T]
+            shift = (batch["attention_mask"] == 0).sum(1, keepdim=True)  # [B, 1]
+            moved = {key: tensor.gather(1, (places - shift) % places.shape[1]) for key, tensor in batch.items()}
             padded_before = differs(moved, unanswered=True)  # where the converted one answers
-        beside = [part for part in found if part != "input_ids"]
-        left_out = {part: {other: one for other, one in found.items() if other != part} for part in beside}
-        needed = [part for part, rest in left_out.items() if differs(rest, unanswered=False)]  # it says so itself
+        masks = [key for key in batch if key != "input_ids"]
+        left_out = {mask: {key: tensor for key, tensor in batch.items() if key != mask} for mask in masks}
+        needed = [mask for mask, inputs in left_out.items() if differs(inputs, unanswered=False)]  # it says so itself
     if padded_before:
         warn(
             f"{name}: the answers agree on texts with padding behind them, but not on texts with padding before them, "

@@ -73,8 +73,8 @@ class Both:
         name = self.architecture.name
         shapes = _shapes(inputs)
         try:
-            given = {name: tensor.clone() for name, tensor in inputs.items()}
-            answer = self.architecture.answer(self.model, given, self.fresh)
+            batch = {name: tensor.clone() for name, tensor in inputs.items()}
+            answer = self.architecture.answer(self.model, batch, self.fresh)
         except Exception as error:  # whatever somebody's model may raise
             raise NoAnswerError(
                 f"{name}: the model itself cannot answer a random batch {shapes}, so the converted one cannot be "
@@ -129,19 +129,19 @@ class Both:
         range of an image, as that of one which scales bytes itself: there are images of 0 to 1 and of 0 to 255, too.
         """
         stem = self.ensemble.config.stem
-        found = self.samples()
+        samples = self.samples()
         if isinstance(stem, PatchStemConfig):
-            yield {name: one[:1] for name, one in found.items()}
+            yield {name: tensor[:1] for name, tensor in samples.items()}
         if isinstance(stem, TextStemConfig) or self.own:
-            yield found
+            yield samples
         if isinstance(stem, PatchStemConfig) and self.own:
-            yield from ({name: (one[:1].sigmoid() * top) for name, one in found.items()} for top in (1.0, 255.0))
+            yield from ({name: tensor[:1].sigmoid() * top for name, tensor in samples.items()} for top in (1.0, 255.0))
         if isinstance(stem, TextStemConfig) and self.own:
             pad = (*self.paddings(), 0)[0]
             generator = torch.Generator("cpu").manual_seed(1)
             ids = torch.randint(stem.vocabulary, (1, stem.max_tokens), generator=generator, device="cpu")
             ids = ids.masked_fill(ids == pad, (pad + 1) % stem.vocabulary).to(self.ensemble.device)
-            yield {**{name: torch.ones_like(ids) for name in found}, "input_ids": ids}
+            yield {**{name: torch.ones_like(ids) for name in samples}, "input_ids": ids}
 
     def samples(self) -> NamedTensors:
         """Two images of the size of the model, or two texts, of which the second may be padded."""
@@ -151,17 +151,17 @@ class Both:
         generator = torch.Generator("cpu").manual_seed(0)
         padding = self.paddings() if self.own else []
         if self.architecture.masks:  # only CLIP has texts without a norm, where it is no model of the user's
-            found = _texts(stem, self.ensemble.config, generator, padding, clip=not stem.norm and not self.own)
+            texts = _texts(stem, self.ensemble.config, generator, padding, clip=not stem.norm and not self.own)
         else:
-            found = _whole_texts(stem, generator, padding)
-        return {name: tensor.to(self.ensemble.device) for name, tensor in found.items()}
+            texts = _whole_texts(stem, generator, padding)
+        return {name: tensor.to(self.ensemble.device) for name, tensor in texts.items()}
 
     def paddings(self) -> list[int]:
         """What the preprocessing and the embeddings of words in a model take for padding, the likeliest first."""
         texts, rows = self.ensemble.metadata.preprocessing, self.ensemble.config.stem.vocabulary  # type: ignore[union-attr]
-        tables = [one for one in self.model.modules() if isinstance(one, nn.Embedding) and one.num_embeddings == rows]
-        found = [texts.pad_id] if isinstance(texts, TextPreprocessing) else []
-        return [*found, *(one.padding_idx for one in tables if one.padding_idx is not None)]
+        tables = [emb for emb in self.model.modules() if isinstance(emb, nn.Embedding) and emb.num_embeddings == rows]
+        pad_ids = [texts.pad_id] if isinstance(texts, TextPreprocessing) else []
+        return [*pad_ids, *(table.padding_idx for table in tables if table.padding_idx is not None)]
 
 
 def require_same_answers(both: Both, *, locate: bool = True) -> None:
@@ -173,28 +173,28 @@ def require_same_answers(both: Both, *, locate: bool = True) -> None:
     with both.answering():
         for inputs in both.batches():
             allowed = both.allowed(inputs)
-            first = model.get_submodule(block_name(architecture, model, 0)), ensemble.encoder.layers[0]
+            first_blocks = model.get_submodule(block_name(architecture, model, 0)), ensemble.encoder.layers[0]
             # Of a library's class it is known that all tokens are treated alike; rotations are those of all tokens.
             few = not both.own and ensemble.kind == "image" and ensemble.config.encoder.rotary is None
-            asked = partial(both.original, inputs), partial(both.converted, inputs)
-            if few and _alike_on_few_tokens(first, asked, allowed):
+            answers = partial(both.original, inputs), partial(both.converted, inputs)
+            if few and _alike_on_few_tokens(first_blocks, answers, allowed):
                 continue
             apart = difference(both.converted(inputs), both.original(inputs))
             if not apart <= allowed:
-                place = _first_difference(both, inputs, allowed) if locate else "somewhere"
-                raise _apart(both, inputs, apart, allowed, place)
+                where = _first_difference(both, inputs, allowed) if locate else "somewhere"
+                raise _apart(both, inputs, apart, allowed, where)
         if both.own and isinstance(ensemble.config.stem, PatchStemConfig):
             _require_other_size(both)
 
 
-def _apart(both: Both, inputs: NamedTensors, apart: float, allowed: float, place: str) -> ConversionError:
-    said, remedy = "the declaration says", "look for the difference"
+def _apart(both: Both, inputs: NamedTensors, apart: float, allowed: float, where: str) -> ConversionError:
+    source, remedy = "the declaration says", "look for the difference"
     if not both.own:
-        said, remedy = "its class and its configuration say", "undo what was changed"
+        source, remedy = "its class and its configuration say", "undo what was changed"
     return ConversionError(
         f"{both.architecture.name}: the {'features' if both.fresh else 'answers'} of the converted model differ from "
         f"those of the original by {apart:.2g} of their size on a random batch {_shapes(inputs)} ({allowed:g} is "
-        f"allowed): the model computes something else than {said}. The two part first {place}; {remedy} there, or "
+        f"allowed): the model computes something else than {source}. The two part first {where}; {remedy} there, or "
         "convert with probe=False if the difference is meant"
     )
 
@@ -234,7 +234,7 @@ def _whole_texts(stem: TextStemConfig, generator: torch.Generator, padding: Sequ
     """
     shape = _TEXTS, min(stem.max_tokens, _TOKENS)
     ids = torch.randint(stem.vocabulary, shape, generator=generator, device="cpu")
-    suspects = [one for one in dict.fromkeys((*padding, 0, 1, 2, 3, stem.vocabulary - 1)) if one < stem.vocabulary]
+    suspects = [pad for pad in dict.fromkeys((*padding, 0, 1, 2, 3, stem.vocabulary - 1)) if pad < stem.vocabulary]
     suspects = suspects[: shape[1]]
     ids[0, -len(suspects) :] = torch.tensor(suspects[::-1])  # the likeliest is the last token
     ids[1, -1] = 0
@@ -253,17 +253,17 @@ def _texts(
     end = config.readout.eot_token
     last = stem.vocabulary - 1 if end is None else end
     ids = torch.randint(stem.vocabulary, (_TEXTS, tokens), generator=generator, device="cpu")
-    ordinary = next(one for one in range(stem.vocabulary) if one not in (pad, last)) if stem.vocabulary > 2 else pad
+    ordinary = next(word for word in range(stem.vocabulary) if word not in (pad, last)) if stem.vocabulary > 2 else pad
     ids = ids.masked_fill((ids == pad) | (ids == last), ordinary)
     positions = torch.arange(tokens, device="cpu")[None]  # [1, T]
     ends = torch.tensor([tokens - 1, tokens // 2], device="cpu")[:, None]  # [B, 1]
     ids = ids.masked_fill(positions > ends, pad)
     if clip:
         return {"input_ids": ids.masked_fill(positions == ends, last)}
-    found = {"input_ids": ids, "attention_mask": (positions <= ends).long()}
+    inputs = {"input_ids": ids, "attention_mask": (positions <= ends).long()}
     if stem.segments > 1:
-        found["token_type_ids"] = ((positions > ends // 2) & (positions <= ends)).long()
-    return found
+        inputs["token_type_ids"] = ((positions > ends // 2) & (positions <= ends)).long()
+    return inputs
 
 
 # --- the answers ---------------------------------------------------------------------------------------------
@@ -273,48 +273,48 @@ def _shapes(inputs: NamedTensors) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in inputs.items()}
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
+def difference(actual: Tensor, expected: Tensor) -> float:
     """The largest difference, in parts of the largest number; infinite where the shapes differ."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return float("inf")
-    found = found.double()
+    actual = actual.double()
     expected = expected.double()
     scale = expected.abs().max().item()
-    apart = (found - expected).abs().max().item()
+    apart = (actual - expected).abs().max().item()
     return apart / scale if scale else apart
 
 
 def _alike_on_few_tokens(
-    first: tuple[nn.Module, nn.Module], answers: Sequence[Callable[[], Tensor]], allowed: float
+    first_blocks: tuple[nn.Module, nn.Module], answers: Sequence[Callable[[], Tensor]], allowed: float
 ) -> bool:
     """Whether both embed an image alike, and answer alike when their blocks see its first tokens alone.
 
     This runs every layer at a tenth of the work. Where it says no, or a model does not permit it, all tokens decide.
     """
-    with _few_tokens(first[0]) as theirs, _few_tokens(first[1]) as ours:
+    with _few_tokens(first_blocks[0]) as theirs, _few_tokens(first_blocks[1]) as ours:
         try:
-            expected, found = (answer() for answer in answers)
+            expected, actual = (answer() for answer in answers)
         except Exception:  # whatever somebody's model may raise: it counts its tokens
             return False
     if len(theirs) != 1 or len(ours) != 1:
         return False
     embedded = (tokens[0].reshape(-1, tokens[0].shape[-1]) for tokens in (ours, theirs))  # [T, d] each
-    return difference(*embedded) <= allowed and difference(found, expected) <= allowed
+    return difference(*embedded) <= allowed and difference(actual, expected) <= allowed
 
 
 @contextmanager
-def _few_tokens(first: nn.Module) -> Iterator[list[Tensor]]:
+def _few_tokens(block: nn.Module) -> Iterator[list[Tensor]]:
     """Let the first block, and so all after it, see the first tokens alone; gives what would have entered it."""
     entered: list[Tensor] = []
 
-    def cut(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x = given[0] if given else named["hidden_states"]
+    def cut(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x = arguments[0] if arguments else keywords["hidden_states"]
         entered.append(x)
         axis = next((axis for axis, size in enumerate(x.shape[:-1]) if size > 1), 0)  # one image: [1, T, d], [T, 1, d]
         fewer = x.narrow(axis, 0, min(_FEW, x.shape[axis]))
-        return ((fewer, *given[1:]), named) if given else (given, {**named, "hidden_states": fewer})
+        return ((fewer, *arguments[1:]), keywords) if arguments else (arguments, {**keywords, "hidden_states": fewer})
 
-    with first.register_forward_pre_hook(cut, with_kwargs=True):
+    with block.register_forward_pre_hook(cut, with_kwargs=True):
         yield entered
 
 
@@ -360,15 +360,15 @@ def _their_tokens(both: Both, blocks: Sequence[nn.Module], inputs: NamedTensors)
     tokens: list[Tensor] = []
     blocks = list(dict.fromkeys(blocks))  # a block that serves as several layers is there once
 
-    def before(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        found = next((one for one in (*given, *named.values()) if isinstance(one, Tensor)), None)
-        if not tokens and found is not None:
-            tokens.append(found.to_padded_tensor(0.0) if found.is_nested else found)
+    def before(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        x = next((argument for argument in (*arguments, *keywords.values()) if isinstance(argument, Tensor)), None)
+        if not tokens and x is not None:
+            tokens.append(x.to_padded_tensor(0.0) if x.is_nested else x)
 
-    def after(_: Any, given: Any, output: Any) -> None:
-        found = output[0] if isinstance(output, tuple) else output
-        if isinstance(found, Tensor):
-            tokens.append(found.to_padded_tensor(0.0) if found.is_nested else found)
+    def after(_: Any, arguments: Any, output: Any) -> None:
+        x = output[0] if isinstance(output, tuple) else output
+        if isinstance(x, Tensor):
+            tokens.append(x.to_padded_tensor(0.0) if x.is_nested else x)
 
     with ExitStack() as hooks:
         hooks.enter_context(blocks[0].register_forward_pre_hook(before, with_kwargs=True))

@@ -44,12 +44,12 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
     return image
 
 
-def with_processor(known: Metadata, processor: Any, stem: PatchStemConfig | TextStemConfig) -> Metadata:
+def with_processor(metadata: Metadata, processor: Any, stem: PatchStemConfig | TextStemConfig) -> Metadata:
     """Metadata with the preprocessing of a processor, where one was given, and where it is from."""
     if processor is None:
-        return known
+        return metadata
     origin = f"the {type(_part_for(stem, processor)).__name__} that was given"
-    return replace(known, preprocessing=read_processor(processor, stem), preprocessing_from=origin)
+    return replace(metadata, preprocessing=read_processor(processor, stem), preprocessing_from=origin)
 
 
 def _part_for(stem: PatchStemConfig | TextStemConfig, processor: Any) -> Any:
@@ -69,7 +69,7 @@ IMAGE_SETTINGS = {
 TEXT_SETTINGS = {"max_length": "max_length"}
 
 
-def amended(known: Metadata, changes: Mapping[str, Any], stem: PatchStemConfig | TextStemConfig) -> Metadata:
+def amended(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStemConfig | TextStemConfig) -> Metadata:
     """Metadata with preprocessing that differs from what is known in some settings, by the names that users know.
 
     Where nothing is known of the images, all that the model does not tell must be said: nothing is guessed.
@@ -78,28 +78,28 @@ def amended(known: Metadata, changes: Mapping[str, Any], stem: PatchStemConfig |
     names = IMAGE_SETTINGS if for_images else TEXT_SETTINGS
     for name in changes:
         if name not in names:
-            there = f"a model for {'images' if for_images else 'text'} has {', '.join(names)}"
-            raise ConfigError(f"there is no preprocessing setting {name!r}{perhaps_meant(str(name), names)}; {there}")
-    given = {names[name]: value for name, value in changes.items()}
+            hint = f"a model for {'images' if for_images else 'text'} has {', '.join(names)}"
+            raise ConfigError(f"there is no preprocessing setting {name!r}{perhaps_meant(str(name), names)}; {hint}")
+    settings = {names[name]: value for name, value in changes.items()}
     if isinstance(stem, PatchStemConfig):
-        if "size" in given:
-            given["size"] = _sides(given["size"])
-        for name in given.keys() & {"mean", "std"}:
-            values = tuple(_numbers(name, given[name], Real, "one number, or one for each channel"))
-            given[name] = values[:1] * stem.channels if len(set(values)) == 1 else values
-    if not given:
-        return known
-    if known.preprocessing is None:
+        if "size" in settings:
+            settings["size"] = _sides(settings["size"])
+        for name in settings.keys() & {"mean", "std"}:
+            values = tuple(_numbers(name, settings[name], Real, "one number, or one for each channel"))
+            settings[name] = values[:1] * stem.channels if len(set(values)) == 1 else values
+    if not settings:
+        return metadata
+    if metadata.preprocessing is None:
         missing = [name for name in names if name not in changes and name != "image_size"]
         if missing or not for_images:
             advice = f"give also {', '.join(missing)}" if for_images else "give its tokenizer: processor=..."
             raise ConfigError(f"the preprocessing of this model is not known; {advice}")
-        found: Any = ImagePreprocessing(**{"size": stem.image_size, **given})  # type: ignore[union-attr]
+        changed: Any = ImagePreprocessing(**{"size": stem.image_size, **settings})  # type: ignore[union-attr]
     else:
-        found = replace(known.preprocessing, **given)
-    origin = f"{known.preprocessing_from or 'unknown' if known.preprocessing else 'the user'}; said by the user: "
+        changed = replace(metadata.preprocessing, **settings)
+    origin = f"{metadata.preprocessing_from or 'unknown' if metadata.preprocessing else 'the user'}; said by the user: "
     return replace(
-        known, preprocessing=read_processor(found, stem), preprocessing_from=origin + ", ".join(sorted(changes))
+        metadata, preprocessing=read_processor(changed, stem), preprocessing_from=origin + ", ".join(sorted(changes))
     )
 
 
@@ -114,13 +114,13 @@ def _sides(size: Any) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
-def _numbers(name: str, given: Any, kind: type, accepted: str, most: int = 64) -> list[float]:
+def _numbers(name: str, value: Any, kind: type, accepted: str, most: int = 64) -> list[float]:
     """One number or several of a kind, also in an array or a tensor, as Python's own."""
-    plain = given.tolist() if hasattr(given, "tolist") else given
-    found = list(plain) if isinstance(plain, Iterable) else [plain]
-    if not 0 < len(found) <= most or not all(isinstance(one, kind) and not isinstance(one, bool) for one in found):
-        raise ConfigError(f"{name} must be {accepted}, got {given!r}")
-    return [float(one) for one in found]
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    numbers = list(plain) if isinstance(plain, Iterable) else [plain]
+    if not 0 < len(numbers) <= most or not all(isinstance(n, kind) and not isinstance(n, bool) for n in numbers):
+        raise ConfigError(f"{name} must be {accepted}, got {value!r}")
+    return [float(n) for n in numbers]
 
 
 def size_of_images(processor: Any, changes: Mapping[str, Any] | None) -> tuple[int, int] | None:
@@ -130,16 +130,16 @@ def size_of_images(processor: Any, changes: Mapping[str, Any] | None) -> tuple[i
     processor = processor.image_processor if is_for_images(processor) is None else processor
     if not is_for_images(processor):
         return None
-    found = processor if isinstance(processor, ImagePreprocessing) else _read_image_processor(processor)
-    return found.size
+    preprocessing = processor if isinstance(processor, ImagePreprocessing) else _read_image_processor(processor)
+    return preprocessing.size
 
 
 def is_for_images(processor: Any) -> bool | None:
     """Whether a processor reads images; None for one of both kinds, False (a tokenizer) for what is not known."""
     if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):
         return None
-    known = isinstance(processor, ImagePreprocessing)
-    return known or hasattr(processor, "image_mean") or hasattr(processor, "crop_size")
+    ours = isinstance(processor, ImagePreprocessing)
+    return ours or hasattr(processor, "image_mean") or hasattr(processor, "crop_size")
 
 
 def _unsupported(processor: Any, kind: str) -> ConversionError:
@@ -343,8 +343,8 @@ def _image_preprocessing(
 
 def _named_sides(size: Any) -> dict[str, int]:
     """The sides that a size of transformers names, whether it is a dictionary or an object."""
-    named: Mapping[str, Any] = size if isinstance(size, Mapping) else vars(size)
-    return {name: int(value) for name, value in named.items() if value is not None}
+    sides: Mapping[str, Any] = size if isinstance(size, Mapping) else vars(size)
+    return {name: int(value) for name, value in sides.items() if value is not None}
 
 
 def _channels(values: Any, scale: float = 1.0) -> tuple[float, ...]:
@@ -362,6 +362,6 @@ def _interpolation(method: Any) -> Interpolation:
         return _PIL_RESAMPLING[name]
     name = "nearest" if name == "nearest-exact" else name
     if name not in _PIL_RESAMPLING.values():
-        known = [*_PIL_RESAMPLING.values()]
-        raise ConversionError(f"the interpolation {method!r} is not supported; use one of {known}")
+        names = [*_PIL_RESAMPLING.values()]
+        raise ConversionError(f"the interpolation {method!r} is not supported; use one of {names}")
     return cast(Interpolation, name)

@@ -97,7 +97,7 @@ class _Reading:
             classes=(),
             config=self.config,
             weights={},
-            ignored=(*declaration.ignored, *(one for one, tensor in stored.items() if not tensor.is_floating_point())),
+            ignored=(*declaration.ignored, *(name for name, x in stored.items() if not x.is_floating_point())),
             answer=lambda model, inputs, fresh: called(declaration, model, inputs),
             masks=is_masked(declaration, model),
             advice=ADVICE,
@@ -112,12 +112,11 @@ class _Reading:
     def architecture(self) -> Architecture:
         """The declaration in the form in which those of libraries are."""
         weights = dict(self._weights())
-        used = {
-            name.replace("{i}", str(i)) for one in weights.values() for name in one.names for i in range(self.layers)
-        }
+        names = [name for source in weights.values() for name in source.names]
+        used = {name.replace("{i}", str(i)) for name in names for i in range(self.layers)}
         stored = self.model.state_dict()
-        left = [name for name in stored if name not in used and not name.startswith(self.frame.ignored)]
-        require_all_used([*self._unmatched(left), *self._misfits()], left, self.frame)
+        unused = [name for name in stored if name not in used and not name.startswith(self.frame.ignored)]
+        require_all_used([*self._unmatched(unused), *self._misfits()], unused, self.frame)
         return replace(self.frame, weights=weights)
 
     # --- where things lie ------------------------------------------------------------------------------------
@@ -125,7 +124,7 @@ class _Reading:
     def _spelled_out(self, declaration: Declaration) -> Declaration:
         """The same without `encoder`, `block` and `attention`: all their parts by name, and what they know."""
         names = dict(declaration.names)
-        known = dict[str, Any]()
+        settings = dict[str, Any]()
         if (encoder := names.pop("encoder", None)) is not None:
             module = self._module("encoder", encoder, nn.TransformerEncoder)
             names["block"] = f"{encoder}.layers.{{i}}"
@@ -135,37 +134,37 @@ class _Reading:
             layer = self._module("block", block, nn.TransformerEncoderLayer)
             parts = {"attention": "self_attn", "norm1": "norm1", "norm2": "norm2", "up": "linear1", "down": "linear2"}
             names |= {part: f"{block}.{path}" for part, path in parts.items()}  # type: ignore[misc]
-            known["norm_first"] = bool(layer.norm_first)
-            known["activation"] = activation_of(layer.activation, self.frame.name)
+            settings["norm_first"] = bool(layer.norm_first)
+            settings["activation"] = activation_of(layer.activation, self.frame.name)
             rates = {"activation": "dropout", "projection": "dropout1", "output": "dropout2"}
-            self.rates = {f"{one}_dropout": dropout_rate(getattr(layer, part)) for one, part in rates.items()}
+            self.rates = {f"{site}_dropout": dropout_rate(getattr(layer, part)) for site, part in rates.items()}
         if (attention := names.pop("attention", None)) is not None:
             module = self._module("attention", attention, nn.MultiheadAttention)
             if module.bias_k is not None or module.add_zero_attn:
                 raise refuse(self.frame.name, f"{attention} adds keys of its own")
             names |= {"qkv": f"{attention}.in_proj_weight", "out": f"{attention}.out_proj"}
-            known["heads"] = int(module.num_heads)
+            settings["heads"] = int(module.num_heads)
             self.rates["attention_dropout"] = float(module.dropout)
         if declaration.dropout is not None:
             self.rates |= dict.fromkeys(("projection_dropout", "output_dropout"), declaration.dropout)
-        unsaid = {name: value for name, value in known.items() if getattr(declaration, name) is None}
+        unsaid = {name: value for name, value in settings.items() if getattr(declaration, name) is None}
         return replace(declaration, names=names, **unsaid)
 
-    def _module(self, part: Part, path: Place, kind: type[nn.Module]) -> Any:
-        place = str(path).replace("{i}", "0")
-        found = dict(self.model.named_modules())
-        if not isinstance(found.get(place), kind):
-            missing = f"does not exist{perhaps_meant(place, found)}"
-            what = f"is a {type(found[place]).__name__}" if place in found else missing
-            known = [name.replace(".0", ".{i}") for name, module in found.items() if isinstance(module, kind)]
-            there = f"; the model has {known[:4]}" if known else "; name its parts one by one"
-            raise ConversionError(f"{self.frame.name}: {part} {place} must be an nn.{kind.__name__}, and {what}{there}")
-        return found[place]
+    def _module(self, part: Part, place: Place, kind: type[nn.Module]) -> Any:
+        path = str(place).replace("{i}", "0")
+        modules = dict(self.model.named_modules())
+        if not isinstance(modules.get(path), kind):
+            missing = f"does not exist{perhaps_meant(path, modules)}"
+            actual = f"is a {type(modules[path]).__name__}" if path in modules else missing
+            alike = [name.replace(".0", ".{i}") for name, module in modules.items() if isinstance(module, kind)]
+            hint = f"; the model has {alike[:4]}" if alike else "; name its parts one by one"
+            raise ConversionError(f"{self.frame.name}: {part} {path} must be an nn.{kind.__name__}, and {actual}{hint}")
+        return modules[path]
 
     def _weight(self, path: str, layer: int = 0) -> str | None:
         """The name of the tensor that a path stands for: itself, or the weight of a module."""
-        place = path.replace("{i}", str(layer))
-        return next((f"{path}{end}" for end in ("", ".weight") if f"{place}{end}" in self.foreign), None)
+        name = path.replace("{i}", str(layer))
+        return next((f"{path}{end}" for end in ("", ".weight") if f"{name}{end}" in self.foreign), None)
 
     def _bias(self, path: str) -> str | None:
         """The bias that belongs to the weight of a path."""
@@ -179,13 +178,13 @@ class _Reading:
         if place is None or isinstance(place, Tensor):
             return place
         names = [self._weight(path, layer) for path in paths(place)]
-        found = [self.foreign[name.replace("{i}", str(layer))] for name in names if name is not None]
-        return torch.cat(found) if len(found) == len(names) else None
+        tensors = [self.foreign[name.replace("{i}", str(layer))] for name in names if name is not None]
+        return torch.cat(tensors) if len(tensors) == len(names) else None
 
     # --- what does not fit -----------------------------------------------------------------------------------
 
-    def _unmatched(self, left: Sequence[str]) -> Iterator[str]:
-        near = [name for one in left for name in (one, one.rpartition(".")[0])]
+    def _unmatched(self, unused: Sequence[str]) -> Iterator[str]:
+        near = [name for path in unused for name in (path, path.rpartition(".")[0])]
         for part, place in self.names.items():
             for path in paths(place):
                 for layer in range(max(1, self.layers) if part in IN_BLOCK else 1):
@@ -200,33 +199,33 @@ class _Reading:
             yield "attention_scale is given, and a norm of queries would undo it"
         unknown = unknown_arguments(self.declared, self.model)
         if unknown:
-            way = "" if "patch" in self.names else ", or masked=False if it is never told of padding"
-            yield f"forward takes {', '.join(unknown)} too: say with answer= how the model is called{way}"
+            hint = "" if "patch" in self.names else ", or masked=False if it is never told of padding"
+            yield f"forward takes {', '.join(unknown)} too: say with answer= how the model is called{hint}"
         if self.declared.heads is None:
             yield "the number of heads is not said: give heads="
 
     def _misfits(self) -> Iterator[str]:
         """Parts whose sizes contradict each other."""
         sizes: dict[str, tuple[int, str]] = {}
-        for part in ("norm1", *(one for one in _AXES if one != "norm1")):
-            found = self.tensor(part)  # type: ignore[arg-type]
-            if found is None:
+        for part in ("norm1", *(name for name in _AXES if name != "norm1")):
+            tensor = self.tensor(part)  # type: ignore[arg-type]
+            if tensor is None:
                 continue
             axes = _AXES[part].split()
-            shape = [size for size in found.shape if size != 1]
-            if len(axes) != len(shape) and found.numel() > 1:
-                yield f"{part} is a tensor {list(found.shape)}, where one of {len(axes)} axes is expected"
+            shape = [size for size in tensor.shape if size != 1]
+            if len(axes) != len(shape) and tensor.numel() > 1:
+                yield f"{part} is a tensor {list(tensor.shape)}, where one of {len(axes)} axes is expected"
                 continue
             for axis, size in zip(axes, shape, strict=False):
-                known, by = sizes.setdefault(axis, (size, part))
-                if known != size:
-                    yield f"{part} is {list(found.shape)}, but by {by} there should be {known} where it has {size}"
+                expected, by = sizes.setdefault(axis, (size, part))
+                if expected != size:
+                    yield f"{part} is {list(tensor.shape)}, but by {by} there should be {expected} where it has {size}"
         width = sizes.get("d", (0, ""))[0]
         for part in ("patch", "position", "registers"):
-            found = self.tensor(part)  # type: ignore[arg-type]
-            wanted = sizes.get("e", (width, ""))[0] if "words" in self.names else width
-            if found is not None and found.shape[0 if part == "patch" else -1] != wanted:
-                yield f"{part} is {list(found.shape)}, where an axis should have {wanted}"
+            tensor = self.tensor(part)  # type: ignore[arg-type]
+            columns = sizes.get("e", (width, ""))[0] if "words" in self.names else width
+            if tensor is not None and tensor.shape[0 if part == "patch" else -1] != columns:
+                yield f"{part} is {list(tensor.shape)}, where an axis should have {columns}"
         heads = self.declared.heads
         inner = sizes.get("a", (0, ""))[0]
         if heads is not None and (heads < 1 or inner % heads):
@@ -240,7 +239,7 @@ class _Reading:
         positions = f"stem.position{'s' if 'words' in self.names else ''}"
         for part, place in self.names.items():
             if isinstance(place, Tensor):
-                yield _TENSORS.get(part, positions), self._given(place)
+                yield _TENSORS.get(part, positions), self._from_tensor(place)
                 continue
             weights = [self._weight(path) for path in paths(place)]
             names = [name for name in weights if name is not None]
@@ -251,7 +250,7 @@ class _Reading:
             elif part in _TENSORS:
                 yield _TENSORS[part], as_stored(names[0])
             elif part == "words":
-                yield "stem.words", Source((names[0],), lambda found, shape: (found[0] * scale).reshape(shape))
+                yield "stem.words", Source((names[0],), lambda tensors, shape: (tensors[0] * scale).reshape(shape))
             elif part == "position":
                 yield positions, Source((names[0],), _first_rows)
             elif part == "qkv":
@@ -278,28 +277,28 @@ class _Reading:
             return as_stored(name) if before is None else concatenated(before, name)
 
         yield f"{_WITH_BIAS[part]}.weight", stored(weight, gates[0])
-        zeros = Source((weight,), lambda found, shape: found[0].new_zeros(shape))
+        zeros = Source((weight,), lambda tensors, shape: tensors[0].new_zeros(shape))
         yield f"{_WITH_BIAS[part]}.bias", zeros if bias is None else stored(bias, gates[1])
 
-    def _given(self, tensor: Tensor) -> Source:
-        return Source((), lambda found, shape: _first_rows([tensor.to(self._of("norm1"))], shape))
+    def _from_tensor(self, tensor: Tensor) -> Source:
+        return Source((), lambda tensors, shape: _first_rows([tensor.to(self._of("norm1"))], shape))
 
-    def _patches(self, found: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    def _patches(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
         _, width, channels, height, wide = shape
-        if found[0].dim() == 2 and self.declared.patch_order == "hwc":
-            return found[0].reshape(width, height, wide, channels).permute(0, 3, 1, 2)
-        return found[0].reshape(shape)
+        if tensors[0].dim() == 2 and self.declared.patch_order == "hwc":
+            return tensors[0].reshape(width, height, wide, channels).permute(0, 3, 1, 2)
+        return tensors[0].reshape(shape)
 
-    def _heads(self, found: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    def _heads(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
         """Query, key and value of every head, `[H, 3, d_k, …]`, from rows in the declared order."""
-        heads = self._split(found, shape)
+        heads = self._split(tensors, shape)
         if self.declared.attention_scale is not None:  # queries have it in them
             factor = self.declared.attention_scale * shape[2] ** 0.5
             heads = torch.cat([heads[:, :1] * factor, heads[:, 1:]], dim=1)
         return torch.cat([heads[:, :2, self._order(shape[2])], heads[:, 2:]], dim=1)  # the value is not rotated
 
-    def _of_a_head(self, found: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        return found[0][..., self._order(shape[-1])].reshape(shape)
+    def _of_a_head(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        return tensors[0][..., self._order(shape[-1])].reshape(shape)
 
     def _order(self, head_dim: int) -> list[int]:
         """How the numbers of queries and keys are read, so that pairs that rotate together are halves of a head."""
@@ -307,26 +306,26 @@ class _Reading:
             return [*range(head_dim)]
         return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
 
-    def _split(self, found: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    def _split(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
         axes = self.declared.head_layout.split()
         sizes = {"qkv": 3, "h": shape[0], "d": shape[2]}
-        if len(found) == 3 or "qkv" not in axes:
-            parts = found if len(found) == 3 else found[0].chunk(3)
-            own = [axis for axis in axes if axis != "qkv"]
-            split = [part.unflatten(0, [sizes[axis] for axis in own]) for part in parts]
-            return torch.stack([part if own[0] == "h" else part.transpose(0, 1) for part in split], dim=1)
-        rows = found[0].unflatten(0, [sizes[axis] for axis in axes])
+        if len(tensors) == 3 or "qkv" not in axes:
+            parts = tensors if len(tensors) == 3 else tensors[0].chunk(3)
+            head_axes = [axis for axis in axes if axis != "qkv"]
+            split = [part.unflatten(0, [sizes[axis] for axis in head_axes]) for part in parts]
+            return torch.stack([part if head_axes[0] == "h" else part.transpose(0, 1) for part in split], dim=1)
+        rows = tensors[0].unflatten(0, [sizes[axis] for axis in axes])
         return rows.movedim([axes.index(axis) for axis in ("h", "qkv", "d")], (0, 1, 2))
 
     def _biases(self, weights: Sequence[str], biases: Sequence[str | None]) -> Source:
         """The biases of query, key and value; one that is not there is zero."""
-        given = tuple(bias or weight for bias, weight in zip(biases, weights, strict=True))
+        names = tuple(bias or weight for bias, weight in zip(biases, weights, strict=True))
 
-        def read(found: Sequence[Tensor], shape: torch.Size) -> Tensor:
-            rows = [one if name else one.new_zeros(len(one)) for one, name in zip(found, biases, strict=True)]
+        def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
+            rows = [x if bias else x.new_zeros(len(x)) for x, bias in zip(tensors, biases, strict=True)]
             return self._heads(rows, shape)
 
-        return Source(given, read)
+        return Source(names, read)
 
     # --- the configuration -----------------------------------------------------------------------------------
 
@@ -350,7 +349,7 @@ class _Reading:
             qk_norm="query_norm" in self.names,
             qkv_bias=any(self._bias(path) is not None for path in paths(self.names["qkv"])),
             out_bias=self._bias(str(self.names["out"])) is not None,
-            mlp_bias=any(self._bias(str(self.names[one])) is not None for one in ("up", "down")),
+            mlp_bias=any(self._bias(str(self.names[part])) is not None for part in ("up", "down")),
             layer_scale="scale1" in self.names,
             rotary=RotaryConfig(rotary) if isinstance(rotary, int | float) else rotary,
             **self.rates,  # type: ignore[arg-type]
@@ -359,27 +358,27 @@ class _Reading:
         return EnsembleConfig(stem, encoder, self._readout(num_labels), encoder.all_heads())
 
     def _of(self, part: Part) -> Tensor:
-        found = self.tensor(part)
-        assert found is not None, part  # `architecture` has refused models without it
-        return found
+        tensor = self.tensor(part)
+        assert tensor is not None, part  # `architecture` has refused models without it
+        return tensor
 
     def _norm(self, parts: Sequence[Part]) -> tuple[NormKind, float]:
         """What the norms of these parts have in common."""
         modules = dict(self.model.named_modules())
-        kinds, found = set[NormKind](), set[float]()
-        for part in (one for one in parts if one in self.names):
+        kinds, epsilons = set[NormKind](), set[float]()
+        for part in (name for name in parts if name in self.names):
             for layer in range(self.layers):
                 module: Any = modules.get(str(self.names[part]).replace("{i}", str(layer)))
                 kinds.add("rms" if isinstance(module, nn.RMSNorm) else self.declared.norm_kind)
                 eps = getattr(module, "eps", self.declared.norm_eps)
                 if isinstance(module, nn.RMSNorm) and eps is None:
                     eps = torch.finfo(self._of(part).dtype).eps
-                found |= set() if eps is None else {float(eps)}
-        if len(found) != 1 or len(kinds) != 1:
-            what = f"have the eps {sorted(found)} and are of the kinds {sorted(kinds)}; these must be the same"
-            what = what if found else "do not say their eps; give norm_eps="
-            raise ConversionError(f"{self.frame.name}: the norms {', '.join(parts)} {what}")
-        return kinds.pop(), found.pop()
+                epsilons |= set() if eps is None else {float(eps)}
+        if len(epsilons) != 1 or len(kinds) != 1:
+            problem = f"have the eps {sorted(epsilons)} and are of the kinds {sorted(kinds)}; these must be the same"
+            problem = problem if epsilons else "do not say their eps; give norm_eps="
+            raise ConversionError(f"{self.frame.name}: the norms {', '.join(parts)} {problem}")
+        return kinds.pop(), epsilons.pop()
 
     def _text_stem(self) -> TextStemConfig:
         words, position, segments = self._of("words"), self.tensor("position"), self.tensor("segments")
@@ -412,16 +411,16 @@ class _Reading:
         if image is None:
             if position is None:
                 raise ConversionError(f"{self.frame.name}: nothing says how large images are; give image_size=")
-            found = [n for n in range(min(prefix, rows - 1), -1, -1) if math.isqrt(rows - n) ** 2 == rows - n]
-            if not found:
-                what = f"{rows} positions are for no square of patches and up to {prefix} tokens before it"
-                raise ConversionError(f"{self.frame.name}: {what}; give image_size=(height, width)")
-            grid = (math.isqrt(rows - found[0]),) * 2
+            prefixes = [n for n in range(min(prefix, rows - 1), -1, -1) if math.isqrt(rows - n) ** 2 == rows - n]
+            if not prefixes:
+                problem = f"{rows} positions are for no square of patches and up to {prefix} tokens before it"
+                raise ConversionError(f"{self.frame.name}: {problem}; give image_size=(height, width)")
+            grid = (math.isqrt(rows - prefixes[0]),) * 2
         else:
             grid = pair(image)[0] // size[0], pair(image)[1] // size[1]
             if (grid[0] * size[0], grid[1] * size[1]) != pair(image):
-                what = f"image_size is {pair(image)}, which patches of {size} do not fill"
-                raise ConversionError(f"{self.frame.name}: {what}; give a multiple")
+                problem = f"image_size is {pair(image)}, which patches of {size} do not fill"
+                raise ConversionError(f"{self.frame.name}: {problem}; give a multiple")
         spare = rows - grid[0] * grid[1]
         if spare < 0 and position is not None:
             raise ConversionError(f"{self.frame.name}: {rows} positions are too few for {grid[0]}x{grid[1]} patches")
@@ -462,10 +461,10 @@ class _Reading:
             return int(patch.shape[2]), int(patch.shape[3])
         numbers = patch.shape[1]
         sides = [math.isqrt(numbers // channels) for channels in (3, 1) if numbers % channels == 0]
-        found = next((side for side in sides if numbers in (3 * side**2, side**2)), None)
-        if found is None:
+        side = next((side for side in sides if numbers in (3 * side**2, side**2)), None)
+        if side is None:
             raise refuse(self.frame.name, f"a patch of {numbers} numbers is no square of 1 or 3 channels")
-        return found, found
+        return side, side
 
     def _readout(self, num_labels: int | None) -> ReadoutConfig:
         classifier = self.tensor("classifier")
@@ -473,8 +472,8 @@ class _Reading:
         kind, eps = self._norm(("norm",)) if "norm" in self.names else (None, 1e-6)
         blocks = self._norm(("norm1",))[0]
         if kind not in (None, blocks):
-            what = f"norm is of the kind {kind!r} and those of the blocks are of {blocks!r}"
-            raise refuse(self.frame.name, f"{what}, and the norm behind the blocks is always of their kind")
+            problem = f"norm is of the kind {kind!r} and those of the blocks are of {blocks!r}"
+            raise refuse(self.frame.name, f"{problem}, and the norm behind the blocks is always of their kind")
         return ReadoutConfig(
             pool=self.declared.pool,
             pool_prefix=self.declared.pool_prefix,
@@ -486,9 +485,9 @@ class _Reading:
         )
 
 
-def _first_rows(found: Sequence[Tensor], shape: torch.Size) -> Tensor:
+def _first_rows(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
     """As many rows of a table as are read, whatever axes of length one it has."""
-    return found[0].reshape(-1, shape[-1])[: shape[-2]].reshape(shape)
+    return tensors[0].reshape(-1, shape[-1])[: shape[-2]].reshape(shape)
 
 
 def with_size(declaration: Declaration, model: nn.Module, size: tuple[int, int] | None) -> Declaration:

@@ -155,12 +155,12 @@ def refusal(*names: str) -> Refusal | None:
     """The row for a model, by any of its names: a qualified class, a model type, a name of timm."""
     for row in REFUSALS:
         families = row.families.split()
-        begins = "|".join(re.escape(one) for one in families if not one.startswith("*"))
-        ends = tuple(one[1:] for one in families if one.startswith("*"))
+        begins = "|".join(re.escape(word) for word in families if not word.startswith("*"))
+        ends = tuple(word[1:] for word in families if word.startswith("*"))
         family = re.compile(rf"(?:^|\.)(?:{begins or '-'})(?:v?\d+\w*|[a-z])?(?:[._-]|$)")  # swin, swinv2, swin_tiny
         for name in names:
-            read = not (row.text and name.startswith("timm."))
-            if read and (name.endswith(ends) or family.search(name.lower())):
+            applies = not (row.text and name.startswith("timm."))
+            if applies and (name.endswith(ends) or family.search(name.lower())):
                 return row
     return None
 
@@ -173,10 +173,10 @@ def explained(*names: str) -> str:
     row = refusal(*names)
     if row is not None:
         return in_lines(f"{names[0]} is {row.what}", row.why, row.way)
-    known = "models of timm, torchvision, transformers, open_clip and sentence-transformers that docs/models.md lists"
+    listed = "models of timm, torchvision, transformers, open_clip and sentence-transformers that docs/models.md lists"
     return in_lines(
         f"{names[0]} is not a supported architecture",
-        f"what a model computes is known of {known}, and of plain ones around nn.TransformerEncoder",
+        f"what a model computes is known of {listed}, and of plain ones around nn.TransformerEncoder",
         "a table of names for a model of your own, he.convert(model, declaration=he.Declaration(names={...}));\n"
         f"{HOW_TO} has an example, and every command takes the folder that save_pretrained writes of what it gives",
     )

@@ -25,15 +25,15 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
 
     A fresh classifier reads the pooled features before they are scaled to length one, where the model does that.
     """
-    first, *rest = model.children() if isinstance(model, nn.Sequential) else (model,)
+    first, *behind = model.children() if isinstance(model, nn.Sequential) else (model,)
     inner: Any = getattr(first, "auto_model", None) or getattr(first, "model", None)
     if not isinstance(inner, nn.Module):
         raise ConversionError(
             f"sentence-transformers: a {type(first).__name__} holds no encoder of transformers; give the whole "
             "SentenceTransformer, one that begins with a Transformer module"
         )
-    known = find(inner)
-    name = f"sentence-transformers, {known.name}"
+    architecture = find(inner)
+    name = f"sentence-transformers, {architecture.name}"
     prompt = (getattr(model, "prompts", None) or {}).get(getattr(model, "default_prompt_name", None))
     if prompt:
         raise ConversionError(
@@ -42,26 +42,26 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
         )
     if getattr(first, "do_lower_case", False):
         raise refuse(name, "it lower-cases texts before its tokenizer does anything (do_lower_case)")
-    kinds = [type(part).__name__ for part in rest]
+    kinds = [type(part).__name__ for part in behind]
     if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):
         raise refuse(name, f"behind the encoder there are {kinds}")
 
     def metadata(encoder: nn.Module) -> Metadata:
-        tokenizer = read_processor(first.tokenizer, known.config(encoder, None).stem)
-        found = Metadata() if rest else known.metadata(encoder)  # with the names of its classes
-        return replace(found, preprocessing=tokenizer, preprocessing_from="the tokenizer of the model")
+        tokenizer = read_processor(first.tokenizer, architecture.config(encoder, None).stem)
+        base = Metadata() if behind else architecture.metadata(encoder)  # with the names of its classes
+        return replace(base, preprocessing=tokenizer, preprocessing_from="the tokenizer of the model")
 
-    if not rest:
-        return replace(known, name=name, metadata=metadata), inner
-    pooling: Any = rest[0]
+    if not behind:
+        return replace(architecture, name=name, metadata=metadata), inner
+    pooling: Any = behind[0]
     mode = getattr(pooling, "pooling_mode", None) or pooling.get_pooling_mode_str()
     if mode not in POOLS:
         raise refuse(name, f"its pooling is {mode!r}, not one of {list(POOLS)}")
 
     def config(encoder: nn.Module, num_labels: int | None) -> EnsembleConfig:
-        if num_labels is None and len(rest) > 1:
+        if num_labels is None and len(behind) > 1:
             raise refuse(name, "its embeddings are scaled to length one; for a classifier give num_labels")
-        bare = known.config(encoder, None)
+        bare = architecture.config(encoder, None)
         classes = number_of_classes(0, num_labels, name)
         last = bare.readout  # with the norm after the last block
         return replace(bare, readout=ReadoutConfig(POOLS[mode], classes, norm=last.norm, norm_eps=last.norm_eps))
@@ -73,7 +73,7 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
         return pooled
 
     unread = ("readout.hidden", "readout.classifier", "readout.distillation_classifier")
-    weights = {part: entry for part, entry in known.weights.items() if not part.startswith(unread)}
-    ignored = (*known.ignored, "pooler.")
-    declared = replace(known, name=name, config=config, weights=weights, ignored=ignored)
+    weights = {part: entry for part, entry in architecture.weights.items() if not part.startswith(unread)}
+    ignored = (*architecture.ignored, "pooler.")
+    declared = replace(architecture, name=name, config=config, weights=weights, ignored=ignored)
     return replace(declared, answer=answer, metadata=metadata), inner

@@ -223,36 +223,36 @@ def _eva_attention(model: Any) -> Weights:
         half = head_dim // 2
         pairs = [*range(half // 2, half), *range(half // 2)] if swapped else [*range(half)]
         if _halves(rope):
-            return [*pairs, *(half + one for one in pairs)]
-        return [*(2 * one for one in pairs), *(2 * one + 1 for one in pairs)]
+            return [*pairs, *(half + i for i in pairs)]
+        return [*(2 * i for i in pairs), *(2 * i + 1 for i in pairs)]
 
     def normed(leaf: str, part: str) -> Source:
         return Source((f"attn.{part}_norm.{leaf}",), lambda tensors, shape: tensors[0][order(shape[-1])])
 
-    place = "encoder.layers.{i}.attention."
+    prefix = "encoder.layers.{i}.attention."
     by = None if rope is None else order
     split = model.blocks[0].attn.qkv is None
     names = tuple(f"attn.{part}_proj.*" for part in "qkv") if split else ("attn.qkv.*",)
     entries = {**attention("attn.proj", *names, order=by)}
     if not _biases(model.blocks[0].attn)[1]:
         names = ("attn.q_proj.bias", "attn.v_proj.bias") if split else ("attn.q_bias", "attn.v_bias")
-        entries[f"{place}qkv_bias"] = qkv_by_head(*names, order=by)
+        entries[f"{prefix}qkv_bias"] = qkv_by_head(*names, order=by)
     if rope is not None:
         for leaf in ("weight", "bias"):
-            entries[f"{place}query_norm.{leaf}"] = normed(leaf, "q")
-            entries[f"{place}key_norm.{leaf}"] = normed(leaf, "k")
+            entries[f"{prefix}query_norm.{leaf}"] = normed(leaf, "q")
+            entries[f"{prefix}key_norm.{leaf}"] = normed(leaf, "k")
     return below("blocks.{i}.", entries)
 
 
 def _metadata(model: Any) -> Metadata:
-    found: dict[str, Any] = dict(getattr(model, "pretrained_cfg", None) or {})
-    labels = tuple(found.get("label_names") or ())
+    cfg: dict[str, Any] = dict(getattr(model, "pretrained_cfg", None) or {})
+    labels = tuple(cfg.get("label_names") or ())
     channels = int(model.patch_embed.proj.in_channels)
-    mean, std = (_per_channel(found.get(name) or (0.5, 0.5, 0.5), channels) for name in ("mean", "std"))
+    mean, std = (_per_channel(cfg.get(name) or (0.5, 0.5, 0.5), channels) for name in ("mean", "std"))
     if mean is None or std is None or channels not in (1, 3):  # what images have
         return Metadata(labels=labels)
-    interpolation: Any = found.get("interpolation") or "bicubic"
-    crop = found.get("crop_mode") or "center"
+    interpolation: Any = cfg.get("interpolation") or "bicubic"
+    crop = cfg.get("crop_mode") or "center"
     if interpolation not in get_args(Interpolation) or crop not in ("center", "squash"):
         return Metadata(labels=labels)  # borders that are filled, other filters: nothing here does the same
     preprocessing = ImagePreprocessing(
@@ -260,12 +260,12 @@ def _metadata(model: Any) -> Metadata:
         mean=mean,
         std=std,
         interpolation=interpolation,
-        crop_fraction=float(found.get("crop_pct") or 1.0),
+        crop_fraction=float(cfg.get("crop_pct") or 1.0),
         resize_mode="squash" if crop == "squash" else "shortest",
     )
-    said = found.get("mean") is not None and found.get("std") is not None
-    name = ".".join(str(found[one]) for one in ("architecture", "tag") if found.get(one))
-    origin = f"timm's pretrained_cfg of {name or 'the model'}" if said else "assumed: timm says nothing of this model"
+    stated = cfg.get("mean") is not None and cfg.get("std") is not None
+    name = ".".join(str(cfg[key]) for key in ("architecture", "tag") if cfg.get(key))
+    origin = f"timm's pretrained_cfg of {name or 'the model'}" if stated else "assumed: timm says nothing of this model"
     return Metadata(labels=labels, preprocessing=preprocessing, preprocessing_from=origin)
 
 

@@ -68,11 +68,11 @@ def read_encoder(config: Any, architecture: str, **settings: Any) -> EncoderConf
     return EncoderConfig(**{**shared, **settings})
 
 
-def patch_stem(found: Any, resample: Resample, **settings: Any) -> PatchStemConfig:
+def patch_stem(config: Any, resample: Resample, **settings: Any) -> PatchStemConfig:
     """The stem that a configuration describes, with what a family reads in its own way as settings."""
-    patch, image = pair(found.patch_size), pair(found.image_size)
+    patch, image = pair(config.patch_size), pair(config.image_size)
     grid = image[0] // patch[0], image[1] // patch[1]
-    return PatchStemConfig(patch, grid, channels=int(found.num_channels), resample=resample, **settings)
+    return PatchStemConfig(patch, grid, channels=int(config.num_channels), resample=resample, **settings)
 
 
 def read_classes(model: Any, classifier: Any, num_labels: int | None, architecture: str) -> tuple[int, bool]:
@@ -140,10 +140,10 @@ def declare(
     path = f"transformers.models.{module}.modeling_{module}.{stem}"
     classifier = Architecture(
         name=f"transformers {name} classifier",
-        classes=tuple(path + one for one in classifiers),
+        classes=tuple(path + ending for ending in classifiers),
         config=partial(config, name=f"transformers {name}"),
         weights={**below(f"{inside}.", encoder), **readout},
-        ignored=tuple(f"{inside}.{one}" for one in ignored),
+        ignored=tuple(f"{inside}.{beginning}" for beginning in ignored),
         metadata=metadata_of_classifier,
         answer=answer,
     )
@@ -189,12 +189,12 @@ _OLD_VIT_LAYER: Weights = {
 _VIT: Weights = {**_PATCHES, **either(below("layers.{i}.", _VIT_LAYER), below("encoder.layer.{i}.", _OLD_VIT_LAYER))}
 
 
-def gated(*others: str) -> Weights:
+def gated(*names: str) -> Weights:
     """The first layer of an MLP: gate and value apart, or one of another name."""
     return {
         f"encoder.layers.{{i}}.mlp.up.{leaf}": (
             concatenated(f"mlp.gate_proj.{leaf}", f"mlp.up_proj.{leaf}"),
-            *(f"{other}.{leaf}" for other in others),
+            *(f"{name}.{leaf}" for name in names),
         )
         for leaf in ("weight", "bias")
     }
@@ -215,12 +215,12 @@ _DINOV2: Weights = {**_PATCHES, **below("encoder.layer.{i}.", DINO_LAYER)}
 def _vit_config(
     model: Any, num_labels: int | None, name: str, distilled: bool = False, class_token: bool = True
 ) -> EnsembleConfig:
-    found = model.config
-    dropout = float(found.hidden_dropout_prob)
+    config = model.config
+    dropout = float(config.hidden_dropout_prob)
     tokens = {"class_token": class_token, "distillation_token": distilled}
-    stem = patch_stem(found, "bicubic", position_prefix=sum(tokens.values()), dropout=dropout, **tokens)
+    stem = patch_stem(config, "bicubic", position_prefix=sum(tokens.values()), dropout=dropout, **tokens)
     rates = {"projection_dropout": dropout, "output_dropout": dropout}
-    encoder = read_encoder(found, name, qkv_bias=bool(found.qkv_bias), **rates)
+    encoder = read_encoder(config, name, qkv_bias=bool(config.qkv_bias), **rates)
     teacher = getattr(model, "cls_classifier", None)
     classifier = getattr(model, "classifier", teacher)
     pool: Pool = "distilled" if teacher is not None else "cls" if class_token else "mean"
@@ -235,22 +235,22 @@ def _mean_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
 
 
 def _dinov2_config(model: Any, num_labels: int | None, name: str, resample: Resample = "bicubic") -> EnsembleConfig:
-    found = model.config
-    registers = int(getattr(found, "num_register_tokens", 0))
-    dropout = float(found.hidden_dropout_prob)
-    stem = patch_stem(found, resample, position_prefix=1, registers=registers, dropout=dropout)
+    config = model.config
+    registers = int(getattr(config, "num_register_tokens", 0))
+    dropout = float(config.hidden_dropout_prob)
+    stem = patch_stem(config, resample, position_prefix=1, registers=registers, dropout=dropout)
     if stem.grid[0] != stem.grid[1]:
-        raise refuse(name, f"its image_size {found.image_size} is not square, but its position embedding is read so")
-    gated = bool(found.use_swiglu_ffn)
-    hidden = int(found.hidden_size * found.mlp_ratio)
+        raise refuse(name, f"its image_size {config.image_size} is not square, but its position embedding is read so")
+    gated = bool(config.use_swiglu_ffn)
+    hidden = int(config.hidden_size * config.mlp_ratio)
     encoder = read_encoder(
-        found,
+        config,
         name,
         mlp_width=(int(hidden * 2 / 3) + 7) // 8 * 8 if gated else hidden,  # as the library rounds SwiGLU
         gated=gated,
-        qkv_bias=bool(found.qkv_bias),
+        qkv_bias=bool(config.qkv_bias),
         layer_scale=True,
-        drop_path=(float(found.drop_path_rate),) * int(found.num_hidden_layers),
+        drop_path=(float(config.drop_path_rate),) * int(config.num_hidden_layers),
         **({"activation": "silu"} if gated else {}),
     )
     classifier = getattr(model, "classifier", None)
@@ -335,60 +335,60 @@ def _bert_config(
     counts_after_padding: bool = False,
 ) -> EnsembleConfig:
     """BERT, RoBERTa and ELECTRA, which differ in the readout and in how positions are counted."""
-    found, embeddings = model.config, model.base_model.embeddings
-    dropout = float(found.hidden_dropout_prob)
+    config, embeddings = model.config, model.base_model.embeddings
+    dropout = float(config.hidden_dropout_prob)
     stem = text_stem(
         embeddings.word_embeddings,
         embeddings.position_embeddings,
         segments=embeddings.token_type_embeddings.num_embeddings,
         positions_after=int(embeddings.padding_idx) if counts_after_padding else None,
-        norm_eps=float(found.layer_norm_eps),
+        norm_eps=float(config.layer_norm_eps),
         project=hasattr(model.base_model, "embeddings_project"),
         dropout=dropout,
     )
-    encoder = read_encoder(found, name, norm_first=False, projection_dropout=dropout, output_dropout=dropout)
-    rate = dropout if found.classifier_dropout is None else float(found.classifier_dropout)
+    encoder = read_encoder(config, name, norm_first=False, projection_dropout=dropout, output_dropout=dropout)
+    rate = dropout if config.classifier_dropout is None else float(config.classifier_dropout)
     readout = text_readout(model, num_labels, name, hidden, rate, drops_first_token)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 def _distilbert_config(model: Any, num_labels: int | None, name: str) -> EnsembleConfig:
-    found, eps = model.config, 1e-12  # written in the library's code, not in its configuration
-    dropout = float(found.dropout)
+    config, eps = model.config, 1e-12  # written in the library's code, not in its configuration
+    dropout = float(config.dropout)
     tables = model.base_model.embeddings
     stem = text_stem(tables.word_embeddings, tables.position_embeddings, norm_eps=eps, dropout=dropout)
     encoder = read_encoder(
-        found,
+        config,
         name,
         norm_first=False,
-        mlp_width=int(found.hidden_dim),
+        mlp_width=int(config.hidden_dim),
         norm_eps=eps,
-        activation=activation_of(found.activation, name),  # its own names: a stray `hidden_act` means nothing
-        attention_dropout=float(found.attention_dropout),
+        activation=activation_of(config.activation, name),  # its own names: a stray `hidden_act` means nothing
+        attention_dropout=float(config.attention_dropout),
         output_dropout=dropout,
     )
-    readout = text_readout(model, num_labels, name, "relu", float(found.seq_classif_dropout), False)
+    readout = text_readout(model, num_labels, name, "relu", float(config.seq_classif_dropout), False)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 def _albert_config(model: Any, num_labels: int | None, name: str) -> EnsembleConfig:
     """ALBERT, whose layers are one: the canonical encoder has a copy of it for each."""
-    found = model.config
-    groups = int(found.num_hidden_groups), int(found.inner_group_num)
+    config = model.config
+    groups = int(config.num_hidden_groups), int(config.inner_group_num)
     if groups != (1, 1):
         raise refuse(name, f"it has {groups[0]} groups of {groups[1]} layers, not one layer for all")
-    dropout = float(found.hidden_dropout_prob)
+    dropout = float(config.hidden_dropout_prob)
     embeddings = model.base_model.embeddings
     stem = text_stem(
         embeddings.word_embeddings,
         embeddings.position_embeddings,
         segments=embeddings.token_type_embeddings.num_embeddings,
-        norm_eps=float(found.layer_norm_eps),
+        norm_eps=float(config.layer_norm_eps),
         project=True,
         dropout=dropout,
     )
-    encoder = read_encoder(found, name, norm_first=False, projection_dropout=dropout)
-    readout = text_readout(model, num_labels, name, "tanh", float(found.classifier_dropout_prob), False)
+    encoder = read_encoder(config, name, norm_first=False, projection_dropout=dropout)
+    readout = text_readout(model, num_labels, name, "tanh", float(config.classifier_dropout_prob), False)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 

@@ -74,10 +74,10 @@ def _clip_classes(*names: str) -> tuple[str, ...]:
 
 
 def _clip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    found = getattr(model.config, "vision_config", model.config)
-    stem = patch_stem(found, "bicubic", patch_bias=False, norm=True, norm_eps=float(found.layer_norm_eps))
-    encoder = read_encoder(found, _CLIP_IMAGE, attention_dropout=float(found.attention_dropout))
-    readout = _clip_readout(getattr(model, "visual_projection", None), found, num_labels, _CLIP_IMAGE)
+    config = getattr(model.config, "vision_config", model.config)
+    stem = patch_stem(config, "bicubic", patch_bias=False, norm=True, norm_eps=float(config.layer_norm_eps))
+    encoder = read_encoder(config, _CLIP_IMAGE, attention_dropout=float(config.attention_dropout))
+    readout = _clip_readout(getattr(model, "visual_projection", None), config, num_labels, _CLIP_IMAGE)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
@@ -89,13 +89,13 @@ def _clip_classifier_config(model: Any, num_labels: int | None) -> EnsembleConfi
 
 
 def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    found = getattr(model.config, "text_config", model.config)
+    config = getattr(model.config, "text_config", model.config)
     tables = getattr(model, "text_model", model).embeddings
     stem = text_stem(tables.token_embedding, tables.position_embedding, norm=False)
-    encoder = read_encoder(found, _CLIP_TEXT, causal=True, attention_dropout=float(found.attention_dropout))
-    end = int(found.eos_token_id)
+    encoder = read_encoder(config, _CLIP_TEXT, causal=True, attention_dropout=float(config.attention_dropout))
+    end = int(config.eos_token_id)
     readout = replace(
-        _clip_readout(getattr(model, "text_projection", None), found, num_labels, _CLIP_TEXT),
+        _clip_readout(getattr(model, "text_projection", None), config, num_labels, _CLIP_TEXT),
         pool="eot",
         eot_token=None if end == _LEGACY_EOS and type(model).__name__.startswith("CLIP") else end,
         norm="tokens",
@@ -103,11 +103,11 @@ def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-def _clip_readout(projection: nn.Linear | None, found: Any, num_labels: int | None, name: str) -> ReadoutConfig:
+def _clip_readout(projection: nn.Linear | None, config: Any, num_labels: int | None, name: str) -> ReadoutConfig:
     return ReadoutConfig(
         num_classes=number_of_classes(0 if projection is None else projection.out_features, num_labels, name),
         norm="pooled",
-        norm_eps=float(found.layer_norm_eps),
+        norm_eps=float(config.layer_norm_eps),
         bias=projection is None or projection.bias is not None,
     )
 
@@ -180,14 +180,14 @@ _SIGLIP_TEXT_TOWER: Weights = {**_CLIP_TEXT_TOWER, "readout.classifier": "head"}
 
 
 def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    found = getattr(model.config, "vision_config", model.config)
-    stem = patch_stem(found, "bicubic", class_token=False, position_prefix=0)
-    encoder = read_encoder(found, _SIGLIP_IMAGE, attention_dropout=float(found.attention_dropout))
+    config = getattr(model.config, "vision_config", model.config)
+    stem = patch_stem(config, "bicubic", class_token=False, position_prefix=0)
+    encoder = read_encoder(config, _SIGLIP_IMAGE, attention_dropout=float(config.attention_dropout))
     if hasattr(model, "classifier"):  # which reads the mean patch: the attention that pools takes no part
         classes, bias = read_classes(model, model.classifier, num_labels, _SIGLIP_IMAGE)
         mean = ReadoutConfig(pool="mean", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
         return EnsembleConfig(stem, encoder, mean, encoder.all_heads())
-    if not getattr(found, "vision_use_head", True):
+    if not getattr(config, "vision_use_head", True):
         raise refuse(_SIGLIP_IMAGE, "it has no attention that pools an image (vision_use_head): it has no features")
     readout = ReadoutConfig(
         pool="map",
@@ -195,7 +195,7 @@ def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         norm_eps=encoder.norm_eps,
         map_heads=encoder.heads,
         map_mlp_width=encoder.mlp_width,
-        map_activation=activation_of(found.hidden_act, _SIGLIP_IMAGE),
+        map_activation=activation_of(config.hidden_act, _SIGLIP_IMAGE),
     )
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
@@ -203,9 +203,9 @@ def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 def _siglip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """The text tower reads the token at the last place, which is padding in all but the longest texts."""
     model = getattr(model, "text_model", model)  # releases of transformers 5 differ, here and in their classes
-    found = model.config
+    config = model.config
     stem = text_stem(model.embeddings.token_embedding, model.embeddings.position_embedding, norm=False)
-    encoder = read_encoder(found, _SIGLIP_TEXT, attention_dropout=float(found.attention_dropout))
+    encoder = read_encoder(config, _SIGLIP_TEXT, attention_dropout=float(config.attention_dropout))
     classes = number_of_classes(model.head.out_features, num_labels, _SIGLIP_TEXT)
     bias = model.head.bias is not None
     readout = ReadoutConfig(pool="final", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)

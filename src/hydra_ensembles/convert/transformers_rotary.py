@@ -42,33 +42,33 @@ _DINOV3_LAYER: Weights = {
 
 
 def _dinov3_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    found, name = model.config, _DINOV3_NAME
-    registers = int(found.num_register_tokens)
-    stem = patch_stem(found, "bicubic", position_prefix=0, registers=registers, learned_positions=False)
-    biases = bool(found.query_bias), bool(found.key_bias), bool(found.value_bias)
+    config, name = model.config, _DINOV3_NAME
+    registers = int(config.num_register_tokens)
+    stem = patch_stem(config, "bicubic", position_prefix=0, registers=registers, learned_positions=False)
+    biases = bool(config.query_bias), bool(config.key_bias), bool(config.value_bias)
     if biases[0] != biases[2] or biases[1] > biases[0]:
         raise refuse(name, f"of query, key and value only some have a bias ({biases})")
     encoder = read_encoder(
-        found,
+        config,
         name,
-        gated=bool(found.use_gated_mlp),
+        gated=bool(config.use_gated_mlp),
         qkv_bias=biases[0],
         key_bias=biases != (True, False, True),
-        out_bias=bool(found.proj_bias),
-        mlp_bias=bool(found.mlp_bias),
+        out_bias=bool(config.proj_bias),
+        mlp_bias=bool(config.mlp_bias),
         layer_scale=True,
-        attention_dropout=float(found.attention_dropout),
-        drop_path=(float(found.drop_path_rate),) * int(found.num_hidden_layers),
+        attention_dropout=float(config.attention_dropout),
+        drop_path=(float(config.drop_path_rate),) * int(config.num_hidden_layers),
         rotary=RotaryConfig(
-            float(found.rope_theta),
+            float(config.rope_theta),
             centred=True,
-            shift=float(found.pos_embed_shift or 0.0),
-            jitter=float(found.pos_embed_jitter or 1.0),
-            rescale=float(found.pos_embed_rescale or 1.0),
+            shift=float(config.pos_embed_shift or 0.0),
+            jitter=float(config.pos_embed_jitter or 1.0),
+            rescale=float(config.pos_embed_rescale or 1.0),
         ),
     )
     classes, _ = read_classes(model, None, num_labels, name)
-    readout = ReadoutConfig(num_classes=classes, norm_eps=float(found.layer_norm_eps))
+    readout = ReadoutConfig(num_classes=classes, norm_eps=float(config.layer_norm_eps))
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
@@ -112,22 +112,22 @@ def _rotary_bert_config(
     model: Any, num_labels: int | None, name: str, drops_first_token: bool = False
 ) -> EnsembleConfig:
     """Nomic BERT, GTE and Jina embeddings, which differ in gates, biases and the readout."""
-    found = model.config
+    config = model.config
     embeddings = model.base_model.embeddings
     layer = model.base_model.layers[0]
     segments = embeddings.token_type_embeddings
-    dropout = float(found.hidden_dropout_prob)
+    dropout = float(config.hidden_dropout_prob)
     mlp = layer.mlp
     gated = hasattr(layer.mlp, "gate_proj")
     stem = text_stem(
         embeddings.word_embeddings,
-        int(found.max_position_embeddings),
+        int(config.max_position_embeddings),
         segments=0 if segments is None else segments.num_embeddings,
-        norm_eps=float(found.layer_norm_eps),
+        norm_eps=float(config.layer_norm_eps),
         dropout=dropout,
     )
     encoder = read_encoder(
-        found,
+        config,
         name,
         norm_first=False,
         gated=gated,
@@ -138,9 +138,9 @@ def _rotary_bert_config(
         projection_dropout=dropout,
         activation_dropout=dropout if hasattr(mlp, "dropout") else 0.0,
         output_dropout=dropout,
-        rotary=RotaryConfig(_base(found.rope_parameters, name)),
+        rotary=RotaryConfig(_base(config.rope_parameters, name)),
     )
-    rate = dropout if found.classifier_dropout is None else float(found.classifier_dropout)
+    rate = dropout if config.classifier_dropout is None else float(config.classifier_dropout)
     readout = text_readout(model, num_labels, name, "tanh", rate, drops_first_token)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
@@ -165,54 +165,54 @@ _MODERNBERT: Weights = {
 
 
 def _modernbert_config(model: Any, num_labels: int | None, name: str) -> EnsembleConfig:
-    found = model.config
+    config = model.config
     eps = float(model.config.norm_eps)
-    kind: NormKind = "layer" if found.norm_bias else "layer_no_bias"
-    local = tuple(one == "sliding_attention" for one in found.layer_types)
-    base, local_base = (_base(found.rope_parameters[f"{one}_attention"], name) for one in ("full", "sliding"))
-    tables = model.base_model.embeddings.tok_embeddings, int(found.max_position_embeddings)
-    stem = text_stem(*tables, norm_eps=eps, norm_kind=kind, dropout=float(found.embedding_dropout))
+    kind: NormKind = "layer" if config.norm_bias else "layer_no_bias"
+    local = tuple(layer_type == "sliding_attention" for layer_type in config.layer_types)
+    base, local_base = (_base(config.rope_parameters[f"{reach}_attention"], name) for reach in ("full", "sliding"))
+    tables = model.base_model.embeddings.tok_embeddings, int(config.max_position_embeddings)
+    stem = text_stem(*tables, norm_eps=eps, norm_kind=kind, dropout=float(config.embedding_dropout))
     encoder = read_encoder(
-        found,
+        config,
         name,
-        activation=activation_of(found.hidden_activation, name),
+        activation=activation_of(config.hidden_activation, name),
         gated=True,
         norm=kind,
         norm_eps=eps,
         first_norm=False,
-        qkv_bias=bool(found.attention_bias),
-        out_bias=bool(found.attention_bias),
-        mlp_bias=bool(found.mlp_bias),
-        attention_dropout=float(found.attention_dropout),
-        projection_dropout=float(found.attention_dropout),
-        activation_dropout=float(found.mlp_dropout),
+        qkv_bias=bool(config.attention_bias),
+        out_bias=bool(config.attention_bias),
+        mlp_bias=bool(config.mlp_bias),
+        attention_dropout=float(config.attention_dropout),
+        projection_dropout=float(config.attention_dropout),
+        activation_dropout=float(config.mlp_dropout),
         rotary=RotaryConfig(base, local_base=local_base),
         local=local,
-        window=int(found.local_attention) // 2 if any(local) else None,
+        window=int(config.local_attention) // 2 if any(local) else None,
     )
     head = getattr(model, "head", None)
     classes, bias = read_classes(model, getattr(model, "classifier", None), num_labels, name)
     readout = ReadoutConfig(num_classes=classes, norm_eps=eps, bias=bias)
     if head is not None:
-        hidden = cast(HiddenActivation, found.classifier_activation)
+        hidden = cast(HiddenActivation, config.classifier_activation)
         if hidden not in ("tanh", "relu", "gelu"):
             raise refuse(name, f"its classifier has the activation {hidden!r}")
         readout = ReadoutConfig(
-            pool=found.classifier_pooling,
+            pool=config.classifier_pooling,
             num_classes=classes,
             norm_eps=eps,
             hidden=hidden,
-            hidden_bias=bool(found.classifier_bias),
+            hidden_bias=bool(config.classifier_bias),
             hidden_norm=True,
             bias=bias,
-            hidden_dropout=float(found.classifier_dropout),
+            hidden_dropout=float(config.classifier_dropout),
         )
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 _MODERNBERT_HEAD: Weights = {**READOUT, "readout.hidden": "head.dense", "readout.hidden_norm": "head.norm"}
 _ROBERTA_HEAD = partial(_rotary_bert_config, drops_first_token=True)
-_NOMIC, _GTE = ({**READOUT, "readout.hidden": (f"{one}.pooler.dense", "pooler.dense")} for one in ("nomic_bert", "gte"))
+_NOMIC, _GTE = ({**READOUT, "readout.hidden": (f"{key}.pooler.dense", "pooler.dense")} for key in ("nomic_bert", "gte"))
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     _DINOV3,
