@@ -96,15 +96,15 @@ def build(sources: BuildSources, hydra: HydraConfig, quiet: Quiet = False, as_js
         model, sets, size = model_and_sets(sources, fitted, folder, "build")
         written = {**to_plain(replace(sources, batch_size=size)), **to_plain(hydra)}
         with with_settings(folder, written, "build"):
-            made = build_ensemble(model, fitted, **sets, output=folder, device=sources.place(), progress=not quiet)
+            ensemble = build_ensemble(model, fitted, **sets, output=folder, device=sources.place(), progress=not quiet)
     if as_json:
         emit_json(read_json(folder / SUMMARY))
         return
-    print(f"{made.describe()}\npreprocessing  {preprocessing_of(made)}")
+    print(f"{ensemble.describe()}\npreprocessing  {preprocessing_of(ensemble)}")
     print(f"\nThe ensemble is in {folder / RESULT}, how it was made in {folder / SUMMARY}. Next:")
     quoted = shlex.quote(str(folder))
     print(f"  hydra-ensembles info {quoted}")
-    print(f"  hydra-ensembles predict {quoted} {'IMAGE...' if made.kind == 'image' else '--text TEXT'}")
+    print(f"  hydra-ensembles predict {quoted} {'IMAGE...' if ensemble.kind == 'image' else '--text TEXT'}")
     print(f"  hydra-ensembles evaluate {quoted} --id DATA --ood near:NAME=DATA")
 
 
@@ -186,7 +186,7 @@ def search(
         model, sets, size = model_and_sets(sources, hydra, folder, "search")
         written = to_plain(replace(sources, batch_size=size))
         with nullcontext() if dry_run else with_settings(folder, written, "search"):
-            found = run_search(
+            front = run_search(
                 model,
                 **sets,
                 **{name: getattr(sources, name) for name in names},
@@ -201,12 +201,12 @@ def search(
                 progress=not quiet,
             )
     if not dry_run:
-        write_atomically(folder / "table.md", to_markdown(found.table()).encode())
-        write_atomically(folder / "front.svg", found.figure().encode())
+        write_atomically(folder / "table.md", to_markdown(front.table()).encode())
+        write_atomically(folder / "front.svg", front.figure().encode())
     if as_json:
-        emit_json(to_plain(replace(found, ensemble=None)))
+        emit_json(to_plain(replace(front, ensemble=None)))
         return
-    emit(to_rich(found.table()), None)
+    emit(to_rich(front.table()), None)
     if not dry_run:
         print(f"\nThe choice is in {folder / RESULT}, the front in {folder / 'front.svg'}, all numbers in "
               f"{folder / 'search.json'}. Next:")  # fmt: skip
@@ -219,10 +219,10 @@ def _read_candidates(settings: DataSettings, file: str) -> list[dict[str, Any]]:
     path = Path(file).expanduser()
     most = settings.batch_size
     listed = parse_yaml(read_file(path), str(path))
-    if not isinstance(listed, list) or not all(isinstance(one, Mapping) for one in listed):
+    if not isinstance(listed, list) or not all(isinstance(raw, Mapping) for raw in listed):
         raise ConfigError(f"{path} must hold a list of candidates, each with settings of build: '- shared_layers: 8'")
-    recipes = ({"recipe": in_batches_of(read_recipe(one["recipe"]), most)} if "recipe" in one else {} for one in listed)
-    return [{**one, **recipe} for one, recipe in zip(listed, recipes, strict=True)]
+    recipes = ({"recipe": in_batches_of(read_recipe(raw["recipe"]), most)} if "recipe" in raw else {} for raw in listed)
+    return [{**raw, **recipe} for raw, recipe in zip(listed, recipes, strict=True)]
 
 
 # --- what both have in common ----------------------------------------------------------------------------------------
@@ -236,11 +236,11 @@ def telling_how_to_go_on(folder: Path, name: str) -> Iterator[None]:
     except KeyboardInterrupt as error:
         if not (folder / SETTINGS).exists():
             raise
-        kept = "nothing is finished; to start over"
+        state = "nothing is finished; to start over"
         if (folder / IDENTITY).exists():
-            kept = f"finished stages are kept in {folder}; to go on there"
+            state = f"finished stages are kept in {folder}; to go on there"
         again = f"hydra-ensembles {name} --config {shlex.quote(str(folder / SETTINGS))}"
-        raise KeyboardInterrupt(f"{kept}: {again}") from error
+        raise KeyboardInterrupt(f"{state}: {again}") from error
 
 
 @contextmanager
@@ -283,9 +283,9 @@ def model_and_sets(
     """
     begun = (folder / IDENTITY).exists()
     require_own_folder(folder, f"a {name}")
-    given = [(role, getattr(sources, role, None)) for role in LABELLED]
-    given += [(role, data) for role in FOREIGN for _, data in ood_sources(getattr(sources, role, ()))]
-    for role, spec in given:  # before anything is written
+    specs = [(role, getattr(sources, role, None)) for role in LABELLED]
+    specs += [(role, data) for role in FOREIGN for _, data in ood_sources(getattr(sources, role, ()))]
+    for role, spec in specs:  # before anything is written
         data, _ = source.existing_path(spec or "")
         if data is not None and not begun and folder.resolve().is_relative_to(data.resolve()):
             raise DataError(f"output is {folder}, which is among the {role} data of {data}; name a folder outside it")
@@ -304,20 +304,20 @@ def model_and_sets(
     transform: Any = model.metadata.preprocessing
     workers = sources.workers
     train = sets.pop("train", None)
-    found: dict[str, Any] = {role: batches(data, transform, size, num_workers=workers) for role, data in sets.items()}
-    for role, named in foreign.items():
-        fit = {key: source.fit_to_model(data, model, sources, labelled=False) for key, data in named.items()}
-        read = {key: batches(data, transform, size, num_workers=workers) for key, data in fit.items()}
-        if read:
-            found[role] = read if len(read) > 1 else next(iter(read.values()))
+    by_role: dict[str, Any] = {role: batches(data, transform, size, num_workers=workers) for role, data in sets.items()}
+    for role, sets_of_role in foreign.items():
+        fit = {key: source.fit_to_model(data, model, sources, labelled=False) for key, data in sets_of_role.items()}
+        loaded = {key: batches(data, transform, size, num_workers=workers) for key, data in fit.items()}
+        if loaded:
+            by_role[role] = loaded if len(loaded) > 1 else next(iter(loaded.values()))
         elif SYNTHETIC in getattr(sources, role, ()):
-            found[role] = SYNTHETIC
+            by_role[role] = SYNTHETIC
     if train is not None:
         if hydra.recipe is not None and hydra.recipe.changes_images:
             transform = TrainTransform.matching(transform, rand_augment=hydra.recipe.rand_augment)
-        found["train"] = batches(train, transform, train_size, shuffle=True, seed=hydra.seed, num_workers=workers)
+        by_role["train"] = batches(train, transform, train_size, shuffle=True, seed=hydra.seed, num_workers=workers)
     recipe_decides = train is not None and hydra.recipe is not None and hydra.recipe.batch_size is not None
-    return model, found, sources.batch_size if recipe_decides else size
+    return model, by_role, sources.batch_size if recipe_decides else size
 
 
 def _load_sets(sources: Any, hydra: HydraConfig) -> tuple[dict[str, AnyDataset], dict[str, dict[str, AnyDataset]]]:
@@ -326,13 +326,13 @@ def _load_sets(sources: Any, hydra: HydraConfig) -> tuple[dict[str, AnyDataset],
     sets = {role: source.load_data(spec, sources) for role, spec in specs.items() if spec is not None}
     foreign: dict[str, dict[str, AnyDataset]] = {}
     for role in FOREIGN if hydra.extracts_circuits else ():
-        found = foreign.setdefault(role, {})
+        named = foreign.setdefault(role, {})
         for name, spec in ood_sources(getattr(sources, role, ())):
             data = source.load_data(spec, sources, labelled=False)
             name = name or data.name
-            if name in found:
+            if name in named:
                 raise DataError(f"two OOD sources are called {name!r}; name them apart, as NAME={spec}")
-            found[name] = data
+            named[name] = data
     return sets, foreign
 
 

@@ -86,11 +86,11 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     parameters += [_parameter("debug", Debug, False), _parameter("context", typer.Context, inspect.Parameter.empty)]
 
     @functools.wraps(function)
-    def guarded(*, context: typer.Context, debug: bool, **given: Any) -> None:
+    def guarded(*, context: typer.Context, debug: bool, **options: Any) -> None:
         try:
             if kinds:
-                given = read_settings(kinds, given, given.pop("config"), given.pop("changes") or ())
-            function(**given)
+                options = read_settings(kinds, options, options.pop("config"), options.pop("changes") or ())
+            function(**options)
         except BaseException as error:
             code = report_failure(error, debug or bool(context.find_root().params.get("debug")))
             if code is None:
@@ -98,15 +98,15 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(code) from error
 
     guarded.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("Examples:", "\b\nExamples:")  # kept as they are
-    ordered = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+    ordered = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     guarded.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
-    guarded.__annotations__ = {one.name: one.annotation for one in ordered}
+    guarded.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
     return guarded
 
 
 def described(function: Callable[..., None]) -> dict[str, Any]:
     """What a command is and takes, as plain data: all that help and completion need to know of it."""
-    found: list[dict[str, Any]] = []
+    parameters: list[dict[str, Any]] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.annotation is typer.Context:
             continue
@@ -114,21 +114,21 @@ def described(function: Callable[..., None]) -> dict[str, Any]:
         kind = _without_none(hint)
         several = get_origin(kind) is list
         kind = get_args(kind)[0] if several else kind
-        one = {"name": parameter.name, "help": info.help}
+        entry = {"name": parameter.name, "help": info.help}
         if isinstance(info, typer.models.OptionInfo):
-            one["flags"] = [flag for flag in (info.default, *(info.param_decls or ())) if isinstance(flag, str)]
+            entry["flags"] = [flag for flag in (info.default, *(info.param_decls or ())) if isinstance(flag, str)]
         if get_origin(kind) is Literal:
-            one["choices"] = list(get_args(kind))
+            entry["choices"] = list(get_args(kind))
         else:
-            one["type"] = kind.__name__.lower()
-        one |= {"several": True} if several else {}
+            entry["type"] = kind.__name__.lower()
+        entry |= {"several": True} if several else {}
         if parameter.default is not inspect.Parameter.empty:
-            one["default"] = str(parameter.default) if isinstance(parameter.default, Path) else parameter.default
+            entry["default"] = str(parameter.default) if isinstance(parameter.default, Path) else parameter.default
         for name, usual in (("metavar", None), ("min", None), ("show_default", True)):
             if getattr(info, name) != usual:
-                one[name] = getattr(info, name)
-        found.append(one)
-    return {"name": function.__name__, "help": function.__doc__, "parameters": found}
+                entry[name] = getattr(info, name)
+        parameters.append(entry)
+    return {"name": function.__name__, "help": function.__doc__, "parameters": parameters}
 
 
 def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
@@ -139,9 +139,9 @@ def _options(settings: type) -> Iterator[inspect.Parameter]:
     """A parameter for each field of a dataclass; None says that an option was not given."""
     hints = get_type_hints(settings)
     help = _help(settings)
-    for one in fields(settings):
-        name = one.name
-        kind = _without_none(hints[one.name])
+    for setting in fields(settings):
+        name = setting.name
+        kind = _without_none(hints[setting.name])
         if name == "model":
             yield _parameter(name, Annotated[str | None, typer.Argument(metavar="MODEL", help=help[name])])
             continue
@@ -154,9 +154,9 @@ def _options(settings: type) -> Iterator[inspect.Parameter]:
         elif _is_count_or_share(kind):  # as it is written: a point tells them apart
             yield _parameter(name, Annotated[str | None, typer.Option(*flags, metavar="NUMBER", help=help[name])])
             continue
-        elif origin is bool and one.default is not False:
+        elif origin is bool and setting.default is not False:
             flags = (f"{flags[0]}/--no-{flags[0][2:]}",)
-        shown = one.default not in (MISSING, None, False, "", ()) and str(one.default)
+        shown = setting.default not in (MISSING, None, False, "", ()) and str(setting.default)
         yield _parameter(name, Annotated[kind | None, typer.Option(*flags, show_default=shown, help=help[name])])
 
 
@@ -164,8 +164,8 @@ def option(default: Any, help: str) -> Any:
     """A field of settings that are a command's alone, with what its option says of it; `...` has to be given."""
     if default is ...:
         return field(kw_only=True, metadata={"help": help})
-    given: Any = {"default_factory": dict} if default == {} else {"default": default}
-    return field(**given, metadata={"help": help})
+    keywords: Any = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**keywords, metadata={"help": help})
 
 
 def _is_count_or_share(kind: Any) -> bool:
@@ -173,52 +173,52 @@ def _is_count_or_share(kind: Any) -> bool:
 
 
 def _without_none(hint: Any) -> Any:
-    kinds = [one for one in get_args(hint) if one is not NoneType]
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
     return kinds[0] if NoneType in get_args(hint) and len(kinds) == 1 else hint
 
 
 def _help(settings: type) -> dict[str, str]:
     """The first sentence that the fields of a dataclass say of themselves, or its docstring does, of each of them."""
     _, _, attributes = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:\n")
-    told = re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.*)*)", attributes, re.MULTILINE)
-    found = {name: " ".join(text.split()) for names, text in told for name in names.split(", ")}
-    found |= {one.name: one.metadata["help"] for one in fields(settings) if "help" in one.metadata}
-    return {name: re.split(r"[.;:](?: |$)", text)[0].replace("`", "") for name, text in found.items()}
+    sections = re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.*)*)", attributes, re.MULTILINE)
+    texts = {name: " ".join(text.split()) for names, text in sections for name in names.split(", ")}
+    texts |= {setting.name: setting.metadata["help"] for setting in fields(settings) if "help" in setting.metadata}
+    return {name: re.split(r"[.;:](?: |$)", text)[0].replace("`", "") for name, text in texts.items()}
 
 
 def read_settings(
-    kinds: Mapping[str, type], given: Mapping[str, Any], config: Path | None, changes: Iterable[str]
+    kinds: Mapping[str, type], options: Mapping[str, Any], config: Path | None, changes: Iterable[str]
 ) -> dict[str, Any]:
     """Settings from a YAML file, options (None where one was not given) and `--set` (`name.name=value`).
 
     `kinds` has the dataclass of each parameter that is one; options that are no settings are passed on.
     """
-    known: dict[str, Field[Any]] = {one.name: one for kind in kinds.values() for one in fields(kind)}
+    settings: dict[str, Field[Any]] = {setting.name: setting for kind in kinds.values() for setting in fields(kind)}
     merged = {} if config is None else parse_yaml(read_file(config), str(config)) or {}
     if not isinstance(merged, dict):
         raise ConfigError(f"{config} holds a {type(merged).__name__}; it must hold settings, a line 'name: value' each")
     others: dict[str, Any] = {}
-    for name, value in given.items():
-        if name not in known:
+    for name, value in options.items():
+        if name not in settings:
             others[name] = value
-        elif value is not None and known[name].default_factory is dict:
+        elif value is not None and settings[name].default_factory is dict:
             changes = [*(f"{name}.{pair}" for pair in value), *changes]
         elif value is not None:
             merged[name] = value
     for change in changes:
         assign(merged, change)
-    for name in merged.keys() - known.keys():
-        raise ConfigError(f"there is no setting {name!r}{did_you_mean(str(name), known)}")
-    for name, one in known.items():
-        if name not in merged and one.default is MISSING and one.default_factory is MISSING:
+    for name in merged.keys() - settings.keys():
+        raise ConfigError(f"there is no setting {name!r}{did_you_mean(str(name), settings)}")
+    for name, setting in settings.items():
+        if name not in merged and setting.default is MISSING and setting.default_factory is MISSING:
             raise ConfigError(f"{name} was not given, and it has no default")
-    if "recipe" in known:
+    if "recipe" in settings:
         merged["recipe"] = read_recipe(merged.get("recipe"))
     for parameter, kind in kinds.items():
         hints = get_type_hints(kind)
-        names = [one.name for one in fields(kind) if one.name in merged]
-        own = {name: _listed(hints[name], merged[name]) for name in names}
-        others[parameter] = from_plain(kind, own)
+        names = [setting.name for setting in fields(kind) if setting.name in merged]
+        plain = {name: _listed(hints[name], merged[name]) for name in names}
+        others[parameter] = from_plain(kind, plain)
     return others
 
 
@@ -234,7 +234,7 @@ def _listed(hint: Any, value: Any) -> Any:
     several = () if value is None else value if isinstance(value, list | tuple) else (value,)
     if get_args(hint)[0] not in (int, float):
         return several
-    parts = [part for one in several for part in (one.split(",") if isinstance(one, str) else [one])]
+    parts = [part for value in several for part in (value.split(",") if isinstance(value, str) else [value])]
     return [parse_yaml(part, part) if isinstance(part, str) else part for part in parts]
 
 
@@ -242,12 +242,12 @@ def read_recipe(value: Any) -> Recipe | None:
     """A recipe from plain data: the name of a preset, `none`, or settings, which may start from a `preset`."""
     if value is None or value == "none":
         return None
-    own = {"preset": value} if isinstance(value, str) else value
-    if not isinstance(own, Mapping) or "preset" not in own:
-        return from_plain(Recipe, own, "recipe")
-    given = {name: setting for name, setting in own.items() if name != "preset"}
-    replaced = dict(EXCLUDES[name] for name in given.keys() & EXCLUDES.keys() if given[name])
-    return Recipe.preset(str(own["preset"]), **{**replaced, **given})
+    plain = {"preset": value} if isinstance(value, str) else value
+    if not isinstance(plain, Mapping) or "preset" not in plain:
+        return from_plain(Recipe, plain, "recipe")
+    changes = {name: setting for name, setting in plain.items() if name != "preset"}
+    replaced = dict(EXCLUDES[name] for name in changes.keys() & EXCLUDES.keys() if changes[name])
+    return Recipe.preset(str(plain["preset"]), **{**replaced, **changes})
 
 
 def parse_yaml(text: str | bytes, where: str) -> Any:
@@ -283,8 +283,8 @@ def did_you_mean(name: str | Path, known: Iterable[str] = ()) -> str:
     if isinstance(name, Path):
         known = [entry.name for entry in name.parent.iterdir()] if name.parent.is_dir() else []
         name = name.name
-    found = nearest(name, known, most=3)
-    return f"; did you mean {', '.join(found)}?" if found else ""
+    similar = nearest(name, known, most=3)
+    return f"; did you mean {', '.join(similar)}?" if similar else ""
 
 
 def emit_json(result: Any) -> None:
@@ -317,10 +317,10 @@ def report_failure(error: BaseException, debug: bool) -> int | None:
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
         code = 130
-        kept = str(error)
-        if not kept and hasattr(error, "__notes__"):  # where, and that the same goes on there
-            kept = f"{error.__notes__[0]}: {shlex.join(['hydra-ensembles', *sys.argv[1:]])}"
-        message = f"interrupted{': ' if kept else ''}{kept}"
+        advice = str(error)
+        if not advice and hasattr(error, "__notes__"):  # where, and that the same goes on there
+            advice = f"{error.__notes__[0]}: {shlex.join(['hydra-ensembles', *sys.argv[1:]])}"
+        message = f"interrupted{': ' if advice else ''}{advice}"
     elif isinstance(error, HydraError | OSError):
         code = 2
         message = f"error: {error}"

@@ -79,11 +79,11 @@ class EvaluateSettings(MeasuredSettings):
     def __post_init__(self) -> None:
         """Check that shifted sets can be told apart."""
         super().__post_init__()
-        named = grouped_specs(self.shift)
-        grouped = [spec for group, _, spec in named if group != UNGROUPED]
+        specs = grouped_specs(self.shift)
+        grouped = [spec for group, _, spec in specs if group != UNGROUPED]
         if grouped:
             raise DataError(f"shift {grouped[0]} has a group, which only OOD sets have; write it as NAME=DATA")
-        names = [name or spec for _, name, spec in named]
+        names = [name or spec for _, name, spec in specs]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise DataError(f"two shifted sets are called {twice!r}; name them apart, as NAME=DATA")
@@ -109,15 +109,15 @@ class EvaluateSettings(MeasuredSettings):
             earlier = plain if isinstance(plain, dict) else {}
             present = self.by_full_names()
             same_model = _model_of(earlier) == _model_of(present)
-            most, now = (one.get("limit") or math.inf for one in (earlier, present))
+            most, now = (run.get("limit") or math.inf for run in (earlier, present))
             if same_model and _data_of(earlier) <= _data_of(present) and most <= now:
                 return
-            other = "other data" if same_model else f"another model, {earlier.get('model')}"
-            found = f"an evaluation of {other} (see {settings.name})"
+            subject = "other data" if same_model else f"another model, {earlier.get('model')}"
+            state = f"an evaluation of {subject} (see {settings.name})"
         else:
-            found = f"there, and nothing says what it is an evaluation of ({settings.name} is not there)"
+            state = f"there, and nothing says what it is an evaluation of ({settings.name} is not there)"
         raise ConfigError(
-            f"{self.file} is {found}; give this one --name or --output of its own, or --output {self.file} to replace "
+            f"{self.file} is {state}; give this one --name or --output of its own, or --output {self.file} to replace "
             "it"
         )
 
@@ -133,11 +133,11 @@ class EvaluateSettings(MeasuredSettings):
             plain["id"] = source.full_name_of_data(self.id)
         for role in ("ood", "shift"):
             plain[role] = [
-                spec if role == "shift" and name is None else given.removesuffix(spec) + source.full_name_of_data(spec)
-                for given, (_, name, spec) in zip(getattr(self, role), grouped_specs(getattr(self, role)), strict=True)
+                spec if role == "shift" and name is None else entry.removesuffix(spec) + source.full_name_of_data(spec)
+                for entry, (_, name, spec) in zip(getattr(self, role), grouped_specs(getattr(self, role)), strict=True)
             ]  # a shifted set without a name is called as it was typed, and stays so
-        named = [plain["id"] or "", *plain["ood"], *plain["shift"]]
-        below_root = self.suite is not None or any(source.SUITE in one or source.TORCHVISION in one for one in named)
+        specs = [plain["id"] or "", *plain["ood"], *plain["shift"]]
+        below_root = self.suite is not None or any(source.SUITE in spec or source.TORCHVISION in spec for spec in specs)
         if self.root is not None or below_root:
             plain["root"] = str(Path(self.root or "").resolve())
         return plain
@@ -171,34 +171,34 @@ def _model_of(settings: Mapping[str, Any]) -> tuple[object, ...]:
 def _data_of(settings: Mapping[str, Any]) -> set[object]:
     """Which data settings measure on, by their full names."""
     lists = (grouped_specs(settings.get(name) or ()) for name in ("ood", "shift"))
-    data = [settings.get("id"), *(spec for named in lists for _, _, spec in named)]
-    found: set[object] = {spec for spec in data if spec is not None}
-    return found if settings.get("suite") is None else {*found, (settings["suite"], settings.get("root"))}
+    data = [settings.get("id"), *(spec for specs in lists for _, _, spec in specs)]
+    names: set[object] = {spec for spec in data if spec is not None}
+    return names if settings.get("suite") is None else {*names, (settings["suite"], settings.get("root"))}
 
 
 def grouped_specs(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
     """Group, name (None: the data's own) and data of each `[GROUP:][NAME=]DATA`."""
-    found = []
-    for given in options:
-        match = _NAMED.fullmatch(given)
+    specs = []
+    for entry in options:
+        match = _NAMED.fullmatch(entry)
         if match is None:
-            raise DataError(f"a set is written [near:|far:|apart:][NAME=]DATA, got {given!r}")
-        found.append((match["group"] or UNGROUPED, match["name"], match["data"]))
-    without = [data for group, _, data in found if group == UNGROUPED]
-    if 0 < len(without) < len(found):
+            raise DataError(f"a set is written [near:|far:|apart:][NAME=]DATA, got {entry!r}")
+        specs.append((match["group"] or UNGROUPED, match["name"], match["data"]))
+    without = [data for group, _, data in specs if group == UNGROUPED]
+    if 0 < len(without) < len(specs):
         raise DataError(f"{', '.join(without)} have no group but others do; write near:, far: or apart: before each")
-    return found
+    return specs
 
 
 def read_sets(settings: MeasuredSettings, model: Ensemble) -> tuple[AnyDataset, dict[str, dict[str, AnyDataset]]]:
     """The in-distribution set, and OOD sets by group and name, each fit for the model."""
     test = _read(f"suite:{settings.suite}:test" if settings.id is None else settings.id, settings, model)
     groups: dict[str, dict[str, AnyDataset]] = {}
-    wanted = settings.ood
-    if settings.suite is not None and not wanted:
+    specs = settings.ood
+    if settings.suite is not None and not specs:
         references = [(group, ref.name) for group in GROUPS for ref in getattr(suite(settings.suite), group)]
-        wanted = tuple(f"{group}:{name}=suite:{settings.suite}:{name}" for group, name in references)
-    for group, name, spec in grouped_specs(wanted):
+        specs = tuple(f"{group}:{name}=suite:{settings.suite}:{name}" for group, name in references)
+    for group, name, spec in grouped_specs(specs):
         data = _read(spec, settings, model, labelled=False)
         name = name or data.name
         if any(name in sets for sets in groups.values()):
@@ -324,7 +324,7 @@ def atlas(settings: AtlasSettings, quiet: Quiet = False) -> None:
     """
     model = source.load_classifier(settings)
     test, groups = read_sets(settings, model)
-    found = make_atlas(
+    measured = make_atlas(
         model,
         test,
         groups,
@@ -335,8 +335,8 @@ def atlas(settings: AtlasSettings, quiet: Quiet = False) -> None:
         progress=not quiet,
     )
     numbers = settings.page.with_suffix(".json")
-    found.save(numbers)
-    write_atlas(settings.page, found)
+    measured.save(numbers)
+    write_atlas(settings.page, measured)
     shutil.rmtree(settings.page.with_suffix(KEPT))
     print(f"wrote {settings.page} and {numbers}")
 

@@ -29,20 +29,20 @@ def commands() -> tuple[Callable[..., None], ...]:
     return (*making, *judging, predict, score, serve, export, bench, info)
 
 
-def run_command(name: str, given: Mapping[str, Any]) -> None:
+def run_command(name: str, options: Mapping[str, Any]) -> None:
     """Run the command of a name with its options, as `hydra_ensembles_cli` read them."""
-    {one.__name__: one for one in commands()}[name](**given)
+    {function.__name__: function for function in commands()}[name](**options)
 
 
 def table() -> str:
     """What all commands are and take, as JSON, a line for each parameter: `hydra_ensembles_cli` answers from it."""
 
-    def text(one: dict[str, Any]) -> str:
-        rows = ",\n".join(json.dumps(parameter, ensure_ascii=False) for parameter in one.pop("parameters"))
-        return f'{json.dumps(one, ensure_ascii=False)[:-1]}, "parameters": [\n{rows}\n]}}'
+    def text(entry: dict[str, Any]) -> str:
+        rows = ",\n".join(json.dumps(parameter, ensure_ascii=False) for parameter in entry.pop("parameters"))
+        return f'{json.dumps(entry, ensure_ascii=False)[:-1]}, "parameters": [\n{rows}\n]}}'
 
-    rest = ",\n".join(text(described(one)) for one in commands())
-    return f'{{"version": {json.dumps(__version__)}, "commands": [\n{rest}\n]}}\n'
+    rows = ",\n".join(text(described(function)) for function in commands())
+    return f'{{"version": {json.dumps(__version__)}, "commands": [\n{rows}\n]}}\n'
 
 
 def write_table() -> None:
@@ -69,8 +69,8 @@ def demo(
       hydra-ensembles demo --output runs/demo --seed 1
     """
     console = Console()
-    found = run_demo(output, settings, progress=progress, announce=lambda line: console.print(f"[bold]{line}[/]"))
-    console.print(to_rich(found.table, title="One small vision transformer, seven EuroSAT classes"))
+    result = run_demo(output, settings, progress=progress, announce=lambda line: console.print(f"[bold]{line}[/]"))
+    console.print(to_rich(result.table, title="One small vision transformer, seven EuroSAT classes"))
     model = output / "model"
     print(f"\nReport    {output / 'report.html'}\nModel     {model}\nNumbers   {output / 'results.json'}\n\nTry next")
     print(f"  hydra-ensembles info {model}\n  hydra-ensembles predict {model} YOUR_IMAGE.jpg")

@@ -54,15 +54,14 @@ def calibrate(settings: CalibrateSettings) -> None:
     size = settings.batch_size or USUAL_BATCH
     transform: Any = model.metadata.preprocessing
     names = ("share", "score", "per_member", "temperature", "familiarity")
-    made = calibrate_ensemble(
+    calibrated = calibrate_ensemble(
         model,
         batches(data, transform, size, num_workers=settings.workers),
         **{name: getattr(settings, name) for name in names},
     )
-    _written(made, folder)
-    print(
-        f"  hydra-ensembles predict {shlex.quote(str(folder))} {'IMAGE...' if made.kind == 'image' else '--text TEXT'}"
-    )
+    _written(calibrated, folder)
+    inputs = "IMAGE..." if calibrated.kind == "image" else "--text TEXT"
+    print(f"  hydra-ensembles predict {shlex.quote(str(folder))} {inputs}")
     print(f"  hydra-ensembles evaluate {shlex.quote(str(folder))} --id DATA --ood near:NAME=DATA")
 
 
@@ -111,8 +110,8 @@ def fuse(
     labels = model.metadata.labels
     models = [model, *(source.load_further(first, name, labels) for name in others or ())]
     names = ("stem", "mlp", "norms", "readout", "trunk", "average")
-    made: Ensemble = fuse_models(models, **{name: getattr(fusion, name) for name in names})
-    _written(made, folder)
+    fused: Ensemble = fuse_models(models, **{name: getattr(fusion, name) for name in names})
+    _written(fused, folder)
     print(f"  hydra-ensembles calibrate {shlex.quote(str(folder))} --id DATA --output FOLDER")
 
 
@@ -123,14 +122,14 @@ def _new_folder(output: str, data: str | None = None) -> Path:
     folder = Path(output).expanduser()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"output is {folder}, where something is already; name a new folder")
-    place, _ = source.existing_path(data or "")
-    if place is not None and folder.resolve().is_relative_to(place.resolve()):
-        raise DataError(f"output is {folder}, which is among the data of {place}; name a folder outside it")
+    data_path, _ = source.existing_path(data or "")
+    if data_path is not None and folder.resolve().is_relative_to(data_path.resolve()):
+        raise DataError(f"output is {folder}, which is among the data of {data_path}; name a folder outside it")
     return folder
 
 
-def _written(made: Ensemble, folder: Path) -> None:
+def _written(model: Ensemble, folder: Path) -> None:
     """Save a model, and say what it is, what was done last, and where it lies."""
-    made.save_pretrained(folder)
-    print(f"{made.describe()}\n{made.metadata.history[-1]}\n\nThe model is in {folder}. Next:")
+    model.save_pretrained(folder)
+    print(f"{model.describe()}\n{model.metadata.history[-1]}\n\nThe model is in {folder}. Next:")
     print(f"  hydra-ensembles info {shlex.quote(str(folder))}")

@@ -46,12 +46,12 @@ def serve(model: ModelSettings, settings: ServeSettings) -> None:
     for name in ("fastapi", "prometheus_client", "python_multipart"):  # said before anything is loaded
         require(name, extra="serve")
     uvicorn = require("uvicorn", extra="serve")
-    place = listen(settings)
+    listener = listen(settings)
     try:
         app = make_app(load_classifier(model), settings)
-        run_server(uvicorn, app, place, settings)
+        run_server(uvicorn, app, listener, settings)
     finally:
-        place.close()
+        listener.close()
         if settings.uds is not None:
             Path(settings.uds).expanduser().unlink(missing_ok=True)
 
@@ -68,17 +68,17 @@ def listen(settings: ServeSettings) -> socket.socket:
         path = Path(settings.uds).expanduser()
         if path.is_socket() and not _answers(path):
             path.unlink()  # left by a server that was killed
-        place = socket.socket(socket.AF_UNIX)
+        listener = socket.socket(socket.AF_UNIX)
         before = os.umask(0o177)
         try:
-            place.bind(str(path))
-            place.listen(BACKLOG)
+            listener.bind(str(path))
+            listener.listen(BACKLOG)
         except OSError:
-            place.close()
+            listener.close()
             raise
         finally:
             os.umask(before)
-        return place
+        return listener
     except OSError as error:
         where = settings.uds or f"{settings.host}:{settings.port}"
         raise StorageError(f"cannot listen on {where}: {error}; give another address, or end what uses it") from error
@@ -90,7 +90,7 @@ def _answers(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
-def run_server(uvicorn: Any, app: Any, place: socket.socket, settings: ServeSettings) -> None:
+def run_server(uvicorn: Any, app: Any, listener: socket.socket, settings: ServeSettings) -> None:
     """Serve until a signal comes; what was taken in is answered, which takes no longer than the deadline."""
     log_to_stdout()
     config = uvicorn.Config(
@@ -109,22 +109,22 @@ def run_server(uvicorn: Any, app: Any, place: socket.socket, settings: ServeSett
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             if self.started:
-                _announce(place, settings)
+                _announce(listener, settings)
 
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it is done: a clean end is 0
     try:
-        Announcing(config).run([place])
+        Announcing(config).run([listener])
     except KeyboardInterrupt:  # likewise
         pass
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _announce(place: socket.socket, settings: ServeSettings) -> None:
+def _announce(listener: socket.socket, settings: ServeSettings) -> None:
     if settings.uds is not None:
         where = f"unix:{settings.uds}"
     else:
-        host, port = place.getsockname()[:2]
+        host, port = listener.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         if settings.key is None and settings.host not in LOOPBACK:
             print(f"warning: anybody who reaches {where} is answered; set {API_KEY} to ask for a key", file=sys.stderr)
@@ -153,8 +153,8 @@ def export(
       hydra-ensembles export run compiled.pt2 --format aoti
     """
     ensemble = load_classifier(model)
-    found = find_inputs(ensemble.kind, example, (), Columns()) if example else []
-    examples = [read() for _, read in found] or None
+    inputs = find_inputs(ensemble.kind, example, (), Columns()) if example else []
+    examples = [read() for _, read in inputs] or None
     path = write_export(ensemble, output, format, examples=examples, tolerance=tolerance)
     print(f"wrote {path} and {path.name}.json")
 
@@ -184,16 +184,16 @@ def score(
       hydra-ensembles score run shards/ --output scores --keep id --batch-size 256
       hydra-ensembles score my-hydra-bert reviews.parquet --output scores --column text=review --wide
     """
-    named = named_columns(column)
-    scorer = Scorer(load_classifier(model), columns=named, keep=keep or (), wide=wide, workers=workers)
-    found = score_archive(scorer, source, output, batch_size=batch_size, shard_rows=shard_rows, progress=progress)
+    columns = named_columns(column)
+    scorer = Scorer(load_classifier(model), columns=columns, keep=keep or (), wide=wide, workers=workers)
+    summary = score_archive(scorer, source, output, batch_size=batch_size, shard_rows=shard_rows, progress=progress)
     if as_json:
-        emit_json(to_plain(found))
+        emit_json(to_plain(summary))
         return
-    print(f"{found.rows} rows in {found.shards} shards: {output / SHARD.format(0)} …")
-    if found.unreadable:
-        print(f"{found.unreadable} items could not be read: {(output / UNREADABLE.format(0)).parent} says why")
-    if found.noted:
-        print(f"{found.noted} rows have a `note`: a text that was cut, a photograph stored on its side")
-    if found.ignored:
-        print(f"{found.ignored} files of other kinds were passed over")
+    print(f"{summary.rows} rows in {summary.shards} shards: {output / SHARD.format(0)} …")
+    if summary.unreadable:
+        print(f"{summary.unreadable} items could not be read: {(output / UNREADABLE.format(0)).parent} says why")
+    if summary.noted:
+        print(f"{summary.noted} rows have a `note`: a text that was cut, a photograph stored on its side")
+    if summary.ignored:
+        print(f"{summary.ignored} files of other kinds were passed over")

@@ -71,8 +71,8 @@ class ModelSettings(Checked):
     @property
     def preprocessing(self) -> dict[str, Any]:
         """What is said of the preprocessing, by the names of `convert`."""
-        given = {name: getattr(self, name) for name in (*IMAGE_SETTINGS, *TEXT_SETTINGS)}
-        return {name: value for name, value in given.items() if value not in (None, ())}
+        settings = {name: getattr(self, name) for name in (*IMAGE_SETTINGS, *TEXT_SETTINGS)}
+        return {name: value for name, value in settings.items() if value not in (None, ())}
 
     def place(self) -> torch.device:
         """The device; `auto` is the first GPU, or else the CPU."""
@@ -100,8 +100,8 @@ def load_classifier(settings: ModelSettings) -> Ensemble:
 
 def load_further(settings: ModelSettings, name: str, labels: tuple[str, ...]) -> Ensemble:
     """Another training of the model of the settings, with its class names where it has none."""
-    found = load_classifier(replace(settings, model=name, weights=None, model_options={}))
-    return found if found.metadata.labels else found.with_metadata(labels=labels)
+    model = load_classifier(replace(settings, model=name, weights=None, model_options={}))
+    return model if model.metadata.labels else model.with_metadata(labels=labels)
 
 
 def load_model(settings: ModelSettings) -> Ensemble | DualEncoder:
@@ -155,12 +155,12 @@ def _by_config(source: str, timm_scheme: str, path: Path, settings: ModelSetting
     ours = config.get("format") == "hydra_ensembles"
     if "architecture" in config and not ours and not (timm_scheme == "local-dir" and "model_type" in config):
         return _load_timm(f"{timm_scheme}:{source}", settings, str(config["architecture"]))
-    given = [name for name in ("weights", "model_options") if getattr(settings, name)]
-    if given:
-        raise ConfigError(f"{source} brings its own weights and settings; leave out {', '.join(given)}")
+    superfluous = [name for name in ("weights", "model_options") if getattr(settings, name)]
+    if superfluous:
+        raise ConfigError(f"{source} brings its own weights and settings; leave out {', '.join(superfluous)}")
     if ours:
-        found: Ensemble | DualEncoder = load(source)
-        return found
+        model: Ensemble | DualEncoder = load(source)
+        return model
     if "model_type" in config:
         return _load_transformers(source, path.parent, config)
     raise CheckpointError(f"{path} is not that of a model of this library, transformers or timm")
@@ -208,19 +208,19 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
     chosen = next((name for name in names if name.endswith(TRANSFORMERS) and hasattr(transformers, name)), None)
     kind = str(config["model_type"])
     if chosen is None:
-        what = " or ".join(names) or kind
+        described = " or ".join(names) or kind
         bare = all(name.endswith("Model") for name in names)
         if refusal(kind, *names) is not None:
-            raise ConversionError(f"{source}: {explained(what, kind, *names)}")
-        way = "fine-tune it as one first: transformers.AutoModelFor…Classification.from_pretrained(…, num_labels=…)"
+            raise ConversionError(f"{source}: {explained(described, kind, *names)}")
+        remedy = "fine-tune it as one first: transformers.AutoModelFor…Classification.from_pretrained(…, num_labels=…)"
         if bare and not _may_classify(transformers, kind):
-            way = (
+            remedy = (
                 "a fresh classifier on it, he.convert(model, num_labels=…) in Python, trained by he.finetune; every "
                 "command takes the folder that save_pretrained writes of it"
             )
         if not bare:
-            way = "a model for the classification of images or of sequences, fine-tuned on the same data"
-        raise ConversionError(in_lines(f"{source} is a {what}", "it has no trained classifier", way))
+            remedy = "a model for the classification of images or of sequences, fine-tuned on the same data"
+        raise ConversionError(in_lines(f"{source} is a {described}", "it has no trained classifier", remedy))
     require_supported(getattr(transformers, chosen), kind)
     try:
         transformers.utils.logging.disable_progress_bar()  # loading a local file takes no time worth a bar
@@ -338,19 +338,19 @@ def full_name_of_data(spec: str) -> str:
 
 def require_different_sources(*named: tuple[str, str | None]) -> None:
     """Refuse settings (the name of each, and the data it names) two of which stand for the same data."""
-    seen: dict[object, str] = {}
+    earlier: dict[object, str] = {}
     for name, spec in named:
-        place = full_name_of_data(spec or "")
-        if spec is not None and place in seen:
-            raise DataError(f"{name} {spec} names the same data as {seen[place]}; give each set data of its own")
-        seen[place] = f"{name} {spec}"
+        full_name = full_name_of_data(spec or "")
+        if spec is not None and full_name in earlier:
+            raise DataError(f"{name} {spec} names the same data as {earlier[full_name]}; give each set data of its own")
+        earlier[full_name] = f"{name} {spec}"
 
 
 def sets_of_suite(name: str) -> dict[str, SetRef]:
     """The sets of a suite: by what they are for, and the others by name."""
-    found = suite(name)
-    sets = {"test": found.id, "circuit_ood": found.circuit_ood, "train": found.train, "validation": found.validation}
-    sets |= {ref.name: ref for ref in (*found.near, *found.far, *found.apart, *found.tasks)}
+    entry = suite(name)
+    sets = {"test": entry.id, "circuit_ood": entry.circuit_ood, "train": entry.train, "validation": entry.validation}
+    sets |= {ref.name: ref for ref in (*entry.near, *entry.far, *entry.apart, *entry.tasks)}
     return {part: ref for part, ref in sets.items() if ref is not None}
 
 
@@ -374,17 +374,17 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
     numbers = {label: label for label in present}
     both_count = bool(names) and _are_numbers(names) and _are_numbers(labels)
     alike: Callable[[str], str | int] = int if both_count else str  # 1 is what the model calls 001
-    known = {alike(one): index for index, one in enumerate(labels)}
+    numbers_of = {alike(name): index for index, name in enumerate(labels)}
     if settings.by_position or names == labels:
         names = labels or names
-    elif labels and (both_count or not _are_numbers(names) or not known.keys().isdisjoint(names)):
-        unknown = [names[index] for index in present if alike(names[index]) not in known]
+    elif labels and (both_count or not _are_numbers(names) or not numbers_of.keys().isdisjoint(names)):
+        unknown = [names[index] for index in present if alike(names[index]) not in numbers_of]
         if unknown:
             raise DataError(
                 f"{data.name} has the classes {_some(unknown)}, which the model does not have (it has {_some(labels)})"
                 f"{did_you_mean(unknown[0], labels)}; rename them, or give --by-position if their order is the model's"
             )
-        numbers = {index: known[alike(names[index])] for index in present}
+        numbers = {index: numbers_of[alike(names[index])] for index in present}
         names = labels
     elif _are_numbers(names):  # called 0, 1, 10, 2: the names are the numbers, not their order
         numbers = {label: int(names[label]) if names else label for label in present}
@@ -403,11 +403,11 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
 
 def _warn_of_numbers(data: AnyDataset, numbers: Mapping[int, int]) -> None:
     """Say where nothing but a number tells classes, and it may be another one than the model's."""
-    other = next((place for place, number in numbers.items() if place != number), None)
-    if other is not None:
+    moved = next((index for index, number in numbers.items() if index != number), None)
+    if moved is not None:
         warn(
-            f"{data.name} has classes called by numbers, and {numbers[other]} is taken for the model's class of that "
-            f"number, though it is at place {other} of the sorted names: if the model was trained on such folders by "
+            f"{data.name} has classes called by numbers, and {numbers[moved]} is taken for the model's class of that "
+            f"number, though it is at place {moved} of the sorted names: if the model was trained on such folders by "
             "torchvision, which counts places, give --by-position"
         )
     elif min(numbers.values()) == 1:

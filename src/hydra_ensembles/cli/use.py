@@ -124,8 +124,8 @@ def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns:
             items += [(line, partial(str, line)) for line in _texts(argument, path)]
     items += [(text, partial(str, text)) for text in texts]
     if not items:
-        wanted = "image files or folders" if kind == "image" else 'texts: --text "...", a file, or - for standard input'
-        raise DataError(f"got nothing to predict; give {wanted}")
+        remedy = "image files or folders" if kind == "image" else 'texts: --text "...", a file, or - for standard input'
+        raise DataError(f"got nothing to predict; give {remedy}")
     return items
 
 
@@ -143,29 +143,29 @@ def _texts(argument: str, path: Path) -> list[str]:
             lines = read_file(path, most=None).decode("utf-8").split("\n")
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not text in UTF-8 ({error})") from error
-    found = [line.strip() for line in lines if line.strip()]
-    if not found:
+    texts = [line.strip() for line in lines if line.strip()]
+    if not texts:
         raise DataError(f"{'standard input' if argument == '-' else path} has no text; give one text a line")
-    return found
+    return texts
 
 
 def _answers(names: Sequence[str], prediction: Prediction) -> list[dict[str, Any]]:
     """The columns of the output; a label is a number where the model has no names, uncertainties are in nats."""
-    found = prediction.to_dict()
+    plain = prediction.to_dict()
     words = {None: None, True: "accept", False: "abstain"}
     columns = {
         "input": names,
-        "label": [str(one) for one in found["label"]],
-        **{name: found[name] for name in NUMBERS},
-        "verdict": [words[one] for one in found["accept"]],
-        "reason": found["reason"],
+        "label": [str(label) for label in plain["label"]],
+        **{name: plain[name] for name in NUMBERS},
+        "verdict": [words[accepted] for accepted in plain["accept"]],
+        "reason": plain["reason"],
     }
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def _written(answers: Sequence[dict[str, Any]], format: OutputFormat) -> str | Table:
     if format == "jsonl":
-        return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in answers)
+        return "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
     if format == "csv":
         return csv_text(answers, list(answers[0]))
     table = Table(box=SIMPLE, padding=(0, 1), collapse_padding=True)
@@ -175,11 +175,11 @@ def _written(answers: Sequence[dict[str, Any]], format: OutputFormat) -> str | T
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict")
-    for one in answers:
-        numbers = (f"{one[name]:.3f}" for name in shown)
-        style = "yellow" if one["verdict"] == "abstain" else None
-        verdict = one["verdict"] or "–" if one["reason"] is None else f"{one['verdict']}: {one['reason']}"
-        table.add_row(escape(_short(one["input"])), escape(one["label"]), *numbers, verdict, style=style)
+    for answer in answers:
+        numbers = (f"{answer[name]:.3f}" for name in shown)
+        style = "yellow" if answer["verdict"] == "abstain" else None
+        verdict = answer["verdict"] or "–" if answer["reason"] is None else f"{answer['verdict']}: {answer['reason']}"
+        table.add_row(escape(_short(answer["input"])), escape(answer["label"]), *numbers, verdict, style=style)
     return table
 
 
@@ -199,8 +199,8 @@ def info(model: ModelSettings, as_json: Json = False) -> None:
       hydra-ensembles info my-hydra --json
       hydra-ensembles info timm:vit_base_patch16_224
     """
-    found = load_model(model)
-    towers = {model.model: found} if isinstance(found, Ensemble) else {"image": found.image, "text": found.text}
+    loaded = load_model(model)
+    towers = {model.model: loaded} if isinstance(loaded, Ensemble) else {"image": loaded.image, "text": loaded.text}
     if as_json:
         facts = {name: _facts(tower) for name, tower in towers.items()}
         emit_json(facts if len(towers) > 1 else facts[model.model])
@@ -269,8 +269,8 @@ def preprocessing_of(ensemble: Ensemble) -> str:
 def _value(value: Any) -> str:
     """Plain data in words, what is there of it; of a long list the first items."""
     if isinstance(value, Mapping):
-        given = {name: item for name, item in value.items() if name != "kind" and item is not None and item != []}
-        return ", ".join(f"{name} {_value(item)}" for name, item in given.items())
+        items = {name: item for name, item in value.items() if name != "kind" and item is not None and item != []}
+        return ", ".join(f"{name} {_value(item)}" for name, item in items.items())
     if isinstance(value, list):
         return ", ".join(map(_value, value[:SHOWN])) + (", ..." if len(value) > SHOWN else "")
     if isinstance(value, float):
@@ -318,8 +318,8 @@ def bench(
     ensemble = load_classifier(model)
     title = name or model.own_name
     models: dict[str, Ensemble] = {}
-    for one in baseline or ["single"]:
-        models[one] = _whole(ensemble, 1 if one == "single" else ensemble.num_members)
+    for kind in baseline or ["single"]:
+        models[kind] = _whole(ensemble, 1 if kind == "single" else ensemble.num_members)
     if title in models:
         raise ConfigError(f"the model and a baseline are both called {title!r}; give the model another name")
     measured: dict[str, Callable[[Any], Any]] = {**models, title: ensemble}
@@ -343,8 +343,8 @@ def _whole(ensemble: Ensemble, members: int) -> Ensemble:
     config = ensemble.config
     with torch.random.fork_rng(), torch.device(ensemble.device):
         heads = config.encoder.all_heads(members)
-        made = Ensemble(EnsembleConfig(config.stem, config.encoder, config.readout, heads))
-    return made.to(ensemble.dtype).eval()
+        fresh = Ensemble(EnsembleConfig(config.stem, config.encoder, config.readout, heads))
+    return fresh.to(ensemble.dtype).eval()
 
 
 def _inputs(ensemble: Ensemble, size: int) -> Tensor:
