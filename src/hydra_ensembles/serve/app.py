@@ -116,11 +116,11 @@ class LocalEngine:
 
 async def all_of(answers: Iterable[Awaitable[Answer]]) -> list[Answer]:
     """All answers, once every one of them is there; or the first error among them."""
-    found = await asyncio.gather(*answers, return_exceptions=True)
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return [one for one in found if not isinstance(one, BaseException)]
+    results = await asyncio.gather(*answers, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
 
 
 def make_app(
@@ -178,20 +178,20 @@ def make_app(
         routes += [("GET", prefix, server.metadata, True), ("GET", f"{prefix}/ready", server.is_ready, False)]
         routes += [("POST", f"{prefix}/infer", server.infer, True)]
     for method, path, handler, locked in routes:
-        named = handler.__name__
+        handler_name = handler.__name__
         app.add_api_route(
             path,
             server.guarded(path, handler, locked),
             methods=[method],
             summary=(handler.__doc__ or "").partition("\n")[0],
-            openapi_extra={"requestBody": {"content": BODIES[named]}} if named in BODIES else None,
+            openapi_extra={"requestBody": {"content": BODIES[handler_name]}} if handler_name in BODIES else None,
             response_class=fastapi.Response,
             response_model=None,
         )
 
     async def elsewhere(request: "Request", error: Any) -> "Response":
-        found = f"there is no {request.method} here; see /openapi.json"
-        return server.finished("elsewhere", time.perf_counter(), server.refusal(RequestError(found, error.status_code)))
+        text = f"there is no {request.method} here; see /openapi.json"
+        return server.finished("elsewhere", time.perf_counter(), server.refusal(RequestError(text, error.status_code)))
 
     app.add_exception_handler(404, elsewhere)
     app.add_exception_handler(405, elsewhere)
@@ -229,8 +229,8 @@ class _Server:
 
         async def answered(request: Request) -> Response:
             began = time.perf_counter()
-            given = request.headers.get("x-request-id", "")
-            name = given if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", given) else uuid.uuid4().hex[:16]
+            header = request.headers.get("x-request-id", "")
+            name = header if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", header) else uuid.uuid4().hex[:16]
             request.state.fields = {"id": name}
             try:
                 if locked:
@@ -274,27 +274,27 @@ class _Server:
         if self._key is None:
             return
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode("utf-8", "replace"), self._key.encode()):
+        key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not hmac.compare_digest(key.encode("utf-8", "replace"), self._key.encode()):
             raise RequestError("a key is needed: Authorization: Bearer KEY, or X-API-Key: KEY", 401)
 
     def _limited(self, request: "Request") -> Callable[[], Awaitable[Any]]:
         """What a request is received by, up to the size that is allowed, whatever its header says."""
         most = int(self.settings.max_body * 1e6)
-        seen = 0
+        received = 0
         receive = request.receive
-        told = protocol.byte_count(request.headers.get("content-length", "0"))
+        announced = protocol.byte_count(request.headers.get("content-length", "0"))
         refusal = RequestError(f"the body is too large; at most {most} bytes are taken", 413)
-        if told is None or told > most:
+        if announced is None or announced > most:
             raise refusal
         if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise RequestError("compressed bodies are not taken; send it as it is", 415)
 
         async def limited() -> Any:
-            nonlocal seen
+            nonlocal received
             message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > most:
+            received += len(message.get("body", b""))
+            if received > most:
                 raise refusal
             return message
 
@@ -323,16 +323,16 @@ class _Server:
             async with asyncio.timeout(None if math.isinf(timeout) else timeout) as wait:
                 watching = asyncio.create_task(watch(wait))
                 try:
-                    made = await loop.run_in_executor(self.decoders, rows)
-                    answers = await self.engine.answer(made)
+                    samples = await loop.run_in_executor(self.decoders, rows)
+                    answers = await self.engine.answer(samples)
                 finally:
                     watching.cancel()
         except TimeoutError as error:
             if gone:
                 raise ClientDisconnect from error
             raise RequestError("no answer within the time that was given", 504) from error
-        request.state.fields |= {"rows": len(made), "outcomes": self.telemetry.answers(answers)}
-        return made, answers
+        request.state.fields |= {"rows": len(samples), "outcomes": self.telemetry.answers(answers)}
+        return samples, answers
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
@@ -355,21 +355,21 @@ class _Server:
 
     async def model(self, request: "Request") -> "Response":
         """What is served: kind, classes, members, thresholds."""
-        known = self.service.ensemble
-        calibration = known.metadata.calibration or Calibration()
-        fitted = None if known.metadata.familiarity is None else known.metadata.familiarity.settings
+        ensemble = self.service.ensemble
+        calibration = ensemble.metadata.calibration or Calibration()
+        fitted = None if ensemble.metadata.familiarity is None else ensemble.metadata.familiarity.settings
         facts = {
             "name": self.settings.name,
             "kind": self.service.kind,
             "raw": self.service.preprocessing is not None,
             "labels": list(self.service.labels),
-            "members": known.num_members,
-            "outputs": {one.name: one.meaning for one in self.service.outputs},
+            "members": ensemble.num_members,
+            "outputs": {output.name: output.meaning for output in self.service.outputs},
         }
-        for name, one in (("unsure", calibration), ("unfamiliar", fitted)):
-            limit = None if one is None else one.threshold
+        for name, rule in (("unsure", calibration), ("unfamiliar", fitted)):
+            limit = None if rule is None else rule.threshold
             facts[f"{name}_above"] = None if limit is None else finite(limit)
-            facts[f"{name}_share"] = None if one is None or limit is None else round(1.0 - one.accepted_share, 6)
+            facts[f"{name}_share"] = None if rule is None or limit is None else round(1.0 - rule.accepted_share, 6)
         return _json(facts)
 
     async def predict(self, request: "Request") -> "Response":
@@ -377,9 +377,9 @@ class _Server:
         async with self._admitted():
             nearest = request.query_params.get("nearest", "") in ("1", "true")
             rows = await self._raw_rows(request, nearest)
-            made, answers = await self._answers(request, rows)
-        found = [self.service.plain(answer, row.notes) for row, answer in zip(made, answers, strict=True)]
-        return _json({"model": self.settings.name, "predictions": found})
+            samples, answers = await self._answers(request, rows)
+        predictions = [self.service.plain(answer, row.notes) for row, answer in zip(samples, answers, strict=True)]
+        return _json({"model": self.settings.name, "predictions": predictions})
 
     async def _raw_rows(self, request: "Request", nearest: bool) -> Callable[[], list[Sample]]:
         """What makes rows of a body: a form, JSON, an image or a text."""
@@ -442,20 +442,20 @@ class _Server:
         async with self._admitted():
             parts = await request.body(), request.headers.get(protocol.HEADER)
             loop = asyncio.get_running_loop()
-            asked, inputs = await loop.run_in_executor(self.decoders, protocol.read_request, *parts)
-            outputs, deadline = protocol.asked_outputs(asked, self.service), protocol.deadline_of(asked)
+            message, inputs = await loop.run_in_executor(self.decoders, protocol.read_request, *parts)
+            outputs, deadline = protocol.asked_outputs(message, self.service), protocol.deadline_of(message)
             rows, answers = await self._answers(request, lambda: self._tensor_rows(inputs), deadline)
         notes = [row.notes for row in rows]
-        content, headers = protocol.write_answer(asked, self.service, outputs, answers, notes)
+        content, headers = protocol.write_answer(message, self.service, outputs, answers, notes)
         return _response(content, headers=headers)
 
     def _tensor_rows(self, inputs: dict[str, Any]) -> list[Sample]:
         """Rows of named tensors: encoded images, texts, or what the model reads."""
         raw, _ = protocol.RAW[self.service.kind]
-        known = [one.name for one in self.service.inputs]
-        strange = next((name for name in inputs if name not in (raw, *known)), None)
+        names = [field.name for field in self.service.inputs]
+        strange = next((name for name in inputs if name not in (raw, *names)), None)
         if strange is not None or (raw in inputs and len(inputs) > 1):
-            raise RequestError(f"got the inputs {short(sorted(inputs))}; give {raw}, or {', '.join(known)}")
+            raise RequestError(f"got the inputs {short(sorted(inputs))}; give {raw}, or {', '.join(names)}")
         for name, value in inputs.items():
             if isinstance(value, list) != (name == raw):
                 raise RequestError(f"input {short(name)} must {'be of the type' if name == raw else 'not be'} BYTES")
@@ -464,15 +464,15 @@ class _Server:
         if self.service.kind == "image":
             return self.service.images(inputs[raw])
         try:
-            return self.service.texts([one.decode() for one in inputs[raw]])
+            return self.service.texts([text.decode() for text in inputs[raw]])
         except UnicodeDecodeError as error:
             raise RequestError("a text is not in UTF-8") from error
 
 
 def _digests(parts: Sequence[str]) -> str:
     """What a policy of content calls the scripts or styles of a page: nothing else runs there."""
-    found = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in parts)
-    return " ".join(f"'sha256-{one}'" for one in found)
+    digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 def _json(content: Any, status: int = 200) -> "Response":

@@ -83,8 +83,8 @@ class Archive:
         self.files = [file for file in present if self._reader(file) is not None]
         self.ignored = len(present) - len(self.files)
         if not self.files:
-            wanted = (*(IMAGE_SUFFIXES if kind == "image" else (LINES,)), *TABLE_SUFFIXES, *TAR_SUFFIXES)
-            raise DataError(f"{self.path} has no {kind}s ({self.ignored} other files); read are {', '.join(wanted)}")
+            suffixes = (*(IMAGE_SUFFIXES if kind == "image" else (LINES,)), *TABLE_SUFFIXES, *TAR_SUFFIXES)
+            raise DataError(f"{self.path} has no {kind}s ({self.ignored} other files); read are {', '.join(suffixes)}")
         self._require_column()
 
     def identity(self) -> dict[str, Any]:
@@ -94,18 +94,18 @@ class Archive:
 
     def count(self) -> int | None:
         """How many items there are, where that can be known without reading them all."""
-        found = 0
+        total = 0
         for file in self.files:
             if file.suffix.lower() in IMAGE_SUFFIXES:
-                found += 1
+                total += 1
             elif file.suffix.lower() == ".parquet":
                 try:
-                    found += require("pyarrow.parquet", extra="data").read_metadata(file).num_rows
+                    total += require("pyarrow.parquet", extra="data").read_metadata(file).num_rows
                 except (OSError, require("pyarrow", extra="data").ArrowException):
-                    found += 1  # reported as one item
+                    total += 1  # reported as one item
             else:
                 return None
-        return found
+        return total
 
     def __iter__(self) -> Iterator[Item]:
         """The items, in the same order every time.
@@ -155,11 +155,11 @@ class Archive:
                     yield Item(f"{self._name(file)}:{number}", line.strip())
 
     def _tar(self, file: Path) -> Iterator[Item]:
-        wanted = IMAGE_SUFFIXES if self.kind == "image" else (LINES,)
+        suffixes = IMAGE_SUFFIXES if self.kind == "image" else (LINES,)
         with tarfile.open(file) as members:
             for member in members:
                 inside = PurePosixPath(member.name)
-                if member.isfile() and inside.suffix.lower() in wanted and not inside.name.startswith("."):
+                if member.isfile() and inside.suffix.lower() in suffixes and not inside.name.startswith("."):
                     opened = members.extractfile(member)
                     content = b"" if opened is None else opened.read()
                     text = content.decode("utf-8-sig", "surrogateescape") if self.kind == "text" else content
@@ -171,9 +171,9 @@ class Archive:
         row = 0
         try:
             with require("pyarrow.parquet", extra="data").ParquetFile(file) as table:
-                known = list(table.schema_arrow.names)
-                self._require_in(known, file)
-                names = {one.partition(".")[0] for one in self._wanted()} & set(known)
+                columns = list(table.schema_arrow.names)
+                self._require_in(columns, file)
+                names = {column.partition(".")[0] for column in self._wanted()} & set(columns)
                 for batch in table.iter_batches(_ROWS, columns=sorted(names)):
                     for cells in batch.to_pylist():
                         yield self._item(file, row, cells)
@@ -209,11 +209,11 @@ class Archive:
     # --- rows of tables -----------------------------------------------------------------------------------------
 
     def _item(self, file: Path, row: int, cells: Mapping[str, Any]) -> Item:
-        found = [nested(cells, one.split(".")) for one in self._wanted()]
+        values = [nested(cells, column.split(".")) for column in self._wanted()]
         name = f"{self._name(file)}:{row}"
-        main = found[0]
-        pair = found[1]
-        kept = dict(zip(self.keep, map(_as_text, found[2:]), strict=True))
+        main = values[0]
+        pair = values[1]
+        kept = dict(zip(self.keep, map(_as_text, values[2:]), strict=True))
         if self.kind == "image":
             content, path = (main.get("bytes"), main.get("path")) if isinstance(main, dict) else (main, None)
             path = content if isinstance(content, str) else path
@@ -229,39 +229,39 @@ class Archive:
     def _wanted(self) -> tuple[str, ...]:
         return self._main, self.columns.text_pair, *self.keep
 
-    def _require_in(self, known: Sequence[str], file: Path) -> None:
-        wanted = [one.partition(".")[0] for one in (self._main, *self.keep)]
-        missing = [one for one in wanted if one not in known]
+    def _require_in(self, columns: Sequence[str], file: Path) -> None:
+        needed = [column.partition(".")[0] for column in (self._main, *self.keep)]
+        missing = [column for column in needed if column not in columns]
         if missing:
-            raise DataError(f"{file} has no column {missing[0]!r}, it has {sorted(known)}; name the right one")
-        doubled = [one for one in wanted if known.count(one) > 1]
+            raise DataError(f"{file} has no column {missing[0]!r}, it has {sorted(columns)}; name the right one")
+        doubled = [column for column in needed if columns.count(column) > 1]
         if doubled:
-            raise DataError(f"{file} has {known.count(doubled[0])} columns {doubled[0]!r}; rename all but one")
+            raise DataError(f"{file} has {columns.count(doubled[0])} columns {doubled[0]!r}; rename all but one")
 
     def _require_column(self) -> None:
         """Refuse columns that the first table does not have, before any long work; a later one is reported."""
-        first = next((file for file in self.files if file.suffix.lower() in TABLE_SUFFIXES), None)
-        if first is None:
+        table = next((file for file in self.files if file.suffix.lower() in TABLE_SUFFIXES), None)
+        if table is None:
             if self.keep:
                 raise DataError(f"{self.path} has no tables, so there are no columns {list(self.keep)} to keep")
             return
-        if first.suffix.lower() == ".parquet":
+        if table.suffix.lower() == ".parquet":
             try:
-                known = require("pyarrow.parquet", extra="data").read_schema(first).names
+                columns = require("pyarrow.parquet", extra="data").read_schema(table).names
             except (OSError, require("pyarrow", extra="data").ArrowException) as error:
-                raise DataError(f"{first} cannot be read as Parquet: {error}") from error
-            self._require_in(known, first)
-        elif first.suffix.lower() in DELIMITERS:  # of JSON, a line may lack what others have
-            with self._opened(first) as lines:
-                self._require_in(next(_cells(lines, first), []), first)
+                raise DataError(f"{table} cannot be read as Parquet: {error}") from error
+            self._require_in(columns, table)
+        elif table.suffix.lower() in DELIMITERS:  # of JSON, a line may lack what others have
+            with self._opened(table) as lines:
+                self._require_in(next(_cells(lines, table), []), table)
 
     def _opened(self, file: Path) -> Any:
         """A text file; what is no UTF-8 in it becomes half a character, which a tokenizer's checks refuse."""
         return file.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
 
-    def _broken(self, file: Path, error: Exception, place: str = "") -> Item:
-        what = " ".join(str(error).split()) or type(error).__name__
-        return Item(f"{self._name(file)}{place}", None, dict.fromkeys(self.keep), f"it cannot be read: {what}")
+    def _broken(self, file: Path, error: Exception, where: str = "") -> Item:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return Item(f"{self._name(file)}{where}", None, dict.fromkeys(self.keep), f"it cannot be read: {reason}")
 
 
 def _cells(lines: Iterable[str], file: Path) -> Iterator[list[str]]:

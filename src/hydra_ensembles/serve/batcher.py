@@ -132,10 +132,10 @@ class Batcher(Generic[Row, Answer]):
         rows = self._groups[key]
         batch = list[_Waiting[Row, Answer]]()
         while rows and len(batch) < self._max_batch:
-            one = rows.popleft()
+            waiting = rows.popleft()
             self.waiting -= 1
-            if one.future.set_running_or_notify_cancel():
-                batch.append(one)
+            if waiting.future.set_running_or_notify_cancel():
+                batch.append(waiting)
         if not rows:
             del self._groups[key]
         if self._groups and len(self._threads) > 1:
@@ -145,16 +145,16 @@ class Batcher(Generic[Row, Answer]):
     def _answer(self, run: Callable[[list[Row]], Sequence[Answer]], batch: list[_Waiting[Row, Answer]]) -> None:
         started = time.monotonic()
         try:
-            answers = list(zip(batch, run([one.row for one in batch]), strict=True))
+            answers = list(zip(batch, run([waiting.row for waiting in batch]), strict=True))
         except Exception as error:
             if len(batch) == 1:
                 batch[0].future.set_exception(error)
-            for one in batch if len(batch) > 1 else ():  # which of them it was is found out one by one
-                self._answer(run, [one])
+            for waiting in batch if len(batch) > 1 else ():  # which of them it was is found out one by one
+                self._answer(run, [waiting])
             return
-        taken = time.monotonic() - started
-        before = self._seconds_per_row or taken / len(batch)
-        self._seconds_per_row = (1 - SMOOTHING) * before + SMOOTHING * taken / len(batch)
-        self._observe(len(batch), taken)
-        for one, answer in answers:
-            one.future.set_result(answer)
+        seconds = time.monotonic() - started
+        before = self._seconds_per_row or seconds / len(batch)
+        self._seconds_per_row = (1 - SMOOTHING) * before + SMOOTHING * seconds / len(batch)
+        self._observe(len(batch), seconds)
+        for waiting, answer in answers:
+            waiting.future.set_result(answer)

@@ -92,12 +92,12 @@ def export(
         if ensemble.dtype != torch.float32:
             raise ConfigError(f"the ensemble is {ensemble.dtype}; ONNX Runtime runs float32 here: use ensemble.float()")
     allowed = TOLERANCES[ensemble.dtype] if tolerance is None else tolerance
-    own = copy.deepcopy(ensemble).cpu() if format == "onnx" and ensemble.device.type != "cpu" else ensemble
-    answering = Answering(own)
-    inputs = input_fields(own)
-    batches = [_random(own, inputs, *size) for size in COMPARED]
+    model = copy.deepcopy(ensemble).cpu() if format == "onnx" and ensemble.device.type != "cpu" else ensemble
+    answering = Answering(model)
+    inputs = input_fields(model)
+    batches = [_random(model, inputs, *size) for size in COMPARED]
     if examples is not None:
-        batches.append(_given(own, inputs, examples))
+        batches.append(_from_examples(model, inputs, examples))
     with torch.no_grad(), dropping(False):
         expected = [_arrays(answering(**batch)) for batch in batches]  # first: what familiarity knows is on the device
         with locked(path.parent, "export", file=path.name), writing(path):
@@ -109,24 +109,24 @@ def export(
             try:
                 file = staging / path.name
                 with _quiet(format):
-                    program = _traced(answering, _random(own, inputs, *TRACED), inputs, own)
-                    about = _about(own, format, inputs, outputs)
+                    program = _traced(answering, _random(model, inputs, *TRACED), inputs, model)
+                    about = _about(model, format, inputs, outputs)
                     _WRITERS[format](program, file, inputs, outputs, about)
                     run = _RUNNERS[format](file)
                     largest = [
-                        _compare(run(batch), wanted, own, allowed, format)
-                        for batch, wanted in zip(batches, expected, strict=True)
+                        _compare(run(batch), arrays, model, allowed, format)
+                        for batch, arrays in zip(batches, expected, strict=True)
                     ]
-                compared = {"batches": [len(next(iter(one.values()))) for one in batches], "largest": max(largest)}
-                sums = {"sha256": checksum(file), "data": {one.name: checksum(one) for one in _data_of(file)}}
-                _write_beside(file, own, {**about, **sums, "compared": compared})
+                compared = {"batches": [len(next(iter(batch.values()))) for batch in batches], "largest": max(largest)}
+                sums = {"sha256": checksum(file), "data": {data.name: checksum(data) for data in _data_of(file)}}
+                _write_beside(file, model, {**about, **sums, "compared": compared})
                 for written in staging.iterdir():
                     flush(written)
-                new = sorted(staging.iterdir(), key=lambda one: one == file)  # the model itself last
+                new = sorted(staging.iterdir(), key=lambda staged: staged == file)  # the model itself last
                 for written in new:
                     os.replace(written, path.parent / written.name)
                 flush(path.parent)
-                names = {one.name for one in new}  # what the earlier model needed goes when nothing names it any more
+                names = {item.name for item in new}  # what the earlier model needed goes when nothing names it any more
                 for stale in (path.with_name(f"{path.name}{TOKENIZER}"), *_data_of(path)):
                     if stale.name not in names:
                         stale.unlink(missing_ok=True)
@@ -137,12 +137,12 @@ def export(
 
 def _format(path: Path, format: Format | None) -> Format:
     if format is None:
-        format = next((one for one, suffix in SUFFIXES.items() if suffix == path.suffix.lower()), None)
+        format = next((name for name, suffix in SUFFIXES.items() if suffix == path.suffix.lower()), None)
     if format is None or path.suffix.lower() != SUFFIXES[format]:
-        endings = ", ".join(f"{suffix} for {one}" for one, suffix in SUFFIXES.items())
-        what = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
-        known = "by which no format is known" if format is None else f"which is not that of {format}"
-        raise ConfigError(f"{path} has {what}, {known}; there are {endings}")
+        endings = ", ".join(f"{suffix} for {name}" for name, suffix in SUFFIXES.items())
+        ending = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
+        reason = "by which no format is known" if format is None else f"which is not that of {format}"
+        raise ConfigError(f"{path} has {ending}, {reason}; there are {endings}")
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file")
     return format
@@ -161,10 +161,10 @@ def _quiet(format: Format) -> Iterator[None]:
     except (ConversionError, OSError):
         raise
     except Exception as error:
-        what = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConversionError(
-            f"torch {torch.__version__} cannot export this ensemble as {format}: {what}; nothing was written. Try "
-            f"another format: {', '.join(one for one in get_args(Format) if one != format)}"
+            f"torch {torch.__version__} cannot export this ensemble as {format}: {reason}; nothing was written. Try "
+            f"another format: {', '.join(other for other in get_args(Format) if other != format)}"
         ) from error
     finally:
         for name, level in levels.items():
@@ -183,51 +183,51 @@ def _random(ensemble: Ensemble, inputs: Sequence[Field], samples: int, tokens: i
         return {inputs[0].name: images.to(ensemble.device, ensemble.dtype)}
     tokens = min(tokens, stem.max_tokens)
     lengths = torch.randint(1, tokens + 1, (samples, 1), generator=generator)
-    found = {
+    tensors = {
         "input_ids": torch.randint(0, stem.vocabulary, (samples, tokens), generator=generator),
         "attention_mask": (torch.arange(tokens)[None] < lengths).long(),
         "token_type_ids": torch.randint(0, max(stem.segments, 1), (samples, tokens), generator=generator),
     }
-    return {field.name: found[field.name].to(ensemble.device) for field in inputs}
+    return {field.name: tensors[field.name].to(ensemble.device) for field in inputs}
 
 
-def _given(ensemble: Ensemble, inputs: Sequence[Field], examples: Any) -> dict[str, Tensor]:
+def _from_examples(ensemble: Ensemble, inputs: Sequence[Field], examples: Any) -> dict[str, Tensor]:
     """The user's examples by name, as the file takes them."""
     prepared = ensemble.prepare(examples)
     if isinstance(prepared, Tensor):
-        wanted = inputs[0].shape
-        if prepared.shape[1:] != wanted:
-            raise DataError(f"the examples are {list(prepared.shape[1:])}, but the file takes images {list(wanted)}")
+        shape = inputs[0].shape
+        if prepared.shape[1:] != shape:
+            raise DataError(f"the examples are {list(prepared.shape[1:])}, but the file takes images {list(shape)}")
         return {inputs[0].name: prepared}
     missing = [field.name for field in inputs if field.name not in prepared]
-    found = dict[str, Tensor]()
+    batch = dict[str, Tensor]()
     for field in inputs:  # what a tokenizer leaves out says nothing: all is read, in one segment
         filler = torch.full_like(prepared["input_ids"], int(field.name == "attention_mask"))
-        found[field.name] = (filler if field.name in missing else prepared[field.name]).long()
-    return found
+        batch[field.name] = (filler if field.name in missing else prepared[field.name]).long()
+    return batch
 
 
 def _arrays(outputs: Named) -> Arrays:
     return {name: tensor.cpu().numpy() for name, tensor in outputs.items()}
 
 
-def _compare(found: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float, format: Format) -> float:
+def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float, format: Format) -> float:
     """The largest difference, as a part of what is allowed; a `ConversionError` where that is exceeded.
 
     What is decided by a comparison (label, verdict, votes) is compared where it does not hang on less than that.
     """
     decided = _decided(expected, ensemble, allowed)
     largest = 0.0
-    known = ensemble.metadata.familiarity
+    familiarity = ensemble.metadata.familiarity
     p_values = {"p_value" if score == "score" else "familiarity": score for score in held_out(ensemble)}
-    for name, wanted in expected.items():
-        if found[name].shape != wanted.shape:
-            raise ConversionError(f"{name} of the {format} file is {found[name].shape}, where {wanted.shape} is right")
-        difference = np.abs(found[name].astype(np.float64) - wanted.astype(np.float64))
+    for name, values in expected.items():
+        if actual[name].shape != values.shape:
+            raise ConversionError(f"{name} of the {format} file is {actual[name].shape}, where {values.shape} is right")
+        difference = np.abs(actual[name].astype(np.float64) - values.astype(np.float64))
         # a small logit beside large ones is rounded as they are: the largest of a row is its size
-        size = np.abs(wanted.astype(np.float64)).max(axis=tuple(range(1, wanted.ndim)), keepdims=True, initial=0.0)
+        size = np.abs(values.astype(np.float64)).max(axis=tuple(range(1, values.ndim)), keepdims=True, initial=0.0)
         limit = allowed * (1 + size)
-        if known is not None and name in known.settings.scores:
+        if familiarity is not None and name in familiarity.settings.scores:
             limit = limit * DISTANCES
         elif name in p_values:  # a score passes the held-out ones that are as near as it may differ, each a step
             reference: Any = held_out(ensemble)[p_values[name]][0]
@@ -240,7 +240,7 @@ def _compare(found: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float
         if not share <= 1.0:  # also where it is not a number
             raise ConversionError(
                 f"the {format} file answers differently: {name} differs by {np.max(difference):.3g} in a batch of "
-                f"{len(wanted)}; nothing was written. Where that is good enough, give a larger tolerance than {allowed}"
+                f"{len(values)}; nothing was written. Where that is good enough, give a larger tolerance than {allowed}"
             )
         largest = max(largest, share)
     return largest
@@ -248,15 +248,15 @@ def _compare(found: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float
 
 def _decided(expected: Arrays, ensemble: Ensemble, allowed: float) -> np.ndarray[Any, Any]:
     """`[B]`: where no two classes, and no score and its threshold, are as near as answers may differ."""
-    found = np.ones(len(expected["label"]), dtype=bool)
+    decided = np.ones(len(expected["label"]), dtype=bool)
     for values in (expected["member_logits"], expected["probs"][:, None]):  # [B, M or 1, C]
         first, second = np.moveaxis(np.sort(values, axis=-1)[..., :-3:-1], -1, 0)  # [B, M or 1] each
-        found &= ((first - second) > 2 * allowed * (1 + np.abs(first))).all(axis=1)
+        decided &= ((first - second) > 2 * allowed * (1 + np.abs(first))).all(axis=1)
     for score, (_, threshold) in held_out(ensemble).items():
         if threshold is not None:
             reach = _slack(score, allowed) * (1 + np.abs(expected[score]))
-            found &= np.abs(expected[score] - threshold) > reach
-    return found
+            decided &= np.abs(expected[score] - threshold) > reach
+    return decided
 
 
 def _slack(score: str, allowed: float) -> float:
@@ -279,14 +279,14 @@ def _traced(answering: Answering, example: Named, inputs: Sequence[Field], ensem
 def _write_onnx(
     program: Any, file: Path, inputs: Sequence[Field], outputs: Sequence[Field], about: Mapping[str, Any]
 ) -> None:
-    names: dict[str, Any] = {"input_names": [one.name for one in inputs], "output_names": [one.name for one in outputs]}
-    shapes = {one.name: dict(enumerate(("batch", "tokens")[: 1 + one.shape.count(-1)])) for one in inputs}
-    made = torch.onnx.export(
+    names: dict[str, Any] = {"input_names": [f.name for f in inputs], "output_names": [f.name for f in outputs]}
+    shapes = {field.name: dict(enumerate(("batch", "tokens")[: 1 + field.shape.count(-1)])) for field in inputs}
+    exported = torch.onnx.export(
         program, dynamo=True, verbose=False, dynamic_shapes=shapes, custom_translation_table=_translations(), **names
     )
-    assert made is not None
-    made.model.metadata_props.update({key: json.dumps(value, ensure_ascii=False) for key, value in about.items()})
-    made.save(file)
+    assert exported is not None
+    exported.model.metadata_props.update({key: json.dumps(value, ensure_ascii=False) for key, value in about.items()})
+    exported.save(file)
     _name_data(file)
 
 
@@ -333,7 +333,7 @@ def _run_onnx(file: Path) -> RunFile:
     options = library.SessionOptions()
     options.log_severity_level = 3  # errors
     session = library.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_outputs()]
+    names = [output.name for output in session.get_outputs()]
     return lambda inputs: dict(zip(names, session.run(None, _arrays(inputs)), strict=True))
 
 
@@ -361,8 +361,8 @@ def _about(ensemble: Ensemble, format: Format, inputs: Sequence[Field], outputs:
     """What whoever runs the file has to know."""
 
     def listed(fields: Sequence[Field]) -> list[dict[str, Any]]:
-        shapes = (["batch", *("tokens" if size == -1 else size for size in one.shape)] for one in fields)
-        return [{**to_plain(one), "shape": shape} for one, shape in zip(fields, shapes, strict=True)]
+        shapes = (["batch", *("tokens" if size == -1 else size for size in field.shape)] for field in fields)
+        return [{**to_plain(field), "shape": shape} for field, shape in zip(fields, shapes, strict=True)]
 
     preprocessing = to_plain(ensemble.metadata.preprocessing)
     if preprocessing is not None:

@@ -46,22 +46,22 @@ def input_fields(ensemble: Ensemble) -> tuple[Field, ...]:
     stem, preprocessing = ensemble.config.stem, ensemble.metadata.preprocessing
     main, *beside = READ[ensemble.kind]
     if isinstance(stem, PatchStemConfig):
-        kept = str(ensemble.dtype).removeprefix("torch.")
-        return (Field(main, (stem.channels, *stem.image_size), kept, "Images, resized, cropped and normalised."),)
+        dtype = str(ensemble.dtype).removeprefix("torch.")
+        return (Field(main, (stem.channels, *stem.image_size), dtype, "Images, resized, cropped and normalised."),)
     mask, segments = beside
-    given = {main: True, mask: getattr(preprocessing, mask, True)}
-    given[segments] = stem.segments > 0 and getattr(preprocessing, "segments", True)
+    is_read = {main: True, mask: getattr(preprocessing, mask, True)}
+    is_read[segments] = stem.segments > 0 and getattr(preprocessing, "segments", True)
     meanings = ("Token ids.", "1 at tokens and 0 at padding.", "The segment of each token.")
-    named = zip(given, meanings, strict=True)
-    return tuple(Field(name, (-1,), "int64", meaning) for name, meaning in named if given[name])
+    described = zip(is_read, meanings, strict=True)
+    return tuple(Field(name, (-1,), "int64", meaning) for name, meaning in described if is_read[name])
 
 
 def output_fields(ensemble: Ensemble) -> tuple[Field, ...]:
     """What comes out of this classifier; p-values, familiarity and a verdict only where they were fitted."""
-    known, members = ensemble.metadata.familiarity, ensemble.num_members
-    kept = torch.float64 if ensemble.dtype == torch.float64 else torch.float32
-    scores = None if known is None else torch.zeros(len(known.settings.scores), members, 1)  # [S, M, 1]
-    blank = ensemble.prediction(torch.zeros(members, 1, ensemble.num_classes, dtype=kept), scores)
+    familiarity, members = ensemble.metadata.familiarity, ensemble.num_members
+    dtype = torch.float64 if ensemble.dtype == torch.float64 else torch.float32
+    scores = None if familiarity is None else torch.zeros(len(familiarity.settings.scores), members, 1)  # [S, M, 1]
+    blank = ensemble.prediction(torch.zeros(members, 1, ensemble.num_classes, dtype=dtype), scores)
     return tuple(
         Field(name, array.shape[1:], str(array.dtype), OUTPUTS[name].meaning if name in OUTPUTS else
               f"How unlike familiar data the features are, by {name}; higher = less familiar.")
@@ -71,19 +71,19 @@ def output_fields(ensemble: Ensemble) -> tuple[Field, ...]:
 
 def held_out(ensemble: Ensemble) -> dict[str, tuple[Reference | None, float | None]]:
     """What the outputs that decide are held against, by name: held-out scores, and the threshold; if there are any."""
-    calibration, known = ensemble.metadata.calibration, ensemble.metadata.familiarity
-    found = {} if calibration is None else {"score": (calibration.reference, calibration.threshold)}
-    if known is not None:
-        found[known.settings.scores[0]] = (known.settings.reference, known.settings.threshold)
-    return found
+    calibration, familiarity = ensemble.metadata.calibration, ensemble.metadata.familiarity
+    by_output = {} if calibration is None else {"score": (calibration.reference, calibration.threshold)}
+    if familiarity is not None:
+        by_output[familiarity.settings.scores[0]] = (familiarity.settings.reference, familiarity.settings.threshold)
+    return by_output
 
 
 def named_tensors(prediction: Prediction) -> dict[str, Tensor]:
     """The outputs of a prediction by name, on its device; nothing waits for it."""
-    found = {name: output.read(prediction) for name, output in OUTPUTS.items()}
-    known = prediction.unfamiliarity
-    fitted = {} if known is None else {name: known.score(name) for name in known.score_names}
-    return {name: tensor for name, tensor in (*found.items(), *fitted.items()) if tensor is not None}
+    outputs = {name: output.read(prediction) for name, output in OUTPUTS.items()}
+    unfamiliarity = prediction.unfamiliarity
+    fitted = {} if unfamiliarity is None else {name: unfamiliarity.score(name) for name in unfamiliarity.score_names}
+    return {name: tensor for name, tensor in (*outputs.items(), *fitted.items()) if tensor is not None}
 
 
 def columns(prediction: Prediction) -> Arrays:

@@ -40,20 +40,20 @@ AskedField = tuple[Field, bool]  # an output, and whether it is to be binary
 def request_of(body: bytes) -> dict[str, Any]:
     """A JSON object, or a refusal."""
     try:
-        found = json.loads(body, object_pairs_hook=_named)
+        content = json.loads(body, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise RequestError("the body is not valid JSON, or has a field twice") from error
-    if not isinstance(found, dict):
-        raise RequestError(f"the body is JSON of the type {type(found).__name__}; give an object with named fields")
-    return found
+    if not isinstance(content, dict):
+        raise RequestError(f"the body is JSON of the type {type(content).__name__}; give an object with named fields")
+    return content
 
 
-def _named(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON, each of whose fields is there once: of two, one would not be answered."""
-    found = dict(fields)
-    if len(found) < len(fields):
+    content = dict(fields)
+    if len(content) < len(fields):
         raise ValueError("a field is there twice")
-    return found
+    return content
 
 
 def byte_count(header: str) -> int | None:
@@ -68,70 +68,70 @@ def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[
     """The JSON of a request and its inputs by name; those of the type BYTES are lists."""
     length = len(body)
     if header is not None:
-        told = byte_count(header)
-        if not told or told > length:
+        json_length = byte_count(header)
+        if not json_length or json_length > length:
             raise RequestError(f"{HEADER} must be a number of bytes from 1 to those of the body, {length}")
-        length = told
+        length = json_length
     request = request_of(body[:length])
-    rest = memoryview(body)[length:]
+    tail = memoryview(body)[length:]
     inputs = request.get("inputs")
-    if not isinstance(inputs, list) or not inputs or not all(isinstance(one, dict) for one in inputs):
+    if not isinstance(inputs, list) or not inputs or not all(isinstance(entry, dict) for entry in inputs):
         raise RequestError("a request needs 'inputs', a list of tensors with name, shape, datatype and data")
-    found: dict[str, Array | list[bytes]] = {}
-    for one in inputs:
-        name, datatype = one.get("name"), one.get("datatype")
-        if not isinstance(name, str) or name in found:
+    tensors: dict[str, Array | list[bytes]] = {}
+    for entry in inputs:
+        name, datatype = entry.get("name"), entry.get("datatype")
+        if not isinstance(name, str) or name in tensors:
             raise RequestError("every input needs a name of its own")
         called = short(name)
         if datatype not in (*DATATYPES, "BYTES"):  # compared, not looked up: it may be anything that JSON has
             raise RequestError(f"input {called} needs a datatype, one of {', '.join((*DATATYPES, 'BYTES'))}")
-        shape = _shape(called, one.get("shape"))
-        size = _parameters(one).get("binary_data_size")
+        shape = _shape(called, entry.get("shape"))
+        size = _parameters(entry).get("binary_data_size")
         if size is None:
-            found[name] = _from_json(called, datatype, shape, one.get("data"))
+            tensors[name] = _from_json(called, datatype, shape, entry.get("data"))
             continue
-        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(rest):
-            raise RequestError(f"binary_data_size of input {called} does not fit the {len(rest)} bytes that are left")
-        found[name] = _from_binary(called, datatype, shape, bytes(rest[:size]))
-        rest = rest[size:]
-    if len(rest):
-        raise RequestError(f"{len(rest)} bytes follow the last tensor; say whose they are with binary_data_size")
-    return request, found
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(tail):
+            raise RequestError(f"binary_data_size of input {called} does not fit the {len(tail)} bytes that are left")
+        tensors[name] = _from_binary(called, datatype, shape, bytes(tail[:size]))
+        tail = tail[size:]
+    if len(tail):
+        raise RequestError(f"{len(tail)} bytes follow the last tensor; say whose they are with binary_data_size")
+    return request, tensors
 
 
-def _shape(called: str, given: Any) -> tuple[int, ...]:
-    whole = isinstance(given, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in given)
-    if not whole or not given or min(given) < 1 or max(given) >= 1 << 63 or len(given) > 8:
+def _shape(called: str, shape: Any) -> tuple[int, ...]:
+    is_whole = isinstance(shape, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in shape)
+    if not is_whole or not shape or min(shape) < 1 or max(shape) >= 1 << 63 or len(shape) > 8:
         raise RequestError(f"input {called} needs a shape, a list of positive whole numbers, the first one of samples")
-    return tuple(given)
+    return tuple(shape)
 
 
 def _parameters(of: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = of.get("parameters")
-    return found if isinstance(found, dict) else {}
+    parameters = of.get("parameters")
+    return parameters if isinstance(parameters, dict) else {}
 
 
 def _from_json(called: str, datatype: str, shape: tuple[int, ...], data: Any) -> Array | list[bytes]:
     if not isinstance(data, list):
         raise RequestError(f"input {called} needs 'data', a list")
     if datatype == "BYTES":
-        if not all(isinstance(one, str) for one in data) or len(data) != math.prod(shape):
+        if not all(isinstance(text, str) for text in data) or len(data) != math.prod(shape):
             raise RequestError(f"input {called} needs {math.prod(shape)} strings")
-        return [one.encode("utf-8", "surrogatepass") for one in data]
+        return [text.encode("utf-8", "surrogatepass") for text in data]
     try:
         if datatype != "BOOL" and bool in _kinds(data):
             raise ValueError("true and false are no numbers")
         array = np.array(data)
         if array.dtype.kind not in "biuf" or array.size != math.prod(shape):
             raise ValueError(f"{array.size} values of {array.dtype}")
-        made = array.astype(DATATYPES[datatype])
-        if not np.array_equal(made.astype(array.dtype), array) and made.dtype.kind != "f":
+        converted = array.astype(DATATYPES[datatype])
+        if not np.array_equal(converted.astype(array.dtype), array) and converted.dtype.kind != "f":
             raise ValueError("values out of range")
     except (ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"the data of input {called} are not {math.prod(shape)} numbers of {datatype}") from error
     if array.ndim > 1 and array.shape != shape:  # in rows, which say themselves how they lie
         raise RequestError(f"the data of input {called} are in rows of shape {list(array.shape)}, not {list(shape)}")
-    return made.reshape(shape)
+    return converted.reshape(shape)
 
 
 def _kinds(data: list[Any]) -> set[type]:
@@ -142,19 +142,19 @@ def _kinds(data: list[Any]) -> set[type]:
 
 def _from_binary(called: str, datatype: str, shape: tuple[int, ...], content: bytes) -> Array | list[bytes]:
     if datatype == "BYTES":
-        found = list[bytes]()
+        strings = list[bytes]()
         start = 0
         while start + 4 <= len(content):
             end = start + 4 + int.from_bytes(content[start : start + 4], "little")
-            found.append(content[start + 4 : end])
+            strings.append(content[start + 4 : end])
             start = end
-        if start != len(content) or len(found) != math.prod(shape):
+        if start != len(content) or len(strings) != math.prod(shape):
             raise RequestError(f"input {called} needs {math.prod(shape)} strings, each behind its length in 4 bytes")
-        return found
+        return strings
     dtype = np.dtype(DATATYPES[datatype]).newbyteorder("<")
     if len(content) != math.prod(shape) * dtype.itemsize:
-        wanted = math.prod(shape) * dtype.itemsize
-        raise RequestError(f"input {called} of {datatype} {list(shape)} has {len(content)} bytes, not {wanted}")
+        expected = math.prod(shape) * dtype.itemsize
+        raise RequestError(f"input {called} of {datatype} {list(shape)} has {len(content)} bytes, not {expected}")
     return np.frombuffer(content, dtype).reshape(shape)
 
 
@@ -181,16 +181,16 @@ def write_answer(
             tensor["parameters"] = {"binary_data_size": len(content)}
             buffers.append(content)
         else:
-            known = array.dtype.kind != "f" or np.isfinite(array).all()
-            tensor["data"] = array.reshape(-1).tolist() if known else [finite(one) for one in array.flat]
+            all_finite = array.dtype.kind != "f" or np.isfinite(array).all()
+            tensor["data"] = array.reshape(-1).tolist() if all_finite else [finite(value) for value in array.flat]
         tensors.append(tensor)
-    found: dict[str, Any] = {"model_name": service.settings.name, "model_version": "1", "outputs": tensors}
-    said = [f"sample {index}: {note}" for index, some in enumerate(notes) for note in some]
-    if said:
-        found["parameters"] = {"notes": "; ".join(said)}
+    body: dict[str, Any] = {"model_name": service.settings.name, "model_version": "1", "outputs": tensors}
+    remarks = [f"sample {index}: {note}" for index, sample_notes in enumerate(notes) for note in sample_notes]
+    if remarks:
+        body["parameters"] = {"notes": "; ".join(remarks)}
     if isinstance(request.get("id"), str):
-        found["id"] = request["id"]
-    head = json.dumps(found, allow_nan=False).encode()
+        body["id"] = request["id"]
+    head = json.dumps(body, allow_nan=False).encode()
     if not buffers:
         return head, {"Content-Type": "application/json"}
     return head + b"".join(buffers), {"Content-Type": "application/octet-stream", HEADER: str(len(head))}
@@ -198,23 +198,23 @@ def write_answer(
 
 def asked_outputs(request: Mapping[str, Any], service: Service) -> list[AskedField]:
     """The outputs that a request asks for; all if it names none. Those that there are not are refused."""
-    known = {field.name: field for field in service.outputs}
+    fields = {field.name: field for field in service.outputs}
     usual = bool(_parameters(request).get("binary_data_output"))
     asked = request.get("outputs")
     if not asked:
         return [(field, usual) for field in service.outputs]
-    names = tuple(known)  # compared, not looked up: what is asked for may be anything that JSON has
-    if not isinstance(asked, list) or not all(isinstance(one, dict) and one.get("name") in names for one in asked):
-        raise RequestError(f"outputs are asked for as a list of objects, each with a name: {', '.join(known)}")
-    return [(known[one["name"]], bool(_parameters(one).get("binary_data", usual))) for one in asked]
+    names = tuple(fields)  # compared, not looked up: what is asked for may be anything that JSON has
+    if not isinstance(asked, list) or not all(isinstance(item, dict) and item.get("name") in names for item in asked):
+        raise RequestError(f"outputs are asked for as a list of objects, each with a name: {', '.join(fields)}")
+    return [(fields[item["name"]], bool(_parameters(item).get("binary_data", usual))) for item in asked]
 
 
 def deadline_of(request: Mapping[str, Any]) -> float:
     """Seconds that a client of Triton gives the request, which are microseconds there."""
-    given = _parameters(request).get("timeout")
-    if not isinstance(given, int) or isinstance(given, bool):
+    microseconds = _parameters(request).get("timeout")
+    if not isinstance(microseconds, int) or isinstance(microseconds, bool):
         return math.inf
-    return given / 1e6 if 0 < given < 10**LONGEST_NUMBER else math.inf
+    return microseconds / 1e6 if 0 < microseconds < 10**LONGEST_NUMBER else math.inf
 
 
 def model_metadata(service: Service) -> dict[str, Any]:

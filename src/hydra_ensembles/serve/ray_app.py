@@ -88,7 +88,7 @@ class _Replica:
         try:
             return list(self._run(rows))
         except Exception as error:
-            return [error] if len(rows) == 1 else [one for row in rows for one in self._answered([row])]
+            return [error] if len(rows) == 1 else [answer for row in rows for answer in self._answered([row])]
 
 
 class _Front:
@@ -124,18 +124,18 @@ class _Replicas:
             self.waiting -= len(rows)
 
     async def _one(self, row: Sample) -> Answer:
-        found: Answer | Exception = await self._asked(self._handle.answer.remote, row)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        answer: Answer | Exception = await self._asked(self._handle.answer.remote, row)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    async def _asked(self, method: Callable[..., Awaitable[Any]], *given: Any) -> Any:
+    async def _asked(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
         """What a replica says; another one is asked, after a while, where it died and took the question along."""
         died, serving = require("ray.exceptions", extra="ray"), require("ray.serve.exceptions", extra="ray")
         for attempt in range(ATTEMPTS):
             await asyncio.sleep(PAUSE * 2 ** (attempt - 1) if attempt else 0)
             try:
-                return await method(*given)
+                return await method(*arguments)
             except serving.BackPressureError as error:
                 raise RequestError("too many samples are waiting; try again later", 503, retry_after=1) from error
             except (died.RayActorError, serving.DeploymentUnavailableError, serving.ReplicaUnavailableError):

@@ -112,8 +112,8 @@ class Scorer:
     def ensemble(self) -> Ensemble:
         """The model, loaded when it is first asked for."""
         if self._loaded is None:
-            place = "cuda" if torch.cuda.is_available() else "cpu"
-            device = require_device(place if self.device == "auto" else self.device)
+            automatic = "cuda" if torch.cuda.is_available() else "cpu"
+            device = require_device(automatic if self.device == "auto" else self.device)
             dtype: torch.dtype | None = None if self.dtype is None else getattr(torch, self.dtype)
             if isinstance(self.model, Ensemble):
                 self.model.verified_metadata()
@@ -131,16 +131,16 @@ class Scorer:
     @property
     def fields(self) -> tuple[Field, ...]:
         """The outputs among the answers."""
-        return tuple(one for one in output_fields(self.ensemble) if self.wide or not one.shape)
+        return tuple(field for field in output_fields(self.ensemble) if self.wide or not field.shape)
 
     @property
     def kept(self) -> dict[str, str]:
         """The columns that come along, by their names among the answers."""
-        taken = {INPUT, CLASS, ERROR, NOTE, *(one.name for one in output_fields(self.ensemble))}
-        named = {f"{KEPT}{name}" if name in taken else name: name for name in self.keep}
-        if len(named) < len(set(self.keep)):
+        taken = {INPUT, CLASS, ERROR, NOTE, *(field.name for field in output_fields(self.ensemble))}
+        by_name = {f"{KEPT}{name}" if name in taken else name: name for name in self.keep}
+        if len(by_name) < len(set(self.keep)):
             raise ConfigError(f"of keep={list(self.keep)} two columns would have one name; leave out one or rename it")
-        return named
+        return by_name
 
     def __call__(self, batch: Mapping[str, Any]) -> Arrays:
         """The answers to a batch, a row for each of its own."""
@@ -159,39 +159,39 @@ class Scorer:
         names = READ[self.ensemble.kind]
         raw = getattr(self.columns, self.ensemble.kind)
         if names[0] in batch:
-            given = {name: _tensor(batch[name]) for name in names if name in batch}
-            count = len(given[names[0]])
-            return ReadyBatch([(given, list(range(count)))], [""] * count, [""] * count, kept)
+            inputs = {name: _tensor(batch[name]) for name in names if name in batch}
+            count = len(inputs[names[0]])
+            return ReadyBatch([(inputs, list(range(count)))], [""] * count, [""] * count, kept)
         if raw not in batch:
             raise DataError(f"the batch has no column {raw!r} or {names[0]!r}; it has {sorted(batch)}")
         if self.ensemble.metadata.preprocessing is None:
             raise DataError(f"the model has no saved preprocessing; give batches with {names[0]!r}")
-        read = self._images(list(batch[raw])) if self.ensemble.kind == "image" else self._texts(batch)
-        return ReadyBatch(*read, kept)
+        decoded = self._images(list(batch[raw])) if self.ensemble.kind == "image" else self._texts(batch)
+        return ReadyBatch(*decoded, kept)
 
     def answer(self, prepared: ReadyBatch) -> Arrays:
         """The columns of a prepared batch."""
         errors, notes = list(prepared.errors), list(prepared.notes)
         fields = self.fields
         answers = dict(prepared.kept)
-        for one in fields:
-            blank = {"bool": False, "int64": -1}.get(one.dtype, np.nan)
-            answers[one.name] = np.full((len(errors), *one.shape), blank, one.dtype)
+        for field in fields:
+            blank = {"bool": False, "int64": -1}.get(field.dtype, np.nan)
+            answers[field.name] = np.full((len(errors), *field.shape), blank, field.dtype)
         for inputs, rows in prepared.parts:
             if rows:
-                with noted() as said:
-                    found = columns(self.ensemble.predict(inputs, check_finite=False))
-                for row in rows if said else ():
-                    notes[row] = "; ".join([notes[row], *said] if notes[row] else said)
-                finite = np.isfinite(found["member_logits"]).all(axis=(1, 2))  # [B]
+                with noted() as remarks:
+                    outputs = columns(self.ensemble.predict(inputs, check_finite=False))
+                for row in rows if remarks else ():
+                    notes[row] = "; ".join([notes[row], *remarks] if notes[row] else remarks)
+                finite = np.isfinite(outputs["member_logits"]).all(axis=(1, 2))  # [B]
                 good = np.asarray(rows)[finite]
-                for one in fields:
-                    answers[one.name][good] = found[one.name][finite]
+                for field in fields:
+                    answers[field.name][good] = outputs[field.name][finite]
                 for row in np.asarray(rows)[~finite].tolist():
                     errors[row] = "the model's answer is not finite; look for overflow, or run it in float32"
         labels = self.ensemble.metadata.labels
         if labels:
-            answers[CLASS] = np.array(["" if one < 0 else labels[one] for one in answers["label"].tolist()], dtype=str)
+            answers[CLASS] = np.array(["" if i < 0 else labels[i] for i in answers["label"].tolist()], dtype=str)
         answers[ERROR], answers[NOTE] = np.array(errors, dtype=str), np.array(notes, dtype=str)
         return answers
 
@@ -199,7 +199,7 @@ class Scorer:
         preprocess: Any = self.ensemble.metadata.preprocessing
         _pillow()  # where it is missing, that is not for each image to say
 
-        def one(item: Any) -> tuple[Tensor | None, str, str]:
+        def decode(item: Any) -> tuple[Tensor | None, str, str]:
             """The image `[1, channels, H, W]`, if it can be read; why not; what is to be said of it."""
             with noted() as notes:
                 try:
@@ -211,26 +211,26 @@ class Scorer:
                     return None, f"it cannot be read as an image: {cause}", ""
 
         with ThreadPoolExecutor(self.workers) as pool:
-            made = list(pool.map(one, items))
-        images = {row: image for row, (image, _, _) in enumerate(made) if image is not None}
+            decoded = list(pool.map(decode, items))
+        images = {row: image for row, (image, _, _) in enumerate(decoded) if image is not None}
         parts = [(torch.cat(list(images.values())), list(images))] if images else []
-        return parts, [error for _, error, _ in made], [note for _, _, note in made]
+        return parts, [error for _, error, _ in decoded], [note for _, _, note in decoded]
 
     def _texts(self, batch: Mapping[str, Any]) -> tuple[list[tuple[Any, list[int]]], list[str], list[str]]:
         """Texts are padded to the longest; where the model cannot tell padding, each length is a part of its own."""
         preprocess: Any = self.ensemble.metadata.preprocessing
-        texts: list[Any] = [_plain(one) for one in batch[self.columns.text]]
+        texts: list[Any] = [_plain(text) for text in batch[self.columns.text]]
         if self.columns.text_pair in batch:
             pairs = map(_plain, batch[self.columns.text_pair])
-            texts = [(one, other) if isinstance(other, str) else one for one, other in zip(texts, pairs, strict=True)]
+            texts = [(text, pair) if isinstance(pair, str) else text for text, pair in zip(texts, pairs, strict=True)]
         errors = [""] * len(texts)
         notes = [""] * len(texts)
         padded = preprocess.attention_mask or preprocess.pad_to_max
 
         def encode(rows: list[int]) -> dict[str, Tensor]:
             encoded, cut = preprocess.encode([texts[row] for row in rows])
-            for place in cut:
-                notes[rows[place]] = f"the text {preprocess.when_cut}"
+            for index in cut:
+                notes[rows[index]] = f"the text {preprocess.when_cut}"
             return cast(dict[str, Tensor], encoded)
 
         if padded:
@@ -249,7 +249,7 @@ class Scorer:
             return [(encode(rows), rows)] if rows else [], errors, notes
         return (
             [
-                ({name: torch.cat([one[name] for _, one in same]) for name in same[0][1]}, [row for row, _ in same])
+                ({name: torch.cat([x[name] for _, x in same]) for name in same[0][1]}, [row for row, _ in same])
                 for same in lengths.values()
             ],
             errors,
@@ -269,7 +269,7 @@ def _tensor(values: Any) -> Tensor:
     """A column of equal rows as one tensor, however an engine stores it."""
     array = values if isinstance(values, Tensor | np.ndarray) else np.asarray(values)
     if isinstance(array, np.ndarray) and array.dtype == object:
-        array = np.stack([np.asarray(one) for one in array])
+        array = np.stack([np.asarray(row) for row in array])
     return torch.as_tensor(np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array)
 
 
@@ -335,12 +335,12 @@ def score_archive(
         shard_rows: Items a shard.
         progress: Whether to show a bar, with the rate.
     """
-    place = Path(output).expanduser()
+    path = Path(output).expanduser()
     ensemble = scorer.ensemble
-    archive = Archive(source, ensemble.kind, scorer.columns, scorer.keep, place)
+    archive = Archive(source, ensemble.kind, scorer.columns, scorer.keep, path)
     identity = {"archive": archive.identity(), "model": _identity(ensemble), "shard_rows": shard_rows}
     identity |= {"columns": to_plain(scorer.columns), "keep": list(scorer.kept), "wide": scorer.wide}
-    folder = RunFolder(place, identity, what="scores")
+    folder = RunFolder(path, identity, what="scores")
     with folder.working():
         items = iter(archive)
         number = 0
@@ -348,30 +348,30 @@ def score_archive(
         if not folder.has(f"{SUMMARY}.json"):
             folder.write(ABOUT, about)
         with tqdm(total=archive.count(), unit=" items", disable=not progress) as bar:
-            while (first := next(items, None)) is not None:
-                part = chain((first,), islice(items, shard_rows - 1))
-                there = folder.has(SHARD.format(number))
+            while (item := next(items, None)) is not None:
+                part = chain((item,), islice(items, shard_rows - 1))
+                finished = folder.has(SHARD.format(number))
 
                 def make(part: Iterable[Item] = part) -> tuple[Any, bytes]:
                     return _scored(scorer, part, batch_size, bar.update)
 
-                def write(file: Path, made: tuple[Any, bytes], number: int = number) -> None:
-                    beside = place / UNREADABLE.format(number)  # before the shard: once that is there, both are
-                    if made[1]:
-                        write_atomically(beside, made[1])
+                def write(file: Path, shard: tuple[Any, bytes], number: int = number) -> None:
+                    beside = path / UNREADABLE.format(number)  # before the shard: once that is there, both are
+                    if shard[1]:
+                        write_atomically(beside, shard[1])
                     else:
                         beside.unlink(missing_ok=True)
-                    write_atomically(file, made[0])
+                    write_atomically(file, shard[0])
 
                 folder.product(SHARD.format(number), make, lambda _: (b"", b""), write)  # refused where it was changed
-                if there:
+                if finished:
                     names = [item.name for item in part]
-                    _require_among(place / SHARD.format(number), names)
+                    _require_among(path / SHARD.format(number), names)
                     if progress:
                         bar.initial += len(names)  # which have no part in the rate
                     bar.update(len(names))
                 number += 1
-        return Scored(**folder.json(SUMMARY, lambda: _summary(place, number, archive.ignored)))
+        return Scored(**folder.json(SUMMARY, lambda: _summary(path, number, archive.ignored)))
 
 
 def _require_among(shard: Path, names: Sequence[str]) -> None:
@@ -392,8 +392,8 @@ def _require_same_answers(folder: RunFolder, about: Mapping[str, Any]) -> None:
 
 def _identity(ensemble: Ensemble) -> dict[str, Any]:
     """What answers depend on."""
-    metadata, known = ensemble.metadata, ensemble.metadata.familiarity
-    familiarity = None if known is None else [repr(known.settings), tensors_digest(known.state)]
+    metadata, fitted = ensemble.metadata, ensemble.metadata.familiarity
+    familiarity = None if fitted is None else [repr(fitted.settings), tensors_digest(fitted.state)]
     about = [repr(metadata.preprocessing), repr(metadata.calibration), list(metadata.labels), familiarity]
     tokenizer = getattr(metadata.preprocessing, "tokenizer", "")
     return {"weights": model_fingerprint(ensemble), "metadata": digest_of([*about, tokenizer])}
@@ -401,7 +401,7 @@ def _identity(ensemble: Ensemble) -> dict[str, Any]:
 
 def _about(scorer: Scorer) -> dict[str, Any]:
     """What a reader of the shards has to know."""
-    fields = [{"name": one.name, "meaning": one.meaning} for one in scorer.fields]
+    fields = [{"name": field.name, "meaning": field.meaning} for field in scorer.fields]
     labels = list(scorer.ensemble.metadata.labels)
     about = {
         "made_by": f"hydra_ensembles {__version__}",
@@ -412,7 +412,7 @@ def _about(scorer: Scorer) -> dict[str, Any]:
     return {**about, "kept": scorer.kept, "beside": [INPUT, *([CLASS] if labels else []), NOTE]}
 
 
-def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, seen: Callable[[int], Any]) -> tuple[bytes, bytes]:
+def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, tick: Callable[[int], Any]) -> tuple[bytes, bytes]:
     """A shard as the bytes of a Parquet file, and as lines of JSON what could not be read."""
     parts: list[Arrays] = []
     unreadable: list[dict[str, str]] = []
@@ -427,19 +427,19 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, seen: Callab
     for batch, prepared in _ahead(ready()):
         errors = np.array([item.error for item in batch], dtype=object)
         if prepared is not None:
-            found = scorer.answer(prepared)
+            answers = scorer.answer(prepared)
             readable = errors == ""
-            said = errors[readable] = found.pop(ERROR)
+            failures = errors[readable] = answers.pop(ERROR)
             names = np.array([item.name for item in batch], dtype=object)[readable]
-            parts.append({name: array[said == ""] for name, array in {INPUT: names, **found}.items()})
+            parts.append({name: array[failures == ""] for name, array in {INPUT: names, **answers}.items()})
         pairs = zip(batch, errors.tolist(), strict=True)
         unreadable += ({INPUT: item.name, "reason": str(error)} for item, error in pairs if error)
-        seen(len(batch))
+        tick(len(batch))
     if not parts:  # nothing could be read: a shard without rows, with the same columns
         empty = scorer.answer(ReadyBatch([], [], [], {name: np.empty(0, dtype=object) for name in scorer.kept}))
         del empty[ERROR]
         parts.append({INPUT: np.empty(0, dtype=object), **empty})
-    lines = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in unreadable)
+    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in unreadable)
     return _parquet(parts), lines.encode("utf-8", "replace")
 
 
@@ -448,9 +448,9 @@ def _columns(scorer: Scorer, items: Sequence[Item]) -> dict[str, Any]:
     if scorer.ensemble.kind == "image":
         return {scorer.columns.image: [item.content for item in items]}
     texts = [item.content if isinstance(item.content, tuple) else (item.content, None) for item in items]
-    pairs = [other for _, other in texts]
+    pairs = [pair for _, pair in texts]
     batch: dict[str, Any] = {scorer.columns.text: [text for text, _ in texts]}
-    return batch if all(one is None for one in pairs) else {**batch, scorer.columns.text_pair: pairs}
+    return batch if all(pair is None for pair in pairs) else {**batch, scorer.columns.text_pair: pairs}
 
 
 def _ahead(batches: Iterator[Any]) -> Iterator[Any]:
@@ -465,28 +465,28 @@ def _ahead(batches: Iterator[Any]) -> Iterator[Any]:
 def _parquet(parts: Sequence[Arrays]) -> bytes:
     """Columns as the bytes of a Parquet file; what has several numbers a row is a list of that length."""
     arrow = require("pyarrow", extra="data")
-    made = {}
+    arrays = {}
     for name in parts[0]:
         array = np.concatenate([part[name] for part in parts])
         if array.dtype.kind in "OU":
-            made[name] = arrow.array(array.tolist(), arrow.string())
+            arrays[name] = arrow.array(array.tolist(), arrow.string())
             continue
         values = arrow.array(array.reshape(-1))
         for size in reversed(array.shape[1:]):
             values = arrow.FixedSizeListArray.from_arrays(values, size)
-        made[name] = values
+        arrays[name] = values
     sink = io.BytesIO()
-    require("pyarrow.parquet", extra="data").write_table(arrow.table(made), sink)
+    require("pyarrow.parquet", extra="data").write_table(arrow.table(arrays), sink)
     return sink.getvalue()
 
 
-def _summary(place: Path, shards: int, ignored: int) -> dict[str, int]:
+def _summary(folder: Path, shards: int, ignored: int) -> dict[str, int]:
     parquet, compute = require("pyarrow.parquet", extra="data"), require("pyarrow.compute", extra="data")
-    made = [place / SHARD.format(number) for number in range(shards)]
-    rows = sum(parquet.read_metadata(file).num_rows for file in made)
-    told = [file for file in made if NOTE in parquet.read_schema(file).names]  # not those of an earlier version
-    said = (compute.not_equal(parquet.read_table(file, columns=[NOTE])[NOTE], "") for file in told)
-    files = [place / UNREADABLE.format(number) for number in range(shards)]
+    tables = [folder / SHARD.format(number) for number in range(shards)]
+    rows = sum(parquet.read_metadata(file).num_rows for file in tables)
+    with_note = [file for file in tables if NOTE in parquet.read_schema(file).names]  # not those of an earlier version
+    has_note = (compute.not_equal(parquet.read_table(file, columns=[NOTE])[NOTE], "") for file in with_note)
+    files = [folder / UNREADABLE.format(number) for number in range(shards)]
     lost = sum(file.read_bytes().count(b"\n") for file in files if file.exists())
     counts = {"rows": rows, "unreadable": lost, "ignored": ignored, "shards": shards}
-    return {**counts, "noted": sum(compute.sum(one).as_py() or 0 for one in said)}
+    return {**counts, "noted": sum(compute.sum(flags).as_py() or 0 for flags in has_note)}

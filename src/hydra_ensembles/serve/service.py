@@ -107,8 +107,8 @@ class ServeSettings(Checked):
     @property
     def dtype(self) -> torch.dtype | None:
         """Floating type to compute in, if it is not the model's."""
-        found: torch.dtype | None = None if self.precision is None else getattr(torch, self.precision)
-        return found
+        dtype: torch.dtype | None = None if self.precision is None else getattr(torch, self.precision)
+        return dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ class Sample:
     shape: Hashable = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple((name, tuple(one.shape)) for name, one in self.inputs.items()))
+        object.__setattr__(self, "shape", tuple((name, tuple(tensor.shape)) for name, tensor in self.inputs.items()))
 
 
 class Service:
@@ -135,11 +135,11 @@ class Service:
         # names of the classes; numbers where it has none
         self.labels = ensemble.verified_metadata().labels or tuple(map(str, range(ensemble.num_classes)))
         self.preprocessing = ensemble.metadata.preprocessing
-        known = ensemble.metadata.calibration or Calibration()
-        left = known.temperature if known.calibrates == "probs" else (1.0,)  # that of logits is in them already
-        self._temperature = np.array(left)[:, None]  # [1 or M, 1]
+        calibration = ensemble.metadata.calibration or Calibration()
+        of_probs = calibration.calibrates == "probs"  # a temperature of logits is in them already
+        self._temperature = np.array(calibration.temperature if of_probs else (1.0,))[:, None]  # [1 or M, 1]
         self._main = READ[self.kind][0]
-        self._masked = any(one.name == "attention_mask" for one in self.inputs)
+        self._masked = any(field.name == "attention_mask" for field in self.inputs)
 
     # --- what comes in -----------------------------------------------------------------------------------------------
 
@@ -186,14 +186,14 @@ class Service:
             rows += [replace(row, notes=notes) for row in self.tensors(encoded, nearest)]
         return rows
 
-    def tensors(self, given: Mapping[str, Tensor], nearest: bool = False) -> list[Sample]:
+    def tensors(self, inputs: Mapping[str, Tensor], nearest: bool = False) -> list[Sample]:
         """Rows of inputs as the model reads them, `[B, …]` each.
 
         Raises:
             RequestError, DataError: They do not fit the model.
         """
         with noted() as notes:
-            main, mask, segments = self.ensemble.unpack(given)
+            main, mask, segments = self.ensemble.unpack(inputs)
             if self.kind == "image":
                 warn_of_raw_pixels(main, self.preprocessing)
         self._require_few(len(main))
@@ -203,28 +203,28 @@ class Service:
         if main.is_floating_point() and not bool(main.isfinite().all()):
             raise RequestError(f"{self._main} has values that are NaN or infinite")
         if self.kind == "image":
-            return [Sample({self._main: one}, nearest, notes) for one in main.to(self.ensemble.dtype)]
-        named: dict[str, Tensor | None] = {"input_ids": main, "attention_mask": mask, "token_type_ids": segments}
+            return [Sample({self._main: image}, nearest, notes) for image in main.to(self.ensemble.dtype)]
+        tensors: dict[str, Tensor | None] = {"input_ids": main, "attention_mask": mask, "token_type_ids": segments}
         if self._masked:
             tokens = main.shape[1]
-            length = next((one for one in self.lengths() if one >= tokens), tokens)  # that a plan is warm for
-            named["attention_mask"] = torch.ones_like(main) if mask is None else mask.long()
+            length = next((size for size in self.lengths() if size >= tokens), tokens)  # that a plan is warm for
+            tensors["attention_mask"] = torch.ones_like(main) if mask is None else mask.long()
             if len(self.inputs) > 2 and segments is None:
-                named["token_type_ids"] = torch.zeros_like(main)
+                tensors["token_type_ids"] = torch.zeros_like(main)
             fill = {"input_ids": getattr(self.preprocessing, "pad_id", 0)}
-            named = {
-                name: None if one is None else F.pad(one.long(), (0, length - one.shape[1]), value=fill.get(name, 0))
-                for name, one in named.items()
+            tensors = {
+                name: None if x is None else F.pad(x.long(), (0, length - x.shape[1]), value=fill.get(name, 0))
+                for name, x in tensors.items()
             }
-        present = {name: one for name, one in named.items() if one is not None}
-        split = ({name: one[index] for name, one in present.items()} for index in range(len(main)))
-        return [Sample(one, nearest, notes) for one in split]
+        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        split = ({name: tensor[index] for name, tensor in present.items()} for index in range(len(main)))
+        return [Sample(row, nearest, notes) for row in split]
 
-    def _wanted(self, got: str) -> str:
+    def _wanted(self, received: str) -> str:
         if self.preprocessing is None:
-            what = "image processor" if self.kind == "image" else "tokenizer"
-            return f"got {got}, but this model was saved without its {what}; give {self._main} to /v2/models"
-        return f"got {got}, but this model reads {self.kind}s"
+            missing = "image processor" if self.kind == "image" else "tokenizer"
+            return f"got {received}, but this model was saved without its {missing}; give {self._main} to /v2/models"
+        return f"got {received}, but this model reads {self.kind}s"
 
     def _require_few(self, count: int) -> None:
         most = self.settings.max_queue
@@ -234,8 +234,8 @@ class Service:
     def _require_small(self, contents: Sequence[bytes]) -> None:
         """Refuse images by their headers: a few bytes may stand for gigabytes of pixels."""
         pillow = require("PIL.Image", extra="data")
-        left = int(self.settings.max_pixels * 1e6)
-        advice = f"at most {left} pixels are taken in a request"
+        pixels_left = int(self.settings.max_pixels * 1e6)
+        advice = f"at most {pixels_left} pixels are taken in a request"
         for index, content in enumerate(contents):
             try:
                 with pillow.open(io.BytesIO(content), formats=FORMATS) as image:
@@ -243,12 +243,12 @@ class Service:
             except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
                 raise RequestError(f"image {index} is too large; {advice}", 413) from error
             except Exception as error:  # Pillow raises whatever a broken header leads it to
-                known = ", ".join(FORMATS)
+                formats = ", ".join(FORMATS)
                 raise RequestError(
-                    f"image {index} ({len(content)} bytes) is none of {known}, or broken", 415
+                    f"image {index} ({len(content)} bytes) is none of {formats}, or broken", 415
                 ) from error
-            left -= width * height
-            if left < 0 or max(width, height) > SLIMMEST * min(width, height):
+            pixels_left -= width * height
+            if pixels_left < 0 or max(width, height) > SLIMMEST * min(width, height):
                 advice = f"{advice}, and no side may be {SLIMMEST} times the other"
                 raise RequestError(f"image {index} has {width} x {height} pixels; {advice}", 413)
 
@@ -286,21 +286,21 @@ class Service:
         """
         plans: dict[torch.device, OptimizedEnsemble] = {}
         shapes = max(len(self.sizes()) * len(self.examples()), USUAL_SHAPES)
-        found = []
+        workers = []
         for index in range(self.settings.workers):
-            place = self.ensemble.device
-            if place.type == "cuda":
-                place = torch.device("cuda", ((place.index or 0) + index) % torch.cuda.device_count())
-            if place not in plans:
-                model = self.ensemble if place == self.ensemble.device else copy.deepcopy(self.ensemble).to(place)
-                plans[place] = OptimizedEnsemble(
+            device = self.ensemble.device
+            if device.type == "cuda":
+                device = torch.device("cuda", ((device.index or 0) + index) % torch.cuda.device_count())
+            if device not in plans:
+                model = self.ensemble if device == self.ensemble.device else copy.deepcopy(self.ensemble).to(device)
+                plans[device] = OptimizedEnsemble(
                     model, dtype=self.settings.dtype, compile=self.settings.compile, compiled_shapes=shapes
                 )
                 if self.settings.warm_up:
                     for size, row in product(self.sizes(), self.examples()):
-                        plans[place].predict(_stacked([row] * size), check_finite=False)
-            found.append(_Worker(plans[place], self.sizes()))
-        return [worker.answer for worker in found]
+                        plans[device].predict(_stacked([row] * size), check_finite=False)
+            workers.append(_Worker(plans[device], self.sizes()))
+        return [worker.answer for worker in workers]
 
     def examples(self) -> list[Sample]:
         """A blank row of every shape that is known beforehand."""
@@ -321,11 +321,11 @@ class Service:
         members = np.exp(logits - logits.max(axis=-1, keepdims=True))
         members /= members.sum(axis=-1, keepdims=True)
         numbers = {
-            one.name: finite(answer[one.name])
-            for one in self.outputs
-            if not one.shape and one.name not in ("label", "accept", "reason")
+            field.name: finite(answer[field.name])
+            for field in self.outputs
+            if not field.shape and field.name not in ("label", "accept", "reason")
         }
-        found = {
+        content = {
             "label": labels[int(answer["label"])],
             "index": int(answer["label"]),
             "accept": bool(answer["accept"]) if "accept" in answer else None,
@@ -335,11 +335,11 @@ class Service:
                 {"label": labels[index], "probability": finite(probs[index])}
                 for index in np.argsort(-probs, kind="stable")[:SHOWN].tolist()
             ],
-            "members": [{"label": labels[int(one.argmax())], "probability": finite(one.max())} for one in members],
+            "members": [{"label": labels[int(p.argmax())], "probability": finite(p.max())} for p in members],
         }
         if NEAREST in answer:
-            found[NEAREST] = None if answer[NEAREST] < 0 else labels[answer[NEAREST]]
-        return {**found, "notes": list(notes)} if notes else found
+            content[NEAREST] = None if answer[NEAREST] < 0 else labels[answer[NEAREST]]
+        return {**content, "notes": list(notes)} if notes else content
 
 
 @dataclass(frozen=True)
@@ -352,23 +352,23 @@ class _Worker:
     def answer(self, rows: list[Sample]) -> list[Answer]:
         """One answer for each row, in their order."""
         groups: dict[Hashable, list[int]] = {}
-        for place, row in enumerate(rows):
-            groups.setdefault(row.shape, []).append(place)
+        for index, row in enumerate(rows):
+            groups.setdefault(row.shape, []).append(index)
         answers: dict[int, Answer] = {}
         with noted():  # whoever sent a row was told by `tensors`; a warning here would put its values into the log
-            for places in groups.values():
-                while places:
-                    size = max(size for size in self.sizes if size <= len(places))
-                    piece = places[:size]
-                    places = places[size:]
-                    answers |= dict(zip(piece, self._piece([rows[place] for place in piece]), strict=True))
-        return [answers[place] for place in range(len(rows))]
+            for indices in groups.values():
+                while indices:
+                    size = max(size for size in self.sizes if size <= len(indices))
+                    piece = indices[:size]
+                    indices = indices[size:]
+                    answers |= dict(zip(piece, self._piece([rows[index] for index in piece]), strict=True))
+        return [answers[index] for index in range(len(rows))]
 
     def _piece(self, rows: list[Sample]) -> list[Answer]:
-        found = columns(self.plan.predict(_stacked(rows), check_finite=False))
-        if not np.isfinite(found["member_logits"]).all():
+        arrays = columns(self.plan.predict(_stacked(rows), check_finite=False))
+        if not np.isfinite(arrays["member_logits"]).all():
             raise self._no_number(rows)
-        answers: list[Answer] = [{name: column[index] for name, column in found.items()} for index in range(len(rows))]
+        answers: list[Answer] = [{name: column[index] for name, column in arrays.items()} for index in range(len(rows))]
         asked = [index for index, row in enumerate(rows) if row.nearest]
         if asked:
             for index, label in zip(asked, self._nearest([rows[index] for index in asked]), strict=True):
@@ -378,7 +378,7 @@ class _Worker:
     def _no_number(self, rows: list[Sample]) -> HydraError:
         """Whose fault it is that logits are no numbers: of values that no image has, or else of what is served."""
         mains = [next(iter(row.inputs.values())) for row in rows]  # pixels or tokens
-        if mains[0].is_floating_point() and max(float(one.abs().max()) for one in mains) > BRIGHTEST:
+        if mains[0].is_floating_point() and max(float(main.abs().max()) for main in mains) > BRIGHTEST:
             return DataError("the model gives NaN or infinity for this input, whose values are too large for an image")
         kind = str(self.plan.dtype).removeprefix("torch.")
         return RequestError(f"the model gives NaN or infinity for this input; it is served in {kind}", 500)
@@ -386,13 +386,13 @@ class _Worker:
     @torch.inference_mode()
     def _nearest(self, rows: list[Sample]) -> list[int]:
         """The class whose mean is nearest to the features of each row; -1 where nothing knows of any."""
-        known = self.plan.metadata.familiarity
+        familiarity = self.plan.metadata.familiarity
         inputs = self.plan.prepare(_stacked(rows))
         module = self.plan.module(next(iter(self.plan.choices.values())).plan)
         if isinstance(inputs, Tensor):
             inputs = inputs.to(self.plan.dtype)
-        found = None if known is None else known.nearest_class(module.features_and_logits(inputs)[0])
-        return [-1] * len(rows) if found is None else [int(label) for label in found.tolist()]
+        classes = None if familiarity is None else familiarity.nearest_class(module.features_and_logits(inputs)[0])
+        return [-1] * len(rows) if classes is None else [int(label) for label in classes.tolist()]
 
 
 def _stacked(rows: Sequence[Sample]) -> Tensor | dict[str, Tensor]:
@@ -406,36 +406,36 @@ def finite(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def read_named(found: dict[str, Any]) -> tuple[list[bytes], list[str | tuple[str, str]]]:
+def read_named(body: dict[str, Any]) -> tuple[list[bytes], list[str | tuple[str, str]]]:
     """The images and texts that JSON holds: one under a name, several under its plural."""
-    unknown = found.keys() - {"image", "images", "text", "texts"}
+    unknown = body.keys() - {"image", "images", "text", "texts"}
     if unknown:
         raise RequestError(f"there is no field {short(sorted(unknown)[0])}; there are image, images, text and texts")
     listed: dict[str, list[Any]] = {}
     for name in ("image", "text"):
-        several = found.get(f"{name}s", [])
+        several = body.get(f"{name}s", [])
         if not isinstance(several, list):
             raise RequestError(f"{name}s must be a list")
-        listed[name] = [*([found[name]] if name in found else []), *several]
-    return [image_of(one) for one in listed["image"]], [text_of(one) for one in listed["text"]]
+        listed[name] = [*([body[name]] if name in body else []), *several]
+    return [image_of(value) for value in listed["image"]], [text_of(value) for value in listed["text"]]
 
 
-def image_of(one: Any) -> bytes:
+def image_of(value: Any) -> bytes:
     """The file of an image that JSON holds."""
     try:
-        if not isinstance(one, str):
+        if not isinstance(value, str):
             raise ValueError
-        return base64.b64decode(one.partition(",")[2] if one.startswith("data:") else one, validate=True)
+        return base64.b64decode(value.partition(",")[2] if value.startswith("data:") else value, validate=True)
     except ValueError as error:
         raise RequestError("an image that is not bytes is a string in base64") from error
 
 
-def text_of(one: Any) -> str | tuple[str, str]:
+def text_of(value: Any) -> str | tuple[str, str]:
     """A text, or a pair of them, as JSON has it."""
-    if isinstance(one, str):
-        return one
-    if isinstance(one, list) and len(one) == 2 and all(isinstance(part, str) for part in one):
-        return one[0], one[1]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value):
+        return value[0], value[1]
     raise RequestError("a text in JSON is a string, or a pair of them in a list")
 
 

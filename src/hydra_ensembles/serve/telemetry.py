@@ -36,31 +36,31 @@ class Telemetry:
         self._client = require("prometheus_client", extra="serve")
         self._registry = self._client.CollectorRegistry()
         counter, histogram, gauge = self._client.Counter, self._client.Histogram, self._client.Gauge
-        own = {"registry": self._registry}
-        self._requests = counter("hydra_requests", "Requests by route and status.", ["route", "status"], **own)
+        reg = {"registry": self._registry}
+        self._requests = counter("hydra_requests", "Requests by route and status.", ["route", "status"], **reg)
         self._seconds = histogram(
-            "hydra_request_seconds", "Time from first to last byte.", ["route"], buckets=SECONDS, **own
+            "hydra_request_seconds", "Time from first to last byte.", ["route"], buckets=SECONDS, **reg
         )
-        self._outcomes = counter("hydra_answers", "Answers, by what became of them.", ["outcome"], **own)
+        self._outcomes = counter("hydra_answers", "Answers, by what became of them.", ["outcome"], **reg)
         self._batches = histogram(
-            "hydra_batch_rows", "Samples in a batch.", buckets=[*service.sizes(), math.inf], **own
+            "hydra_batch_rows", "Samples in a batch.", buckets=[*service.sizes(), math.inf], **reg
         )
-        self._batch_seconds = histogram("hydra_batch_seconds", "Time of the model for a batch.", buckets=SECONDS, **own)
-        gauge("hydra_queue_rows", "Samples that wait.", **own).set_function(waiting)
-        known = service.ensemble
+        self._batch_seconds = histogram("hydra_batch_seconds", "Time of the model for a batch.", buckets=SECONDS, **reg)
+        gauge("hydra_queue_rows", "Samples that wait.", **reg).set_function(waiting)
+        model = service.ensemble
         facts = {"name": service.settings.name, "version": __version__, "kind": service.kind}
-        facts |= {"members": str(known.num_members), "classes": str(known.num_classes), "device": str(known.device)}
-        gauge("hydra_model", "What is served.", list(facts), **own).labels(**facts).set(1)
+        facts |= {"members": str(model.num_members), "classes": str(model.num_classes), "device": str(model.device)}
+        gauge("hydra_model", "What is served.", list(facts), **reg).labels(**facts).set(1)
         self._scores = {
-            name: histogram(f"hydra_score_{name.replace('++', '_pp')}", meaning, buckets=bins, **own)
+            name: histogram(f"hydra_score_{name.replace('++', '_pp')}", meaning, buckets=bins, **reg)
             for name, meaning, bins in _score_bins(service)
         }
         self._labels: Any = None
         if len(service.labels) <= MOST_LABELS:
-            told = "Answers by the class that was predicted, accepted or not."
-            self._labels = counter("hydra_labels", told, ["label"], **own)
+            meaning = "Answers by the class that was predicted, accepted or not."
+            self._labels = counter("hydra_labels", meaning, ["label"], **reg)
         self._names = service.labels
-        for word in (UNCALIBRATED,) if "accept" not in {one.name for one in service.outputs} else OUTCOMES:
+        for word in (UNCALIBRATED,) if "accept" not in {field.name for field in service.outputs} else OUTCOMES:
             self._outcomes.labels(word)  # so that it is there, as zero, before the first answer
 
     def batch(self, rows: int, seconds: float) -> None:
@@ -70,16 +70,16 @@ class Telemetry:
 
     def answers(self, answers: Sequence[Answer]) -> dict[str, int]:
         """Count answers and their scores; how many there are of each outcome."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for answer in answers:
             outcome = outcome_of(answer)
-            found[outcome] = found.get(outcome, 0) + 1
+            counts[outcome] = counts.get(outcome, 0) + 1
             self._outcomes.labels(outcome).inc()
             if self._labels is not None:
                 self._labels.labels(self._names[int(answer["label"])]).inc()
             for name, histogram in self._scores.items():
                 histogram.observe(float(answer[name]))
-        return found
+        return counts
 
     def request(self, route: str, status: int, seconds: float, **more: Any) -> None:
         """Count a request, and log it."""
@@ -100,26 +100,26 @@ def outcome_of(answer: Answer) -> str:
 
 def _score_bins(service: Service) -> list[tuple[str, str, Sequence[float]]]:
     """Every output that is one number a sample, with its meaning and the edges of its bins."""
-    known = held_out(service.ensemble)
+    references = held_out(service.ensemble)
     most = math.log(len(service.labels))
-    found: list[tuple[str, str, Sequence[float]]] = []
-    for one in service.outputs:
-        if one.shape or not one.dtype.startswith("float"):
+    bins: list[tuple[str, str, Sequence[float]]] = []
+    for field in service.outputs:
+        if field.shape or not field.dtype.startswith("float"):
             continue
-        reference, threshold = known.get(one.name, (None, None))
+        reference, threshold = references.get(field.name, (None, None))
         if reference is not None:
             values = reference.values
-            edges = {values[min(len(values) * place // BINS, len(values) - 1)] for place in range(1, BINS + 1)}
-        elif one.name in ("confidence", "disagreement", "p_value", "familiarity"):
+            edges = {values[min(len(values) * step // BINS, len(values) - 1)] for step in range(1, BINS + 1)}
+        elif field.name in ("confidence", "disagreement", "p_value", "familiarity"):
             edges = {*SHARES, 1.0}
-        elif one.name in ("entropy", "aleatoric", "epistemic"):
+        elif field.name in ("entropy", "aleatoric", "epistemic"):
             edges = {most * share for share in (*SHARES, 1.0)}
         else:
-            edges = {*ANYWHERE, *(SHARES if one.name == "score" else ())}
+            edges = {*ANYWHERE, *(SHARES if field.name == "score" else ())}
         if threshold is not None and math.isfinite(threshold):
             edges.add(threshold)  # what lies above it was refused
-        found.append((one.name, one.meaning, [*sorted(edges), math.inf]))
-    return found
+        bins.append((field.name, field.meaning, [*sorted(edges), math.inf]))
+    return bins
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------
@@ -134,8 +134,8 @@ def log(event: str, level: int = logging.INFO, **fields: Any) -> None:
 
 def log_failure(error: BaseException, **fields: Any) -> None:
     """Log a mistake of ours: the kind of error and where it was; not its text, which may quote an input."""
-    places = itertools.islice(reversed(traceback.extract_tb(error.__traceback__)), 8)
-    where = [f"{place.filename.rpartition('/')[2]}:{place.lineno} {place.name}" for place in places]
+    frames = itertools.islice(reversed(traceback.extract_tb(error.__traceback__)), 8)
+    where = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
     log("failure", logging.ERROR, error=type(error).__name__, where=where, **fields)
 
 
@@ -147,8 +147,8 @@ def log_to_stdout() -> None:
             if record.name == LOGGER.name:
                 return record.getMessage()
             kind = None if record.exc_info is None or record.exc_info[0] is None else record.exc_info[0].__name__
-            found = {"level": record.levelname, "event": "server", "message": record.getMessage(), "error": kind}
-            return json.dumps({name: value for name, value in found.items() if value is not None})
+            entry = {"level": record.levelname, "event": "server", "message": record.getMessage(), "error": kind}
+            return json.dumps({name: value for name, value in entry.items() if value is not None})
 
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(Plain())
