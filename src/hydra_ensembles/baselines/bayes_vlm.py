@@ -152,10 +152,10 @@ def kronecker_factors(
     for rows in torch.arange(count, device=embedded.device).tensor_split(math.ceil(count / negatives)):
         targets = F.normalize(other[rows], dim=-1)  # Y [C, e]
         totals = embedded.new_zeros(len(rows))  # [C]
-        for some in rows.split(_ROWS):
+        for batch in rows.split(_ROWS):
             # u [B, e], |h| [B]
-            unit = F.normalize(embedded[some], dim=-1)
-            length = embedded[some].norm(dim=-1)
+            unit = F.normalize(embedded[batch], dim=-1)
+            length = embedded[batch].norm(dim=-1)
             cosines = unit @ targets.T  # [B, C]
             if sigmoid is None:
                 probs = (scale * cosines).softmax(-1)
@@ -189,8 +189,8 @@ class ProjectionPosterior:
     ) -> "ProjectionPosterior":
         """The posterior out of the factors A and B, of images (side 0) or texts (1)."""
         root = math.sqrt(settings.pseudo_count)
-        asked = settings.prior_precision
-        prior = asked[side] if isinstance(asked, tuple) else asked
+        precision = settings.prior_precision
+        prior = precision[side] if isinstance(precision, tuple) else precision
         if prior is None:
             find = published_prior if settings.as_published else likeliest_precision
             prior = find(mean, root * inputs, root * outputs)
@@ -445,8 +445,8 @@ def _matrix(projection: GroupedLinear) -> Tensor:
     return weight if bias is None else torch.cat([weight, bias[0].detach().double().cpu()[:, None]], dim=1)
 
 
-def _weights(drawn: Tensor, projection: GroupedLinear) -> dict[str, Tensor]:
+def _weights(maps: Tensor, projection: GroupedLinear) -> dict[str, Tensor]:
     """Weight `[S, e, d]`, and bias `[S, e]` where there is one, of whole maps `[S, e, d (+ 1)]`."""
     if projection.bias is None:
-        return {"weight": drawn}
-    return {"weight": drawn[..., :-1], "bias": drawn[..., -1]}
+        return {"weight": maps}
+    return {"weight": maps[..., :-1], "bias": maps[..., -1]}

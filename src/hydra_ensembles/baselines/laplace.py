@@ -89,14 +89,14 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
         fault = f"Laplace.samples is {settings.samples}, but {curvature.samples} samples are given"
         raise ConfigError(f"{fault}; it says how many training samples there are in all: leave it out if these are all")
     posterior = curvature.posterior(mean, settings.prior_precision, settings.samples)
-    drawn = posterior.draw(settings.members, derive_seed(settings.seed, "laplace"))  # [S, C, d (+ 1)]
+    classifiers = posterior.draw(settings.members, derive_seed(settings.seed, "laplace"))  # [S, C, d (+ 1)]
     sharing = Sharing(stem=True, attention=True, mlp=True, norms=True)
     many = joined([model] * settings.members, sharing)
     state = many.state_dict()
     width = model.readout.features
-    state[WEIGHT] = drawn[..., :width].to(state[WEIGHT])
+    state[WEIGHT] = classifiers[..., :width].to(state[WEIGHT])
     if BIAS in state:
-        state[BIAS] = drawn[..., width].to(state[BIAS])
+        state[BIAS] = classifiers[..., width].to(state[BIAS])
     line = (
         f"{settings.members} classifiers of a last-layer Laplace approximation ({settings.structure}, prior precision "
         f"{posterior.prior:.4g}, {settings.samples or curvature.samples} samples)"

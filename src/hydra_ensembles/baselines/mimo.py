@@ -85,8 +85,8 @@ def wide(model: Ensemble, settings: MIMO, seed: int) -> Ensemble:
     many = joined([model] * members, sharing)
     config = replace(many.config, stem=replace(stem, channels=members * stem.channels))
     if settings.start == "scratch":
-        drawn = fresh(config, derive_seed(seed, "mimo"), many.metadata.after("fresh weights"))
-        return drawn.to(model.device, model.dtype)
+        scratch = fresh(config, derive_seed(seed, "mimo"), many.metadata.after("fresh weights"))
+        return scratch.to(model.device, model.dtype)
     state = many.state_dict()
     state[PATCH] = state[PATCH].repeat(1, 1, members, 1, 1) / members  # [1, d, M·channels, h, w]
     return Ensemble.from_state(config, state, many.metadata)
@@ -116,7 +116,7 @@ class MimoLearner(EnsembleLearner):
             )
         return inputs, labels
 
-    def given(self, inputs: Inputs) -> Inputs:
+    def prepared(self, inputs: Inputs) -> Inputs:
         """The same images for every member."""
         return self._images(inputs).repeat(1, self.settings.members, 1, 1)
 

@@ -143,10 +143,10 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
         self.fixed = {"texts": F.normalize(self.rows, dim=-1), "scale": scale_of(self.rows)}
         members, _, width = rows.shape
         self.model = nn.ParameterDict()
-        drawn = torch.Generator().manual_seed(derive_seed(recipe.seed, "vilu"))
+        generator = torch.Generator().manual_seed(derive_seed(recipe.seed, "vilu"))
         for layer, (inputs, outputs) in enumerate(pairwise((3 * width, *settings.hidden, 1))):
             for name, shape in ((f"weight{layer}", (outputs, inputs)), (f"bias{layer}", (outputs,))):
-                values = (2 * torch.rand(members, *shape, generator=drawn) - 1) * inputs**-0.5  # as of nn.Linear
+                values = (2 * torch.rand(members, *shape, generator=generator) - 1) * inputs**-0.5  # as of nn.Linear
                 self.model[name] = nn.Parameter(values.to(runtime.device))
         for name in ("image_map", "text_map") if settings.projections else ():
             self.model[name] = nn.Parameter(torch.eye(width, device=runtime.device).repeat(members, 1, 1))

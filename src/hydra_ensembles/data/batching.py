@@ -72,8 +72,8 @@ class BatchLoader:
             raise DataError(f"batch_size must be at least 1, num_workers 0 (none) or more; got {got}")
 
     def __len__(self) -> int:
-        whole = len(self.dataset) / self.batch_size
-        return math.floor(whole) if self.drop_last else math.ceil(whole)
+        batches = len(self.dataset) / self.batch_size
+        return math.floor(batches) if self.drop_last else math.ceil(batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order and random augmentations the next pass has."""

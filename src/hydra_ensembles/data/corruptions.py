@@ -352,8 +352,8 @@ def _needles(rows: int, columns: int, density: float, length: int, first_angle: 
 def _disc(radius: float, sigma: float) -> PixelArray:
     """Disc of ones with a softened rim; sums to one."""
     reach, rim = (8, 1) if radius <= 8 else (int(radius), 2)
-    places = np.arange(-reach, reach + 1)
-    disc = (places[:, None] ** 2 + places[None, :] ** 2 <= radius**2).astype(np.float64)
+    offsets = np.arange(-reach, reach + 1)
+    disc = (offsets[:, None] ** 2 + offsets[None, :] ** 2 <= radius**2).astype(np.float64)
     disc /= disc.sum()
     rim_weights = np.exp(-(np.arange(-rim, rim + 1) ** 2) / (2.0 * sigma**2))
     rim_weights /= rim_weights.sum()

@@ -135,8 +135,8 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
 
         An image that was stored anew is another one, and of images that are not stored nothing is known.
         """
-        some = range(0, len(self), max(1, len(self) // LOOKED_AT))
-        looked_at = {stored for index in some if (stored := self._stored(index)) is not None}
+        indices = range(0, len(self), max(1, len(self) // LOOKED_AT))
+        looked_at = {stored for index in indices if (stored := self._stored(index)) is not None}
         sizes = {_size(stored) for stored in looked_at}
         digests = {_content(stored) for stored in looked_at}
         shared = set[Any]()

@@ -223,10 +223,10 @@ def _spoilt_texts(
         for ids, is_token in zip(spoilt, mask, strict=True):
             draw = next(draws)
             way = TEXT_WAYS[number % len(TEXT_WAYS)]
-            places = (is_token & ~torch.isin(ids, fixed)).nonzero()[:, 0]  # of words
-            order = places[torch.randperm(len(places), generator=draw)]
-            if way == "shuffled" and not torch.equal(ids[places], ids[order]):
-                ids[places] = ids[order]
+            positions = (is_token & ~torch.isin(ids, fixed)).nonzero()[:, 0]  # of words
+            order = positions[torch.randperm(len(positions), generator=draw)]
+            if way == "shuffled" and not torch.equal(ids[positions], ids[order]):
+                ids[positions] = ids[order]
             else:  # also a text that is the same in any order
                 words = foreign if way == "foreign" else anything
                 count = len(order) if way == "foreign" else math.ceil(_REPLACED * len(order))
@@ -237,8 +237,8 @@ def _spoilt_texts(
 
 def _special(texts: list[Tensor], model: Ensemble | None) -> set[int]:
     """Tokens that are no words: those the tokenizer says, and such that begin, or end, every text."""
-    ends = [{int(text[end]) for text in texts if len(text)} for end in (0, -1)]
-    special = {token for ends_alike in ends for token in ends_alike if len(ends_alike) == 1 and len(texts) > 1}
+    ends = [{int(text[end]) for text in texts if len(text)} for end in (0, -1)] if len(texts) > 1 else []
+    special = {token for tokens in ends if len(tokens) == 1 for token in tokens}
     preprocessing = None if model is None else model.metadata.preprocessing
     if isinstance(preprocessing, TextPreprocessing) and preprocessing.tokenizer:
         added = json.loads(preprocessing.tokenizer).get("added_tokens") or ()

@@ -137,7 +137,7 @@ class Gains:
                     text = column.write(number.mean, number.deviation)
                     cells.append(Cell(text, number.mean, number.deviation, "best" if marked else ""))
             rows.append(Row(name, tuple(cells)))
-        made = ", ".join(f"{name} {method.backbones}" for name, method in self.methods.items())
+        runs = ", ".join(f"{name} {method.backbones}" for name, method in self.methods.items())
         sizes = ", ".join(f"{count:,} {name}" for name, count in self.samples.items())
         half = (1 + self.share) / 2
         notes = (
@@ -145,7 +145,7 @@ class Gains:
             "from the same source that it does not know, and of another kind of image. Every threshold promises to "
             f"accept {self.share:.0%} of familiar images: on confidence (unsure), on the Mahalanobis distance of "
             f"features (unfamiliar), or {half:.0%} on each (both).",
-            f"Mean ± standard deviation over {self.draws} draws of halves and over backbones ({made}); bold: no other "
+            f"Mean ± standard deviation over {self.draws} draws of halves and over backbones ({runs}); bold: no other "
             f"is better, and some are worse, beyond the 95 % interval of the difference. Images: {sizes}. Price: "
             "multiply-adds. * Of models trained from different seeds; two of them, and what was built from them, are "
             "here by their stored answers.",

@@ -269,13 +269,13 @@ class Sets:
     """The sets of an atlas by name, the in-distribution one first: as they were given, and in batches."""
 
     id_name: str
-    given: Mapping[str, Data]
+    data: Mapping[str, Data]
     batches: Mapping[str, Batches]
 
     @property
     def titles(self) -> list[str]:
         """What errors call them."""
-        id_name, *ood_names = self.given
+        id_name, *ood_names = self.data
         return [f"the in-distribution set {id_name!r}", *(f"OOD set {key!r}" for key in ood_names)]
 
 
@@ -292,8 +292,8 @@ def atlas_sets(
     if id_name in foreign:
         raise DataError(f"the in-distribution set and an OOD set are both called {id_name!r}; give id_name another")
     unbatched = Sets(id_name, {id_name: id_data, **foreign}, {})
-    require_different(dict(zip(unbatched.titles, unbatched.given.values(), strict=True)), preprocess)
-    batches = {key: batched(data, key, preprocess, batch_size, num_workers) for key, data in unbatched.given.items()}
+    require_different(dict(zip(unbatched.titles, unbatched.data.values(), strict=True)), preprocess)
+    batches = {key: batched(data, key, preprocess, batch_size, num_workers) for key, data in unbatched.data.items()}
     return replace(unbatched, batches=batches)
 
 
@@ -331,7 +331,7 @@ def sweep_all(
                 stored = kept.get(batch)
                 if not announced and stored is None:
                     announced = True
-                    bar.total = inputs_of(sets.given.values(), size_of(inputs))
+                    bar.total = inputs_of(sets.data.values(), size_of(inputs))
                     sweep.say_how_long(prepared, size_of(inputs), bar.total)
                 if stored is None:
                     answers = sweep.answers(prepared, labels, f"batch {index} of set {key!r}", bar)

@@ -277,13 +277,13 @@ class MemberLogits:
             if path.stat().st_size > most:
                 raise DataError(f"it has {path.stat().st_size} bytes, the samples of the evaluation need {most}")
             with safe_open(path, framework="pt") as file:
-                about = file.metadata() or {}
-                order = parse_json(about.get("order", "[]").encode(), "the order of its tensors")
+                header = file.metadata() or {}
+                order = parse_json(header.get("order", "[]").encode(), "the order of its tensors")
                 listed = order if isinstance(order, list) else []
                 keys = sorted(file.keys(), key=lambda key: listed.index(key) if key in listed else len(listed))
                 tensors = {key: file.get_tensor(key) for key in keys}
             digest = tensors_digest(tensors)
-            if about.get("digest", digest) != digest:  # files of before have none
+            if header.get("digest", digest) != digest:  # files of before have none
                 raise DataError("it was changed after it was written; evaluate again with keep_logits=True")
             return cls._of_tensors(tensors), digest
         except (OSError, ValueError, SafetensorError, MemoryError, RuntimeError) as error:  # torch maps the file
@@ -311,8 +311,8 @@ class MemberLogits:
         shift: dict[str, LabelledLogits] = {}
         id_set = labelled("id/logits", "id/labels")
         for key in tensors:
-            part, _, rest = key.partition("/")
-            group, _, name = rest.partition("/")  # a name may hold slashes
+            part, _, path = key.partition("/")
+            group, _, name = path.partition("/")  # a name may hold slashes
             if part == "ood":
                 ood.setdefault(group, {})[name] = logits_of(key)
             elif part == "shift" and group == "logits":

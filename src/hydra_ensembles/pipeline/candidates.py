@@ -233,7 +233,7 @@ def _read(
         foreign = foreign or {ood: made_foreign(judged, seed, base)}
     elif not foreign:
         cut = {name: halves(batches, seed) for name, batches in circuits.items()}
-        circuits, foreign = ({name: two[half] for name, two in cut.items()} for half in (0, 1))
+        circuits, foreign = ({name: pair[half] for name, pair in cut.items()} for half in (0, 1))
     several = dict(zip(map(str, ood), circuits.values(), strict=True)) if isinstance(ood, Mapping) else circuits["ood"]
     return BuildData(train, ranking, validation, several, seed), {"ID": judged, **foreign}
 

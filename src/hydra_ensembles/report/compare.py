@@ -281,8 +281,8 @@ def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
     """Which methods are calibrated, where others are not."""
     kinds: dict[str, list[str]] = {"Calibrated": [], "not": [], "in part": []}
     for name, runs in methods.items():
-        done = {_is_calibrated(run) for run in runs}
-        kinds["in part" if len(done) > 1 else "Calibrated" if done == {True} else "not"].append(name)
+        calibrated = {_is_calibrated(run) for run in runs}
+        kinds["in part" if len(calibrated) > 1 else "Calibrated" if calibrated == {True} else "not"].append(name)
     text = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
     if kinds["in part"] or (kinds["Calibrated"] and kinds["not"]):
         return f"{text}. Brier, NLL, ECE and aECE compare among the calibrated, or among the others."

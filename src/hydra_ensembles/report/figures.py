@@ -143,12 +143,12 @@ def draw_fronts(prices: Mapping[str, float], fronts: Sequence[Front], *, chosen:
         axes.xaxis.set_major_formatter(lambda price, _: f"{price:g}×")
         axes.locator_params(nbins=6, steps=[1, 2, 2.5, 5, 10])
         labels.append(f"{title}: " + ", ".join(f"{name} {values[name]:.3g} at {prices[name]:.2f}" for name in names))
-    drawn = _svg(
+    svg = _svg(
         figure, f"Price against quality of {len(prices)} candidates. Fronts, {'; '.join(labels)}. Chosen: {chosen}."
     )
     for name, colour_ in _LIGHT.items():
-        drawn = drawn.replace(f"var(--{name})", colour_)
-    head, drawing = drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).split(">", 1)
+        svg = svg.replace(f"var(--{name})", colour_)
+    head, drawing = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).split(">", 1)
     return f'{head}><rect width="100%" height="100%" fill="#ffffff" />{drawing}'  # it may be shown on a dark page
 
 

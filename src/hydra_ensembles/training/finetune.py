@@ -124,13 +124,13 @@ class EnsembleLearner(Learner[LabelledBatch]):
             raise DataError(f"batch {index} of train has no samples; let the loader leave it out")
         return inputs, require_labels(labels, self.model.num_classes, "train", index)
 
-    def given(self, inputs: Inputs) -> Inputs:
+    def prepared(self, inputs: Inputs) -> Inputs:
         """Inputs as the model takes them."""
         return self.model.prepare(inputs)
 
     def lesson(self, inputs: Inputs, labels: Tensor) -> tuple[Inputs, Tensor]:
         """What the model is given in training, and what its members should say, `[M, B]`."""
-        return self.given(inputs), labels.repeat(self.model.num_members, 1)
+        return self.prepared(inputs), labels.repeat(self.model.num_members, 1)
 
     def backward(self, group: list[LabelledBatch], seed: int) -> Tensor:
         """Add up the gradients of the batches, each weighted by its share of the samples.
@@ -170,7 +170,7 @@ class EnsembleLearner(Learner[LabelledBatch]):
             for inputs, labels in islice(batches, ranks.rank, None, ranks.size):
                 target = labels.to(device)
                 with self.autocast():
-                    logits = self.model(self.given(inputs))  # [M, B, C]
+                    logits = self.model(self.prepared(inputs))  # [M, B, C]
                 log_probs = log_mean_probs(logits.double())  # [B, C]
                 correct = (log_probs.argmax(1) == target).sum()
                 nll = -log_probs.gather(1, target[:, None]).sum()

@@ -435,8 +435,8 @@ class Training(Generic[BatchT]):
 
     def _validate(self) -> None:
         """Measure on validation, keep the weights if they are the best so far, and count patience."""
-        data, position, done = self.job.validation, self.state.position, self.state.evaluations
-        if data is None or (done and done[-1].step == position.step):
+        data, position, evaluations = self.job.validation, self.state.position, self.state.evaluations
+        if data is None or (evaluations and evaluations[-1].step == position.step):
             return
         with epoch_of(data, 0, derive_seed(self.seed, "validation"), self.runtime.device):
             measured = self.learner.measure(data)
@@ -453,8 +453,8 @@ class Training(Generic[BatchT]):
 
     def _save(self) -> None:
         begun = monotonic()
-        new = self.state.best is not None and self.state.best.step == self.state.position.step
-        self._write({"current": self.learner.tensors(), **({"best": self.best_weights} if new else {})})
+        is_best = self.state.best is not None and self.state.best.step == self.state.position.step
+        self._write({"current": self.learner.tensors(), **({"best": self.best_weights} if is_best else {})})
         self.saved = monotonic()
         self.pause = max(USUAL, (self.saved - begun) / SHARE)
 

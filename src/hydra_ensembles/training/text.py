@@ -159,8 +159,8 @@ class TextLearner(Learner[Pairs]):
             embeddings = [self._embed(*side, own_seed) for side, own_seed in zip(sides, seeds, strict=True)]
         loss, gradients = self._loss(embeddings, _joined([labels for *_, labels in group], self.runtime))
         for index, gradient in enumerate(gradients):
-            again = embeddings[0] if len(group) == 1 else self._embed(*sides[index], seeds[index])
-            pairs = [(side, grad) for side, grad in zip(again, gradient, strict=True) if side.requires_grad]
+            embedded = embeddings[0] if len(group) == 1 else self._embed(*sides[index], seeds[index])
+            pairs = [(side, grad) for side, grad in zip(embedded, gradient, strict=True) if side.requires_grad]
             if pairs:
                 torch.autograd.backward([side for side, _ in pairs], [grad for _, grad in pairs])
         self._exchange()
