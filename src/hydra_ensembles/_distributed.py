@@ -42,10 +42,10 @@ class Ranks:
             dist.all_gather_object(everything, (message, item if error is None else None))
         if error is not None:
             raise error
-        for other, (problem, _) in enumerate(everything):
+        for rank, (problem, _) in enumerate(everything):
             if problem is not None:
-                raise DataError(f"process {other} of {self.size} failed, so process {self.rank} stops too: {problem}")
-        return [found for _, found in everything]
+                raise DataError(f"process {rank} of {self.size} failed, so process {self.rank} stops too: {problem}")
+        return [item for _, item in everything]
 
     def total(self, numbers: Tensor) -> Tensor:
         """Sum of a tensor over all ranks."""
@@ -55,17 +55,17 @@ class Ranks:
         dist.all_reduce(summed)
         return summed
 
-    def of_first(self, own: Tensor) -> Tensor:
+    def of_first(self, tensor: Tensor) -> Tensor:
         """The tensor of rank 0; those of the others have its shape and dtype, truth values."""
         if self.size == 1:
-            return own
-        bytes_of = own.contiguous().clone().view(torch.uint8)  # not every backend sends truth values
+            return tensor
+        bytes_of = tensor.contiguous().clone().view(torch.uint8)  # not every backend sends truth values
         dist.broadcast(bytes_of, 0)
         return bytes_of.view(torch.bool)
 
-    def rows(self, own: Tensor) -> list[Tensor]:
+    def rows(self, tensor: Tensor) -> list[Tensor]:
         """The tensor of every rank; they may differ in the number of rows."""
-        return [own] if self.size == 1 else [part.to(own.device) for part in self.gather(own.cpu())]
+        return [tensor] if self.size == 1 else [part.to(tensor.device) for part in self.gather(tensor.cpu())]
 
     def wait(self) -> None:
         """Go on when all ranks have come this far."""
@@ -74,14 +74,14 @@ class Ranks:
 
     def together(self, make: Callable[[], T]) -> T:
         """What `make` gives on this rank, once no other has failed at it; where one has, all stop."""
-        made: list[T] = []
+        results: list[T] = []
         problem = None
         try:
-            made.append(make())
+            results.append(make())
         except HydraError as error:
             problem = error
         self.gather(None, problem)
-        return made[0]
+        return results[0]
 
     @contextmanager
     def locked(self, folder: Path, what: str, file: str | None = None) -> Iterator[None]:
@@ -94,7 +94,7 @@ class Ranks:
 
     def smallest(self, item: T | None) -> T:
         """The smallest item of all ranks; None stands for none."""
-        return min(one for one in self.gather(item) if one is not None)  # type: ignore[type-var]
+        return min(candidate for candidate in self.gather(item) if candidate is not None)  # type: ignore[type-var]
 
     def require_same(self, item: object, what: str) -> None:
         """Refuse to go on where ranks disagree."""
@@ -150,8 +150,8 @@ def all_ranks(device: torch.device) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     store, rank, size = _rendezvous()
     # torchrun keeps one store for the whole run: a second group would find the addresses of the first
-    own = dist.PrefixStore(f"hydra_ensembles/{next(_GROUPS)}", store)  # type: ignore[attr-defined]
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=own, rank=rank, world_size=size)
+    group_store = dist.PrefixStore(f"hydra_ensembles/{next(_GROUPS)}", store)  # type: ignore[attr-defined]
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=group_store, rank=rank, world_size=size)
     try:
         yield current_ranks()
     finally:
@@ -160,8 +160,8 @@ def all_ranks(device: torch.device) -> Iterator[Ranks]:
 
 def is_sharded(data: object) -> bool:
     """Whether a loader gives each process its own batches already: accelerate's, or by a `DistributedSampler`."""
-    own = isinstance(getattr(data, "sampler", None), DistributedSampler)
-    return own or type(data).__name__ in ("DataLoaderShard", "DataLoaderDispatcher")
+    by_sampler = isinstance(getattr(data, "sampler", None), DistributedSampler)
+    return by_sampler or type(data).__name__ in ("DataLoaderShard", "DataLoaderDispatcher")
 
 
 def check_unsharded(data: object, name: str) -> None:

@@ -43,14 +43,14 @@ def require_device(device: torch.device | str) -> torch.device:
     gpus = torch.cuda.device_count()
     cause = None
     try:
-        found = torch.device(device)
-        if found.type != "cuda":
-            torch.empty(0, device=found)
+        resolved = torch.device(device)
+        if resolved.type != "cuda":
+            torch.empty(0, device=resolved)
         # counted, not tried: a process must not take memory of a GPU that another one was given
-        if found.type == "meta":
+        if resolved.type == "meta":
             raise RuntimeError("it holds no numbers")
-        if found.type != "cuda" or (found.index or 0) < gpus:
-            return found
+        if resolved.type != "cuda" or (resolved.index or 0) < gpus:
+            return resolved
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         cause = error
     raise ConfigError(f"device {str(device)!r} cannot be used here; PyTorch finds the CPU and {gpus} GPUs") from cause
@@ -204,12 +204,12 @@ def compiled_at_will() -> AbstractContextManager[None]:
     return patch
 
 
-def require_same_run(theirs: Any, ours: Any, place: Path, what: str) -> None:
-    """Refuse to go on with work (`what`, stored at `place`) that was begun with `theirs` where `ours` is asked for."""
+def require_same_run(theirs: Any, ours: Any, path: Path, what: str) -> None:
+    """Refuse to go on with work (`what`, stored at `path`) that was begun with `theirs` where `ours` is asked for."""
     lines = list(_differences(theirs, ours))
     if lines:
         raise CheckpointError(
-            f"{place} holds {what} of another run: {'; '.join(lines[:5])}{'; …' if len(lines) > 5 else ''}. "
+            f"{path} holds {what} of another run: {'; '.join(lines[:5])}{'; …' if len(lines) > 5 else ''}. "
             "Give another place, or delete this one to start over"
         )
 

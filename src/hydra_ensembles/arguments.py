@@ -46,24 +46,24 @@ class Range:
         """Refuse a number beyond it, as `require_types` asks."""
         require_number(name, value, self)
 
-    def of(self, noun: str, got: Any = None) -> str:
+    def of(self, noun: str, value: Any = None) -> str:
         """A number of this range in words, for whoever gave another: `noun` says of which kind, "a whole number"."""
-        limits = self._limits(got)
-        finite = "finite " if isinstance(got, float) and math.isinf(got) else ""
+        limits = self._limits(value)
+        finite = "finite " if isinstance(value, float) and math.isinf(value) else ""
         if limits == "positive":
             return f"a {limits} {finite}{noun.removeprefix('a ')}"
         return f"a {finite}{noun.removeprefix('a ')} {'of ' if limits.startswith('at ') else ''}{limits}"
 
-    def _limits(self, got: Any = None) -> str:
+    def _limits(self, value: Any = None) -> str:
         end = self.most if self.below is None else self.below
-        told = end < _FAR or (isinstance(got, int | float | np.number) and bool(end <= got < math.inf))
-        if self.above == 0 and not told:
+        says_end = end < _FAR or (isinstance(value, int | float | np.number) and bool(end <= value < math.inf))
+        if self.above == 0 and not says_end:
             return "positive"
-        if self.above is None and self.below is None and told:
+        if self.above is None and self.below is None and says_end:
             return f"from {_written(self.least)} to {_written(self.most)}"
         low = f"at least {_written(self.least)}" if self.above is None else f"above {_written(self.above)}"
         high = f" and {'at most' if self.below is None else 'below'} {_written(end)}"
-        return low + (high if told else "")
+        return low + (high if says_end else "")
 
 
 def _written(number: float) -> str:
@@ -115,13 +115,13 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     title = function.__name__
     if title == "__init__":
         title = function.__qualname__.split(".")[-2]
-    open_ended = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
     @functools.cache
     def hints() -> dict[str, Any]:
-        found = get_type_hints(function, include_extras=True)
-        shared = [get_args(hint)[0] for hint in found.values() if get_origin(hint) is Unpack]
-        return found | {k: v for one in shared for k, v in get_type_hints(one, include_extras=True).items()}
+        annotations = get_type_hints(function, include_extras=True)
+        shared = [get_args(hint)[0] for hint in annotations.values() if get_origin(hint) is Unpack]
+        return annotations | {k: v for kind in shared for k, v in get_type_hints(kind, include_extras=True).items()}
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -138,10 +138,10 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             if name in hints() and not _fits(hints()[name], value):
                 choices = _choices(hints()[name])
                 data = any(
-                    (get_origin(one) or one) in (Iterable, Mapping, Tensor) and not _listed(one) for one in choices
+                    (get_origin(kind) or kind) in (Iterable, Mapping, Tensor) and not _listed(kind) for kind in choices
                 )
-                wanted = " or ".join(dict.fromkeys(_in_words(one, value) for one in choices))
-                raise (DataError if data else ConfigError)(f"{name} of {title} must be {wanted}, got {_shown(value)}")
+                accepted = " or ".join(dict.fromkeys(_in_words(kind, value) for kind in choices))
+                raise (DataError if data else ConfigError)(f"{name} of {title} must be {accepted}, got {_shown(value)}")
             if isinstance(value, np.integer | np.floating) and name in bound.arguments:
                 bound.arguments[name] = value.item()
         return function(*bound.args, **bound.kwargs)
@@ -166,17 +166,17 @@ def _advice(name: str, value: Any, hints: Mapping[str, Any]) -> str:
     """What may have been meant by an argument that a function does not have; nothing where nobody knows."""
     for parameter, hint in hints.items():
         for kind in _choices(hint):
-            if isinstance(kind, type) and is_dataclass(kind) and name in (one.name for one in fields(kind) if one.init):
-                given = f"{name}={short(value) if _is_plain(value) else '...'}"
-                return f"; {name!r} is a setting of {kind.__name__}: {parameter}={kind.__name__}({given})"
-    near = nearest(name, (one for one in hints if one != "return"))
+            if isinstance(kind, type) and is_dataclass(kind) and name in (f.name for f in fields(kind) if f.init):
+                written = f"{name}={short(value) if _is_plain(value) else '...'}"
+                return f"; {name!r} is a setting of {kind.__name__}: {parameter}={kind.__name__}({written})"
+    near = nearest(name, (argument for argument in hints if argument != "return"))
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _is_plain(value: Any) -> bool:
     """Whether a value is shown best as it is written: no tensors in it, and nothing that is long."""
     if isinstance(value, list | tuple | set | frozenset):
-        return all(isinstance(one, str | int | float | None) for one in value)
+        return all(isinstance(item, str | int | float | None) for item in value)
     return isinstance(value, str | bytes | int | float | complex | None)
 
 
@@ -194,17 +194,17 @@ def _choices(hint: Any) -> tuple[Any, ...]:
     """The alternatives of a union; where a path may be given, a string is one."""
     if get_origin(hint) not in (Union, types.UnionType):
         return (hint,)
-    inner = tuple(one for arm in get_args(hint) for one in _choices(arm))
-    return tuple(one for one in inner if one is not str) if Path in inner else inner
+    inner = tuple(choice for arm in get_args(hint) for choice in _choices(arm))
+    return tuple(choice for choice in inner if choice is not str) if Path in inner else inner
 
 
-def _in_words(hint: Any, got: Any) -> str:
+def _in_words(hint: Any, value: Any) -> str:
     """What is accepted, for whoever gave something else."""
     if get_origin(hint) is Literal:
         return f"one of {list(get_args(hint))}"
     if get_origin(hint) is Annotated:
         kind, accepted = get_args(hint)
-        return str(accepted.of(_WORDS[kind], got))
+        return str(accepted.of(_WORDS[kind], value))
     kind = get_origin(hint) or hint
     if _listed(hint):
         return f"a list of which each is {_in_words(get_args(hint)[0], None)}"
@@ -225,7 +225,7 @@ def _fits(hint: Any, value: Any) -> bool:
     """Whether a value is of an annotated kind; what is annotated in a way not known here fits."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return any(_fits(one, value) for one in _choices(hint))
+        return any(_fits(choice, value) for choice in _choices(hint))
     if origin is Literal:
         return isinstance(value, str | int | type(None)) and value in get_args(hint)
     if origin is Annotated:
@@ -240,8 +240,8 @@ def _fits(hint: Any, value: Any) -> bool:
     if kind is str:
         return isinstance(value, str) and _can_be_written(value)
     if kind is Path:
-        given = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-        return isinstance(given, str) and "\0" not in given and _can_be_written(given)
+        path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+        return isinstance(path, str) and "\0" not in path and _can_be_written(path)
     if kind in (Iterable, Sequence, Collection):
         item = next(iter(get_args(hint)), Any)
         simple = _is_simple(item)
@@ -253,9 +253,9 @@ def _fits(hint: Any, value: Any) -> bool:
         scalar = getattr(value, "ndim", 1) == 0
         if not listed or unordered or scalar or isinstance(value, str | bytes):
             return False
-        return not isinstance(value, Collection) or not simple or all(_fits(item, one) for one in value)
+        return not isinstance(value, Collection) or not simple or all(_fits(item, element) for element in value)
     if kind is Mapping:
-        return isinstance(value, Mapping) and all(_fits(get_args(hint)[1], one) for one in value.values())
+        return isinstance(value, Mapping) and all(_fits(get_args(hint)[1], element) for element in value.values())
     if kind is tuple:
         parts = get_args(hint)
         fixed = Ellipsis not in parts

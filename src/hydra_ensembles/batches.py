@@ -70,17 +70,17 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
 def read_labels(labels: Any, samples: int, where: str) -> Tensor:
     """Labels `[B]` in any integer type, one for each sample; not yet held against classes. `where` is for messages."""
     try:
-        read = torch.as_tensor(labels)
+        tensor = torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError) as error:
         got = type(labels).__name__
         raise DataError(f"labels in {where} must be whole numbers [B] from 0, got a {got} ({error})") from error
-    odd = read.is_floating_point() or read.is_complex() or read.is_meta or read.dtype == torch.bool
-    if read.dim() != 1 or odd or len(read) != samples:
+    odd = tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or tensor.dtype == torch.bool
+    if tensor.dim() != 1 or odd or len(tensor) != samples:
         raise DataError(
-            f"labels in {where} must be whole numbers, one for each of its {samples} inputs; got {read.dtype} "
-            f"{list(read.shape)} on {read.device}"
+            f"labels in {where} must be whole numbers, one for each of its {samples} inputs; got {tensor.dtype} "
+            f"{list(tensor.shape)} on {tensor.device}"
         )
-    return read
+    return tensor
 
 
 def looks_like_input(name: str) -> bool:
@@ -94,23 +94,23 @@ def tensors_of(mapping: Mapping[str, Any], where: str) -> dict[str, Tensor]:
     So arrays and nested lists are read, and texts and file names may be there, but not in the place of what models
     read; `where` is for messages.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in mapping.items():
         if isinstance(value, Tensor):
-            found[name] = value
+            tensors[name] = value
         elif value is not None and (name in _ALL_READ or (looks_like_input(name) and not _is_text(value))):
             try:
-                found[name] = _read_numbers(value)
+                tensors[name] = _read_numbers(value)
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 got = f"a {type(value).__name__} that cannot be made a tensor ({error})"
                 raise DataError(f"{name} of {where} is {got}; give one tensor, or leave it out") from error
-    return found
+    return tensors
 
 
 def _read_numbers(value: Any) -> Tensor:
     """Numbers in an array, in nested lists, or in a list of arrays or tensors, as one tensor."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor | np.ndarray):
-        return torch.stack([one if isinstance(one, Tensor) else torch.from_numpy(np.array(one)) for one in value])
+        return torch.stack([item if isinstance(item, Tensor) else torch.from_numpy(np.array(item)) for item in value])
     return torch.from_numpy(np.array(value))
 
 
@@ -140,14 +140,14 @@ def labelled(batches: Batches, classes: int, name: str = "data") -> Iterator[tup
         yield inputs, require_labels(labels, classes, name, index)
 
 
-def named_sources(given: Sources, name: str) -> dict[str, Batches]:
+def named_sources(sources: Sources, name: str) -> dict[str, Batches]:
     """Sources of batches by what messages call them: the one that is given, or those of a mapping."""
-    if not isinstance(given, Mapping):
-        return {name: given}
-    if not given or any(isinstance(batches, Tensor) for batches in given.values()):
-        got = f"one with tensors {sorted(map(str, given))}: that is a single batch" if given else "an empty one"
+    if not isinstance(sources, Mapping):
+        return {name: sources}
+    if not sources or any(isinstance(batches, Tensor) for batches in sources.values()):
+        got = f"one with tensors {sorted(map(str, sources))}: that is a single batch" if sources else "an empty one"
         raise DataError(f"{name} may be a mapping from the name of each source to its batches, got {got}; give a list")
-    return {f"{name}[{key!r}]": batches for key, batches in given.items()}
+    return {f"{name}[{key!r}]": batches for key, batches in sources.items()}
 
 
 def move(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
@@ -163,14 +163,14 @@ def move(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None)
 
 def changed(inputs: Tensor | Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> Inputs:
     """Inputs with every tensor changed in the same way."""
-    return change(inputs) if isinstance(inputs, Tensor) else {name: change(one) for name, one in inputs.items()}
+    return change(inputs) if isinstance(inputs, Tensor) else {name: change(tensor) for name, tensor in inputs.items()}
 
 
 def size_of(inputs: Inputs) -> int:
     """Number of samples in the inputs of one batch."""
     if isinstance(inputs, Tensor):
         return len(inputs) if inputs.dim() else 0
-    return next((len(one) for one in inputs.values() if one.dim()), 0)
+    return next((len(tensor) for tensor in inputs.values() if tensor.dim()), 0)
 
 
 def require_labels(labels: Tensor | None, classes: int, name: str = "data", index: int = 0) -> Tensor:
@@ -198,24 +198,24 @@ def require_same_classes(batches: Batches, labels: Sequence[str], name: str) -> 
     is known.
     """
     for names in _class_names(batches):
-        numbers = {one: number for number, one in enumerate(labels)}
-        wrong = [number for number, one in enumerate(names) if numbers.get(str(one), number) != number]
+        numbers = {label: number for number, label in enumerate(labels)}
+        wrong = [number for number, label in enumerate(names) if numbers.get(str(label), number) != number]
         if wrong:
-            one = names[wrong[0]]
+            label = names[wrong[0]]
             raise DataError(
-                f"class {wrong[0]} of {name} is {one!r}, which the model has as class {numbers[str(one)]}: one is then "
-                "taken for another; number them as the model does (dataset.relabel), or, where the loader does so, "
-                "leave the names out: model.with_metadata(labels=())"
+                f"class {wrong[0]} of {name} is {label!r}, which the model has as class {numbers[str(label)]}: one is "
+                "then taken for another; number them as the model does (dataset.relabel), or, where the loader does "
+                "so, leave the names out: model.with_metadata(labels=())"
             )
 
 
 def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
     """Say so where none of the classes that a model learns is called as one of its own: it keeps the names it has."""
     for names in _class_names(batches):
-        other = [str(one) for one in names if not str(one).isdecimal()]
-        if labels and other and set(other).isdisjoint(labels):
+        learned = [str(name) for name in names if not str(name).isdecimal()]
+        if labels and learned and set(learned).isdisjoint(labels):
             warn(
-                f"train has the classes {', '.join(other[:4])}, and the model {', '.join(labels[:4])}: it learns the "
+                f"train has the classes {', '.join(learned[:4])}, and the model {', '.join(labels[:4])}: it learns the "
                 "former and calls them by the latter. Where they are not the same, give it names: "
                 "model.with_metadata(labels=...)"
             )
@@ -224,17 +224,17 @@ def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
 
 def class_names_in(batches: Batches, classes: int) -> tuple[str, ...]:
     """Names of so many classes that a source has inside it; empty where it has none, or the numbers of their places."""
-    found = [tuple(map(str, names)) for names in _class_names(batches)]
-    good = len(found) > 0 and len(set(found)) == 1 and len(set(found[0])) == len(found[0]) == classes
-    return found[0] if good and found[0] != tuple(map(str, range(classes))) else ()
+    lists = [tuple(map(str, names)) for names in _class_names(batches)]
+    good = len(lists) > 0 and len(set(lists)) == 1 and len(set(lists[0])) == len(lists[0]) == classes
+    return lists[0] if good and lists[0] != tuple(map(str, range(classes))) else ()
 
 
 def _class_names(batches: Batches) -> Iterator[Sequence[Any]]:
     """Names of classes, in the order of their numbers, of every data set inside a source that has some."""
     for part in all_parts(batches):
         features = getattr(part, "features", None)  # of `datasets`
-        known = features if isinstance(features, Mapping) else {}
-        column = known.get("labels", known.get("label"))
+        columns = features if isinstance(features, Mapping) else {}
+        column = columns.get("labels", columns.get("label"))
         names = getattr(part, "class_names", None) or getattr(part, "classes", None) or getattr(column, "names", None)
         if isinstance(names, list | tuple) and getattr(part, "target_transform", None) is None:
             yield names
@@ -296,15 +296,15 @@ def begin_epoch(batches: Batches, epoch: int, seed: int) -> None:
 
 def parts_of(batches: Batches | None) -> list[Any]:
     """A source with the sources, samplers and data sets inside it, each once."""
-    found: list[Any] = []
+    parts: list[Any] = []
     waiting: list[Any] = [batches]
     while waiting:
         part = waiting.pop(0)
-        if part is None or any(part is other for other in found):
+        if part is None or any(part is other for other in parts):
             continue
-        found.append(part)
+        parts.append(part)
         waiting += [getattr(part, name, None) for name in _INNER]
-    return found
+    return parts
 
 
 def all_parts(batches: Batches) -> list[Any]:

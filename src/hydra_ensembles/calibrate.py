@@ -109,8 +109,8 @@ def calibrate(
     require_members_for(score, ensemble.num_members)
     metadata = weights.kept_metadata("calibrated")
     parts, known_by = list[Answered](), list[Keys]()
-    for inputs, some in answers(ensemble, validation, "validation", labelled=True):
-        parts.append(some if familiarity is not None else some._replace(features=some.features[..., :0]))
+    for inputs, answered in answers(ensemble, validation, "validation", labelled=True):
+        parts.append(answered if familiarity is not None else answered._replace(features=answered.features[..., :0]))
         known_by.append(sample_keys(inputs))
     samples = Answered.join(parts)
     keys = np.concatenate(known_by)
@@ -128,7 +128,7 @@ def calibrate(
         "validation/aurc": fit.aurc,
     }
     familiar, both, words = _familiar_part(ensemble, metadata.familiarity, samples, keys, fit, familiarity, share)
-    before = {name: one for name, one in metadata.metrics.items() if name not in OF_BOTH}
+    before = {name: value for name, value in metadata.metrics.items() if name not in OF_BOTH}
     metadata = replace(
         metadata,
         calibration=replace(fit.calibration, marks=tuple(names_of(marked(keys))), logit_marks=()),
@@ -146,7 +146,7 @@ def _familiar_part(
     samples: Answered,
     keys: Keys,
     fit: CalibrationFit,
-    wanted: FamiliarityChoice | None,
+    choice: FamiliarityChoice | None,
     share: float,
 ) -> tuple[Familiarity | None, dict[str, float], str]:
     """What a calibrated model knows of familiar data, with its threshold; metrics of it, and words for the history.
@@ -155,32 +155,32 @@ def _familiar_part(
     the threshold. So too where a half of these samples fitted it before: all of them would set too low a threshold.
     "auto" does without, and says so, where samples are too few and nothing was fitted before.
     """
-    if wanted is None:  # a threshold of before was set beside another calibration
-        kept = None if earlier is None else Familiarity(replace(earlier.settings, threshold=None), earlier.state)
-        return kept, {}, ""
-    fitted = earlier if earlier is not None and wanted in ("auto", earlier.settings.scores[0]) else None
-    name: FamiliarityName = "mahalanobis" if wanted == "auto" else wanted
+    if choice is None:  # a threshold of before was set beside another calibration
+        bare = None if earlier is None else Familiarity(replace(earlier.settings, threshold=None), earlier.state)
+        return bare, {}, ""
+    fitted = earlier if earlier is not None and choice in ("auto", earlier.settings.scores[0]) else None
+    name: FamiliarityName = "mahalanobis" if choice == "auto" else choice
     if fitted is not None and fitted.settings.halved and share_fitted(keys, fitted.settings.fitted_set):
         name = cast(FamiliarityName, fitted.settings.scores[0])
         fitted = None
     try:
         if fitted is not None:
             reused = require_fresh(fitted, keys)
-            found, held = fitted, samples
+            familiarity, held_out = fitted, samples
         else:
             reused = 0.0
-            found, held = _fitted_on_a_half(ensemble, samples, keys, name, share)
-            found = beside(found, earlier)
-        found, both = _with_threshold(found, held, fit.calibration, share)
+            familiarity, held_out = _fitted_on_a_half(ensemble, samples, keys, name, share)
+            familiarity = beside(familiarity, earlier)
+        familiarity, both = _with_threshold(familiarity, held_out, fit.calibration, share)
     except TooFewSamplesError as problem:
-        if wanted != "auto" or earlier is not None:
+        if choice != "auto" or earlier is not None:
             raise
         warn(f"familiarity is not fitted, so no input is ever called unfamiliar: {problem}")
         return earlier, {}, f"; familiarity is not fitted: {problem}"
-    threshold = f", {found.settings.scores[0]} threshold {both['validation/familiar_share']:.2%}"
-    accepted = f"{both['validation/accepted_share']:.2%} of the {len(held.labels)}"
+    threshold = f", {familiarity.settings.scores[0]} threshold {both['validation/familiar_share']:.2%}"
+    accepted = f"{both['validation/accepted_share']:.2%} of the {len(held_out.labels)}"
     which = f", {about(reused)} of which fitted it" if reused else " that did not fit it"
-    return found, both, f"{threshold}; both accept {accepted}{which}"
+    return familiarity, both, f"{threshold}; both accept {accepted}{which}"
 
 
 def _fitted_on_a_half(
@@ -193,37 +193,37 @@ def _fitted_on_a_half(
     draws = np.random.default_rng(0)
     fits = torch.from_numpy(draws.random(len(samples.labels)) < 0.5)
     for label in samples.labels.unique().tolist():  # by chance all samples of a rare class may be in one half
-        own = (samples.labels == label).nonzero()[:, 0]
-        if not bool(fits[own].any()):
-            fits[own[0]] = True
-    _, first, copies = np.unique(keys, return_index=True, return_inverse=True)
-    fits = fits[torch.from_numpy(first[copies])]
-    held = samples.pick(~fits)
-    if len(held.labels) < max(samples_for(share), 1):
+        of_class = (samples.labels == label).nonzero()[:, 0]
+        if not bool(fits[of_class].any()):
+            fits[of_class[0]] = True
+    _, first_copy, copies = np.unique(keys, return_index=True, return_inverse=True)
+    fits = fits[torch.from_numpy(first_copy[copies])]
+    held_out = samples.pick(~fits)
+    if len(held_out.labels) < max(samples_for(share), 1):
         few = f"a half of {len(samples.labels)} samples is too few to promise a share of {share:.4g} of familiar inputs"
         raise TooFewSamplesError(f"{few}; it takes {samples_for(share)}, or statistics fitted before (fit_familiarity)")
     fitting = Fitting(ensemble, FitOptions((score,)), draws)
     for rows in fits.nonzero()[:, 0].split(_ROWS):
         fitting.add(samples.pick(rows))
     fitting.mark(keys[fits.numpy()])
-    found = fitting.finish()
-    return Familiarity(replace(found.settings, halved=True), found.state), held
+    familiarity = fitting.finish()
+    return Familiarity(replace(familiarity.settings, halved=True), familiarity.state), held_out
 
 
 def _with_threshold(
-    known: Familiarity, held: Answered, calibration: Calibration, share: float
+    familiarity: Familiarity, held_out: Answered, calibration: Calibration, share: float
 ) -> tuple[Familiarity, dict[str, float]]:
     """Set the threshold on samples that familiarity was not fitted to; also gives the shares both thresholds accept."""
-    scores = known.scores(held.features, held.logits)  # [S, M, n]
-    first = scores[0].mean(dim=0)
-    settings = replace(known.settings, threshold=threshold_for(first, share), accepted_share=share)
-    known = Familiarity(replace(settings, reference=Reference.of(first)), known.state)
-    decided = calibration.prediction(held.logits, unfamiliarity=known.about(scores))
+    scores = familiarity.scores(held_out.features, held_out.logits)  # [S, M, n]
+    deciding = scores[0].mean(dim=0)
+    settings = replace(familiarity.settings, threshold=threshold_for(deciding, share), accepted_share=share)
+    familiarity = Familiarity(replace(settings, reference=Reference.of(deciding)), familiarity.state)
+    decided = calibration.prediction(held_out.logits, unfamiliarity=familiarity.about(scores))
     sure = decided.score() <= cast(float, calibration.threshold)
-    familiar = first <= cast(float, settings.threshold)
+    familiar = deciding <= cast(float, settings.threshold)
     accept = sure & familiar
-    wrong = decided.label != held.labels
-    return known, {
+    wrong = decided.label != held_out.labels
+    return familiarity, {
         "validation/sure_share": mean(sure),
         "validation/familiar_share": mean(familiar),
         "validation/accepted_share": mean(accept),
@@ -337,8 +337,8 @@ def _fit_temperature(
         for member in range(len(parts)):
 
             def with_member(value: float, member: int = member) -> float:
-                own = _label_log_probs(member_logits[member : member + 1], labels, value)
-                return _nll(torch.cat([parts[:member], own, parts[member + 1 :]]))
+                log_probs = _label_log_probs(member_logits[member : member + 1], labels, value)
+                return _nll(torch.cat([parts[:member], log_probs, parts[member + 1 :]]))
 
             value, lower = _lowest(with_member, low, high)
             if nll - lower > _WORTHWHILE:
@@ -354,13 +354,13 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> tupl
 
     The grid is there because the NLL of a mean over members may have more than one valley.
     """
-    found: dict[float, float] = {}  # values by the logarithm of the temperature
+    cache: dict[float, float] = {}  # values by the logarithm of the temperature
 
     def value(point: float) -> float:
         key = round(point, 7)  # golden section comes back to its points, up to rounding
-        if key not in found:
-            found[key] = function(math.exp(key))
-        return found[key]
+        if key not in cache:
+            cache[key] = function(math.exp(key))
+        return cache[key]
 
     grid = [low + index * (high - low) / (_GRID - 1) for index in range(_GRID)]
     best = min(range(_GRID), key=lambda index: value(grid[index]))
@@ -374,8 +374,8 @@ def _lowest(function: Callable[[float], float], low: float, high: float) -> tupl
             right = second
         else:
             left = first
-    lowest = min(found, key=value)
-    return math.exp(lowest), found[lowest]
+    lowest = min(cache, key=value)
+    return math.exp(lowest), cache[lowest]
 
 
 def _nll(label_log_probs: Tensor) -> float:
@@ -386,7 +386,7 @@ def _nll(label_log_probs: Tensor) -> float:
 def _label_log_probs(member_logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Log-probability `[M, B]` of each label under each member's logits `[M, B, C]`, in float64."""
     pieces = []
-    for rows, wanted in zip(member_logits.split(_ROWS, dim=1), labels.split(_ROWS), strict=True):
+    for rows, targets in zip(member_logits.split(_ROWS, dim=1), labels.split(_ROWS), strict=True):
         log_probs = (rows.double() / temperature).log_softmax(-1)  # [M, some, C]
-        pieces.append(log_probs.gather(2, wanted.expand(len(rows), -1)[..., None])[..., 0])  # [M, some]
+        pieces.append(log_probs.gather(2, targets.expand(len(rows), -1)[..., None])[..., 0])  # [M, some]
     return torch.cat(pieces, dim=1)

@@ -137,8 +137,8 @@ def _settle(folder: Path) -> None:
 
 def _saved_folder(folder: Path, digest: object) -> Path:
     """Where the files of a save lie until they are moved up, by the digest of its configuration."""
-    known = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
-    return folder / f"{SAVED}{digest if known else 'nothing'}"
+    valid = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
+    return folder / f"{SAVED}{digest if valid else 'nothing'}"
 
 
 def _write(folder: Path, contents: Contents) -> str:
@@ -146,14 +146,14 @@ def _write(folder: Path, contents: Contents) -> str:
     _write_weights(folder / WEIGHTS, contents.tensors)
     metadata = copy.deepcopy(dict(contents.metadata))
     covered = [WEIGHTS]
-    tokenizers = [place.pop("tokenizer") for place in text_preprocessing(metadata)]  # a file of its own
+    tokenizers = [preprocessing.pop("tokenizer") for preprocessing in text_preprocessing(metadata)]  # a file of its own
     tokenizer = next(filter(None, tokenizers), None)
     if tokenizer is not None:
         (folder / TOKENIZER).write_bytes(_tokenizer_bytes(tokenizer))
         covered.append(TOKENIZER)
     files = {name: checksum(folder / name) for name in covered}
-    known: dict[str, Any] = {"kind": contents.kind, "model": contents.model, "metadata": metadata, "files": files}
-    record = sealed(to_plain(Record(library_version=__version__, **known)))
+    content: dict[str, Any] = {"kind": contents.kind, "model": contents.model, "metadata": metadata, "files": files}
+    record = sealed(to_plain(Record(library_version=__version__, **content)))
     (folder / CONFIG).write_bytes(json_bytes(record, CONFIG, most=MAX_CONFIG))
     (folder / CARD).write_bytes(contents.card.encode("utf-8", errors="replace"))  # a folder may have any name
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # the safetensors library makes it private
@@ -167,8 +167,8 @@ def _write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     require_one_dtype({name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         if tensor.is_meta or tensor.dtype not in DTYPES.values():
-            what = "without values (meta device); load them" if tensor.is_meta else f"{tensor.dtype}; convert the model"
-            raise CheckpointError(f"parameter {name!r} is {what} before saving. A checkpoint holds {ACCEPTED}")
+            why = "without values (meta device); load them" if tensor.is_meta else f"{tensor.dtype}; convert the model"
+            raise CheckpointError(f"parameter {name!r} is {why} before saving. A checkpoint holds {ACCEPTED}")
         plain = tensor.detach().to("cpu").contiguous()
         storage = plain.untyped_storage().data_ptr()
         owned[name] = plain.clone() if storage in storages else plain  # the format stores no aliases
@@ -222,8 +222,8 @@ def locate(source: str | Path, revision: str | None = None, token: str | None = 
             raise CheckpointError(f"revision is {revision!r}, but {source} is a folder; revisions belong to hub ids")
         return folder
     if isinstance(source, Path) or not HUB_ID.fullmatch(source):
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{source} {what}; give the folder that save_pretrained wrote, or 'hub:owner/name'")
+        problem = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{source} {problem}; give the folder that save_pretrained wrote, or 'hub:owner/name'")
     files = [CONFIG, WEIGHTS, TOKENIZER, CARD]
     try:
         return Path(huggingface_hub.snapshot_download(source, revision=revision, token=token, allow_patterns=files))
@@ -252,7 +252,7 @@ class Stored:
 
     def tensors(
         self,
-        named: Callable[[], Mapping[str, Tensor]],
+        expected: Callable[[], Mapping[str, Tensor]],
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         at_least: int = 0,
@@ -260,10 +260,10 @@ class Stored:
         """Read the tensors that a model needs, no more and no less.
 
         On the CPU they may still lie in the mapped file: copy them before they are used, as `Ensemble.from_state` does.
-        `named` makes them, under the meta device, to learn names and shapes without memory; with fewer tensors than
+        `expected` makes them, under the meta device, to learn names and shapes without memory; with fewer tensors than
         `at_least` it is not even tried. None is the CPU, or what is stored.
         """
-        place = None if device is None else require_device(device)
+        target = None if device is None else require_device(device)
         if dtype is not None and dtype not in DTYPES.values():
             raise ConfigError(f"dtype is {dtype}; accepted are {ACCEPTED}, or None for the stored one")
         with self._opened(WEIGHTS) as opened, _mapped(opened) as file:
@@ -271,18 +271,18 @@ class Stored:
             if len(names) < at_least:
                 raise CheckpointError(f"it holds {len(names)} tensors, the configuration needs at least {at_least}")
             slices = {name: file.get_slice(name) for name in names}
-            stored = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
-            shapes = require_fit(stored, named)
+            stored = {name: (tuple(entry.get_shape()), entry.get_dtype()) for name, entry in slices.items()}
+            shapes = require_fit(stored, expected)
             if self.record.complete:
                 require_one_dtype({name: dtype for name, (_, dtype) in stored.items()})
             # after the cheap checks: it reads the whole file
             self._verify(WEIGHTS, hashlib.file_digest(opened, "sha256").hexdigest())
             wide: dict[str, torch.dtype] = {}  # of each part, the one that holds all its tensors: one, but in format 1
-            for name, (_, found) in stored.items():
-                wide[part_of(name)] = torch.promote_types(wide.get(part_of(name), DTYPES[found]), DTYPES[found])
-            wanted = {part: torch.float32 if part == FAMILIARITY else dtype or one for part, one in wide.items()}
-            read = {name: file.get_tensor(name).to(device=place, dtype=wanted[part_of(name)]) for name in names}
-            return renewed(read, shapes)
+            for name, (_, kind) in stored.items():
+                wide[part_of(name)] = torch.promote_types(wide.get(part_of(name), DTYPES[kind]), DTYPES[kind])
+            dtypes = {part: torch.float32 if part == FAMILIARITY else dtype or widest for part, widest in wide.items()}
+            tensors = {name: file.get_tensor(name).to(device=target, dtype=dtypes[part_of(name)]) for name in names}
+            return renewed(tensors, shapes)
 
     def tokenizer(self) -> str:
         """The text of `tokenizer.json`."""
@@ -309,8 +309,8 @@ class Stored:
             with file:
                 yield file
 
-    def _verify(self, name: str, found: str) -> None:
-        if found != self.record.files[name]:
+    def _verify(self, name: str, digest: str) -> None:
+        if digest != self.record.files[name]:
             raise CheckpointError(
                 f"its SHA-256 is not the one in {CONFIG}: it was changed, cut off, or belongs to another model; save "
                 "or download the model again"
@@ -357,18 +357,18 @@ def _read_record(folder: Path, kinds: Collection[str], file: BufferedReader) -> 
         content = unsealed(data, CONFIG, required=version > 1)
         record = from_plain(Record, content, "config", complete=version > 1)
         if record.kind not in kinds:
-            wanted = " or ".join(map(repr, kinds))
-            raise CheckpointError(f"a model of kind {record.kind!r}, expected {wanted}; he.load reads any")
+            accepted = " or ".join(map(repr, kinds))
+            raise CheckpointError(f"a model of kind {record.kind!r}, expected {accepted}; he.load reads any")
         if not {WEIGHTS} <= record.files.keys() <= {WEIGHTS, TOKENIZER}:
             raise CheckpointError(f"checksums are of {sorted(record.files)}; {WEIGHTS} and {TOKENIZER} are read")
         texts = text_preprocessing(record.metadata)
-        if any("tokenizer" in place for place in texts):
+        if any("tokenizer" in preprocessing for preprocessing in texts):
             raise CheckpointError("preprocessing has the unknown field 'tokenizer'; a tokenizer is its own file")
         if TOKENIZER in record.files and len(texts) != 1:
             raise CheckpointError(f"it lists a tokenizer; preprocessing for text is there {len(texts)} times")
     stored = Stored(folder, record, digest)
-    for place in texts:
-        place["tokenizer"] = stored.tokenizer() if TOKENIZER in record.files else ""
+    for preprocessing in texts:
+        preprocessing["tokenizer"] = stored.tokenizer() if TOKENIZER in record.files else ""
     return stored
 
 
@@ -447,8 +447,8 @@ def _open(path: Path, folder: Path) -> BufferedReader:
 
 def _missing(folder: Path, name: str) -> str:
     """What to say of a file that is not there."""
-    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     remedy = "give a folder that save_pretrained wrote"
-    if name == WEIGHTS and any(other.endswith(PICKLES) for other in found):
+    if name == WEIGHTS and any(file.endswith(PICKLES) for file in names):
         remedy = "pickles can run code and are never read: load the model with its own library, convert and save it"
-    return f"there is no {name} (the folder has {found[:8] or 'no files'}); {remedy}"
+    return f"there is no {name} (the folder has {names[:8] or 'no files'}); {remedy}"

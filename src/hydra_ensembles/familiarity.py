@@ -51,9 +51,9 @@ class Answered(NamedTuple):
     def join(cls, parts: Sequence["Answered"]) -> "Answered":
         """All of them."""
         return cls(
-            torch.cat([one.features for one in parts], dim=1),
-            torch.cat([one.logits for one in parts], dim=1),
-            torch.cat([one.labels for one in parts]),
+            torch.cat([part.features for part in parts], dim=1),
+            torch.cat([part.logits for part in parts], dim=1),
+            torch.cat([part.labels for part in parts]),
         )
 
 
@@ -108,8 +108,8 @@ def fit_familiarity(
     """
     weights = require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity")
     before = weights.kept_metadata("fitted")
-    wanted = (score,) if isinstance(score, str) else tuple(score)
-    options = FitOptions(wanted, shrinkage, neighbours, principal, stored)
+    names = (score,) if isinstance(score, str) else tuple(score)
+    options = FitOptions(names, shrinkage, neighbours, principal, stored)
     draws = np.random.default_rng(seed)
     fitting = Fitting(ensemble, options, draws)
     waiting = Reservoir(HELD_OUT_MOST, draws)
@@ -120,60 +120,60 @@ def fit_familiarity(
         fitting.add(samples.pick(~out))
         fitting.mark(known_by[-1][~out.numpy()])
         fitting.add(waiting.offer(samples.pick(out)))
-    kept = waiting.samples()
+    held = waiting.samples()
     for label in fitting.missing():  # a class whose only samples were held out
-        if kept is not None and bool((kept.labels == label).any()):
-            place = int((kept.labels == label).nonzero()[0])
-            fitting.add(kept.pick(torch.tensor([place])))
-            kept = kept.pick(torch.arange(len(kept.labels)) != place)
-    known = fitting.finish()
+        if held is not None and bool((held.labels == label).any()):
+            row = int((held.labels == label).nonzero()[0])
+            fitting.add(held.pick(torch.tensor([row])))
+            held = held.pick(torch.arange(len(held.labels)) != row)
+    familiarity = fitting.finish()
     keys = np.concatenate(known_by)
     why = "held out, a copy of what was fitted looks more familiar than new data, whose p-values are then too low"
     warn_of_copies("id_batches", len(keys), len(np.unique(keys)), why)
-    if kept is not None and len(kept.labels):
-        scores = known.scores(kept.features, kept.logits)[0].mean(dim=0)
-        known = Familiarity(replace(known.settings, reference=Reference.of(scores)), known.state)
-    line = f"familiarity ({', '.join(options.scores)}) fitted on {known.settings.samples} samples"
-    metadata = _refitted(before, beside(known, before.familiarity), line)
+    if held is not None and len(held.labels):
+        scores = familiarity.scores(held.features, held.logits)[0].mean(dim=0)
+        familiarity = Familiarity(replace(familiarity.settings, reference=Reference.of(scores)), familiarity.state)
+    line = f"familiarity ({', '.join(options.scores)}) fitted on {familiarity.settings.samples} samples"
+    metadata = _refitted(before, beside(familiarity, before.familiarity), line)
     return Ensemble.from_state(weights.config, weights.state_dict(), metadata)
 
 
-def with_score(ensemble: Ensemble, found: Familiarity, line: str) -> Ensemble:
+def with_score(ensemble: Ensemble, familiarity: Familiarity, line: str) -> Ensemble:
     """A copy of an ensemble with one more fitted score: the one that decides from now on, by a threshold to be set.
 
     Scores of before stay, but one of the same name is replaced.
     """
     before = ensemble.kept_metadata("fitted")
-    known = before.familiarity
-    metadata = _refitted(before, found if known is None else _joined(found, known, ()), line)
+    earlier = before.familiarity
+    metadata = _refitted(before, familiarity if earlier is None else _joined(familiarity, earlier, ()), line)
     return Ensemble.from_state(ensemble.config, ensemble.state_dict(), metadata)
 
 
-def _refitted(metadata: Metadata, found: Familiarity, line: str) -> Metadata:
+def _refitted(metadata: Metadata, familiarity: Familiarity, line: str) -> Metadata:
     """Metadata with what was fitted, without shares that an earlier threshold accepted: it was for another score."""
-    known, metrics = metadata.familiarity, metadata.metrics
-    if known is not None and known.settings.threshold is not None:
-        metrics = {name: one for name, one in metrics.items() if name not in (*OF_BOTH, *OF_ACCEPTED)}
+    earlier, metrics = metadata.familiarity, metadata.metrics
+    if earlier is not None and earlier.settings.threshold is not None:
+        metrics = {name: value for name, value in metrics.items() if name not in (*OF_BOTH, *OF_ACCEPTED)}
         warn("the threshold of familiarity is dropped, so no input is called unfamiliar: calibrate again")
-    return replace(metadata, familiarity=found, metrics=metrics, history=(*metadata.history, line))
+    return replace(metadata, familiarity=familiarity, metrics=metrics, history=(*metadata.history, line))
 
 
-def beside(found: Familiarity, known: Familiarity | None) -> Familiarity:
+def beside(familiarity: Familiarity, earlier: Familiarity | None) -> Familiarity:
     """What was fitted to features, followed by earlier scores that are learned in another way."""
-    return found if known is None else _joined(found, known, FAMILIARITY_NAMES)
+    return familiarity if earlier is None else _joined(familiarity, earlier, FAMILIARITY_NAMES)
 
 
-def _joined(found: Familiarity, known: Familiarity, replaced: Sequence[str]) -> Familiarity:
+def _joined(familiarity: Familiarity, earlier: Familiarity, replaced: Sequence[str]) -> Familiarity:
     """New scores, which decide, followed by earlier ones that have other names and are not in `replaced`."""
-    old, new = known.settings, found.settings
+    old, new = earlier.settings, familiarity.settings
     others = tuple(score for score in old.scores if score not in (*new.scores, *replaced))
-    state = {key: tensor for key, tensor in known.state.items() if key.rpartition(".")[0] in others}
-    own = {"knn": ("stored", "neighbours"), "vim": ("principal",), "neglabel": ("words",)}
-    own["vilu"] = ("hidden", "projected")
-    kept = {name: getattr(old, name) for score in others for name in own.get(score, ())}
+    state = {key: tensor for key, tensor in earlier.state.items() if key.rpartition(".")[0] in others}
+    settings_of = {"knn": ("stored", "neighbours"), "vim": ("principal",), "neglabel": ("words",)}
+    settings_of["vilu"] = ("hidden", "projected")
+    carried = {name: getattr(old, name) for score in others for name in settings_of.get(score, ())}
     if {"vilu", "neglabel"} & set(others):
-        kept["embedding"] = old.embedding  # one for both: that of the texts
-    return Familiarity(replace(new, scores=(*new.scores, *others), **kept), {**found.state, **state})
+        carried["embedding"] = old.embedding  # one for both: that of the texts
+    return Familiarity(replace(new, scores=(*new.scores, *others), **carried), {**familiarity.state, **state})
 
 
 @dataclass(frozen=True)
@@ -243,26 +243,26 @@ class Reservoir:
 
     def offer(self, samples: Answered) -> Answered:
         """Keep some of these samples; gives back those that are not kept and those that leave for others, in order."""
-        first = self.offered
+        before = self.offered
         count = len(samples.labels)
         self.offered += count
-        free = min(max(self.most - first, 0), count)
+        free = min(max(self.most - before, 0), count)
         if free:
             self.parts.append(samples.pick(torch.arange(free)))
         kept = self.samples() if free < count else None
         if kept is None:
             return samples.pick(torch.arange(0))
-        slots = self.draws.integers(np.arange(first + free, first + count) + 1)  # of all so far, which one goes
+        slots = self.draws.integers(np.arange(before + free, before + count) + 1)  # of all so far, which one goes
         inside: dict[int, int] = {}  # by slot, the sample that lies there now
-        left: list[int] = []  # places among the samples, followed by those that lay in the slots before
+        leaving: list[int] = []  # places among the samples, followed by those that lay in the slots before
         for place, slot in enumerate(slots.tolist(), free):
             if slot < self.most:
-                left.append(inside.get(slot, count + len(inside)))
+                leaving.append(inside.get(slot, count + len(inside)))
                 inside[slot] = place
             else:
-                left.append(place)
-        slot_of, place_of = (torch.tensor([*some], dtype=torch.long) for some in (inside, inside.values()))
-        back = Answered.join([samples, kept.pick(slot_of)]).pick(torch.tensor(left))
+                leaving.append(place)
+        slot_of, place_of = (torch.tensor([*numbers], dtype=torch.long) for numbers in (inside, inside.values()))
+        back = Answered.join([samples, kept.pick(slot_of)]).pick(torch.tensor(leaving))
         kept.features[:, slot_of] = samples.features[:, place_of]
         kept.logits[:, slot_of] = samples.logits[:, place_of]
         kept.labels[slot_of] = samples.labels[place_of]
@@ -277,9 +277,9 @@ class Reservoir:
 class Sums:
     """Counts `[C]`, sums `[M, C, d]` and sums of products `[M, d, d]` of features, less the mean of the first ones."""
 
-    def __init__(self, first: Tensor, classes: int, labelled: bool) -> None:
-        members, _, width = first.shape
-        self.shift = first.mean(dim=1)  # [M, d]; features far from zero would lose digits otherwise
+    def __init__(self, features: Tensor, classes: int, labelled: bool) -> None:
+        members, _, width = features.shape
+        self.shift = features.mean(dim=1)  # [M, d]; features far from zero would lose digits otherwise
         self.count = torch.zeros(classes if labelled else 1, dtype=torch.float64)
         self.sums = torch.zeros(members, len(self.count), width, dtype=torch.float64)
         self.products = torch.zeros(members, width, width, dtype=torch.float64)
@@ -352,15 +352,15 @@ class Fitting:
                 if chosen > most:
                     raise ConfigError(f"neighbours is {chosen}, but {most} features are stored; lower it")
                 settings |= {"stored": most, "neighbours": chosen}
-                own = {"bank": bank}
+                tensors = {"bank": bank}
             elif name == "vim" and kept is not None:
-                own = self._vim(kept)
-                settings["principal"] = own["origin"].shape[1] - own["residual"].shape[2]
+                tensors = self._vim(kept)
+                settings["principal"] = tensors["origin"].shape[1] - tensors["residual"].shape[2]
             else:
-                own = _mahalanobis(self.sums[is_normalised(name)], shrinkage, is_relative(name))
-            state |= {f"{name}.{key}": tensor.float().contiguous() for key, tensor in own.items()}
-        found = FamiliaritySettings(options.scores, self.width, self.samples, **settings)
-        return Familiarity(found, state)
+                tensors = _mahalanobis(self.sums[is_normalised(name)], shrinkage, is_relative(name))
+            state |= {f"{name}.{key}": tensor.float().contiguous() for key, tensor in tensors.items()}
+        fitted = FamiliaritySettings(options.scores, self.width, self.samples, **settings)
+        return Familiarity(fitted, state)
 
     def _shrinkage(self) -> float:
         """How much to shrink covariances; refuses samples too few for any covariance, and warns where they are few."""
@@ -430,8 +430,8 @@ class Fitting:
         bias = readout.classifier.bias
         if bias is None:
             return torch.zeros(self.ensemble.num_members, weight.shape[2], dtype=torch.float64)
-        found = -torch.linalg.pinv(weight) @ bias.detach().double().cpu()[..., None]  # [G, d, 1]
-        return found[..., 0].expand(self.ensemble.num_members, -1)
+        origin = -torch.linalg.pinv(weight) @ bias.detach().double().cpu()[..., None]  # [G, d, 1]
+        return origin[..., 0].expand(self.ensemble.num_members, -1)
 
 
 def _mahalanobis(sums: Sums, shrinkage: float, relative: bool) -> dict[str, Tensor]:
@@ -441,11 +441,11 @@ def _mahalanobis(sums: Sums, shrinkage: float, relative: bool) -> dict[str, Tens
     means = sums.sums / sums.count[:, None]  # [M, C, d]
     within = (sums.products - (means * sums.count[:, None]).mT @ means) / samples  # [M, d, d]
     whiten = _whitening(within, shrinkage)
-    found = {"mean": mean + sums.shift, "whiten": whiten, "classes": (means - mean[:, None]) @ whiten}
+    statistics = {"mean": mean + sums.shift, "whiten": whiten, "classes": (means - mean[:, None]) @ whiten}
     if relative:
         total = sums.products / samples - mean[:, :, None] * mean[:, None]
-        found["background"] = _whitening(total, shrinkage)
-    return found
+        statistics["background"] = _whitening(total, shrinkage)
+    return statistics
 
 
 def _whitening(covariance: Tensor, shrinkage: float) -> Tensor:

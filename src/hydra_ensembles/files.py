@@ -94,7 +94,7 @@ def _flock(file: BinaryIO, wait: bool) -> bool:
 
 
 @contextmanager
-def writing(place: Path, safe: str = "what was there before is untouched") -> Iterator[None]:
+def writing(path: Path, safe: str = "what was there before is untouched") -> Iterator[None]:
     """Whatever the disk refuses inside becomes a `StorageError` that says what is `safe` and what to do."""
     try:
         yield
@@ -109,7 +109,7 @@ def writing(place: Path, safe: str = "what was there before is untouched") -> It
             remedy = "allow writing there, or give another place"
         elif number in _VANISHED:
             remedy = "something else was moved, removed or put there: look, then run this again"
-        raise StorageError(f"{place} cannot be written ({reason or error}); {safe}. To go on, {remedy}") from error
+        raise StorageError(f"{path} cannot be written ({reason or error}); {safe}. To go on, {remedy}") from error
 
 
 def remove(path: Path) -> None:
@@ -146,18 +146,18 @@ def locked(folder: Path, what: str, *, file: str | None = None, wait: bool = Fal
     are free, `.FILE.lock`. Where another one works there, whoever does not `wait` gets a `StorageError` with the work
     in words, `what`.
     """
-    place, lock = (folder, folder / LOCK) if file is None else (folder / file, folder / f".{file}{LOCK}")
-    with writing(place):
+    path, lock = (folder, folder / LOCK) if file is None else (folder / file, folder / f".{file}{LOCK}")
+    with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
         handle = _lock(lock, wait)
     if handle is None:
-        raise StorageError(f"another {what} works in {place}{_holder(lock)}; wait until it ends, or give another place")
+        raise StorageError(f"another {what} works in {path}{_holder(lock)}; wait until it ends, or give another place")
     _held.add(handle)
     try:
         yield
     finally:
         _held.discard(handle)
-        with writing(place, "the work itself is done"):
+        with writing(path, "the work itself is done"):
             lock.unlink(missing_ok=True)  # while it is held: whoever waits for it looks at the name again
             if sys.platform != "win32":
                 fcntl.flock(handle, fcntl.LOCK_UN)  # also where a child process still has it open
@@ -165,13 +165,13 @@ def locked(folder: Path, what: str, *, file: str | None = None, wait: bool = Fal
 
 
 @contextmanager
-def resumable(place: Path | None) -> Iterator[None]:
+def resumable(path: Path | None) -> Iterator[None]:
     """An interruption inside says where what is done is kept; of nested places, the outermost is named."""
     try:
         yield
     except KeyboardInterrupt as error:
-        if place is not None and place.exists():
-            error.__notes__ = [f"what is done is kept in {place}; the same call goes on from there"]
+        if path is not None and path.exists():
+            error.__notes__ = [f"what is done is kept in {path}; the same call goes on from there"]
         raise
 
 
@@ -310,15 +310,15 @@ def _check(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         inner: list[Any] = []
-        for one in level:
-            if isinstance(one, str):
-                one.encode("utf-8")
-            elif isinstance(one, float) and one in (float("inf"), float("-inf")):
+        for item in level:
+            if isinstance(item, str):
+                item.encode("utf-8")
+            elif isinstance(item, float) and item in (float("inf"), float("-inf")):
                 raise ValueError("a number is too large")
-            elif isinstance(one, dict):
-                inner += (*one, *one.values())
-            elif isinstance(one, list):
-                inner += one
+            elif isinstance(item, dict):
+                inner += (*item, *item.values())
+            elif isinstance(item, list):
+                inner += item
         if not inner:
             return
         level = inner
@@ -357,8 +357,8 @@ def unsealed(plain: Mapping[str, Any], name: str, *, required: bool = True) -> d
         CheckpointError: The content is not what was written.
     """
     content = dict(plain)
-    found = content.pop(DIGEST, None)
-    if (found is not None or required) and found != digest_of(content):
+    digest = content.pop(DIGEST, None)
+    if (digest is not None or required) and digest != digest_of(content):
         raise CheckpointError(
             f"{name} was changed after it was written: its content has not the digest it gives; restore it, or make it "
             "anew"

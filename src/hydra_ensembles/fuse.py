@@ -115,19 +115,19 @@ def fuse(
         >>> he.fuse(tuned, mlp="separate", average=1).config.trunk  # a number: one layer
         1
     """
-    given: list[Ensemble | DualEncoder] = [as_ours(one) for one in listed(members, "fuse")]
-    for member in given:
+    models: list[Ensemble | DualEncoder] = [as_ours(model) for model in listed(members, "fuse")]
+    for member in models:
         require_model(member, "fuse")
-    require_values(next(given[0].parameters(), None))
+    require_values(next(models[0].parameters(), None))
     how: How = {"stem": stem, "mlp": mlp, "norms": norms, "readout": readout}
-    duals = [member for member in given if isinstance(member, DualEncoder)]
-    ensembles = [member for member in given if isinstance(member, Ensemble)]
+    duals = [member for member in models if isinstance(member, DualEncoder)]
+    ensembles = [member for member in models if isinstance(member, Ensemble)]
     if duals and ensembles:
         raise ConfigError("fuse takes members of one kind, got ['DualEncoder', 'Ensemble']")
     if duals and average:
         raise ConfigError(f"average={average} is for classifiers; of dual encoders the layers are kept per member")
     if trunk is None:
-        warn_if_equal(_one_by_one(given), "fuse")
+        warn_if_equal(_one_by_one(models), "fuse")
     if duals:
         return _fuse_dual_encoders(duals, how, trunk)
     return _fuse_ensembles(ensembles, how, trunk, _whole_layers(average, ensembles[0].num_layers))
@@ -137,11 +137,11 @@ def _whole_layers(average: float, layers: int) -> int:
     """Layers to average, of so many that there are: a whole number is so many, a fraction a share of some."""
     if isinstance(average, SupportsIndex):
         return int(average)
-    found = round(average * layers)
-    if average and found in (0, layers):
-        every = f"all; all are average={layers}" if found else "none; one is average=1"
+    count = round(average * layers)
+    if average and count in (0, layers):
+        every = f"all; all are average={layers}" if count else "none; one is average=1"
         raise ConfigError(f"average={average} of {layers} layers is {every}: a whole number is so many layers")
-    return found
+    return count
 
 
 def twins(models: Iterable[Ensemble | DualEncoder]) -> tuple[int, int] | None:
@@ -151,16 +151,16 @@ def twins(models: Iterable[Ensemble | DualEncoder]) -> tuple[int, int] | None:
 
 def _one_by_one(models: Iterable[Ensemble | DualEncoder]) -> list[tuple[object, Mapping[str, Tensor]]]:
     """Configuration and state of every member that these models have."""
-    found: list[tuple[object, Mapping[str, Tensor]]] = []
-    for one in models:
-        state = one.state_dict()
-        for index in range(one.num_members):
-            if isinstance(one, Ensemble):
-                found.append((member_config(one.config, index), member_state(one.config, state, index)))
+    pairs: list[tuple[object, Mapping[str, Tensor]]] = []
+    for model in models:
+        state = model.state_dict()
+        for index in range(model.num_members):
+            if isinstance(model, Ensemble):
+                pairs.append((member_config(model.config, index), member_state(model.config, state, index)))
             else:
-                single = one if one.num_members == 1 else one.member(index)
-                found.append((single.config, single.state_dict()))
-    return found
+                single = model if model.num_members == 1 else model.member(index)
+                pairs.append((single.config, single.state_dict()))
+    return pairs
 
 
 @checked
@@ -185,20 +185,20 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
         >>> he.soup(tuned).num_members
         1
     """
-    given: list[Ensemble] = [as_ours(one) for one in listed(models, "soup")]
-    for one in given:
-        require_single(one, "soup", classifies=False)
-    states, heads, metadata = singles(given)
+    ensembles: list[Ensemble] = [as_ours(model) for model in listed(models, "soup")]
+    for ensemble in ensembles:
+        require_single(ensemble, "soup", classifies=False)
+    states, heads, metadata = singles(ensembles)
     if len(set(heads)) > 1:
         raise ConfigError("soup averages models with the same heads; these lost different ones: fuse them instead")
     _warn_of_strangers(states, states[0])
     mean = {name: _mean(torch.stack([state[name] for state in states]))[0] for name in states[0]}
-    return Ensemble.from_state(given[0].config, mean, metadata.after(f"mean weights of {len(states)} models"))
+    return Ensemble.from_state(ensembles[0].config, mean, metadata.after(f"mean weights of {len(states)} models"))
 
 
 def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None, average: int = 0) -> Ensemble:
-    given, heads, metadata = singles(members)
-    states = given
+    own_states, heads, metadata = singles(members)
+    states = own_states
     if average:
         states = _with_mean_trunk(states, heads, average, members[0].num_layers)
     differing = unequal(states)
@@ -216,7 +216,7 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None, av
         trunk = common if limit is None else min(common, limit)
         config = replace(config, sharing=Sharing(**shared), trunk=trunk)
     joined = join_states(config, states)
-    _warn_of_strangers(given, [name for name in joined if copies_of(config, name) == 1])
+    _warn_of_strangers(own_states, [name for name in joined if copies_of(config, name) == 1])
     for name in joined:
         group, layer = place_of(name)
         in_trunk = layer is not None and layer < config.trunk
@@ -236,36 +236,36 @@ def _with_mean_trunk(
     parted = [layer for layer in range(layers) if len({kept[layer] for kept in heads}) > 1]
     if parted:
         raise ConfigError(f"members lost different heads in layer {parted[0]}, which average={layers} would join")
-    found = [dict(state) for state in states]
+    averaged = [dict(state) for state in states]
     for name in states[0]:
         group, layer = place_of(name)
         if group == "stem" or (layer is not None and layer < layers):
             mean = _mean(torch.stack([state[name] for state in states]))[0]
-            for state in found:
+            for state in averaged:
                 state[name] = mean
-    return found
+    return averaged
 
 
 def _fuse_dual_encoders(members: Sequence[DualEncoder], how: How, trunk: int | None) -> DualEncoder:
-    parts = [one.member(index) for one in members for index in range(one.num_members)]
-    require_same_dtype_and_device([one.state_dict() for one in parts])
+    encoders = [model.member(index) for model in members for index in range(model.num_members)]
+    require_same_dtype_and_device([encoder.state_dict() for encoder in encoders])
 
     def tower(towers: Sequence[Ensemble], alone: bool) -> Ensemble:
         """One tower of all members; `alone` says whether the other tower keeps the members apart."""
-        states = [one.state_dict() for one in towers]
-        same = all(one.config == towers[0].config for one in towers) and not unequal(states)
+        states = [ensemble.state_dict() for ensemble in towers]
+        same = all(ensemble.config == towers[0].config for ensemble in towers) and not unequal(states)
         return towers[0] if same and not alone else _fuse_ensembles(towers, how, trunk)
 
     def projection(maps: Sequence[GroupedLinear | None]) -> GroupedLinear | None:
-        present = [one for one in maps if one is not None]
-        if len({projection_config(one) for one in maps}) > 1:
+        present = [layer for layer in maps if layer is not None]
+        if len({projection_config(layer) for layer in maps}) > 1:
             raise ConfigError("the members' projections have different shapes; give copies of one model")
-        return linear(*_once([(one.weight, one.bias) for one in present], how)) if present else None
+        return linear(*_once([(layer.weight, layer.bias) for layer in present], how)) if present else None
 
-    text = tower([one.text for one in parts], alone=False)
-    image = tower([one.image for one in parts], alone=text.num_members == 1)
-    of_image, of_text = ([getattr(one.projections, kind) for one in parts] for kind in ("image", "text"))
-    scales = _once([(one.logit_scale, one.logit_bias) for one in parts], how)
+    text = tower([encoder.text for encoder in encoders], alone=False)
+    image = tower([encoder.image for encoder in encoders], alone=text.num_members == 1)
+    of_image, of_text = ([getattr(encoder.projections, kind) for encoder in encoders] for kind in ("image", "text"))
+    scales = _once([(encoder.logit_scale, encoder.logit_bias) for encoder in encoders], how)
     return DualEncoder(image, text, Projections(projection(of_image), projection(of_text)), *scales).eval()
 
 
@@ -274,12 +274,12 @@ def _once(members: Sequence[tuple[Tensor, Tensor | None]], how: How) -> tuple[Te
     biases = [bias for _, bias in members if bias is not None]
     if len(biases) not in (0, len(members)):
         raise ConfigError(f"{len(biases)} of {len(members)} members have a logit bias; all must, or none")
-    parts = [torch.cat([weight for weight, _ in members]), *([torch.cat(biases)] if biases else [])]
-    if all(bool((one == one[:1]).all()) for one in parts):
-        parts = [one[:1] for one in parts]
+    tensors = [torch.cat([weight for weight, _ in members]), *([torch.cat(biases)] if biases else [])]
+    if all(bool((tensor == tensor[:1]).all()) for tensor in tensors):
+        tensors = [tensor[:1] for tensor in tensors]
     elif how["readout"] == "mean":
-        parts = [_mean(one) for one in parts]
-    return parts[0], parts[1] if biases else None
+        tensors = [_mean(tensor) for tensor in tensors]
+    return tensors[0], tensors[1] if biases else None
 
 
 def _warn_of_strangers(states: Sequence[Mapping[str, Tensor]], once: Iterable[str]) -> None:
@@ -293,12 +293,12 @@ def _warn_of_strangers(states: Sequence[Mapping[str, Tensor]], once: Iterable[st
         group, layer = place_of(name)
         if group in ("stem", "attention", "mlp") and not name.endswith("bias"):
             layers.setdefault(layer, []).append(name)
-    found = [
+    cosines = [
         (_cosine([(states[0][name], state[name]) for name in names]), layer, index)
         for layer, names in layers.items()
         for index, state in enumerate(states[1:], start=1)
     ]
-    least, layer, index = min(found, key=lambda one: one[0], default=(1.0, None, 0))
+    least, layer, index = min(cosines, key=lambda entry: entry[0], default=(1.0, None, 0))
     if least < KIN:
         where = "the stem" if layer is None else f"layer {layer}"
         warn(
@@ -311,9 +311,9 @@ def _warn_of_strangers(states: Sequence[Mapping[str, Tensor]], once: Iterable[st
 def _cosine(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     """The cosine between all first tensors, as one vector, and all second ones; 1 where one of the vectors is zero."""
     products = torch.zeros(3, dtype=torch.float64)
-    for one, other in pairs:
-        if not torch.equal(one, other):
-            first, second = one.float().flatten(), other.float().flatten()
+    for tensor, other in pairs:
+        if not torch.equal(tensor, other):
+            first, second = tensor.float().flatten(), other.float().flatten()
             products += torch.stack([first @ second, first @ first, second @ second]).double().cpu()
     inner, *squares = products.tolist()
     return inner / math.sqrt(squares[0] * squares[1]) if all(squares) else 1.0

@@ -27,18 +27,18 @@ def model_card(name: str, config: EnsembleConfig, metadata: Metadata, state: Sta
 
 def dual_model_card(name: str, config: DualEncoderConfig, image: Metadata, text: Metadata, state: State) -> str:
     """Text of the card of a dual encoder: as `model_card`, tower by tower."""
-    many = f", for {config.members} members in one pass per tower" if config.members > 1 else ""
+    in_members = f", for {config.members} members in one pass per tower" if config.members > 1 else ""
     width = config.embedding_of("image")
-    summary = f"A dual encoder{_origin(image)}: images and texts in one embedding of width {width}{many}"
+    summary = f"A dual encoder{_origin(image)}: images and texts in one embedding of width {width}{in_members}"
     sections = []
     for tower, tower_config, metadata in (("image", config.image, image), ("text", config.text, text)):
-        own = {key: tensor for key, tensor in state.items() if key.startswith(f"{tower}.")}
-        sections.append(_sections(f"{tower} tower", f", {tower} tower", tower_config, metadata, own))
+        tower_state = {key: tensor for key, tensor in state.items() if key.startswith(f"{tower}.")}
+        sections.append(_sections(f"{tower} tower", f", {tower} tower", tower_config, metadata, tower_state))
     task = "zero-shot-image-classification"
     return _card(name, "DualEncoder", "encode_image(images)", task, summary, "\n\n".join(sections))
 
 
-_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {one: f"\\{one}" for one in "\\|[]"})
+_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {sign: f"\\{sign}" for sign in "\\|[]"})
 
 
 def one_line(text: object) -> str:
@@ -119,16 +119,16 @@ def _heads(config: EnsembleConfig) -> str:
 
 def _calibration(metadata: Metadata) -> str:
     """Temperature, and every threshold that `predict` abstains by, with the share that each promises to accept."""
-    found = metadata.calibration
-    if found is None:
+    calibration = metadata.calibration
+    if calibration is None:
         return ""
-    after = " (of the mean probabilities)" if found.calibrates == "probs" and len(found.temperature) == 1 else ""
-    text = f"Temperature{after}: {', '.join(f'{temperature:.4g}' for temperature in found.temperature)}."
-    rules: list[
-        tuple[str, float]
-    ] = []  # when to abstain, and the share of inputs like the held-out ones that is accepted
-    if found.threshold is not None:
-        rules.append((f"the score `{found.score}` is above {found.threshold:.4g} (unsure)", found.accepted_share))
+    of_mean = calibration.calibrates == "probs" and len(calibration.temperature) == 1
+    after = " (of the mean probabilities)" if of_mean else ""
+    text = f"Temperature{after}: {', '.join(f'{temperature:.4g}' for temperature in calibration.temperature)}."
+    rules: list[tuple[str, float]] = []  # when to abstain; the share of inputs like held-out ones that is accepted
+    if calibration.threshold is not None:
+        rule = f"the score `{calibration.score}` is above {calibration.threshold:.4g} (unsure)"
+        rules.append((rule, calibration.accepted_share))
     familiar = None if metadata.familiarity is None else metadata.familiarity.settings
     if familiar is not None and familiar.threshold is not None:
         rule = f"the score `{familiar.scores[0]}` of the features is above {familiar.threshold:.4g} (unfamiliar)"

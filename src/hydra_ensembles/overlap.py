@@ -67,8 +67,8 @@ def marked(keys: Keys) -> Keys:
     Mixed, keys are in no order that has to do with the samples (a min-hash): the marks are drawn evenly from the whole
     set, in whatever order and however often it has them, and marks of parts taken together give those of the whole.
     """
-    found = np.unique(keys)
-    return found[np.argsort(mixed(found.view(np.uint64)))[:MARKS]]
+    different = np.unique(keys)
+    return different[np.argsort(mixed(different.view(np.uint64)))[:MARKS]]
 
 
 def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -98,10 +98,10 @@ def share_fitted(keys: Keys, fitted: FittedSet) -> float:
     are known by their values as a model is given them: those that are augmented, or come in another size or dtype, are
     others.
     """
-    found = len(set(fitted.marks).intersection(names_of(keys)))
-    if not found:
+    recognised = len(set(fitted.marks).intersection(names_of(keys)))
+    if not recognised:
         return 0.0
-    return min(1.0, found / len(fitted.marks) * fitted.samples / len(np.unique(keys)))
+    return min(1.0, recognised / len(fitted.marks) * fitted.samples / len(np.unique(keys)))
 
 
 def about(share: float) -> str:
@@ -114,11 +114,11 @@ def warn_if_fitted(name: str, keys: Keys, fitted: Mapping[str, FittedSet]) -> fl
 
     The largest share of the samples of the set that fitted one of these; None where there are no marks.
     """
-    shares = {what: share_fitted(keys, one) for what, one in fitted.items() if one.marks}
-    told = [f"{about(share)} fitted the {what}" for what, share in shares.items() if share]
-    if told:
+    shares = {title: share_fitted(keys, fitted_set) for title, fitted_set in fitted.items() if fitted_set.marks}
+    remarks = [f"{about(share)} fitted the {title}" for title, share in shares.items() if share]
+    if remarks:
         warn(
-            f"of the samples of {name}, {' and '.join(told)}: ECE, risk, accepted shares and OOD numbers are then "
+            f"of the samples of {name}, {' and '.join(remarks)}: ECE, risk, accepted shares and OOD numbers are then "
             "better than those of new data; evaluate on others"
         )
     return max(shares.values(), default=None)
@@ -130,28 +130,28 @@ def keys_at_hand(batches: Batches | None) -> Keys | None:
     That is a list of batches, or a `DataLoader` over a `TensorDataset`, shuffled or not.
     """
     if isinstance(batches, list | tuple) and batches:
-        return np.concatenate([sample_keys(read_batch(one, labelled=False)[0]) for one in batches])
+        return np.concatenate([sample_keys(read_batch(batch, labelled=False)[0]) for batch in batches])
     data: Any = getattr(batches, "dataset", None)
-    whole = type(batches) is DataLoader and type(batches.sampler) in (SequentialSampler, RandomSampler)
-    return sample_keys(data.tensors[0]) if whole and type(data) is TensorDataset and len(data) else None
+    reads_all = type(batches) is DataLoader and type(batches.sampler) in (SequentialSampler, RandomSampler)
+    return sample_keys(data.tensors[0]) if reads_all and type(data) is TensorDataset and len(data) else None
 
 
-def require_unlike(name: str, own: Keys, ood: Mapping[str, Keys]) -> None:
+def require_unlike(name: str, id_keys: Keys, ood: Mapping[str, Keys]) -> None:
     """Refuse OOD sets whose samples are all ID samples, or those of another set; warn of some, and of a single one."""
-    seen: dict[str, Keys] = {}
+    earlier: dict[str, Keys] = {}
     for title, keys in ood.items():
-        inside = int(np.isin(keys, own).sum())
-        same = [other for other, theirs in seen.items() if np.array_equal(np.sort(keys), np.sort(theirs))]
+        inside = int(np.isin(keys, id_keys).sum())
+        same = [other for other, theirs in earlier.items() if np.array_equal(np.sort(keys), np.sort(theirs))]
         if inside == len(keys) or same:
-            place = name if inside == len(keys) else same[0]
+            which = name if inside == len(keys) else same[0]
             raise DataError(
-                f"{title} has the same samples as {place} (all {len(keys)} of them are there); OOD detection tells "
+                f"{title} has the same samples as {which} (all {len(keys)} of them are there); OOD detection tells "
                 "different data apart: give other data, or leave it out"
             )
         if inside:
             warn(f"{inside} of {len(keys)} samples of {title} are samples of {name}, too; leave them out of one")
         warn_of_one_sample(title, len(keys))
-        seen[title] = keys
+        earlier[title] = keys
 
 
 def warn_of_one_sample(title: str, samples: int) -> None:
@@ -170,21 +170,21 @@ def warn_of_copies(name: str, samples: int, different: int, why: str) -> None:
         )
 
 
-def warn_if_items_shared(name: str, own: Any, title: str, other: Any, why: str) -> None:
+def warn_if_items_shared(name: str, data: Any, title: str, other: Any, why: str) -> None:
     """Warn of a data set of ours, `title`, with items that another has, too; sets of other kinds are not known.
 
     Either may be a loader of such a set. Batches of both are compared by `warn_if_shared`, where they are at hand.
     """
-    first, second = (getattr(one, "dataset", one) for one in (own, other))
-    if not all(hasattr(one, "shared_with") for one in (first, second)):
+    first, second = (getattr(source, "dataset", source) for source in (data, other))
+    if not all(hasattr(source, "shared_with") for source in (first, second)):
         return
     shared, looked_at = second.shared_with(first)
     if shared:
         warn(f"{shared} of {looked_at} samples of {title} that were looked at are samples of {name}, too: {why}")
 
 
-def warn_if_shared(name: str, own: Keys | None, title: str, other: Keys | None, why: str) -> None:
+def warn_if_shared(name: str, keys: Keys | None, title: str, other: Keys | None, why: str) -> None:
     """Warn of a set, `title`, with samples of another; `why` says what comes of it. None is a set that is not known."""
-    shared = 0 if own is None or other is None else int(np.isin(other, own).sum())
+    shared = 0 if keys is None or other is None else int(np.isin(other, keys).sum())
     if shared and other is not None:
         warn(f"{shared} of {len(other)} samples of {title} are samples of {name}, too: {why}")

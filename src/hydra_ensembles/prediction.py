@@ -119,18 +119,18 @@ class Prediction:
             unfamiliarity: Scores of features, of the same samples.
         """
         about = (class_names, check_finite, calibrates, reference, unfamiliarity)
-        found = cls.of(member_logits, temperature, threshold, score, *about)
+        prediction = cls.of(member_logits, temperature, threshold, score, *about)
         if check_finite:
             inputs.warn_of_probabilities(member_logits)
-        return found
+        return prediction
 
     @classmethod
     def of(cls, member_logits: Tensor, temperature: Temperature | None, /, *settings: Any) -> "Prediction":
         """The same, all settings in that order, for logits of this library's models and settings known to be right."""
         threshold, score, class_names, check_finite, calibrates, reference, unfamiliarity = settings
-        kept: tuple[float, ...] = (1.0,)
+        of_probs: tuple[float, ...] = (1.0,)
         if calibrates == "probs" and temperature is not None:
-            kept = _temperatures(temperature, member_logits)
+            of_probs = _temperatures(temperature, member_logits)
             temperature = None
         scaled = scale_logits(member_logits, temperature, check_finite)
         require_members_for(score, len(scaled))
@@ -139,7 +139,7 @@ class Prediction:
         if class_names is not None and len(class_names) != scaled.shape[-1]:
             raise DataError(f"got {len(class_names)} class names for {scaled.shape[-1]} classes; give one per class")
         names = None if class_names is None else tuple(class_names)
-        return cls(scaled, threshold, score, names, kept, reference, unfamiliarity)
+        return cls(scaled, threshold, score, names, of_probs, reference, unfamiliarity)
 
     @cached_property
     def member_probs(self) -> Tensor:
@@ -164,7 +164,7 @@ class Prediction:
 
     @property
     def _is_calibrated(self) -> bool:
-        return any(one != 1.0 for one in self.temperature)
+        return any(value != 1.0 for value in self.temperature)
 
     @cached_property
     def probs(self) -> Tensor:
@@ -214,27 +214,27 @@ class Prediction:
     @cached_property
     def accept(self) -> Tensor | None:
         """`[B]` of bool, True where every score that has a threshold is at most that; None where none is known."""
-        found = [passed for passed in self.passed().values() if passed is not None]
-        return reduce(and_, found) if found else None
+        decisions = [passed for passed in self.passed().values() if passed is not None]
+        return reduce(and_, decisions) if decisions else None
 
     def passed(self) -> dict[str, Tensor | None]:
         """What passes each threshold, `[B]` of bool by the reason not to; None without the threshold."""
-        found: dict[str, Tensor | None] = {"unsure": None, "unfamiliar": None}
+        passes: dict[str, Tensor | None] = {"unsure": None, "unfamiliar": None}
         if self.threshold is not None:
-            found["unsure"] = self.score() <= self.threshold
-        if (known := self.unfamiliarity) is not None and known.threshold is not None:
-            found["unfamiliar"] = known.score(known.score_names[0]) <= known.threshold
-        return found
+            passes["unsure"] = self.score() <= self.threshold
+        if (fitted := self.unfamiliarity) is not None and fitted.threshold is not None:
+            passes["unfamiliar"] = fitted.score(fitted.score_names[0]) <= fitted.threshold
+        return passes
 
     @cached_property
     def doubt(self) -> Tensor | None:
         """`[B]`, the place in `REASONS` of why each sample is not accepted, 0 if it is; None where none is known."""
-        found: Tensor | None = None
+        doubt: Tensor | None = None
         for reason, passed in self.passed().items():
             if passed is not None:
-                before = torch.zeros_like(self.label) if found is None else found
-                found = torch.where(passed, before, REASONS.index(reason))
-        return found
+                before = torch.zeros_like(self.label) if doubt is None else doubt
+                doubt = torch.where(passed, before, REASONS.index(reason))
+        return doubt
 
     @cached_property
     def reason(self) -> list[Reason | None] | None:
@@ -242,7 +242,7 @@ class Prediction:
 
         None instead of a list where there is no threshold (see `calibrate`).
         """
-        return None if self.doubt is None else [REASONS[place] for place in self.doubt.tolist()]
+        return None if self.doubt is None else [REASONS[index] for index in self.doubt.tolist()]
 
     @property
     def familiarity(self) -> Tensor | None:
@@ -250,8 +250,8 @@ class Prediction:
 
         None where no score of features was fitted (`fit_familiarity`), or none was held out for it (`calibrate`).
         """
-        known = self.unfamiliarity
-        return None if known is None or known.reference is None else self.p_value(known.score_names[0])
+        fitted = self.unfamiliarity
+        return None if fitted is None or fitted.reference is None else self.p_value(fitted.score_names[0])
 
     def score(self, name: AnyScore | None = None) -> Tensor:
         """How much each sample looks out of distribution, `[B]`, higher = more uncertain.
@@ -266,14 +266,14 @@ class Prediction:
 
         None is calibrated: a temperature would change the order of inputs by the first two.
         """
-        given: Any = self.score_name if name is None else name
-        name = cast(AnyScore, given if isinstance(given, str) else short(given))  # arrays cannot even be compared
-        known = () if self.unfamiliarity is None else self.unfamiliarity.score_names
-        if name not in (*get_args(ScoreName), *known):
+        asked: Any = self.score_name if name is None else name
+        name = cast(AnyScore, asked if isinstance(asked, str) else short(asked))  # arrays cannot even be compared
+        fitted_names = () if self.unfamiliarity is None else self.unfamiliarity.score_names
+        if name not in (*get_args(ScoreName), *fitted_names):
             how = f"fit_familiarity(ensemble, id_batches, {name!r})"
             how = "see baselines.vilu and baselines.neg_label" if name in get_args(LearnedName) else how
             advice = f"; {name} has to be fitted first: {how}" if name in get_args(FittedName) else ""
-            choice = ", ".join((*get_args(ScoreName), *known))
+            choice = ", ".join((*get_args(ScoreName), *fitted_names))
             raise ConfigError(f"score {name!r} is not known; choose one of {choice}{advice}")
         if self.unfamiliarity is not None and name in self.unfamiliarity.score_names:
             return self.unfamiliarity.score(name)
@@ -294,8 +294,8 @@ class Prediction:
     def _rest(self) -> Tensor:
         """`[B]`, one minus the largest mean probability."""
         # as the sum of the others: the difference is zero for all that are nearly sure
-        first = self.mean_probs.max(dim=-1).indices[:, None]
-        return self.mean_probs.scatter(-1, first, 0.0).sum(dim=-1)
+        largest = self.mean_probs.max(dim=-1).indices[:, None]
+        return self.mean_probs.scatter(-1, largest, 0.0).sum(dim=-1)
 
     def p_value(self, name: AnyScore | None = None) -> Tensor:
         """`[B]`: how rare a score as high as this one is among inputs like the held-out data; near 0 for odd ones.
@@ -304,9 +304,11 @@ class Prediction:
         inputs like the held-out data at most a share p has a p-value of p or less.
         """
         name = self.score_name if name is None else name
-        other = self.unfamiliarity
-        known = {self.score_name: self.reference} | ({} if other is None else {other.score_names[0]: other.reference})
-        reference = known.get(name)
+        fitted = self.unfamiliarity
+        references: dict[AnyScore, Reference | None] = {self.score_name: self.reference}
+        if fitted is not None:
+            references[fitted.score_names[0]] = fitted.reference
+        reference = references.get(name)
         scores = self.score(name)
         if reference is None:
             raise ConfigError(f"there are no held-out scores of {name} to make p-values from; calibrate the ensemble")
@@ -337,12 +339,12 @@ class Prediction:
         words: dict[str, list[Any] | None] = {"reason": self.reason}
         if self.class_names is not None:
             words["label"] = self.names()
-        found: dict[str, list[Any]] = {}
+        columns: dict[str, list[Any]] = {}
         for name in PLAIN:
             value = words[name] if name in words else OUTPUTS[name].read(self)
             values = value.tolist() if isinstance(value, Tensor) else value
-            found[name] = [None] * len(self) if values is None else values
-        return found
+            columns[name] = [None] * len(self) if values is None else values
+        return columns
 
     @classmethod
     @checked
@@ -351,24 +353,24 @@ class Prediction:
         if len(predictions) == 0:
             raise DataError("got no predictions to join; give at least one")
         first = predictions[0]
-        for index, other in enumerate(predictions):
-            for what in ("members", "classes", "threshold", "score_name", "class_names", "temperature", "reference"):
-                ours, theirs = getattr(first, what), getattr(other, what)
+        for index, prediction in enumerate(predictions):
+            for field in ("members", "classes", "threshold", "score_name", "class_names", "temperature", "reference"):
+                ours, theirs = getattr(first, field), getattr(prediction, field)
                 if ours != theirs:
-                    raise DataError(f"prediction {index} has {what} = {short(theirs)} and prediction 0 {short(ours)}")
-        joined = torch.cat([one.member_logits for one in predictions], dim=1)
-        features = [one.unfamiliarity for one in predictions if one.unfamiliarity is not None]
+                    raise DataError(f"prediction {index} has {field} = {short(theirs)} and prediction 0 {short(ours)}")
+        joined = torch.cat([prediction.member_logits for prediction in predictions], dim=1)
+        features = [prediction.unfamiliarity for prediction in predictions if prediction.unfamiliarity is not None]
         if not features:
             return dataclasses.replace(first, member_logits=joined)
-        deciding = [(one.score_names, one.threshold, one.reference) for one in features]
-        if len(features) < len(predictions) or any(one != deciding[0] for one in deciding):
+        deciding = [(part.score_names, part.threshold, part.reference) for part in features]
+        if len(features) < len(predictions) or any(rule != deciding[0] for rule in deciding):
             raise DataError(
                 "some predictions have scores of features that others lack, or other thresholds on them; join those of "
                 "one model"
             )
-        scores = torch.cat([one.member_scores for one in features], dim=2)  # [S, M, B]
-        known = dataclasses.replace(features[0], member_scores=scores)
-        return dataclasses.replace(first, member_logits=joined, unfamiliarity=known)
+        scores = torch.cat([part.member_scores for part in features], dim=2)  # [S, M, B]
+        unfamiliarity = dataclasses.replace(features[0], member_scores=scores)
+        return dataclasses.replace(first, member_logits=joined, unfamiliarity=unfamiliarity)
 
     def to(self, device: torch.device | str) -> "Prediction":
         """The same prediction on another device."""
@@ -400,12 +402,11 @@ class Prediction:
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> "Prediction":
         """The same with the samples changed, which are on the second axis of what `change` is given."""
-        known = self.unfamiliarity
-        if known is not None:
-            known = dataclasses.replace(
-                known, member_scores=change(known.member_scores.mT).mT
-            )  # [S, M, B] as [S, B, M]
-        return dataclasses.replace(self, member_logits=change(self.member_logits), unfamiliarity=known)
+        unfamiliarity = self.unfamiliarity
+        if unfamiliarity is not None:
+            scores = change(unfamiliarity.member_scores.mT).mT  # [S, M, B] as [S, B, M]
+            unfamiliarity = dataclasses.replace(unfamiliarity, member_scores=scores)
+        return dataclasses.replace(self, member_logits=change(self.member_logits), unfamiliarity=unfamiliarity)
 
 
 class Output(NamedTuple):
@@ -441,9 +442,9 @@ PLAIN = tuple(name for name in OUTPUTS if name not in ("member_logits", "probs",
 
 def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, check_finite: bool = True) -> Tensor:
     """Check member logits `[M, B, C]`, raise them to at least float32, and divide by the temperature."""
-    given: object = member_logits
-    if not isinstance(given, Tensor):
-        raise DataError(f"member logits must be a tensor [members, samples, classes], got a {type(given).__name__}")
+    value: object = member_logits
+    if not isinstance(value, Tensor):
+        raise DataError(f"member logits must be a tensor [members, samples, classes], got a {type(value).__name__}")
     if member_logits.ndim != 3 or member_logits.shape[0] < 1 or member_logits.shape[2] < 2:
         advice = "at least 1 member and 2 classes; a single model's logits get a member axis by .unsqueeze(0)"
         raise DataError(f"member logits must be [members, samples, classes], got {list(member_logits.shape)}; {advice}")
@@ -460,11 +461,11 @@ def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, 
 
 def _temperatures(temperature: Temperature, member_logits: Tensor) -> tuple[float, ...]:
     """One number, or one for each member of `[M, B, C]`."""
-    given = torch.as_tensor(temperature, dtype=torch.float64)
+    tensor = torch.as_tensor(temperature, dtype=torch.float64)
     members = len(member_logits)
-    if given.shape not in ((), (members,)):
+    if tensor.shape not in ((), (members,)):
         raise ConfigError(f"temperature={temperature} for {members} members; give one number, or one per member")
-    values = tuple(given.flatten().tolist())
+    values = tuple(tensor.flatten().tolist())
     check_temperature(values)
     return values
 

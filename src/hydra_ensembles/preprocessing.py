@@ -85,7 +85,7 @@ class ImagePreprocessing(Checked):
                 "are: PIL.ImageOps.exif_transpose turns it upright"
             )
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
-        mean, std = (torch.tensor(one, dtype=torch.float32).view(1, -1, 1, 1) for one in (self.mean, self.std))
+        mean, std = (torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1) for values in (self.mean, self.std))
         return (pixels - mean) / std
 
     def _pixels(self, image: "Image") -> Tensor:
@@ -200,19 +200,19 @@ class TextPreprocessing(Checked):
 
 def is_raw(inputs: Any) -> bool:
     """Whether these are texts or pictures, one or a list of them, which have to go through preprocessing."""
-    first: Any = inputs
-    while isinstance(first, list | tuple) and first:  # several, or a pair of texts
-        first = first[0]
-    return isinstance(first, str) or type(first).__module__.startswith("PIL.")
+    item: Any = inputs
+    while isinstance(item, list | tuple) and item:  # several, or a pair of texts
+        item = item[0]
+    return isinstance(item, str) or type(item).__module__.startswith("PIL.")
 
 
-def _items(given: Any, *single: type) -> list[Any]:
+def _items(inputs: Any, *single: type) -> list[Any]:
     """What was given as a list; what is of a type in `single`, or cannot be iterated over, is one item.
 
     Arrays of objects, as a column of a table gives them, are lists.
     """
-    many = isinstance(given, Iterable) and not isinstance(given, single)
-    return list(given) if many or (isinstance(given, np.ndarray) and given.dtype.hasobject) else [given]
+    several = isinstance(inputs, Iterable) and not isinstance(inputs, single)
+    return list(inputs) if several or (isinstance(inputs, np.ndarray) and inputs.dtype.hasobject) else [inputs]
 
 
 @lru_cache(maxsize=8)
@@ -286,14 +286,14 @@ def _is_turned(image: "Image") -> bool:
 def _of_bytes(pixels: np.ndarray) -> "Image":
     """A greyscale image of 32-bit numbers: bytes, or 16-bit whole numbers, as older releases of Pillow open them."""
     low, high = float(pixels.min()), float(pixels.max())
-    whole = pixels.dtype.kind == "i"
-    if not 0 <= low <= high <= (65535 if whole else 255) or (not whole and high <= 1):
+    is_whole = pixels.dtype.kind == "i"
+    if not 0 <= low <= high <= (65535 if is_whole else 255) or (not is_whole and high <= 1):
         raise DataError(
             f"an image has {pixels.dtype} pixels from {low:g} to {high:g}, of which nobody knows which is white; give "
             "8-bit images, or 16-bit greyscale"
         )
-    made: Image = require("PIL.Image", extra="data").fromarray((pixels / (256 if high > 255 else 1)).astype(np.uint8))
-    return made
+    image: Image = require("PIL.Image", extra="data").fromarray((pixels / (256 if high > 255 else 1)).astype(np.uint8))
+    return image
 
 
 # --- cleaning of texts ---------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CONTROLS = (*range(0x09), 0x0B, *range(0x0E, 0x20), 0x7F, *range(0x206A, 0x2070), *range(0xFFF9, 0xFFFD), 0xFEFF)
 _REPAIRS: dict[int, str | None] = {
     # ligatures and characters of another width become the letters they stand for
-    **{ord(one): unicodedata.normalize("NFKC", one) for one in "ĲĳŉǱǲǳǄǅǆǇǈǉǊǋǌﬀﬁﬂﬃﬄﬆ"},
+    **{ord(letter): unicodedata.normalize("NFKC", letter) for letter in "ĲĳŉǱǲǳǄǅǆǇǈǉǊǋǌﬀﬁﬂﬃﬄﬆ"},
     ord("ﬅ"): "ſt",
     **{code: unicodedata.normalize("NFKC", chr(code)) for code in (0x3000, *range(0xFF01, 0xFFF0))},
     **{ord(quote): "'" for quote in "\u02bc\u2018\u2019\u201a\u201b"},

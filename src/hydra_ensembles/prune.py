@@ -47,12 +47,12 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
     kept = {name: [list(layer) for layer in tower.config.heads[0]] for name, tower in towers_of(ensemble).items()}
     for head in gone:
         tower = tower_of(ensemble, head)
-        left = kept[head.tower]
-        if not 0 <= head.layer < len(left) or head.head not in left[head.layer]:
-            there = f"{left[head.layer]} in its layer" if 0 <= head.layer < len(left) else f"{len(left)} layers"
-            raise HeadError(f"head {head} is not in this model; it has {there}")
-        left[head.layer].remove(head.head)
-        if not left[head.layer] and head.layer == tower.num_layers:
+        layers = kept[head.tower]
+        if not 0 <= head.layer < len(layers) or head.head not in layers[head.layer]:
+            present = f"{layers[head.layer]} in its layer" if 0 <= head.layer < len(layers) else f"{len(layers)} layers"
+            raise HeadError(f"head {head} is not in this model; it has {present}")
+        layers[head.layer].remove(head.head)
+        if not layers[head.layer] and head.layer == tower.num_layers:
             raise HeadError(f"head {head} is the last that pools the tokens: without it every input gets one answer")
     lost = {name: [head for head in gone if head.tower == name] for name in kept}
     towers = {name: _keep(tower, kept[name], lost[name]) for name, tower in towers_of(ensemble).items()}

@@ -96,8 +96,8 @@ class RunFolder:
         with files.locked(self.path, "run"), files.resumable(self.path):
             if (self.path / IDENTITY).exists():
                 self._finished()
-                found = (*self.path.rglob(".saved-*"), *self.path.rglob(".saving-*"))
-                for folder in {leftover.parent for leftover in found} - {self.path}:  # which is no model, and is locked
+                leftovers = (*self.path.rglob(".saved-*"), *self.path.rglob(".saving-*"))
+                for folder in {path.parent for path in leftovers} - {self.path}:  # which is no model, and is locked
                     settle_checkpoint(folder)
                 files.remove_leftovers(self.path)
             else:  # the folder may have been anybody's so far: what is hidden in it stays
@@ -114,8 +114,8 @@ class RunFolder:
 
     def has(self, name: str) -> bool:
         """Whether a finished ensemble, or a file, of this name is there."""
-        place = self.place(name)
-        if place is None or not _content(place).is_file():
+        path = self.place(name)
+        if path is None or not _content(path).is_file():
             return False
         finished = self._finished()
         return finished is None or name in finished
@@ -164,28 +164,28 @@ class RunFolder:
 
         `write` must make the file appear in one piece; the `config.json` of a folder must hold the digests of the rest.
         """
-        place = self.place(name)
-        if place is not None and self.has(name):
+        path = self.place(name)
+        if path is not None and self.has(name):
             try:
-                content = _content(place)
+                content = _content(path)
                 digest = files.checksum(content, files.MAX_BYTES if content.suffix == ".json" else None)
                 if (self._finished() or {name: digest})[name] != digest:
                     raise CheckpointError("it is not what this run made: it was changed, or comes from another run")
-                return read(place)
+                return read(path)
             except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(
-                    f"{place} cannot be used: {error}. Delete {place} and run this again: it is made anew"
+                    f"{path} cannot be used: {error}. Delete {path} and run this again: it is made anew"
                 ) from error
         with self.working():
             product = make()
-            if place is not None and self._writes:
-                if place.is_dir():  # what a kill in the middle of writing left
-                    shutil.rmtree(place)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                write(place, product)
+            if path is not None and self._writes:
+                if path.is_dir():  # what a kill in the middle of writing left
+                    shutil.rmtree(path)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(path, product)
                 finished = self._finished()
                 if finished is not None:
-                    self._write_identity({**finished, name: files.checksum(_content(place))})
+                    self._write_identity({**finished, name: files.checksum(_content(path))})
             return product
 
     def _write_identity(self, digests: Mapping[str, str]) -> None:
@@ -200,13 +200,13 @@ class RunFolder:
         plain = files.read_object(self.path / IDENTITY)
         identity = files.unsealed(plain, str(self.path / IDENTITY), required=PRODUCTS in plain)
         products = identity.pop(PRODUCTS, None)  # an earlier version has none
-        known = isinstance(products, dict) and all(isinstance(one, str) for one in products.values())
-        if products is not None and not known:
+        are_digests = isinstance(products, dict) and all(isinstance(digest, str) for digest in products.values())
+        if products is not None and not are_digests:
             raise CheckpointError(f"{self.path / IDENTITY} has no digests of products by name; give another folder")
         require_same_run(identity, self._identity, self.path, self._what)
         return products
 
 
-def _content(place: Path) -> Path:
+def _content(path: Path) -> Path:
     """The file whose digest stands for a product: of an ensemble, the one that has those of its other files."""
-    return place / "config.json" if place.is_dir() else place
+    return path / "config.json" if path.is_dir() else path

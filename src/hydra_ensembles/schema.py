@@ -73,24 +73,24 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path} must be an object with named fields, got {short(data)}")
     hints = hints_of(cls)
-    given = dict(data)
+    values = dict(data)
     needed = []
     kind = getattr(cls, "kind", None)
-    if isinstance(kind, str) and given.pop("kind", kind) != kind:
+    if isinstance(kind, str) and values.pop("kind", kind) != kind:
         raise ConfigError(f"{path}.kind is {short(data['kind'])}, expected {kind!r}")
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     for field in fields:
         no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if no_default or (complete and not field.metadata.get("added_later")):
             needed.append(field.name)
-    known = [field.name for field in fields]
-    unknown = sorted(map(str, given.keys() - known))
-    missing = [name for name in needed if name not in given]
+    names = [field.name for field in fields]
+    unknown = sorted(map(str, values.keys() - names))
+    missing = [name for name in needed if name not in values]
     if unknown:
-        raise ConfigError(f"{path} has unknown fields {unknown} (of a newer version?); known are {sorted(known)}")
+        raise ConfigError(f"{path} has unknown fields {unknown} (of a newer version?); known are {sorted(names)}")
     if missing:
         raise ConfigError(f"{path} lacks the fields {missing}; the file is incomplete")
-    return cls(**{name: _read(hints[name], item, f"{path}.{name}", complete) for name, item in given.items()})
+    return cls(**{name: _read(hints[name], item, f"{path}.{name}", complete) for name, item in values.items()})
 
 
 def require_types(settings: Any) -> None:
@@ -99,8 +99,8 @@ def require_types(settings: Any) -> None:
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         plain = value if dataclasses.is_dataclass(value) else to_plain(value)
-        read = _read(hints[field.name], plain, f"{type(settings).__name__}.{field.name}", complete=False)
-        object.__setattr__(settings, field.name, read)  # the classes are frozen
+        typed = _read(hints[field.name], plain, f"{type(settings).__name__}.{field.name}", complete=False)
+        object.__setattr__(settings, field.name, typed)  # the classes are frozen
 
 
 def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
@@ -110,15 +110,15 @@ def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
     if hint is Any or (value is None and type(None) in args):
         return value
     if origin is Annotated:
-        read = _read(args[0], value, path, complete)
-        args[1].require(path, read)
-        return read
+        typed = _read(args[0], value, path, complete)
+        args[1].require(path, typed)
+        return typed
     if origin is Literal:
         if not (isinstance(value, str | int | type(None)) and value in args):
             raise ConfigError(f"{path} must be one of {list(args)}, got {short(value)}")
         return value
     if origin in (Union, types.UnionType):
-        return _read_union([one for one in args if one is not type(None)], value, path, complete)
+        return _read_union([arm for arm in args if arm is not type(None)], value, path, complete)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{path} must be a list, got {short(value)}")
@@ -126,7 +126,7 @@ def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
         if len(value) != len(inner):
             raise ConfigError(f"{path} must have {len(inner)} entries, got {len(value)}")
         pairs = enumerate(zip(inner, value, strict=True))
-        return tuple(_read(one, item, f"{path}[{i}]", complete) for i, (one, item) in pairs)
+        return tuple(_read(kind, item, f"{path}[{i}]", complete) for i, (kind, item) in pairs)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path} must be an object, got {short(value)}")
