@@ -117,13 +117,13 @@ def own_precision() -> Iterator[None]:
 @contextmanager
 def noted() -> Iterator[list[str]]:
     """What is warned of inside, by this thread, as a list: a server's log is not read by those whom it concerns."""
-    before = getattr(_THREAD, "notes", None)
+    outer_notes = getattr(_THREAD, "notes", None)
     notes = list[str]()
     _THREAD.notes = notes
     try:
         yield notes
     finally:
-        _THREAD.notes = before
+        _THREAD.notes = outer_notes
 
 
 def warn(message: str) -> None:
@@ -181,8 +181,8 @@ def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
     parts = {part for module in modules for part in module.modules()}
     with _flags:
         for part in parts:
-            inside, before = _evaluated.get(part, (0, part.training))
-            _evaluated[part] = inside + 1, before
+            depth, was_training = _evaluated.get(part, (0, part.training))
+            _evaluated[part] = depth + 1, was_training
         for module in modules:
             module.eval()
     try:
@@ -190,11 +190,11 @@ def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
     finally:
         with _flags:
             for part in parts:
-                inside, before = _evaluated.pop(part)
-                if inside > 1:
-                    _evaluated[part] = inside - 1, before
+                depth, was_training = _evaluated.pop(part)
+                if depth > 1:
+                    _evaluated[part] = depth - 1, was_training
                 else:
-                    part.training = before
+                    part.training = was_training
 
 
 def compiled_at_will() -> AbstractContextManager[None]:

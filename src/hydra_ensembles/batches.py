@@ -74,8 +74,8 @@ def read_labels(labels: Any, samples: int, where: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         got = type(labels).__name__
         raise DataError(f"labels in {where} must be whole numbers [B] from 0, got a {got} ({error})") from error
-    odd = tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or tensor.dtype == torch.bool
-    if tensor.dim() != 1 or odd or len(tensor) != samples:
+    not_whole = tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or tensor.dtype == torch.bool
+    if tensor.dim() != 1 or not_whole or len(tensor) != samples:
         raise DataError(
             f"labels in {where} must be whole numbers, one for each of its {samples} inputs; got {tensor.dtype} "
             f"{list(tensor.shape)} on {tensor.device}"
@@ -225,8 +225,8 @@ def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
 def class_names_in(batches: Batches, classes: int) -> tuple[str, ...]:
     """Names of so many classes that a source has inside it; empty where it has none, or the numbers of their places."""
     lists = [tuple(map(str, names)) for names in _class_names(batches)]
-    good = len(lists) > 0 and len(set(lists)) == 1 and len(set(lists[0])) == len(lists[0]) == classes
-    return lists[0] if good and lists[0] != tuple(map(str, range(classes))) else ()
+    agree = len(lists) > 0 and len(set(lists)) == 1 and len(set(lists[0])) == len(lists[0]) == classes
+    return lists[0] if agree and lists[0] != tuple(map(str, range(classes))) else ()
 
 
 def _class_names(batches: Batches) -> Iterator[Sequence[Any]]:
@@ -260,14 +260,14 @@ def length_of(batches: Batches) -> int | None:
 def borrowed(*sources: Batches | None) -> Iterator[None]:
     """Give data sources back as they came: generators, and where they can be read, `epoch` and `stream`."""
     parts = list(chain.from_iterable(map(parts_of, sources)))
-    before = [(part, name, getattr(part, name)) for part in parts for name in _KEPT if hasattr(part, name)]
-    states = [(value, value.get_state()) for _, _, value in before if isinstance(value, torch.Generator)]
+    saved = [(part, name, getattr(part, name)) for part in parts for name in _KEPT if hasattr(part, name)]
+    states = [(value, value.get_state()) for _, _, value in saved if isinstance(value, torch.Generator)]
     try:
         yield
     finally:
         for generator, state in states:
             generator.set_state(state)
-        for part, name, value in before:
+        for part, name, value in saved:
             if name == "generator" and isinstance(value, torch.Generator | None) and part.generator is not value:
                 part.generator = value
             elif callable(setter := getattr(part, f"set_{name}", None)) and getattr(part, name) != value:

@@ -128,12 +128,12 @@ def calibrate(
         "validation/aurc": fit.aurc,
     }
     familiar, both, words = _familiar_part(ensemble, metadata.familiarity, samples, keys, fit, familiarity, share)
-    before = {name: value for name, value in metadata.metrics.items() if name not in OF_BOTH}
+    other_metrics = {name: value for name, value in metadata.metrics.items() if name not in OF_BOTH}
     metadata = replace(
         metadata,
         calibration=replace(fit.calibration, marks=tuple(names_of(marked(keys))), logit_marks=()),
         familiarity=familiar,
-        metrics={**before, **metrics, **both},
+        metrics={**other_metrics, **metrics, **both},
         history=(*metadata.history, line + words),
     )
     # weights of its own: what was calibrated stays what it is, whatever becomes of the ensemble (masked, trained)
@@ -278,11 +278,11 @@ def fit_calibration(
             f"all {samples} labels are {int(labels[0])}: temperature and threshold are those of one class, and say "
             "nothing of the others; shuffle sorted data before taking a part"
         )
-    before = after = _nll(_label_log_probs(member_logits, labels, 1.0))
-    chosen: tuple[float, ...] = (1.0,)
+    nll_before = nll_after = _nll(_label_log_probs(member_logits, labels, 1.0))
+    temperatures: tuple[float, ...] = (1.0,)
     if temperature:
-        chosen, after = _fit_temperature(member_logits, labels, per_member, before)
-    fitted = Calibration(chosen, score=score, accepted_share=share, calibrates="probs")
+        temperatures, nll_after = _fit_temperature(member_logits, labels, per_member, nll_before)
+    fitted = Calibration(temperatures, score=score, accepted_share=share, calibrates="probs")
     prediction = fitted.prediction(member_logits)
     scores = prediction.score()
     wrong = prediction.label != labels
@@ -293,8 +293,8 @@ def fit_calibration(
         calibration=replace(fitted, threshold=threshold, reference=Reference.of(scores), logit_marks=marks),
         samples=len(labels),
         accuracy=1.0 - int(wrong.sum()) / len(wrong),
-        nll_before=before,
-        nll_after=after,
+        nll_before=nll_before,
+        nll_after=nll_after,
         accepted=int(accept.sum()) / len(accept),
         risk=int(wrong[accept].sum()) / int(accept.sum()),
         aurc=aurc(scores, wrong),
@@ -313,7 +313,7 @@ def threshold_for(scores: Tensor, share: float) -> float:
 
 
 def _fit_temperature(
-    member_logits: Tensor, labels: Tensor, per_member: bool, before: float
+    member_logits: Tensor, labels: Tensor, per_member: bool, nll_before: float
 ) -> tuple[tuple[float, ...], float]:
     """The temperature (or one per member) with the lowest NLL, and that NLL; 1 unless another is better."""
     low, high = math.log(COLDEST), math.log(HOTTEST)
@@ -321,17 +321,17 @@ def _fit_temperature(
         means = [log_mean_probs(rows.double()) for rows in member_logits.split(_ROWS, dim=1)]
         pooled = torch.cat(means)[None]  # logarithm of the mean probabilities, [1, n, C]
         common, nll = _lowest(lambda value: _nll(_label_log_probs(pooled, labels, value)), low, high)
-        if before - nll <= _WORTHWHILE:
-            return (1.0,), before
+        if nll_before - nll <= _WORTHWHILE:
+            return (1.0,), nll_before
         for bound, cause in ((low, _AT_COLDEST), (high, _AT_HOTTEST)):  # a single member may well stop there
             if abs(math.log(common) - bound) < _AT_BOUND:
                 warn(f"the temperature {common:.4g} stopped at the bound {math.exp(bound):.4g}: {cause}")
         return (common,), nll
     common, nll = _lowest(lambda value: _nll(_label_log_probs(member_logits, labels, value)), low, high)
-    if before - nll <= _WORTHWHILE:
-        common, nll = 1.0, before
+    if nll_before - nll <= _WORTHWHILE:
+        common, nll = 1.0, nll_before
     parts = _label_log_probs(member_logits, labels, common)  # [M, B]
-    chosen = [common] * len(parts)
+    temperatures = [common] * len(parts)
     for _ in range(_SWEEPS):  # one member at a time, until no change of a single one helps
         at_start = nll
         for member in range(len(parts)):
@@ -342,11 +342,11 @@ def _fit_temperature(
 
             value, lower = _lowest(with_member, low, high)
             if nll - lower > _WORTHWHILE:
-                chosen[member], nll = value, lower
+                temperatures[member], nll = value, lower
                 parts[member] = _label_log_probs(member_logits[member : member + 1], labels, value)[0]
         if nll == at_start:
             break
-    return tuple(chosen), nll
+    return tuple(temperatures), nll
 
 
 def _lowest(function: Callable[[float], float], low: float, high: float) -> tuple[float, float]:

@@ -115,11 +115,11 @@ def fit_familiarity(
     waiting = Reservoir(HELD_OUT_MOST, draws)
     known_by = list[Keys]()
     for inputs, samples in answers(ensemble, id_batches, "id_batches", options.labelled):
-        out = torch.from_numpy(draws.random(len(samples.labels)) < held_out)
+        drawn = torch.from_numpy(draws.random(len(samples.labels)) < held_out)
         known_by.append(sample_keys(inputs))
-        fitting.add(samples.pick(~out))
-        fitting.mark(known_by[-1][~out.numpy()])
-        fitting.add(waiting.offer(samples.pick(out)))
+        fitting.add(samples.pick(~drawn))
+        fitting.mark(known_by[-1][~drawn.numpy()])
+        fitting.add(waiting.offer(samples.pick(drawn)))
     held = waiting.samples()
     for label in fitting.missing():  # a class whose only samples were held out
         if held is not None and bool((held.labels == label).any()):
@@ -253,20 +253,20 @@ class Reservoir:
         if kept is None:
             return samples.pick(torch.arange(0))
         slots = self.draws.integers(np.arange(before + free, before + count) + 1)  # of all so far, which one goes
-        inside: dict[int, int] = {}  # by slot, the sample that lies there now
+        sample_in: dict[int, int] = {}  # by slot, the sample that lies there now
         leaving: list[int] = []  # places among the samples, followed by those that lay in the slots before
         for place, slot in enumerate(slots.tolist(), free):
             if slot < self.most:
-                leaving.append(inside.get(slot, count + len(inside)))
-                inside[slot] = place
+                leaving.append(sample_in.get(slot, count + len(sample_in)))
+                sample_in[slot] = place
             else:
                 leaving.append(place)
-        slot_of, place_of = (torch.tensor([*numbers], dtype=torch.long) for numbers in (inside, inside.values()))
-        back = Answered.join([samples, kept.pick(slot_of)]).pick(torch.tensor(leaving))
+        slot_of, place_of = (torch.tensor([*numbers], dtype=torch.long) for numbers in (sample_in, sample_in.values()))
+        returned = Answered.join([samples, kept.pick(slot_of)]).pick(torch.tensor(leaving))
         kept.features[:, slot_of] = samples.features[:, place_of]
         kept.logits[:, slot_of] = samples.logits[:, place_of]
         kept.labels[slot_of] = samples.labels[place_of]
-        return back
+        return returned
 
     def samples(self) -> Answered | None:
         """All that are kept."""
@@ -372,8 +372,8 @@ class Fitting:
         width = sums.shift.shape[1]
         if missing:
             listed = f"{missing[:8]}{' and more' if len(missing) > 8 else ''}"
-            none = f"classes {listed} have no samples, so nothing is familiar there"
-            raise TooFewSamplesError(f"{none}; give some of every class")
+            problem = f"classes {listed} have no samples, so nothing is familiar there"
+            raise TooFewSamplesError(f"{problem}; give some of every class")
         if self.samples < 2 * classes:
             raise TooFewSamplesError(
                 f"{self.samples} samples of {classes} classes are too few for a covariance; give two a class at least, "
@@ -400,8 +400,8 @@ class Fitting:
         if principal >= width:
             raise ConfigError(f"principal is {principal}, but features have {width} directions; some must be left over")
         if self.samples <= width:  # directions that no sample has would count for all
-            few = f"vim needs more samples than features have directions, {width}; got {self.samples}"
-            raise TooFewSamplesError(f"{few}. Give more, or use 'mahalanobis' or 'knn'")
+            problem = f"vim needs more samples than features have directions, {width}; got {self.samples}"
+            raise TooFewSamplesError(f"{problem}. Give more, or use 'mahalanobis' or 'knn'")
         origin = self._origin()
         if origin is None:
             origin = sums.mean + sums.shift

@@ -127,10 +127,10 @@ def source_fingerprint(batches: Batches, name: str, seed: int) -> str:
         raise DataError(f"{name} has no batches; check the loader")
     _take_in_content(digest, _content(first_batch))
     if type(batches) in (list, tuple):  # a class made from one may do something when it is read
-        every = list(map(_content, batches))
-        for index in _spread(len(every), _SOME_BATCHES):
-            _take_in_content(digest, every[index])
-        at_hand |= {f"batch {index}": content["labels"] for index, content in enumerate(every) if "labels" in content}
+        contents = list(map(_content, batches))
+        for index in _spread(len(contents), _SOME_BATCHES):
+            _take_in_content(digest, contents[index])
+        at_hand |= {f"batch {index}": item["labels"] for index, item in enumerate(contents) if "labels" in item}
     _take_in_content(digest, at_hand)
     return digest.hexdigest()[:16]
 

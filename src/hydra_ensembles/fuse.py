@@ -127,7 +127,7 @@ def fuse(
     if duals and average:
         raise ConfigError(f"average={average} is for classifiers; of dual encoders the layers are kept per member")
     if trunk is None:
-        warn_if_equal(_one_by_one(models), "fuse")
+        warn_if_equal(_single_members(models), "fuse")
     if duals:
         return _fuse_dual_encoders(duals, how, trunk)
     return _fuse_ensembles(ensembles, how, trunk, _whole_layers(average, ensembles[0].num_layers))
@@ -139,17 +139,17 @@ def _whole_layers(average: float, layers: int) -> int:
         return int(average)
     count = round(average * layers)
     if average and count in (0, layers):
-        every = f"all; all are average={layers}" if count else "none; one is average=1"
-        raise ConfigError(f"average={average} of {layers} layers is {every}: a whole number is so many layers")
+        meaning = f"all; all are average={layers}" if count else "none; one is average=1"
+        raise ConfigError(f"average={average} of {layers} layers is {meaning}: a whole number is so many layers")
     return count
 
 
 def twins(models: Iterable[Ensemble | DualEncoder]) -> tuple[int, int] | None:
     """Positions of two members, of all that these models have, that are the same to the last bit; None for none."""
-    return equal_pair(_one_by_one(models))
+    return equal_pair(_single_members(models))
 
 
-def _one_by_one(models: Iterable[Ensemble | DualEncoder]) -> list[tuple[object, Mapping[str, Tensor]]]:
+def _single_members(models: Iterable[Ensemble | DualEncoder]) -> list[tuple[object, Mapping[str, Tensor]]]:
     """Configuration and state of every member that these models have."""
     pairs: list[tuple[object, Mapping[str, Tensor]]] = []
     for model in models:
@@ -282,14 +282,14 @@ def _once(members: Sequence[tuple[Tensor, Tensor | None]], how: How) -> tuple[Te
     return tensors[0], tensors[1] if biases else None
 
 
-def _warn_of_strangers(states: Sequence[Mapping[str, Tensor]], once: Iterable[str]) -> None:
+def _warn_of_strangers(states: Sequence[Mapping[str, Tensor]], stored_once: Iterable[str]) -> None:
     """Say where members do not come from one start, though some of their weights are stored once: as their mean.
 
     Each unit of such models is another one, so their mean is none. Readouts are not asked: those of one task may be
     new in every member, and classifiers that read alike features have a mean.
     """
     layers: dict[int | None, list[str]] = {}
-    for name in once:
+    for name in stored_once:
         group, layer = place_of(name)
         if group in ("stem", "attention", "mlp") and not name.endswith("bias"):
             layers.setdefault(layer, []).append(name)

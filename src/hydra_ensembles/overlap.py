@@ -140,16 +140,16 @@ def require_unlike(name: str, id_keys: Keys, ood: Mapping[str, Keys]) -> None:
     """Refuse OOD sets whose samples are all ID samples, or those of another set; warn of some, and of a single one."""
     earlier: dict[str, Keys] = {}
     for title, keys in ood.items():
-        inside = int(np.isin(keys, id_keys).sum())
+        shared = int(np.isin(keys, id_keys).sum())
         same = [other for other, theirs in earlier.items() if np.array_equal(np.sort(keys), np.sort(theirs))]
-        if inside == len(keys) or same:
-            which = name if inside == len(keys) else same[0]
+        if shared == len(keys) or same:
+            which = name if shared == len(keys) else same[0]
             raise DataError(
                 f"{title} has the same samples as {which} (all {len(keys)} of them are there); OOD detection tells "
                 "different data apart: give other data, or leave it out"
             )
-        if inside:
-            warn(f"{inside} of {len(keys)} samples of {title} are samples of {name}, too; leave them out of one")
+        if shared:
+            warn(f"{shared} of {len(keys)} samples of {title} are samples of {name}, too; leave them out of one")
         warn_of_one_sample(title, len(keys))
         earlier[title] = keys
 

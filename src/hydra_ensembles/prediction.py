@@ -270,9 +270,9 @@ class Prediction:
         name = cast(AnyScore, asked if isinstance(asked, str) else short(asked))  # arrays cannot even be compared
         fitted_names = () if self.unfamiliarity is None else self.unfamiliarity.score_names
         if name not in (*get_args(ScoreName), *fitted_names):
-            how = f"fit_familiarity(ensemble, id_batches, {name!r})"
-            how = "see baselines.vilu and baselines.neg_label" if name in get_args(LearnedName) else how
-            advice = f"; {name} has to be fitted first: {how}" if name in get_args(FittedName) else ""
+            remedy = f"fit_familiarity(ensemble, id_batches, {name!r})"
+            remedy = "see baselines.vilu and baselines.neg_label" if name in get_args(LearnedName) else remedy
+            advice = f"; {name} has to be fitted first: {remedy}" if name in get_args(FittedName) else ""
             choice = ", ".join((*get_args(ScoreName), *fitted_names))
             raise ConfigError(f"score {name!r} is not known; choose one of {choice}{advice}")
         if self.unfamiliarity is not None and name in self.unfamiliarity.score_names:

@@ -123,10 +123,10 @@ class RunFolder:
     def json(self, name: str, make: Callable[[], Any]) -> Any:
         """Plain data in `name`.json, or what `make` gives, saved."""
 
-        def made() -> Any:
+        def as_read() -> Any:
             return json.loads(json.dumps(make()))  # as it will be read: tuples are lists
 
-        return self.product(f"{name}.json", made, files.read_json, files.write_json)
+        return self.product(f"{name}.json", as_read, files.read_json, files.write_json)
 
     def write(self, name: str, content: Any) -> None:
         """Write plain data to `name`.json, over what is there: for people rather than for the next stage."""
@@ -148,14 +148,14 @@ class RunFolder:
     def tensors(self, name: str, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The tensors in `name`.safetensors, or those `make` gives, saved."""
 
-        def made() -> dict[str, Tensor]:
+        def on_device() -> dict[str, Tensor]:
             return {key: tensor.detach().to(self._device) for key, tensor in make().items()}
 
         def write(file: Path, tensors: dict[str, Tensor]) -> None:
             content = save({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()})
             files.write_atomically(file, content)
 
-        return self.product(f"{name}.safetensors", made, lambda file: load_file(file, str(self._device)), write)
+        return self.product(f"{name}.safetensors", on_device, lambda file: load_file(file, str(self._device)), write)
 
     def product(
         self, name: str, make: Callable[[], T], read: Callable[[Path], T], write: Callable[[Path, T], None]

@@ -180,7 +180,7 @@ def search(
     fitted = in_batches_of(hydra.recipe, sources.batch_size)
     recipe = sources.recipe if fitted == hydra.recipe else fitted
     hydra = replace(hydra, recipe=fitted)
-    listed = None if sources.candidates is None else _read_candidates(sources, sources.candidates)
+    candidates = None if sources.candidates is None else _read_candidates(sources, sources.candidates)
     names = ("cost", "familiarity", "first", "tolerance", "price", "seed")
     with telling_how_to_go_on(folder, "search"):
         model, sets, size = model_and_sets(sources, hydra, folder, "search")
@@ -191,7 +191,7 @@ def search(
                 **sets,
                 **{name: getattr(sources, name) for name in names},
                 recipe=recipe,
-                candidates=listed,
+                candidates=candidates,
                 models=[source.load_further(sources, name, model.metadata.labels) for name in sources.models],
                 batch_size=sources.latency_batch,
                 optimize={"compile": True} if sources.compile else None,
@@ -326,13 +326,13 @@ def _load_sets(sources: Any, hydra: HydraConfig) -> tuple[dict[str, AnyDataset],
     sets = {role: source.load_data(spec, sources) for role, spec in specs.items() if spec is not None}
     foreign: dict[str, dict[str, AnyDataset]] = {}
     for role in FOREIGN if hydra.extracts_circuits else ():
-        named = foreign.setdefault(role, {})
+        sets_of_role = foreign.setdefault(role, {})
         for name, spec in ood_sources(getattr(sources, role, ())):
             data = source.load_data(spec, sources, labelled=False)
             name = name or data.name
-            if name in named:
+            if name in sets_of_role:
                 raise DataError(f"two OOD sources are called {name!r}; name them apart, as NAME={spec}")
-            named[name] = data
+            sets_of_role[name] = data
     return sets, foreign
 
 

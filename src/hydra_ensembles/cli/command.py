@@ -265,8 +265,8 @@ def assign(settings: dict[str, Any], change: str) -> None:
     if not separator or not name:
         raise ConfigError(f"a setting is written name=value, got {change!r}")
     for part in outer:
-        before = settings.get(part) or {}
-        settings[part] = dict(before) if isinstance(before, Mapping) else {"preset": before}
+        earlier = settings.get(part) or {}
+        settings[part] = dict(earlier) if isinstance(earlier, Mapping) else {"preset": earlier}
         settings = settings[part]
     settings[name] = parse_yaml(value, change)
 

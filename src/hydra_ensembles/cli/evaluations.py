@@ -184,9 +184,9 @@ def grouped_specs(options: Sequence[str]) -> list[tuple[str, str | None, str]]:
         if match is None:
             raise DataError(f"a set is written [near:|far:|apart:][NAME=]DATA, got {entry!r}")
         specs.append((match["group"] or UNGROUPED, match["name"], match["data"]))
-    without = [data for group, _, data in specs if group == UNGROUPED]
-    if 0 < len(without) < len(specs):
-        raise DataError(f"{', '.join(without)} have no group but others do; write near:, far: or apart: before each")
+    ungrouped = [data for group, _, data in specs if group == UNGROUPED]
+    if 0 < len(ungrouped) < len(specs):
+        raise DataError(f"{', '.join(ungrouped)} have no group but others do; write near:, far: or apart: before each")
     return specs
 
 
@@ -348,7 +348,7 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
     for path in paths:
         if not path.exists():
             raise DataError(f"{path} does not exist; give saved evaluations (.json) or folders that hold them")
-        before = len(evaluations) + len(costs)
+        count = len(evaluations) + len(costs)
         for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
             data = parse_json(read_file(file), str(file), foreign=True)
             kind = data.get("format") if isinstance(data, dict) else None
@@ -358,7 +358,7 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
                 costs += load_costs(file)
             elif not path.is_dir():
                 raise DataError(f"{file} is neither a saved evaluation nor a table of costs")
-        if len(evaluations) + len(costs) == before:
+        if len(evaluations) + len(costs) == count:
             raise DataError(f"no saved evaluation found in {path}; hydra-ensembles evaluate MODEL writes one")
     if not evaluations:
         places = ", ".join(str(path) for path in paths)

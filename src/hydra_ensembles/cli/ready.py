@@ -59,7 +59,7 @@ def calibrate(settings: CalibrateSettings) -> None:
         batches(data, transform, size, num_workers=settings.workers),
         **{name: getattr(settings, name) for name in names},
     )
-    _written(calibrated, folder)
+    _save(calibrated, folder)
     inputs = "IMAGE..." if calibrated.kind == "image" else "--text TEXT"
     print(f"  hydra-ensembles predict {shlex.quote(str(folder))} {inputs}")
     print(f"  hydra-ensembles evaluate {shlex.quote(str(folder))} --id DATA --ood near:NAME=DATA")
@@ -111,7 +111,7 @@ def fuse(
     models = [model, *(source.load_further(first, name, labels) for name in others or ())]
     names = ("stem", "mlp", "norms", "readout", "trunk", "average")
     fused: Ensemble = fuse_models(models, **{name: getattr(fusion, name) for name in names})
-    _written(fused, folder)
+    _save(fused, folder)
     print(f"  hydra-ensembles calibrate {shlex.quote(str(folder))} --id DATA --output FOLDER")
 
 
@@ -128,7 +128,7 @@ def _new_folder(output: str, data: str | None = None) -> Path:
     return folder
 
 
-def _written(model: Ensemble, folder: Path) -> None:
+def _save(model: Ensemble, folder: Path) -> None:
     """Save a model, and say what it is, what was done last, and where it lies."""
     model.save_pretrained(folder)
     print(f"{model.describe()}\n{model.metadata.history[-1]}\n\nThe model is in {folder}. Next:")

@@ -69,7 +69,7 @@ def listen(settings: ServeSettings) -> socket.socket:
         if path.is_socket() and not _answers(path):
             path.unlink()  # left by a server that was killed
         listener = socket.socket(socket.AF_UNIX)
-        before = os.umask(0o177)
+        umask = os.umask(0o177)
         try:
             listener.bind(str(path))
             listener.listen(BACKLOG)
@@ -77,7 +77,7 @@ def listen(settings: ServeSettings) -> socket.socket:
             listener.close()
             raise
         finally:
-            os.umask(before)
+            os.umask(umask)
         return listener
     except OSError as error:
         where = settings.uds or f"{settings.host}:{settings.port}"
@@ -111,13 +111,13 @@ def run_server(uvicorn: Any, app: Any, listener: socket.socket, settings: ServeS
             if self.started:
                 _announce(listener, settings)
 
-    before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it is done: a clean end is 0
+    former = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it is done: a clean end is 0
     try:
         Announcing(config).run([listener])
     except KeyboardInterrupt:  # likewise
         pass
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, former)
 
 
 def _announce(listener: socket.socket, settings: ServeSettings) -> None:

@@ -336,10 +336,10 @@ def full_name_of_data(spec: str) -> str:
     return str(path.resolve()) if split is None else f"{path.resolve()}:{split}"
 
 
-def require_different_sources(*named: tuple[str, str | None]) -> None:
+def require_different_sources(*specs: tuple[str, str | None]) -> None:
     """Refuse settings (the name of each, and the data it names) two of which stand for the same data."""
     earlier: dict[object, str] = {}
-    for name, spec in named:
+    for name, spec in specs:
         full_name = full_name_of_data(spec or "")
         if spec is not None and full_name in earlier:
             raise DataError(f"{name} {spec} names the same data as {earlier[full_name]}; give each set data of its own")
@@ -373,18 +373,18 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
     names, labels, classes = data.class_names, model.metadata.labels, model.num_classes
     numbers = {label: label for label in present}
     both_count = bool(names) and _are_numbers(names) and _are_numbers(labels)
-    alike: Callable[[str], str | int] = int if both_count else str  # 1 is what the model calls 001
-    numbers_of = {alike(name): index for index, name in enumerate(labels)}
+    as_key: Callable[[str], str | int] = int if both_count else str  # 1 is what the model calls 001
+    numbers_of = {as_key(name): index for index, name in enumerate(labels)}
     if settings.by_position or names == labels:
         names = labels or names
     elif labels and (both_count or not _are_numbers(names) or not numbers_of.keys().isdisjoint(names)):
-        unknown = [names[index] for index in present if alike(names[index]) not in numbers_of]
+        unknown = [names[index] for index in present if as_key(names[index]) not in numbers_of]
         if unknown:
             raise DataError(
                 f"{data.name} has the classes {_some(unknown)}, which the model does not have (it has {_some(labels)})"
                 f"{did_you_mean(unknown[0], labels)}; rename them, or give --by-position if their order is the model's"
             )
-        numbers = {index: numbers_of[alike(names[index])] for index in present}
+        numbers = {index: numbers_of[as_key(names[index])] for index in present}
         names = labels
     elif _are_numbers(names):  # called 0, 1, 10, 2: the names are the numbers, not their order
         numbers = {label: int(names[label]) if names else label for label in present}

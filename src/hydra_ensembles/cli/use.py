@@ -83,7 +83,7 @@ def predict(
     for start in range(0, len(items), batch_size):
         batch = items[start : start + batch_size]
         answers += _answers([name for name, _ in batch], ensemble.predict([read() for _, read in batch]))
-    emit(_written(answers, format), output)
+    emit(_formatted(answers, format), output)
     if answers[0]["verdict"] is None:
         print("no verdict: this model has no calibrated threshold; build stores one, or give --threshold",
               file=sys.stderr)  # fmt: skip
@@ -116,10 +116,10 @@ def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns:
                 raise DataError(f"{path} holds {data.kind}s, but the model reads {kind}s")
             items += [(f"{path}:{row}", partial(_content, data, row)) for row in range(len(data))]
         elif kind == "image":
-            within = images_below(path) if path.is_dir() else [path]
-            if not within:
+            images = images_below(path) if path.is_dir() else [path]
+            if not images:
                 raise DataError(f"{path} has no images in it (suffixes read: {', '.join(IMAGE_SUFFIXES)})")
-            items += [(str(file), partial(read_image, file)) for file in within]
+            items += [(str(file), partial(read_image, file)) for file in images]
         else:
             items += [(line, partial(str, line)) for line in _texts(argument, path)]
     items += [(text, partial(str, text)) for text in texts]
@@ -163,7 +163,7 @@ def _answers(names: Sequence[str], prediction: Prediction) -> list[dict[str, Any
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _written(answers: Sequence[dict[str, Any]], format: OutputFormat) -> str | Table:
+def _formatted(answers: Sequence[dict[str, Any]], format: OutputFormat) -> str | Table:
     if format == "jsonl":
         return "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
     if format == "csv":

@@ -271,8 +271,8 @@ def _find_architecture(
     declaration = guessed(model, num_labels, size_of_images(processor, preprocessing))
     if declaration is not None:
         return _read_own(declaration, model)
-    near = "" if refusal(name) else _supported_inside(model)
-    raise ConversionError(near or explained(name) + beginning(model))
+    advice = "" if refusal(name) else _supported_inside(model)
+    raise ConversionError(advice or explained(name) + beginning(model))
 
 
 def _supported_inside(model: nn.Module) -> str:
@@ -289,11 +289,11 @@ def _supported_inside(model: nn.Module) -> str:
     path = next((path for path, module in model.named_modules() if qualified_name(module) in classes), None)
     if path is None:
         return ""
-    inside = f"model.{path}" if all(map(str.isidentifier, path.split("."))) else f"model.get_submodule({path!r})"
+    expression = f"model.{path}" if all(map(str.isidentifier, path.split("."))) else f"model.get_submodule({path!r})"
     return in_lines(
         f"{name} holds a {type(model.get_submodule(path)).__name__}, which is supported",
         "what a model around it computes cannot be known",
-        f"the model inside, he.convert({inside}); without a classifier in it give also num_labels=...",
+        f"the model inside, he.convert({expression}); without a classifier in it give also num_labels=...",
     )
 
 

@@ -268,10 +268,10 @@ def require_all_used(problems: Sequence[str], unused: Sequence[str], architectur
     """Refuse a model that does not fit its declaration, with all that is wrong at once."""
     faults = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else [])]
     if unused:
-        alike = {name: name for name in unused}
+        by_pattern = {name: name for name in unused}
         if len(unused) > _SHOWN:  # of what is in every block, one
-            alike = {re.sub(r"\d+", "#", name): name for name in sorted(unused, reverse=True)}
-        shown = sorted(alike.values())[:_SHOWN]
+            by_pattern = {re.sub(r"\d+", "#", name): name for name in sorted(unused, reverse=True)}
+        shown = sorted(by_pattern.values())[:_SHOWN]
         more = f" and {len(unused) - len(shown)} more" if len(unused) > len(shown) else ""
         faults.append(f"the model has parameters that have no canonical place: {shown}{more}")
     if faults:

@@ -78,8 +78,8 @@ def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | 
             if all(getattr(declaration, name) == value for name, value in change.items()):
                 continue  # that is the one which differs
             if _agrees(replace(declaration, **change), copies, num_labels, metadata):
-                better = ", ".join(f"{name}={value!r}" for name, value in change.items())
-                raise ConversionError(f"{error}; they agree with {better}") from error
+                settings = ", ".join(f"{name}={value!r}" for name, value in change.items())
+                raise ConversionError(f"{error}; they agree with {settings}") from error
         raise
 
 
@@ -148,14 +148,14 @@ def _changes(declaration: Declaration, model: nn.Module) -> Iterator[dict[str, A
     """Other values of the settings that people most often get wrong, one at a time."""
     architecture = read_declaration(declaration, model)
     config = architecture.config(model, None)
-    inner = config.encoder.heads * config.encoder.head_dim
+    inner_width = config.encoder.heads * config.encoder.head_dim
     text = config.kind == "text"
     yield {"norm_first": not config.encoder.norm_first}
     yield from ({"activation": activation} for activation in get_args(Activation))
     usual = {"pool_prefix": False} if declaration.pool_prefix else {}
     yield from ({**usual, **pool, "norm_after_pool": after} for pool in _pools(text, True) for after in (False, True))
     yield from ({"head_layout": " ".join(order)} for order in permutations(("qkv", "h", "d")))
-    yield from ({"heads": heads} for heads in range(1, min(inner, 64) + 1) if inner % heads == 0)
+    yield from ({"heads": heads} for heads in range(1, min(inner_width, 64) + 1) if inner_width % heads == 0)
     yield from ({"attention_scale": scale} for scale in (config.encoder.width**-0.5, 1.0, None))
     yield {"embedding_scale": math.sqrt(config.encoder.width)} if text else {"patch_order": "hwc"}
     yield {"rotary_pairs": "neighbours" if declaration.rotary_pairs == "halves" else "halves"}
@@ -216,18 +216,18 @@ def _frame(model: nn.Module) -> _Frame | None:
     path, (block, *_) = blocks[0]
     if isinstance(block, nn.TransformerEncoderLayer):
         return _Frame({"block": f"{path}.{{i}}"}, path, block.linear1.in_features)
-    inside = {name: part for name, part in block.named_modules() if name}
-    attention = next(name for name, part in inside.items() if isinstance(part, nn.MultiheadAttention))
-    linears = [name for name, module in inside.items() if type(module) is nn.Linear and not name.startswith(attention)]
-    norms = [name for name, module in inside.items() if isinstance(module, _NORMS)]
+    in_block = {name: part for name, part in block.named_modules() if name}
+    attention = next(name for name, part in in_block.items() if isinstance(part, nn.MultiheadAttention))
+    linears = [name for name, part in in_block.items() if type(part) is nn.Linear and not name.startswith(attention)]
+    norms = [name for name, module in in_block.items() if isinstance(module, _NORMS)]
     if len(linears) != 2 or len(norms) != 2:
         return None
     parts = dict(zip(("attention", "norm1", "norm2", "up", "down"), (attention, *norms, *linears), strict=True))
-    classes = {type(module).__name__ for module in inside.values()}
+    classes = {type(module).__name__ for module in in_block.values()}
     activations = [name for name, names in ACTIVATIONS.items() if not classes.isdisjoint(names)]
     settings = product((True, False), activations[:1] or ("gelu", "relu"))
     names: Any = {part: f"{path}.{{i}}.{leaf}" for part, leaf in parts.items()}
-    width: Any = inside[linears[0]].in_features
+    width: Any = in_block[linears[0]].in_features
     return _Frame(names, path, width, tuple({"norm_first": first, "activation": name} for first, name in settings))
 
 
@@ -245,9 +245,9 @@ def _ends(model: nn.Module, frame: _Frame) -> Iterator[dict[Part, Place]]:
         return [name for name, module in outside.items() if type(module) in kinds]
 
     images, tables, linears, norms = of(nn.Conv2d), of(nn.Embedding), of(nn.Linear), of(*_NORMS)
-    inner = (*(f"{name}." for name in (*images, *tables, *linears, *norms)), f"{frame.path}.")
+    prefixes = (*(f"{name}." for name in (*images, *tables, *linears, *norms)), f"{frame.path}.")
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    loose = {name: x for name, x in tensors.items() if not name.startswith(inner) and x.is_floating_point()}
+    loose = {name: x for name, x in tensors.items() if not name.startswith(prefixes) and x.is_floating_point()}
     names: dict[Part, Place] = {}
     if not linears or len(linears) > 2 or len(images) > 1 or len(norms) > 2:
         return

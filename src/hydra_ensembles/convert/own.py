@@ -231,9 +231,9 @@ def require_every_id(both: Both, asked: Asked) -> None:
 
     def odd(ids: Tensor) -> list[int]:
         """Which ids are answered otherwise in a short text each: in the middle and at the end, or at the beginning."""
-        near = text[:_NEAR].repeat(2, len(ids), 1)  # [2, V, 8]
-        near[0, :, near.shape[2] // 2] = near[0, :, -1] = near[1, :, 0] = ids
-        differing = differ(near.flatten(0, 1)).unflatten(0, (2, -1)).any(0)
+        short_texts = text[:_NEAR].repeat(2, len(ids), 1)  # [2, V, 8]
+        short_texts[0, :, short_texts.shape[2] // 2] = short_texts[0, :, -1] = short_texts[1, :, 0] = ids
+        differing = differ(short_texts.flatten(0, 1)).unflatten(0, (2, -1)).any(0)
         return ids[differing].tolist()
 
     with both.answering():
@@ -242,7 +242,7 @@ def require_every_id(both: Both, asked: Asked) -> None:
         if len(kinds) < len(ids):
             odd_ids = [token for part in kinds.split(_TOKENS) for token in odd(part)] if len(kinds) > 1 else []
             if odd_ids:
-                raise _of_own_ids(both.architecture, odd_ids, odd_ids)
+                raise _own_id_error(both.architecture, odd_ids, odd_ids)
             return
         tokens = min(stem.max_tokens, _TOKENS)
         texts = torch.cat([ids, text.repeat(tokens)[: -len(ids) % tokens]]).reshape(-1, tokens)  # [B, T]
@@ -250,10 +250,10 @@ def require_every_id(both: Both, asked: Asked) -> None:
             apart = differ(part)
             if apart.any():
                 suspects = part[apart][0]  # [T]
-                raise _of_own_ids(both.architecture, odd(suspects), suspects.tolist())
+                raise _own_id_error(both.architecture, odd(suspects), suspects.tolist())
 
 
-def _of_own_ids(architecture: Architecture, alone: Sequence[int], suspects: Sequence[int]) -> OwnIdError:
+def _own_id_error(architecture: Architecture, alone: Sequence[int], suspects: Sequence[int]) -> OwnIdError:
     which = f"the id {alone[0]}" if alone else f"some of the ids {', '.join(map(str, suspects[:8]))}, …"
     remedy = (
         "say masked=True in the declaration and give the tokenizer as processor=, or the id as padding_idx of the "

@@ -175,19 +175,19 @@ def require_same_answers(both: Both, *, locate: bool = True) -> None:
             allowed = both.allowed(inputs)
             first_blocks = model.get_submodule(block_name(architecture, model, 0)), ensemble.encoder.layers[0]
             # Of a library's class it is known that all tokens are treated alike; rotations are those of all tokens.
-            few = not both.own and ensemble.kind == "image" and ensemble.config.encoder.rotary is None
+            few_suffice = not both.own and ensemble.kind == "image" and ensemble.config.encoder.rotary is None
             answers = partial(both.original, inputs), partial(both.converted, inputs)
-            if few and _alike_on_few_tokens(first_blocks, answers, allowed):
+            if few_suffice and _alike_on_few_tokens(first_blocks, answers, allowed):
                 continue
             apart = difference(both.converted(inputs), both.original(inputs))
             if not apart <= allowed:
                 where = _first_difference(both, inputs, allowed) if locate else "somewhere"
-                raise _apart(both, inputs, apart, allowed, where)
+                raise _difference_error(both, inputs, apart, allowed, where)
         if both.own and isinstance(ensemble.config.stem, PatchStemConfig):
             _require_other_size(both)
 
 
-def _apart(both: Both, inputs: NamedTensors, apart: float, allowed: float, where: str) -> ConversionError:
+def _difference_error(both: Both, inputs: NamedTensors, apart: float, allowed: float, where: str) -> ConversionError:
     source, remedy = "the declaration says", "look for the difference"
     if not both.own:
         source, remedy = "its class and its configuration say", "undo what was changed"

@@ -227,9 +227,9 @@ class _Reading:
             if tensor is not None and tensor.shape[0 if part == "patch" else -1] != columns:
                 yield f"{part} is {list(tensor.shape)}, where an axis should have {columns}"
         heads = self.declared.heads
-        inner = sizes.get("a", (0, ""))[0]
-        if heads is not None and (heads < 1 or inner % heads):
-            yield f"heads is {heads}, and the {inner} columns of out cannot be divided among them"
+        inner_width = sizes.get("a", (0, ""))[0]
+        if heads is not None and (heads < 1 or inner_width % heads):
+            yield f"heads is {heads}, and the {inner_width} columns of out cannot be divided among them"
 
     # --- what is made of it ----------------------------------------------------------------------------------
 
@@ -271,17 +271,17 @@ class _Reading:
         gated = part == "up" and isinstance(gate, str)
         gates = (self._weight(str(gate)), self._bias(str(gate))) if gated else (None, None)
 
-        def stored(name: str, before: str | None) -> Source:
+        def stored(name: str, gate_name: str | None) -> Source:
             if part in ("query_norm", "key_norm"):
                 return Source((name,), self._of_a_head)
-            return as_stored(name) if before is None else concatenated(before, name)
+            return as_stored(name) if gate_name is None else concatenated(gate_name, name)
 
         yield f"{_WITH_BIAS[part]}.weight", stored(weight, gates[0])
         zeros = Source((weight,), lambda tensors, shape: tensors[0].new_zeros(shape))
         yield f"{_WITH_BIAS[part]}.bias", zeros if bias is None else stored(bias, gates[1])
 
     def _from_tensor(self, tensor: Tensor) -> Source:
-        return Source((), lambda tensors, shape: _first_rows([tensor.to(self._of("norm1"))], shape))
+        return Source((), lambda tensors, shape: _first_rows([tensor.to(self._needed("norm1"))], shape))
 
     def _patches(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
         _, width, channels, height, wide = shape
@@ -331,7 +331,7 @@ class _Reading:
 
     def config(self, model: nn.Module, num_labels: int | None) -> EnsembleConfig:
         """The canonical configuration, from the declaration and the shapes of the tensors."""
-        heads, down, up, out = self.declared.heads or 1, *(self._of(part) for part in ("down", "up", "out"))
+        heads, down, up, out = self.declared.heads or 1, *(self._needed(part) for part in ("down", "up", "out"))
         rows = up.shape[0] * (2 if "gate" in self.names else 1)
         rotary = self.declared.rotary
         kind, eps = self._norm(("norm1", "norm2", "query_norm", "key_norm"))
@@ -357,7 +357,7 @@ class _Reading:
         stem = self._text_stem() if "words" in self.names else self._patch_stem()
         return EnsembleConfig(stem, encoder, self._readout(num_labels), encoder.all_heads())
 
-    def _of(self, part: Part) -> Tensor:
+    def _needed(self, part: Part) -> Tensor:
         tensor = self.tensor(part)
         assert tensor is not None, part  # `architecture` has refused models without it
         return tensor
@@ -372,7 +372,7 @@ class _Reading:
                 kinds.add("rms" if isinstance(module, nn.RMSNorm) else self.declared.norm_kind)
                 eps = getattr(module, "eps", self.declared.norm_eps)
                 if isinstance(module, nn.RMSNorm) and eps is None:
-                    eps = torch.finfo(self._of(part).dtype).eps
+                    eps = torch.finfo(self._needed(part).dtype).eps
                 epsilons |= set() if eps is None else {float(eps)}
         if len(epsilons) != 1 or len(kinds) != 1:
             problem = f"have the eps {sorted(epsilons)} and are of the kinds {sorted(kinds)}; these must be the same"
@@ -381,7 +381,7 @@ class _Reading:
         return kinds.pop(), epsilons.pop()
 
     def _text_stem(self) -> TextStemConfig:
-        words, position, segments = self._of("words"), self.tensor("position"), self.tensor("segments")
+        words, position, segments = self._needed("words"), self.tensor("position"), self.tensor("segments")
         most = None if position is None else position.numel() // position.shape[-1]
         rows = self.declared.max_tokens or most
         if rows is None:
@@ -403,7 +403,7 @@ class _Reading:
         )
 
     def _patch_stem(self) -> PatchStemConfig:
-        patch = self._of("patch")
+        patch = self._needed("patch")
         position = self.tensor("position")
         image = self.declared.image_size
         (rows, prefix), size = self._rows(), self._patch_size(patch)
@@ -443,8 +443,8 @@ class _Reading:
     def _rows(self) -> tuple[int, int]:
         """Number of positions, and of tokens before the patches."""
         position, registers = self.tensor("position"), self.tensor("registers")
-        more = 0 if registers is None else registers.numel() // registers.shape[-1]
-        return 0 if position is None else position.numel() // position.shape[-1], more + ("class_token" in self.names)
+        count = 0 if registers is None else registers.numel() // registers.shape[-1]
+        return 0 if position is None else position.numel() // position.shape[-1], count + ("class_token" in self.names)
 
     def takes(self, size: tuple[int, int]) -> bool:
         """Whether images of this size have as many patches as there are positions."""

@@ -230,13 +230,13 @@ def _eva_attention(model: Any) -> Weights:
         return Source((f"attn.{part}_norm.{leaf}",), lambda tensors, shape: tensors[0][order(shape[-1])])
 
     prefix = "encoder.layers.{i}.attention."
-    by = None if rope is None else order
+    head_order = None if rope is None else order
     split = model.blocks[0].attn.qkv is None
     names = tuple(f"attn.{part}_proj.*" for part in "qkv") if split else ("attn.qkv.*",)
-    entries = {**attention("attn.proj", *names, order=by)}
+    entries = {**attention("attn.proj", *names, order=head_order)}
     if not _biases(model.blocks[0].attn)[1]:
         names = ("attn.q_proj.bias", "attn.v_proj.bias") if split else ("attn.q_bias", "attn.v_bias")
-        entries[f"{prefix}qkv_bias"] = qkv_by_head(*names, order=by)
+        entries[f"{prefix}qkv_bias"] = qkv_by_head(*names, order=head_order)
     if rope is not None:
         for leaf in ("weight", "bias"):
             entries[f"{prefix}query_norm.{leaf}"] = normed(leaf, "q")

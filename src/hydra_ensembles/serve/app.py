@@ -144,16 +144,16 @@ def make_app(
     service = model
     if not isinstance(service, Service):
         service = Service(require_ensemble(model, "make_app"), settings or ServeSettings())
-    used: Engine = LocalEngine(service) if engine is None else engine
-    server = _Server(service, used)
+    backend: Engine = LocalEngine(service) if engine is None else engine
+    server = _Server(service, backend)
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
-        await used.start()
+        await backend.start()
         try:
             yield
         finally:
-            await used.close()
+            await backend.close()
             server.decoders.shutdown()
 
     app: FastAPI = fastapi.FastAPI(

@@ -78,8 +78,8 @@ class Archive:
         if not self.path.exists():
             raise DataError(f"{self.path} does not exist; check the path")
         self._root = self.path if self.path.is_dir() else self.path.parent
-        apart = None if without is None else without.resolve()
-        present = files_below(self.path, apart) if self.path.is_dir() else [self.path]
+        excluded = None if without is None else without.resolve()
+        present = files_below(self.path, excluded) if self.path.is_dir() else [self.path]
         self.files = [file for file in present if self._reader(file) is not None]
         self.ignored = len(present) - len(self.files)
         if not self.files:
@@ -89,8 +89,8 @@ class Archive:
 
     def identity(self) -> dict[str, Any]:
         """What the archive is known by again: paths, sizes and times of its files."""
-        listed = [[self._name(file), file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
-        return {"files": len(listed), "digest": digest_of(listed)}
+        facts = [[self._name(file), file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
+        return {"files": len(facts), "digest": digest_of(facts)}
 
     def count(self) -> int | None:
         """How many items there are, where that can be known without reading them all."""
@@ -158,12 +158,12 @@ class Archive:
         suffixes = IMAGE_SUFFIXES if self.kind == "image" else (LINES,)
         with tarfile.open(file) as members:
             for member in members:
-                inside = PurePosixPath(member.name)
-                if member.isfile() and inside.suffix.lower() in suffixes and not inside.name.startswith("."):
+                member_path = PurePosixPath(member.name)
+                if member.isfile() and member_path.suffix.lower() in suffixes and not member_path.name.startswith("."):
                     opened = members.extractfile(member)
                     content = b"" if opened is None else opened.read()
                     text = content.decode("utf-8-sig", "surrogateescape") if self.kind == "text" else content
-                    yield Item(f"{self._name(file)}/{inside}".encode("utf-8", "replace").decode(), text)
+                    yield Item(f"{self._name(file)}/{member_path}".encode("utf-8", "replace").decode(), text)
             _require_end(members)
 
     def _parquet(self, file: Path) -> Iterator[Item]:
@@ -173,7 +173,7 @@ class Archive:
             with require("pyarrow.parquet", extra="data").ParquetFile(file) as table:
                 columns = list(table.schema_arrow.names)
                 self._require_in(columns, file)
-                names = {column.partition(".")[0] for column in self._wanted()} & set(columns)
+                names = {column.partition(".")[0] for column in self._column_names()} & set(columns)
                 for batch in table.iter_batches(_ROWS, columns=sorted(names)):
                     for cells in batch.to_pylist():
                         yield self._item(file, row, cells)
@@ -209,7 +209,7 @@ class Archive:
     # --- rows of tables -----------------------------------------------------------------------------------------
 
     def _item(self, file: Path, row: int, cells: Mapping[str, Any]) -> Item:
-        values = [nested(cells, column.split(".")) for column in self._wanted()]
+        values = [nested(cells, column.split(".")) for column in self._column_names()]
         name = f"{self._name(file)}:{row}"
         main = values[0]
         pair = values[1]
@@ -226,7 +226,7 @@ class Archive:
             return Item(name, None, kept, f"there is no text in column {self._main!r}")
         return Item(name, (main, pair) if isinstance(pair, str) else main, kept)
 
-    def _wanted(self) -> tuple[str, ...]:
+    def _column_names(self) -> tuple[str, ...]:
         return self._main, self.columns.text_pair, *self.keep
 
     def _require_in(self, columns: Sequence[str], file: Path) -> None:

@@ -74,8 +74,8 @@ class _Replica:
 
     def __init__(self, model: str | Path | Ensemble, settings: ServeSettings, device: str | None) -> None:
         ensemble = _loaded(model)
-        alone = replace(settings, workers=1)  # Ray has the others
-        (self._run,) = Service(ensemble if device is None else ensemble.to(device), alone).workers()
+        single = replace(settings, workers=1)  # Ray has the others
+        (self._run,) = Service(ensemble if device is None else ensemble.to(device), single).workers()
 
     async def ready(self) -> None:
         """Answer, which means that the model is loaded and warm."""
@@ -110,7 +110,7 @@ class _Replicas:
 
     async def start(self) -> None:
         """Wait for a replica: before, whoever is let in would wait for it, and give up."""
-        await self._asked(self._handle.ready.remote)
+        await self._call(self._handle.ready.remote)
         self.ready = True
 
     async def close(self) -> None:
@@ -119,17 +119,17 @@ class _Replicas:
     async def answer(self, rows: Sequence[Sample]) -> Sequence[Answer]:
         self.waiting += len(rows)
         try:
-            return await all_of(map(self._one, rows))
+            return await all_of(map(self._answer_to, rows))
         finally:
             self.waiting -= len(rows)
 
-    async def _one(self, row: Sample) -> Answer:
-        answer: Answer | Exception = await self._asked(self._handle.answer.remote, row)
+    async def _answer_to(self, row: Sample) -> Answer:
+        answer: Answer | Exception = await self._call(self._handle.answer.remote, row)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    async def _asked(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+    async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
         """What a replica says; another one is asked, after a while, where it died and took the question along."""
         died, serving = require("ray.exceptions", extra="ray"), require("ray.serve.exceptions", extra="ray")
         for attempt in range(ATTEMPTS):

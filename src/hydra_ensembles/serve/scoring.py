@@ -184,9 +184,9 @@ class Scorer:
                 for row in rows if remarks else ():
                     notes[row] = "; ".join([notes[row], *remarks] if notes[row] else remarks)
                 finite = np.isfinite(outputs["member_logits"]).all(axis=(1, 2))  # [B]
-                good = np.asarray(rows)[finite]
+                answered = np.asarray(rows)[finite]
                 for field in fields:
-                    answers[field.name][good] = outputs[field.name][finite]
+                    answers[field.name][answered] = outputs[field.name][finite]
                 for row in np.asarray(rows)[~finite].tolist():
                     errors[row] = "the model's answer is not finite; look for overflow, or run it in float32"
         labels = self.ensemble.metadata.labels
@@ -487,6 +487,6 @@ def _summary(folder: Path, shards: int, ignored: int) -> dict[str, int]:
     with_note = [file for file in tables if NOTE in parquet.read_schema(file).names]  # not those of an earlier version
     has_note = (compute.not_equal(parquet.read_table(file, columns=[NOTE])[NOTE], "") for file in with_note)
     files = [folder / UNREADABLE.format(number) for number in range(shards)]
-    lost = sum(file.read_bytes().count(b"\n") for file in files if file.exists())
-    counts = {"rows": rows, "unreadable": lost, "ignored": ignored, "shards": shards}
+    unreadable = sum(file.read_bytes().count(b"\n") for file in files if file.exists())
+    counts = {"rows": rows, "unreadable": unreadable, "ignored": ignored, "shards": shards}
     return {**counts, "noted": sum(compute.sum(flags).as_py() or 0 for flags in has_note)}

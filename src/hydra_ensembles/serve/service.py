@@ -150,7 +150,7 @@ class Service:
             RequestError, DataError: The model reads no images, or these are too large or broken.
         """
         if not isinstance(self.preprocessing, ImagePreprocessing):
-            raise RequestError(self._wanted("images"))
+            raise RequestError(self._wrong_kind("images"))
         self._require_few(len(contents))
         self._require_small(contents)
         rows = []
@@ -172,7 +172,7 @@ class Service:
             RequestError, DataError: The model reads no texts, or these are too long or no text.
         """
         if not isinstance(self.preprocessing, TextPreprocessing):
-            raise RequestError(self._wanted("texts"))
+            raise RequestError(self._wrong_kind("texts"))
         self._require_few(len(texts))
         most = self.settings.max_characters
         for index, text in enumerate(texts):
@@ -220,7 +220,7 @@ class Service:
         split = ({name: tensor[index] for name, tensor in present.items()} for index in range(len(main)))
         return [Sample(row, nearest, notes) for row in split]
 
-    def _wanted(self, received: str) -> str:
+    def _wrong_kind(self, received: str) -> str:
         if self.preprocessing is None:
             missing = "image processor" if self.kind == "image" else "tokenizer"
             return f"got {received}, but this model was saved without its {missing}; give {self._main} to /v2/models"
@@ -411,13 +411,13 @@ def read_named(body: dict[str, Any]) -> tuple[list[bytes], list[str | tuple[str,
     unknown = body.keys() - {"image", "images", "text", "texts"}
     if unknown:
         raise RequestError(f"there is no field {short(sorted(unknown)[0])}; there are image, images, text and texts")
-    listed: dict[str, list[Any]] = {}
+    values: dict[str, list[Any]] = {}
     for name in ("image", "text"):
         several = body.get(f"{name}s", [])
         if not isinstance(several, list):
             raise RequestError(f"{name}s must be a list")
-        listed[name] = [*([body[name]] if name in body else []), *several]
-    return [image_of(value) for value in listed["image"]], [text_of(value) for value in listed["text"]]
+        values[name] = [*([body[name]] if name in body else []), *several]
+    return [image_of(value) for value in values["image"]], [text_of(value) for value in values["text"]]
 
 
 def image_of(value: Any) -> bytes:

@@ -81,11 +81,11 @@ class Telemetry:
                 histogram.observe(float(answer[name]))
         return counts
 
-    def request(self, route: str, status: int, seconds: float, **more: Any) -> None:
+    def request(self, route: str, status: int, seconds: float, **fields: Any) -> None:
         """Count a request, and log it."""
         self._requests.labels(route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
-        log("request", route=route, status=status, milliseconds=round(1e3 * seconds, 2), **more)
+        log("request", route=route, status=status, milliseconds=round(1e3 * seconds, 2), **fields)
 
     def exposition(self) -> tuple[bytes, str]:
         """The numbers as Prometheus reads them, and their content type."""
