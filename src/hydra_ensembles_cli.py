@@ -36,7 +36,7 @@ def main() -> None:
         sys.exit(130)
 
 
-def run(name: str, given: dict[str, Any]) -> None:
+def run(name: str, options: dict[str, Any]) -> None:
     """Load the package, and run a command; without its libraries, and before and after it, none ends in a traceback."""
     try:
         from hydra_ensembles._utils import require
@@ -47,7 +47,7 @@ def run(name: str, given: dict[str, Any]) -> None:
         try:
             for library in ("typer", "rich", "yaml"):
                 require(library, extra="cli")
-            require("hydra_ensembles.cli.main", extra="cli").run_command(name, given)
+            require("hydra_ensembles.cli.main", extra="cli").run_command(name, options)
         except MissingExtraError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
@@ -120,8 +120,8 @@ def make_app(table: dict[str, Any], run: Callable[[str, dict[str, Any]], None]) 
         context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback()(root)
-    for one in table["commands"]:
-        app.command(cls=Command)(_stub(one, partial(run, one["name"])))
+    for entry in table["commands"]:
+        app.command(cls=Command)(_stub(entry, partial(run, entry["name"])))
     return app
 
 
@@ -129,35 +129,35 @@ def _stub(described: dict[str, Any], run: Callable[[dict[str, Any]], None]) -> A
     """A function that looks to typer as the described one does; it gives `run` what it is given."""
     import typer
 
-    def stub(**given: Any) -> None:
-        run({name: _plain(value) for name, value in given.items()})
+    def stub(**options: Any) -> None:
+        run({name: _plain(value) for name, value in options.items()})
 
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [*map(_parameter, described["parameters"]), context]
     stub.__name__, stub.__doc__ = described["name"], described["help"]
     stub.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    stub.__annotations__ = {one.name: one.annotation for one in parameters}
+    stub.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return stub
 
 
 def _plain(value: Any) -> Any:
     """A choice by its name, and some of them in a list."""
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value.value if isinstance(value, Enum) else value
 
 
-def _parameter(one: dict[str, Any]) -> inspect.Parameter:
+def _parameter(spec: dict[str, Any]) -> inspect.Parameter:
     import typer
 
-    kind: Any = Enum("Choice", {name: name for name in one["choices"]}) if "choices" in one else TYPES[one["type"]]
-    kind = list[kind] if one.get("several") else kind
-    default = one.get("default", inspect.Parameter.empty)
-    make: Any = typer.Option if "flags" in one else typer.Argument
-    more = {name: one[name] for name in ("metavar", "min", "show_default") if name in one}
-    info = make(*one.get("flags", ()), help=one["help"], **more)
+    kind: Any = Enum("Choice", {name: name for name in spec["choices"]}) if "choices" in spec else TYPES[spec["type"]]
+    kind = list[kind] if spec.get("several") else kind
+    default = spec.get("default", inspect.Parameter.empty)
+    make: Any = typer.Option if "flags" in spec else typer.Argument
+    more = {name: spec[name] for name in ("metavar", "min", "show_default") if name in spec}
+    info = make(*spec.get("flags", ()), help=spec["help"], **more)
     return inspect.Parameter(
-        one["name"],
+        spec["name"],
         inspect.Parameter.KEYWORD_ONLY,
         default=default,
         annotation=Annotated[kind | None if default is None else kind, info],

@@ -247,14 +247,11 @@ class Scorer:
         if padded:
             rows = [row for row, error in enumerate(errors) if not error]
             return [(encode(rows), rows)] if rows else [], errors, notes
-        return (
-            [
-                ({name: torch.cat([x[name] for _, x in same]) for name in same[0][1]}, [row for row, _ in same])
-                for same in lengths.values()
-            ],
-            errors,
-            notes,
-        )
+        parts: list[tuple[Any, list[int]]] = []
+        for same in lengths.values():  # rows, and what each is encoded as
+            inputs = {name: torch.cat([encoded[name] for _, encoded in same]) for name in same[0][1]}
+            parts.append((inputs, [row for row, _ in same]))
+        return parts, errors, notes
 
 
 def _pillow() -> Any:
