@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from .._utils import __version__, require
@@ -35,30 +36,26 @@ class Telemetry:
         """Start at zero; `waiting` says how many samples are in the queue."""
         self._client = require("prometheus_client", extra="serve")
         self._registry = self._client.CollectorRegistry()
-        counter, histogram, gauge = self._client.Counter, self._client.Histogram, self._client.Gauge
-        reg = {"registry": self._registry}
-        self._requests = counter("hydra_requests", "Requests by route and status.", ["route", "status"], **reg)
-        self._seconds = histogram(
-            "hydra_request_seconds", "Time from first to last byte.", ["route"], buckets=SECONDS, **reg
-        )
-        self._outcomes = counter("hydra_answers", "Answers, by what became of them.", ["outcome"], **reg)
-        self._batches = histogram(
-            "hydra_batch_rows", "Samples in a batch.", buckets=[*service.sizes(), math.inf], **reg
-        )
-        self._batch_seconds = histogram("hydra_batch_seconds", "Time of the model for a batch.", buckets=SECONDS, **reg)
-        gauge("hydra_queue_rows", "Samples that wait.", **reg).set_function(waiting)
+        kinds = self._client.Counter, self._client.Histogram, self._client.Gauge
+        counter, histogram, gauge = (partial(kind, registry=self._registry) for kind in kinds)
+        self._requests = counter("hydra_requests", "Requests by route and status.", ["route", "status"])
+        self._seconds = histogram("hydra_request_seconds", "Time from first to last byte.", ["route"], buckets=SECONDS)
+        self._outcomes = counter("hydra_answers", "Answers, by what became of them.", ["outcome"])
+        self._batches = histogram("hydra_batch_rows", "Samples in a batch.", buckets=[*service.sizes(), math.inf])
+        self._batch_seconds = histogram("hydra_batch_seconds", "Time of the model for a batch.", buckets=SECONDS)
+        gauge("hydra_queue_rows", "Samples that wait.").set_function(waiting)
         model = service.ensemble
         facts = {"name": service.settings.name, "version": __version__, "kind": service.kind}
         facts |= {"members": str(model.num_members), "classes": str(model.num_classes), "device": str(model.device)}
-        gauge("hydra_model", "What is served.", list(facts), **reg).labels(**facts).set(1)
+        gauge("hydra_model", "What is served.", list(facts)).labels(**facts).set(1)
         self._scores = {
-            name: histogram(f"hydra_score_{name.replace('++', '_pp')}", meaning, buckets=bins, **reg)
+            name: histogram(f"hydra_score_{name.replace('++', '_pp')}", meaning, buckets=bins)
             for name, meaning, bins in _score_bins(service)
         }
         self._labels: Any = None
         if len(service.labels) <= MOST_LABELS:
             meaning = "Answers by the class that was predicted, accepted or not."
-            self._labels = counter("hydra_labels", meaning, ["label"], **reg)
+            self._labels = counter("hydra_labels", meaning, ["label"])
         self._names = service.labels
         for word in (UNCALIBRATED,) if "accept" not in {field.name for field in service.outputs} else OUTCOMES:
             self._outcomes.labels(word)  # so that it is there, as zero, before the first answer
