@@ -43,10 +43,11 @@ from typing import Any
 
 from studies.all_tasks import intervals
 from studies.cells import LOWER, PLAIN
+from studies.columns import read_columns
 from studies.dual_findings import DualStudy
 from studies.dual_findings import claims as dual_claims
 from studies.findings import claims, foretold
-from studies.measures import FEWEST_SEEDS, LEVEL, Difference, Number, numbers, read_columns
+from studies.measures import FEWEST_SEEDS, LEVEL, Difference, Number, numbers
 from studies.paper import paper_numbers
 from studies.results import fixed
 from studies.stored import Study
@@ -275,7 +276,9 @@ def difference(study: Study, first: str, second: str, key: str) -> Difference | 
     """First less second, either or both of them of the second part."""
     if AGAIN not in first + second:
         return study.difference(first, second, key)
-    seeds = [seed for seed in study.seeds(first.removesuffix(AGAIN)) if (study.folder / f"again-{seed}.npz").exists()]
+    seeds = [
+        seed for seed in study.seeds(first.removesuffix(AGAIN)) if (study.folder / f"again-{seed}.parquet").exists()
+    ]
     ours, theirs = (
         [
             (again(study, row.removesuffix(AGAIN), seed) if row.endswith(AGAIN) else study.numbers(row, seed))[key]
@@ -290,7 +293,7 @@ def difference(study: Study, first: str, second: str, key: str) -> Difference | 
 def again(study: Study, row: str, seed: int) -> dict[str, Number]:
     """Numbers of a row that the second part made once more."""
     prefix = f"{row}|"
-    columns = read_columns(study.folder / f"again-{seed}.npz")
+    columns = read_columns(study.folder / f"again-{seed}.parquet")
     own = {key.removeprefix(prefix): one for key, one in columns.items() if key.startswith(prefix)}
     return numbers(own, study.facts["inside"], study.facts["groups"])
 

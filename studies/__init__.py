@@ -3,13 +3,14 @@
 recipes/, data/, paper/   settings, names and overlaps of classes, the paper's own numbers
 fetch, sets, samples      data sets: prepared, read, on a device
 weights, captions         models that training starts from; pairs that a dual encoder learns from
-engine, kept              stages and jobs of a study; what a seed makes stays in its folder
+engine, seed_folder       stages and jobs of a study; what a seed makes stays in its folder
 task, seed, rows          classifiers: data, models of a seed, every method; `classifiers` are its stages
 dual_recipe, dual_seed, dual_rows, dual_study    the same of the zero-shot study
 paper_task                the paper's own tasks for those who have its data
 evidence, measures        what a model says about every sample; numbers from that, with intervals
+columns                   that, in files
 storing, stored           results: written, read, compared
-findings, dual_findings, gain_figure, price      tables and a figure of the documents
+findings, dual_findings, all_tasks, gain_figure  tables and a figure of the documents
 analyses/                 analyses of the paper, and two of ours
 circuit_draws, tower_scores    experiments that stand alone
 """

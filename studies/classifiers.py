@@ -14,9 +14,10 @@ import torch
 from hydra_ensembles.errors import SameMembersError
 from hydra_ensembles.files import write_json
 
+from .columns import write_columns
 from .engine import COSTS, Job, Kind, Run, made_with, sizes, timed, write_costs
 from .evidence import Judged, stored, under_shift
-from .measures import Array, plain_numbers, write_columns
+from .measures import SHIFT, Array, plain_numbers
 from .rows import CIRC_AVG, MC_DROPOUT, SINGLE, rate_of, rows_of
 from .samples import SampleBatches, alone
 from .seed import Heads, Seed
@@ -24,7 +25,7 @@ from .seed_folder import CHOICES, slug
 from .storing import STUDY, choices_in, read_if_there, store, store_shift
 from .task import Stage
 
-SHIFT, SHIFTED = "shift", "shifted.npz"
+SHIFTED = "shifted.npz"  # images of a run that all rows are asked about
 
 
 def train(seed: Seed, name: str) -> None:
@@ -77,14 +78,14 @@ def report(seed: Seed, name: str) -> None:
     if not place.exists():
         model = rows_of(task)[name].model(seed, name)
         judge = Judged(task, model)
-        write_columns(place.with_suffix(".npz"), all_columns(judge, "report"))
+        write_columns(place.with_suffix(".parquet"), all_columns(judge, "report"))
         told = {"temperature": list(judge.calibration.temperature), **sizes(model), **made_with(task.device)}
         write_json(place, {"row": name, **told})
 
 
 def shift(seed: Seed, name: str) -> None:
     """Ask a row's model about corrupted test images."""
-    place = seed.folder / SHIFT / f"{slug(name)}.npz"
+    place = seed.folder / SHIFT / f"{slug(name)}.parquet"
     task = seed.task
     if "corruptions" in task.plain and seed.number in task.settings["shift"]["seeds"] and not place.exists():
         judge = Judged(task, rows_of(task)[name].model(seed, name), familiar=False)

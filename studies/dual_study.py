@@ -4,8 +4,8 @@ Stages: `choose` how the dual encoder learns, `train` it, `rank` its heads, `fix
 images of the main task), `report` what every row says about every set, `cost`, `store`. What is there stays: a stopped
 run goes on.
 
-`seed-N.npz` of the results has columns as `evidence` describes them, by `row|task|set|column`; the test set of a task
-has its name. Rows that are calibrated answer with their temperature throughout.
+`seed-N.parquet` of the results has columns as `evidence` describes them, by `row|task|set|column`; the test set of a
+task has its name. Rows that are calibrated answer with their temperature throughout.
 """
 
 from typing import Any, cast
@@ -16,11 +16,12 @@ from hydra_ensembles.files import read_json, write_json
 from hydra_ensembles.heads.members import CIRCUIT_ORDER, Score
 from hydra_ensembles.schema import to_plain
 
+from .columns import write_columns
 from .dual_rows import rows_of
 from .dual_seed import CHOICE, TOWERS, DualSeed
 from .engine import COSTS, Job, Kind, Run, made_with, timed, write_costs
 from .evidence import columns_of, stored
-from .measures import Array, write_columns
+from .measures import Array
 from .samples import SampleBatches, alone
 from .seed_folder import REPORT
 from .storing import SINGLE, by_row, choices_in, read_if_there, store
@@ -95,7 +96,7 @@ def report(seed: DualSeed, name: str) -> None:
         labels = one.samples.labels.to(said.member_logits.device) if one.group == "id" else None
         kept = stored(columns_of(said, after, labels))
         columns |= {f"{one.task}|{one.name}|{key}": column for key, column in kept.items()}
-    write_columns(place.with_suffix(".npz"), columns)
+    write_columns(place.with_suffix(".parquet"), columns)
     write_json(place, {"row": name, "temperature": temperature, **made_with(seed.device)})
 
 

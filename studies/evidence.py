@@ -1,11 +1,10 @@
 """What a model of a study says about every sample, kept as columns: whatever is reported is made from them.
 
-A file `seed-N.npz` has, by `row|set|column` and one number a sample: the OOD scores `msp` (one minus the largest mean
-probability), `entropy` and, where features have a distance, `mahalanobis`; of the test set
-`correct`, `nll` and `brier` before and (`calibrated.…`) after calibration, and `calibrated.doubt`, one minus confidence
-(before calibration that is `msp`). Numbers are in float16, whose rounding is relative: doubt instead of confidence, so
-that answers that are nearly sure differ. Of `mutual_information` there is the mean alone, one number a set: no table
-ranks samples by it.
+A file `seed-N.parquet` has, by `row|set|column` and one number a sample: the OOD scores `msp` (one minus the largest
+mean probability), `entropy` and, where features have a distance, `mahalanobis`; of the test set `correct`, `nll` and
+`brier` before and (`calibrated.…`) after calibration, and `calibrated.doubt`, one minus confidence (before calibration
+that is `msp`). Numbers are in float16, whose rounding is relative: doubt instead of confidence, so that answers that
+are nearly sure differ. Of `mutual_information` there is the mean alone, one number a set: no table ranks samples by it.
 """
 
 from collections.abc import Mapping

@@ -5,10 +5,8 @@ set, whose variance is that of the number. Influences of two methods on the same
 over seeds, before their variance is taken: that is what pairs them.
 """
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal, get_args
 
@@ -17,7 +15,6 @@ import numpy.typing as npt
 import torch
 from scipy.special import ndtri, stdtrit  # quantiles; scipy.stats has the same, but takes a second to import
 
-from hydra_ensembles.files import write_atomically
 from hydra_ensembles.metrics import adaptive_ece_of_confidence, aurc
 from hydra_ensembles.metrics.distance import LearnedName
 
@@ -268,22 +265,3 @@ def _share_below(points: Ranked, values: Ranked) -> Floats:
     (places, _), (ranks, below_and_upto) = points, values
     share: Floats = below_and_upto[places] / (2 * len(ranks))
     return share
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def read_columns(path: Path) -> dict[str, Array]:
-    """All columns of a file; none where there is no file."""
-    if not path.exists():
-        return {}
-    with np.load(path, allow_pickle=False) as file:
-        return {key: file[key] for key in file.files}
-
-
-def write_columns(path: Path, columns: Mapping[str, Array]) -> None:
-    """A file of columns, in one piece; the same columns give the same bytes."""
-    content = io.BytesIO()
-    np.savez_compressed(content, **columns)  # type: ignore[arg-type]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content.getvalue())

@@ -1,6 +1,5 @@
 """A stored study of classifiers: its rows, seeds and columns, and what one row has over another."""
 
-import io
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -8,11 +7,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import numpy as np
-
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.files import read_object
 
+from .columns import read_columns
 from .measures import (
     SEVERITIES,
     SHIFT,
@@ -26,7 +23,7 @@ from .measures import (
 )
 from .paper import Numbers, classifier_numbers
 from .seed_folder import Once
-from .storing import FORMAT, SINGLE, of_row, single_of
+from .storing import SINGLE, facts_of, of_row, single_of
 
 ALL_BUT = "all but "  # of the OOD sets
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
@@ -39,11 +36,10 @@ class Study(Once):
         super().__init__()
         self.name = name
         self.folder = results / name
-        if not (self.folder / "study.json").exists():
+        found = facts_of(self.folder)
+        if found is None:
             raise DataError(f"{self.folder} has no stored study; the stage `store` of `python -m studies` makes one")
-        self.facts = read_object(self.folder / "study.json")
-        if self.facts.get("format") != FORMAT:
-            raise DataError(f"{self.folder} has the format {self.facts.get('format')!r}; this version reads {FORMAT!r}")
+        self.facts = found
 
     def seeds(self, row: str) -> list[int]:
         """Seeds of a row."""
@@ -55,18 +51,21 @@ class Study(Once):
         return [row for row in self.facts["trainings"] if self.seeds(row)]
 
     def columns(self, row: str, seed: int) -> dict[str, Array]:
-        """Columns of a row, by `set|column`; those of other rows stay in the file."""
-        return self.once(("columns", row, seed), lambda: of_row(row, self._file(f"seed-{seed}.npz")))
+        """Columns of a row, by `set|column`."""
+        return self.once(("columns", row, seed), lambda: of_row(row, self._file(f"seed-{seed}.parquet")))
 
     def _file(self, name: str) -> Mapping[str, Array]:
-        content = self.folder / name  # read whole, so that no file stays open
-        return self.once(name, lambda: np.load(io.BytesIO(content.read_bytes()), allow_pickle=False))
+        if not (self.folder / name).exists():
+            raise DataError(
+                f"{self.folder} lacks {name}, whose rows `study.json` names; take it from where it was made"
+            )
+        return self.once(name, lambda: read_columns(self.folder / name))
 
     def numbers(self, row: str, seed: int) -> dict[str, Number]:
         """Numbers with influences, on corrupted images too where they were asked about."""
 
         def made() -> dict[str, Number]:
-            shifted = f"{SHIFT}-{seed}.npz"
+            shifted = f"{SHIFT}-{seed}.parquet"
             corrupted = of_row(row, self._file(shifted)) if (self.folder / shifted).exists() else {}
             return self.numbers_of(self.columns(row, seed)) | shift_numbers(corrupted)
 
@@ -179,7 +178,7 @@ class Study(Once):
     @property
     def in_parts(self) -> bool:
         """Whether Single was trained again for some of the rows."""
-        return any(self.folder.glob("again-*.npz"))
+        return any(self.folder.glob("again-*.parquet"))
 
     def _singles(self, seed: int) -> dict[str, dict[str, Array]]:
         """Rows with a Single of their own, and its columns; several rows have the same one."""

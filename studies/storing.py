@@ -1,8 +1,9 @@
 """The stored form of a study of any kind: columns of every row, one file a seed, and all else in `study.json`.
 
 Runs that share no models have a Single each. A run with all rows of a stored seed takes its place; of another, rows
-that are not stored yet are added, and `again-N-….npz` has the Single that they are held against. Sets that a suite got
-since are shown when all rows were asked about them. `forget` takes rows out that are to be stored anew.
+that are not stored yet are added, and `again-N-….parquet` has the Single that they are held against. Sets that a suite
+got since are shown when all rows were asked about them. `forget` takes rows out that are to be stored anew, `convert`
+makes files of before what they are now.
 """
 
 import hashlib
@@ -14,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.files import read_json, write_json
+from hydra_ensembles.files import read_json, read_object, write_json
 
-from .measures import Array, read_columns, write_columns
+from .columns import BEFORE, read_columns, same_column, write_columns
+from .measures import SHIFT, Array
 from .seed_folder import CHOICES, REPORT, slug
 
-FORMAT = "hydra_ensembles.study 3"
+FORMAT = "hydra_ensembles.study 4"
+CONVERTED = "hydra_ensembles.study 3"  # the one before, whose columns were NumPy archives
 STUDY = "study.json"
 SINGLE = "Single"  # the row with the model a user has
 
@@ -27,6 +30,17 @@ SINGLE = "Single"  # the row with the model a user has
 def read_if_there(place: Path) -> Any:
     """What a JSON file holds; None where there is none."""
     return read_json(place) if place.exists() else None
+
+
+def facts_of(place: Path) -> dict[str, Any] | None:
+    """What `study.json` of a stored study says; None where there is none, and refused in another format."""
+    if not (place / STUDY).exists():
+        return None
+    found = read_object(place / STUDY)
+    if found.get("format") != FORMAT:
+        remedy = f"; make it that with `python -m studies convert {place}`" if found.get("format") == CONVERTED else ""
+        raise DataError(f"{place} has the format {found.get('format')!r}; this version reads {FORMAT!r}{remedy}")
+    return found
 
 
 def by_row(folder: Path, rows: Collection[str]) -> dict[str, Any]:
@@ -73,7 +87,7 @@ def store(
     """
     place = results / study.name
     rows = facts["trainings"]
-    known: dict[str, Any] = read_if_there(place / STUDY) or {"runs": {}}
+    known: dict[str, Any] = facts_of(place) or {"runs": {}}
     runs = dict(known["runs"])
     replaced = set[str]()
     for number in sorted(int(folder.name.removeprefix("seed-")) for folder in study.glob("seed-*")):
@@ -104,7 +118,7 @@ def store(
 
 def forget(place: Path, rows: Collection[str]) -> None:
     """Take rows out of a stored study, so that another run can store them anew: their settings were wrong, say."""
-    known = read_if_there(place / STUDY)
+    known = facts_of(place)
     if known is None:
         raise DataError(f"{place} has no stored study")
     there = {name for run in known["runs"].values() for name in run[REPORT]} - {SINGLE}
@@ -114,7 +128,7 @@ def forget(place: Path, rows: Collection[str]) -> None:
     for table, name in itertools.product(tables, rows):
         if isinstance(table, dict):
             table.pop(name, None)
-    for file in sorted(place.glob("*.npz")):
+    for file in sorted(place.glob("*.parquet")):
         kept = {key: one for key, one in read_columns(file).items() if key.partition("|")[0] not in rows}
         if "rows" in kept:  # those that a Single of a later run is for
             kept["rows"] = np.array([name for name in kept["rows"].tolist() if name not in rows])
@@ -126,17 +140,17 @@ def forget(place: Path, rows: Collection[str]) -> None:
 
 
 def store_shift(folder: Path, place: Path, rows: Collection[str]) -> None:
-    """Store what rows of a seed say about corrupted images, `shift-N.npz`; a row has what was stored last."""
-    file = place / f"{folder.name}-{folder.parent.name.removeprefix('seed-')}.npz"
-    found = {name: read_columns(folder / f"{slug(name)}.npz") for name in rows}
+    """Store what rows of a seed say about corrupted images, `shift-N.parquet`; a row has what was stored last."""
+    file = place / f"{folder.name}-{folder.parent.name.removeprefix('seed-')}.parquet"
+    found = {name: read_columns(folder / f"{slug(name)}.parquet") for name in rows}
     own = {key: one for name, columns in found.items() for key, one in named(name, columns).items()}
     write_columns(file, {**read_columns(file), **own})
 
 
 def _store_columns(folder: Path, place: Path, number: int, found: list[str], before: Collection[str]) -> list[str]:
     """Write the columns of a seed beside those of rows of before, or in their place; which are stored now."""
-    file = place / f"seed-{number}.npz"
-    own = {name: read_columns(folder / f"{slug(name)}.npz") for name in found}
+    file = place / f"seed-{number}.parquet"
+    own = {name: read_columns(folder / f"{slug(name)}.parquet") for name in found}
     kept = read_columns(file) if before else {}
     if not before:
         for older in _parts(place, number):
@@ -147,7 +161,7 @@ def _store_columns(folder: Path, place: Path, number: int, found: list[str], bef
         if own and SINGLE not in own:
             told = hashlib.sha256(b"".join(single[key].tobytes() for key in sorted(single))).hexdigest()[:8]
             again = {"rows": np.array(list(own)), **named(SINGLE, single)}
-            write_columns(place / f"again-{number}-{told}.npz", again)
+            write_columns(place / f"again-{number}-{told}.parquet", again)
     for name, one in own.items():
         kept |= named(name, one)
     write_columns(file, kept)
@@ -175,15 +189,50 @@ def named(row: str, columns: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def of_row(row: str, columns: Mapping[str, Array]) -> dict[str, Array]:
-    """The columns of a row by itself; of a file, others are not read."""
+    """The columns of a row by itself."""
     prefix = f"{row}|"
     return {key.removeprefix(prefix): columns[key] for key in columns if key.startswith(prefix)}
 
 
 def _parts(folder: Path, number: int) -> list[Path]:
-    return sorted((*folder.glob(f"again-{number}.npz"), *folder.glob(f"again-{number}-*.npz")))
+    return sorted((*folder.glob(f"again-{number}.parquet"), *folder.glob(f"again-{number}-*.parquet")))
 
 
 def same_columns(columns: Mapping[str, Array], stored: Mapping[str, Array]) -> bool:
     """Whether all of these columns are stored, with the same values."""
     return all(key in stored and np.array_equal(one, stored[key]) for key, one in columns.items())
+
+
+def convert(folder: Path) -> list[tuple[Path, int]]:
+    """Make columns that were written before, as NumPy archives, what they are now: in results, or in a run folder.
+
+    Each new file is read back and held against the old one, bit by bit, before that goes; what is left after a kill is
+    converted the next time.
+
+    Returns:
+        The new files, each with the bytes that the old one had.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder")
+    made = []
+    for old in sorted(one for one in folder.rglob(f"*{BEFORE}") if _has_columns(one)):
+        new = old.with_suffix(".parquet")
+        with np.load(old, allow_pickle=False) as file:
+            columns = dict(file)
+        if not new.exists():
+            write_columns(new, columns)
+        found = read_columns(new)
+        if found.keys() != columns.keys() or not all(same_column(one, found[name]) for name, one in columns.items()):
+            raise DataError(f"{new} has other columns than {old}; remove the one that is wrong")
+        made.append((new, old.stat().st_size))
+        old.unlink()
+    for place in sorted(folder.rglob(STUDY)):
+        known = read_json(place)
+        if known.get("format") == CONVERTED:
+            write_json(place, {**known, "format": FORMAT})
+    return made
+
+
+def _has_columns(file: Path) -> bool:
+    """Whether an archive is of a row, in the folder of a seed, or a stored one; corrupted images stay what they are."""
+    return file.parent.name in (REPORT, SHIFT) or file.name.startswith(("seed-", "again-", f"{SHIFT}-"))

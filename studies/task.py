@@ -1,6 +1,7 @@
 """A task of the studies of classifiers: its data on a device, by what they are for, and its pretrained model."""
 
 import copy
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
@@ -17,10 +18,10 @@ from hydra_ensembles.data import split
 from hydra_ensembles.data.corruptions import CORRUPTIONS, SEVERITIES, corrupted
 from hydra_ensembles.data.dataset import AnyDataset, ImageDataset
 from hydra_ensembles.data.suites import SetRef
+from hydra_ensembles.files import write_atomically
 from hydra_ensembles.schema import from_plain
 from hydra_ensembles.training.recipe import Recipe
 
-from .measures import read_columns, write_columns
 from .samples import Augment, ImageSamples, Prepared, SampleBatches, Samples
 from .seed_folder import Once
 from .sets import SPLIT_SEED, DataFolder, at_most, foreign_halves, given, halves, suite
@@ -174,11 +175,14 @@ class Task(Once):
             for level in SEVERITIES:
                 changed = corrupted(images, name, level, parameters=self.plain["corruptions"])
                 made[f"{name} {level}"] = np.stack([np.asarray(image) for image, _ in changed])
-        write_columns(place, made)
+        content = io.BytesIO()
+        np.savez_compressed(content, **made)  # type: ignore[arg-type]
+        write_atomically(place, content.getvalue())
 
     def shifted(self, place: Path) -> Iterator[tuple[str, int, Samples]]:
         """What `corrupt` wrote: corruption, severity, and the images."""
-        stored = read_columns(place)
+        with np.load(place, allow_pickle=False) as file:
+            stored = dict(file)
         labels = torch.from_numpy(stored.pop("labels"))
         for key, pixels in stored.items():
             name, _, level = key.rpartition(" ")

@@ -24,7 +24,7 @@ from studies.__main__ import app
 from studies.analyses import analysis, chosen_heads, diversity, noise, pruned, registry, seeds, separation
 from studies.analyses.gates import expand, gates_after, measure, pruning_step, weight_terms
 from studies.analyses.registry import ANALYSES
-from studies.measures import write_columns
+from studies.columns import write_columns
 from studies.paper import read_csv
 from studies.results import pyplot
 from studies.seed import Seed
@@ -280,7 +280,7 @@ def test_seeds_are_read_from_a_stored_study(tmp_path: Path) -> None:
         right.append(columns["Single|in|correct"].mean())
         for column in ("nll", "brier", "calibrated.doubt", "calibrated.nll", "calibrated.brier"):
             columns[f"Single|in|{column}"] = draws.random(30).astype(np.float16)
-        write_columns(place / f"seed-{number}.npz", columns)
+        write_columns(place / f"seed-{number}.parquet", columns)
     found = registry.read_stored("seeds", TASK, tmp_path)
     assert [one["rows"]["Single"]["accuracy"] for one in found["seeds"].values()] == pytest.approx(right)
     shown = seeds.seeds_table(found)

@@ -39,12 +39,13 @@ from studies.captions import (
     train_dual,
     view_features,
 )
+from studies.columns import read_columns
 from studies.dual_recipe import load_dual_recipe
 from studies.dual_rows import BOTH, HYDRA, IMAGE, IMAGE_TUNED, ROWS, DualRow
 from studies.dual_seed import DualTask
 from studies.dual_study import ZERO_SHOT
 from studies.engine import Run
-from studies.measures import Array, read_columns
+from studies.measures import Array
 from studies.samples import MEAN, STD, ImageSamples, Prepared, SampleBatches
 from studies.sets import DataFolder
 from studies.storing import SINGLE
@@ -81,7 +82,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     ZERO_SHOT.run(run, ZERO_SHOT.stages)
     folder = output / "results" / "zero-shot"
     facts = json.loads((folder / "study.json").read_text())
-    return Finished(output, facts, read_columns(folder / "seed-0.npz"), before, frozenset(source.opened))
+    return Finished(output, facts, read_columns(folder / "seed-0.parquet"), before, frozenset(source.opened))
 
 
 def test_every_row_is_asked_about_every_set(finished: Finished) -> None:

@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 
 from hydra_ensembles.files import write_json
 from studies.__main__ import app
+from studies.columns import read_columns, write_columns
 from studies.dual_findings import CLASSIFICATION, TABLES, DualStudy, blocks, claims
 from studies.dual_rows import HYDRA
-from studies.measures import Columns, read_columns, write_columns
+from studies.measures import Columns
 from studies.seed_folder import slug
-from studies.storing import SINGLE, named, of_row, single_of, store
+from studies.storing import FORMAT, SINGLE, named, of_row, single_of, store
 
 OUTSIDE = {"near": {"a": 900}, "far": {"b": 1100, "c": 900}}
 ROWS = (SINGLE, "Temperature Scaling", "Taylor", HYDRA)
@@ -77,7 +78,7 @@ def _written(folder: Path, right: dict[str, float], hopeless: tuple[str, ...], s
                 for name, count in {**OUTSIDE["near"], **OUTSIDE["far"]}.items() if "outside" in tasks[task] else ():
                     drawn = (draws.uniform(0.1, 0.9, count) + share / 2).astype(np.float16)
                     columns |= {f"{row}|{task}|{name}|{key}": drawn for key in ("msp", "entropy", "mutual_information")}
-        write_columns(folder / "zero-shot" / f"seed-{seed}.npz", columns)
+        write_columns(folder / "zero-shot" / f"seed-{seed}.parquet", columns)
     circuit = {"id_samples": 3, "ood_samples": 4, "pruned": 2}
     measured = [{"pseudo_count": 1.0, "nll": 0.5}, {"pseudo_count": 10.0, "nll": 0.25}]
     networks = [{"optimizer": "sgd", "learning_rate": 0.01, "nll": 0.66}]
@@ -94,7 +95,7 @@ def _written(folder: Path, right: dict[str, float], hopeless: tuple[str, ...], s
     choice = {"steps": 20, "learning_rate": 1e-4, "projection_rate": 30.0}
     tried = [{**choice, "steps": steps, "accuracy": steps / 100, "names": 7} for steps in (10, 20)]
     facts = {
-        "format": "hydra_ensembles.study 3",
+        "format": FORMAT,
         "study": "zero-shot",
         "recipe": {"least_over_chance": 3.0},
         "model": {"name": "made up", "description": "It is no model."},
@@ -147,7 +148,7 @@ def test_a_row_of_a_later_run_is_held_against_the_single_of_that_run(tmp_path: P
     before = {row: study.difference(row, against, "unseen.accuracy") for row, against in held}
     for seed in range(SEEDS):
         single = named(SINGLE, study.columns(HYDRA, seed))  # stands for another Single
-        write_columns(study.folder / f"again-{seed}-x.npz", {"rows": np.array(["Taylor"]), **single})
+        write_columns(study.folder / f"again-{seed}-x.parquet", {"rows": np.array(["Taylor"]), **single})
     later = DualStudy("zero-shot", tmp_path)
     assert {row: later.difference(row, SINGLE, "unseen.accuracy") for row in before} == before
     assert "later run" in TABLES["main"](later)
@@ -174,7 +175,7 @@ def test_numbers_are_those_of_another_library(tmp_path: Path) -> None:
 def test_a_row_that_brings_a_score_is_judged_and_shown_by_it(tmp_path: Path, score: str) -> None:
     study = made_up(tmp_path, {})
     for seed in range(SEEDS):
-        place = study.folder / f"seed-{seed}.npz"
+        place = study.folder / f"seed-{seed}.parquet"
         columns = read_columns(place)
         for task in PLACES:
             right = columns[f"Taylor|{task}|{task}|correct"]
@@ -228,7 +229,7 @@ def test_sets_that_a_suite_got_later_are_shown_when_all_rows_have_them(tmp_path:
             for row in rows:
                 columns = study.columns(row if row in ROWS else HYDRA, seed)
                 new = {key.replace("|c|", "|d|"): one for key, one in columns.items() if "cifar100|c|" in key}
-                write_columns(report / f"{slug(row)}.npz", {**columns, **new})
+                write_columns(report / f"{slug(row)}.parquet", {**columns, **new})
                 write_json(report / f"{slug(row)}.json", {})
         facts = {**study.facts, "tasks": more, "trainings": dict.fromkeys((*ROWS, "NegLabel"), 1)}
         store(run, tmp_path, facts, lambda seed: study.facts["runs"][str(seed)])
@@ -248,7 +249,7 @@ def test_rows_wait_for_the_single_that_they_are_held_against(
 ) -> None:
     study, run = made_up(tmp_path, {}), tmp_path / "run" / "zero-shot"
     for row in (HYDRA, "NegLabel"):
-        write_columns(run / "seed-0" / "report" / f"{slug(row)}.npz", study.columns(HYDRA, 0))
+        write_columns(run / "seed-0" / "report" / f"{slug(row)}.parquet", study.columns(HYDRA, 0))
         write_json(run / "seed-0" / "report" / f"{slug(row)}.json", {})
     facts = {**study.facts, "trainings": dict.fromkeys((*ROWS, "NegLabel"), 1)}
     store(run, tmp_path, facts, lambda seed: study.facts["runs"][str(seed)])

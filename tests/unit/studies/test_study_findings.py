@@ -22,10 +22,11 @@ from studies import all_tasks, cells, classifiers, findings, gain_figure, storin
 from studies import rows as study_rows
 from studies.__main__ import app
 from studies.classifiers import CLASSIFIERS
+from studies.columns import read_columns, write_columns
 from studies.detection import METRICS, PAPER
 from studies.engine import Run
 from studies.findings import judged
-from studies.measures import Difference, read_columns, write_columns
+from studies.measures import Difference
 from studies.paper import FOLDER, STANDS_FOR, paper_numbers, set_numbers
 from studies.results import ROOT, fixed
 from studies.rows import DEEP, HYDRA, MC_DROPOUT, PACKED, SINGLE, SOUP
@@ -69,7 +70,7 @@ def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
 
 def test_corrupted_images_are_shown_by_severity(study: Study, tmp_path: Path) -> None:
     """Means over the corruptions; beside them, on the task that the paper corrupted, what it prints."""
-    columns = read_columns(study.folder / "shift-0.npz")
+    columns = read_columns(study.folder / "shift-0.parquet")
     for level in range(5):
         means = [columns[f"{HYDRA}|{name}|brier"][level] for name in CORRUPTIONS]
         assert study.mean(HYDRA, f"severity {level + 1}.brier") == pytest.approx(np.mean(means, dtype=float), rel=2e-3)
@@ -89,7 +90,7 @@ def test_corrupted_images_are_shown_by_severity(study: Study, tmp_path: Path) ->
 
 def as_another(study: Study, results: Path, rows: dict[str, str], name: str = "vision-tinyimagenet") -> Study:
     """The stored study as one of another task, whose rows have the columns of rows of this one."""
-    for file in study.folder.glob("*.npz"):
+    for file in study.folder.glob("*.parquet"):
         columns = read_columns(file)
         taken = {row: storing.of_row(like, columns) for row, like in rows.items()}
         write_columns(
@@ -340,7 +341,7 @@ def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path, monkeyp
     report, task = run / NAME / "seed-0" / "report", SmallTask(NAME)
 
     def reported(row: str, like: str) -> None:
-        write_columns(report / f"{slug(row)}.npz", study.columns(like, 0))
+        write_columns(report / f"{slug(row)}.parquet", study.columns(like, 0))
         write_json(report / f"{slug(row)}.json", study.facts["runs"]["0"]["report"][like])
 
     def stored() -> Study:
@@ -389,7 +390,7 @@ def test_rows_are_forgotten_and_stored_anew(study: Study, tmp_path: Path) -> Non
     shutil.copytree(study.folder, results / NAME)
     report = run / NAME / "seed-0" / "report"
     for row, like in ((SINGLE, HYDRA), (MC_DROPOUT, SINGLE)):
-        write_columns(report / f"{slug(row)}.npz", study.columns(like, 0))
+        write_columns(report / f"{slug(row)}.parquet", study.columns(like, 0))
         write_json(report / f"{slug(row)}.json", study.facts["runs"]["0"]["report"][like])
 
     def stored() -> Study:

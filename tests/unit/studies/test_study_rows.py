@@ -13,7 +13,7 @@ from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import CheckpointError, DataError
 from studies import rows
 from studies.classifiers import choose, report
-from studies.measures import read_columns
+from studies.columns import read_columns
 from studies.rows import (
     BASELINES,
     CIRC_AVG,
@@ -151,7 +151,7 @@ def test_a_baseline_is_chosen_on_half_b_and_reported(tmp_path: Path) -> None:
     choose(seed, row)
     assert seed.chosen(row) in BASELINES[row].options(seed.task)
     report(seed, row)
-    columns = read_columns(seed.folder / "report" / f"{slug(row)}.npz")
+    columns = read_columns(seed.folder / "report" / f"{slug(row)}.parquet")
     assert {"cifar100|correct", "cifar100|calibrated.nll", "cifar10|msp", "svhn|mutual_information"} <= set(columns)
 
 

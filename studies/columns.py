@@ -1,0 +1,106 @@
+"""Files of columns: what models of a study said about every sample, as Parquet that any reader opens.
+
+A file has a line for every column: its `name` (`row|set|column`; of one row, `set|column`) and its values as a list
+under their type, `float16`, `bool`, `float64` or `string`; the other lists of the line are null. Packed for room: lines
+are sorted so that like columns lie beside each other, the two bytes of a float16 are kept apart (the upper ones repeat,
+the lower ones are noise), and all values of a type are one page, so that compression finds what repeats in any of them.
+"""
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hydra_ensembles.errors import DataError
+from hydra_ensembles.files import write_atomically
+
+from .measures import Array
+
+NAME = "name"
+TYPES = {"float16": pa.float16(), "bool": pa.bool_(), "float64": pa.float64(), "string": pa.string()}
+BEFORE = ".npz"  # what columns were written as before
+ONE_PAGE = 1 << 30  # bytes, more than any file has
+
+
+def read_columns(path: Path) -> dict[str, Array]:
+    """All columns of a file, of the types they were given in and in the order of the file; none where there is no file.
+
+    Raises:
+        DataError: There is no such file, but one of before, which is to be converted; it is damaged, or has something
+            else.
+    """
+    if not path.exists():
+        if path.with_suffix(BEFORE).exists():
+            raise DataError(
+                f"{path.with_suffix(BEFORE)} has columns as they were written before; make them {path.name} with "
+                f"`python -m studies convert {path.parent}`"
+            )
+        return {}
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            table = file.read(use_threads=False)  # read in processes that were forked, too
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read ({error}); if it is damaged, take it from where it was made") from error
+    if table.schema.names != [NAME, *TYPES]:
+        raise DataError(f"{path} has {table.schema.names}; a file of columns has {[NAME, *TYPES]}")
+    names = table[NAME].to_pylist()
+    found: dict[str, Array] = {}
+    for kind in TYPES:
+        lists = table[kind].combine_chunks()
+        values = np.array(lists.values.to_numpy(zero_copy_only=False))  # a copy: those of Arrow are read-only
+        ends = lists.offsets.to_numpy()
+        for line in np.flatnonzero(lists.is_valid().to_numpy(zero_copy_only=False)):
+            one = values[ends[line] : ends[line + 1]]
+            found[names[line]] = one.astype(str) if kind == "string" else one
+    return {name: found[name] for name in names}
+
+
+def write_columns(path: Path, columns: Mapping[str, Array]) -> None:
+    """A file of columns `[N]`, in one piece; the same columns give the same bytes, in whatever order.
+
+    Raises:
+        DataError: A column is of another type than files have, or not one list of values.
+    """
+    names = sorted(columns, key=lambda name: name.split("|")[::-1])
+    kinds = [_kind(path, name, columns[name]) for name in names]
+    table = {NAME: pa.array(names, pa.string())}
+    for kind, element in TYPES.items():
+        own = [columns[name] for name, its in zip(names, kinds, strict=True) if its == kind]
+        values = pa.array(np.concatenate(own) if own else [], element)
+        sizes = [len(columns[name]) if its == kind else 0 for name, its in zip(names, kinds, strict=True)]
+        ends = pa.array(np.cumsum([0, *sizes]), pa.int32())
+        table[kind] = pa.ListArray.from_arrays(ends, values, mask=pa.array([its != kind for its in kinds], pa.bool_()))
+    content = io.BytesIO()
+    pq.write_table(
+        pa.table(table),
+        content,
+        compression="zstd",
+        compression_level=22,
+        use_dictionary=False,
+        use_byte_stream_split=["float16.list.element"],
+        write_statistics=False,
+        write_page_checksum=True,
+        store_schema=False,
+        data_page_size=ONE_PAGE,
+        row_group_size=max(1, len(names)),
+    )
+    write_atomically(path, content.getvalue())
+
+
+def _kind(path: Path, name: str, column: Array) -> str:
+    """The type of a column, of those that files have."""
+    kind = "string" if column.dtype.kind == "U" else column.dtype.name
+    if kind not in TYPES or column.ndim != 1:
+        raise DataError(
+            f"{name!r} for {path} is {column.dtype.name} of shape {list(column.shape)}; a column is one list of "
+            f"{', '.join(TYPES)}"
+        )
+    return kind
+
+
+def same_column(one: Array, other: Array) -> bool:
+    """Whether two columns are of one type and equal, bit by bit."""
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
