@@ -206,13 +206,32 @@ def _cost(
     return Cost(name, parameters, counted, *latency, ratio, peak, len(example), device, len(seconds))
 
 
-def _peak_memory(model: Callable[[Any], Any], inputs: Any, device: torch.device) -> int | None:
+def _peak_memory(model: Callable[[Any], Any], inputs: Given, device: torch.device) -> int | None:
     """Bytes of the weights, plus the most that one run allocated; other models on the device do not count."""
     if device.type != "cuda":
         return None
+    run, inputs = _as_allocated(model, inputs)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    model(inputs)
+    run(inputs)
     _wait(device)
-    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    tensors = [*run.parameters(), *run.buffers()] if isinstance(run, nn.Module) else []
     return sum(tensor.nbytes for tensor in tensors) + torch.cuda.max_memory_allocated(device) - before
+
+
+def _as_allocated(model: Any, inputs: Given) -> tuple[Callable[[Any], Any], Given]:
+    """A model as it allocates what it needs, with inputs as it takes them.
+
+    An optimized one replays graphs, whose memory was allocated when they were recorded: by the module behind them, in
+    its dtype.
+    """
+    if not hasattr(model, "choice_for"):
+        return model, inputs
+    module = model.module(model.choice_for(inputs).plan)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+
+    if isinstance(inputs, Tensor):
+        return module, cast(inputs)
+    return module, {name: cast(tensor) for name, tensor in inputs.items()}

@@ -82,3 +82,23 @@ def test_memory_on_a_gpu_is_weights_and_the_most_beside_them():
     assert costs[0].peak_memory_bytes == pytest.approx(4 * (1024 * 1024 + 256 * 1024), rel=0.1)
     assert 0.2 < costs[1].latency_ratio < 5
     assert other.weight.is_cuda
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_an_optimized_model_allocates_as_the_module_behind_it(dtype):
+    inputs = torch.randn(2, 3, 8, 8)
+    runner = built(single()).eval().optimize(inputs, dtype=dtype)
+    module, taken = cost._as_allocated(runner, inputs)
+    assert isinstance(module, nn.Module)
+    torch.testing.assert_close(module(taken), runner(inputs))
+    assert cost._as_allocated(len, inputs) == (len, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_memory_of_an_optimized_model_is_not_that_of_its_answers(dtype):
+    ensemble = built(single()).eval().cuda()
+    inputs = torch.zeros(4096, 3, 8, 8, device="cuda")
+    runner = ensemble.optimize(inputs, dtype=dtype)
+    plain, optimized = measure_costs({"plain": ensemble, "optimized": runner}, inputs, repeats=2)
+    assert 0.25 < optimized.peak_memory_bytes / plain.peak_memory_bytes < 1.5
