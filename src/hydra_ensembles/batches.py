@@ -224,9 +224,9 @@ def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
 
 def class_names_in(batches: Batches, classes: int) -> tuple[str, ...]:
     """Names of so many classes that a source has inside it; empty where it has none, or the numbers of their places."""
-    class_names = [tuple(map(str, names)) for names in _class_names(batches)]
-    agree = len(class_names) > 0 and len(set(class_names)) == 1 and len(set(class_names[0])) == len(class_names[0]) == classes
-    return class_names[0] if agree and class_names[0] != tuple(map(str, range(classes))) else ()
+    distinct = {tuple(map(str, names)) for names in _class_names(batches)}
+    names = distinct.pop() if len(distinct) == 1 else ()
+    return names if len(set(names)) == len(names) == classes and names != tuple(map(str, range(classes))) else ()
 
 
 def _class_names(batches: Batches) -> Iterator[Sequence[Any]]:
