@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import ConversionError
 from ..model.config import Activation, EnsembleConfig
-from ..model.ensemble import Ensemble
+from ..model.ensemble import shapes_of
 from ..model.metadata import Metadata
 from ..schema import nearest
 from .refusals import in_lines
@@ -202,8 +202,7 @@ def translate(
     be used or be declared as ignored: whatever a model has that this library does not know is an error, never a silent
     difference.
     """
-    with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in Ensemble(config).named_parameters()}
+    shapes = shapes_of(config)
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if 0 < len(empty) < sum(1 for _ in model.parameters()):
         raise ConversionError(
