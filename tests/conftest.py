@@ -32,20 +32,43 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Let every test draw the same random numbers, whichever ran before it in this process."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let every test draw the same random numbers, whichever ran before it, and unit tests do without oneDNN.
+
+    Of products as small as theirs it takes up to ten times as long as other kernels. Contract, integration and slow
+    tests compute as users do, and so do those that ask for `usual_kernels`.
+    """
+    import torch
+
+    _seed()
+    usual = item.get_closest_marker("slow") or {"contract", "integration"} & set(item.path.parts)
+    torch.backends.mkldnn.enabled = bool(usual)
+
+
+@pytest.fixture
+def usual_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test compute as other processes do, to the last bit."""
+    import torch
+
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
+
+
+def _seed() -> None:
     import numpy as np
     import torch
 
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # it would keep the seed, and print where it was set, for every device that may come
+        torch.default_generator.manual_seed(0)
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
     """The same for what files draw when they are imported."""
     if isinstance(collector, pytest.Module):
-        pytest_runtest_setup()
+        _seed()
 
 
 def pytest_collection_finish() -> None:

@@ -360,6 +360,7 @@ print("equal")
 """
 
 
+@pytest.mark.usefixtures("usual_kernels")
 def test_importing_stays_light_and_loading_needs_no_model_library(tmp_path: Path) -> None:
     from PIL import Image
 

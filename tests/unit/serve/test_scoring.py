@@ -31,6 +31,8 @@ from processes import in_a_child
 from served_models import inputs_for, served
 from serving import POSTSCRIPT, png
 
+pytestmark = pytest.mark.usefixtures("usual_kernels")  # they round a sample alike in a batch of any size
+
 
 def pictures(count: int) -> list[Image.Image]:
     noise = np.random.default_rng(0)
