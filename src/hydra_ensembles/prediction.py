@@ -304,9 +304,8 @@ class Prediction:
         inputs like the held-out data at most a share p has a p-value of p or less.
         """
         name = self.score_name if name is None else name
-        fitted = self.unfamiliarity
         references: dict[AnyScore, Reference | None] = {self.score_name: self.reference}
-        if fitted is not None:
+        if (fitted := self.unfamiliarity) is not None:
             references[fitted.score_names[0]] = fitted.reference
         reference = references.get(name)
         scores = self.score(name)

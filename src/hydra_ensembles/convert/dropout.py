@@ -111,8 +111,7 @@ def _is_certain(both: Both, config: EnsembleConfig, explained: set[str], inputs:
     try:
         model: Any = copy.deepcopy(both.model)
     except Exception:  # whatever somebody's model may raise
-        modules = both.model.named_modules()
-        return all(name in explained for name, module in modules if type(module) is nn.Dropout and module.p > 0)
+        return explained >= {name for name, m in both.model.named_modules() if type(m) is nn.Dropout and m.p > 0}
     for name, module in model.named_modules():
         if name in explained:
             module.p = 0.0

@@ -248,14 +248,13 @@ def _ends(model: nn.Module, frame: _Frame) -> Iterator[dict[Part, Place]]:
     prefixes = (*(f"{name}." for name in (*images, *tables, *linears, *norms)), f"{frame.path}.")
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     loose = {name: x for name, x in tensors.items() if not name.startswith(prefixes) and x.is_floating_point()}
-    names: dict[Part, Place] = {}
     if not linears or len(linears) > 2 or len(images) > 1 or len(norms) > 2:
         return
     tokens = [name for name, x in loose.items() if x.numel() == frame.width]
     positions = [name for name, x in loose.items() if x.numel() > frame.width and x.shape[-1] == frame.width]
     if len(tokens) > 1 or len(tokens) + len(positions) < len(loose):
         return
-    names |= {"classifier": linears[-1], **({"pooler": linears[0]} if len(linears) == 2 else {})}
+    names: dict[Part, Place] = {"classifier": linears[-1], **({"pooler": linears[0]} if len(linears) == 2 else {})}
     if tokens:
         names["class_token"] = tokens[0]
     if images:
