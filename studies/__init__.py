@@ -11,6 +11,6 @@ evidence, measures        what a model says about every sample; numbers from tha
 columns                   that, in files
 storing, stored           results: written, read, compared
 findings, dual_findings, all_tasks, gain_figure  tables and a figure of the documents
-analyses/                 analyses of the paper, and two of ours
+analyses/                 analyses of the paper, and three of ours
 circuit_draws, tower_scores    experiments that stand alone
 """

@@ -153,9 +153,12 @@ def by_seed(found: Found, *path: str) -> list[Any]:
     return values
 
 
+PER_CENT = (*SHARES, "aurc")  # as the studies show them
+
+
 def printed(value: float, column: str) -> str:
     """A number as tables show it: shares in percent."""
-    return fixed(100 * value, 2) if column.rpartition(".")[2] in SHARES else fixed(value, 3)
+    return fixed(100 * value, 2) if column.rpartition(".")[2] in PER_CENT else fixed(value, 3)
 
 
 def cell(values: Sequence[Any], column: str, form: Callable[[float, str], str] = printed) -> str:

@@ -65,6 +65,7 @@ def test_a_known_image_and_the_papers_sst2_split() -> None:
         ("cifar10", "tinyimagenet"),
         ("cifar100", "tinyimagenet"),
         ("caltech101", "tinyimagenet"),
+        ("caltech101", "cifar10"),
         ("scene15", "tinyimagenet"),
         ("fashion_mnist", "tinyimagenet"),
         ("scene15", "cifar100"),
@@ -86,7 +87,7 @@ PREPARED = ("images/cars", "images/cub200", "images/flowers102")  # by `python -
 @pytest.mark.parametrize(
     ("name", "id_count", "circuit_count", "near", "far"),
     [
-        ("cifar10", 10_000, 1760, [10_000], [1200, 1500, 2000, 2000, 1500]),
+        ("cifar10", 10_000, 1760, [10_000, 972, 4400], [1200, 1500, 2000, 2000, 1500]),
         ("cifar100", 10_000, 1500, [10_000], [1200, 1500, 2000, 2500]),
         ("tinyimagenet", 5000, 3000, [6200, 900], [1200, 1200, 2000, 1400, 1500]),
         ("sst2", 872, 2000, [2000, 2000], [2000, 500, 1000, 1000, 2000]),
