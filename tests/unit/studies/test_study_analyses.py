@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from architectures import timm_model
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.heads import Head
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig
+from hydra_ensembles.training.recipe import Recipe
 from random_ensembles import noisy
 from studies import dual_rows
 from studies import rows as classifier_rows
 from studies.__main__ import app
-from studies.analyses import analysis, chosen_heads, diversity, noise, pruned, registry, seeds, separation
+from studies.analyses import analysis, chosen_heads, diversity, noise, pruned, rates, registry, seeds, separation
 from studies.analyses.gates import expand, gates_after, measure, pruning_step, weight_terms
 from studies.analyses.registry import ANALYSES
 from studies.columns import write_columns
@@ -120,6 +122,23 @@ def test_numbers_are_those_of_the_model(seed: Seed) -> None:
     pairs = [(answers[i] != answers[j]).double().mean().item() for i, j in ((0, 1), (0, 2), (1, 2))]
     assert found["disagreement"] == pytest.approx(sum(pairs) / 3, abs=1e-6)
     assert {"all.auroc", "near.aupr", "all.mutual_information", "all.disagreement"} <= set(found)
+
+
+def test_rates_of_single_change_one_at_a_time(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's rate leaves its classifier's where it is, and the other way round; each point is kept by its name."""
+    usual = seed.training(seed=seed.derived("backbone", 0))
+    trained = dict[str, Recipe]()
+    monkeypatch.setattr(Seed, "trained", lambda self, name, start, training: trained.update({name: training}))
+    points = [point for point in rates.POINTS if point != rates.CHOSEN]
+    for point in points:
+        rates.model(seed, point)
+    assert len(trained) == len(points)
+    alike = {"learning_rate": usual.learning_rate, "classifier_rate": usual.classifier_rate}
+    assert all(replace(one, **alike) == usual for one in trained.values())
+    both = [(one.rates[0], one.rates[0] * one.classifier_rate) for one in trained.values()]
+    factors = [(model / usual.rates[0], readout / usual.rates[0] / usual.classifier_rate) for model, readout in both]
+    expected = [(1 / 3, 1.0), (3.0, 1.0), (1.0, 1 / 3), (1.0, 3.0)]
+    assert factors == [pytest.approx(one) for one in expected]
 
 
 def test_members_that_differ_in_nothing_agree(seed: Seed) -> None:
