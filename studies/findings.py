@@ -272,7 +272,17 @@ WHAT: Mapping[str, str] = {
     TUNED: "the same, with the trunk that held-out data chose",
 }
 """Every row in a few words."""
-SUMMARY = (SINGLE, SOUP, DEEP, HYDRA, TUNED, "Single, D.2, nothing pruned", "CircAvg", HYDRA_CIRC)
+SUMMARY = (
+    SINGLE,
+    "Single, trained as long",
+    SOUP,
+    DEEP,
+    HYDRA,
+    TUNED,
+    "Single, D.2, nothing pruned",
+    "CircAvg",
+    HYDRA_CIRC,
+)
 SUMMARY_KEYS = (
     "accuracy",
     "calibrated.nll",
