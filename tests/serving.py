@@ -51,6 +51,14 @@ def opened(content: bytes) -> Image.Image:
     return Image.open(io.BytesIO(content))
 
 
+def turned() -> bytes:
+    """A photograph that was stored on its side."""
+    exif, target = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    opened(picture()).save(target, "JPEG", exif=exif)
+    return target.getvalue()
+
+
 def talk(app: Any, conversation: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
     """Start an application in this process, talk to it, and end it."""
 

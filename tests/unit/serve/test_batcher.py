@@ -40,12 +40,13 @@ def batcher(model: Callable[..., Any], workers: int = 1, **changes: Any) -> Batc
     return Batcher([model] * workers, lambda row: type(row), **settings)
 
 
-def held(model: Model, **changes: Any) -> tuple[Batcher[Any, Any], Future[Any]]:
-    """A batcher whose thread is busy with one row, `"first"`."""
+def held(**changes: Any) -> tuple[Model, Batcher[Any, Any], Future[Any]]:
+    """A model, and a batcher whose thread is busy with one row, `"first"`."""
+    model = Model(hold=True)
     made = batcher(model, **changes)
     (first,) = made.submit(["first"])
     assert model.entered.wait(LIMIT)
-    return made, first
+    return model, made, first
 
 
 def results(futures: list[Future[Any]]) -> list[Any]:
@@ -53,8 +54,8 @@ def results(futures: list[Future[Any]]) -> list[Any]:
 
 
 def test_what_waits_becomes_full_batches_of_one_shape_in_order() -> None:
-    model, seen = Model(hold=True), []
-    made, first = held(model, observe=lambda rows, seconds: seen.append((rows, seconds >= 0)))
+    seen: list[tuple[int, bool]] = []
+    model, made, first = held(observe=lambda rows, seconds: seen.append((rows, seconds >= 0)))
     futures = [future for row in (1, "a", 2, 3, "b", 4, 5) for future in made.submit([row])]
     assert made.waiting == 7
     model.release()
@@ -81,8 +82,7 @@ def test_a_wait_ends() -> None:
 
 
 def test_closing_answers_what_was_taken_in_and_takes_nothing_more() -> None:
-    model = Model(hold=True)
-    made, first = held(model)
+    model, made, first = held()
     futures = made.submit([1, 2, 3, 4, 5])
     closing = threading.Thread(target=made.close)
     closing.start()
@@ -96,8 +96,7 @@ def test_closing_answers_what_was_taken_in_and_takes_nothing_more() -> None:
 
 
 def test_a_full_queue_refuses_all_of_a_request() -> None:
-    model = Model(hold=True)
-    made, _ = held(model)
+    model, made, _ = held()
     kept = made.submit(list(range(7)))
     with pytest.raises(RequestError, match="waiting") as refused:
         made.submit([7, 8])
@@ -132,8 +131,7 @@ def test_the_time_to_come_back_after_is_that_of_the_queue(monkeypatch: pytest.Mo
 
 
 def test_what_nobody_waits_for_is_not_run() -> None:
-    model = Model(hold=True)
-    made, _ = held(model)
+    model, made, _ = held()
     futures = made.submit([1, 2, 3, "a"])
     assert futures[1].cancel()
     assert futures[3].cancel()  # the only one of its shape
@@ -143,8 +141,7 @@ def test_what_nobody_waits_for_is_not_run() -> None:
 
 
 def test_one_bad_row_costs_no_other_its_answer() -> None:
-    model = Model(hold=True)
-    made, _ = held(model)
+    model, made, _ = held()
     good, bad, other = made.submit(["x", "poison", "y"])
     model.release()
     assert results([good, other]) == [("x", 1), ("y", 1)]

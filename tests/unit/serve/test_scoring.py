@@ -1,12 +1,10 @@
 """Scoring: a batch is answered as `predict` answers it, and an archive is scored once, whatever ends the work."""
 
-import io
 import json
 import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -22,14 +20,14 @@ from PIL import Image
 from checkpoint_models import ensemble, map_pooled
 from hydra_ensembles.data.loading import Columns
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, StorageError
-from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.serve import scoring
 from hydra_ensembles.serve.archives import Archive
 from hydra_ensembles.serve.outputs import columns
 from hydra_ensembles.serve.scoring import Scored, Scorer, score_archive
-from processes import in_a_child
+from pictures import encoded
+from processes import count_calls, in_a_child
 from served_models import inputs_for, served
-from serving import POSTSCRIPT, png
+from serving import POSTSCRIPT, opened, png, turned
 
 pytestmark = pytest.mark.usefixtures("usual_kernels")  # they round a sample alike in a batch of any size
 
@@ -37,12 +35,6 @@ pytestmark = pytest.mark.usefixtures("usual_kernels")  # they round a sample ali
 def pictures(count: int) -> list[Image.Image]:
     noise = np.random.default_rng(0)
     return [Image.fromarray(noise.integers(0, 256, (9 + row, 12, 3), dtype=np.uint8)) for row in range(count)]
-
-
-def encoded(image: Image.Image) -> bytes:
-    sink = io.BytesIO()
-    image.save(sink, "PNG")
-    return sink.getvalue()
 
 
 def same(found: dict[str, Any], wanted: dict[str, Any], rows: Any = slice(None)) -> None:
@@ -107,13 +99,6 @@ def test_what_cannot_be_read_has_a_row_and_a_reason(good: list[int]) -> None:
         assert set(found["class_name"][bad]) == {""}
 
 
-def turned() -> bytes:
-    sink, exif = io.BytesIO(), Image.Exif()
-    exif[0x0112] = 6
-    pictures(1)[0].save(sink, "JPEG", exif=exif)
-    return sink.getvalue()
-
-
 @pytest.mark.parametrize("broken", [None, "half \ud800"])
 def test_what_was_cut_or_turned_says_so_in_its_row(broken: str | None) -> None:
     texts = ["hello", "hello " * 500, "wörld", *([] if broken is None else [broken])]
@@ -121,19 +106,19 @@ def test_what_was_cut_or_turned_says_so_in_its_row(broken: str | None) -> None:
         warnings.simplefilter("error")
         found = Scorer(served("text"))({"text": texts})
         assert [bool(note) for note in found["note"]] == [False, True, *[False] * (len(texts) - 2)]
-        seen = Scorer(served("image"))({"image": [encoded(pictures(1)[0]), turned(), Image.open(io.BytesIO(turned()))]})
+        seen = Scorer(served("image"))({"image": [encoded(pictures(1)[0]), turned(), opened(turned())]})
     assert "tokens" in found["note"][1]
     assert [("EXIF" in note) for note in seen["note"]] == [False, True, True]
 
 
-def test_an_archive_counts_the_rows_that_have_a_note(tmp_path: Path) -> None:
+def test_an_archive_counts_the_rows_that_have_a_note(output: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for number in range(3):
         (tmp_path / "in" / f"{number}.jpg").write_bytes(turned() if number else encoded(pictures(1)[0]))
-    found = score_archive(Scorer(served("image")), tmp_path / "in", tmp_path / "out", shard_rows=2, progress=False)
+    found = score(tmp_path / "in", output, scorer=Scorer(served("image")), shard_rows=2)
     assert found == Scored(rows=3, unreadable=0, ignored=0, shards=2, noted=2)
-    assert [bool(row["note"]) for row in written(tmp_path / "out")[0]] == [False, True, True]
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [bool(row["note"]) for row in written(output)[0]] == [False, True, True]
+    summary = json.loads((output / "summary.json").read_text())
     del summary["noted"]  # as an earlier version wrote it
     assert Scored(**summary).noted == 0
 
@@ -317,8 +302,15 @@ def test_ray_data_takes_it_and_resumes(tmp_path: Path) -> None:
 # --- archives -------------------------------------------------------------------------------------------------------
 
 
-def archive(folder: Path) -> Path:
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
     """Twenty texts in three files, five of which cannot be read."""
+    folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.csv").write_text("text,id\n" + "".join(f"hello wörld,{row}\n" for row in range(7)) + "short\n")
     lines = [json.dumps({"text": text, "id": {"x": 1}}) for text in ("hello", "half \ud800", "wörld", "hello hello")]
@@ -339,8 +331,11 @@ def written(output: Path) -> tuple[Any, list[Any]]:
     return rows, [json.loads(line) for line in lines]
 
 
-def test_an_archive_becomes_shards(tmp_path: Path) -> None:
-    source, output = archive(tmp_path / "in"), tmp_path / "out"
+def same_rows(rows: list[Any], wanted: dict[str, Any]) -> None:
+    same({name: [row[name] for row in rows] for name in wanted}, wanted)
+
+
+def test_an_archive_becomes_shards(source: Path, output: Path) -> None:
     found = score(source, output)
     assert found == Scored(rows=15, unreadable=5, ignored=0, shards=5)
     rows, unreadable = written(output)
@@ -350,38 +345,35 @@ def test_an_archive_becomes_shards(tmp_path: Path) -> None:
     assert [row["id"] for row in rows[6:8]] == ["6", '{"x": 1}']
     texts = ["hello wörld"] * 7 + ["hello", "wörld", "hello hello", *["wörld", "hello hello"] * 2, "hello"]
     p = served("text").predict(texts)
-    same({name: [row[name] for row in rows] for name in columns(p)}, columns(p))
+    same_rows(rows, columns(p))
     assert [row["class_name"] for row in rows] == p.names()
-    schemas = {pq.read_schema(file) for file in output.glob("rows/*")}
-    assert len(schemas) == 1
-    about = json.loads((output / "about.json").read_text())
-    assert about["reasons"] == ["", "unsure", "unfamiliar"]
-    again = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
+    assert len({pq.read_schema(file) for file in output.glob("rows/*")}) == 1
+    assert json.loads((output / "about.json").read_text())["reasons"] == ["", "unsure", "unfamiliar"]
+    before = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
     assert score(source, output) == found
-    assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == again
+    assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == before
 
 
-def test_kept_columns_of_an_archive_lose_nothing(tmp_path: Path) -> None:
+def test_kept_columns_of_an_archive_lose_nothing(output: Path, tmp_path: Path) -> None:
     names = ["input", "label", "class_name", "error", "text"]
     (tmp_path / "in.csv").write_text(",".join(names) + "\nI,L,C,E,hello\nshort\n")
-    score(tmp_path / "in.csv", tmp_path / "out", scorer=Scorer(served("text"), keep=names))
-    (row,), _ = written(tmp_path / "out")
+    score(tmp_path / "in.csv", output, scorer=Scorer(served("text"), keep=names))
+    (row,), _ = written(output)
     assert [row[f"kept_{name}"] for name in names[:4]] == ["I", "L", "C", "E"]
     assert (row["input"], row["text"], row["label"]) == ("in.csv:0", "hello", served("text").predict(["hello"]).label)
-    assert json.loads((tmp_path / "out" / "about.json").read_text())["kept"]["kept_label"] == "label"
+    assert json.loads((output / "about.json").read_text())["kept"]["kept_label"] == "label"
 
 
-def test_a_column_that_is_there_twice_is_asked_about(tmp_path: Path) -> None:
+def test_a_column_that_is_there_twice_is_asked_about(output: Path, tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("text,text,id\nhello,w\u00f6rld,1\n")
     with pytest.raises(DataError, match="2 columns 'text'"):
-        score(tmp_path / "in.csv", tmp_path / "out")
+        score(tmp_path / "in.csv", output)
 
 
-def test_a_shard_in_which_nothing_can_be_read_has_the_same_columns(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.csv").write_text("text,id\n" + "short\n" * 4 + "hello,1\n")
-    assert score(tmp_path / "in", tmp_path / "out") == Scored(rows=1, unreadable=4, ignored=0, shards=2)
-    first, second = (pq.read_table(tmp_path / "out" / "rows" / f"part-0000{number}.parquet") for number in range(2))
+def test_a_shard_in_which_nothing_can_be_read_has_the_same_columns(output: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text,id\n" + "short\n" * 4 + "hello,1\n")
+    assert score(tmp_path / "in.csv", output) == Scored(rows=1, unreadable=4, ignored=0, shards=2)
+    first, second = (pq.read_table(file) for file in sorted(output.glob("rows/*")))
     assert (first.num_rows, first.schema) == (0, second.schema)
 
 
@@ -393,10 +385,10 @@ def test_a_shard_in_which_nothing_can_be_read_has_the_same_columns(tmp_path: Pat
         ("in.jsonl", b'{"text": "hello", "id": ["\\ud800"]}\n', '["?"]'),
     ],
 )
-def test_kept_columns_may_hold_what_is_no_character(name: str, content: bytes, kept: str, tmp_path: Path) -> None:
+def test_kept_columns_may_hold_what_is_no_character(name, content, kept: str, output: Path, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
-    assert score(tmp_path / name, tmp_path / "out").rows == 1
-    assert written(tmp_path / "out")[0][0]["id"] == kept
+    assert score(tmp_path / name, output).rows == 1
+    assert written(output)[0][0]["id"] == kept
 
 
 def test_pairs_stay_pairs_however_batches_are_cut(tmp_path: Path) -> None:
@@ -404,12 +396,10 @@ def test_pairs_stay_pairs_however_batches_are_cut(tmp_path: Path) -> None:
     p = served("text").predict([("hello", ""), ("hello", "wörld"), ("wörld", "")])
     for size in (1, 3):
         score(tmp_path / "in.csv", tmp_path / str(size), scorer=Scorer(served("text")), batch_size=size)
-        rows, _ = written(tmp_path / str(size))
-        same({name: [row[name] for row in rows] for name in scalars(p)}, scalars(p))
+        same_rows(written(tmp_path / str(size))[0], scalars(p))
 
 
-def test_the_output_may_lie_in_the_archive(tmp_path: Path) -> None:
-    source = archive(tmp_path / "in")
+def test_the_output_may_lie_in_the_archive(source: Path) -> None:
     (source / "notes.md").write_text("of another kind")
     found = score(source, source / "out")
     assert found.ignored == 1
@@ -417,58 +407,32 @@ def test_the_output_may_lie_in_the_archive(tmp_path: Path) -> None:
 
 
 # where a process may end: the call, counted from 1, of a function, before it does anything
-POINTS: list[tuple[str, int]] = [
-    *(("replace", count) for count in (1, 3, 5, 12)),  # of files: identity, shards, what cannot be read
-    ("answer", 6),
-    ("prepare", 4),
-    ("parquet", 5),
-    ("summary", 1),
+POINTS: list[tuple[Any, str, int]] = [
+    *((os, "replace", count) for count in (1, 3, 5, 12)),  # of files: identity, shards, what cannot be read
+    *((Scorer, "answer", 6), (Scorer, "prepare", 4), (scoring, "_parquet", 5), (scoring, "_summary", 1)),
 ]
 
 
-def ends_at(point: str, count: int) -> None:
-    """Let this process end, as if killed, at a call of a function."""
-    owner, name = {
-        "replace": (os, "replace"),
-        "prepare": (Scorer, "prepare"),
-        "answer": (Scorer, "answer"),
-        "parquet": (scoring, "_parquet"),
-        "summary": (scoring, "_summary"),
-    }[point]
-    original: Callable[..., Any] = getattr(owner, name)
-    left = count
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            os._exit(9)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, wrapped)
-
-
-def test_a_kill_loses_no_row_and_doubles_none(tmp_path: Path) -> None:
-    source = archive(tmp_path / "in")
+def test_a_kill_loses_no_row_and_doubles_none(source: Path, tmp_path: Path) -> None:
     scorer = Scorer(served("text"), keep=["id"], wide=True)
     wanted = score(source, tmp_path / "undisturbed", scorer=scorer)
     rows, unreadable = written(tmp_path / "undisturbed")
-    for point, count in POINTS:
-        output = tmp_path / f"{point}-{count}"
+    for owner, name, count in POINTS:
+        output = tmp_path / f"{name}-{count}"
 
-        def work(point: str = point, count: int = count, output: Path = output) -> None:
-            ends_at(point, count)
+        def work(owner: Any = owner, name: str = name, count: int = count, output: Path = output) -> None:
+            calls = iter(range(1, count + 1))
+            count_calls(pytest.MonkeyPatch(), owner, name, lambda: next(calls) == count and os._exit(9))
             score(source, output, scorer=scorer)
 
-        assert in_a_child(work) == 9, (point, count)
-        assert len(written(output)[0]) < len(rows) or point in ("replace", "summary")
-        assert score(source, output, scorer=scorer) == wanted, (point, count)
-        assert written(output) == (rows, unreadable), (point, count)
-        assert not list(output.rglob(".*")), (point, count)
+        assert in_a_child(work) == 9, (name, count)
+        assert len(written(output)[0]) < len(rows) or name in ("replace", "_summary")
+        assert score(source, output, scorer=scorer) == wanted, (name, count)
+        assert written(output) == (rows, unreadable), (name, count)
+        assert not list(output.rglob(".*")), (name, count)
 
 
-def test_another_run_is_refused(tmp_path: Path) -> None:
-    source, output = archive(tmp_path / "in"), tmp_path / "out"
+def test_another_run_is_refused(source: Path, output: Path, tmp_path: Path) -> None:
     score(source, output)
     other = served("text").with_metadata(calibration=None)
     for settings in ({"shard_rows": 5}, {"scorer": Scorer(other, keep=["id"])}, {"scorer": Scorer(served("text"))}):
@@ -488,8 +452,9 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"made_by": "hydra_ensembles 0.0.9"}, {"beside": ["input"]}, None])
-def test_what_another_version_began_is_not_gone_on_with(change: dict[str, Any] | None, tmp_path: Path) -> None:
-    source, output = archive(tmp_path / "in"), tmp_path / "out"
+def test_what_another_version_began_is_not_gone_on_with(
+    change: dict[str, Any] | None, source: Path, output: Path
+) -> None:
     score(source, output)
     about = output / "about.json"
     before = json.loads(about.read_text())
@@ -504,35 +469,34 @@ def test_what_another_version_began_is_not_gone_on_with(change: dict[str, Any] |
     score(source, output)
 
 
-def test_a_deleted_shard_is_made_anew_in_its_place(tmp_path: Path) -> None:
-    source, output = archive(tmp_path / "in"), tmp_path / "out"
+def test_a_deleted_shard_is_made_anew_in_its_place(source: Path, output: Path) -> None:
     wanted, before = score(source, output), written(output)
     (output / "rows" / "part-00001.parquet").unlink()  # as the error about a changed one says
     assert score(source, output, progress=True) == wanted
     assert written(output) == before
 
 
-def test_a_disk_that_fails_ends_the_work_and_nothing_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_ends_the_work_and_nothing_moves(source, output, tmp_path: Path, monkeypatch) -> None:
     """An item less would put all that follow into other shards than a later run expects."""
-    source, item, calls = archive(tmp_path / "in"), Archive._item, iter(range(99))
-    wanted, failing = score(source, tmp_path / "undisturbed"), tmp_path / "out"
+    wanted, item = score(source, tmp_path / "undisturbed"), Archive._item
+    failures = iter([False] * 5 + [True] + [False] * 99)
 
-    def once(self: Archive, *given: Any) -> Any:
-        if next(calls) == 5:
+    def failing(self: Archive, *given: Any) -> Any:
+        if next(failures):
             raise OSError(5, "Input/output error")
         return item(self, *given)
 
-    monkeypatch.setattr(Archive, "_item", once)
+    monkeypatch.setattr(Archive, "_item", failing)
     with pytest.raises(StorageError, match=r"a\.csv"):
-        score(source, failing)
-    assert len(list(failing.glob("rows/*"))) == 1
-    assert score(source, failing) == wanted
-    assert written(failing) == written(tmp_path / "undisturbed")
+        score(source, output)
+    assert len(list(output.glob("rows/*"))) == 1
+    assert score(source, output) == wanted
+    assert written(output) == written(tmp_path / "undisturbed")
 
 
-def test_an_archive_that_reads_otherwise_than_before_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_an_archive_that_reads_otherwise_than_before_is_refused(source: Path, output: Path, monkeypatch) -> None:
     """As after a part of a file could not be read, or was skipped by an earlier version."""
-    source, output, every = archive(tmp_path / "in"), tmp_path / "out", Archive.__iter__
+    every = Archive.__iter__
     score(source, output)
     (output / "rows" / "part-00004.parquet").unlink()
     monkeypatch.setattr(Archive, "__iter__", lambda self: islice(every(self), 1, None))
@@ -540,8 +504,7 @@ def test_an_archive_that_reads_otherwise_than_before_is_refused(tmp_path: Path, 
         score(source, output)
 
 
-def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, output = archive(tmp_path / "in"), tmp_path / "out"
+def test_one_at_a_time(source: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = Scorer.answer
 
     def second(self: Scorer, prepared: Any) -> Any:
@@ -554,32 +517,24 @@ def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert score(source, output).rows == 15
 
 
-def test_an_interruption_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, output, answer, calls = archive(tmp_path / "in"), tmp_path / "out", Scorer.answer, iter(range(99))
-
-    def interrupted(self: Scorer, prepared: Any) -> Any:
-        if next(calls) == 4:
-            raise KeyboardInterrupt
-        return answer(self, prepared)
-
-    monkeypatch.setattr(Scorer, "answer", interrupted)
+def test_an_interruption_keeps_what_is_done(source: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    count_calls(monkeypatch, Scorer, "answer", lambda: calls.append(None), lambda: len(calls) == 5)
     with pytest.raises(KeyboardInterrupt):
         score(source, output)
     assert len(list(output.glob("rows/*"))) == 2
     assert score(source, output).rows == 15
-    assert next(calls) < 5 + 6 + 1  # finished shards are not scored again
+    assert len(calls) < 5 + 6 + 1  # finished shards are not scored again
 
 
-def test_images_of_a_folder(tmp_path: Path) -> None:
+def test_images_of_a_folder(output: Path, tmp_path: Path) -> None:
     (tmp_path / "in" / "x").mkdir(parents=True)
     for row, image in enumerate(pictures(5)):
         image.save(tmp_path / "in" / "x" / f"{row}.png")
     (tmp_path / "in" / "x" / "2.png").write_bytes(b"no image")
-    one: Ensemble = served("image")
-    found = score(tmp_path / "in", tmp_path / "out", scorer=Scorer(one))
+    found = score(tmp_path / "in", output, scorer=Scorer(served("image")))
     assert found == Scored(rows=4, unreadable=1, ignored=0, shards=2)
-    rows, unreadable = written(tmp_path / "out")
+    rows, unreadable = written(output)
     assert [row["input"] for row in rows] == ["x/0.png", "x/1.png", "x/3.png", "x/4.png"]
     assert unreadable[0]["input"] == "x/2.png"
-    p = one.predict([image for row, image in enumerate(pictures(5)) if row != 2])
-    same({name: [row[name] for row in rows] for name in scalars(p)}, scalars(p))
+    same_rows(rows, scalars(served("image").predict([image for row, image in enumerate(pictures(5)) if row != 2])))
