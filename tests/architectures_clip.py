@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from architectures import BLOCKS, ArchitectureCase, Inputs, images, perturbed
+from architectures_transformers import transformers_model
 
 CONTEXT = 12
 VOCABULARY = 60
@@ -65,42 +66,25 @@ _IMAGE = {**_COMMON, "hidden_size": 48, "intermediate_size": 80, "image_size": 3
 _WORDS = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
 _ENDS = {"eos_token_id": END, "bos_token_id": END - 1, "pad_token_id": 1}
 _TEXT = {**_COMMON, **_WORDS, **_ENDS, "hidden_size": 32, "intermediate_size": 72}
-_SIZES = ((48, 48), (24, 40), (16, 64))
 
 
 def transformers_clip(image: dict[str, Any], text: dict[str, Any], **settings: Any) -> nn.Module:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.CLIPConfig(
-        text_config={**_TEXT, **text}, vision_config={**_IMAGE, **image}, **{"projection_dim": 24, **settings}
-    )
-    return perturbed(transformers.CLIPModel(config))
+    towers = {"text_config": {**_TEXT, **text}, "vision_config": {**_IMAGE, **image}}
+    return transformers_model("CLIPModel", "CLIPConfig", {**towers, "projection_dim": 24, **settings})
 
 
 def _transformers_case(
-    label: str,
-    image: dict[str, Any],
-    text: dict[str, Any],
-    *,
-    end: int = END,
-    pad: int = 1,
-    mask: bool = True,
-    build: Callable[[], nn.Module] | None = None,
+    label: str, build: Callable[[], nn.Module], *, end: int = END, pad: int = 1, mask: bool = True
 ) -> DualCase:
-    def logits(model: Any, pixels: Tensor, inputs: Inputs) -> Tensor:
-        return model(pixel_values=pixels, interpolate_pos_encoding=True, **inputs).logits_per_image
-
+    resized = {"interpolate_pos_encoding": True}
     return DualCase(
         name=f"transformers-{label}",
-        build=build or (lambda: transformers_clip(image, text)),
+        build=build,
         texts=lambda: texts(end, pad, mask),
-        image_features=lambda model, pixels: (
-            model.get_image_features(pixels, interpolate_pos_encoding=True).pooler_output
-        ),
+        image_features=lambda model, pixels: model.get_image_features(pixels, **resized).pooler_output,
         text_features=lambda model, inputs: model.get_text_features(**inputs).pooler_output,
-        logits=logits,
-        other_sizes=_SIZES,
+        logits=lambda model, pixels, inputs: model(pixel_values=pixels, **resized, **inputs).logits_per_image,
+        other_sizes=((48, 48), (24, 40), (16, 64)),
     )
 
 
@@ -110,19 +94,13 @@ SIGLIP_IMAGE: dict[str, Any] = {**_SIGLIP_BLOCKS, "image_size": 32, "patch_size"
 
 
 def transformers_metaclip() -> nn.Module:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.MetaClip2Config(text_config=_TEXT, vision_config=_IMAGE, projection_dim=24)
-    return perturbed(transformers.MetaClip2Model(config))
+    towers = {"text_config": _TEXT, "vision_config": _IMAGE}
+    return transformers_model("MetaClip2Model", "MetaClip2Config", {**towers, "projection_dim": 24})
 
 
 def transformers_siglip() -> nn.Module:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.SiglipConfig(text_config=SIGLIP_TEXT, vision_config=SIGLIP_IMAGE)
-    return perturbed(transformers.SiglipModel(config))
+    towers = {"text_config": SIGLIP_TEXT, "vision_config": SIGLIP_IMAGE}
+    return transformers_model("SiglipModel", "SiglipConfig", towers)
 
 
 # --- open_clip -------------------------------------------------------------------------------------------
@@ -182,14 +160,14 @@ def _open_clip_case(
 _SIGLIP_KINDS = {"norm_kwargs": {"eps": 1e-6}, "act_kwargs": {"approximate": "tanh"}}
 _SIGLIP_TEXT = {**_SIGLIP_KINDS, "no_causal_mask": True, "pool_type": "last", "proj_bias": True}
 DUAL_CASES: list[DualCase] = [
-    _transformers_case("quickgelu", {}, {}),
-    _transformers_case("gelu", {"hidden_act": "gelu"}, {"hidden_act": "gelu"}),
-    _transformers_case("legacy-end", {"layer_norm_eps": 1e-3}, {"eos_token_id": 2}),
-    _transformers_case("end-not-highest", {}, {"eos_token_id": 4}, end=4),
-    _transformers_case("padded-with-end", {}, {"pad_token_id": END}, pad=END),
-    _transformers_case("no-mask", {"num_channels": 3}, {}, mask=False),
-    _transformers_case("same-widths", {"hidden_size": 32}, {"num_hidden_layers": 3}),
-    _transformers_case("siglip", {}, {}, build=transformers_siglip),
+    _transformers_case("quickgelu", lambda: transformers_clip({}, {})),
+    _transformers_case("gelu", lambda: transformers_clip({"hidden_act": "gelu"}, {"hidden_act": "gelu"})),
+    _transformers_case("legacy-end", lambda: transformers_clip({"layer_norm_eps": 1e-3}, {"eos_token_id": 2})),
+    _transformers_case("end-not-highest", lambda: transformers_clip({}, {"eos_token_id": 4}), end=4),
+    _transformers_case("padded-with-end", lambda: transformers_clip({}, {"pad_token_id": END}), pad=END),
+    _transformers_case("no-mask", lambda: transformers_clip({"num_channels": 3}, {}), mask=False),
+    _transformers_case("same-widths", lambda: transformers_clip({"hidden_size": 32}, {"num_hidden_layers": 3})),
+    _transformers_case("siglip", transformers_siglip),
     _open_clip_case("plain", open_clip_model),
     _open_clip_case("quickgelu", lambda: open_clip_model(quick_gelu=True)),
     _open_clip_case("mean", lambda: open_clip_model({"pool_type": "avg", "no_ln_pre": True})),
@@ -219,13 +197,6 @@ DUAL_CASES: list[DualCase] = [
 # --- single towers ---------------------------------------------------------------------------------------
 
 
-def _tower(name: str, config: str, settings: dict[str, Any]) -> nn.Module:
-    import transformers
-
-    torch.manual_seed(0)
-    return perturbed(getattr(transformers, name)(getattr(transformers, config)(**settings)))
-
-
 def _image_tower(
     label: str, name: str, answer: str, config: str = "CLIPVisionConfig", settings: dict[str, Any] = _IMAGE
 ) -> ArchitectureCase:
@@ -233,7 +204,7 @@ def _image_tower(
     asked = {"interpolate_pos_encoding": True} if resize else {}
     return ArchitectureCase(
         name=f"transformers-clip-{label}",
-        build=lambda: _tower(name, config, settings),
+        build=lambda: transformers_model(name, config, settings),
         inputs=lambda: images(32, 32),
         logits=lambda model, inputs: getattr(model(**inputs, **asked), answer),
         kind="image",
@@ -246,7 +217,7 @@ def _text_tower(
 ) -> ArchitectureCase:
     return ArchitectureCase(
         name=f"transformers-clip-{label}",
-        build=lambda: _tower(name, config, settings),
+        build=lambda: transformers_model(name, config, settings),
         inputs=lambda: texts(end, 1, mask=True),
         logits=lambda model, inputs: getattr(model(**inputs), answer),
         kind="text",
@@ -280,9 +251,7 @@ TOWER_CASES: list[ArchitectureCase] = [
 _META_TEXT = {**_TEXT, "eos_token_id": 2}  # as released
 TOWER_VARIANTS: list[ArchitectureCase] = [  # of kinds that are among the cases
     _image_tower("meta-image", "MetaClip2VisionModel", "pooler_output", "MetaClip2VisionConfig"),
-    _text_tower(
-        "meta-text", "MetaClip2TextModel", "pooler_output", "MetaClip2TextConfig", {**_TEXT, "eos_token_id": 2}, 2
-    ),
+    _text_tower("meta-text", "MetaClip2TextModel", "pooler_output", "MetaClip2TextConfig", _META_TEXT, 2),
     _image_tower("siglip-image", "SiglipVisionModel", "pooler_output", "SiglipVisionConfig", SIGLIP_IMAGE),
     _image_tower("siglip-classifier", "SiglipForImageClassification", "logits", "SiglipConfig", SIGLIP_CLASSIFIER),
 ]

@@ -36,9 +36,12 @@ class EncoderViT(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
         self.batch_first = batch_first
 
-    def forward(self, images: Tensor) -> Tensor:
+    def tokens(self, images: Tensor) -> Tensor:
         x = self.patchify(images).flatten(2).transpose(1, 2)
-        x = torch.cat([self.cls.expand(len(x), -1, -1), x], dim=1) + self.pos
+        return torch.cat([self.cls.expand(len(x), -1, -1), x], dim=1) + self.pos
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.tokens(images)
         x = self.encoder(x) if self.batch_first else self.encoder(x.transpose(0, 1)).transpose(0, 1)
         return self.head(x.mean(1) if self.mean else x[:, 0])  # the mean takes the class token in
 
@@ -98,20 +101,26 @@ class OwnBlock(nn.Module):
         self.after_attention, self.after_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.wide, self.narrow = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
 
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def activated(self, x: Tensor) -> Tensor:
+        return F.relu(x)
+
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.to_qkv(x).unflatten(2, (HEADS, 3, -1)).permute(3, 0, 2, 1, 4)
-        x = self.after_attention(x + self.project(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
-        return self.after_mlp(x + self.narrow(F.relu(self.wide(x))))
+        x = self.after_attention(x + self.project(self.mixed(q, k, v).transpose(1, 2).flatten(2)))
+        return self.after_mlp(x + self.narrow(self.activated(self.wide(x))))
 
 
 class OwnViT(nn.Module):
     """A post-norm ReLU ViT written by hand, patches cut out by `unfold`."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = OwnBlock) -> None:
         super().__init__()
         self.embed, self.place = nn.Linear(3 * 8 * 8, WIDTH), nn.Parameter(torch.zeros(16, WIDTH))
         self.token = nn.Parameter(torch.zeros(WIDTH))
-        self.layers = nn.ModuleList([OwnBlock(), OwnBlock()])
+        self.layers = nn.ModuleList([block(), block()])
         self.out = nn.Linear(WIDTH, CLASSES, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -129,18 +138,11 @@ class OwnBert(nn.Module):
         super().__init__()
         self.word, self.where = nn.Embedding(60, WIDTH), nn.Embedding(24, WIDTH)
         self.which, self.first_norm = nn.Embedding(2, WIDTH), nn.LayerNorm(WIDTH, eps=1e-12)
-        names = ("query", "key", "value", "mix")
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    **{name: nn.Linear(WIDTH, WIDTH) for name in names},
-                    **{name: nn.LayerNorm(WIDTH) for name in ("norm_a", "norm_b")},
-                    "grow": nn.Linear(WIDTH, 64),
-                    "shrink": nn.Linear(64, WIDTH),
-                }
-            )
-            for _ in range(2)
-        )
+        self.layers = nn.ModuleList(nn.ModuleDict() for _ in range(2))
+        for layer in self.layers:
+            layer.update({name: nn.Linear(WIDTH, WIDTH) for name in ("query", "key", "value", "mix")})
+            layer.update({"norm_a": nn.LayerNorm(WIDTH), "norm_b": nn.LayerNorm(WIDTH)})
+            layer.update({"grow": nn.Linear(WIDTH, 64), "shrink": nn.Linear(64, WIDTH)})
         self.pool, self.classify = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> dict[str, Tensor]:
@@ -215,56 +217,34 @@ ENCODER_TEXT = he.Declaration(
     names={"words": "embedding", "position": "pe", "encoder": "encoder", "classifier": "classify"},
     embedding_scale=math.sqrt(WIDTH),
 )
+
+
+def in_layers(**parts: str) -> dict[str, Any]:
+    """Names of parts in each of the `layers`; several for one part stand side by side."""
+    paths = {part: tuple(f"layers.{{i}}.{name}" for name in names.split()) for part, names in parts.items()}
+    return {part: found[0] if len(found) == 1 else found for part, found in paths.items()}
+
+
+_VIT_BLOCK = {"out": "project", "norm1": "after_attention", "up": "wide", "down": "narrow", "norm2": "after_mlp"}
+_BERT_BLOCK = {"out": "mix", "norm1": "norm_a", "up": "grow", "down": "shrink", "norm2": "norm_b"}
+_BERT_STEM = {"words": "word", "position": "where", "segments": "which", "embedding_norm": "first_norm"}
+_ROPE_BLOCK = {"norm1": "n1", "qkv": "q k v", "out": "o", "norm2": "n2", "gate": "w1", "up": "w3", "down": "w2"}
 OWN_VIT = he.Declaration(
-    names={
-        "patch": "embed",
-        "class_token": "token",
-        "position": "place",
-        "qkv": "layers.{i}.to_qkv",
-        "out": "layers.{i}.project",
-        "norm1": "layers.{i}.after_attention",
-        "up": "layers.{i}.wide",
-        "down": "layers.{i}.narrow",
-        "norm2": "layers.{i}.after_mlp",
-        "classifier": "out",
-    },
+    names={"patch": "embed", "class_token": "token", "position": "place"}
+    | in_layers(qkv="to_qkv", **_VIT_BLOCK)
+    | {"classifier": "out"},
     heads=HEADS,
     head_layout="h qkv d",
     norm_first=False,
     activation="relu",
 )
 OWN_BERT = he.Declaration(
-    names={
-        "words": "word",
-        "position": "where",
-        "segments": "which",
-        "embedding_norm": "first_norm",
-        "qkv": ("layers.{i}.query", "layers.{i}.key", "layers.{i}.value"),
-        "out": "layers.{i}.mix",
-        "norm1": "layers.{i}.norm_a",
-        "up": "layers.{i}.grow",
-        "down": "layers.{i}.shrink",
-        "norm2": "layers.{i}.norm_b",
-        "pooler": "pool",
-        "classifier": "classify",
-    },
+    names=_BERT_STEM | in_layers(qkv="query key value", **_BERT_BLOCK) | {"pooler": "pool", "classifier": "classify"},
     heads=HEADS,
     norm_first=False,
 )
-
 ROPE_BERT = he.Declaration(
-    names={
-        "words": "words",
-        "norm1": "layers.{i}.n1",
-        "qkv": ("layers.{i}.q", "layers.{i}.k", "layers.{i}.v"),
-        "out": "layers.{i}.o",
-        "norm2": "layers.{i}.n2",
-        "gate": "layers.{i}.w1",
-        "up": "layers.{i}.w3",
-        "down": "layers.{i}.w2",
-        "norm": "last_norm",
-        "classifier": "head",
-    },
+    names={"words": "words"} | in_layers(**_ROPE_BLOCK) | {"norm": "last_norm", "classifier": "head"},
     heads=HEADS,
     activation="silu",
     pool="mean",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import refused
+from convert_cases import alike, near, refused
 
 import hydra_ensembles as he
 from architectures_clip import (
@@ -70,19 +70,11 @@ def test_every_tensor_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- the tokenizer ---------------------------------------------------------------------------------------
 
-CLASS_NAMES = [
-    "tench",
-    "black-and-gold garden spider",
-    "St. Bernard",
-    "chickadee (Parus atricapillus)",
-    "jack-o'-lantern",
-]
+CLASS_NAMES = ["tench", "black-and-gold garden spider", "St. Bernard", "chickadee (Parus atricapillus)"]
+CLASS_NAMES += ["jack-o'-lantern"]
 TEXTS = [
     *(f"A photo of a {name}." for name in CLASS_NAMES),
-    "",
-    " ",
-    "\t\n",
-    "a",
+    *("", " ", "\t\n", "a", "<START_OF_TEXT>", "x" * 500, "1" * 100),
     "it's we're I've I'm you'll he'd don't CAN'T O'Brien's",
     "!!! ??? ... -- (a) [b] {c} <d> #e @f $g %h ^i &j *k _l ~m `n |o \\p /q",
     "3.14159 2,000 100% 1st 2nd ½ ² Ⅷ ٣ 10km 0x1F",
@@ -98,16 +90,11 @@ TEXTS = [
     "line\r\nbreak\u2028and\u2029more\x0b\x0cend\u00a0nbsp\u3000wide\u200bzero",
     "nul\x00 bell\x07 bom\ufeff esc\x1b[31mred\x1b[0m del\x7f",
     "<start_of_text> in the middle <end_of_text>",
-    "<START_OF_TEXT>",
     "</w> a</w>b </w></w>",
     "    leading and   inner    spaces   ",
     "word " * 200,
     "supercalifragilisticexpialidocious" * 12,
-    "x" * 500,
-    "1" * 100,
-    "a " * 74 + "b",  # one short of the limit, at it, over it
-    "a " * 75 + "b",
-    "a " * 76 + "b",
+    *("a " * count + "b" for count in (74, 75, 76)),  # one short of the limit, at it, over it
 ]
 
 
@@ -177,7 +164,7 @@ def test_a_model_with_clips_vocabulary_gets_clips_tokenizer_or_the_given_one() -
     assert dual.text.metadata.preprocessing == ours(context_length=16)
     with torch.no_grad():
         expected = model.encode_text(open_clip_tokenizer(context_length=16)(texts), normalize=True)  # type: ignore[operator]
-        assert (dual.encode_text(tuple(texts))[0] - expected).abs().max() < 1e-5
+        near(dual.encode_text(tuple(texts))[0], expected)
     given = he.convert(model, processor=open_clip_tokenizer(context_length=10)).text.metadata.preprocessing
     assert given.max_length == 10
     refused(model, "16", processor=open_clip_tokenizer())
@@ -201,7 +188,7 @@ def test_transformers_tokenizer_and_processor() -> None:
     assert torch.equal(encoded["attention_mask"], expected["attention_mask"])
     with torch.no_grad():
         features = model.get_text_features(**expected).pooler_output  # type: ignore[operator]
-        assert (dual.encode_text(texts, normalize=False)[0] - features).abs().max() < 1e-5 * features.abs().max()
+        alike(dual.encode_text(texts, normalize=False)[0], features)
     separate = he.convert(model, processor=[tokenizer, images])
     assert separate.text.metadata == dual.text.metadata
     assert separate.image.metadata == dual.image.metadata
@@ -213,9 +200,7 @@ def test_transformers_tokenizer_and_processor() -> None:
 @torch.no_grad()
 def test_metaclip_is_a_clip() -> None:
     model, pixels, given = transformers_metaclip(), DualCase.pixels(), texts(END, 1, mask=True)
-    expected = model(pixel_values=pixels, **given).logits_per_image
-    found = he.convert(model)(pixels, given)[0]
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    alike(he.convert(model)(pixels, given)[0], model(pixel_values=pixels, **given).logits_per_image)
 
 
 @torch.no_grad()
@@ -227,7 +212,7 @@ def test_zero_shot_logits_have_the_scale_and_the_bias_of_the_sigmoid() -> None:
     ids = word_tokenizer()(prompts)["input_ids"]  # padded to one length, without a mask: as SigLIP was trained
     expected = model(pixel_values=pixels, input_ids=ids).logits_per_image
     found = classifier(pixels)[0]
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    alike(found, expected)
     assert torch.allclose(found.sigmoid(), expected.sigmoid(), atol=1e-5)
     assert dual.config.logit_bias
 
@@ -248,7 +233,5 @@ def test_texts_are_padded_to_the_length_that_is_read_at_the_end() -> None:
 @torch.no_grad()
 def test_an_eva_inside_a_tower_of_open_clip_is_read() -> None:
     model: Any = open_clip_from_timm("vit_pe_core_tiny_patch16_384", "map", "none", heads=2)
-    dual, pixels = he.convert(model), DualCase.pixels()
-    expected = model.encode_image(pixels)
-    found = dual.encode_image(pixels, normalize=False)[0]
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    pixels = DualCase.pixels()
+    alike(he.convert(model).encode_image(pixels, normalize=False)[0], model.encode_image(pixels))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import look_for_no_remedy, near, refused
+from convert_cases import IDS, IMAGES, look_for_no_remedy, near, refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,8 +32,6 @@ from architectures_own import (
 )
 from hydra_ensembles.errors import ConversionError, HydraWarning
 
-IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-IDS = torch.randint(1, 60, (3, 11), generator=torch.Generator().manual_seed(2))
 MASK = torch.arange(11)[None] < torch.tensor([11, 7, 3])[:, None]
 TEXTS = {"input_ids": IDS * MASK, "attention_mask": MASK.long()}
 BERT_TEXTS = {**TEXTS, "token_type_ids": (torch.arange(11)[None] > 4).long() * MASK}
@@ -49,17 +47,8 @@ def but(declaration: he.Declaration, settings: dict[str, Any] | None = None, **n
 class OwnScale(OwnBlock):
     """Scores are divided by the root of the whole width, as many have it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.to_qkv(x).unflatten(2, (HEADS, 3, -1)).permute(3, 0, 2, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, scale=WIDTH**-0.5).transpose(1, 2).flatten(2)
-        x = self.after_attention(x + self.project(mixed))
-        return self.after_mlp(x + self.narrow(F.relu(self.wide(x))))
-
-
-class ScaledViT(OwnViT):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([OwnScale(), OwnScale()])
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, scale=WIDTH**-0.5)
 
 
 class NestedText(nn.Module):
@@ -115,7 +104,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], he.Declaration | None, Any]] = {
     "text-asked": (lambda: own(SilentMask), ASKED, TEXTS),
     "multihead-found": (lambda: own(MultiheadViT), None, IMAGES),
     "vit": (lambda: own(OwnViT), OWN_VIT, IMAGES),
-    "vit-scaled": (lambda: own(ScaledViT), but(OWN_VIT, {"attention_scale": WIDTH**-0.5}), IMAGES),
+    "vit-scaled": (lambda: own(OwnViT, block=OwnScale), but(OWN_VIT, {"attention_scale": WIDTH**-0.5}), IMAGES),
     "bert": (lambda: own(OwnBert), OWN_BERT, BERT_TEXTS),
     "rope-bert": (lambda: own(RopeBert), ROPE_BERT, TEXTS),
     "neighbours-bert": (lambda: own(RopeBert, neighbours=True), NEIGHBOURS, TEXTS),
@@ -216,16 +205,13 @@ def test_what_a_model_cannot_be_is_said(declaration: he.Declaration, token: str)
 class NearlyGelu(OwnBlock):
     """GELU by its approximation."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.to_qkv(x).unflatten(2, (HEADS, 3, -1)).permute(3, 0, 2, 1, 4)
-        x = self.after_attention(x + self.project(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
-        return self.after_mlp(x + self.narrow(F.gelu(self.wide(x), approximate="tanh")))
+    def activated(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
 
 
 def test_what_is_nearly_right_is_found_out_in_float64() -> None:
-    model: Any = own(OwnViT)
+    model: Any = own(OwnViT, block=NearlyGelu)
     for layer in model.layers:
-        layer.__class__ = NearlyGelu
         layer.narrow.weight.data.mul_(0.05)  # so that the answers differ by less than float32 may
     nearly = but(OWN_VIT, {"activation": "gelu"})
     close = he.convert(model, declaration=nearly, probe=False)(IMAGES)[0]
@@ -286,21 +272,17 @@ def test_rotations_are_compared_as_sharply_as_their_rounding_allows(
 class NearBlock(OwnBlock):
     """Tokens attend to those near them alone."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.to_qkv(x).unflatten(2, (HEADS, 3, -1)).permute(3, 0, 2, 1, 4)
-        at = torch.arange(x.shape[1])
-        mixed = F.scaled_dot_product_attention(q, k, v, (at[:, None] - at).abs() <= 40)
-        x = self.after_attention(x + self.project(mixed.transpose(1, 2).flatten(2)))
-        return self.after_mlp(x + self.narrow(F.relu(self.wide(x))))
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(q.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, (at[:, None] - at).abs() <= 40)
 
 
 class NearViT(OwnViT):
     """Of 8x8 patches."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(NearBlock)
         self.place = nn.Parameter(torch.zeros(64, WIDTH))
-        self.layers = nn.ModuleList([NearBlock(), NearBlock()])
 
 
 class NearText(nn.Module):
@@ -441,15 +423,15 @@ class AnySizeViT(EncoderViT):
         super().__init__()
         self.way = way
 
-    def forward(self, images: Tensor) -> Tensor:
+    def tokens(self, images: Tensor) -> Tensor:
         x = self.patchify(images)
         size, places = x.shape[2:], self.pos[:, 1:].unflatten(1, (4, 4)).permute(0, 3, 1, 2)
         if self.way == "first":
             places = places.repeat(1, 1, 2, 2)[:, :, : size[0], : size[1]]
         elif size != (4, 4):
             places = F.interpolate(places, tuple(size), mode=self.way)
-        x = x.flatten(2).transpose(1, 2) + places.flatten(2).transpose(1, 2)
-        return self.head(self.encoder(torch.cat([(self.cls + self.pos[:, :1]).expand(len(x), -1, -1), x], dim=1))[:, 0])
+        x = (x + places).flatten(2).transpose(1, 2)
+        return torch.cat([(self.cls + self.pos[:, :1]).expand(len(x), -1, -1), x], dim=1)
 
 
 def test_other_sizes_are_answered_as_the_original_does_or_refused() -> None:
@@ -487,10 +469,8 @@ class NormedViT(EncoderViT):
         super().__init__()
         self.first, self.encoder.norm = first(WIDTH), last(WIDTH)
 
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.patchify(images).flatten(2).transpose(1, 2)
-        x = self.first(torch.cat([self.cls.expand(len(x), -1, -1), x], dim=1) + self.pos)
-        return self.head(self.encoder(x)[:, 0])
+    def tokens(self, images: Tensor) -> Tensor:
+        return self.first(super().tokens(images))
 
 
 def test_the_kinds_of_norms_are_kept_or_said() -> None:

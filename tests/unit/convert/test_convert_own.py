@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import near, refused
+from convert_cases import IDS, IMAGES, near, refused
 from torch import Tensor, nn
 
 import hydra_ensembles as he
@@ -27,10 +27,6 @@ from hydra_ensembles.convert.core import Architecture, as_stored
 from hydra_ensembles.convert.guess import _agrees
 from hydra_ensembles.convert.own import Asked
 
-IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-IDS = torch.randint(1, 60, (3, 11), generator=torch.Generator().manual_seed(2))
-
-
 # --- samples alone and together ------------------------------------------------------------------------------
 
 
@@ -41,8 +37,7 @@ class ReshapedViT(EncoderViT):
         super().__init__(batch_first=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.patchify(images).flatten(2).transpose(1, 2)
-        x = torch.cat([self.cls.expand(len(x), -1, -1), x], dim=1) + self.pos
+        x = self.tokens(images)
         return self.head(self.encoder(x.reshape(x.shape[1], x.shape[0], -1))[0])
 
 
@@ -77,12 +72,8 @@ class NormedText(EncoderText):
 @pytest.mark.parametrize(
     ("kind", "declaration"),
     [
-        (ReshapedViT, ENCODER_VIT),
-        (ReshapedViT, None),
-        (ConfusedViT, None),
-        (CentredViT, OWN_VIT),
-        (NormedText, ENCODER_TEXT),
-        (NormedText, None),
+        *((ReshapedViT, ENCODER_VIT), (CentredViT, OWN_VIT), (NormedText, ENCODER_TEXT)),
+        *((kind, None) for kind in (ReshapedViT, ConfusedViT, NormedText)),
     ],
 )
 def test_a_model_that_answers_samples_by_their_neighbours_is_refused(kind: Any, declaration: Any) -> None:
@@ -170,15 +161,8 @@ def _scripted(ids: Tensor) -> Tensor:
 )
 def test_ids_that_are_told_apart_are_known_by_what_is_asked_of_them(besides: Any, kinds: int) -> None:
     model = Looks(besides)
-    asked = Asked(
-        Architecture(
-            "",
-            (),
-            lambda *given: None,  # type: ignore[arg-type,return-value]
-            {"stem.words": as_stored("words.weight")},
-            answer=lambda model, inputs, fresh: model(inputs["input_ids"]),
-        )
-    )
+    stored: Any = ("", (), lambda *given: None, {"stem.words": as_stored("words.weight")})
+    asked = Asked(Architecture(*stored, answer=lambda model, inputs, fresh: model(inputs["input_ids"])))
     with torch.no_grad():
         answer = asked(model, {"input_ids": IDS.clamp(max=49)}, False)
         assert type(answer) is Tensor

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import answers_alike, refused
+from convert_cases import alike, refused
 
 import hydra_ensembles as he
 from architectures import VISION_VARIANTS, ArchitectureCase, images, timm_model
@@ -17,8 +17,12 @@ EVA_DINOV3 = "vit_small_patch16_dinov3"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_variants_answer_like_the_originals(case: ArchitectureCase) -> None:
-    answers_alike(case)
+@torch.no_grad()
+def test_variants_answer_like_the_originals_for_inputs_of_every_shape(case: ArchitectureCase) -> None:
+    model = case.build()
+    converted = he.convert(model)
+    for inputs in (case.inputs(), *(make() for make in case.other_inputs)):
+        alike(converted(inputs)[0], case.logits(model, inputs))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "dinov3" in case.name or "mean" in case.name], ids=str)
@@ -26,13 +30,10 @@ def test_models_of_double_precision_are_read_too(case: ArchitectureCase) -> None
     assert he.convert(case.build().double()).dtype is torch.float64
 
 
-def test_bare_encoders_get_a_fresh_classifier() -> None:
-    bare = [
-        transformers_model("DINOv3ViTModel", "DINOv3ViTConfig", DINOV3),
-        transformers_model("ModernBertModel", "ModernBertConfig", MODERNBERT),
-        transformers_model("GteModel", "GteConfig", TEXT),
-    ]
-    assert [he.convert(model, num_labels=3).num_classes for model in bare] == [3, 3, 3]
+@pytest.mark.parametrize(("family", "settings"), [("DINOv3ViT", DINOV3), ("ModernBert", MODERNBERT), ("Gte", TEXT)])
+def test_bare_encoders_get_a_fresh_classifier(family: str, settings: dict[str, Any]) -> None:
+    bare = transformers_model(f"{family}Model", f"{family}Config", settings)
+    assert he.convert(bare, num_labels=3).num_classes == 3
 
 
 def test_positions_move_in_training_as_those_of_the_original() -> None:
