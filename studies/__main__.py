@@ -62,26 +62,26 @@ def analyse(
     Models and rankings that the run folder has are used, others are made there. Results go to NAME-TASK.json, and the
     figure that is drawn from them to NAME-TASK.svg.
     """
-    place = torch_device(device)
-    known = with_analyses()
+    chosen_device = torch_device(device)
+    settings = with_analyses()
     torch.set_float32_matmul_precision("high")
-    wanted = registry.chosen(names)
-    lots = [int(one) for one in seeds.split(",")]
+    analyses = registry.chosen(names)
+    numbers = [int(number) for number in seeds.split(",")]
     ready: list[Seed] = []
-    for name, analysis in wanted.items():
+    for name, analysis in analyses.items():
         if not from_results:
             if analysis.read is not None:
-                found = registry.read_stored(name, task, studies)
+                result = registry.read_stored(name, task, studies)
             else:
-                if task not in known["tasks"]:
-                    raise ConfigError(f"there is no task {task!r}; choose one of {', '.join(known['tasks'])}")
+                if task not in settings["tasks"]:
+                    raise ConfigError(f"there is no task {task!r}; choose one of {', '.join(settings['tasks'])}")
                 if not ready:
-                    whole = Task(task, known, DataFolder(data, cifar), place, share, output / "decoded")
-                    ready = [Seed(whole, number, output) for number in lots]
-                found = registry.analysed(name, ready)
-            print(f"wrote {registry.store(found, results)}", flush=True)
+                    whole = Task(task, settings, DataFolder(data, cifar), chosen_device, share, output / "decoded")
+                    ready = [Seed(whole, number, output) for number in numbers]
+                result = registry.analysed(name, ready)
+            print(f"wrote {registry.store(result, results)}", flush=True)
         print(analysis.table(registry.load(name, task, results)), flush=True)
-    for name in wanted:  # last, so that nothing is lost without matplotlib
+    for name in analyses:  # last, so that nothing is lost without matplotlib
         print(f"wrote {registry.draw(registry.load(name, task, results), figures or results)}")
 
 
@@ -118,13 +118,13 @@ def paper(
     if name not in paper_task.TASKS:
         raise ConfigError(f"the paper has no task {name!r}; choose one of {', '.join(paper_task.TASKS)}")
     source = paper_task.folder_of(data)
-    place = results or output / "results"
+    folder = results or output / "results"
     task = paper_task.PaperTask(f"paper-{name}", paper_task.recipe(model), source, torch_device(device), share)
     source.require(task.suite)
-    wanted = rows or ";".join(paper_task.rows_of_table(task))
-    run_stages(CLASSIFIERS, task, output, place, stages, wanted, seeds, workers)
-    if (place / task.name / "study.json").exists():
-        print(paper_table(Study(task.name, place)))
+    chosen_rows = rows or ";".join(paper_task.rows_of_table(task))
+    run_stages(CLASSIFIERS, task, output, folder, stages, chosen_rows, seeds, workers)
+    if (folder / task.name / "study.json").exists():
+        print(paper_table(Study(task.name, folder)))
 
 
 @app.command()
@@ -162,7 +162,7 @@ def run_stages(
     kind: Kind, task: Any, output: Path, results: Path, stages: str, rows: str, seeds: str, workers: int
 ) -> None:
     """The stages of a study, by what the options say."""
-    numbers = [int(one) for one in seeds.split(",")] if seeds else list(task.seeds)
+    numbers = [int(number) for number in seeds.split(",")] if seeds else list(task.seeds)
     run = Run(task, output, results, rows.split(";") if rows else [], numbers)
     kind.run(run, stages.split(","), workers)
 
@@ -208,9 +208,9 @@ def convert(
     folder: Annotated[Path, typer.Argument(help="Results, or a run folder, with all folders below it.")],
 ) -> None:
     """Make columns of before, `.npz`, the Parquet files that they are now; the old ones go once both are equal."""
-    made = convert_columns(folder)
-    before, after = sum(size for _, size in made), sum(path.stat().st_size for path, _ in made)
-    print(f"converted {len(made)} files of columns in {folder}: {before:,} bytes, now {after:,}")
+    converted = convert_columns(folder)
+    before, after = sum(size for _, size in converted), sum(path.stat().st_size for path, _ in converted)
+    print(f"converted {len(converted)} files of columns in {folder}: {before:,} bytes, now {after:,}")
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
-from .cells import BEYOND, judged_text, measured_on, printed, ratio, told
+from .cells import BEYOND, gap_text, judged_text, measured_on, printed, ratio
 from .measures import FEWEST_SEEDS, Difference
 from .results import markdown
 from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, SINGLE, SOUP
@@ -40,8 +40,8 @@ GAINED = (
 
 def gains(study: Study, row: str, keys: Sequence[str] = GAINS) -> str:
     """What a row gains over Single in a study."""
-    found = [(study.difference(row, SINGLE, key), key) for key in keys]
-    texts = [judged_text(printed(one.value, key, "+"), one, key) for one, key in found if one is not None]
+    gaps = [(study.difference(row, SINGLE, key), key) for key in keys]
+    texts = [judged_text(printed(gap.value, key, "+"), gap, key) for gap, key in gaps if gap is not None]
     return " / ".join(texts) or "–"
 
 
@@ -66,46 +66,46 @@ def priced(studies: Sequence[Study]) -> str:
             "Price, in brackets: multiply-adds of an answer over Single's; not timed in these studies, `docs/price.md` "
             "has times."
         )
-    where = "; ".join(dict.fromkeys(timed.values()))
+    devices = "; ".join(dict.fromkeys(timed.values()))
     return (
-        f"Price: time of an answer over Single's ({where}), on the first task that has the row; in brackets "
+        f"Price: time of an answer over Single's ({devices}), on the first task that has the row; in brackets "
         "multiply-adds, where no time was measured."
     )
 
 
 def same_models(studies: Sequence[Study], rows: Sequence[str]) -> str:
     """Rows that are one and the same model on a task, since held-out data chose what another row is."""
-    told = []
+    sentences = []
     for study in studies:
         for first, second in combinations([row for row in rows if row in study.rows], 2):
             seeds = study.seeds(first)
             if seeds == study.seeds(second) and all(
                 same_columns(study.columns(first, seed), study.columns(second, seed)) for seed in seeds
             ):
-                told.append(f" On {TITLES[study.name]} *{first}* and *{second}* are the same model.")
-    return "".join(told)
+                sentences.append(f" On {TITLES[study.name]} *{first}* and *{second}* are the same model.")
+    return "".join(sentences)
 
 
 def gains_table(studies: Sequence[Study]) -> str:
     """What the main rows gain over Single on every task that has Hydra, with intervals: a table a number."""
     shown = leading(studies)
-    made = []
+    tables = []
     for key, title in LEADING.items():
         lines = []
         for row in GAINING:
             if having := [study for study in shown if row in study.rows]:
-                taken = [f"{having[0].facts['trainings'][row]:g}", price_cell(shown, row)]
-                found = [study.difference(row, SINGLE, key) for study in shown]
-                cells = ["–" if one is None else judged_text(told(one, key), one, key) for one in found]
-                lines.append([row, *taken, *cells, seeds_cell(shown, row)])
+                costs = [f"{having[0].facts['trainings'][row]:g}", price_cell(shown, row)]
+                gaps = [study.difference(row, SINGLE, key) for study in shown]
+                cells = ["–" if gap is None else judged_text(gap_text(gap, key), gap, key) for gap in gaps]
+                lines.append([row, *costs, *cells, seeds_cell(shown, row)])
         head = [f"{title}, less Single's", "trainings ↓", "price ↓", *(TITLES[study.name] for study in shown), "seeds"]
-        made.append(markdown(head, lines))
+        tables.append(markdown(head, lines))
     note = (
         "NLL after calibration; near: OOD AUROC by the largest probability, in points. ± half an interval; **better** "
         f"and *worse* beyond chance {BEYOND}. Trainings of a whole model, Single's among them. {priced(shown)}"
         f"{same_models(shown, GAINING)}"
     )
-    return "\n\n".join([*made, note])
+    return "\n\n".join([*tables, note])
 
 
 def leading(studies: Sequence[Study]) -> list[Study]:
@@ -117,9 +117,9 @@ def intervals(studies: Sequence[Study], table: str) -> Iterator[Difference]:
     """Every interval of a table of all tasks, `gains` or `methods`, by which a cell may be called better or worse."""
     rows, keys = {"gains": (GAINING, list(LEADING)), "methods": (OFFERED, list(GAINS))}[table]
     for study, row, key in product(leading(studies) if table == "gains" else studies, rows, keys):
-        found = study.difference(row, SINGLE, key)
-        if found is not None and found.seeds >= FEWEST_SEEDS:
-            yield found
+        gap = study.difference(row, SINGLE, key)
+        if gap is not None and gap.seeds >= FEWEST_SEEDS:
+            yield gap
 
 
 def methods_table(studies: Sequence[Study]) -> str:
@@ -128,13 +128,13 @@ def methods_table(studies: Sequence[Study]) -> str:
     for row in OFFERED:
         if having := [study for study in studies if row in study.rows]:
             first = having[0]
-            taken = [f"{first.facts['trainings'][row]:g}", first.parameters(row), price_cell(studies, row)]
-            lines.append([row, *taken, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
+            costs = [f"{first.facts['trainings'][row]:g}", first.parameters(row), price_cell(studies, row)]
+            lines.append([row, *costs, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
     singles = ", ".join(f"{TITLES[study.name]} {study.parameters(SINGLE)}" for study in studies)
     note = (
         f"A dash: not run, or not for this task; {MC_DROPOUT} has Single's parameters and takes five of its passes. "
         "Trainings of a whole model, Single's among them; parameters on the "
         f"first task that has the row (Single: {singles}). {priced(studies)} {GAINED}"
     )
-    head = ["method", "trainings ↓", "parameters ↓", "price ↓", *(TITLES[one.name] for one in studies), "seeds"]
+    head = ["method", "trainings ↓", "parameters ↓", "price ↓", *(TITLES[study.name] for study in studies), "seeds"]
     return markdown(head, lines, note)

@@ -44,11 +44,11 @@ class TrainImages:
             return [_any(self.captions[row], choice) for row, choice in zip(rows.tolist(), choices[0], strict=True)]
         sentences = caption_templates()
         further = read_yaml("captions")["other_names"]
-        found = []
+        texts = []
         for label, first, second in zip(self.samples.labels[rows].tolist(), *choices, strict=True):
             name = self.names[label]
-            found.append(_any(sentences, first).replace(LABEL, _any((name, *further.get(name, ())), second)))
-        return found
+            texts.append(_any(sentences, first).replace(LABEL, _any((name, *further.get(name, ())), second)))
+        return texts
 
 
 def _any(options: Sequence[str], choice: float) -> str:
@@ -64,31 +64,31 @@ def read_train_images(
     source: DataFolder, sets: Sequence[PairSet], input_size: int, device: torch.device, limit: int | None = None
 ) -> tuple[TrainImages, ...]:
     """The images of some sets; with `limit`, so many of all together."""
-    found = []
-    for one in sets:
-        name = one.source.rpartition("/")[2]
-        reference = SetRef(name, one.source, one.split, labels="optional" if one.captions else "required")
+    train_images = []
+    for pairs in sets:
+        name = pairs.source.rpartition("/")[2]
+        reference = SetRef(name, pairs.source, pairs.split, labels="optional" if pairs.captions else "required")
         images = at_most(source.images(reference), None if limit is None else max(2, limit // len(sets)))
         samples = ImageSamples.read(images, input_size, device)
-        if one.captions:
-            captions = source.captions(one.source, one.split)
+        if pairs.captions:
+            captions = source.captions(pairs.source, pairs.split)
             texts: dict[str, Any] = {"captions": [captions[row] for row in images.rows]}
         else:
             texts = {"names": label_names(name, images.class_names)}
-        found.append(TrainImages(samples, share=one.share, **texts))
-    return tuple(found)
+        train_images.append(TrainImages(samples, share=pairs.share, **texts))
+    return tuple(train_images)
 
 
 def pair_labels(images: Sequence[TrainImages]) -> list[Tensor]:
     """Labels of every set among those of all: the same name is the same class, an image with captions is its own."""
-    names = list(dict.fromkeys(name for one in images for name in one.names))
+    names = list(dict.fromkeys(name for part in images for name in part.names))
     numbers = {name: number for number, name in enumerate(names)}
-    starts = accumulate((len(one.captions) for one in images), initial=len(names))
+    starts = accumulate((len(part.captions) for part in images), initial=len(names))
     return [
-        torch.arange(len(one.samples)) + start
-        if one.captions
-        else torch.tensor([numbers[name] for name in one.names])[one.samples.labels]
-        for one, start in zip(images, starts, strict=False)
+        torch.arange(len(part.samples)) + start
+        if part.captions
+        else torch.tensor([numbers[name] for name in part.names])[part.samples.labels]
+        for part, start in zip(images, starts, strict=False)
     ]
 
 
@@ -104,25 +104,25 @@ class Pairs:
         self.features = features
         self.labels = pair_labels(images)
         self.batch_size = batch_size
-        total = sum(one.share for one in images)
-        self.counts = [max(1, round(batch_size * one.share / total)) for one in images]
+        total = sum(part.share for part in images)
+        self.counts = [max(1, round(batch_size * part.share / total)) for part in images]
 
     def __len__(self) -> int:
-        return max(sum(len(one.samples) for one in self.images) // self.batch_size, 1)
+        return max(sum(len(part.samples) for part in self.images) // self.batch_size, 1)
 
     def __iter__(self) -> Iterator[tuple[Tensor, list[str], Tensor]]:
         """Features `[B, d]` of one view of each image, texts, and labels `[B]`."""
         for _ in range(len(self)):
-            parts = [self._drawn(place) for place in range(len(self.images))]
-            features, texts, labels = zip(*parts, strict=True)
+            drawn = [self._drawn(index) for index in range(len(self.images))]
+            features, texts, labels = zip(*drawn, strict=True)
             yield torch.cat(features), [text for some in texts for text in some], torch.cat(labels)
 
-    def _drawn(self, place: int) -> tuple[Tensor, list[str], Tensor]:
-        images, features = self.images[place], self.features[place]
-        rows = torch.randperm(len(images.samples))[: self.counts[place]]
+    def _drawn(self, index: int) -> tuple[Tensor, list[str], Tensor]:
+        images, features = self.images[index], self.features[index]
+        rows = torch.randperm(len(images.samples))[: self.counts[index]]
         views = torch.randint(len(features), rows.shape)
         device = features.device
-        return features[views.to(device), rows.to(device)], images.texts(rows), self.labels[place][rows]
+        return features[views.to(device), rows.to(device)], images.texts(rows), self.labels[index][rows]
 
 
 # --- names that choose how a dual encoder learns ---------------------------------------------------------------------
@@ -132,19 +132,19 @@ def cut_by_names(
     images: Sequence[TrainImages], features: Sequence[Tensor]
 ) -> tuple[list[TrainImages], list[Tensor], dict[str, list[Tensor]]]:
     """Images and features without those of every fifth name, and by such a name the features `[N, d]` of its images."""
-    there = [one.names[label] for one in images if one.names for label in one.samples.labels.unique().tolist()]
-    held: dict[str, list[Tensor]] = {name: [] for name in list(dict.fromkeys(there))[::HELD_EVERY]}
+    present = [part.names[label] for part in images if part.names for label in part.samples.labels.unique().tolist()]
+    held: dict[str, list[Tensor]] = {name: [] for name in list(dict.fromkeys(present))[::HELD_EVERY]}
     kept, kept_features = [], []
-    for one, views in zip(images, features, strict=True):
-        own = torch.tensor([name in held for name in one.names], dtype=torch.bool)
-        out = own[one.samples.labels] if one.names else torch.zeros(len(one.samples), dtype=torch.bool)
-        for label in one.samples.labels[out].unique().tolist():
-            rows = (one.samples.labels == label).to(views.device)
-            held[one.names[label]].append(views[0, rows])
-        pixels, rows = one.samples.pixels, ~out
-        samples = ImageSamples(pixels[rows.to(pixels.device)], one.samples.labels[rows], one.samples.size)
-        captions = [one.captions[row] for row in rows.nonzero().flatten().tolist()] if one.captions else ()
-        kept.append(replace(one, samples=samples, captions=captions))
+    for part, views in zip(images, features, strict=True):
+        is_held = torch.tensor([name in held for name in part.names], dtype=torch.bool)
+        out = is_held[part.samples.labels] if part.names else torch.zeros(len(part.samples), dtype=torch.bool)
+        for label in part.samples.labels[out].unique().tolist():
+            rows = (part.samples.labels == label).to(views.device)
+            held[part.names[label]].append(views[0, rows])
+        pixels, rows = part.samples.pixels, ~out
+        samples = ImageSamples(pixels[rows.to(pixels.device)], part.samples.labels[rows], part.samples.size)
+        captions = [part.captions[row] for row in rows.nonzero().flatten().tolist()] if part.captions else ()
+        kept.append(replace(part, samples=samples, captions=captions))
         kept_features.append(views[:, rows.to(views.device)])
     return kept, kept_features, held
 
@@ -153,12 +153,12 @@ def cut_by_names(
 def accuracy_by_names(dual: DualEncoder, held: Mapping[str, Sequence[Tensor]]) -> float:
     """How often images of names are given their own among these names, mean over names."""
     texts = class_embeddings(dual.text, dual.projections.text, tuple(held), DEFAULT_TEMPLATES)[0]  # [C, e]
-    projection, right = dual.projections.image, []
-    for place, parts in enumerate(held.values()):
+    projection, accuracies = dual.projections.image, []
+    for label, parts in enumerate(held.values()):
         features = torch.cat(list(parts))[None]  # [1, N, d]
         images = features if projection is None else projection(features)
-        right.append(float(((images[0] @ texts.T).argmax(-1) == place).double().mean()))
-    return mean(right)
+        accuracies.append(float(((images[0] @ texts.T).argmax(-1) == label).double().mean()))
+    return mean(accuracies)
 
 
 # --- training --------------------------------------------------------------------------------------------------------

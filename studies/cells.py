@@ -26,9 +26,9 @@ def printed(value: float | None, key: str, sign: str = "") -> str:
     return fixed(value, 3, sign) if key.rpartition(".")[2] in PLAIN else fixed(100 * value, 2, sign)
 
 
-def told(found: Difference, key: str) -> str:
+def gap_text(gap: Difference, key: str) -> str:
     """A difference with its interval."""
-    return f"{printed(found.value, key, '+')} ± {printed(found.half_width, key)}"
+    return f"{printed(gap.value, key, '+')} ± {printed(gap.half_width, key)}"
 
 
 def marked(study: Study, row: str, key: str) -> str:
@@ -39,19 +39,19 @@ def marked(study: Study, row: str, key: str) -> str:
 
 def shown(study: Study, row: str, key: str) -> str:
     """A mean as `marked` has it; one without an interval as it is."""
-    known = any(key in study.numbers(row, seed) for seed in study.seeds(row))
-    return marked(study, row, key) if known else printed(study.plain_mean(row, key), key)
+    has_interval = any(key in study.numbers(row, seed) for seed in study.seeds(row))
+    return marked(study, row, key) if has_interval else printed(study.plain_mean(row, key), key)
 
 
-def judged_text(text: str, found: Difference | None, key: str) -> str:
+def judged_text(text: str, gap: Difference | None, key: str) -> str:
     """A text: bold where a difference is better beyond chance, italics where it is worse; plain what rounds to zero."""
-    if found is None or not found.certain or not float(printed(found.value, key)):
+    if gap is None or not gap.certain or not float(printed(gap.value, key)):
         return text
-    better = (found.value < 0) == (key.rpartition(".")[2] in LOWER)
+    better = (gap.value < 0) == (key.rpartition(".")[2] in LOWER)
     return f"**{text}**" if better else f"*{text}*"
 
 
-def parts(study: Study) -> str:
+def later_runs(study: Study) -> str:
     """What is to be known of a study that several runs made."""
     return " Rows that a later run added are held against the Single of that run." if study.in_parts else ""
 
@@ -75,8 +75,8 @@ def level(study: Study, rows: Sequence[str]) -> str:
 
 def memory(cost: Mapping[str, Any]) -> str:
     """Peak memory."""
-    found = cost.get("peak_memory_bytes")
-    return f"{found / 2**20:.0f} MiB" if found else "–"
+    peak = cost.get("peak_memory_bytes")
+    return f"{peak / 2**20:.0f} MiB" if peak else "–"
 
 
 def ratio(cost: Mapping[str, Any]) -> str:

@@ -48,8 +48,8 @@ def read(sets: Any, name: str, preprocess: Any, count: int | None = None, seed: 
 def tested(model: he.Ensemble, tests: dict[str, Batches]) -> dict[str, float]:
     """Accuracy, and mean AUROC of near and far OOD sets."""
     outside = {group: {name: tests[name] for name in names} for group, names in (("near", NEAR), ("far", FAR))}
-    found = he.evaluate(model, tests["test"], outside, progress=False).numbers()
-    return {"accuracy": found["accuracy"], "near": found["near.auroc"], "far": found["far.auroc"]}
+    numbers = he.evaluate(model, tests["test"], outside, progress=False).numbers()
+    return {"accuracy": numbers["accuracy"], "near": numbers["near.auroc"], "far": numbers["far.auroc"]}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -61,26 +61,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     tests = {name: read(sets, name, preprocess, options.tests) for name in ("test", *NEAR, *FAR)}
     drawn = []
     for seed in range(options.draws):
-        known, odd = (read(sets, f"circuit_{side}", preprocess, options.images, seed) for side in ("id", "ood"))
-        made = data.synthetic_ood(known, seed=seed)
-        drawn.append((known, {ONE: odd, MADE: made, BOTH: {ONE: odd, MADE: made}}))
+        inside, outside = (read(sets, f"circuit_{side}", preprocess, options.images, seed) for side in ("id", "ood"))
+        synthetic = data.synthetic_ood(inside, seed=seed)
+        drawn.append((inside, {ONE: outside, MADE: synthetic, BOTH: {ONE: outside, MADE: synthetic}}))
     rows = []
     for score, ties, source, limit in VARIANTS:
-        found, results = [], []
-        for known, sources in drawn:
-            how: Any = {"score": score, "ties": ties, "max_accuracy_loss": limit, "budget": options.budget}
-            how |= {"layers": range(options.trunk, model.num_layers), "method": "exact", "progress": False}
+        removed, results = [], []
+        for inside, sources in drawn:
+            settings: Any = {"score": score, "ties": ties, "max_accuracy_loss": limit, "budget": options.budget}
+            settings |= {"layers": range(options.trunk, model.num_layers), "method": "exact", "progress": False}
             foreign: Any = None if score == "acc" else sources[source]
-            ranking = he.extract_circuit(model, known, foreign, **how)
-            found.append(set(ranking.heads))
+            ranking = he.extract_circuit(model, inside, foreign, **settings)
+            removed.append(set(ranking.heads))
             results.append(tested(he.prune(model, ranking.heads), tests))
-        common = [len(one & other) / max(len(one), len(other), 1) for one, other in combinations(found, 2)]
+        common = [len(one & other) / max(len(one), len(other), 1) for one, other in combinations(removed, 2)]
         row: dict[str, Any] = {"score": score, "ties": ties, "ood": source, "max_accuracy_loss": limit}
-        row |= {"heads": statistics.mean(map(len, found)), "in_common": statistics.mean(common)}
+        row |= {"heads": statistics.mean(map(len, removed)), "in_common": statistics.mean(common)}
         for name in TESTS:
-            values = [one[name] for one in results]
+            values = [result[name] for result in results]
             row[name] = {"mean": statistics.mean(values), "deviation": statistics.stdev(values), "draws": values}
-        rows.append(row | {"removed": [sorted(map(str, heads)) for heads in found]})
+        rows.append(row | {"removed": [sorted(map(str, heads)) for heads in removed]})
         print(*line(rows[-1]), sep="  ", flush=True)
     return {
         "benchmark": "circuit draws",
@@ -109,14 +109,14 @@ def line(row: dict[str, Any]) -> tuple[object, ...]:
 
 def draws_table() -> str:
     """The table of the documents."""
-    found = load(RESULT)
-    whole = ", ".join(f"{name} {100 * found['whole'][name]:.1f}" for name in TESTS)
+    run = load(RESULT)
+    whole = ", ".join(f"{name} {100 * run['whole'][name]:.1f}" for name in TESTS)
     about = (
-        f"{found['draws']} draws of {found['images']} ID and {found['images']} OOD images, {found['budget']} of the 24 "
-        f"heads above layer {found['trunk'] - 1} removed by `exact` in float32; mean ± standard deviation over draws. "
-        f"{found['tests']} images of each test set. The whole model: {whole}. From `results/{RESULT}`."
+        f"{run['draws']} draws of {run['images']} ID and {run['images']} OOD images, {run['budget']} of the 24 "
+        f"heads above layer {run['trunk'] - 1} removed by `exact` in float32; mean ± standard deviation over draws. "
+        f"{run['tests']} images of each test set. The whole model: {whole}. From `results/{RESULT}`."
     )
-    return "\n".join([*table(HEADER, map(line, found["rows"]), "llll"), "", about])
+    return "\n".join([*table(HEADER, map(line, run["rows"]), "llll"), "", about])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -129,9 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--trunk", type=int, default=2, help="layers that keep all heads")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
-    found = measure(options)
+    result = measure(options)
     if options.output:
-        store(options.output, found)
+        store(options.output, result)
 
 
 if __name__ == "__main__":

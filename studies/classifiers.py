@@ -22,7 +22,7 @@ from .rows import CIRC_AVG, MC_DROPOUT, SINGLE, rate_of, rows_of
 from .samples import SampleBatches, alone
 from .seed import Heads, Seed
 from .seed_folder import CHOICES, slug
-from .storing import STUDY, choices_in, read_if_there, store, store_shift
+from .storing import STUDY, choices_in, named, read_if_there, store, store_shift
 from .task import Stage
 
 SHIFTED = "shifted.npz"  # images of a run that all rows are asked about
@@ -42,27 +42,27 @@ def corrupt(seed: Seed, _: str) -> None:
 
 def option(seed: Seed, name: str) -> None:
     """Make the model of one setting that half B is to choose from; `name` says of which row, and which one."""
-    row, _, place = name.rpartition("#")
-    found = rows_of(seed.task)[row]
+    row, _, number = name.rpartition("#")
+    method = rows_of(seed.task)[row]
     if not (seed.study / CHOICES / f"{slug(row)}.json").exists():
-        found.make(seed, found.options(seed.task)[int(place)])
+        method.make(seed, method.options(seed.task)[int(number)])
 
 
 def choose(seed: Seed, name: str) -> None:
     """Measure every setting of a row on half B, and write down the one with the smallest NLL."""
     row = rows_of(seed.task)[name]
     task = seed.task
-    place = seed.study / CHOICES / f"{slug(name)}.json"
+    path = seed.study / CHOICES / f"{slug(name)}.json"
     options = row.options(task)
-    if not options or place.exists():
+    if not options or path.exists():
         return
     measured: list[dict[str, Any]] = []
     for setting in options:
         columns = all_columns(Judged(task, row.make(seed, setting)), "held_out")
-        found = plain_numbers(columns, task.suite.id.name, task.groups("held_out"))
-        measured.append({"setting": dict(setting), **found})
-    best = min(measured, key=lambda one: one["calibrated.nll"])
-    write_json(place, {"row": name, "seed": seed.number, "setting": best["setting"], "measured": measured})
+        numbers = plain_numbers(columns, task.suite.id.name, task.groups("held_out"))
+        measured.append({"setting": dict(setting), **numbers})
+    best = min(measured, key=lambda entry: entry["calibrated.nll"])
+    write_json(path, {"row": name, "seed": seed.number, "setting": best["setting"], "measured": measured})
 
 
 def recover(seed: Seed, name: str) -> None:
@@ -73,58 +73,57 @@ def recover(seed: Seed, name: str) -> None:
 
 def report(seed: Seed, name: str) -> None:
     """Ask a row's model about the test sets, and keep what it says."""
-    place = seed.reported(name)
+    path = seed.reported(name)
     task = seed.task
-    if not place.exists():
+    if not path.exists():
         model = rows_of(task)[name].model(seed, name)
         judge = Judged(task, model)
-        write_columns(place.with_suffix(".parquet"), all_columns(judge, "report"))
-        told = {"temperature": list(judge.calibration.temperature), **sizes(model), **made_with(task.device)}
-        write_json(place, {"row": name, **told})
+        write_columns(path.with_suffix(".parquet"), all_columns(judge, "report"))
+        facts = {"temperature": list(judge.calibration.temperature), **sizes(model), **made_with(task.device)}
+        write_json(path, {"row": name, **facts})
 
 
 def shift(seed: Seed, name: str) -> None:
     """Ask a row's model about corrupted test images."""
-    place = seed.folder / SHIFT / f"{slug(name)}.parquet"
+    path = seed.folder / SHIFT / f"{slug(name)}.parquet"
     task = seed.task
-    if "corruptions" in task.plain and seed.number in task.settings["shift"]["seeds"] and not place.exists():
+    if "corruptions" in task.plain and seed.number in task.settings["shift"]["seeds"] and not path.exists():
         judge = Judged(task, rows_of(task)[name].model(seed, name), familiar=False)
-        write_columns(place, under_shift(judge, seed.study / SHIFTED))
+        write_columns(path, under_shift(judge, seed.study / SHIFTED))
 
 
 def all_columns(judge: Judged, stage: Stage) -> dict[str, Array]:
     """The columns of all sets of a stage, by `set|column`."""
     task = judge.task
-    own = stored(judge.columns(task.inside(stage), labelled=True))
-    found = {f"{task.suite.id.name}|{key}": one for key, one in own.items()}
+    columns = named(task.suite.id.name, stored(judge.columns(task.inside(stage), labelled=True)))
     for sets in task.outside(stage).values():
         for name, samples in sets.items():
-            found |= {f"{name}|{key}": one for key, one in stored(judge.columns(samples, labelled=False)).items()}
-    return found
+            columns |= named(name, stored(judge.columns(samples, labelled=False)))
+    return columns
 
 
 def rounds(run: Run, stage: str) -> list[list[Job]]:
     """What a stage has to do, after the stages before."""
     task, rows, seeds = run.task, run.rows, run.seeds
     first = int(task.settings["seeds"][0])
-    known = rows_of(task)
-    choosing = dict.fromkeys(known[row].like or row for row in rows)  # rows whose settings are chosen
+    methods = rows_of(task)
+    choosing = dict.fromkeys(methods[row].like or row for row in rows)  # rows whose settings are chosen
     match stage:
         case "train":
             every = dict.fromkeys((first, *seeds))
-            jobs: list[Job] = [(stage, seed, str(one)) for one in range(task.settings["members"]) for seed in every]
+            jobs: list[Job] = [(stage, seed, str(index)) for index in range(task.settings["members"]) for seed in every]
             rate = Run(task, run.output, run.results, [SINGLE], seeds)  # of all trainings, where there is a choice
             return [*rounds(rate, "option"), *rounds(rate, "choose"), jobs]
         case "corrupt":
             return [[(stage, first, "")] if "corruptions" in task.plain else []]
         case "option":
-            options = {row: known[row].options(task) for row in choosing}
-            return [[(stage, first, f"{row}#{place}") for row, found in options.items() for place in range(len(found))]]
+            counts = {row: len(methods[row].options(task)) for row in choosing}
+            return [[(stage, first, f"{row}#{number}") for row, count in counts.items() for number in range(count)]]
         case "choose":
-            return [[(stage, first, row) for row in choosing if known[row].options(task)]]
+            return [[(stage, first, row) for row in choosing if methods[row].options(task)]]
         case "recover":
-            named = (known[row].paper or ("circuits", 0) for row in rows)
-            members = dict.fromkeys(f"{kind} {index}" for kind, count in named for index in range(count))
+            needed = (methods[row].paper or ("circuits", 0) for row in rows)
+            members = dict.fromkeys(f"{kind} {index}" for kind, count in needed for index in range(count))
             return [[(stage, seed, member) for member in members for seed in seeds]]
     return [[(stage, seed, row) for row in rows for seed in seeds]]
 
@@ -140,8 +139,8 @@ def cost(run: Run) -> None:
     models = {}
     with TemporaryDirectory() as folder:
         seed = Seed(task.shortened(), run.seeds[0], Path(folder))
-        known = read_if_there(run.results / task.name / STUDY) or {}
-        for name, choice in {**known.get("choices", {}), **choices_in(run.output / task.name)}.items():
+        facts = read_if_there(run.results / task.name / STUDY) or {}
+        for name, choice in {**facts.get("choices", {}), **choices_in(run.output / task.name)}.items():
             write_json(seed.study / CHOICES / f"{slug(name)}.json", choice)
         inputs = seed.base.prepare(next(iter(SampleBatches(task.half_b, batch)))[0])
         for name in dict.fromkeys((SINGLE, *run.rows)):
@@ -158,18 +157,18 @@ def collect(run: Run) -> None:
     """Store what is finished."""
     task = run.task
     study = run.output / run.task.name
-    known = rows_of(run.task)
+    rows = rows_of(run.task)
     facts = {
         "recipe": {**task.settings, "tasks": {task.name: task.plain}},
         "inside": task.suite.id.name,
         "groups": task.groups("report"),
-        "trainings": {name: row.trainings for name, row in known.items()},
+        "trainings": {name: row.trainings for name, row in rows.items()},
         "choices": choices_in(study),
         "costs": read_if_there(study / COSTS),
     }
     store(study, run.results, facts, lambda _: {})
     for folder in study.glob(f"seed-*/{SHIFT}"):
-        store_shift(folder, run.results / task.name, known)
+        store_shift(folder, run.results / task.name, rows)
 
 
 CLASSIFIERS = Kind(

@@ -47,15 +47,15 @@ def read_columns(path: Path) -> dict[str, Array]:
     if table.schema.names != [NAME, *TYPES]:
         raise DataError(f"{path} has {table.schema.names}; a file of columns has {[NAME, *TYPES]}")
     names = table[NAME].to_pylist()
-    found: dict[str, Array] = {}
+    columns: dict[str, Array] = {}
     for kind in TYPES:
         lists = table[kind].combine_chunks()
         values = np.array(lists.values.to_numpy(zero_copy_only=False))  # a copy: those of Arrow are read-only
         ends = lists.offsets.to_numpy()
         for line in np.flatnonzero(lists.is_valid().to_numpy(zero_copy_only=False)):
-            one = values[ends[line] : ends[line + 1]]
-            found[names[line]] = one.astype(str) if kind == "string" else one
-    return {name: found[name] for name in names}
+            column = values[ends[line] : ends[line + 1]]
+            columns[names[line]] = column.astype(str) if kind == "string" else column
+    return {name: columns[name] for name in names}
 
 
 def write_columns(path: Path, columns: Mapping[str, Array]) -> None:
@@ -68,8 +68,8 @@ def write_columns(path: Path, columns: Mapping[str, Array]) -> None:
     kinds = [_kind(path, name, columns[name]) for name in names]
     table = {NAME: pa.array(names, pa.string())}
     for kind, element in TYPES.items():
-        own = [columns[name] for name, its in zip(names, kinds, strict=True) if its == kind]
-        values = pa.array(np.concatenate(own) if own else [], element)
+        of_kind = [columns[name] for name, its in zip(names, kinds, strict=True) if its == kind]
+        values = pa.array(np.concatenate(of_kind) if of_kind else [], element)
         sizes = [len(columns[name]) if its == kind else 0 for name, its in zip(names, kinds, strict=True)]
         ends = pa.array(np.cumsum([0, *sizes]), pa.int32())
         table[kind] = pa.ListArray.from_arrays(ends, values, mask=pa.array([its != kind for its in kinds], pa.bool_()))

@@ -13,20 +13,20 @@ TITLE = "AUROC ↑ / FPR95 ↓ / AUPR ↑"
 PAPER = "(paper)"  # in brackets, as its numbers are: italics are for what is worse
 
 
-def detected(study: Study, places: Sequence[str]) -> list[list[str]]:
-    """The three metrics of every row at places such as `near` or `ood.mnist`, and the paper's line where it has one."""
+def detected(study: Study, scopes: Sequence[str]) -> list[list[str]]:
+    """The three metrics of every row in scopes such as `near` or `ood.mnist`, and the paper's line where it has one."""
     lines = []
     paper = study.paper()
     for row in study.rows:
-        own = paper.get(row, {})
+        numbers = paper.get(row, {})
         cells = list[str]()
         theirs = list[str]()
-        for place in places:
-            keys = [f"{place}.{metric}" for metric in METRICS]
+        for scope in scopes:
+            keys = [f"{scope}.{metric}" for metric in METRICS]
             cells.append(" / ".join(shown(study, row, key) for key in keys))
-            told = [own.get(key) for key in keys]
-            both = " / ".join(printed(one, key) for one, key in zip(told, keys, strict=True))
-            theirs.append("" if told[0] is None else f"({both})")
+            values = [numbers.get(key) for key in keys]
+            text = " / ".join(printed(value, key) for value, key in zip(values, keys, strict=True))
+            theirs.append("" if values[0] is None else f"({text})")
         lines.append([row, *cells])
         lines += [[PAPER, *theirs]] if any(theirs) else []
     return lines
@@ -37,7 +37,7 @@ def detection_table(study: Study) -> str:
     groups = [*study.facts["groups"], "all"]
     small = small_sets(study)
     left_out = f" FPR95 leaves out {', '.join(small)}: under 1,000 samples." if small else ""
-    return markdown(["row", *groups], detected(study, groups), f"Means over OOD sets: {_told(study)}{left_out}")
+    return markdown(["row", *groups], detected(study, groups), f"Means over OOD sets: {_note(study)}{left_out}")
 
 
 def sets_table(study: Study) -> str:
@@ -49,13 +49,13 @@ def sets_table(study: Study) -> str:
     like = [f"{LIKE[name]} for {name}" for name in study.outside if name in LIKE] if study.paper() else []
     stand_ins = f" The paper's are of {', '.join(like)}." if like else ""
     note = (
-        f"{_told(study)}{stand_ins} In brackets samples of a set, which AUPR hangs on, beside "
+        f"{_note(study)}{stand_ins} In brackets samples of a set, which AUPR hangs on, beside "
         f"{sizes[study.facts['inside']]:,} of the task; FPR95 of sets of 1,000 or more."
     )
     return markdown(["row", *heads], lines, note)
 
 
-def _told(study: Study) -> str:
+def _note(study: Study) -> str:
     """What the numbers are, and whose stand below them."""
     paper = study.paper()
     inside = study.facts["inside"]

@@ -102,7 +102,7 @@ class DualRecipe:
             more=1,
             image_prune=2,
             dual=self.dual and _shorter(self.dual, steps=2, batch=8),
-            choices=tuple(replace(one, steps=place + 1) for place, one in enumerate(self.choices[:2])),
+            choices=tuple(replace(choice, steps=index + 1) for index, choice in enumerate(self.choices[:2])),
             tune=self.tune and _shorter(self.tune, steps=2, batch=8),
             cost_batch=2,
         )
@@ -120,11 +120,11 @@ def load_dual_recipe(
     name = SUITES.get(suite or "shared")
     if name is None:
         raise ConfigError(f"no suite {suite!r}; choose one of {', '.join(SUITES)}")
-    own = {key: value for key, value in {"model": model, "factors": factors}.items() if value}
-    recipe = from_plain(DualRecipe, _read(name) | own, name)
+    changes = {key: value for key, value in {"model": model, "factors": factors}.items() if value}
+    recipe = from_plain(DualRecipe, _read(name) | changes, name)
     return recipe.tiny() if tiny else recipe
 
 
 def _read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    return found
+    plain: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    return plain

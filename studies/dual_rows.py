@@ -54,14 +54,14 @@ class DualRow:
     calibrated: bool = False  # it answers with its temperature
     trainings: float = 1  # of a text side, Single's too
 
-    def asked(self, seed: DualSeed, one: ZeroSet) -> Prediction:
+    def asked(self, seed: DualSeed, data: ZeroSet) -> Prediction:
         """What it says about a set, without a temperature."""
         if self.family is not None:
-            return Prediction.from_logits(torch.cat([seed.logits(self.family, index, one) for index in self.members]))
-        model = self.whole(seed, one.classes)
-        batches = SampleBatches(one.samples, BATCH)
-        said = [model.predict(move(inputs, seed.device, torch.float32)) for inputs, _ in batches]
-        return Prediction.concat(said)
+            return Prediction.from_logits(torch.cat([seed.logits(self.family, index, data) for index in self.members]))
+        model = self.whole(seed, data.classes)
+        batches = SampleBatches(data.samples, BATCH)
+        parts = [model.predict(move(inputs, seed.device, torch.float32)) for inputs, _ in batches]
+        return Prediction.concat(parts)
 
     @property
     def members(self) -> Sequence[int]:
@@ -77,7 +77,7 @@ class DualRow:
         if self.family is None:
             assert self.model is not None  # a row has one of both
             return self.model(seed, names)
-        ensembles = [he.zero_shot(seed.member(self.family, one), names, keep_text=False) for one in self.members]
+        ensembles = [he.zero_shot(seed.member(self.family, index), names, keep_text=False) for index in self.members]
         return ensembles[0] if len(ensembles) == 1 else he.fuse(ensembles)
 
 
@@ -87,7 +87,7 @@ class DualRow:
 def chosen(seed: DualSeed, row: str, names: Sequence[str], measured: Mapping[Setting, float]) -> Setting:
     """The setting with the smallest NLL on held-out images; written down by names, with what all of them have."""
     best = min(measured, key=measured.__getitem__)
-    listed = [{**dict(zip(names, one, strict=True)), "nll": loss} for one, loss in measured.items()]
+    listed = [{**dict(zip(names, setting, strict=True)), "nll": loss} for setting, loss in measured.items()]
     choice = {"row": row, "setting": dict(zip(names, best, strict=True)), "measured": listed}
     write_json(_choice(seed, row), choice)
     return best
@@ -110,11 +110,11 @@ def bayes_vlm(seed: DualSeed, names: Sequence[str]) -> Any:
 
     From pairs of the study, or for a model of the user's own from factors that its authors publish.
     """
-    held = seed.task.held_out
+    held_out = seed.task.held_out
 
     def loss(posterior: Any) -> float:
-        said = DualRow(model=lambda _, names: posterior.probit(names)).asked(seed, held)
-        return nll(said.probs, held.samples.labels.to(said.probs.device))
+        answers = DualRow(model=lambda _, names: posterior.probit(names)).asked(seed, held_out)
+        return nll(answers.probs, held_out.samples.labels.to(answers.probs.device))
 
     def make() -> Any:
         factors = seed.recipe.factors
@@ -126,11 +126,12 @@ def bayes_vlm(seed: DualSeed, names: Sequence[str]) -> Any:
                 return baselines.bayes_vlm(seed.dual, pairs, settings)
             return baselines.published_bayes_vlm(seed.dual, factors, settings)
 
-        known = read_if_there(_choice(seed, BAYES_VLM))  # an earlier stage has chosen
-        if known is not None:
-            return posterior(known["setting"]["pseudo_count"])
-        found = {(one,): posterior(one) for one in PSEUDO_COUNTS}
-        return found[chosen(seed, BAYES_VLM, ("pseudo_count",), {one: loss(found[one]) for one in found})]
+        choice = read_if_there(_choice(seed, BAYES_VLM))  # an earlier stage has chosen
+        if choice is not None:
+            return posterior(choice["setting"]["pseudo_count"])
+        posteriors = {(count,): posterior(count) for count in PSEUDO_COUNTS}
+        losses = {setting: loss(model) for setting, model in posteriors.items()}
+        return posteriors[chosen(seed, BAYES_VLM, ("pseudo_count",), losses)]
 
     return seed.once((BAYES_VLM, tuple(names)), lambda: seed.once(BAYES_VLM, make).probit(names))
 
@@ -145,51 +146,50 @@ def _trained_vilu(seed: DualSeed) -> he.Ensemble:
     """By the optimizer and rate whose network says best, in NLL, which answers about held-out images are right."""
 
     def make() -> he.Ensemble:
-        named = seed.task.sets.training()
-        held = seed.task.held_out
-        assert held.classes == named.names  # both are of the main task
-        model = he.zero_shot(seed.dual, named.names, keep_text=False)
-        train = SampleBatches(seed.task.samples(named.images), BATCH)
+        labelled = seed.task.sets.training()
+        held_out = seed.task.held_out
+        assert held_out.classes == labelled.names  # both are of the main task
+        model = he.zero_shot(seed.dual, labelled.names, keep_text=False)
+        sides = seed.task.samples(labelled.images), held_out.samples
+        train, validation = (SampleBatches(samples, BATCH) for samples in sides)
         settings = baselines.ViLU(batch_size=512)  # as the authors have it for ImageNet
 
         def trained(optimizer: str, rate: float) -> he.Ensemble:
             recipe = baselines.ViLU.recipe(EPOCHS, rate, optimizer=optimizer, seed=seed.derived("vilu"))
-            return baselines.vilu(model, train, recipe, settings, SampleBatches(held.samples, BATCH), progress=False)
+            return baselines.vilu(model, train, recipe, settings, validation, progress=False)
 
-        def loss(one: he.Ensemble) -> float:
-            said = DualRow(model=lambda *_: one).asked(seed, held)
-            right = said.label == held.samples.labels.to(said.label.device)
-            return float(F.binary_cross_entropy_with_logits(-said.score("vilu"), right.to(said.probs.dtype)))
+        def loss(candidate: he.Ensemble) -> float:
+            answers = DualRow(model=lambda *_: candidate).asked(seed, held_out)
+            correct = answers.label == held_out.samples.labels.to(answers.label.device)
+            return float(F.binary_cross_entropy_with_logits(-answers.score("vilu"), correct.to(answers.probs.dtype)))
 
-        found, losses = dict[tuple[str, float], he.Ensemble](), dict[tuple[str, float], float]()
+        candidates, losses = dict[tuple[str, float], he.Ensemble](), dict[tuple[str, float], float]()
         for optimizer, rate in RATES:
             try:
-                found[optimizer, rate] = trained(optimizer, rate)
-                losses[optimizer, rate] = loss(found[optimizer, rate])
+                candidates[optimizer, rate] = trained(optimizer, rate)
+                losses[optimizer, rate] = loss(candidates[optimizer, rate])
             except DataError as error:  # it may diverge; what is wrong with the data is wrong at every rate
                 print(f"{VILU} with {optimizer} at rate {rate:g}: {error}", flush=True)
-        finite = {setting: one for setting, one in losses.items() if math.isfinite(one)}
+        finite = {setting: value for setting, value in losses.items() if math.isfinite(value)}
         if not finite:
             raise DataError(
                 f"the network of {VILU} diverged at every rate of {RATES}; look at the data, or add lower ones"
             )
-        return found[chosen(seed, VILU, ("optimizer", "learning_rate"), finite)]
+        return candidates[chosen(seed, VILU, ("optimizer", "learning_rate"), finite)]
 
     return seed.kept("vilu", make)
 
 
-def for_classes(trained: he.Ensemble, other: he.Ensemble) -> he.Ensemble:
+def for_classes(trained: he.Ensemble, model: he.Ensemble) -> he.Ensemble:
     """A zero-shot classifier of the same model for other classes, with the score `vilu` that was trained.
 
     The network sees embeddings, not classes, so that it goes with any.
     """
-    known = trained.metadata.familiarity
-    assert known is not None  # vilu made it
-    rows = F.normalize(other.state_dict()["readout.class_embeddings.weight"].float(), dim=-1)  # [G, C, e]
-    texts = rows.expand(other.num_members, -1, -1).contiguous().cpu()
-    return with_score(
-        other, Familiarity(known.settings, {**known.state, "vilu.texts": texts}), "ViLU for other classes"
-    )
+    fit = trained.metadata.familiarity
+    assert fit is not None  # vilu made it
+    rows = F.normalize(model.state_dict()["readout.class_embeddings.weight"].float(), dim=-1)  # [G, C, e]
+    texts = rows.expand(model.num_members, -1, -1).contiguous().cpu()
+    return with_score(model, Familiarity(fit.settings, {**fit.state, "vilu.texts": texts}), "ViLU for other classes")
 
 
 def neg_label(seed: DualSeed, names: Sequence[str]) -> he.Ensemble:
@@ -212,10 +212,10 @@ def vocabulary(dual: he.DualEncoder) -> list[str]:
     prepare = dual.text.metadata.preprocessing
     if not isinstance(prepare, TextPreprocessing) or not prepare.tokenizer:
         raise ConfigError("NegLabel takes words of the tokenizer, but the text tower of this model has none")
-    known = Tokenizer.from_str(prepare.tokenizer).get_vocab()
-    whole = any(token.endswith("</w>") for token in known)  # of CLIP's: only there does a word end
-    found = [token.removesuffix("</w>") for token in sorted(known) if token.endswith("</w>") or not whole]
-    return [word for word in found if word.isascii() and word.isalpha() and len(word) >= SHORTEST]
+    tokens = Tokenizer.from_str(prepare.tokenizer).get_vocab()
+    whole = any(token.endswith("</w>") for token in tokens)  # of CLIP's: only there does a word end
+    words = [token.removesuffix("</w>") for token in sorted(tokens) if token.endswith("</w>") or not whole]
+    return [word for word in words if word.isascii() and word.isalpha() and len(word) >= SHORTEST]
 
 
 ROWS: Mapping[str, DualRow] = {

@@ -100,9 +100,9 @@ class DualTask:
         model = self.recipe.model
         size = self.recipe.input_size
         if model is None:
-            counts = {"images": f"{sum(len(one.samples) for one in self.images):,}", "size": size}
-            counts["captions"] = f"{sum(len(some) for one in self.images for some in one.captions):,}"
-            counts["names"] = f"{len({name for one in self.images for name in one.names}):,}"
+            counts = {"images": f"{sum(len(part.samples) for part in self.images):,}", "size": size}
+            counts["captions"] = f"{sum(len(some) for part in self.images for some in part.captions):,}"
+            counts["names"] = f"{len({name for part in self.images for name in part.names}):,}"
             return {"name": OWN_NAME, "description": texts["own"].format_map(counts)}
         name = Path(model).name if Path(model).expanduser().is_dir() else model
         return {"name": name, "description": texts["given"].format(name=name)}
@@ -136,12 +136,12 @@ class DualTask:
 
     def measured(self, seed: int) -> list[dict[str, Any]]:
         """The accuracy on held-out names that every choice leads to."""
-        images, features, held = cut_by_names(self.images, self.features)
-        found = []
+        images, features, held_out = cut_by_names(self.images, self.features)
+        results = []
         for choice in self.recipe.choices:
             dual = self._trained(seed, choice, images, features)
-            found.append({**to_plain(choice), "accuracy": accuracy_by_names(dual, held), "names": len(held)})
-        return found
+            results.append({**to_plain(choice), "accuracy": accuracy_by_names(dual, held_out), "names": len(held_out)})
+        return results
 
     def tuned(self, member: DualEncoder, seed: int) -> DualEncoder:
         """A pruned member whose text side met the pruned image tower."""
@@ -153,7 +153,7 @@ class DualTask:
     def pairs(self, dual: DualEncoder, batch_size: int = FEATURE_BATCH) -> Pairs:
         """Some of the pairs, with features of another image tower."""
         images = self._some_images
-        return Pairs(images, [view_features(dual, one.samples, 1) for one in images], batch_size)
+        return Pairs(images, [view_features(dual, part.samples, 1) for part in images], batch_size)
 
     @cached_property
     def own(self) -> DualEncoder:
@@ -177,15 +177,15 @@ class DualTask:
     def features(self) -> Sequence[Tensor]:
         """Features of the images in all views, the same for all seeds: their image tower is locked."""
         start = self.untrained(0).to(self.device)
-        return [view_features(start, one.samples, self.recipe.views) for one in self.images]
+        return [view_features(start, part.samples, self.recipe.views) for part in self.images]
 
     # --- sets --------------------------------------------------------------------------------------------------------
 
     @cached_property
     def held_out(self) -> ZeroSet:
         """ID images that fit temperatures: no circuit read them and no table reports them."""
-        named = self.sets.calibration()
-        return ZeroSet(self.sets.main.id.name, "held out", "id", self.samples(named.images), named.names)
+        labelled = self.sets.calibration()
+        return ZeroSet(self.sets.main.id.name, "held out", "id", self.samples(labelled.images), labelled.names)
 
     @cached_property
     def test_sets(self) -> Sequence[ZeroSet]:
@@ -193,23 +193,23 @@ class DualTask:
         sets = self.sets
         counts = self.recipe.counts
         shared = self.sets.name == "shared"
-        found = list[ZeroSet]()
-        known = dict[SetRef, Samples]()
-        for one in (*sets.main.tasks, sets.main.id) if shared else (sets.main.id, *sets.main.tasks):
-            named = sets.fewer(sets.load(one), one.name, counts.test)
-            domain = "seen" if shared and one.name in SEEN else "unseen"
-            found.append(ZeroSet(one.name, one.name, "id", self.samples(named.images), named.names, domain))
+        tests = list[ZeroSet]()
+        read = dict[SetRef, Samples]()
+        for ref in (*sets.main.tasks, sets.main.id) if shared else (sets.main.id, *sets.main.tasks):
+            labelled = sets.fewer(sets.load(ref), ref.name, counts.test)
+            domain = "seen" if shared and ref.name in SEEN else "unseen"
+            tests.append(ZeroSet(ref.name, ref.name, "id", self.samples(labelled.images), labelled.names, domain))
             if counts.test == counts.detection and counts.classes is None:  # the same images, whoever asks
-                known[one] = found[-1].samples
-        tasks = {one.task: one for one in found}
-        for task, own in sets.suites.items():
-            groups: dict[Group, tuple[SetRef, ...]] = {"near": own.near, "far": own.far}
+                read[ref] = tests[-1].samples
+        tasks = {test.task: test for test in tests}
+        for task, suite in sets.suites.items():
+            groups: dict[Group, tuple[SetRef, ...]] = {"near": suite.near, "far": suite.far}
             for group, references in groups.items():
-                for one in references:
-                    if one not in known:
-                        known[one] = self.samples(at_most(sets.load(one), counts.detection))
-                    found.append(replace(tasks[task], name=one.name, group=group, samples=known[one], domain=None))
-        return found
+                for ref in references:
+                    if ref not in read:
+                        read[ref] = self.samples(at_most(sets.load(ref), counts.detection))
+                    tests.append(replace(tasks[task], name=ref.name, group=group, samples=read[ref], domain=None))
+        return tests
 
     @cached_property
     def both_circuits(self) -> tuple[Samples, Samples, tuple[str, ...]]:
@@ -222,7 +222,7 @@ class DualTask:
         return self._circuit_samples(self.sets.image_circuits(), None)  # as many of each task as the recipe says
 
     def _circuit_samples(self, images: CircuitImages, limit: int | None) -> tuple[Samples, Samples, tuple[str, ...]]:
-        inside, outside = (self.samples(at_most(one, limit)) for one in (images[0].images, images[1]))
+        inside, outside = (self.samples(at_most(dataset, limit)) for dataset in (images[0].images, images[1]))
         return inside, outside, images[0].names
 
 
@@ -250,12 +250,12 @@ class DualSeed(SeedFolder):
     def choice(self) -> DualChoice | None:
         """How the model learns: as held-out names chose, where the recipe has several choices."""
         choices = self.recipe.choices
-        place = self.study / CHOICE
+        path = self.study / CHOICE
         if self.recipe.model is not None or len(choices) < 2:
             return choices[0] if choices else None
-        if not place.exists():
-            raise DataError(f"{place} is missing: how to learn is not chosen yet; run the stage `choose`")
-        return from_plain(DualChoice, read_json(place)["choice"], str(place))
+        if not path.exists():
+            raise DataError(f"{path} is missing: how to learn is not chosen yet; run the stage `choose`")
+        return from_plain(DualChoice, read_json(path)["choice"], str(path))
 
     # --- members -----------------------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class DualSeed(SeedFolder):
         return self.kept(f"{family.name}-{index}", lambda: self.task.tuned(pruned(), self.number))
 
     @torch.no_grad()
-    def logits(self, family: Family, index: int, one: ZeroSet) -> Tensor:
+    def logits(self, family: Family, index: int, data: ZeroSet) -> Tensor:
         """What a member says about a set `[1, N, C]`; in float32 on every device, so that numbers do not depend on it.
 
         Members whose image towers are the same share what these say about the images.
@@ -279,15 +279,15 @@ class DualSeed(SeedFolder):
         member = self.member(family, index)
 
         def encoded() -> Tensor:
-            batches = SampleBatches(one.samples, BATCH)
-            found = [member.encode_image(move(inputs, self.device, torch.float32)).float() for inputs, _ in batches]
-            return torch.cat(found, dim=1)  # [1, N, e]
+            batches = SampleBatches(data.samples, BATCH)
+            parts = [member.encode_image(move(inputs, self.device, torch.float32)).float() for inputs, _ in batches]
+            return torch.cat(parts, dim=1)  # [1, N, e]
 
-        def named() -> Tensor:
-            return class_embeddings(member.text, member.projections.text, one.classes, DEFAULT_TEMPLATES).float()
+        def embedded() -> Tensor:
+            return class_embeddings(member.text, member.projections.text, data.classes, DEFAULT_TEMPLATES).float()
 
-        images = self.once(("images", family.heads, index, id(one.samples)), encoded)
-        texts = self.once(("texts", family, index, one.classes), named)  # [1, C, e]
+        images = self.once(("images", family.heads, index, id(data.samples)), encoded)
+        texts = self.once(("texts", family, index, data.classes), embedded)  # [1, C, e]
         return member.logits(images, texts).float()
 
     def heads(self, family: Family) -> Members:
@@ -297,8 +297,8 @@ class DualSeed(SeedFolder):
             case "none":
                 return ((),)
             case "taylor":
-                first = self.taylor().first(recipe.taylor_prune)
-                return (tuple(Head(head.layer, head.head, "image") for head in first),)
+                lost = self.taylor().first(recipe.taylor_prune)
+                return (tuple(Head(head.layer, head.head, "image") for head in lost),)
             case "random":
                 return random_members(self.dual, recipe.prune, family.members, self.number)
             case "image":

@@ -31,12 +31,12 @@ FIXED, TAYLOR = "fixed.json", "taylor"
 
 def choose(seed: DualSeed, _: str) -> None:
     """Train by every choice without a fifth of the names, and write down the one that knows most of these."""
-    place = seed.study / CHOICE
-    if seed.recipe.model is None and len(seed.recipe.choices) > 1 and not place.exists():
+    path = seed.study / CHOICE
+    if seed.recipe.model is None and len(seed.recipe.choices) > 1 and not path.exists():
         measured = seed.task.measured(seed.number)
-        best = max(measured, key=lambda one: one["accuracy"])
+        best = max(measured, key=lambda option: option["accuracy"])
         choice = {key: best[key] for key in ("steps", "learning_rate", "projection_rate")}
-        write_json(place, {"choice": choice, "seed": seed.number, "measured": measured})
+        write_json(path, {"choice": choice, "seed": seed.number, "measured": measured})
 
 
 def train(seed: DualSeed, _: str) -> None:
@@ -58,27 +58,27 @@ def fix(seed: DualSeed, name: str) -> None:
 
     Rows that come later are added; what is written stays.
     """
-    place = seed.folder / FIXED
+    path = seed.folder / FIXED
     row = rows_of(seed.task)[name]
-    with alone(place):
-        known = read_if_there(place) or {"heads": {}, "temperatures": {}}
-        if name in known["temperatures"]:
+    with alone(path):
+        fixed = read_if_there(path) or {"heads": {}, "temperatures": {}}
+        if name in fixed["temperatures"]:
             return
-        held = seed.task.held_out
-        known["samples"] = len(held.samples)
-        logits = row.asked(seed, held).member_logits
-        fit = fit_calibration(logits, held.samples.labels.to(logits.device))
-        known["temperatures"][name] = fit.calibration.temperature[0]
+        held_out = seed.task.held_out
+        fixed["samples"] = len(held_out.samples)
+        logits = row.asked(seed, held_out).member_logits
+        fit = fit_calibration(logits, held_out.samples.labels.to(logits.device))
+        fixed["temperatures"][name] = fit.calibration.temperature[0]
         if row.family is not None and not row.family.tuned:
-            known["heads"][row.family.name] = [[str(head) for head in one] for one in seed.heads(row.family)]
-        write_json(place, known)
+            fixed["heads"][row.family.name] = [[str(head) for head in heads] for heads in seed.heads(row.family)]
+        write_json(path, fixed)
 
 
 def report(seed: DualSeed, name: str) -> None:
     """Ask a row about every test set, and keep what it says; refused before its temperature is fixed."""
-    place = seed.reported(name)
+    path = seed.reported(name)
     row = rows_of(seed.task)[name]
-    if place.exists():
+    if path.exists():
         return
     fixed = seed.folder / FIXED
     temperatures = read_json(fixed)["temperatures"] if fixed.exists() else {}
@@ -88,36 +88,36 @@ def report(seed: DualSeed, name: str) -> None:
         )
     temperature = temperatures[name]
     columns = dict[str, Array]()
-    for one in seed.task.test_sets:
-        said = row.asked(seed, one)
-        after = Prediction.from_logits(said.member_logits, temperature=temperature, calibrates="probs")
+    for data in seed.task.test_sets:
+        answers = row.asked(seed, data)
+        after = Prediction.from_logits(answers.member_logits, temperature=temperature, calibrates="probs")
         if row.calibrated:
-            said = Prediction.from_logits(after.log_probs[None])  # [1, N, C]
-        labels = one.samples.labels.to(said.member_logits.device) if one.group == "id" else None
-        kept = stored(columns_of(said, after, labels))
-        columns |= {f"{one.task}|{one.name}|{key}": column for key, column in kept.items()}
-    write_columns(place.with_suffix(".parquet"), columns)
-    write_json(place, {"row": name, "temperature": temperature, **made_with(seed.device)})
+            answers = Prediction.from_logits(after.log_probs[None])  # [1, N, C]
+        labels = data.samples.labels.to(answers.member_logits.device) if data.group == "id" else None
+        of_set = stored(columns_of(answers, after, labels))
+        columns |= {f"{data.task}|{data.name}|{key}": column for key, column in of_set.items()}
+    write_columns(path.with_suffix(".parquet"), columns)
+    write_json(path, {"row": name, "temperature": temperature, **made_with(seed.device)})
 
 
 def rounds(run: Run, stage: str) -> list[list[Job]]:
     """What a stage has to do, seed by seed: rows of one share what its images say."""
-    whats: list[str] = [""]
+    names: list[str] = [""]
     if stage == "rank":
-        whats = [*(f"{score} {towers}" for towers in TOWERS for score in CIRCUIT_ORDER), TAYLOR]
+        names = [*(f"{score} {towers}" for towers in TOWERS for score in CIRCUIT_ORDER), TAYLOR]
     elif stage in ("fix", "report"):
-        whats = list(run.rows)
-    return [[(stage, seed, what) for seed in (run.seeds[:1] if stage == "choose" else run.seeds) for what in whats]]
+        names = list(run.rows)
+    return [[(stage, seed, name) for seed in (run.seeds[:1] if stage == "choose" else run.seeds) for name in names]]
 
 
 def cost(run: Run) -> None:
     """Latency and peak memory of the rows that are reported, for the classes of the main task."""
     seed = DualSeed(run.task, run.seeds[0], run.output)
     rows = rows_of(run.task)
-    held, batch = seed.task.held_out, seed.recipe.cost_batch
-    inputs = seed.dual.image.prepare(next(iter(SampleBatches(held.samples, batch)))[0])
-    there = [name for name in run.rows if not rows[name].calibrated and seed.reported(name).exists()]
-    models = {name: rows[name].whole(seed, held.classes) for name in dict.fromkeys((SINGLE, *there))}
+    held_out, batch = seed.task.held_out, seed.recipe.cost_batch
+    inputs = seed.dual.image.prepare(next(iter(SampleBatches(held_out.samples, batch)))[0])
+    reported = [name for name in run.rows if not rows[name].calibrated and seed.reported(name).exists()]
+    models = {name: rows[name].whole(seed, held_out.classes) for name in dict.fromkeys((SINGLE, *reported))}
     write_costs(seed.study, seed.device, batch, timed(models, inputs, seed.device))
 
 
@@ -127,15 +127,15 @@ def collect(run: Run) -> None:
     recipe = run.task.recipe
     study = run.output / run.task.name
     tasks: dict[str, Any] = {}
-    for one in task.test_sets:
-        if one.group == "id":
-            tasks[one.task] = {"domain": one.domain, "classes": len(one.classes), "samples": len(one.samples)}
+    for data in task.test_sets:
+        if data.group == "id":
+            tasks[data.task] = {"domain": data.domain, "classes": len(data.classes), "samples": len(data.samples)}
         else:
-            tasks[one.task].setdefault("outside", {}).setdefault(one.group, {})[one.name] = len(one.samples)
-    reports = [one for folder in study.glob(f"seed-*/{REPORT}") for one in by_row(folder, rows_of(task)).values()]
+            tasks[data.task].setdefault("outside", {}).setdefault(data.group, {})[data.name] = len(data.samples)
+    reports = [report for folder in study.glob(f"seed-*/{REPORT}") for report in by_row(folder, rows_of(task)).values()]
 
-    def told(key: str) -> str:  # where reports were made, which need not be where they are stored
-        return " and ".join(sorted({one[key] for one in reports}))
+    def joined(key: str) -> str:  # where reports were made, which need not be where they are stored
+        return " and ".join(sorted({report[key] for report in reports}))
 
     facts = {
         "recipe": to_plain(recipe),
@@ -145,27 +145,27 @@ def collect(run: Run) -> None:
         "trainings": {name: row.trainings for name, row in rows_of(task).items()},
         "choice": read_if_there(study / CHOICE),
         "costs": read_if_there(study / COSTS),
-        "device": told("device"),
-        "versions": {"torch": told("torch"), "hydra_ensembles": told("version")},
+        "device": joined("device"),
+        "versions": {"torch": joined("torch"), "hydra_ensembles": joined("version")},
     }
 
     def of_seed(number: int) -> dict[str, Any]:
         seed = DualSeed(task, number, run.output)
-        known = {"circuits": circuit_facts(seed), "choices": choices_in(seed.folder)}
-        return {**read_json(seed.folder / FIXED), **known}
+        facts_of_seed = {"circuits": circuit_facts(seed), "choices": choices_in(seed.folder)}
+        return {**read_json(seed.folder / FIXED), **facts_of_seed}
 
     store(study, run.results, facts, of_seed)
 
 
 def circuit_facts(seed: DualSeed) -> dict[str, Any]:
     """Of every circuit there is: samples, the score with all heads, and that without those that a member loses."""
-    found = {}
+    facts = {}
     for towers, count in (("image+text", seed.recipe.prune), ("image", seed.recipe.image_prune)):
-        for score in (one for one in CIRCUIT_ORDER if seed.has_circuit(one, towers)):
+        for score in (score for score in CIRCUIT_ORDER if seed.has_circuit(score, towers)):
             ranking = seed.circuit(score, towers)
-            known = {name: ranking.provenance[name] for name in ("id_samples", "ood_samples", "start")}
-            found[f"{score} {towers}"] = {**known, "end": ranking.scores[count - 1], "pruned": count}
-    return found
+            provenance = {name: ranking.provenance[name] for name in ("id_samples", "ood_samples", "start")}
+            facts[f"{score} {towers}"] = {**provenance, "end": ranking.scores[count - 1], "pruned": count}
+    return facts
 
 
 ZERO_SHOT = Kind(

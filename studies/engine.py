@@ -58,19 +58,19 @@ class Kind:
 
         The first job that failed is raised when all else is done.
         """
-        known = self.rows(run.task)
+        rows = self.rows(run.task)
         if wrong := [stage for stage in stages if stage not in self.stages]:
             raise ConfigError(f"stages are {', '.join(self.stages)}; got {', '.join(wrong)}")
-        if wrong := [row for row in run.rows if row not in known]:
-            raise ConfigError(f"there are no rows {wrong} of {run.task.name}; it has {list(known)}")
-        run = run if run.rows else Run(run.task, run.output, run.results, list(known), run.seeds)
+        if wrong := [row for row in run.rows if row not in rows]:
+            raise ConfigError(f"there are no rows {wrong} of {run.task.name}; it has {list(rows)}")
+        run = run if run.rows else Run(run.task, run.output, run.results, list(rows), run.seeds)
         failed: list[Exception] = []
         with ExitStack() as stack:
             pool = None
             if workers > 1:
-                given = (self.seed, self.steps, run.output, type(run.task), run.task.given)
+                arguments = (self.seed, self.steps, run.output, type(run.task), run.task.given)
                 context = multiprocessing.get_context("spawn")
-                pool = ProcessPoolExecutor(workers, context, initializer=_begin_apart, initargs=given)
+                pool = ProcessPoolExecutor(workers, context, initializer=_begin_apart, initargs=arguments)
                 stack.callback(pool.shutdown, cancel_futures=True)
             _begin(self.seed, self.steps, run.output, run.task)
             for stage in stages:
@@ -91,14 +91,14 @@ def do_all(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> list[Except
 
     Nor is it a failure where a seed has no members that differ: that is told, and the row is missing.
     """
-    done: Iterable[tuple[Job, Callable[[], None]]]
+    outcomes: Iterable[tuple[Job, Callable[[], None]]]
     if pool is None:
-        done = ((job, partial(_do, job)) for job in jobs)
+        outcomes = ((job, partial(_do, job)) for job in jobs)
     else:
         waiting: dict[Future[None], Job] = {pool.submit(_do, job): job for job in jobs}
-        done = ((waiting[one], one.result) for one in as_completed(waiting))
+        outcomes = ((waiting[future], future.result) for future in as_completed(waiting))
     failed = []
-    for job, ended in done:
+    for job, ended in outcomes:
         try:
             ended()
         except SameMembersError as error:  # no member is left out and no setting changed: there is no such row
@@ -111,8 +111,8 @@ def do_all(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> list[Except
 
 
 def _named(job: Job) -> str:
-    step, number, what = job
-    return f"{step} {what}, seed {number}"
+    step, number, name = job
+    return f"{step} {name}, seed {number}"
 
 
 def _begin(seed: Callable[..., Any], steps: Mapping[str, Callable[..., None]], output: Path, task: Any) -> None:
@@ -121,18 +121,18 @@ def _begin(seed: Callable[..., Any], steps: Mapping[str, Callable[..., None]], o
     _OWN.update(make=lambda number: seed(task, number, output), steps=steps, name=task.name)
 
 
-def _begin_apart(seed: Any, steps: Any, output: Path, kind: Callable[..., Any], given: Sequence[Any]) -> None:
+def _begin_apart(seed: Any, steps: Any, output: Path, kind: Callable[..., Any], arguments: Sequence[Any]) -> None:
     torch.set_num_threads(1)
-    _begin(seed, steps, output, kind(*given))
+    _begin(seed, steps, output, kind(*arguments))
 
 
 def _do(job: Job) -> None:
-    step, number, what = job
-    begun = time.monotonic()
+    step, number, name = job
+    start = time.monotonic()
     if _OWN.get("number") != number:
         _OWN.update(number=number, seed=_OWN["make"](number))
-    _OWN["steps"][step](_OWN["seed"], what)
-    print(f"{_OWN['name']} {_named(job)}: {time.monotonic() - begun:.0f} s", flush=True)
+    _OWN["steps"][step](_OWN["seed"], name)
+    print(f"{_OWN['name']} {_named(job)}: {time.monotonic() - start:.0f} s", flush=True)
 
 
 # --- what it costs ---------------------------------------------------------------------------------------------------
@@ -154,13 +154,13 @@ def sizes(model: Any) -> dict[str, Any]:
 def timed(models: Mapping[str, Any], inputs: Any, device: torch.device) -> dict[str, dict[str, Any]]:
     """Latency and peak memory of models side by side, each as fast as the library runs it; the first is Single."""
     fast = device.type == "cuda"
-    how = {"dtype": torch.bfloat16} if fast else {}
+    settings = {"dtype": torch.bfloat16} if fast else {}
     runs = {
-        name: model.optimize(inputs, **how) if isinstance(model, he.Ensemble) else model
+        name: model.optimize(inputs, **settings) if isinstance(model, he.Ensemble) else model
         for name, model in models.items()
     }
-    found = measure_costs(runs, inputs, repeats=50 if fast else 5)
-    return {one.name: {**to_plain(one), **sizes(models[one.name])} for one in found}
+    costs = measure_costs(runs, inputs, repeats=50 if fast else 5)
+    return {cost.name: {**to_plain(cost), **sizes(models[cost.name])} for cost in costs}
 
 
 def write_costs(study: Path, device: torch.device, batch: int, rows: Mapping[str, Any]) -> None:
@@ -171,7 +171,7 @@ def write_costs(study: Path, device: torch.device, batch: int, rows: Mapping[str
         "torch": torch.__version__,
         "batch": batch,
     }
-    place = study / COSTS
-    before = read_if_there(study / COSTS)
-    known = before["rows"] if before else rows
-    write_json(place, newest_costs(study.name, before, {**about, "rows": dict(rows)}, known))
+    path = study / COSTS
+    before = read_if_there(path)
+    present = before["rows"] if before else rows
+    write_json(path, newest_costs(study.name, before, {**about, "rows": dict(rows)}, present))

@@ -37,8 +37,8 @@ class Judged:
         self.task, self.model = task, model
         if isinstance(model, he.Ensemble) and familiar:
             self.model = he.fit_familiarity(model, task.familiar(), "mahalanobis")
-        held = self.answers(task.calibrating)
-        fit = he.fit_calibration(held.member_logits, task.calibrating.labels.to(held.member_logits.device))
+        answers = self.answers(task.calibrating)
+        fit = he.fit_calibration(answers.member_logits, task.calibrating.labels.to(answers.member_logits.device))
         self.calibration = fit.calibration
 
     @torch.no_grad()
@@ -53,55 +53,55 @@ class Judged:
         """The columns of a set, `[N]` each."""
         return self.columns_of(self.answers(samples), samples.labels if labelled else None)
 
-    def columns_of(self, said: Prediction, labels: Tensor | None) -> dict[str, Tensor]:
+    def columns_of(self, answers: Prediction, labels: Tensor | None) -> dict[str, Tensor]:
         """The columns of what was said about samples, `[N]` each; with labels `[N]`, whether it is right too."""
         if labels is None:
-            return columns_of(said)
-        after = self.calibration.prediction(said.member_logits)
-        return columns_of(said, after, labels.to(said.member_logits.device))
+            return columns_of(answers)
+        after = self.calibration.prediction(answers.member_logits)
+        return columns_of(answers, after, labels.to(answers.member_logits.device))
 
 
-def columns_of(said: Prediction, after: Prediction | None = None, labels: Tensor | None = None) -> dict[str, Tensor]:
+def columns_of(answers: Prediction, after: Prediction | None = None, labels: Tensor | None = None) -> dict[str, Tensor]:
     """The columns of what is said about a set, `[N]` each; with labels, also of what is said after calibration."""
-    known = () if said.unfamiliarity is None else said.unfamiliarity.score_names
-    found: dict[str, Tensor] = {name: said.score(name) for name in (*SCORES, *known)}
+    distances = () if answers.unfamiliarity is None else answers.unfamiliarity.score_names
+    columns: dict[str, Tensor] = {name: answers.score(name) for name in (*SCORES, *distances)}
     if labels is not None and after is not None:
-        found |= {"correct": said.label == labels, **judged(said, labels)}
-        found |= {f"calibrated.{name}": one for name, one in judged(after, labels).items()}
-        found["calibrated.doubt"] = after.probs.scatter(-1, after.label[:, None], 0.0).sum(dim=-1)
-    if not all(bool(one.isfinite().all()) for one in found.values()):
+        columns |= {"correct": answers.label == labels, **judged(answers, labels)}
+        columns |= {f"calibrated.{name}": column for name, column in judged(after, labels).items()}
+        columns["calibrated.doubt"] = after.probs.scatter(-1, after.label[:, None], 0.0).sum(dim=-1)
+    if not all(bool(column.isfinite().all()) for column in columns.values()):
         raise DataError("a model answered with numbers that are not finite; its training diverged: lower the rate")
-    return found
+    return columns
 
 
-def judged(said: Prediction, labels: Tensor) -> dict[str, Tensor]:
+def judged(answers: Prediction, labels: Tensor) -> dict[str, Tensor]:
     """How likely the labels are to answers."""
-    return {"nll": nll_per_sample(said.probs, labels), "brier": brier_per_sample(said.probs, labels)}
+    return {"nll": nll_per_sample(answers.probs, labels), "brier": brier_per_sample(answers.probs, labels)}
 
 
 def stored(columns: Mapping[str, Tensor]) -> dict[str, Array]:
     """Columns as they are kept."""
 
-    def kept(name: str, one: Tensor) -> Tensor:
+    def kept(name: str, column: Tensor) -> Tensor:
         if name == SPREAD:
-            return one.double().mean(dim=0, keepdim=True)  # [1]
-        return one if one.dtype == torch.bool else one.clamp(-LARGEST, LARGEST).half()
+            return column.double().mean(dim=0, keepdim=True)  # [1]
+        return column if column.dtype == torch.bool else column.clamp(-LARGEST, LARGEST).half()
 
-    return {name: kept(name, one).cpu().numpy() for name, one in columns.items()}
+    return {name: kept(name, column).cpu().numpy() for name, column in columns.items()}
 
 
-def under_shift(judge: Judged, place: Path) -> dict[str, Array]:
+def under_shift(judge: Judged, path: Path) -> dict[str, Array]:
     """What a model says about corrupted test images of a file: `correct`, `brier` and `nll`, before calibration.
 
     By `severity N|column`, of every image the mean over the corruptions; by `NAME|column`, of a corruption the means
     over the images, severity by severity.
     """
-    each: dict[str, list[Tensor]] = {}
-    for name, severity, samples in judge.task.shifted(place):
-        found = judge.columns(samples, labelled=True)
+    by_key: dict[str, list[Tensor]] = {}
+    for name, severity, samples in judge.task.shifted(path):
+        columns = judge.columns(samples, labelled=True)
         for column in SHIFTED:
-            one = found[column].double()
-            each.setdefault(f"severity {severity}|{column}", []).append(one)
-            each.setdefault(f"{name}|{column}", []).append(one.mean())
-    whole = {key: torch.stack(parts) for key, parts in each.items()}
-    return stored({key: one.mean(dim=0) if one.ndim > 1 else one for key, one in whole.items()})
+            values = columns[column].double()
+            by_key.setdefault(f"severity {severity}|{column}", []).append(values)
+            by_key.setdefault(f"{name}|{column}", []).append(values.mean())
+    stacked = {key: torch.stack(parts) for key, parts in by_key.items()}
+    return stored({key: values.mean(dim=0) if values.ndim > 1 else values for key, values in stacked.items()})

@@ -52,24 +52,24 @@ def prepare(name: str, source: Path, data: Path) -> list[Path]:
     """Write every split of a set; the files."""
     if name not in SETS:
         raise ConfigError(f"there is no public set {name!r}; choose one of {', '.join(SETS)}")
-    found = SETS[name]
+    public_set = SETS[name]
     folder = data / "images" / name
     if not source.is_dir():
-        raise DataError(f"{source} is no folder; check out github:{found.repository} there")
-    names = None if found.names is None else found.names(source)
-    written = []
+        raise DataError(f"{source} is no folder; check out github:{public_set.repository} there")
+    names = None if public_set.names is None else public_set.names(source)
+    paths = []
     folder.mkdir(parents=True, exist_ok=True)
-    for split, rows in found.splits(source, folder).items():
-        written.append(folder / f"{split}.parquet")
-        pq.write_table(as_table(rows, names, f"{name} in {source}"), written[-1], compression="zstd")
-    return written
+    for split, rows in public_set.splits(source, folder).items():
+        paths.append(folder / f"{split}.parquet")
+        pq.write_table(as_table(rows, names, f"{name} in {source}"), paths[-1], compression="zstd")
+    return paths
 
 
-def as_table(rows: Iterable[Row], names: Sequence[str] | None, where: str) -> pa.Table:
+def as_table(rows: Iterable[Row], names: Sequence[str] | None, origin: str) -> pa.Table:
     """A split in the layout of Hugging Face data sets, with images in bytes."""
-    images, others = zip(*rows, strict=True) if (rows := list(rows)) else ((), ())
+    images, targets = zip(*rows, strict=True) if (rows := list(rows)) else ((), ())
     if not images:
-        raise DataError(f"there are no images of {where}; is it a whole checkout of the right repository?")
+        raise DataError(f"there are no images of {origin}; is it a whole checkout of the right repository?")
     column = "captions" if names is None else "label"
     features: dict[str, Any] = {"image": {"_type": "Image"}}
     features[column] = (
@@ -77,13 +77,13 @@ def as_table(rows: Iterable[Row], names: Sequence[str] | None, where: str) -> pa
         if names is None
         else {"names": list(names), "_type": "ClassLabel"}
     )
-    data = {
+    columns = {
         "image": pa.array(
-            [{"bytes": one, "path": None} for one in images], pa.struct({"bytes": pa.binary(), "path": pa.string()})
+            [{"bytes": image, "path": None} for image in images], pa.struct({"bytes": pa.binary(), "path": pa.string()})
         ),
-        column: pa.array(others, pa.list_(pa.string()) if names is None else pa.int64()),
+        column: pa.array(targets, pa.list_(pa.string()) if names is None else pa.int64()),
     }
-    return pa.table(data).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    return pa.table(columns).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
 
 
 def small(path: Path) -> bytes:
@@ -103,7 +103,7 @@ def small(path: Path) -> bytes:
 # --- folders with one folder a class ---------------------------------------------------------------------------------
 
 
-def of_folders(split: str, each: int, *folders: str) -> Callable[[Path, Path], Splits]:
+def of_folders(split: str, count: int, *folders: str) -> Callable[[Path, Path], Splits]:
     """So many images of every class, evenly drawn from its folders; labels in the order of `class_folders`."""
 
     def read(source: Path, _: Path) -> Splits:
@@ -111,18 +111,18 @@ def of_folders(split: str, each: int, *folders: str) -> Callable[[Path, Path], S
 
     def rows(source: Path) -> Iterator[Row]:
         for label, name in enumerate(class_folders(source / folders[0])):
-            listed = [one for folder in folders for one in sorted((source / folder / name).iterdir())]
-            images = [one for one in listed if one.suffix.lower() in IMAGE_SUFFIXES]
-            for place in np.linspace(0, len(images) - 1, min(each, len(images))).round().astype(int):
-                yield small(images[place]), label
+            listed = [path for folder in folders for path in sorted((source / folder / name).iterdir())]
+            images = [path for path in listed if path.suffix.lower() in IMAGE_SUFFIXES]
+            for index in np.linspace(0, len(images) - 1, min(count, len(images))).round().astype(int):
+                yield small(images[index]), label
 
     return read
 
 
 def class_folders(folder: Path) -> list[str]:
     """Paths of the folders of classes, sorted: those that hold no further folder; numbers in the order of numbers."""
-    found = [one for one in folder.rglob("*") if one.is_dir() and not any(below.is_dir() for below in one.iterdir())]
-    names = [one.relative_to(folder).as_posix() for one in found]
+    paths = [path for path in folder.rglob("*") if path.is_dir() and not any(sub.is_dir() for sub in path.iterdir())]
+    names = [path.relative_to(folder).as_posix() for path in paths]
     return sorted(names, key=lambda name: (int(name) if name.isdigit() else 0, name))
 
 
@@ -152,16 +152,16 @@ def flickr8k(source: Path, _: Path) -> Splits:
     texts = source / "Flicker8k_text"
     captions = dict[str, list[str]]()
     for line in (texts / "Flickr8k.token.txt").read_text(encoding="utf-8").splitlines():
-        place, caption = line.split("\t", 1)
-        captions.setdefault(place.partition("#")[0], []).append(caption.removesuffix(" .").strip())
-    found = {}
+        file, caption = line.split("\t", 1)
+        captions.setdefault(file.partition("#")[0], []).append(caption.removesuffix(" .").strip())
+    splits = {}
     for split, official in {"train": "train", "validation": "dev", "test": "test"}.items():
         names = (texts / f"Flickr_8k.{official}Images.txt").read_text(encoding="utf-8").split()
         short = [name for name in names if len(captions.get(name, ())) != CAPTIONS]
         if short:
             raise DataError(f"{source}: {short[:3]} do not have five captions; check the repository out again")
-        found[split] = [(small(source / "Flicker8k_Dataset" / name), captions[name]) for name in names]
-    return found
+        splits[split] = [(small(source / "Flicker8k_Dataset" / name), captions[name]) for name in names]
+    return splits
 
 
 def imagenet_samples(source: Path, _: Path) -> Splits:
@@ -184,19 +184,19 @@ def cifar100(source: Path, folder: Path) -> Splits:
 
     The set has images twice, some of them in its test set: a class has a few images less than five hundred.
     """
-    known = {_digest_of(one, decoded=True) for one in _images_of(folder, CIFAR100_OTHERS)}
+    digests = {_digest_of(content, decoded=True) for content in _images_of(folder, CIFAR100_OTHERS)}
     names = cifar100_names(source)
-    each = len(CIFAR100_SPLITS) * CIFAR100_EACH
-    found: dict[str, list[Row]] = {split: [] for split in CIFAR100_SPLITS}
+    limit = len(CIFAR100_SPLITS) * CIFAR100_EACH
+    splits: dict[str, list[Row]] = {split: [] for split in CIFAR100_SPLITS}
     for label, name in enumerate(names):
         content = (source / "cifar-100-binary" / "split train bins" / f"{name}-{label}-train.bin").read_bytes()
         images = np.frombuffer(content, np.uint8).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)  # [500, 32, 32, 3]
-        new = [one for one in images if hashlib.sha256(one.tobytes()).digest() not in known]
-        for place, one in enumerate(new[:each]):
-            content_of = io.BytesIO()
-            Image.fromarray(one).save(content_of, "WEBP", lossless=True)
-            found[CIFAR100_SPLITS[place // CIFAR100_EACH]].append((content_of.getvalue(), label))
-    return found
+        new = [image for image in images if hashlib.sha256(image.tobytes()).digest() not in digests]
+        for index, image in enumerate(new[:limit]):
+            encoded = io.BytesIO()
+            Image.fromarray(image).save(encoded, "WEBP", lossless=True)
+            splits[CIFAR100_SPLITS[index // CIFAR100_EACH]].append((encoded.getvalue(), label))
+    return splits
 
 
 def cifar100_names(source: Path) -> list[str]:
@@ -209,15 +209,15 @@ def tinyimagenet(source: Path, folder: Path) -> Splits:
 
     Images that the set has twice come once, and none that the validation and test splits of the folder have.
     """
-    known = {_digest_of(one) for one in _images_of(folder, TINY_OTHERS)}
-    found: dict[str, list[Row]] = {}
+    digests = {_digest_of(content) for content in _images_of(folder, TINY_OTHERS)}
+    splits: dict[str, list[Row]] = {}
     for label, name in enumerate(tiny_classes(source)):
         contents = [path.read_bytes() for path in sorted((source / TINY / "train" / name / "images").glob("*.JPEG"))]
-        for place, content in enumerate(contents):
-            if (digest := _digest_of(content)) not in known:
-                found.setdefault(f"train-{place // TINY_EACH}", []).append((content, label))
-                known.add(digest)
-    return found
+        for index, content in enumerate(contents):
+            if (digest := _digest_of(content)) not in digests:
+                splits.setdefault(f"train-{index // TINY_EACH}", []).append((content, label))
+                digests.add(digest)
+    return splits
 
 
 def tiny_classes(source: Path) -> list[str]:
@@ -244,8 +244,8 @@ def _images_of(folder: Path, splits: Sequence[str]) -> Iterator[bytes]:
 
 def _digest_of(content: bytes, decoded: bool = False) -> bytes:
     """What tells an image from others: its file, or its pixels."""
-    told = np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).tobytes() if decoded else content
-    return hashlib.sha256(told).digest()
+    identity = np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).tobytes() if decoded else content
+    return hashlib.sha256(identity).digest()
 
 
 def _folder_names(folder: str) -> Callable[[Path], list[str]]:

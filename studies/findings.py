@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .all_tasks import gains_table, methods_table
-from .cells import ACROSS, ACROSS_TOLD, BEYOND, level, marked, measured_on, memory, printed, ratio, told
+from .cells import ACROSS, ACROSS_TOLD, BEYOND, gap_text, level, marked, measured_on, memory, printed, ratio
 from .detection import detection_table, sets_table, small_sets
 from .measures import FEWEST_SEEDS, SEVERITIES, SHIFT, Difference
 from .paper import Numbers, paper_numbers, read_csv
@@ -69,10 +69,10 @@ def shift_table(study: Study) -> str:
     def seeds(row: str) -> str:
         return str(sum(f"{SHIFT}.accuracy" in study.numbers(row, seed) for seed in study.seeds(row)))
 
-    made = []
+    tables = []
     for metric, title in {"accuracy": "accuracy ↑", "brier": "Brier ↓", "nll": "NLL ↓"}.items():
         lines = [[row, *(cell(row, f"{level}.{metric}") for level in levels), seeds(row)] for row in rows]
-        made.append(markdown([title, *SEVERITIES, "mean", "seeds"], lines))
+        tables.append(markdown([title, *SEVERITIES, "mean", "seeds"], lines))
     brackets = f" In brackets the paper's on {study.stands_for}." if f"{SHIFT}.accuracy" in theirs[SINGLE] else ""
     note = (
         f"{study.facts['recipe']['shift']['images']} test images under each of the fifteen corruptions of ImageNet-C, "
@@ -80,7 +80,7 @@ def shift_table(study: Study) -> str:
         f"intervals over seeds and images, paired; from three seeds on).{brackets} "
         f"From `results/studies/{study.name}/`."
     )
-    return "\n\n".join([*made, note])
+    return "\n\n".join([*tables, note])
 
 
 def contrast_table(study: Study) -> str:
@@ -108,15 +108,15 @@ def contrast_table(study: Study) -> str:
     keys = ["accuracy", "calibrated.nll", "aurc", "near.auroc", "far.auroc", "mahalanobis:all.auroc"]
     lines = []
     for first, second in pairs:
-        found = [study.difference(first, second, key) for key in keys]
-        if any(one is not None for one in found):
+        gaps = [study.difference(first, second, key) for key in keys]
+        if any(gap is not None for gap in gaps):
             cells = [
-                "–" if one is None else f"**{text}**" if one.certain else text
-                for one, key in zip(found, keys, strict=True)
-                for text in ["" if one is None else told(one, key)]
+                "–" if gap is None else f"**{text}**" if gap.certain else text
+                for gap, key in zip(gaps, keys, strict=True)
+                for text in ["" if gap is None else gap_text(gap, key)]
             ]
             runs = f" {ACROSS}" if study.across(first, second) else ""
-            lines.append([first, f"{second}{runs}", *cells, str(max(one.seeds for one in found if one is not None))])
+            lines.append([first, f"{second}{runs}", *cells, str(max(gap.seeds for gap in gaps if gap is not None))])
     head = ["row", "less", *(MAIN[key] for key in keys), "seeds"]
     note = (
         "Paired differences ± half a 95 % interval over seeds and test samples; bold without zero, from three seeds on."
@@ -128,8 +128,8 @@ def contrast_table(study: Study) -> str:
 def claims(study: Study) -> list[dict[str, Any]]:
     """What the paper claims of a task like this one, each with its margin: reproduced, not reproduced, or a tie."""
     paper = paper_numbers("classifier", study.stands_for)
-    listed = [one for one in read_csv("classifier_claims") if study.stands_for in one["tasks"].split(";")]
-    return [tested(study, one, one["metric"], paper, "not run") for one in listed]
+    listed = [claim for claim in read_csv("classifier_claims") if study.stands_for in claim["tasks"].split(";")]
+    return [tested(study, claim, claim["metric"], paper, "not run") for claim in listed]
 
 
 def tested(
@@ -144,18 +144,18 @@ def tested(
     return {**claim, "paper": gap, "ours": ours, "verdict": verdict, "across": study.across(first, second)}
 
 
-def judged(found: Difference, claimed: str, margin: float) -> str:
+def judged(gap: Difference, claimed: str, margin: float) -> str:
     """Whether an interval lies on the claimed side of the margin, on the other, or on both; of few seeds, how many.
 
     Of rows of two runs the verdict is a tie unless it is the same for the rows as they are.
     """
-    if found.as_they_are is not None:
-        verdicts = {judged(one, claimed, margin) for one in (replace(found, as_they_are=None), found.as_they_are)}
+    if gap.as_they_are is not None:
+        verdicts = {judged(version, claimed, margin) for version in (replace(gap, as_they_are=None), gap.as_they_are)}
         return verdicts.pop() if len(verdicts) == 1 else "tie"
-    if found.seeds < FEWEST_SEEDS:
-        return "one seed" if found.seeds == 1 else "two seeds"
+    if gap.seeds < FEWEST_SEEDS:
+        return "one seed" if gap.seeds == 1 else "two seeds"
     sign = -1.0 if claimed in ("lower", "not higher") else 1.0
-    low, high = sorted((sign * (found.value - found.half_width), sign * (found.value + found.half_width)))
+    low, high = sorted((sign * (gap.value - gap.half_width), sign * (gap.value + gap.half_width)))
     edge = 0.0 if claimed in ("lower", "higher") else -margin
     return "reproduced" if low > edge else "not reproduced" if high < edge else "tie"
 
@@ -171,21 +171,21 @@ def claims_table(study: Study) -> str:
     lines = []
     missing = list[str]()
     tried = claims(study)
-    for one in tried:
-        if one["ours"] is None:
-            first, second = one["first"], one["second"]
+    for claim in tried:
+        if claim["ours"] is None:
+            first, second = claim["first"], claim["second"]
             missing += [row for row in (first, second) if row not in study.rows] or [f"{first} beside {second}"]
             continue
-        alone = "; ".join(f"{told(gap, one['metric'])} without {name}" for name, gap, _ in hangs_on(study, one))
-        lines.append([*claim_cells(one), alone])
+        alone = "; ".join(f"{gap_text(gap, claim['metric'])} without {name}" for name, gap, _ in hangs_on(study, claim))
+        lines.append([*claim_cells(claim), alone])
     wanting = f"Not tested, for want of rows: what the paper claims of {', '.join(dict.fromkeys(missing))}."
     notes = [
         wanting if missing else "",
-        ACROSS_TOLD if any(one["across"] for one in tried) else "",
+        ACROSS_TOLD if any(claim["across"] for claim in tried) else "",
         EXPLORED.format(len(study.outside)) if any(line[-1] for line in lines) else "",
     ]
     head = ["claim", "margin", f"paper, {study.stands_for}", "here", "verdict", "without one set"]
-    note = " ".join(one for one in notes if one)
+    note = " ".join(text for text in notes if text)
     return markdown(head, lines, note) if lines else f"*{note}*"
 
 
@@ -193,27 +193,27 @@ def hangs_on(study: Study, claim: Mapping[str, Any]) -> list[tuple[str, Differen
     """OOD sets without which the verdict on a claim about all of them is another: name, difference and verdict."""
     if claim["metric"] != "all.auroc" or claim["ours"] is None or len(study.outside) < 2:
         return []
-    found = []
+    decisive = []
     for name in study.outside:
         gap = study.difference(claim["first"], claim["second"], f"{ALL_BUT}{name}.auroc")
-        if gap is not None and (other := judged(gap, claim["is"], float(claim["margin"]))) != claim["verdict"]:
-            found.append((name, gap, other))
-    return found
+        if gap is not None and (verdict := judged(gap, claim["is"], float(claim["margin"]))) != claim["verdict"]:
+            decisive.append((name, gap, verdict))
+    return decisive
 
 
-def claim_cells(one: Mapping[str, Any]) -> list[str]:
+def claim_cells(claim: Mapping[str, Any]) -> list[str]:
     """A claim in words, its margin, the paper's difference, ours, and the verdict."""
-    ours, metric = one["ours"], one["metric"]
-    here = "–" if ours is None else told(ours, metric)
-    margin = printed(float(one["margin"]), metric)
-    claimed = f"{one['first']} {one['claim']}{f' {ACROSS}' if one['across'] else ''}"
-    return [claimed, margin, printed(one["paper"], metric, "+"), here, one["verdict"]]
+    ours, metric = claim["ours"], claim["metric"]
+    difference = "–" if ours is None else gap_text(ours, metric)
+    margin = printed(float(claim["margin"]), metric)
+    claimed = f"{claim['first']} {claim['claim']}{f' {ACROSS}' if claim['across'] else ''}"
+    return [claimed, margin, printed(claim["paper"], metric, "+"), difference, claim["verdict"]]
 
 
 def not_testable_table(_: Study, kind: str = "classifier") -> str:
     """Claims that these data and models cannot test."""
-    found = [[row["claim"], row["why"]] for row in read_csv("not_testable") if row["kind"] == kind]
-    return markdown(["claim", "why it is not testable here"], found, left=2)
+    lines = [[row["claim"], row["why"]] for row in read_csv("not_testable") if row["kind"] == kind]
+    return markdown(["claim", "why it is not testable here"], lines, left=2)
 
 
 TOO_FEW = "fewer than three rows have settings that it chose, which correlate with nothing"
@@ -223,17 +223,17 @@ def choices_table(study: Study) -> str:
     """What half B said of every setting that was compared, and what was taken."""
     lines = []
     for row, choice in study.facts["choices"].items():
-        for one in choice["measured"]:
-            taken = "taken" if one["setting"] == choice["setting"] else ""
-            cells = [printed(one[key], key) for key in ("accuracy", "calibrated.nll", "all.auroc")]
-            lines.append([row, told_setting(one["setting"]), *cells, taken])
-    told = [
-        f"of {what} {found[0]:+.2f} over {found[1]} rows"
-        for what, key in {"NLL": "calibrated.nll", "OOD AUROC": "all.auroc"}.items()
-        for found in [foretold(study, key)]
-        if found is not None
+        for option in choice["measured"]:
+            taken = "taken" if option["setting"] == choice["setting"] else ""
+            cells = [printed(option[key], key) for key in ("accuracy", "calibrated.nll", "all.auroc")]
+            lines.append([row, setting_text(option["setting"]), *cells, taken])
+    correlations = [
+        f"of {name} {correlation[0]:+.2f} over {correlation[1]} rows"
+        for name, key in {"NLL": "calibrated.nll", "OOD AUROC": "all.auroc"}.items()
+        for correlation in [foretold(study, key)]
+        if correlation is not None
     ]
-    note = f"Rank correlation of what held-out data said with what the test said: {', '.join(told) or TOO_FEW}."
+    note = f"Rank correlation of what held-out data said with what the test said: {', '.join(correlations) or TOO_FEW}."
     return markdown(["row", "setting", "accuracy", "NLL", "AUROC, held-out sets", ""], lines, note, left=2)
 
 
@@ -299,11 +299,11 @@ def recipes_table(study: Study) -> str:
     lines = []
     for row in study.rows:
         choice = study.facts["choices"].get(ROWS[row].like or row)
-        lines.append([row, WHAT[row], "–" if choice is None else told_setting(choice["setting"])])
+        lines.append([row, WHAT[row], "–" if choice is None else setting_text(choice["setting"])])
     return markdown(["row", "what it is", "setting"], lines, left=3)
 
 
-def told_setting(setting: Mapping[str, Any]) -> str:
+def setting_text(setting: Mapping[str, Any]) -> str:
     """A setting in words."""
     return ", ".join(f"{key} {value}" for key, value in setting.items())
 
@@ -344,8 +344,8 @@ def paper_table(study: Study) -> str:
     """The paper's table of the task: our numbers, and the paper's in brackets."""
     theirs = paper_numbers("classifier", study.stands_for)
     lines = [
-        [row, *(f"{printed(study.plain_mean(row, key), key)} ({printed(own.get(key), key)})" for key in PRINTED)]
-        for row, own in ((row, theirs[row]) for row in study.rows if row in theirs)
+        [row, *(f"{printed(study.plain_mean(row, key), key)} ({printed(numbers.get(key), key)})" for key in PRINTED)]
+        for row, numbers in ((row, theirs[row]) for row in study.rows if row in theirs)
     ]
     small = small_sets(study)
     note = (
@@ -360,13 +360,13 @@ def foretold(study: Study, key: str) -> tuple[float, int] | None:
     """Rank correlation of a number of chosen settings on held-out data with that on the test, and of how many."""
     from scipy.stats import spearmanr  # takes a second to import, and one table asks
 
-    said, came = [], []
+    predicted, measured = [], []
     for row, choice in study.facts["choices"].items():
         if row in study.rows:
-            taken = next(one for one in choice["measured"] if one["setting"] == choice["setting"])
-            said.append(taken[key])
-            came.append(study.mean(row, key))
-    return (float(spearmanr(said, came).statistic), len(said)) if len(said) > 2 else None
+            chosen = next(option for option in choice["measured"] if option["setting"] == choice["setting"])
+            predicted.append(chosen[key])
+            measured.append(study.mean(row, key))
+    return (float(spearmanr(predicted, measured).statistic), len(predicted)) if len(predicted) > 2 else None
 
 
 TABLES: Mapping[str, Callable[[Study], str]] = {
@@ -396,6 +396,6 @@ def stored_studies(folder: Path = RESULTS) -> list[Study]:
 
 def blocks(studies: Sequence[Study], shown: Collection[str]) -> dict[str, str]:
     """Tables of stored studies by their names in the documents, `study_NAME_TABLE`, where shown; those of all."""
-    named = {f"study_{study.name}_{name}": (table, study) for study in studies for name, table in TABLES.items()}
-    each = {name: table(study) for name, (table, study) in named.items() if name in shown}
-    return {**each, "study_gains": gains_table(studies), "study_methods": methods_table(studies)}
+    tables = {f"study_{study.name}_{name}": (table, study) for study in studies for name, table in TABLES.items()}
+    of_studies = {name: table(study) for name, (table, study) in tables.items() if name in shown}
+    return {**of_studies, "study_gains": gains_table(studies), "study_methods": methods_table(studies)}

@@ -34,14 +34,14 @@ def figure(studies: Sequence[Study]) -> Any:
     for field, study in zip(fields, studies, strict=True):
         dual = isinstance(study, DualStudy)
         key = f"{study.detections[0]}.all.auroc" if isinstance(study, DualStudy) else "all.auroc"
-        taken: list[float] = []
+        prices: list[float] = []
         for row in (row for row in MARKS if row in study.rows):
             gain, (price, measured) = study.difference(row, SINGLE, key), price_of(study, row)
             if gain is None or price is None:
                 continue
-            while any(abs(price - other) < APART * price for other in taken):
+            while any(abs(price - other) < APART * price for other in prices):
                 price *= 1 + APART
-            taken.append(price)
+            prices.append(price)
             mark, colour = MARKS[row]
             field.errorbar(
                 price,
@@ -57,14 +57,14 @@ def figure(studies: Sequence[Study]) -> Any:
         field.set_xscale("log")
         field.set_xticks([1, 2, 3], ["1", "2", "3"])
         field.set_xticks([], minor=True)
-        field.set_xlim(0.94 * min([0.9, *taken]), 3.8)
+        field.set_xlim(0.94 * min([0.9, *prices]), 3.8)
         field.grid(alpha=0.25)
         field.set_title("zero-shot" if dual else TITLES[study.name], fontsize=9)
     fields[0].set_ylabel("gain in OOD AUROC (points)")
     canvas.supxlabel("price of an answer over Single's", fontsize=9, y=-0.06)
-    shown = [row for row in MARKS if any(row in study.rows for study in studies)]
+    rows = [row for row in MARKS if any(row in study.rows for study in studies)]
     marks = [
-        pyplot().Line2D([], [], marker=MARKS[row][0], color=MARKS[row][1], linestyle="", label=row) for row in shown
+        pyplot().Line2D([], [], marker=MARKS[row][0], color=MARKS[row][1], linestyle="", label=row) for row in rows
     ]
     fields[-1].legend(handles=marks, loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8, frameon=False)
     return canvas
@@ -80,7 +80,7 @@ def price_of(study: Study, row: str) -> tuple[float | None, bool]:
 
 def draw(results: Path, path: Path) -> Path:
     """Draw it from the studies of a folder of results that have Hydra, and know a price."""
-    fused = [one for one in stored_studies(results) if HYDRA in one.rows]
+    fused = [study for study in stored_studies(results) if HYDRA in study.rows]
     dual = [DualStudy(ZERO_SHOT, results)] if (results / ZERO_SHOT / "study.json").exists() else []
-    priced = [one for one in (*fused, *dual) if any(price_of(one, row)[0] for row in one.rows)]
+    priced = [study for study in (*fused, *dual) if any(price_of(study, row)[0] for row in study.rows)]
     return save_figure(figure(priced), path)

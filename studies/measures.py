@@ -51,20 +51,20 @@ class Number:
             return parts[0]
         joined: dict[str, Floats] = {}
         for part in parts:
-            for name, one in part.influences.items():
-                joined[name] = joined.get(name, 0.0) + one / len(parts)
+            for name, influences in part.influences.items():
+                joined[name] = joined.get(name, 0.0) + influences / len(parts)
         return Number(mean(part.value for part in parts), joined)
 
     def minus(self, other: "Number") -> "Number":
         """The difference of two numbers on the same samples."""
         return Number(
-            self.value - other.value, {name: one - other.influences[name] for name, one in self.influences.items()}
+            self.value - other.value, {name: ours - other.influences[name] for name, ours in self.influences.items()}
         )
 
     @property
     def deviation(self) -> float:
         """The standard deviation that chance among the samples gives."""
-        return float(np.sqrt(sum(one.var(ddof=1) / len(one) for one in self.influences.values())))
+        return float(np.sqrt(sum(influences.var(ddof=1) / len(influences) for influences in self.influences.values())))
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ class Difference:
     @classmethod
     def of(cls, ours: Sequence[Number], theirs: Sequence[Number]) -> "Difference":
         """Of numbers of the same seeds; both sources of chance add in squares, seeds by Student's t."""
-        parts = [one.minus(other) for one, other in zip(ours, theirs, strict=True)]
-        among_samples = float(ndtri((1 + LEVEL) / 2)) * Number.mean(parts).deviation
+        gaps = [one.minus(other) for one, other in zip(ours, theirs, strict=True)]
+        among_samples = float(ndtri((1 + LEVEL) / 2)) * Number.mean(gaps).deviation
         among_seeds = 0.0
-        count = len(parts)
+        count = len(gaps)
         if count > 1:
             quantile = float(stdtrit(count - 1, (1 + LEVEL) / 2))
-            among_seeds = quantile * stdev(part.value for part in parts) / count**0.5
-        return cls(mean(part.value for part in parts), float(np.hypot(among_samples, among_seeds)), count)
+            among_seeds = quantile * stdev(gap.value for gap in gaps) / count**0.5
+        return cls(mean(gap.value for gap in gaps), float(np.hypot(among_samples, among_seeds)), count)
 
     @property
     def certain(self) -> bool:
@@ -104,40 +104,40 @@ class Difference:
 
 def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
     """Every number with influences of one model: `accuracy`, `calibrated.nll`, `entropy:all.auroc` and so on."""
-    here = {key.removeprefix(f"{inside}|"): one for key, one in columns.items() if key.startswith(f"{inside}|")}
-    own = {column: one.astype(np.float64) for column, one in here.items()}
-    found = {"accuracy": _mean(own["correct"], inside)}
+    raw = {key.removeprefix(f"{inside}|"): column for key, column in columns.items() if key.startswith(f"{inside}|")}
+    id_columns = {name: column.astype(np.float64) for name, column in raw.items()}
+    by_key = {"accuracy": _mean(id_columns["correct"], inside)}
     for prefix in ("", "calibrated."):
-        if f"{prefix}nll" not in own:  # results of before have no rows after calibration
+        if f"{prefix}nll" not in id_columns:  # results of before have no rows after calibration
             continue
-        found |= {f"{prefix}{key}": _mean(own[f"{prefix}{key}"], inside) for key in ("nll", "brier")}
-        found[f"{prefix}ece"] = _ece(1.0 - own[DOUBT[prefix]], own["correct"], inside)
-    found["aurc"] = _aurc(own["msp"], 1.0 - own["correct"], inside)
-    if CONFIDENT in own:
-        found[f"{CONFIDENT}:ece"] = _ece(_confidence(own[CONFIDENT]), own["correct"], inside)
-        found[f"{CONFIDENT}:aurc"] = _aurc(own[CONFIDENT], 1.0 - own["correct"], inside)
+        by_key |= {f"{prefix}{key}": _mean(id_columns[f"{prefix}{key}"], inside) for key in ("nll", "brier")}
+        by_key[f"{prefix}ece"] = _ece(1.0 - id_columns[DOUBT[prefix]], id_columns["correct"], inside)
+    by_key["aurc"] = _aurc(id_columns["msp"], 1.0 - id_columns["correct"], inside)
+    if CONFIDENT in id_columns:
+        by_key[f"{CONFIDENT}:ece"] = _ece(_confidence(id_columns[CONFIDENT]), id_columns["correct"], inside)
+        by_key[f"{CONFIDENT}:aurc"] = _aurc(id_columns[CONFIDENT], 1.0 - id_columns["correct"], inside)
     for prefix, score in SCORES.items():
-        if score not in own:
+        if score not in id_columns:
             continue
-        others = [name for names in groups.values() for name in names]
-        ours, *theirs = _ranked([here[score], *(columns[f"{name}|{score}"] for name in others)])
-        sets = {name: _auroc(ours, one, inside, name) for name, one in zip(others, theirs, strict=True)}
-        found |= {f"{prefix}ood.{name}.auroc": one for name, one in sets.items()}
+        outside = [name for names in groups.values() for name in names]
+        ours, *theirs = _ranked([raw[score], *(columns[f"{name}|{score}"] for name in outside)])
+        sets = {name: _auroc(ours, ranked, inside, name) for name, ranked in zip(outside, theirs, strict=True)}
+        by_key |= {f"{prefix}ood.{name}.auroc": number for name, number in sets.items()}
         for group, names in {**groups, "all": list(sets)}.items() if sets else ():
-            found[f"{prefix}{group}.auroc"] = Number.mean([sets[name] for name in names])
-    return found
+            by_key[f"{prefix}{group}.auroc"] = Number.mean([sets[name] for name in names])
+    return by_key
 
 
 def shift_numbers(columns: Columns) -> dict[str, Number]:
     """Numbers of one model on corrupted images: `severity 1.accuracy` and so on, and `shift.accuracy`, their mean."""
-    found: dict[str, Number] = {}
+    by_key: dict[str, Number] = {}
     for column, metric in (("correct", "accuracy"), ("brier", "brier"), ("nll", "nll")):
         levels = [level for level in SEVERITIES if f"{level}|{column}" in columns]
-        parts = [_mean(columns[f"{level}|{column}"].astype(np.float64), "corrupted") for level in levels]
-        if parts:
-            found |= {f"{level}.{metric}": one for level, one in zip(levels, parts, strict=True)}
-            found[f"{SHIFT}.{metric}"] = Number.mean(parts)
-    return found
+        means = [_mean(columns[f"{level}|{column}"].astype(np.float64), "corrupted") for level in levels]
+        if means:
+            by_key |= {f"{level}.{metric}": number for level, number in zip(levels, means, strict=True)}
+            by_key[f"{SHIFT}.{metric}"] = Number.mean(means)
+    return by_key
 
 
 def plain_numbers(
@@ -148,45 +148,45 @@ def plain_numbers(
     AUPR and FPR95 by the largest probability, and by a score that was learned (`vilu:near.fpr95`) where there is one.
     What `numbers` gave of the same columns need not be found again.
     """
-    found = {key: one.value for key, one in (known or numbers(columns, inside, groups)).items()}
-    right = torch.from_numpy(columns[f"{inside}|correct"])
-    own = f"{inside}|{CONFIDENT}"
+    by_key = {key: number.value for key, number in (known or numbers(columns, inside, groups)).items()}
+    correct = torch.from_numpy(columns[f"{inside}|correct"])
+    learned = f"{inside}|{CONFIDENT}"
     doubts = {prefix: columns.get(f"{inside}|{doubt}") for prefix, doubt in DOUBT.items()}
     sure = {prefix: 1.0 - doubt.astype(np.float64) for prefix, doubt in doubts.items() if doubt is not None}
-    if own in columns:
-        sure[f"{CONFIDENT}:"] = _confidence(columns[own].astype(np.float64))
-    found |= {f"{key}aece": adaptive_ece_of_confidence(torch.from_numpy(one), right) for key, one in sure.items()}
+    if learned in columns:
+        sure[f"{CONFIDENT}:"] = _confidence(columns[learned].astype(np.float64))
+    by_key |= {f"{key}aece": adaptive_ece_of_confidence(torch.from_numpy(p), correct) for key, p in sure.items()}
     spread = {name: columns[f"{name}|{SPREAD}"] for names in groups.values() for name in names}
-    means = {name: float(one.astype(np.float64).mean()) for name, one in spread.items()}
-    found[SPREAD] = float(columns[f"{inside}|{SPREAD}"].astype(np.float64).mean())
-    found |= _by_set_and_group("", SPREAD, means, groups)
+    means = {name: float(column.astype(np.float64).mean()) for name, column in spread.items()}
+    by_key[SPREAD] = float(columns[f"{inside}|{SPREAD}"].astype(np.float64).mean())
+    by_key |= _by_set_and_group("", SPREAD, means, groups)
     for prefix, score in {"": "msp", **{f"{name}:": name for name in get_args(LearnedName)}}.items():
         if f"{inside}|{score}" in columns:
-            found |= _detection(columns, inside, groups, prefix, score)
-    return found
+            by_key |= _detection(columns, inside, groups, prefix, score)
+    return by_key
 
 
 def _detection(columns: Columns, inside: str, groups: Groups, prefix: str, score: str) -> dict[str, float]:
     """AUPR by a score, and FPR95 of sets that are large."""
-    own = np.sort(columns[f"{inside}|{score}"].astype(np.float64))
+    id_scores = np.sort(columns[f"{inside}|{score}"].astype(np.float64))
     aupr = {}
     fpr95 = {}
     for name in (name for names in groups.values() for name in names):
-        other = np.sort(columns[f"{name}|{score}"].astype(np.float64))
-        aupr[name], false = _detected(own, other)
-        if len(other) >= FEWEST:
+        ood_scores = np.sort(columns[f"{name}|{score}"].astype(np.float64))
+        aupr[name], false = _detected(id_scores, ood_scores)
+        if len(ood_scores) >= FEWEST:
             fpr95[name] = false
     return _by_set_and_group(prefix, "aupr", aupr, groups) | _by_set_and_group(prefix, "fpr95", fpr95, groups)
 
 
 def _by_set_and_group(prefix: str, metric: str, values: Mapping[str, float], groups: Groups) -> dict[str, float]:
     """A number of every set that has it, and its means over those of a group and over all."""
-    found = {f"{prefix}ood.{name}.{metric}": value for name, value in values.items()}
-    every = [name for names in groups.values() for name in names]
-    for group, names in {**groups, "all": every}.items():
+    by_key = {f"{prefix}ood.{name}.{metric}": value for name, value in values.items()}
+    all_sets = [name for names in groups.values() for name in names]
+    for group, names in {**groups, "all": all_sets}.items():
         counted = [values[name] for name in names if name in values]
-        found |= {f"{prefix}{group}.{metric}": mean(counted)} if counted else {}
-    return found
+        by_key |= {f"{prefix}{group}.{metric}": mean(counted)} if counted else {}
+    return by_key
 
 
 def _confidence(odds: Floats) -> Floats:
@@ -197,10 +197,10 @@ def _confidence(odds: Floats) -> Floats:
 def _detected(inside: Floats, outside: Floats) -> tuple[float, float]:
     """Of rising scores: AUPR by steps, and FPR95 at the first threshold that finds 95 % of the OOD samples."""
     strictest = np.unique(outside)[::-1]
-    false, found = (len(one) - np.searchsorted(one, strictest) for one in (inside, outside))
-    steps = np.diff(found, prepend=0) / len(outside)
-    enough = int(np.argmax(100 * found >= 95 * len(outside)))
-    return float((steps * found / (found + false)).sum()), float(false[enough] / len(inside))
+    false, caught = (len(scores) - np.searchsorted(scores, strictest) for scores in (inside, outside))
+    steps = np.diff(caught, prepend=0) / len(outside)
+    enough = int(np.argmax(100 * caught >= 95 * len(outside)))
+    return float((steps * caught / (caught + false)).sum()), float(false[enough] / len(inside))
 
 
 def _mean(values: Floats, inside: str) -> Number:
@@ -229,7 +229,7 @@ def _aurc(scores: Floats, wrong: Floats, inside: str) -> Number:
     share = np.arange(1, count + 1) / count
     missed = (np.bincount(run, wrong) / sizes)[placed]
     after = np.cumsum((missed / share)[::-1])[::-1] / count  # mistakes at least as doubtful, over what they cover
-    covered, after = (np.bincount(placed, one) / sizes for one in (np.log(share), after))
+    covered, after = (np.bincount(placed, terms) / sizes for terms in (np.log(share), after))
     influence = -wrong * covered[run] + wrong.mean() - after[run]
     return Number(value, {inside: influence - influence.mean()})
 
@@ -253,15 +253,15 @@ def _ranked(parts: Sequence[Array]) -> list[Ranked]:
     return [(part, 2 * np.cumsum(count) - count) for part, count in counts]
 
 
-def _auroc(inside: Ranked, outside: Ranked, own: str, other: str) -> Number:
+def _auroc(inside: Ranked, outside: Ranked, id_name: str, ood_name: str) -> Number:
     """How often an OOD sample has the larger score, a tie counting half; by sample of either side."""
     above = _share_below(outside, inside)  # of ID samples, for every OOD sample
     value = float(above.mean())
-    return Number(value, {own: (1.0 - _share_below(inside, outside)) - value, other: above - value})
+    return Number(value, {id_name: (1.0 - _share_below(inside, outside)) - value, ood_name: above - value})
 
 
 def _share_below(points: Ranked, values: Ranked) -> Floats:
     """For every point the share of values below it, of equal ones half."""
-    (places, _), (ranks, below_and_upto) = points, values
-    share: Floats = below_and_upto[places] / (2 * len(ranks))
+    (positions, _), (ranks, below_and_upto) = points, values
+    share: Floats = below_and_upto[positions] / (2 * len(ranks))
     return share

@@ -46,23 +46,23 @@ def read_csv(name: str) -> Sequence[Mapping[str, str]]:
 def paper_numbers(kind: str, task: str) -> dict[str, dict[str, float]]:
     """Numbers by method of one task (`ImageNet-1K`, `SST-2`, of zero-shot studies `average`); no empty cells."""
     name, shares = FILES[kind]
-    found: dict[str, dict[str, float]] = {}
+    by_method: dict[str, dict[str, float]] = {}
     for row in (*read_csv(name), *(read_csv("shift") if kind == "classifier" else ())):
         if row["task"] == task:
-            printed = {key: cell for key, cell in row.items() if key not in ("task", "method") and cell}
-            own = {key: float(cell) / (100 if key.rpartition(".")[2] in shares else 1) for key, cell in printed.items()}
-            found.setdefault(row["method"], {}).update(own)
-    return found
+            cells = {key: cell for key, cell in row.items() if key not in ("task", "method") and cell}
+            plain = {key: float(cell) / (100 if key.rpartition(".")[2] in shares else 1) for key, cell in cells.items()}
+            by_method.setdefault(row["method"], {}).update(plain)
+    return by_method
 
 
 def set_numbers(kind: str, task: str) -> dict[str, dict[str, float]]:
     """Numbers at OOD sets of one task by method, `ood.mnist.auroc` and so on; sets that stand for one have its."""
-    found: dict[str, dict[str, float]] = {}
+    by_method: dict[str, dict[str, float]] = {}
     for row in (row for row in read_csv(SETS[kind]) if row["task"] == task):
         for name in (row["set"], *(ours for ours, theirs in LIKE.items() if theirs == row["set"])):
             numbers = {f"ood.{name}.{key}": float(row[key]) / 100 for key in ("auroc", "fpr95", "aupr")}
-            found.setdefault(row["method"], {}).update(numbers)
-    return found
+            by_method.setdefault(row["method"], {}).update(numbers)
+    return by_method
 
 
 def classifier_numbers(inside: str) -> Mapping[str, Numbers]:
@@ -70,22 +70,22 @@ def classifier_numbers(inside: str) -> Mapping[str, Numbers]:
     if inside not in STANDS_FOR:
         return {}
     sets = set_numbers("classifier", STANDS_FOR[inside])
-    return {row: own | sets.get(row, {}) for row, own in paper_numbers("classifier", STANDS_FOR[inside]).items()}
+    return {row: plain | sets.get(row, {}) for row, plain in paper_numbers("classifier", STANDS_FOR[inside]).items()}
 
 
 def zero_shot_numbers(tasks: Sequence[str], detections: Sequence[str]) -> Mapping[str, Numbers]:
     """Everything that the paper says of the rows of a zero-shot study, under the keys that ours have."""
-    found: dict[str, dict[str, float]] = {}
+    by_method: dict[str, dict[str, float]] = {}
     stands_for = {task: STANDS_FOR[task] for task in detections if task in STANDS_FOR}
     for prefix, name in {"unseen": AVERAGE, **stands_for}.items():
         for method, numbers in paper_numbers("dual", name).items():
-            found.setdefault(method, {}).update({f"{prefix}.{key}": value for key, value in numbers.items()})
+            by_method.setdefault(method, {}).update({f"{prefix}.{key}": value for key, value in numbers.items()})
     for row in read_csv("zero_shot_tasks"):
         metric = row["metric"]
-        whole = 100 if row["metric"] in FILES["dual"][1] else 1
-        there = {f"{task}.{metric}": row.get(COLUMN.get(task, task)) for task in tasks}
-        found.setdefault(row["method"], {}).update({key: float(cell) / whole for key, cell in there.items() if cell})
+        unit = 100 if row["metric"] in FILES["dual"][1] else 1
+        cells = {f"{task}.{metric}": row.get(COLUMN.get(task, task)) for task in tasks}
+        by_method.setdefault(row["method"], {}).update({key: float(cell) / unit for key, cell in cells.items() if cell})
     for task, name in stands_for.items():
         for method, numbers in set_numbers("dual", name).items():
-            found.setdefault(method, {}).update({f"{task}.{key}": value for key, value in numbers.items()})
-    return found
+            by_method.setdefault(method, {}).update({f"{task}.{key}": value for key, value in numbers.items()})
+    return by_method

@@ -36,10 +36,10 @@ PARTS = {"train": "train", "validation": "val", "": "test"}  # of a set whose su
 
 def recipe(model: str) -> dict[str, Any]:
     """The settings of the paper's tasks with a model of the user's own; what they leave open is as in our studies."""
-    found: dict[str, Any] = yaml.safe_load((FOLDER / "paper.yaml").read_text(encoding="utf-8"))
-    for plain in found["tasks"].values():
+    settings: dict[str, Any] = yaml.safe_load((FOLDER / "paper.yaml").read_text(encoding="utf-8"))
+    for plain in settings["tasks"].values():
         plain["backbone"] = model
-    return {**classifiers_recipe(), **found}
+    return {**classifiers_recipe(), **settings}
 
 
 @dataclass(frozen=True)
@@ -52,24 +52,24 @@ class PaperFolder(DataFolder):
         if not (self.root / name).exists():
             return reference.load(self.root)
         if part is None:  # OOD data: their labels are not read, and one part may be called anything
-            told = [one for place in ("", "data") for one in (self.root / name / place).glob(f"{reference.split}*")]
-            reference = replace(reference, split=reference.split if told else None, labels="optional")
-        own = replace(reference, source=name, config=None, folder="", columns=Columns())
-        return (own if part is None else replace(own, split=reference.split or part)).load(self.root)
+            files = [path for below in ("", "data") for path in (self.root / name / below).glob(f"{reference.split}*")]
+            reference = replace(reference, split=reference.split if files else None, labels="optional")
+        local = replace(reference, source=name, config=None, folder="", columns=Columns())
+        return (local if part is None else replace(local, split=reference.split or part)).load(self.root)
 
     def require(self, suite: Suite) -> None:
         """Refuse a folder that lacks sets of a suite; all of them are named, with what is looked for."""
-        found, count = [], 0
+        errors, count = [], 0
         for use, reference in uses(suite):
             count += 1
             try:
                 self.load(reference)
             except DataError as error:
-                found.append(f"- {reference.name} ({use}): {self.looked_for(reference)}. {error}")
-        if found:
-            listed = "\n".join(found)
+                errors.append(f"- {reference.name} ({use}): {self.looked_for(reference)}. {error}")
+        if errors:
+            listed = "\n".join(errors)
             raise DataError(
-                f"{len(found)} of the {count} sets of {suite.name} are not in {self.root}, or not as they should be:\n"
+                f"{len(errors)} of the {count} sets of {suite.name} are not in {self.root}, or not as they should be:\n"
                 f"{listed}\nLay each into a folder of its name (images by class, Parquet or CSV), or link it there."
             )
 
@@ -98,15 +98,15 @@ def uses(suite: Suite) -> Iterator[tuple[str, SetRef]]:
     yield "validation", given(suite, "validation")
     yield "test", suite.id
     yield "OOD data of circuits", suite.circuit_ood
-    yield from (("near OOD", one) for one in suite.near)
-    yield from (("far OOD", one) for one in suite.far)
+    yield from (("near OOD", reference) for reference in suite.near)
+    yield from (("far OOD", reference) for reference in suite.far)
 
 
 class PaperTask(Task):
     """A task of the paper with a model of the user's own."""
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.kind = self.plain["kind"]
 
     @cached_property

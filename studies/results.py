@@ -35,11 +35,11 @@ def store(path: Path, content: Any) -> None:
 
 def versions(*packages: str) -> dict[str, str]:
     """Versions of torch, of this library, and of others that are installed."""
-    found = {"torch": str(torch.__version__), "hydra_ensembles": hydra_ensembles.__version__}
+    installed = {"torch": str(torch.__version__), "hydra_ensembles": hydra_ensembles.__version__}
     for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def hardware(device: str) -> str:

@@ -62,8 +62,8 @@ class Row:
 
     def options(self, task: Task) -> list[Setting]:
         """The settings to choose from; one is sealed all the same, for rows that are like this one."""
-        found = self.settings(task) if self.like is None else []
-        return [] if found == [{}] else found
+        options = self.settings(task) if self.like is None else []
+        return [] if options == [{}] else options
 
     def model(self, seed: Seed, name: str) -> Model:
         """Its model by the setting that was chosen."""
@@ -92,8 +92,8 @@ def rate_of(setting: Setting) -> float:
 
 def single_rates(task: Task) -> list[Setting]:
     """The rates of Single's own training, where it has several."""
-    found = task.training().rates
-    return [{"rate": rate} for rate in found] if len(found) > 1 else [{}]
+    grid = task.training().rates
+    return [{"rate": rate} for rate in grid] if len(grid) > 1 else [{}]
 
 
 def paper_rates(task: Task) -> list[Setting]:
@@ -119,7 +119,7 @@ def longer(seed: Seed, _: Setting) -> he.Ensemble:
     """One model, trained as long as all members of an ensemble."""
     number = seed.derived("backbone", 0)
     usual = seed.training(seed=number)
-    epochs, steps = (None if one is None else seed.members * one for one in (usual.epochs, usual.steps))
+    epochs, steps = (None if count is None else seed.members * count for count in (usual.epochs, usual.steps))
     return seed.trained("longer", lambda: seed.fresh(number), replace(usual, epochs=epochs, steps=steps))
 
 
@@ -273,7 +273,7 @@ BASELINES: Mapping[str, Row] = {
     LORA: Row(  # as the paper trains (rank 4, alpha 8, apart), and the public code (rank 8, a wide start, together)
         lora, 3, one_of({"as": "paper", "faster": 50}, {"as": "public", "faster": 10})
     ),
-    "LoRA-single": Row(lambda seed, one: lora(seed, one).member(0), 1, like=LORA),
+    "LoRA-single": Row(lambda seed, setting: lora(seed, setting).member(0), 1, like=LORA),
     BATCH_ENSEMBLE: Row(  # the last quarter of the layers far apart, as in published transformers; all layers, nearer
         scaled,
         3,
@@ -308,10 +308,10 @@ ROWS: Mapping[str, Row] = {
     SINGLE: Row(single, 1, single_rates, kinds=EVERY),
     "Single, trained as long": Row(longer, 3, kinds=EVERY),
     "Single, D.2, nothing pruned": Row(
-        lambda seed, one: seed.whole_recovered(rate_of(one)), 2, paper_rates, kinds=EVERY
+        lambda seed, setting: seed.whole_recovered(rate_of(setting)), 2, paper_rates, kinds=EVERY
     ),
     MC_DROPOUT: Row(
-        lambda seed, one: he.mc_dropout(seed.base, rate_of(one), 5, seed.number),
+        lambda seed, setting: he.mc_dropout(seed.base, rate_of(setting), 5, seed.number),
         1,
         rates(0.1, 0.03, 0.01, 0.003),
         kinds=EVERY,

@@ -72,9 +72,9 @@ class SampleBatches:
         count = len(self.samples)
         order = torch.randperm(count) if self.training else torch.arange(count)
         batches = order.split(self.batch_size)[: len(self)]
-        for place, rows in enumerate(batches):
+        for index, rows in enumerate(batches):
             batch = self.samples.batch(rows, self.training)
-            self.samples.ahead(batches[place + 1] if place + 1 < len(batches) else order[:0])
+            self.samples.ahead(batches[index + 1] if index + 1 < len(batches) else order[:0])
             yield batch
 
 
@@ -94,41 +94,41 @@ class ImageSamples(Samples):
             pixels = decoded(dataset)
         else:
             ends = [np.asarray(dataset[row][0]).tobytes() for row in (0, len(dataset) - 1)]
-            told = [dataset.name.encode(), dataset.rows.tobytes(), dataset.labels.tobytes(), *ends]
-            place = cache / f"{hashlib.sha256(b'|'.join(told)).hexdigest()[:24]}.npy"
-            with alone(place):
-                if not place.exists():
-                    np.save(place.with_suffix(".part.npy"), decoded(dataset))
-                    place.with_suffix(".part.npy").rename(place)
-            pixels = np.load(place)
+            content = [dataset.name.encode(), dataset.rows.tobytes(), dataset.labels.tobytes(), *ends]
+            path = cache / f"{hashlib.sha256(b'|'.join(content)).hexdigest()[:24]}.npy"
+            with alone(path):
+                if not path.exists():
+                    np.save(path.with_suffix(".part.npy"), decoded(dataset))
+                    path.with_suffix(".part.npy").rename(path)
+            pixels = np.load(path)
         images = torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2).contiguous()
         return cls(images, torch.from_numpy(dataset.labels.copy()), size)
 
     def batch(self, rows: Tensor, augment: Augment) -> tuple[Tensor, Tensor]:
         """Inputs `[B, 3, size, size]` on the device and labels `[B]` on the CPU."""
-        taken = self.pixels[rows.to(self.pixels.device)]
-        pixels = (randomly_changed(taken, augment) if isinstance(augment, RandAugment) else taken).float() / 255
+        raw = self.pixels[rows.to(self.pixels.device)]
+        pixels = (randomly_changed(raw, augment) if isinstance(augment, RandAugment) else raw).float() / 255
         sized = augmented(pixels, self.size) if augment else resized(pixels, self.size)
         return normalised(sized), self.labels[rows]
 
 
 def decoded(dataset: ImageDataset) -> npt.NDArray[np.uint8]:
     """All images `[N, h, w, 3]`, decoded by several threads."""
-    first = dataset[0][0].size
+    size = dataset[0][0].size
 
     def pixels(row: int) -> npt.NDArray[np.uint8]:
         image = dataset[row][0]
-        return np.asarray(image if image.size == first else image.resize(first))
+        return np.asarray(image if image.size == size else image.resize(size))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return np.stack(list(pool.map(pixels, range(len(dataset)))))
 
 
 @contextmanager
-def alone(place: Path) -> Iterator[None]:
-    """Work on what is to be at a place, while other processes that want it wait."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.with_name(f".{place.name}.lock").open("w") as file:
+def alone(path: Path) -> Iterator[None]:
+    """Work on what is to be at a path, while other processes that want it wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -185,15 +185,15 @@ class FileImages(Samples):
         """Inputs `[B, 3, h, w]` on the device and labels `[B]` on the CPU."""
         images = [self.coming.pop(row) if row in self.coming else self._read(row) for row in rows.tolist()]
         if not augment:
-            whole = self.pool.map(lambda one: self.prepare([one.result()]), images)
+            whole = self.pool.map(lambda image: self.prepare([image.result()]), images)
             return torch.cat(list(whole)).to(self.device), self.labels[rows]
         height, width = self.prepare.size
         drawn = torch.rand(len(images), 5).tolist()
-        cut = self.pool.map(lambda one, chances: random_part(one.result(), chances, (width, height)), images, drawn)
+        cut = self.pool.map(lambda image, chances: random_part(image.result(), chances, (width, height)), images, drawn)
         pixels = torch.from_numpy(np.stack(list(cut))).permute(0, 3, 1, 2).to(self.device)  # [B, 3, h, w], eight bits
         changed = randomly_changed(pixels, augment) if isinstance(augment, RandAugment) else pixels
         mean, std = (
-            torch.tensor(one, device=self.device).view(1, -1, 1, 1) for one in (self.prepare.mean, self.prepare.std)
+            torch.tensor(stat, device=self.device).view(1, -1, 1, 1) for stat in (self.prepare.mean, self.prepare.std)
         )
         return (changed.float() / 255 - mean) / std, self.labels[rows]
 

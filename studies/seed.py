@@ -45,17 +45,17 @@ class Seed(SeedFolder):
 
     def chosen(self, row: str) -> Setting:
         """The setting of a row that half B chose."""
-        place = self.study / CHOICES / f"{slug(row)}.json"
-        if not place.exists():
+        path = self.study / CHOICES / f"{slug(row)}.json"
+        if not path.exists():
             raise DataError(f"no setting of {row!r} is chosen yet for {self.task.name}; run its stage `choose`")
-        found: Setting = read_json(place)["setting"]
-        return found
+        setting: Setting = read_json(path)["setting"]
+        return setting
 
     def trained(self, name: str, start: Callable[[], he.Ensemble], training: Recipe) -> he.Ensemble:
         """What a recipe makes of a model; `start` gives it."""
         task = self.task
-        held = task.batches(task.half_b) if training.patience is not None else None
-        return self.kept(name, lambda: he.finetune(start(), task.lessons(training), training, held, progress=False))
+        held_out = task.batches(task.half_b) if training.patience is not None else None
+        return self.kept(name, lambda: he.finetune(start(), task.lessons(training), training, held_out, progress=False))
 
     def training(self, **changes: Any) -> Recipe:
         """The recipe of Single; where it has several rates, at the one that half B chose."""
@@ -67,8 +67,8 @@ class Seed(SeedFolder):
         """A training of the model, with a classifier, an order and an augmentation of its own; maybe at a rate."""
         seed = self.derived("backbone", index)
         training = self.training(seed=seed, **({} if rate is None else {"learning_rate": rate}))
-        named = f"-rate-{training.learning_rate:g}" if len(self.task.training().rates) > 1 else ""
-        return self.trained(f"single-{index}{named}", lambda: self.fresh(seed), training)
+        suffix = f"-rate-{training.learning_rate:g}" if len(self.task.training().rates) > 1 else ""
+        return self.trained(f"single-{index}{suffix}", lambda: self.fresh(seed), training)
 
     def fresh(self, seed: int) -> he.Ensemble:
         """What a training starts from: the pretrained model with a classifier that a seed draws, or all of it drawn."""
@@ -121,7 +121,7 @@ class Seed(SeedFolder):
             return random_members(self.base, self.prune, self.members, self.number)
         if kind == "taylor":
             return tuple(one.first(self.prune) for _, one in distinct_taylor(self.taylor, self.prune, self.members))
-        return circuit_members({one: self.circuit(one) for one in CIRCUIT_ORDER}, self.prune, self.members)
+        return circuit_members({score: self.circuit(score) for score in CIRCUIT_ORDER}, self.prune, self.members)
 
     def lost(self, kind: Heads, index: int) -> Sequence[he.Head]:
         """What one member of the paper's loses; the first by Taylor is there even where no second one differs."""
@@ -131,10 +131,10 @@ class Seed(SeedFolder):
 
     def recovered(self, kind: Heads, index: int, rate: float, **changes: Any) -> he.Ensemble:
         """One member of the paper's: Single without its heads, trained by D.2."""
-        named = "".join(f"-{key}-{value}" for key, value in changes.items())
+        suffix = "".join(f"-{key}-{value}" for key, value in changes.items())
         training = self.task.recovery(seed=self.derived("recovery", index), learning_rate=rate, **changes)
         return self.trained(
-            f"{kind}-{index}-rate-{rate:g}{named}", lambda: he.prune(self.base, self.lost(kind, index)), training
+            f"{kind}-{index}-rate-{rate:g}{suffix}", lambda: he.prune(self.base, self.lost(kind, index)), training
         )
 
     def whole_recovered(self, rate: float) -> he.Ensemble:

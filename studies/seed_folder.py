@@ -65,49 +65,49 @@ class SeedFolder(Once):
         self.study, self.number, self.device = study, number, device
         self.folder = study / f"seed-{number}"
 
-    def require_same(self, place: Path, identity: Any) -> None:
+    def require_same(self, path: Path, identity: Any) -> None:
         """Refuse a folder whose models were made by something else, as a file in it says."""
-        with alone(place):
-            if not place.exists():
-                write_json(place, identity)
-        require_same_run(read_json(place), identity, place.parent, "the study")
+        with alone(path):
+            if not path.exists():
+                write_json(path, identity)
+        require_same_run(read_json(path), identity, path.parent, "the study")
 
     def reported(self, row: str) -> Path:
         """Where the report of a row is; its columns lie beside it."""
         return self.folder / REPORT / f"{slug(row)}.json"
 
-    def derived(self, *what: str | int) -> int:
+    def derived(self, *purpose: str | int) -> int:
         """A seed for a purpose."""
-        return derived_seed(self.number, *what)
+        return derived_seed(self.number, *purpose)
 
     def kept(self, name: str, make: Callable[[], Model]) -> Model:
         """A model by name."""
-        place = self.folder / "models" / name
-        self._made(place, lambda: make().save_pretrained(place))
-        found: Any = he.load(place, device=self.device).eval()
-        return found
+        folder = self.folder / "models" / name
+        self._made(folder, lambda: make().save_pretrained(folder))
+        model: Any = he.load(folder, device=self.device).eval()
+        return model
 
     def ranked(self, name: str, rank: Callable[[], HeadRanking]) -> HeadRanking:
         """A ranking by name; made in full float32."""
-        place = self.folder / "rankings" / f"{name}.json"
-        self._made(place, lambda: precise_products()(rank)().save(place))
-        return HeadRanking.load(place)
+        path = self.folder / "rankings" / f"{name}.json"
+        self._made(path, lambda: precise_products()(rank)().save(path))
+        return HeadRanking.load(path)
 
-    def extracted(self, name: str, given: Callable[[], tuple[Any, Any, Any]], **how: Any) -> HeadRanking:
-        """An exact circuit by name, of a model on ID and OOD batches: `given`, asked where there is none yet."""
+    def extracted(self, name: str, sides: Callable[[], tuple[Any, Any, Any]], **how: Any) -> HeadRanking:
+        """An exact circuit by name, of a model on ID and OOD batches: `sides`, asked where there is none yet."""
 
         def extract() -> HeadRanking:
-            model, inside, outside = given()
+            model, inside, outside = sides()
             settings: dict[str, Any] = {"method": "exact", "max_memory": CIRCUIT_MEMORY, "progress": False, **how}
             return he.extract_circuit(model, inside, outside, **settings)
 
         return self.ranked(name, extract)
 
-    def _made(self, place: Path, make: Callable[[], object]) -> None:
-        with alone(place):
-            if not place.exists():
-                begun = time.monotonic()
+    def _made(self, path: Path, make: Callable[[], object]) -> None:
+        with alone(path):
+            if not path.exists():
+                start = time.monotonic()
                 make()
-                name = place.name.removesuffix(".json")
-                taken = time.monotonic() - begun
-                print(f"{self.study.name} seed {self.number}: {name} {taken:.0f} s", flush=True)
+                name = path.name.removesuffix(".json")
+                seconds = time.monotonic() - start
+                print(f"{self.study.name} seed {self.number}: {name} {seconds:.0f} s", flush=True)

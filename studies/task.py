@@ -75,56 +75,56 @@ class Task(Once):
 
     def shortened(self) -> "Task":
         """The same task for models of its shapes: a few samples of every set, a step of every training."""
-        found = copy.copy(self)
-        found.settings = {**self.settings, "taylor_batches": 1}
-        found.share, found.short = 0.0, True
-        found._once = {}
+        task = copy.copy(self)
+        task.settings = {**self.settings, "taylor_batches": 1}
+        task.share, task.short = 0.0, True
+        task._once = {}
         for name in ("train", "_inside", "foreign"):  # sets that were read
-            vars(found).pop(name, None)
-        return found
+            vars(task).pop(name, None)
+        return task
 
     @property
     def seeds(self) -> list[int]:
         """The seeds of its report."""
-        return [int(one) for one in self.plain.get("seeds", self.settings["seeds"])]
+        return [int(seed) for seed in self.plain.get("seeds", self.settings["seeds"])]
 
     @property
     def identity(self) -> dict[str, Any]:
         """Everything that decides what its models are; what they are asked, and what rows there are, is apart."""
         whole = ("members", "circuits", "taylor_batches", "familiar")
         asked = ("seeds", "held_out", "corruptions", "most")
-        own = {key: value for key, value in self.plain.items() if key not in asked}
-        return {**{key: self.settings[key] for key in whole}, "task": own, "share": self.share}
+        of_task = {key: value for key, value in self.plain.items() if key not in asked}
+        return {**{key: self.settings[key] for key in whole}, "task": of_task, "share": self.share}
 
     def samples(self, *sets: AnyDataset) -> Samples:
         """Sets of one kind as one, the way the backbone of the task takes them; a trial has some of every class."""
         if self.share < 1:
-            sets = tuple(at_most(one, max(64, 4 * len(one.class_names), round(self.share * len(one)))) for one in sets)
+            limits = [max(64, 4 * len(data.class_names), round(self.share * len(data))) for data in sets]
+            sets = tuple(map(at_most, sets, limits))
         return self.inputs(sets)
 
     def inputs(self, sets: Sequence[AnyDataset]) -> Samples:
         """Sets as the backbone of the task takes them, all of their samples."""
-        images = [one for one in sets if isinstance(one, ImageDataset)]
+        images = [data for data in sets if isinstance(data, ImageDataset)]
         if not images:
             return Prepared(sets[0], tokenizer(self.source.root, self.plain["input_size"]))
-        read = [ImageSamples.read(one, self.plain["input_size"], self.device, self.cache) for one in images]
-        pixels, labels = torch.cat([one.pixels for one in read]), torch.cat([one.labels for one in read])
-        return ImageSamples(pixels, labels, read[0].size)
+        parts = [ImageSamples.read(data, self.plain["input_size"], self.device, self.cache) for data in images]
+        pixels, labels = torch.cat([part.pixels for part in parts]), torch.cat([part.labels for part in parts])
+        return ImageSamples(pixels, labels, parts[0].size)
 
     @cached_property
     def train(self) -> Samples:
         """Training data."""
         reference = given(self.suite, "train")
         splits = self.plain.get("train", [reference.split])
-        loaded = [self.source.load(replace(reference, split=one)) for one in splits]
-        return self.samples(*loaded)
+        return self.samples(*(self.source.load(replace(reference, split=name)) for name in splits))
 
     @cached_property
     def _inside(self) -> dict[str, Samples]:
-        first, second = halves(self.source.load(given(self.suite, "validation")))
-        count = min(self.settings["circuits"], len(first) // 2)
-        ranks, calibrates = split(first, count / len(first), SPLIT_SEED, stratified=True)
-        return {name: self.samples(one) for name, one in (("rank", ranks), ("calibrate", calibrates), ("B", second))}
+        half_a, half_b = halves(self.source.load(given(self.suite, "validation")))
+        count = min(self.settings["circuits"], len(half_a) // 2)
+        ranks, calibrates = split(half_a, count / len(half_a), SPLIT_SEED, stratified=True)
+        return {name: self.samples(data) for name, data in (("rank", ranks), ("calibrate", calibrates), ("B", half_b))}
 
     @property
     def ranking(self) -> Samples:
@@ -144,8 +144,8 @@ class Task(Once):
     @cached_property
     def foreign(self) -> Samples:
         """OOD samples that rank heads; they are in no report."""
-        part, _ = foreign_halves(self.source.load(self.suite.circuit_ood))
-        return self._few(self.samples(at_most(part, self.settings["circuits"])))
+        half, _ = foreign_halves(self.source.load(self.suite.circuit_ood))
+        return self._few(self.samples(at_most(half, self.settings["circuits"])))
 
     def _few(self, samples: Samples) -> Samples:
         return Drawn(samples, FEW) if self.short else samples
@@ -156,32 +156,32 @@ class Task(Once):
 
     def outside(self, stage: Stage) -> dict[str, dict[str, Samples]]:
         """OOD sets of a stage, by group."""
-        return {key: {one.name: self._reported(one) for one in refs} for key, refs in self._foreign(stage).items()}
+        return {key: {ref.name: self._reported(ref) for ref in refs} for key, refs in self._foreign(stage).items()}
 
     def groups(self, stage: Stage) -> dict[str, list[str]]:
         """Names of the OOD sets of a stage, by group."""
-        return {key: [one.name for one in refs] for key, refs in self._foreign(stage).items()}
+        return {key: [ref.name for ref in refs] for key, refs in self._foreign(stage).items()}
 
     def _foreign(self, stage: Stage) -> dict[str, Sequence[SetRef]]:
         if stage == "held_out":
-            return {"far": [_held_out(one) for one in self.plain["held_out"]]}
+            return {"far": [_held_out(plain) for plain in self.plain["held_out"]]}
         return {"near": self.suite.near, "far": self.suite.far}
 
-    def corrupt(self, place: Path) -> None:
+    def corrupt(self, path: Path) -> None:
         """Write some of the test images `[N, h, w, 3]` under every corruption, by its name and severity."""
         images = at_most(self.source.images(self.suite.id), self.settings["shift"]["images"])
-        made = {"labels": images.labels}
+        arrays = {"labels": images.labels}
         for name in CORRUPTIONS:
             for level in SEVERITIES:
                 changed = corrupted(images, name, level, parameters=self.plain["corruptions"])
-                made[f"{name} {level}"] = np.stack([np.asarray(image) for image, _ in changed])
+                arrays[f"{name} {level}"] = np.stack([np.asarray(image) for image, _ in changed])
         content = io.BytesIO()
-        np.savez_compressed(content, **made)  # type: ignore[arg-type]
-        write_atomically(place, content.getvalue())
+        np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
+        write_atomically(path, content.getvalue())
 
-    def shifted(self, place: Path) -> Iterator[tuple[str, int, Samples]]:
+    def shifted(self, path: Path) -> Iterator[tuple[str, int, Samples]]:
         """What `corrupt` wrote: corruption, severity, and the images."""
-        with np.load(place, allow_pickle=False) as file:
+        with np.load(path, allow_pickle=False) as file:
             stored = dict(file)
         labels = torch.from_numpy(stored.pop("labels"))
         for key, pixels in stored.items():
@@ -210,16 +210,16 @@ class Task(Once):
         plain = {**self.plain["training"], **changes}
         if "preset" not in plain:
             return self._here(from_plain(Recipe, plain))
-        named = {"grid": ()} if "learning_rate" in changes else {}
-        return self._here(Recipe.preset(plain.pop("preset"), **{"precision": "bf16", **named, **plain}))
+        grid = {"grid": ()} if "learning_rate" in changes else {}
+        return self._here(Recipe.preset(plain.pop("preset"), **{"precision": "bf16", **grid, **plain}))
 
     def recovery(self, **changes: Any) -> Recipe:
         """How the paper trains what is pruned (D.2), in the steps that the study has; the rate is to be given."""
         plain = {key: value for key, value in self.plain["recovery"].items() if key not in ("preset", "prune")}
-        named = {"grid": ()} if "learning_rate" in changes else {}
-        changed = {"precision": "bf16", **plain, **named, **changes}
-        found = Recipe.preset(self.plain["recovery"]["preset"], **changed)
-        return self._here(replace(found, patience=plain.get("patience"), evaluate_every=None))
+        grid = {"grid": ()} if "learning_rate" in changes else {}
+        changed = {"precision": "bf16", **plain, **grid, **changes}
+        training = Recipe.preset(self.plain["recovery"]["preset"], **changed)
+        return self._here(replace(training, patience=plain.get("patience"), evaluate_every=None))
 
     def _here(self, training: Recipe) -> Recipe:
         if self.short:

@@ -47,8 +47,8 @@ def taylor_scores(
     classes = classifier.readout.class_embeddings
     assert classes is not None
     weights = _input_projections(classifier)
-    data = CalibrationBatches(batches, None, 0, len(names))
-    *of_image, of_classes = gradients_of_mean_loss(classifier, data, [*weights.values(), classes.weight])
+    calibration = CalibrationBatches(batches, None, 0, len(names))
+    *of_image, of_classes = gradients_of_mean_loss(classifier, calibration, [*weights.values(), classes.weight])
     of_text = _text_gradients(dual, names, templates, of_classes[0])
     return {"image": _by_layer(classifier, of_image), "text": _by_layer(dual.text, of_text)}
 
@@ -88,11 +88,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Load, score, and say with what."""
     dual = load_dual(options.model).to(options.device)
     validation: Any = suite("zero-shot").validation
-    data = DataFolder(options.data).images(validation)
+    images = DataFolder(options.data).images(validation)
     if options.images is not None:
-        data = subset(data, options.images, 0, stratified=True)
-    batches = SampleBatches(Prepared(data, dual.image.prepare), 100)
-    scores = taylor_scores(dual, label_names(TINYIMAGENET, data.class_names), batches)
+        images = subset(images, options.images, 0, stratified=True)
+    batches = SampleBatches(Prepared(images, dual.image.prepare), 100)
+    scores = taylor_scores(dual, label_names(TINYIMAGENET, images.class_names), batches)
     towers: dict[str, Any] = {}
     for name, tower in (("image", dual.image), ("text", dual.text)):
         sizes = {"layers": tower.num_layers, "heads": tower.num_heads, "width": tower.config.encoder.width}
@@ -102,8 +102,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "model": Path(options.model).name,
         "towers": towers,
         "data": f"{TINYIMAGENET} validation",
-        "images": len(data),
-        "classes": len(data.class_names),
+        "images": len(images),
+        "classes": len(images.class_names),
         "templates": list(DEFAULT_TEMPLATES),
         "dtype": str(dual.dtype).removeprefix("torch."),
         "seed": 0,  # drew the images
@@ -112,17 +112,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def draw(found: dict[str, Any]) -> Any:
+def draw(result: dict[str, Any]) -> Any:
     """One point a head, by layer and head; a bar for the mean of each layer. Depth is a share, as layers differ."""
     figure, axes = pyplot().subplots(figsize=(8, 3.4))
-    for name, tower in found["towers"].items():
+    for name, tower in result["towers"].items():
         layers = tower["layers"]
         heads = tower["heads"]
         colour = COLOURS[name]
         for layer, scores in enumerate(tower["scores"]):
             label = "_" if layer else f"{name} tower, {layers} layers of {heads} heads"
-            places = [(layer + (head + 0.5) / heads) / layers for head in range(heads)]
-            axes.plot(places, scores, ".", color=colour, label=label, markersize=4)
+            depths = [(layer + (head + 0.5) / heads) / layers for head in range(heads)]
+            axes.plot(depths, scores, ".", color=colour, label=label, markersize=4)
             axes.hlines(_mean(scores), layer / layers, (layer + 1) / layers, color=colour, linewidth=1.5)
     axes.set_yscale("log")
     axes.set(xlabel="depth: layer, and within it head", ylabel="mean of |W · dL/dW|", xlim=(0, 1))
@@ -131,29 +131,29 @@ def draw(found: dict[str, Any]) -> Any:
     return figure
 
 
-def tower_table(found: dict[str, Any]) -> str:
+def tower_table(result: dict[str, Any]) -> str:
     """Scores of both towers, and where those of the image tower are higher."""
     rows = []
-    for name, tower in found["towers"].items():
+    for name, tower in result["towers"].items():
         scores = [score for layer in tower["scores"] for score in layer if not math.isnan(score)]
         ends = (_mean(tower["scores"][0]), _mean(tower["scores"][-1]))
         numbers = (min(scores), statistics.median(scores), max(scores), *ends)
         rows.append((name, f"{tower['layers']} × {tower['heads']}", *(f"{number:.2e}" for number in numbers)))
     header = ("tower", "layers × heads", "smallest", "median", "largest", "mean of the first layer",
               "mean of the last layer")  # fmt: skip
-    image, text = ([_mean(layer) for layer in found["towers"][name]["scores"]] for name in ("image", "text"))
-    places = min(len(image), len(text))  # each layer of the tower with fewer layers, at its depth
-    depths = [(place + 0.5) / places for place in range(places)]
+    image, text = ([_mean(layer) for layer in result["towers"][name]["scores"]] for name in ("image", "text"))
+    count = min(len(image), len(text))  # each layer of the tower with fewer layers, at its depth
+    depths = [(index + 0.5) / count for index in range(count)]
     higher = [image[int(depth * len(image))] > text[int(depth * len(text))] for depth in depths]
-    lower = [str(place + 1) for place, one in enumerate(higher) if not one]
+    lower = [str(index + 1) for index, is_higher in enumerate(higher) if not is_higher]
     where = f"not at {', '.join(lower)}, counted from the input" if lower else "everywhere"
     compared = (
-        f"At the same depth, the mean of a layer is higher in the image tower at {sum(higher)} of {places} places "
+        f"At the same depth, the mean of a layer is higher in the image tower at {sum(higher)} of {count} places "
         f"({where}); in the paper's CLIP it is in all layers but the first three."
     )
     about = (
-        f"{found['model']}; cross-entropy of the zero-shot logits on {found['images']:,} images ({found['data']}, "
-        f"{found['classes']} classes), {found['hardware']}, torch {found['versions']['torch']}. From "
+        f"{result['model']}; cross-entropy of the zero-shot logits on {result['images']:,} images ({result['data']}, "
+        f"{result['classes']} classes), {result['hardware']}, torch {result['versions']['torch']}. From "
         f"`results/{RESULT}`."
     )
     return "\n".join([*table(header, rows, "ll"), "", compared, "", about])

