@@ -31,7 +31,7 @@ ALL = {f"all.{key}": head for key, head in DETECTION.items()}
 NEAR_AND_FAR = {f"{group}.{key}": f"{group} {head}" for group in ("near", "far") for key, head in DETECTION.items()}
 OPEN = "–"  # a number that is not there
 
-Found = Mapping[str, Any]
+Result = Mapping[str, Any]
 """What an analysis found: `task`, `seeds` (what `run` gave, by seed), and how it was made."""
 Columns = Mapping[str, str]
 """Names of numbers, and what stands above them."""
@@ -43,8 +43,8 @@ class Analysis:
 
     title: str
     run: Callable[[Seed], dict[str, Any]] | None  # None where it is made of stored studies
-    table: Callable[[Found], str]
-    figure: Callable[[Found], Any]
+    table: Callable[[Result], str]
+    figure: Callable[[Result], Any]
     kinds: Sequence[str] = ("image", "text")  # of tasks that it runs on
     read: Callable[[Path, str], dict[str, Any]] | None = None  # from the folder of stored studies, and a task
 
@@ -60,20 +60,20 @@ def asked(task: Task, name: str) -> Any:
     return task.settings["analyses"][name]
 
 
-def of_task(task: Task, known: Mapping[str, Any], what: str) -> Any:
+def of_task(task: Task, by_task: Mapping[str, Any], name: str) -> Any:
     """What was chosen for a task; a setting that nobody validated wrecks members without a word."""
-    if task.name not in known:
-        names = ", ".join(known)
+    if task.name not in by_task:
+        names = ", ".join(by_task)
         raise ConfigError(
-            f"no setting of {what} is chosen for {task.name} ({names} have one); put what half B chose there"
+            f"no setting of {name} is chosen for {task.name} ({names} have one); put what half B chose there"
         )
-    return known[task.name]
+    return by_task[task.name]
 
 
 def marked(task: Task, name: str) -> str:
     """The name of what an analysis leaves in a run folder, with a mark of the settings that it was made by."""
-    said = {key: asked(task, key) for key in ("samples", "training", name) if key in task.settings["analyses"]}
-    return f"{name}-{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:8]}"
+    chosen = {key: asked(task, key) for key in ("samples", "training", name) if key in task.settings["analyses"]}
+    return f"{name}-{hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]}"
 
 
 # --- models and numbers ----------------------------------------------------------------------------------------------
@@ -85,19 +85,19 @@ def measured(seed: Seed, model: he.Ensemble, familiar: bool = False) -> dict[str
     judge = Judged(task, model, familiar)
     inside = task.suite.id.name
     limit = asked(task, "samples")
-    groups = {key: list(sets) for key, sets in task.outside("report").items()}
+    outside = task.outside("report")
+    groups = {key: list(sets) for key, sets in outside.items()}
     columns: dict[str, Array] = {}
     disagreement: dict[str, float] = {}
-    sets = {inside: task.inside("report")} | {k: v for one in task.outside("report").values() for k, v in one.items()}
+    sets = {inside: task.inside("report")} | {name: some for group in outside.values() for name, some in group.items()}
     for name, samples in sets.items():
         some = Drawn(samples, limit)
-        said = judge.answers(some)
-        made = stored(judge.columns_of(said, some.labels if name == inside else None))
-        columns |= {f"{name}|{key}": one for key, one in made.items()}
-        disagreement[name] = float(said.disagreement.double().mean())
-    found = plain_numbers(columns, inside, groups)
-    found["disagreement"] = disagreement.pop(inside)
-    return {key: float(value) for key, value in found.items()} | {"all.disagreement": mean(disagreement.values())}
+        answers = judge.answers(some)
+        of_set = stored(judge.columns_of(answers, some.labels if name == inside else None))
+        columns |= {f"{name}|{key}": column for key, column in of_set.items()}
+        disagreement[name] = float(answers.disagreement.double().mean())
+    numbers = plain_numbers(columns, inside, groups) | {"disagreement": disagreement.pop(inside)}
+    return {key: float(value) for key, value in numbers.items()} | {"all.disagreement": mean(disagreement.values())}
 
 
 def heads_of(model: he.Ensemble) -> int:
@@ -136,20 +136,20 @@ def drawn_batches(task: Task, samples: Samples, count: int) -> SampleBatches:
 
 def paper(table: str, task: str) -> dict[str, dict[str, str]]:
     """What the paper prints in a table about a task: rows of numbers by name."""
-    found: dict[str, dict[str, str]] = {}
+    rows: dict[str, dict[str, str]] = {}
     for line in read_csv("analyses"):
         if (line["table"], line["task"]) == (table, task):
-            found.setdefault(line["row"], {})[line["column"]] = line["value"]
-    return found
+            rows.setdefault(line["row"], {})[line["column"]] = line["value"]
+    return rows
 
 
-def by_seed(found: Found, *path: str) -> list[Any]:
+def by_seed(result: Result, *path: str) -> list[Any]:
     """What every seed has at a place."""
     values = []
-    for one in found["seeds"].values():
+    for value in result["seeds"].values():
         for key in path:
-            one = one.get(key) if isinstance(one, Mapping) else None
-        values.append(one)
+            value = value.get(key) if isinstance(value, Mapping) else None
+        values.append(value)
     return values
 
 
@@ -163,41 +163,41 @@ def printed(value: float, column: str) -> str:
 
 def cell(values: Sequence[Any], column: str, form: Callable[[float, str], str] = printed) -> str:
     """The mean over seeds, with its standard deviation where there are several."""
-    known = [float(one) for one in values if one is not None]
-    if not known:
+    numbers = [float(value) for value in values if value is not None]
+    if not numbers:
         return OPEN
-    spread = f" ± {form(stdev(known), column)}" if len(known) > 1 else ""
-    return f"{form(mean(known), column)}{spread}"
+    spread = f" ± {form(stdev(numbers), column)}" if len(numbers) > 1 else ""
+    return f"{form(mean(numbers), column)}{spread}"
 
 
-def rows_table(found: Found, columns: Columns, table: str, task: str, note: str = "") -> str:
+def rows_table(result: Result, columns: Columns, table: str, task: str, note: str = "") -> str:
     """`rows` of every seed, and the paper's numbers of the same name in italics below each; some may lack seeds."""
     printed_there = paper(table, task)
     lines = []
-    for row in dict.fromkeys(row for rows in by_seed(found, "rows") for row in rows):
-        cells = [cell(by_seed(found, "rows", row, column), column) for column in columns]
-        seeds = [number for number, one in found["seeds"].items() if row in one["rows"]]
-        fewer = "" if len(seeds) == len(found["seeds"]) else f" (seeds {', '.join(seeds)})"
+    for row in dict.fromkeys(row for rows in by_seed(result, "rows") for row in rows):
+        cells = [cell(by_seed(result, "rows", row, column), column) for column in columns]
+        seeds = [number for number, facts in result["seeds"].items() if row in facts["rows"]]
+        fewer = "" if len(seeds) == len(result["seeds"]) else f" (seeds {', '.join(seeds)})"
         lines.append([f"{row}{fewer}", *cells])
         if row in printed_there:
-            there = printed_there[row]
-            lines.append(["*paper*", *(f"*{there[one]}*" if one in there else "" for one in columns)])
-    return markdown(["Method", *columns.values()], lines, " ".join(filter(None, [note, about(found)])))
+            theirs = printed_there[row]
+            lines.append(["*paper*", *(f"*{theirs[column]}*" if column in theirs else "" for column in columns)])
+    return markdown(["Method", *columns.values()], lines, " ".join(filter(None, [note, about(result)])))
 
 
-def about(found: Found) -> str:
+def about(result: Result) -> str:
     """How an analysis was made, in one line."""
-    seeds = ", ".join(found["seeds"])
-    whole = found.get("share", 1.0)
+    seeds = ", ".join(result["seeds"])
+    whole = result.get("share", 1.0)
     trial = "" if whole == 1 else f" A trial with {100 * whole:g} % of the data."
-    several = "Mean ± standard deviation over seeds" if len(found["seeds"]) > 1 else "Seed"
-    taken = f", {found['seconds']:.0f} s" if found["seconds"] else ""
-    return f"{several} {seeds}; {found['device']}{taken}.{trial}"
+    several = "Mean ± standard deviation over seeds" if len(result["seeds"]) > 1 else "Seed"
+    seconds = f", {result['seconds']:.0f} s" if result["seconds"] else ""
+    return f"{several} {seeds}; {result['device']}{seconds}.{trial}"
 
 
-def paper_task(found: Found) -> str:
+def paper_task(result: Result) -> str:
     """The task of the paper that the task of an analysis stands for."""
-    return str(found["stands_for"])
+    return str(result["stands_for"])
 
 
 def rounded(values: Any, digits: int) -> Any:

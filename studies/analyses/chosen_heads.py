@@ -16,7 +16,7 @@ from ..results import markdown
 from ..samples import SampleBatches
 from ..seed import Seed
 from ..sets import given
-from .analysis import Analysis, Found, about, asked, by_seed, cell, heads_of, paper, paper_task
+from .analysis import Analysis, Result, about, asked, by_seed, cell, heads_of, paper, paper_task
 from .drawing import DARK, DASHES, OURS, Panel, fields, legend, rows_figure
 
 CIRCUIT, TAYLOR, GLOBAL = "CircAvg", "Taylor", "Taylor, all layers at once"
@@ -33,11 +33,11 @@ def run_overlap(seed: Seed) -> dict[str, Any]:
         GLOBAL: seed.ranked(f"taylor-global-{count}", lambda: global_taylor(seed, count)),
     }
     pairs = {
-        f"{one}, {other}": {
-            "overlap": overlap(chosen[one], chosen[other], count),
-            "divergence": jensen_shannon(chosen[one], chosen[other], count),
+        f"{first}, {second}": {
+            "overlap": overlap(chosen[first], chosen[second], count),
+            "divergence": jensen_shannon(chosen[first], chosen[second], count),
         }
-        for one, other in combinations(chosen, 2)
+        for first, second in combinations(chosen, 2)
     }
     return {"prune": count, "heads": heads_of(base), "pairs": pairs, "chance": chance(seed, chosen[CIRCUIT], count)}
 
@@ -54,39 +54,39 @@ def chance(seed: Seed, circuit: HeadRanking, count: int) -> dict[str, float]:
     """Mean overlap and divergence of random choices with a circuit."""
     heads = existing_heads(seed.base.config)
     draws = np.random.default_rng(0)
-    found = []
+    pairs = []
     for _ in range(asked(seed.task, "overlap")["draws"]):
         rows = draws.permutation(len(heads))[:count]
         other = HeadRanking(tuple(heads[row] for row in rows), (0.0,) * count, "random", "random")
-        found.append((overlap(circuit, other, count), jensen_shannon(circuit, other, count)))
-    return {"overlap": mean(one for one, _ in found), "divergence": mean(one for _, one in found)}
+        pairs.append((overlap(circuit, other, count), jensen_shannon(circuit, other, count)))
+    return {"overlap": mean(value for value, _ in pairs), "divergence": mean(value for _, value in pairs)}
 
 
-def overlap_table(found: Found) -> str:
+def overlap_table(result: Result) -> str:
     """Every pair beside chance and the paper."""
-    there = paper("B.2.2", "ImageNet-1K")
+    theirs = paper("B.2.2", "ImageNet-1K")
     lines = []
-    for pair in by_seed(found, "pairs")[0]:
-        cells = [cell(by_seed(found, "pairs", pair, one), one, _shown) for one in ("overlap", "divergence")]
-        known = there.get(pair, {}) if paper_task(found) == "ImageNet-1K" else {}
-        lines.append([pair, *cells, known.get("overlap", ""), known.get("divergence", "")])
-    random = [cell(by_seed(found, "chance", one), one, _shown) for one in ("overlap", "divergence")]
+    for pair in by_seed(result, "pairs")[0]:
+        cells = [cell(by_seed(result, "pairs", pair, column), column, _shown) for column in ("overlap", "divergence")]
+        printed = theirs.get(pair, {}) if paper_task(result) == "ImageNet-1K" else {}
+        lines.append([pair, *cells, printed.get("overlap", ""), printed.get("divergence", "")])
+    random = [cell(by_seed(result, "chance", column), column, _shown) for column in ("overlap", "divergence")]
     lines.append(["*CircAvg, random heads*", *random, "", ""])
-    note = f"{by_seed(found, 'prune')[0]} of {by_seed(found, 'heads')[0]} heads each. {about(found)}"
+    note = f"{by_seed(result, 'prune')[0]} of {by_seed(result, 'heads')[0]} heads each. {about(result)}"
     head = ["two choices", "overlap %", "Jensen–Shannon", "paper: overlap %", "Jensen–Shannon"]
     return markdown(head, lines, note)
 
 
-def overlap_figure(found: Found) -> Any:
+def overlap_figure(result: Result) -> Any:
     """Every pair, and what random heads give."""
-    there = paper("B.2.2", "ImageNet-1K")
-    rows = list(by_seed(found, "pairs")[0])
+    theirs = paper("B.2.2", "ImageNet-1K")
+    rows = list(by_seed(result, "pairs")[0])
     panels = []
     for column, title, scale in (("overlap", "heads in common %", 100), ("divergence", "Jensen–Shannon divergence", 1)):
-        ours = {row: [scale * one for one in by_seed(found, "pairs", row, column)] for row in rows}
-        known = [row for row in rows if column in there.get(row, {}) and paper_task(found) == "ImageNet-1K"]
-        random = scale * mean(by_seed(found, "chance", column))
-        panels.append(Panel(title, ours, {row: float(there[row][column]) for row in known}, random))
+        ours = {row: [scale * value for value in by_seed(result, "pairs", row, column)] for row in rows}
+        printed = [row for row in rows if column in theirs.get(row, {}) and paper_task(result) == "ImageNet-1K"]
+        random = scale * mean(by_seed(result, "chance", column))
+        panels.append(Panel(title, ours, {row: float(theirs[row][column]) for row in printed}, random))
     names = {row: row.replace(GLOBAL, "global Taylor") for row in rows}
     return rows_figure(panels, names, "here", "paper, ImageNet-1K", "CircAvg and random heads")
 
@@ -108,66 +108,66 @@ def run_stability(seed: Seed) -> dict[str, Any]:
     outside = task.source.load(task.suite.circuit_ood)
     rows: dict[str, Any] = {}
     for size in chosen["sizes"]:
-        known, foreign = min(size, len(inside) // 2), min(size, len(outside) // 2)
-        if known < size:  # two draws would be nearly the same
+        id_size, ood_size = min(size, len(inside) // 2), min(size, len(outside) // 2)
+        if id_size < size:  # two draws would be nearly the same
             continue
-        rankings, start = [], []
+        rankings, scores = [], []
         for draw in range(chosen["draws"]):
 
-            def sides(known: int = known, foreign: int = foreign, draw: int = draw) -> tuple[Any, Any, Any]:
-                some = task.samples(subset(inside, known, draw, stratified=True))
-                other = task.samples(subset(outside, foreign, draw))
-                return base, task.batches(some), task.batches(other)
+            def sides(id_size: int = id_size, ood_size: int = ood_size, draw: int = draw) -> tuple[Any, Any, Any]:
+                id_samples = task.samples(subset(inside, id_size, draw, stratified=True))
+                ood_samples = task.samples(subset(outside, ood_size, draw))
+                return base, task.batches(id_samples), task.batches(ood_samples)
 
             name = f"draw-{chosen['score']}-{count}-{size}-{draw}"
             rankings.append(seed.extracted(name, sides, budget=count, score=chosen["score"]))
-            start.append(rankings[-1].scores[-1])
+            scores.append(rankings[-1].scores[-1])
         rows[str(size)] = {
-            "inside": known,
-            "outside": foreign,
+            "inside": id_size,
+            "outside": ood_size,
             "stability": stability(rankings, count),
             "divergence": mean(jensen_shannon(*pair, count) for pair in combinations(rankings, 2)),
-            "score": mean(start),
-            "removed": [[str(head) for head in one.first(count)] for one in rankings],
+            "score": mean(scores),
+            "removed": [[str(head) for head in ranking.first(count)] for ranking in rankings],
         }
     return {"prune": count, "heads": heads_of(base), "draws": chosen["draws"], "rows": rows}
 
 
-def stability_table(found: Found) -> str:
+def stability_table(result: Result) -> str:
     """Sizes one below the other, and chance."""
     lines = []
-    for size in by_seed(found, "rows")[0]:
-        values = [cell(by_seed(found, "rows", size, one), one, _share_of) for one in ("stability", "score")]
-        sides = [str(by_seed(found, "rows", size, one)[0]) for one in ("inside", "outside")]
-        lines.append([*sides, *values])
-    prune, heads = by_seed(found, "prune")[0], by_seed(found, "heads")[0]
+    for size in by_seed(result, "rows")[0]:
+        cells = [cell(by_seed(result, "rows", size, column), column, _share_of) for column in ("stability", "score")]
+        sides = [str(by_seed(result, "rows", size, side)[0]) for side in ("inside", "outside")]
+        lines.append([*sides, *cells])
+    prune, heads = by_seed(result, "prune")[0], by_seed(result, "heads")[0]
     note = (
-        f"{by_seed(found, 'draws')[0]} draws of each size, {prune} of {heads} heads by the exact CircAvg; chance gives "
-        f"{100 * prune / heads:.1f} %. S is that on the data of the draw, after the last removal. {about(found)}"
+        f"{by_seed(result, 'draws')[0]} draws of each size, {prune} of {heads} heads by the exact CircAvg; chance "
+        f"gives {100 * prune / heads:.1f} %. S is that on the data of the draw, after the last removal. {about(result)}"
     )
     return markdown(["ID samples", "OOD samples", "heads in common %", "S %"], lines, note)
 
 
-def stability_figure(found: Found) -> Any:
+def stability_figure(result: Result) -> Any:
     """Heads in common by the size of the draws, every two of them and the mean, and the score on the draws."""
-    sizes = list(by_seed(found, "rows")[0])
+    sizes = list(by_seed(result, "rows")[0])
     drawing, ((common, scores),) = fields(1, 2, 2.6)
-    for number, own in enumerate(found["seeds"].values()):
+    for number, facts in enumerate(result["seeds"].values()):
         label = "" if number else "two draws"
-        counts = own["prune"]
+        count = facts["prune"]
         for size in sizes:
-            pairs = combinations([set(one) for one in own["rows"][size]["removed"]], 2)
-            shared = [100 * len(one & other) / counts for one, other in pairs]
+            pairs = combinations([set(heads) for heads in facts["rows"][size]["removed"]], 2)
+            shared = [100 * len(first & second) / count for first, second in pairs]
             common.plot([int(size)] * len(shared), shared, "_", color=OURS, markersize=10, alpha=0.7, label=label)
             label = ""
     style: dict[str, Any] = {"marker": "o", "color": OURS, "markersize": 5}
-    for place, key, title in ((common, "stability", "heads in common %"), (scores, "score", "S on the draw %")):
-        means = [100 * mean(by_seed(found, "rows", size, key)) for size in sizes]
-        place.plot([int(size) for size in sizes], means, label="mean", **style)
-        place.set(xscale="log", ylim=(0, 100), title=title, xlabel="ID samples of a draw")
-        place.set_xticks([int(size) for size in sizes], [f"{int(size):,}" for size in sizes])
-        place.minorticks_off()
-    chance = 100 * by_seed(found, "prune")[0] / by_seed(found, "heads")[0]
+    for field, key, title in ((common, "stability", "heads in common %"), (scores, "score", "S on the draw %")):
+        means = [100 * mean(by_seed(result, "rows", size, key)) for size in sizes]
+        field.plot([int(size) for size in sizes], means, label="mean", **style)
+        field.set(xscale="log", ylim=(0, 100), title=title, xlabel="ID samples of a draw")
+        field.set_xticks([int(size) for size in sizes], [f"{int(size):,}" for size in sizes])
+        field.minorticks_off()
+    chance = 100 * by_seed(result, "prune")[0] / by_seed(result, "heads")[0]
     common.axhline(chance, color=DARK, linewidth=1, linestyle=DASHES, label="chance")
     legend(drawing, common)
     return drawing

@@ -16,7 +16,7 @@ from ..engine import timed
 from ..samples import SampleBatches
 from ..seed import Seed
 from . import analysis
-from .analysis import ALL, CLASSIFICATION, Analysis, Found, asked, by_seed, few_steps, measured, paper, rows_table
+from .analysis import ALL, CLASSIFICATION, Analysis, Result, asked, by_seed, few_steps, measured, paper, rows_table
 from .drawing import DARK, DASHES, GREY, OURS, SMALL, Panel, fields, gains, legend, means, panel, rows_figure
 
 VARIANTS = {  # what is free, and whether that is the heads, the order, the noise of back-propagation
@@ -65,35 +65,35 @@ def run_diversity(seed: Seed) -> dict[str, Any]:
     rows = {"Single": measured(seed, base), "one member": measured(seed, member(0, 0, 0))}
     rows["Deep Ensembles"] = measured(seed, he.Ensemble.stack(seed.singles))
     for title, free in VARIANTS.items():
-        parts = []
+        members = []
         for index in range(seed.members):
-            drawn, order, noise = (index * one for one in free)
-            parts.append(member(drawn, order, noise, again=0 if any(free) else index))
-        rows[f"free: {title}"] = measured(seed, he.fuse(parts, mlp="mean"))
-    taken = few_steps(seed.task, steps=steps).steps
-    return {"prune": prune, "pool": pool, "members": seed.members, "steps": taken, "rows": rows}
+            drawn, order, noise = (index * flag for flag in free)
+            members.append(member(drawn, order, noise, again=0 if any(free) else index))
+        rows[f"free: {title}"] = measured(seed, he.fuse(members, mlp="mean"))
+    steps_taken = few_steps(seed.task, steps=steps).steps
+    return {"prune": prune, "pool": pool, "members": seed.members, "steps": steps_taken, "rows": rows}
 
 
-def diversity_table(found: Found) -> str:
+def diversity_table(result: Result) -> str:
     """Tables 8 and 9."""
-    prune, pool, members, steps = (by_seed(found, key)[0] for key in ("prune", "pool", "members", "steps"))
+    prune, pool, members, steps = (by_seed(result, key)[0] for key in ("prune", "pool", "members", "steps"))
     note = (
         f"{members} members that each lose {prune} heads out of the first {pool} of CircAvg, trained for {steps} steps "
         "and fused; dropout is the noise. With nothing free, only the hardware tells trainings apart. The paper's OOD "
         f"numbers with the order free are those of its Deep Ensembles in Table 1, all of them of {TASK}."
     )
-    return "\n\n".join([rows_table(found, COLUMNS, "8", TASK, note=note), rows_table(found, DIVERSITY, "9", TASK)])
+    return "\n\n".join([rows_table(result, COLUMNS, "8", TASK, note=note), rows_table(result, DIVERSITY, "9", TASK)])
 
 
-def diversity_figure(found: Found) -> Any:
+def diversity_figure(result: Result) -> Any:
     """How often members disagree by what is free, and what that brings over one of them."""
     names = {f"free: {title}": title for title in VARIANTS if title != "nothing"}
     rows = ["one member", *names]
     panels = list[Panel]()
     for key, title in {"disagreement": "disagree, ID", "all.disagreement": "disagree, OOD"}.items():
-        panels.append(panel(found, key, title, list(names), "9", TASK))
+        panels.append(panel(result, key, title, list(names), "9", TASK))
     for key, title in {"accuracy": "accuracy gained", "all.auroc": "AUROC gained"}.items():
-        panels.append(gains(panel(found, key, "", rows, "8", TASK), title, "one member"))
+        panels.append(gains(panel(result, key, "", rows, "8", TASK), title, "one member"))
     return rows_figure(panels, names, "here", f"paper, {TASK}", "one member (gains: points)")
 
 
@@ -105,10 +105,10 @@ def run_members(seed: Seed) -> dict[str, Any]:
     steps = few_steps(task).steps  # refused here where no rate is chosen, before anything is made
     counts = chosen["counts"]
     pool = round(chosen["pool"] * seed.prune)
-    rankings: dict[str, HeadRanking] = {one: seed.circuit(one) for one in CIRCUIT_ORDER}
+    rankings: dict[str, HeadRanking] = {score: seed.circuit(score) for score in CIRCUIT_ORDER}
     rankings["avg"] = seed.circuit("avg", pool)
     heads = circuit_members(rankings, seed.prune, max(counts), pool, seed.number)
-    trained = analysis.side_by_side(seed, "members", lambda: [he.prune(base, one) for one in heads])
+    trained = analysis.side_by_side(seed, "members", lambda: [he.prune(base, lost) for lost in heads])
     models = {"Single": base, "Deep Ensembles, 3": he.Ensemble.stack(seed.singles)}
     for count in counts:
         some = trained[:count]
@@ -119,54 +119,54 @@ def run_members(seed: Seed) -> dict[str, Any]:
     together = {name: model for name, model in models.items() if not name.startswith(APART)}
     for batch in chosen["batches"]:
         inputs = base.prepare(next(iter(SampleBatches(task.half_b, batch)))[0])
-        for name, one in timed(together, inputs, seed.device).items():
-            rows[name] |= {f"milliseconds.{batch}": one["latency_ms"], f"ratio.{batch}": one["latency_ratio"]}
+        for name, cost in timed(together, inputs, seed.device).items():
+            rows[name] |= {f"milliseconds.{batch}": cost["latency_ms"], f"ratio.{batch}": cost["latency_ratio"]}
     return {"prune": seed.prune, "steps": steps, "batches": chosen["batches"], "rows": rows}
 
 
-def members_table(found: Found) -> str:
+def members_table(result: Result) -> str:
     """Tables 10 and 11."""
-    prune, steps, batches = (by_seed(found, key)[0] for key in ("prune", "steps", "batches"))
-    spent = {f"milliseconds.{one}": f"ms, batch {one}" for one in batches}
-    spent |= {f"ratio.{one}": f"× Single, batch {one}" for one in batches}
+    prune, steps, batches = (by_seed(result, key)[0] for key in ("prune", "steps", "batches"))
+    spent = {f"milliseconds.{batch}": f"ms, batch {batch}" for batch in batches}
+    spent |= {f"ratio.{batch}": f"× Single, batch {batch}" for batch in batches}
     note = (
         f"Members lose {prune} heads each (CircAvg, CircAcc, CircOOD, then draws from CircAvg) and are trained side by "
         f"side for {steps} steps; Deep Ensembles are whole fine-tunings. Times in bfloat16. The paper's: {TASK}."
     )
-    return rows_table(found, {**spent, **COLUMNS}, "10", TASK, note=note)
+    return rows_table(result, {**spent, **COLUMNS}, "10", TASK, note=note)
 
 
-def members_figure(found: Found) -> Any:
+def members_figure(result: Result) -> Any:
     """Points over Single and times of Single by the number of members; the paper's as open marks."""
-    every = list(by_seed(found, "rows")[0])
-    there = paper("10", TASK)
-    drawing, ((right, foreign, spent),) = fields(1, 3, 3.0)
-    for place, key, title in ((right, "accuracy", "accuracy"), (foreign, "all.auroc", "OOD AUROC")):
-        one = gains(panel(found, key, "", every, "10", TASK), "", "Single")
+    rows = list(by_seed(result, "rows")[0])
+    theirs = paper("10", TASK)
+    drawing, ((accuracy, foreign, spent),) = fields(1, 3, 3.0)
+    for field, key, title in ((accuracy, "accuracy", "accuracy"), (foreign, "all.auroc", "OOD AUROC")):
+        gained = gains(panel(result, key, "", rows, "10", TASK), "", "Single")
         for kind, style in KINDS.items():
-            place.plot(*counted(means(one), kind), label=kind, **style)
-            place.plot(*counted(one.paper, kind), **style | OPEN_MARK)
-        place.axhline(0, color=DARK, linewidth=1, linestyle=DASHES, label="Single")
-        place.set(title=f"{title}, points over Single", xlabel="members")
-    for batch, dashes in zip(by_seed(found, "batches")[0], ("-", "--", ":"), strict=False):
-        times = means(panel(found, f"ratio.{batch}", "", every))
+            field.plot(*counted(means(gained), kind), label=kind, **style)
+            field.plot(*counted(gained.paper, kind), **style | OPEN_MARK)
+        field.axhline(0, color=DARK, linewidth=1, linestyle=DASHES, label="Single")
+        field.set(title=f"{title}, points over Single", xlabel="members")
+    for batch, dashes in zip(by_seed(result, "batches")[0], ("-", "--", ":"), strict=False):
+        times = means(panel(result, f"ratio.{batch}", "", rows))
         for kind in ("Hydra (Circ)", "Deep Ensembles"):
             label = f"batch of {batch}" if kind != "Deep Ensembles" else "_"
             spent.plot(*counted(times, kind), label=label, **KINDS[kind] | {"linestyle": dashes})
-    slower = {row: float(one[TIME]) / float(there["Single"][TIME]) for row, one in there.items() if TIME in one}
+    slower = {row: float(cells[TIME]) / float(theirs["Single"][TIME]) for row, cells in theirs.items() if TIME in cells}
     for kind, style in KINDS.items():
         spent.plot(*counted(slower, kind), **style | OPEN_MARK)
     spent.set(title="time over Single's", xlabel="members", ylim=(0, None))
     spent.legend(frameon=False, fontsize=SMALL)
-    right.plot([], [], marker="o", label=f"open: paper, {TASK}", **OPEN_MARK)
-    legend(drawing, right)
+    accuracy.plot([], [], marker="o", label=f"open: paper, {TASK}", **OPEN_MARK)
+    legend(drawing, accuracy)
     return drawing
 
 
 def counted(values: Mapping[str, float], kind: str) -> tuple[list[int], list[float]]:
     """Numbers of a kind of ensemble by how many members it has."""
-    known = sorted((int(row.rpartition(", ")[2]), one) for row, one in values.items() if row.startswith(f"{kind}, "))
-    return [count for count, _ in known], [one for _, one in known]
+    pairs = sorted((int(row.rpartition(", ")[2]), mean) for row, mean in values.items() if row.startswith(f"{kind}, "))
+    return [count for count, _ in pairs], [mean for _, mean in pairs]
 
 
 DIFFERENCES = Analysis("What makes members differ (Tables 8 and 9)", run_diversity, diversity_table, diversity_figure)

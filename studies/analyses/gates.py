@@ -113,41 +113,41 @@ def weight_terms(model: he.Ensemble, batches: Iterable[Batch], steps: Mapping[st
     The diagonal of the Hessian is the mean of v · Hv over `probes` random vectors of signs (Hutchinson); both losses to
     be compared see the same ones.
     """
-    own = working_copy(model, None, None)
-    parts = [
+    copy = working_copy(model, None, None)
+    weights = [
         weight
-        for layer in range(own.num_layers)
-        for weight in (attention_of(own, layer).qkv, attention_of(own, layer).qkv_bias, attention_of(own, layer).out)
+        for layer in range(copy.num_layers)
+        for weight in (attention_of(copy, layer).qkv, attention_of(copy, layer).qkv_bias, attention_of(copy, layer).out)
         if weight is not None
     ]
-    each = len(parts) // own.num_layers
-    for weight in parts:
+    per_layer = len(weights) // copy.num_layers
+    for weight in weights:
         weight.requires_grad_(True)  # [H, …] each
     directions = {}
     for name, step in steps.items():
-        gates = step.reshape(own.num_layers, own.num_heads)
-        directions[name] = [_moved(weight, gates[place // each]) for place, weight in enumerate(parts)]
+        gates = step.reshape(copy.num_layers, copy.num_heads)
+        directions[name] = [_moved(weight, gates[index // per_layer]) for index, weight in enumerate(weights)]
     draws = torch.Generator().manual_seed(0)
-    signs = [[_signs(weight, draws) for weight in parts] for _ in range(probes)]
+    signs = [[_signs(weight, draws) for weight in weights] for _ in range(probes)]
     first, second = dict.fromkeys(steps, 0.0), dict.fromkeys(steps, 0.0)
-    traces = torch.zeros(own.num_layers, own.num_heads, dtype=torch.float64)
+    traces = torch.zeros(copy.num_layers, copy.num_heads, dtype=torch.float64)
     samples = 0
     for inputs, labels in batches:
         with sdpa_kernel(SDPBackend.MATH):
-            loss = F.cross_entropy(own(inputs)[0], labels, reduction="sum")
-            slopes = torch.autograd.grad(loss, parts, create_graph=True)
+            loss = F.cross_entropy(copy(inputs)[0], labels, reduction="sum")
+            slopes = torch.autograd.grad(loss, weights, create_graph=True)
             for name, moves in directions.items():
                 along = _inner(slopes, moves)
-                bent = torch.autograd.grad(along, parts, retain_graph=True)
+                bent = torch.autograd.grad(along, weights, retain_graph=True)
                 first[name] += along.item()
                 second[name] += _inner(bent, moves).item() / 2
             for probe in signs:
-                bent = torch.autograd.grad(_inner(slopes, probe), parts, retain_graph=True)
-                for place, (one, other) in enumerate(zip(bent, probe, strict=True)):
-                    traces[place // each] += (one * other).flatten(1).sum(1).double().cpu() / probes
+                bent = torch.autograd.grad(_inner(slopes, probe), weights, retain_graph=True)
+                for index, (bend, sign) in enumerate(zip(bent, probe, strict=True)):
+                    traces[index // per_layer] += (bend * sign).flatten(1).sum(1).double().cpu() / probes
         samples += len(labels)
-    first, second = ({name: value / samples for name, value in one.items()} for one in (first, second))
-    return WeightTerms(first, second, traces / samples, sum(weight.numel() for weight in parts))
+    first, second = ({name: value / samples for name, value in sums.items()} for sums in (first, second))
+    return WeightTerms(first, second, traces / samples, sum(weight.numel() for weight in weights))
 
 
 def _moved(weight: Tensor, gates: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from ..seed import Seed
 from ..seed_folder import precise_products
 from ..sets import at_most
 from ..task import Drawn, Task
-from .analysis import Analysis, Found, asked, paper
+from .analysis import Analysis, Result, asked, paper
 from .drawing import COLOURS, DARK, GREEN, GREY, OURS, THEIRS, fields, legend
 from .gates import Batches, Expansion, expand, gates_after, measure, pruning_step, weight_terms
 
@@ -34,7 +34,7 @@ DRAWN = {"random": "random heads", "meeting": "meets the conditions"}
 MARKS = {"whole": "D", "Taylor": "s", "CircAcc": "v", "CircAvg": "o", "random": "^", "meeting": "P"}
 PAPER_TASKS = ("CIFAR-100", "ImageNet-1K")
 
-Named = Mapping[str, Tensor]  # steps in the gates, by who chose the heads
+Steps = Mapping[str, Tensor]  # steps in the gates, by who chose the heads
 
 
 def run(seed: Seed) -> dict[str, Any]:
@@ -47,13 +47,13 @@ def run(seed: Seed) -> dict[str, Any]:
         "CircAcc": seed.circuit("acc").first(count),
         "CircAvg": seed.circuit("avg").first(count),
     }
-    named = {name: pruning_step(base, heads) for name, heads in ranked.items()}
+    ranked_steps = {name: pruning_step(base, heads) for name, heads in ranked.items()}
     kind = (
         f"corrupted at severity {chosen['severity']}"
         if task.kind == "image"
         else f"{chosen['replaced']:.0%} of the tokens replaced"
     )
-    return {"noise": kind, **experiment(base, by_severity, named, count, chosen, seed.number)}
+    return {"noise": kind, **experiment(base, by_severity, ranked_steps, count, chosen, seed.number)}
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
@@ -73,25 +73,25 @@ def noisy(task: Task, seed: int) -> Batches:
     if task.kind == "image":
         return placed(task, task.samples(*_in_turn(task, chosen["severity"])), chosen["batch"])
     draws = torch.Generator().manual_seed(seed)
-    return [({**one, "input_ids": replaced(one, chosen["replaced"], draws)}, y) for one, y in clean(task)]
+    return [({**inputs, "input_ids": replaced(inputs, chosen["replaced"], draws)}, y) for inputs, y in clean(task)]
 
 
 def _in_turn(task: Task, severity: int) -> list[Any]:
     """Every fifteenth image with the same corruption, those of one corruption together; 0 leaves them alone."""
     images = at_most(task.source.images(task.suite.id), asked(task, "noise")["images"])
-    parts = [images.select(np.arange(first, len(images), len(CORRUPTIONS))) for first in range(len(CORRUPTIONS))]
+    parts = [images.select(np.arange(start, len(images), len(CORRUPTIONS))) for start in range(len(CORRUPTIONS))]
     if not severity:
         return [part for part in parts if len(part)]
     how = {"parameters": task.plain["corruptions"]}
-    made = zip(parts, CORRUPTIONS, strict=True)
-    return [corrupted(part, name, severity, **how) for part, name in made if len(part)]
+    pairs = zip(parts, CORRUPTIONS, strict=True)
+    return [corrupted(part, name, severity, **how) for part, name in pairs if len(part)]
 
 
 def placed(task: Task, samples: Any, size: int) -> Batches:
     """Samples in batches on the device of the task."""
     rows = torch.arange(len(samples)).split(size)
-    read = (read_batch(samples.batch(some, False)) for some in rows)
-    return [(move(inputs, task.device, torch.float32), _labels(y).to(task.device)) for inputs, y in read]
+    batches = (read_batch(samples.batch(some, False)) for some in rows)
+    return [(move(inputs, task.device, torch.float32), _labels(y).to(task.device)) for inputs, y in batches]
 
 
 def _labels(labels: Tensor | None) -> Tensor:
@@ -107,9 +107,9 @@ def replaced(inputs: Mapping[str, Tensor], share: float, draws: torch.Generator)
     inner[:, 0] = inner[:, -1] = False
     chosen = inner & (torch.rand(ids.shape, generator=draws) < share)
     words = ids[inner]
-    found = ids.clone()
-    found[chosen] = words[torch.randint(len(words), (int(chosen.sum()),), generator=draws)]
-    return found.to(inputs["input_ids"].device)
+    changed = ids.clone()
+    changed[chosen] = words[torch.randint(len(words), (int(chosen.sum()),), generator=draws)]
+    return changed.to(inputs["input_ids"].device)
 
 
 # --- the experiment --------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def replaced(inputs: Mapping[str, Tensor], share: float, draws: torch.Generator)
 def experiment(
     model: he.Ensemble,
     by_severity: Mapping[int, Batches],
-    named: Named,
+    ranked_steps: Steps,
     prune: int,
     chosen: Mapping[str, Any],
     seed: int,
@@ -129,14 +129,14 @@ def experiment(
         expansions = {name: expand(model, some) for name, some in batches.items()}
         steps = random_steps(model, prune, seed)
         facts, meeting = conditions(expansions["clean"], expansions["noisy"], steps)
-        tried = dict(named) | {f"random {row}": steps[row] for row in range(chosen["random"])}
+        tried = dict(ranked_steps) | {f"random {row}": steps[row] for row in range(chosen["random"])}
         tried |= {f"meeting {row}": steps[row] for row in meeting.nonzero()[: chosen["random"], 0].tolist()}
         curves = {
             name: [measure(model, gates_after(model, step), some) for some in by_severity.values()]
-            for name, step in {"whole": torch.zeros_like(steps[0]), **named}.items()
+            for name, step in {"whole": torch.zeros_like(steps[0]), **ranked_steps}.items()
         }
         sets = {name: measured(model, step, batches, expansions) for name, step in tried.items()}
-        weights = in_weights(model, batches, named, chosen["probes"])
+        weights = in_weights(model, batches, ranked_steps, chosen["probes"])
     return {
         "heads": model.num_layers * model.num_heads,
         "classes": model.num_classes,
@@ -153,9 +153,9 @@ def experiment(
     }
 
 
-def in_weights(model: he.Ensemble, batches: Mapping[str, Batches], named: Named, probes: int) -> dict[str, Any]:
+def in_weights(model: he.Ensemble, batches: Mapping[str, Batches], ranked_steps: Steps, probes: int) -> dict[str, Any]:
     """The terms of the proposition in the weights of the attention, and the diagonals of the Hessians."""
-    clean, noisy = (weight_terms(model, batches[name], named, probes) for name in ("clean", "noisy"))
+    clean, noisy = (weight_terms(model, batches[name], ranked_steps, probes) for name in ("clean", "noisy"))
     difference = noisy.traces - clean.traces  # [L, H]
     along = {
         name: {
@@ -164,7 +164,7 @@ def in_weights(model: he.Ensemble, batches: Mapping[str, Batches], named: Named,
             "clean_second_order": clean.second[name],
             "noisy_second_order": noisy.second[name],
         }
-        for name in named
+        for name in ranked_steps
     }
     return {
         "weights": clean.weights,
@@ -195,7 +195,7 @@ def conditions(clean: Expansion, noisy: Expansion, steps: Tensor) -> tuple[dict[
         "clean_gradient_norm": clean.gradient.norm().item(),
         "noisy_gradient_norm": noisy.gradient.norm().item(),
         "random_sets": len(steps),
-        **{f"share_{name}": one.double().mean().item() for name, one in shares.items()},
+        **{f"share_{name}": holds.double().mean().item() for name, holds in shares.items()},
     }
     return facts, aligned & curved
 
@@ -204,8 +204,8 @@ def measured(
     model: he.Ensemble, step: Tensor, batches: Mapping[str, Batches], expansions: Mapping[str, Expansion]
 ) -> dict[str, Any]:
     """One set of heads: terms of the expansion, and what a tenth of the step and the whole of it do to both losses."""
-    terms: dict[str, Any] = {f"{name}_first_order": (one.gradient @ step).item() for name, one in expansions.items()}
-    terms |= {f"{name}_second_order": one.second_order(step).item() for name, one in expansions.items()}
+    terms: dict[str, Any] = {f"{name}_first_order": (loss.gradient @ step).item() for name, loss in expansions.items()}
+    terms |= {f"{name}_second_order": loss.second_order(step).item() for name, loss in expansions.items()}
     first, second = (terms[f"noisy_{order}"] - terms[f"clean_{order}"] for order in ("first_order", "second_order"))
     gap = expansions["noisy"].value - expansions["clean"].value
     for name, share in {"tenth": 0.1, "whole": 1.0}.items():
@@ -225,30 +225,30 @@ def kind_of(name: str) -> str:
     return name.split(" ")[0]
 
 
-def figure(found: Found) -> Any:
+def figure(result: Result) -> Any:
     """Three fields: loss by severity, predicted against measured widening, spectrum of the Hessian difference."""
-    own = next(iter(found["seeds"].values()))
+    of_seed = next(iter(result["seeds"].values()))
     colours = {**COLOURS, "meeting": GREEN}
     drawing, ((losses, widening, spectrum),) = fields(1, 3, 2.9)
-    for name, curve in own["by_severity"].items():
+    for name, curve in of_seed["by_severity"].items():
         heights = [point["loss"] for point in curve]
         label = "whole model" if name == "whole" else name
         style: dict[str, Any] = {"marker": MARKS[name], "markersize": 4, "linewidth": 1.2}
-        losses.plot(own["severities"], heights, color=colours[name], label=label, **style)
-    losses.set(xlabel="severity of the noise (0: clean)", title=f"loss, {own['prune']} heads pruned")
+        losses.plot(of_seed["severities"], heights, color=colours[name], label=label, **style)
+    losses.set(xlabel="severity of the noise (0: clean)", title=f"loss, {of_seed['prune']} heads pruned")
     seen: set[str] = set()
-    for name, one in own["sets"].items():
+    for name, pruned in of_seed["sets"].items():
         kind = kind_of(name)
-        whole = one["whole"]
+        whole = pruned["whole"]
         label = "_" if kind in seen else DRAWN.get(kind, kind)  # matplotlib leaves labels with _ out of the legend
-        place = (whole["gap_change_second_order"], whole["gap_change"])
+        point = (whole["gap_change_second_order"], whole["gap_change"])
         size = 4 if kind in DRAWN else 6
-        widening.plot(*place, MARKS[kind], color=colours[kind], label=label, markersize=size)
+        widening.plot(*point, MARKS[kind], color=colours[kind], label=label, markersize=size)
         seen.add(kind)
     for line in (widening.axhline, widening.axvline):
         line(0, color=GREY, linewidth=0.8)
     widening.set(xlabel="to second order", ylabel="measured", title="change of the gap")
-    values = own["conditions"]["eigenvalues_of_hessian_difference"]
+    values = of_seed["conditions"]["eigenvalues_of_hessian_difference"]
     spectrum.bar(range(1, len(values) + 1), values, color=[THEIRS if value < 0 else OURS for value in values])
     spectrum.axhline(0, color=DARK, linewidth=0.8)
     spectrum.set(xlabel="eigenvalue, smallest first", title="Hessian, noisy less clean")
@@ -256,49 +256,50 @@ def figure(found: Found) -> Any:
     return drawing
 
 
-def table(found: Found) -> str:
+def table(result: Result) -> str:
     """The sets that rankings chose, the random ones summed up, and how the data were made; of the first seed."""
-    seed, own = next(iter(found["seeds"].items()))
-    sets = own["sets"]
-    facts = own["conditions"]
-    whole = own["by_severity"]["whole"]
-    gap = own["noisy_loss"] - own["clean_loss"]
-    rows = [["none", f"{own['clean_loss']:.3f}", f"{own['noisy_loss']:.3f}", f"{gap:.3f}", *[""] * 5]]
-    for name, one in sets.items():
+    seed, of_seed = next(iter(result["seeds"].items()))
+    sets = of_seed["sets"]
+    facts = of_seed["conditions"]
+    whole = of_seed["by_severity"]["whole"]
+    gap = of_seed["noisy_loss"] - of_seed["clean_loss"]
+    rows = [["none", f"{of_seed['clean_loss']:.3f}", f"{of_seed['noisy_loss']:.3f}", f"{gap:.3f}", *[""] * 5]]
+    for name, pruned in sets.items():
         if kind_of(name) not in DRAWN:
-            after = one["whole"]
-            curvature = one["noisy_second_order"] - one["clean_second_order"]
+            after = pruned["whole"]
+            curvature = pruned["noisy_second_order"] - pruned["clean_second_order"]
             losses = (after["clean_loss"], after["noisy_loss"], after["noisy_loss"] - after["clean_loss"])
-            changes = [after["gap_change"], after["gap_change_second_order"], one["noisy_first_order"], curvature]
+            changes = [after["gap_change"], after["gap_change_second_order"], pruned["noisy_first_order"], curvature]
             cells = [*(f"{loss:.3f}" for loss in losses), *(f"{change:+.3f}" for change in changes)]
-            first = own["weights"]["sets"][name]["noisy_first_order"] if "weights" in own else None
-            rows.append([f"{own['prune']}, {name}", *cells, "" if first is None else f"{first:+.3f}"])
+            first = of_seed["weights"]["sets"][name]["noisy_first_order"] if "weights" in of_seed else None
+            rows.append([f"{of_seed['prune']}, {name}", *cells, "" if first is None else f"{first:+.3f}"])
     header = ["heads pruned", "clean loss", "noisy loss", "gap", "change of the gap", "to second order",
               "noisy gradient · step", "curvature difference", "noisy gradient · step, in weights"]  # fmt: skip
 
     def grew(kind: str, step: str) -> str:
-        of_kind = [one[step]["gap_change"] > 0 for name, one in sets.items() if kind_of(name) == kind]
+        of_kind = [pruned[step]["gap_change"] > 0 for name, pruned in sets.items() if kind_of(name) == kind]
         return f"{sum(of_kind)} of {len(of_kind)}"
 
     aligned, curved, both = (f"{facts[f'share_{name}']:.1%}" for name in ("aligned", "curved", "both"))
     positive = [
         sum(value > 0 for value in facts[f"{name}_of_hessian_difference"]) for name in ("eigenvalues", "diagonal")
     ]
-    diagonal = sum(facts["diagonal_of_hessian_difference"]) / own["heads"]
-    once = {json.dumps(one["heads"]): one["whole"] for one in sets.values()}.values()  # a random set may also meet them
-    signs = [(one["gap_change"] > 0) == (one["gap_change_second_order"] > 0) for one in once]
+    heads = of_seed["heads"]
+    diagonal = sum(facts["diagonal_of_hessian_difference"]) / heads
+    once = {json.dumps(pruned["heads"]): pruned["whole"] for pruned in sets.values()}.values()  # some are of both kinds
+    signs = [(change["gap_change"] > 0) == (change["gap_change_second_order"] > 0) for change in once]
     clean = whole[0]
-    noisy = whole[own["severities"].index(own["severity"])]
+    noisy = whole[of_seed["severities"].index(of_seed["severity"])]
     lines = [
         f"- Condition 1: the gradient in the gates has norm {facts['clean_gradient_norm']:.3f} on clean samples, "
         f"{facts['noisy_gradient_norm']:.3f} on noisy ones.",
         f"- Condition 2: of {facts['random_sets']:,} random sets, {aligned} do not point down the noisy loss. The "
         f"paper's Taylor step: {printed_there('gradient')}.",
-        f"- Condition 3: {positive[0]} of {own['heads']} eigenvalues of the difference of the Hessians are positive, "
+        f"- Condition 3: {positive[0]} of {heads} eigenvalues of the difference of the Hessians are positive, "
         f"and {positive[1]} of the numbers on its diagonal, whose mean is {diagonal:+.4f} (the paper's, in weights: "
         f"{printed_there('diagonal')}). Along the step itself, {curved} of the random sets have more curvature on "
         f"noisy samples; with condition 2, {both}.",
-        *in_words_of_weights(own),
+        *in_words_of_weights(of_seed),
         f"- The gap grew for {grew('random', 'whole')} random sets.",
         f"- Of sets that meet conditions 2 and 3 along the step, it grew for {grew('meeting', 'tenth')} after a tenth "
         f"of the step, and for {grew('meeting', 'whole')} after the whole step.",
@@ -306,27 +307,25 @@ def table(found: Found) -> str:
         f"- The whole model is right on {clean['accuracy']:.1%} of the clean samples with a mean confidence of "
         f"{clean['confidence']:.1%}, and on {noisy['accuracy']:.1%} of the noisy ones with {noisy['confidence']:.1%}.",
     ]
-    about = (
-        f"{own['samples']} test samples, clean and {own['noise']}; {own['heads']} heads; seed {seed}; {found['device']}"
-    )
-    return "\n".join([markdown(header, rows), "", *lines, "", f"{about}."])
+    about = f"{of_seed['samples']} test samples, clean and {of_seed['noise']}; {heads} heads; seed {seed}"
+    return "\n".join([markdown(header, rows), "", *lines, "", f"{about}; {result['device']}."])
 
 
-def printed_there(what: str) -> str:
+def printed_there(column: str) -> str:
     """What the paper found for its two tasks."""
-    return " and ".join(f"{paper('B.1', task)['Taylor'][what]} on {task}" for task in PAPER_TASKS)
+    return " and ".join(f"{paper('B.1', task)['Taylor'][column]} on {task}" for task in PAPER_TASKS)
 
 
-def in_words_of_weights(own: Found) -> list[str]:
+def in_words_of_weights(of_seed: Result) -> list[str]:
     """The difference of the Hessian's diagonals in weights."""
-    if "weights" not in own:
+    if "weights" not in of_seed:
         return []
-    found = own["weights"]
+    terms = of_seed["weights"]
     return [
-        f"- In the {found['weights']:,} weights of the attention the diagonals of the Hessians sum up to "
-        f"{found['clean_trace']:.1f} on clean samples and {found['noisy_trace']:.1f} on noisy ones (mean of the "
-        f"difference {found['mean_of_diagonal_difference']:+.2e}); {found['heads_with_more_curvature']} of "
-        f"{own['heads']} heads have more on noisy ones."
+        f"- In the {terms['weights']:,} weights of the attention the diagonals of the Hessians sum up to "
+        f"{terms['clean_trace']:.1f} on clean samples and {terms['noisy_trace']:.1f} on noisy ones (mean of the "
+        f"difference {terms['mean_of_diagonal_difference']:+.2e}); {terms['heads_with_more_curvature']} of "
+        f"{of_seed['heads']} heads have more on noisy ones."
     ]
 
 

@@ -11,7 +11,7 @@ from ..classifiers import all_columns
 from ..evidence import Judged
 from ..measures import plain_numbers
 from ..seed import Seed
-from .analysis import Analysis, Found, asked, by_seed, rows_table
+from .analysis import Analysis, Result, asked, by_seed, rows_table
 from .drawing import panel, rows_figure
 
 CHOSEN = "the study's"
@@ -45,27 +45,27 @@ def run(seed: Seed) -> dict[str, Any]:
     task = seed.task
     rows = {}
     for point in POINTS:
-        found = plain_numbers(
+        numbers = plain_numbers(
             all_columns(Judged(task, model(seed, point)), "held_out"), task.suite.id.name, task.groups("held_out")
         )
-        rows[point] = {key: float(value) for key, value in found.items()}
+        rows[point] = {key: float(value) for key, value in numbers.items()}
     return {"factor": asked(task, "rates")["factor"], "rows": rows}
 
 
-def table(found: Found) -> str:
+def table(result: Result) -> str:
     """One row a point."""
     columns = {"accuracy": "Acc ↑", "calibrated.nll": "NLL ↓", "aurc": "AURC ↓", "all.auroc": "AUROC ↑"}
-    factor = by_seed(found, "factor")[0]
+    factor = by_seed(result, "factor")[0]
     note = f"Single on half B and the held-out OOD sets, one rate at a time {factor:g} times lower or higher."
-    return rows_table(found, columns, "", "", note=note)
+    return rows_table(result, columns, "", "", note=note)
 
 
-def figure(found: Found) -> Any:
+def figure(result: Result) -> Any:
     """Likelihood and OOD AUROC of every point."""
     rows = list(POINTS)
     columns = {"accuracy": "accuracy %", "calibrated.nll": "NLL", "all.auroc": "AUROC %"}
-    fields = [panel(found, key, title, rows) for key, title in columns.items()]
-    return rows_figure(fields, {row: row for row in rows}, "half B")
+    panels = [panel(result, key, title, rows) for key, title in columns.items()]
+    return rows_figure(panels, {row: row for row in rows}, "half B")
 
 
 ANALYSIS = Analysis("Rates of Single", run, table, figure)

@@ -15,7 +15,7 @@ from ..samples import device_name
 from ..seed import Seed
 from ..task import recipe
 from . import chosen_heads, diversity, noise, pruned, rates, seeds, separation
-from .analysis import Analysis, Found, marked, settings
+from .analysis import Analysis, Result, marked, settings
 
 FORMAT = "hydra_ensembles.analysis 1"
 DEMO = "demo"  # the embedded model: `noise` of it is stored, by the code of its time
@@ -38,11 +38,11 @@ ANALYSES: Mapping[str, Analysis] = {
 
 def chosen(names: str) -> dict[str, Analysis]:
     """Analyses by their names, with commas between."""
-    wanted = names.split(",")
-    unknown = [name for name in wanted if name not in ANALYSES]
+    chosen_names = names.split(",")
+    unknown = [name for name in chosen_names if name not in ANALYSES]
     if unknown:
         raise ConfigError(f"there are no analyses {unknown}; choose from {', '.join(ANALYSES)}, with commas between")
-    return {name: ANALYSES[name] for name in wanted}
+    return {name: ANALYSES[name] for name in chosen_names}
 
 
 def with_analyses() -> dict[str, Any]:
@@ -56,28 +56,28 @@ def analysed(name: str, seeds: Sequence[Seed]) -> dict[str, Any]:
     task = seeds[0].task
     if analysis.run is None or task.kind not in analysis.kinds:
         raise ConfigError(f"{name} does not run on {task.name}; it is for {_where(analysis)}")
-    found = {str(seed.number): _of_seed(name, analysis, seed) for seed in seeds}
+    results = {str(seed.number): _of_seed(name, analysis, seed) for seed in seeds}
     return {
         **_about(name, task.name),
         "share": task.share,
         "settings": task.settings["analyses"],
         "device": device_name(task.device),
-        "seconds": sum(one["seconds"] for one in found.values()),
-        "seeds": {number: one["found"] for number, one in found.items()},
+        "seconds": sum(entry["seconds"] for entry in results.values()),
+        "seeds": {number: entry["found"] for number, entry in results.items()},
     }
 
 
 def _of_seed(name: str, analysis: Analysis, seed: Seed) -> Any:
-    place = seed.folder / "analyses" / f"{marked(seed.task, name)}.json"
-    if not place.exists():
+    path = seed.folder / "analyses" / f"{marked(seed.task, name)}.json"
+    if not path.exists():
         assert analysis.run is not None
-        begun = time.monotonic()
-        found = analysis.run(seed)
-        taken = time.monotonic() - begun
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_json(place, {"found": found, "seconds": round(taken, 1)})
-        print(f"{seed.task.name} seed {seed.number}: {name} {taken:.0f} s", flush=True)
-    return read_json(place)
+        start = time.monotonic()
+        result = analysis.run(seed)
+        seconds = time.monotonic() - start
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"found": result, "seconds": round(seconds, 1)})
+        print(f"{seed.task.name} seed {seed.number}: {name} {seconds:.0f} s", flush=True)
+    return read_json(path)
 
 
 def read_stored(name: str, task: str, studies: Path) -> dict[str, Any]:
@@ -92,8 +92,8 @@ def read_stored(name: str, task: str, studies: Path) -> dict[str, Any]:
 
 
 def _about(name: str, task: str) -> dict[str, Any]:
-    known: Any = recipe()["tasks"].get(task, {})
-    facts = {"format": FORMAT, "analysis": name, "task": task, "stands_for": known.get("paper", "")}
+    settings_of_task: Any = recipe()["tasks"].get(task, {})
+    facts = {"format": FORMAT, "analysis": name, "task": task, "stands_for": settings_of_task.get("paper", "")}
     return {**facts, "versions": versions()}
 
 
@@ -106,21 +106,21 @@ def _where(analysis: Analysis) -> str:
 # --- files, tables, figures ------------------------------------------------------------------------------------------
 
 
-def store(found: Found, results: Path) -> Path:
+def store(result: Result, results: Path) -> Path:
     """Write what an analysis found."""
     results.mkdir(parents=True, exist_ok=True)
-    place = results / f"{found['analysis']}-{found['task']}.json"
-    write_json(place, dict(found))
-    return place
+    path = results / f"{result['analysis']}-{result['task']}.json"
+    write_json(path, dict(result))
+    return path
 
 
 def load(name: str, task: str, results: Path) -> dict[str, Any]:
     """Read what an analysis found."""
-    place = results / f"{name}-{task}.json"
-    if not place.exists():
-        raise DataError(f"{place} does not exist; {command(name, task)} makes it")
-    found: dict[str, Any] = read_json(place)
-    return found
+    path = results / f"{name}-{task}.json"
+    if not path.exists():
+        raise DataError(f"{path} does not exist; {command(name, task)} makes it")
+    result: dict[str, Any] = read_json(path)
+    return result
 
 
 def command(name: str, task: str) -> str:
@@ -128,15 +128,15 @@ def command(name: str, task: str) -> str:
     return f"`python -m studies analyse {name} --task {task}`"
 
 
-def draw(found: Found, folder: Path) -> Path:
+def draw(result: Result, folder: Path) -> Path:
     """Write the figure of what is stored as SVG, and in it what it was drawn from."""
-    name, task = found["analysis"], found["task"]
-    return save_figure(ANALYSES[name].figure(found), folder / f"{name}-{task}.svg", digest(found))
+    name, task = result["analysis"], result["task"]
+    return save_figure(ANALYSES[name].figure(result), folder / f"{name}-{task}.svg", digest(result))
 
 
-def digest(found: Found) -> str:
+def digest(result: Result) -> str:
     """Tells what an analysis found from anything else."""
-    return f"sha256 {hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()}"
+    return f"sha256 {hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()}"
 
 
 def stored(results: Path) -> list[dict[str, Any]]:
@@ -147,23 +147,23 @@ def stored(results: Path) -> list[dict[str, Any]]:
 def undrawn(results: Path) -> list[dict[str, Any]]:
     """What is stored and has no figure beside it, or one of other numbers."""
 
-    def seen(found: Found) -> bool:
-        place = results / f"{found['analysis']}-{found['task']}.svg"
-        return place.exists() and digest(found) in place.read_text(encoding="utf-8")
+    def drawn(result: Result) -> bool:
+        path = results / f"{result['analysis']}-{result['task']}.svg"
+        return path.exists() and digest(result) in path.read_text(encoding="utf-8")
 
-    return [found for found in stored(results) if not seen(found)]
+    return [result for result in stored(results) if not drawn(result)]
 
 
 def blocks(results: Path) -> dict[str, str]:
     """What documents show of every analysis and task, by `analysis_NAME_TASK`; without results, how to get some."""
-    made = {}
+    by_name = {}
     for name, analysis in ANALYSES.items():
         for task in (*recipe()["tasks"], DEMO, seeds.ZERO_SHOT):
             key = f"analysis_{name}_{task}"
             if not (results / f"{name}-{task}.json").exists():
-                made[key] = f"No results yet; {command(name, task)} makes them."
+                by_name[key] = f"No results yet; {command(name, task)} makes them."
                 continue
-            shown = analysis.table(load(name, task, results))
-            place = f"results/analyses/{name}-{task}"
-            made[key] = f"![{analysis.title}](../{place}.svg)\n\n{shown}\n\nFrom `{place}.json`."
-    return made
+            table = analysis.table(load(name, task, results))
+            path = f"results/analyses/{name}-{task}"
+            by_name[key] = f"![{analysis.title}](../{path}.svg)\n\n{table}\n\nFrom `{path}.json`."
+    return by_name

@@ -9,7 +9,7 @@ from ..paper import zero_shot_numbers
 from ..results import fixed, markdown
 from ..rows import DEEP, HYDRA, HYDRA_CIRC, SINGLE
 from ..stored import Study
-from .analysis import ALL, CLASSIFICATION, Analysis, Found, about, by_seed, cell, paper_task, printed, rows_table
+from .analysis import ALL, CLASSIFICATION, Analysis, Result, about, by_seed, cell, paper_task, printed, rows_table
 from .drawing import Panel, gains, panel, rows_figure, stored
 
 ROWS = (SINGLE, DEEP, HYDRA_CIRC, HYDRA)
@@ -26,27 +26,27 @@ FOUND = {"accuracy": "Acc ↑", "nll": "NLL ↓", "ece": "ECE ↓"}
 def read_seeds(studies: Path, task: str) -> dict[str, Any]:
     """Numbers of every seed of a study that is stored."""
     study = Study(task, studies)
-    found = {row: dict(zip(map(str, study.seeds(row)), study.plain(row), strict=True)) for row in ROWS}
+    by_row = {row: dict(zip(map(str, study.seeds(row)), study.plain(row), strict=True)) for row in ROWS}
     runs = study.facts["runs"]
-    rows = {number: {row: one[number] for row, one in found.items() if number in one} for number in runs}
-    seeds = {number: {"rows": one} for number, one in rows.items() if one}
-    made_on = {one["device"] for run in runs.values() for one in run["report"].values()}
+    rows = {number: {row: numbers[number] for row, numbers in by_row.items() if number in numbers} for number in runs}
+    seeds = {number: {"rows": numbers} for number, numbers in rows.items() if numbers}
+    made_on = {report["device"] for run in runs.values() for report in run["report"].values()}
     return {"seeds": seeds, "device": ", ".join(sorted(made_on))}
 
 
-def seeds_table(found: Found) -> str:
+def seeds_table(result: Result) -> str:
     """Table 12."""
     columns = {**CLASSIFICATION, **{key: f"all {head}" for key, head in ALL.items()}}
     note = "The paper: eight seeds, of Hydra (Circ) alone."
-    return rows_table(found, columns, "12", paper_task(found), note=note)
+    return rows_table(result, columns, "12", paper_task(result), note=note)
 
 
-def seeds_figure(found: Found) -> Any:
+def seeds_figure(result: Result) -> Any:
     """Every seed, the mean, and the paper's mean."""
-    task = paper_task(found)
-    rows = dict.fromkeys(row for one in by_seed(found, "rows") for row in one)
+    task = paper_task(result)
+    rows = dict.fromkeys(row for of_seed in by_seed(result, "rows") for row in of_seed)
     columns = {"accuracy": "accuracy %", "ece": "ECE ↓", "all.auroc": "OOD AUROC %", "all.fpr95": "OOD FPR95 % ↓"}
-    panels = [panel(found, key, title, list(rows), "12", task) for key, title in columns.items()]
+    panels = [panel(result, key, title, list(rows), "12", task) for key, title in columns.items()]
     return rows_figure(panels, {row: row for row in rows}, "here, mean", f"paper, {task}")
 
 
@@ -57,7 +57,7 @@ def read_towers(studies: Path, task: str) -> dict[str, Any]:
     seeds = {
         number: {
             "rows": {
-                row: {key: one.value for key, one in study.numbers(row, int(number)).items()}
+                row: {key: measured.value for key, measured in study.numbers(row, int(number)).items()}
                 for row in rows
                 if int(number) in study.seeds(row)
             }
@@ -68,33 +68,33 @@ def read_towers(studies: Path, task: str) -> dict[str, Any]:
     return {"seeds": seeds, "device": facts["device"], "detections": study.detections, "tasks": list(facts["tasks"])}
 
 
-def towers_table(found: Found) -> str:
+def towers_table(result: Result) -> str:
     """Tables 27 and 28: means over unseen tasks, and OOD detection for every ID task."""
-    there: Mapping[str, Mapping[str, float]] = zero_shot_numbers(found["tasks"], found["detections"])
+    paper: Mapping[str, Mapping[str, float]] = zero_shot_numbers(result["tasks"], result["detections"])
     columns = {f"unseen.{key}": head for key, head in FOUND.items()}
-    for task in found["detections"]:
+    for task in result["detections"]:
         columns |= {f"{task}.{group}.auroc": f"{task}: {group} AUROC ↑" for group in ("near", "far", "all")}
     lines = []
     for row, title in VISION.items():
-        if not by_seed(found, "rows", row)[0]:
+        if not by_seed(result, "rows", row)[0]:
             continue
-        lines.append([title, *(cell(by_seed(found, "rows", row, one), one, _shown) for one in columns)])
-        known = there.get(row, {})
-        lines.append(["*paper*", *(f"*{_shown(known[one], one)}*" if one in known else "" for one in columns)])
-    note = f"Zero-shot Hydra (Circ), means over unseen tasks. {about(found)}"
+        lines.append([title, *(cell(by_seed(result, "rows", row, key), key, _shown) for key in columns)])
+        numbers = paper.get(row, {})
+        lines.append(["*paper*", *(f"*{_shown(numbers[key], key)}*" if key in numbers else "" for key in columns)])
+    note = f"Zero-shot Hydra (Circ), means over unseen tasks. {about(result)}"
     return markdown(["pruned", *columns.values()], lines, note)
 
 
-def towers_figure(found: Found) -> Any:
+def towers_figure(result: Result) -> Any:
     """What other prunings do less pruning both towers, in points: ours seed by seed, and the paper's."""
-    there = zero_shot_numbers(found["tasks"], found["detections"])
-    first, *others = [row for row in VISION if any(by_seed(found, "rows", row))]
+    paper = zero_shot_numbers(result["tasks"], result["detections"])
+    first, *others = [row for row in VISION if any(by_seed(result, "rows", row))]
     columns = {"unseen.accuracy": "accuracy, unseen tasks"}
-    columns |= {f"{task}.all.auroc": f"AUROC, {task} as ID" for task in found["detections"]}
+    columns |= {f"{task}.all.auroc": f"AUROC, {task} as ID" for task in result["detections"]}
     panels = []
     for key, title in columns.items():
-        theirs = {row: 100 * there[row][key] for row in (first, *others) if key in there.get(row, {})}
-        panels.append(gains(Panel("", stored(found, key, [first, *others]), theirs), title, first))
+        theirs = {row: 100 * paper[row][key] for row in (first, *others) if key in paper.get(row, {})}
+        panels.append(gains(Panel("", stored(result, key, [first, *others]), theirs), title, first))
     names = {row: VISION[row] for row in others}
     return rows_figure(panels, names, "here, mean", "paper", "both towers pruned (points)")
 

@@ -12,7 +12,7 @@ from hydra_ensembles.heads import Head, centroid_distance, head_vectors
 
 from ..results import markdown
 from ..seed import Seed
-from .analysis import Analysis, Found, about, asked, by_seed, cell, drawn_batches, heads_of, paper, rounded
+from .analysis import Analysis, Result, about, asked, by_seed, cell, drawn_batches, heads_of, paper, rounded
 from .drawing import OURS, THEIRS, cloud, fields, legend
 
 KINDS = {"circuit": "CircOOD", "dense": "whole model", "kept": "whole model, heads of CircOOD"}
@@ -29,51 +29,51 @@ def run(seed: Seed) -> dict[str, Any]:
     circuit = he.prune(base, order[: seed.prune])
     sets = {name: samples for group in task.outside("report").values() for name, samples in group.items()}
     inside = drawn_batches(task, task.inside("report"), chosen["samples"])
-    known = {"circuit": head_vectors(circuit, inside), "dense": head_vectors(base, inside)}
+    vectors = {"circuit": head_vectors(circuit, inside), "dense": head_vectors(base, inside)}
     rows: dict[str, Any] = {}
     for name, samples in sets.items():
         outside = drawn_batches(task, samples, chosen["samples"])
         whole = head_vectors(base, outside)
         rows[name] = {
-            "circuit": distances(known["circuit"], head_vectors(circuit, outside), known["circuit"]),
-            "dense": distances(known["dense"], whole, known["dense"]),
-            "kept": distances(known["dense"], whole, known["circuit"]),
+            "circuit": distances(vectors["circuit"], head_vectors(circuit, outside), vectors["circuit"]),
+            "dense": distances(vectors["dense"], whole, vectors["dense"]),
+            "kept": distances(vectors["dense"], whole, vectors["circuit"]),
         }
     ends = {"last": order[-chosen["heads"] :][::-1], "first": order[: chosen["heads"]]}
-    shown = sets[FAR] if FAR in sets else next(iter(sets.values()))
+    far = sets[FAR] if FAR in sets else next(iter(sets.values()))
     points = {
         end: head_points(
             base,
-            (inside, drawn_batches(task, shown, chosen["samples"])),
+            (inside, drawn_batches(task, far, chosen["samples"])),
             heads,
             chosen["points"],
         )
         for end, heads in ends.items()
     }
-    return {"prune": seed.prune, "left": len(known["circuit"]), "rows": rows, "points": points}
+    return {"prune": seed.prune, "left": len(vectors["circuit"]), "rows": rows, "points": points}
 
 
 def distances(inside: Vectors, outside: Vectors, heads: Iterable[Head]) -> dict[str, float] | None:
     """Both distances of the centroids, the mean over some heads; None where there are none."""
-    found = [centroid_distance(inside[head], outside[head]) for head in heads]
-    if not found:
+    apart = [centroid_distance(inside[head], outside[head]) for head in heads]
+    if not apart:
         return None
-    return {kind: mean(getattr(one, kind) for one in found) for kind in ("euclidean", "mahalanobis")}
+    return {kind: mean(getattr(distance, kind) for distance in apart) for kind in ("euclidean", "mahalanobis")}
 
 
 def head_points(model: he.Ensemble, sides: tuple[Any, Any], heads: Iterable[Head], count: int) -> list[dict[str, Any]]:
     """Of each head, ID and OOD vectors in their first two principal components, and the distance of their centroids."""
-    wanted = tuple(heads)
-    inside, outside = (head_vectors(model, one, sorted({head.layer for head in wanted})) for one in sides)
-    found = []
-    for head in wanted:
-        both = torch.cat([inside[head], outside[head]])
-        placed = (both - both.mean(0)) @ principal(both)  # [N, 2]
-        known, foreign = placed.split([len(inside[head]), len(outside[head])])
+    chosen = tuple(heads)
+    inside, outside = (head_vectors(model, side, sorted({head.layer for head in chosen})) for side in sides)
+    points = []
+    for head in chosen:
+        joined = torch.cat([inside[head], outside[head]])
+        placed = (joined - joined.mean(0)) @ principal(joined)  # [N, 2]
+        id_points, ood_points = placed.split([len(inside[head]), len(outside[head])])
         apart = centroid_distance(inside[head], outside[head])
-        kept = {"inside": rounded(known[:count], 3), "outside": rounded(foreign[:count], 3)}
-        found.append({"head": str(head), "mahalanobis": apart.mahalanobis, **kept})
-    return found
+        coordinates = {"inside": rounded(id_points[:count], 3), "outside": rounded(ood_points[:count], 3)}
+        points.append({"head": str(head), "mahalanobis": apart.mahalanobis, **coordinates})
+    return points
 
 
 def principal(vectors: Tensor) -> Tensor:
@@ -83,40 +83,40 @@ def principal(vectors: Tensor) -> Tensor:
     return (directions * largest.sign()).to(vectors.dtype)
 
 
-def table(found: Found) -> str:
+def table(result: Result) -> str:
     """Table 5."""
-    there = paper("5", "CIFAR-100")
+    printed = paper("5", "CIFAR-100")
     head = ["OOD set"]
     for title in KINDS.values():
         head += [f"{title}: Euclidean ↑", "Mahalanobis ↑"]
     lines = []
-    columns = [(kind, one) for kind in KINDS for one in ("euclidean", "mahalanobis")]
-    names = list(by_seed(found, "rows")[0])
-    known = found["task"] == "vision-cifar100"
+    columns = [(kind, metric) for kind in KINDS for metric in ("euclidean", "mahalanobis")]
+    names = list(by_seed(result, "rows")[0])
+    same_task = result["task"] == "vision-cifar100"
     for name in names:
-        lines.append([name, *(cell(by_seed(found, "rows", name, *one), "distance") for one in columns)])
-        if name in there and known:
-            shown = [there[name].get(".".join(one), "") for one in columns]
-            lines.append(["*paper*", *(f"*{one}*" if one else "" for one in shown)])
-    lines.append(["mean", *(cell(_over_sets(found, names, *one), "distance") for one in columns)])
-    if known and set(there) == set(names):
-        theirs = [[float(one) for name in names if (one := there[name].get(".".join(key)))] for key in columns]
-        lines.append(["*paper*", *(f"*{mean(one):.2f}*" if one else "" for one in theirs)])
+        lines.append([name, *(cell(by_seed(result, "rows", name, *column), "distance") for column in columns)])
+        if name in printed and same_task:
+            cells = [printed[name].get(".".join(column), "") for column in columns]
+            lines.append(["*paper*", *(f"*{text}*" if text else "" for text in cells)])
+    lines.append(["mean", *(cell(_over_sets(result, names, *column), "distance") for column in columns)])
+    if same_task and set(printed) == set(names):
+        theirs = [[float(text) for name in names if (text := printed[name].get(".".join(key)))] for key in columns]
+        lines.append(["*paper*", *(f"*{mean(numbers):.2f}*" if numbers else "" for numbers in theirs)])
     apart = {
-        end: [mean(one["mahalanobis"] for one in points) for points in by_seed(found, "points", end)]
+        end: [mean(point["mahalanobis"] for point in points) for points in by_seed(result, "points", end)]
         for end in ("last", "first")
     }
     note = (
-        f"Mean over the heads of the last layer ({cell(by_seed(found, 'left'), 'heads', _whole)} of them left in "
+        f"Mean over the heads of the last layer ({cell(by_seed(result, 'left'), 'heads', _whole)} of them left in "
         f"CircOOD). Mahalanobis distance of the heads that went last {cell(apart['last'], 'distance')}, first "
-        f"{cell(apart['first'], 'distance')}. {about(found)}"
+        f"{cell(apart['first'], 'distance')}. {about(result)}"
     )
     return markdown(head, lines, note)
 
 
-def _over_sets(found: Found, names: Iterable[str], kind: str, one: str) -> list[float | None]:
+def _over_sets(result: Result, names: Iterable[str], kind: str, metric: str) -> list[float | None]:
     """Of each seed the mean over sets; None where a kind has no head left."""
-    by_set = zip(*(by_seed(found, "rows", name, kind, one) for name in names), strict=True)
+    by_set = zip(*(by_seed(result, "rows", name, kind, metric) for name in names), strict=True)
     return [None if None in values else mean(values) for values in by_set]
 
 
@@ -124,16 +124,16 @@ def _whole(value: float, _: str) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def figure(found: Found) -> Any:
+def figure(result: Result) -> Any:
     """Figure 4: heads that went last above, first below."""
-    ends = next(iter(found["seeds"].values()))["points"]
+    ends = next(iter(result["seeds"].values()))["points"]
     drawing, axes = fields(2, len(ends["last"]), 1.45)
     for row, (end, title) in zip(axes, {"last": "went last", "first": "went first"}.items(), strict=True):
-        for place, one in zip(row, ends[end], strict=True):
-            cloud(place, one["inside"], OURS, "ID")
-            cloud(place, one["outside"], THEIRS, "OOD")
-            place.set(xticks=[], yticks=[])
-            place.set_title(f"head {one['head']}", fontsize=8)
+        for field, head in zip(row, ends[end], strict=True):
+            cloud(field, head["inside"], OURS, "ID")
+            cloud(field, head["outside"], THEIRS, "OOD")
+            field.set(xticks=[], yticks=[])
+            field.set_title(f"head {head['head']}", fontsize=8)
         row[0].set_ylabel(title)
     legend(drawing, axes[0][0])
     return drawing
