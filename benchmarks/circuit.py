@@ -89,11 +89,11 @@ def scaling_cases(options: argparse.Namespace) -> list[Case]:
     shape = f"ViT-B/16 at {options.image_size} px"
     cases = []
     for samples in (most // 8, most // 4, most // 2, most):
-        many = f"{samples} + {samples} samples"
-        cases.append(random_case(f"{shape}, 12 layers, {many}", "vit-b16", options.image_size, samples, options))
+        size = f"{samples} + {samples} samples"
+        cases.append(random_case(f"{shape}, 12 layers, {size}", "vit-b16", options.image_size, samples, options))
         if samples == most // 4:
-            some = {f"{shape}, last {count} layers, {many}": tuple(range(12 - count, 12)) for count in (3, 6)}
-            cases += [replace(cases[-1], name=name, layers=layers) for name, layers in some.items()]
+            parts = {f"{shape}, last {count} layers, {size}": tuple(range(12 - count, 12)) for count in (3, 6)}
+            cases += [replace(cases[-1], name=name, layers=layers) for name, layers in parts.items()]
     return cases
 
 
@@ -106,8 +106,8 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
         return [random_case(options.random, options.random, pixels, options.samples or 64, options)]
     model = he.Ensemble.from_pretrained(options.model).to(options.device, torch.float32)
     files = [load_file(path, device=options.device) for path in (options.id, options.ood)]
-    batches = [[(one["inputs"][: options.samples].float(), one["labels"][: options.samples].long())] for one in files]
-    return [Case(options.name or options.model.name, model, batches[0], batches[1])]
+    sides = [[(file["inputs"][: options.samples].float(), file["labels"][: options.samples].long())] for file in files]
+    return [Case(options.name or options.model.name, model, sides[0], sides[1])]
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -118,32 +118,32 @@ def measure(case: Case, score: str, method: str, options: argparse.Namespace) ->
     naive = method == "naive"
     heads = len(case.candidates)
     steps = min(options.naive_steps or options.budget, options.budget) if naive else options.budget
-    asked = min(options.naive_heads or heads, heads) if naive else heads
-    removed = case.candidates[: heads - asked]  # heads that are off cost the naive method as much as others
+    tried = min(options.naive_heads or heads, heads) if naive else heads
+    removed = case.candidates[: heads - tried]  # heads that are off cost the naive method as much as others
     seconds, ranking = timed(case, score, method, steps, options, removed=removed)
-    made = ranking.provenance
-    left = evaluations(heads, options.budget) - evaluations(asked, steps)
-    forwards, blocks = made["model_forwards"], made["layer_evaluations"]
-    if naive and left:  # every head costs the same; what is done once for all steps must not be scaled up
-        first, start = timed(case, score, method, 1, options, removed=removed)
-        evaluated = evaluations(asked, steps) - asked
-        seconds += (seconds - first) / evaluated * left
-        forwards += left
-        blocks += round((blocks - start.provenance["layer_evaluations"]) / evaluated * left)
+    provenance = ranking.provenance
+    remaining = evaluations(heads, options.budget) - evaluations(tried, steps)
+    forwards, blocks = provenance["model_forwards"], provenance["layer_evaluations"]
+    if naive and remaining:  # every head costs the same; what is done once for all steps must not be scaled up
+        first_seconds, first_ranking = timed(case, score, method, 1, options, removed=removed)
+        evaluated = evaluations(tried, steps) - tried
+        seconds += (seconds - first_seconds) / evaluated * remaining
+        forwards += remaining
+        blocks += round((blocks - first_ranking.provenance["layer_evaluations"]) / evaluated * remaining)
     return {
         "case": case.name,
         "score": score,
         "method": method,
         "heads": heads,
-        "id_samples": made["id_samples"],
-        "ood_samples": made["ood_samples"],
+        "id_samples": provenance["id_samples"],
+        "ood_samples": provenance["ood_samples"],
         "budget": options.budget,
         "seconds": seconds,
         "model_forwards": forwards,
         "layer_evaluations": blocks,
-        "final_score": None if left else ranking.scores[-1],
+        "final_score": None if remaining else ranking.scores[-1],
         "measured_steps": steps,
-        "extrapolated": left > 0,
+        "extrapolated": remaining > 0,
         "removed": [str(head) for head in ranking.heads],
     }
 
@@ -174,8 +174,8 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
     """A line of a table for each row, beside the naive one of its case and score."""
     lines: list[tuple[object, ...]] = []
     for row in rows:
-        same = [one for one in rows if (one["case"], one["score"]) == (row["case"], row["score"])]
-        naive = next((one for one in same if one["method"] == "naive"), None)
+        same = [other for other in rows if (other["case"], other["score"]) == (row["case"], row["score"])]
+        naive = next((other for other in same if other["method"] == "naive"), None)
         star = " (extrapolated)" if row["extrapolated"] else ""
         final = "" if row["final_score"] is None or row["extrapolated"] else f"{100 * row['final_score']:.2f}"
         keys = ("seconds", "model_forwards")
@@ -187,10 +187,10 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
 
 def circuit_table(name: str) -> str:
     """A table of the documents: naive, exact and screened for each case and score of a results file."""
-    data = load(name)
-    rows = data["results"]
+    result = load(name)
+    rows = result["results"]
     about = (
-        f"{data['hardware']}, torch {data['versions']['torch']}, {data['dtype']}, seed {data['seed']}; up to "
+        f"{result['hardware']}, torch {result['versions']['torch']}, {result['dtype']}, seed {result['seed']}; up to "
         f"{max(row['id_samples'] for row in rows)} ID and {max(row['ood_samples'] for row in rows)} OOD samples, "
         f"{rows[0]['heads']} heads, budget {rows[0]['budget']}. From `results/{name}`."
     )
@@ -218,12 +218,12 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     print(f"{'score':6}{'method':10}{'new s':>9}{'old s':>9}{'new/old':>9}  same heads", flush=True)
     with checkouts(__file__, options.against, arguments) as workers:
         for score, method in product(options.scores, options.methods):
-            found = take_turns(workers, options.turns + 1, "extract", score=score, method=method)
-            same = all(one["heads"] == found[0][0]["heads"] for mine in found for one in mine)
-            taken = [[one["seconds"] for one in mine[1:]] for mine in found]  # in the first turn libraries load
-            new, old = map(statistics.median, taken)
+            answers = take_turns(workers, options.turns + 1, "extract", score=score, method=method)
+            same = all(turn["heads"] == answers[0][0]["heads"] for mine in answers for turn in mine)
+            times = [[turn["seconds"] for turn in mine[1:]] for mine in answers]  # in the first turn libraries load
+            new, old = map(statistics.median, times)
             row = {"score": score, "method": method, "new_s": new, "old_s": old, "ratio": new / old}
-            rows.append(row | {"same_heads": same, "times": taken})
+            rows.append(row | {"same_heads": same, "times": times})
             print(f"{score:6}{method:10}{new:9.3f}{old:9.3f}{new / old:9.3f}  {same}", flush=True)
             if options.output:
                 store(options.output, {**about, "rows": rows})
@@ -273,13 +273,13 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = read_options(given)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    options = read_options(argv)
     if options.worker:
         work(options)
         return
     if options.against:
-        compare(options, given)
+        compare(options, argv)
         return
     rows: list[dict[str, Any]] = []
     for case in cases_of(options):

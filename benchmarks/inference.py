@@ -73,19 +73,19 @@ class Modes:
     def __init__(self, contender: Contender, inputs: Inputs) -> None:
         self.contender = contender
         self.inputs = list(inputs.values())
-        self._made: dict[str, Call] = {"eager": contender.run}
+        self._calls: dict[str, Call] = {"eager": contender.run}
 
     def run(self, mode: str) -> Call:
         """The function to call in a mode."""
-        if mode not in self._made:
+        if mode not in self._calls:
             if mode == "compiled":
-                made: Call = torch.compile(self.contender.run, dynamic=False)
+                call: Call = torch.compile(self.contender.run, dynamic=False)
             else:
-                made = recorded(self.run("compiled" if mode == "graphed" else "eager"), self.inputs)
+                call = recorded(self.run("compiled" if mode == "graphed" else "eager"), self.inputs)
             with torch.no_grad():
-                made(*self.inputs)
-            self._made[mode] = made
-        return self._made[mode]
+                call(*self.inputs)
+            self._calls[mode] = call
+        return self._calls[mode]
 
     def error(self, mode: str) -> float | None:
         """How far a mode's answer is from what is expected; a contender that draws numbers has none."""
@@ -115,7 +115,7 @@ class Modes:
 
 def recorded(function: Call, inputs: Sequence[Tensor]) -> Call:
     """A function as a CUDA graph: inputs are copied into its buffers, the result is copied out."""
-    buffers = [one.clone() for one in inputs]
+    buffers = [tensor.clone() for tensor in inputs]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
@@ -124,13 +124,13 @@ def recorded(function: Call, inputs: Sequence[Tensor]) -> Call:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        result = function(*buffers)
+        output = function(*buffers)
 
     def replay(*inputs: Tensor) -> Tensor:
-        for buffer, one in zip(buffers, inputs, strict=True):
-            buffer.copy_(one)
+        for buffer, tensor in zip(buffers, inputs, strict=True):
+            buffer.copy_(tensor)
         graph.replay()
-        return result.clone()
+        return output.clone()
 
     return replay
 
@@ -151,13 +151,13 @@ def allocated_on_cpu(run: Call, arguments: list[Tensor]) -> int:
 def times(runs: Sequence[Call], inputs: Sequence[Tensor], rounds: int) -> list[list[float]]:
     """Milliseconds of each function, a list each; in every round another one goes first."""
     clock = cuda_time if inputs[0].device.type == "cuda" else wall_time
-    taken: list[list[float]] = [[] for _ in runs]
+    spent: list[list[float]] = [[] for _ in runs]
     with torch.no_grad():
         for turn in range(rounds):
             for step in range(len(runs)):
                 index = (turn + step) % len(runs)
-                taken[index].append(clock(runs[index], inputs))
-    return taken
+                spent[index].append(clock(runs[index], inputs))
+    return spent
 
 
 def wall_time(run: Call, inputs: Sequence[Tensor]) -> float:
@@ -200,8 +200,8 @@ def completed(rows: Iterable[Row]) -> list[Row]:
     relative = {key_of(row): row["latency_ms"] / row["single_ms"] for row in rows}
 
     def to(row: Row, contender: str, members: int) -> float | None:
-        other = relative.get((*key_of(row)[:5], contender, members))
-        return None if other is None else relative[key_of(row)] / other
+        reference = relative.get((*key_of(row)[:5], contender, members))
+        return None if reference is None else relative[key_of(row)] / reference
 
     return [
         row
@@ -230,9 +230,9 @@ class Benchmark:
         kind = ZeroShotWorkshop if shape.classes else Workshop
         self.workshop = kind(shape, DTYPES[options.dtype], options.device, options.seed)
         self.single: dict[int, Modes] = {}  # by batch
-        known = json.loads(path.read_text()) if path is not None and path.exists() else {"rows": []}
-        self.rows: dict[tuple[Any, ...], Row] = {key_of(row): row for row in known["rows"]}
-        self.failures: dict[str, str] = known.get("failures", {})
+        stored = json.loads(path.read_text()) if path is not None and path.exists() else {"rows": []}
+        self.rows: dict[tuple[Any, ...], Row] = {key_of(row): row for row in stored["rows"]}
+        self.failures: dict[str, str] = stored.get("failures", {})
 
     def run(self) -> None:
         """Measure what is asked for and not there yet."""
@@ -248,7 +248,7 @@ class Benchmark:
                     start = time.perf_counter()
                     pair = pair or self.pair(*cell)
                     row = dict(zip(KEY, about, strict=True)) | self._measured(mode, *pair, start)
-                    self.rows = {key_of(one): one for one in completed({**self.rows, about: row}.values())}
+                    self.rows = {key_of(full): full for full in completed({**self.rows, about: row}.values())}
                     self.failures.pop("/".join(map(str, about)), None)
                     ratio = self.rows[about]["ratio_to_single"]
                     print(f"{heading} {row['plan']:<8}{row['latency_ms']:>9.3f}{ratio:>9.2f}{row['limit']:>7.2f}")
@@ -266,10 +266,10 @@ class Benchmark:
 
     def pair(self, batch: int, name: str, members: int) -> tuple[Modes, Modes]:
         """The user's own model, kept for the next contender, and a contender, ready for a batch."""
-        made = self.workshop.shape.inputs(batch, torch.Generator().manual_seed(self.options.seed))
-        moved = {key: one.to(self.options.device) for key, one in made.items()}
+        drawn = self.workshop.shape.inputs(batch, torch.Generator().manual_seed(self.options.seed))
+        moved = {key: tensor.to(self.options.device) for key, tensor in drawn.items()}
         dtype = self.workshop.dtype
-        inputs = {key: one.to(dtype) if one.is_floating_point() else one for key, one in moved.items()}
+        inputs = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in moved.items()}
         if batch not in self.single:
             self.single[batch] = Modes(self.workshop.make("single", 1, inputs), inputs)
         single = self.single[batch]
@@ -280,18 +280,18 @@ class Benchmark:
         error = mine.error(mode)
         preparation = time.perf_counter() - start
         repeats = self.options.repeats or rounds_for(runs, mine.inputs, self.options.seconds)
-        taken = times(runs, mine.inputs, repeats)  # of the user's model, and of the contender
-        low, median, high = statistics.quantiles(taken[-1], method="inclusive") if repeats > 1 else taken[-1] * 3
+        spent = times(runs, mine.inputs, repeats)  # of the user's model, and of the contender
+        low, median, high = statistics.quantiles(spent[-1], method="inclusive") if repeats > 1 else spent[-1] * 3
         contender = mine.contender
-        done = mine.contender.multiply_adds()
+        madds = mine.contender.multiply_adds()
         return {
             "plan": contender.plan,
             "latency_ms": median,
             "latency_low_ms": low,  # the quartiles
             "latency_high_ms": high,
-            "single_ms": statistics.median(taken[0]),  # the user's own model, in turn with this one
-            "multiply_adds": done,  # of one input, those really done
-            "limit": done / self.workshop.single_multiply_adds(),
+            "single_ms": statistics.median(spent[0]),  # the user's own model, in turn with this one
+            "multiply_adds": madds,  # of one input, those really done
+            "limit": madds / self.workshop.single_multiply_adds(),
             "parameters": contender.parameters,
             "weight_bytes": contender.weight_bytes,
             "peak_memory_bytes": mine.peak_memory(mode),  # weights, and what a forward pass needs beside them
@@ -350,20 +350,20 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Time the same contenders with this checkout and with another, which take turns; a line for each cell."""
     about = {"hardware": hardware(options.device), "shape": options.shape, "dtype": options.dtype}
     header = ("new ms", "old ms", "new/old", "x single", "old x", "singles")
-    print(f"{'contender':<14}{'mode':<14}{'batch':>5}", *(f"{one:>9}" for one in header), " plans", flush=True)
+    print(f"{'contender':<14}{'mode':<14}{'batch':>5}", *(f"{title:>9}" for title in header), " plans", flush=True)
     rows: list[Row] = []
     with checkouts(__file__, options.against, arguments) as workers:
         for batch, name, members in cells(options):
             for mode in options.modes:
-                made = [worker.ask("make", mode=mode, batch=batch, name=name, members=members) for worker in workers]
-                blocks = take_turns(workers, BLOCKS, "time", rounds=min(one["rounds"] for one in made))
+                answers = [worker.ask("make", mode=mode, batch=batch, name=name, members=members) for worker in workers]
+                blocks = take_turns(workers, BLOCKS, "time", rounds=min(answer["rounds"] for answer in answers))
                 medians = [[statistics.median(chain(*some)) for some in zip(*mine, strict=True)] for mine in blocks]
                 (new_single, new), (old_single, old) = medians  # of each checkout: the user's model, the contender
                 row = {"contender": name, "members": members, "mode": mode, "batch": batch, "new_ms": new}
                 row |= {"old_ms": old, "ratio": new / old, "new_to_single": new / new_single}
                 row |= {"old_to_single": old / old_single, "singles": new_single / old_single}
                 numbers = [f"{row[key]:>9.3f}" for key in list(row)[4:]]
-                rows.append(row | {f"{key}s": [one[key] for one in made] for key in ("plan", "error")})
+                rows.append(row | {f"{key}s": [answer[key] for answer in answers] for key in ("plan", "error")})
                 print(f"{name:<14}{mode:<14}{batch:>5}", *numbers, "", rows[-1]["plans"], flush=True)
                 if options.output:
                     store(options.output, {"benchmark": "inference, two checkouts", **about, "rows": rows})
@@ -375,28 +375,28 @@ def conversion(options: argparse.Namespace) -> None:
     spent: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(1 + (options.repeats or 5)):  # the first warms up
         for probe, seconds in spent.items():
-            begun = time.process_time()
+            start = time.process_time()
             he.convert(model, probe=probe)
             synchronize(options.device)
-            seconds += [time.process_time() - begun] if turn else []
+            seconds += [time.process_time() - start] if turn else []
     medians = {probe: statistics.median(seconds) for probe, seconds in spent.items()}
     about = {"hardware": hardware(options.device), "shape": options.shape, "repeats": len(spent[True])}
-    found = {"convert_seconds": medians[True], "comparison_seconds": medians[True] - medians[False]}
-    print(", ".join(f"{name} {value}" for name, value in {**about, **found}.items()))
+    numbers = {"convert_seconds": medians[True], "comparison_seconds": medians[True] - medians[False]}
+    print(", ".join(f"{name} {value}" for name, value in {**about, **numbers}.items()))
     if options.output:
-        store(options.output, {"benchmark": "conversion", **about, **found, "versions": versions("timm")})
+        store(options.output, {"benchmark": "conversion", **about, **numbers, "versions": versions("timm")})
 
 
 def counts(options: argparse.Namespace) -> None:
     """What contenders store and compute, by their shapes."""
     workshop = Workshop(SHAPES[options.shape], DTYPES[options.dtype], options.device, options.seed)
-    whole = workshop.single_multiply_adds()
+    single = workshop.single_multiply_adds()
     rows = list[Row]()
     for name in options.contenders:
         members = MEMBERS.get(name, options.members[0])
-        parameters, done = workshop.counts(name, members)
-        rows.append({"contender": name, "members": members, "parameters": parameters, "limit": done / whole})
-        print(f"{name:<22}{members:>3}{parameters / 1e6:>9.1f} M{done / whole:>7.2f}", flush=True)
+        parameters, madds = workshop.counts(name, members)
+        rows.append({"contender": name, "members": members, "parameters": parameters, "limit": madds / single})
+        print(f"{name:<22}{members:>3}{parameters / 1e6:>9.1f} M{madds / single:>7.2f}", flush=True)
     if options.output:
         store(options.output, {"benchmark": "inference, counted", "shape": options.shape, "rows": rows})
 
@@ -442,12 +442,12 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = read_options(given)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    options = read_options(argv)
     if options.threads:
         torch.set_num_threads(options.threads)
-    many = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # many models, each for its shapes
-    with torch._dynamo.config.patch(many):
+    limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # many models, each for its shapes
+    with torch._dynamo.config.patch(limits):
         if options.worker:
             work(options)
         elif options.conversion:
@@ -455,7 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif options.counts:
             counts(options)
         elif options.against:
-            compare(options, given)
+            compare(options, argv)
         else:
             Benchmark(options, options.output).run()
 

@@ -217,7 +217,7 @@ class Workshop:
             return self._foreign([self._deployed(self.model)])
         if name in ("deep-in-turn", "deep-vmap"):
             copies = [self._noisy(copy.deepcopy(self.model), "model", member) for member in range(members)]
-            return self._foreign([self._deployed(one) for one in copies], stacked=name == "deep-vmap")
+            return self._foreign([self._deployed(model) for model in copies], stacked=name == "deep-vmap")
         if name == "mc-dropout":
             return self._mc_dropout(members)
         ensemble = self.ensemble(name, members)
@@ -227,16 +227,16 @@ class Workshop:
         with torch.no_grad():
             expected = ensemble(*inputs.values())
         count = sum(p.numel() for p in ensemble.parameters())
-        return Contender(module, [module], count, lambda: self._done(ensemble), plan, expected)
+        return Contender(module, [module], count, lambda: self._madds(ensemble), plan, expected)
 
     def counts(self, name: str, members: int) -> tuple[int, int]:
         """Numbers that a contender stores, and multiply-adds that are really done for one input."""
         if name in ("single", "deep-in-turn", "deep-vmap"):
             return members * sum(p.numel() for p in self.model.parameters()), members * self.single_multiply_adds()
         if name == "mc-dropout":
-            return sum(p.numel() for p in self.base.parameters()), members * self._done(self.base)
+            return sum(p.numel() for p in self.base.parameters()), members * self._madds(self.base)
         ensemble = self._fused(name, members)
-        return sum(p.numel() for p in ensemble.parameters()), self._done(ensemble)
+        return sum(p.numel() for p in ensemble.parameters()), self._madds(ensemble)
 
     def ensemble(self, name: str, members: int) -> he.Ensemble:
         """An ensemble of ours, made once."""
@@ -244,7 +244,7 @@ class Workshop:
             self._ensembles[name, members] = self._fused(name, members).to(self.dtype)
         return self._ensembles[name, members]
 
-    def _done(self, ensemble: he.Ensemble) -> int:
+    def _madds(self, ensemble: he.Ensemble) -> int:
         return arithmetic(ensemble, self.shape.tokens)
 
     # --- models of others ----------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class Workshop:
         models = [copy.deepcopy(model).to(self.dtype).eval() for model in models]
         count = sum(p.numel() for model in models for p in model.parameters())
         members = len(models)
-        kept = models
+        modules = models
         logits = self.shape.logits
 
         def in_turn(*inputs: Tensor) -> Tensor:
@@ -273,17 +273,17 @@ class Workshop:
             for index, tensor in enumerate([*parameters.values(), *buffers.values()]):
                 weights.register_buffer(f"stacked{index}", tensor)
 
-            def one(parameters: Any, buffers: Any, inputs: Any) -> Tensor:
-                def call(*given: Any, **named: Any) -> Any:
-                    return functional_call(skeleton, (parameters, buffers), given, named)
+            def forward(parameters: Any, buffers: Any, inputs: Any) -> Tensor:
+                def call(*args: Any, **kwargs: Any) -> Any:
+                    return functional_call(skeleton, (parameters, buffers), args, kwargs)
 
                 return logits(call, *inputs)
 
             def run(*inputs: Any) -> Any:
-                return torch.vmap(one, (0, 0, None))(parameters, buffers, inputs)
+                return torch.vmap(forward, (0, 0, None))(parameters, buffers, inputs)
 
-            kept = [weights]
-        return Contender(run, kept, count, lambda: members * self.single_multiply_adds())
+            modules = [weights]
+        return Contender(run, modules, count, lambda: members * self.single_multiply_adds())
 
     # --- models of ours ------------------------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class Workshop:
         trunk = int(name.removeprefix("hydra-k")) if name != "hydra-uneven" else 0
         kind = "uneven" if name == "hydra-uneven" else "even"
         pruned = [he.prune(self.base, self._heads(kind, trunk, member)) for member in range(members)]
-        return he.fuse([self._tuned(one, trunk, member) for member, one in enumerate(pruned)])
+        return he.fuse([self._tuned(model, trunk, member) for member, model in enumerate(pruned)])
 
     def _baseline(self, name: str, members: int) -> he.Ensemble:
         """What the training of a baseline leaves: members share what it does not train apart."""
@@ -320,11 +320,11 @@ class Workshop:
         model = he.mc_dropout(self.base.member(0).to(self.dtype), DROPOUT, passes).model  # drops in every mode
 
         def run(*inputs: Tensor) -> Tensor:
-            repeated = [one.repeat(passes, *(1,) * (one.dim() - 1)) for one in inputs]
+            repeated = [tensor.repeat(passes, *(1,) * (tensor.dim() - 1)) for tensor in inputs]
             return model(*repeated)[0].unflatten(0, (passes, -1))
 
         count = sum(p.numel() for p in model.parameters())
-        return Contender(run, [model], count, lambda: passes * self._done(self.base), random=True)
+        return Contender(run, [model], count, lambda: passes * self._madds(self.base), random=True)
 
     def _tuned(self, ensemble: he.Ensemble, trunk: int, member: int) -> he.Ensemble:
         """What fine-tuning with the stem and the first layers frozen leaves: everything else is a member's own."""
@@ -335,9 +335,9 @@ class Workshop:
 
         return cast(he.Ensemble, self._noisy(ensemble, "member", member, frozen))
 
-    def _noisy(self, model: Any, what: str, index: int = 0, frozen: Callable[[str], bool] = lambda name: False) -> Any:
+    def _noisy(self, model: Any, kind: str, index: int = 0, frozen: Callable[[str], bool] = lambda name: False) -> Any:
         device = next(model.parameters()).device
-        generator = self._generator(what, index, device)
+        generator = self._generator(kind, index, device)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if not frozen(name):
@@ -351,12 +351,12 @@ class Workshop:
         heads = self.base.num_heads
         if kind == "uneven":
             drawn = torch.randperm(layers * heads, generator=generator)[: layers * heads // 3].tolist()
-            return [divmod(one, heads) for one in drawn]
+            return [divmod(index, heads) for index in drawn]
         draws = [torch.randperm(heads, generator=generator)[: heads // 3].tolist() for _ in range(layers)]
         return [(layer, head) for layer, drawn in enumerate(draws) if layer >= trunk for head in drawn]
 
-    def _generator(self, what: str, index: int, device: torch.device | str = "cpu") -> torch.Generator:
-        return torch.Generator(device).manual_seed(zlib.crc32(f"{self.seed}/{what}/{index}".encode()))
+    def _generator(self, kind: str, index: int, device: torch.device | str = "cpu") -> torch.Generator:
+        return torch.Generator(device).manual_seed(zlib.crc32(f"{self.seed}/{kind}/{index}".encode()))
 
 
 def arithmetic(ensemble: he.Ensemble, tokens: int, shortcut: bool = True) -> int:
@@ -411,17 +411,17 @@ class ZeroShotWorkshop(Workshop):
         """Its zero-shot classifier."""
         return he.zero_shot(self.dual, self.names, TEMPLATE, keep_text=False)
 
-    def _done(self, ensemble: he.Ensemble) -> int:
+    def _madds(self, ensemble: he.Ensemble) -> int:
         """Untrained members share the heads that they have in common where they first differ: those run once."""
         config = ensemble.config
         tokens = self.shape.tokens
-        done = super()._done(ensemble)
+        madds = super()._madds(ensemble)
         if config.members == 1 or config.trunk >= config.encoder.layers - 1:  # the last block leaves most tokens out
-            return done
+            return madds
         kept = [layers[config.trunk] for layers in config.heads]
         spared = sum(len(heads) for heads in kept) - len({head for heads in kept for head in heads})
         width, head_dim = config.encoder.width, config.encoder.head_dim
-        return done - spared * (3 * tokens * width * head_dim + 2 * tokens * tokens * head_dim)
+        return madds - spared * (3 * tokens * width * head_dim + 2 * tokens * tokens * head_dim)
 
     def _deployed(self, model: nn.Module) -> nn.Module:
         """Image side and class embeddings."""
@@ -432,13 +432,13 @@ class ZeroShotWorkshop(Workshop):
         if name == "ours":
             return self.base.member(0)
         heads: list[he.Head] = []
-        for tower, of in (("image", self.dual.image), ("text", self.dual.text)):
-            heads += [he.Head(*place, cast(Any, tower)) for place in product(range(of.num_layers), range(of.num_heads))]
+        for side, tower in (("image", self.dual.image), ("text", self.dual.text)):
+            indices = product(range(tower.num_layers), range(tower.num_heads))
+            heads += [he.Head(layer, head, cast(Any, side)) for layer, head in indices]
         pruned = []
         for member in range(members):  # a tenth of both towers, as uneven as a circuit over both takes them
-            drawn = torch.randperm(len(heads), generator=self._generator("joint", member))
-            some = [heads[index] for index in drawn[: len(heads) // PRUNED_SHARE].tolist()]
-            pruned.append(he.prune(self.dual, some))
+            drawn = torch.randperm(len(heads), generator=self._generator("joint", member))[: len(heads) // PRUNED_SHARE]
+            pruned.append(he.prune(self.dual, [heads[index] for index in drawn.tolist()]))
         return he.zero_shot(he.fuse(pruned), self.names, TEMPLATE, keep_text=False)
 
 

@@ -47,23 +47,23 @@ Rows = Sequence[Row]
 def measured(name: str = "inference.json") -> list[Row]:
     """All rows of contenders that there still are."""
     rows = [row for row in load(name)["rows"] if row["contender"] in LABELS]
-    return [Row(**row, label=LABELS[row["contender"]], place=ORDER.index(row["contender"])) for row in rows]
+    return [Row(**row, label=LABELS[row["contender"]], position=ORDER.index(row["contender"])) for row in rows]
 
 
-def chosen(rows: Rows, gpu: bool = True, usual: bool = True, **wanted: Any) -> list[Row]:
+def chosen(rows: Rows, gpu: bool = True, usual: bool = True, **fields: Any) -> list[Row]:
     """Rows with these values; the usual ones have three members, or the one that a single model has."""
     return [
         row
         for row in rows
         if row.hardware.startswith("CPU") != gpu
         and (not usual or row.members == MEMBERS.get(row.contender, 3))
-        and all(getattr(row, name) == value for name, value in wanted.items())
+        and all(getattr(row, name) == value for name, value in fields.items())
     ]
 
 
-def vit(rows: Rows, usual: bool = True, **wanted: Any) -> list[Row]:
+def vit(rows: Rows, usual: bool = True, **fields: Any) -> list[Row]:
     """Rows of the main grid."""
-    return chosen(rows, usual=usual, shape="vit-b16", dtype="bfloat16", **wanted)
+    return chosen(rows, usual=usual, shape="vit-b16", dtype="bfloat16", **fields)
 
 
 def others(rows: Rows, mode: str) -> list[Row]:
@@ -90,9 +90,9 @@ def targets_table(rows: Rows) -> list[str]:
     lines = []
     gpu = vit(rows, mode="graphed")
     cpu = chosen(rows, gpu=False, shape="vit-s16", dtype="float32", mode="eager")
-    for on_gpu, targets, found in ((True, GPU_TARGETS, gpu), (False, CPU_TARGETS, cpu)):
+    for on_gpu, targets, group in ((True, GPU_TARGETS, gpu), (False, CPU_TARGETS, cpu)):
         for (contender, batch), target in targets.items():
-            for row in found:
+            for row in group:
                 ratio = row.ratio_to_single if on_gpu else row.ratio_to_deep
                 if (row.contender, row.batch) == (contender, batch) and ratio is not None:
                     limit = row.limit / (1 if on_gpu else row.members)
@@ -112,16 +112,16 @@ def grid(rows: Rows, column: Callable[[Row], Any], heading: Callable[[Any], str]
     columns = sorted({column(row) for row in rows})
     lines = []
     for mine in by_contender(rows):
-        found = {column(row): row for row in mine}
+        by_column = {column(row): row for row in mine}
         cells = [[f"{row.latency_ms:.3g} ms ({times(row.ratio_to_single)})", times(row.limit)] if row else ["", ""]
-                 for row in map(found.get, columns)]  # fmt: skip
+                 for row in map(by_column.get, columns)]  # fmt: skip
         if more == "limits":
             lines.append([mine[0].label, f"{mine[0].parameters / 1e6:.1f} M", *chain(*cells)])
         else:
             lines.append([mine[0].label, *(cell[0] for cell in cells), *([times(mine[0].limit)] if more else [])])
-    headings = [heading(one) for one in columns]
+    headings = [heading(value) for value in columns]
     if more == "limits":
-        headings = ["parameters", *chain(*((one, "arithmetic alone") for one in headings))]
+        headings = ["parameters", *chain(*((title, "arithmetic alone") for title in headings))]
     elif more:
         headings.append("arithmetic alone")
     return [*table(["contender", *headings], lines), "", source(rows)]
@@ -132,7 +132,7 @@ def details_table(rows: Rows) -> list[str]:
     header = ("batch", "contender", "plan", "latency", "inputs/s", "50,000 inputs", "to single", "to our single",
               "to pruned", "to the limit", "parameters", "peak memory")  # fmt: skip
     lines = []
-    for row in sorted(rows, key=lambda row: (row.batch, row.place)):
+    for row in sorted(rows, key=lambda row: (row.batch, row.position)):
         speed = (f"{row.latency_ms:.3g} ms", f"{row.inputs_per_second:,.0f}", f"{row.test_set_s:.1f} s")
         ratios = map(times, (row.ratio_to_single, row.ratio_to_ours, row.ratio_to_pruned, row.ratio_to_limit))
         sizes = (f"{row.parameters / 1e6:.1f} M", f"{(row.peak_memory_bytes or 0) / 1e6:,.0f} MB")
@@ -145,7 +145,7 @@ def cpu_table(rows: Rows) -> list[str]:
     header = ("hardware", "batch", "contender", "latency", "to three in turn", "arithmetic alone", "to single",
               "weights", "peak memory")  # fmt: skip
     lines = []
-    for row in sorted(rows, key=lambda row: (row.hardware, row.batch, row.place)):
+    for row in sorted(rows, key=lambda row: (row.hardware, row.batch, row.position)):
         ratios = map(times, (row.ratio_to_deep, row.limit / 3, row.ratio_to_single))
         sizes = (f"{size / 1e6:.0f} MB" for size in (row.weight_bytes, row.peak_memory_bytes or 0))
         lines.append((row.hardware, row.batch, row.label, f"{row.latency_ms:,.0f} ms", *ratios, *sizes))
@@ -156,13 +156,13 @@ def methods_table(counts: Rows, rows: Rows) -> list[str]:
     """Every baseline beside a single model and Hydra Ensembles: what is stored and computed, times where measured."""
     batches = sorted({row.batch for row in rows})
     lines = []
-    for one in counts:
-        found = {row.batch: row for row in rows if row.contender == one.contender}
-        waits = [times(found[batch].ratio_to_single) if batch in found else "–" for batch in batches]
-        waits += [f"{found[batch].peak_memory_bytes / 1e9:.2f} GB" if batch in found else "–" for batch in batches[-1:]]
-        label, needs = METHODS[one.contender]
-        lines.append((label, f"{one.parameters / 1e6:.1f} M", times(one.limit), *waits, needs))
-    measured = [f"time, batch {batch}" for batch in batches] + [f"peak memory, batch {one}" for one in batches[-1:]]
+    for count in counts:
+        timed = {row.batch: row for row in rows if row.contender == count.contender}
+        waits = [times(timed[batch].ratio_to_single) if batch in timed else "–" for batch in batches]
+        waits += [f"{timed[batch].peak_memory_bytes / 1e9:.2f} GB" if batch in timed else "–" for batch in batches[-1:]]
+        label, needs = METHODS[count.contender]
+        lines.append((label, f"{count.parameters / 1e6:.1f} M", times(count.limit), *waits, needs))
+    measured = [f"time, batch {batch}" for batch in batches] + [f"peak memory, batch {size}" for size in batches[-1:]]
     header = ["method", "parameters", "work", *measured, "what it needs"]
     about = (
         source(rows, "inference_methods.json")
@@ -175,7 +175,7 @@ def methods_table(counts: Rows, rows: Rows) -> list[str]:
 def growth(rows: Rows) -> dict[tuple[int, str], list[Row]]:
     """Rows of one contender at one batch size by number of members, where there are three or more."""
     groups: dict[tuple[int, str], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (row.batch, row.place, row.members)):
+    for row in sorted(rows, key=lambda row: (row.batch, row.position, row.members)):
         groups.setdefault((row.batch, row.contender), []).append(row)
     return {key: group for key, group in groups.items() if len(group) > 2}
 
@@ -185,10 +185,10 @@ def members_table(rows: Rows) -> list[str]:
     counts = sorted({row.members for row in rows})
     lines = []
     for (batch, _), group in growth(rows).items():
-        found = {row.members: times(row.ratio_to_single) for row in group}
+        ratios = {row.members: times(row.ratio_to_single) for row in group}
         intercept, slope = fitted_line(group)
         fitted = f"{intercept:.2f} + {slope:.2f} M"
-        lines.append((batch, group[0].label, *(found.get(count, "") for count in counts), fitted))
+        lines.append((batch, group[0].label, *(ratios.get(count, "") for count in counts), fitted))
     header = ["batch", "contender", *(f"M = {count}" for count in counts), "fitted"]
     return [*table(header, lines, "rl"), "", source(rows)]
 
@@ -242,14 +242,14 @@ def tables() -> dict[str, str]:
         return grid(rows, lambda row: row.batch, lambda batch: f"batch {batch}", more)
 
     def of_shape(rows: Rows) -> list[str]:
-        return grid(rows, lambda row: (row.shape, row.dtype, row.batch), lambda one: "{}, {}, batch {}".format(*one))
+        return grid(rows, lambda row: (row.shape, row.dtype, row.batch), lambda key: "{}, {}, batch {}".format(*key))
 
-    made = {
+    blocks = {
         "targets": targets_table(rows),
         "trunks": trunks_table(rows),
         "batches": of_batch(main, "limit"),
         "details": details_table([row for row in few if row.mode == "graphed"]),
-        "modes": grid(few, lambda row: (row.batch, row.mode), lambda one: f"batch {one[0]}, {one[1]}"),
+        "modes": grid(few, lambda row: (row.batch, row.mode), lambda key: f"batch {key[0]}, {key[1]}"),
         "members": members_table(vit(rows, usual=False, mode="graphed-eager")),
         "others_graphed": of_shape(others(rows, "graphed")),
         "others": of_shape(others(rows, "graphed-eager")),
@@ -258,13 +258,13 @@ def tables() -> dict[str, str]:
         "cpu": cpu_table(chosen(rows, gpu=False, shape="vit-s16", mode="eager")),
     }
     timed = (RESULTS / "inference_methods.json").exists()
-    made["methods"] = methods_table(
+    blocks["methods"] = methods_table(
         [Row(**row) for row in load("inference_counts.json")["rows"]],
         chosen(measured("inference_methods.json"), mode="graphed-eager") if timed else [],
     )
     for name, figure in FIGURE_OF.items():
-        made[name] += ["", figure]
-    return {f"inference_{name}": "\n".join(lines) for name, lines in made.items()}
+        blocks[name] += ["", figure]
+    return {f"inference_{name}": "\n".join(lines) for name, lines in blocks.items()}
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -272,11 +272,11 @@ def tables() -> dict[str, str]:
 
 def cost_figure(rows: Rows, batch: int = 4) -> Any:
     """Time per batch in two types, parameters, multiply-adds: single model, Deep Ensemble, Hydra."""
-    found = chosen(rows, shape="vit-b16", mode="graphed", batch=batch)
+    batch_rows = chosen(rows, shape="vit-b16", mode="graphed", batch=batch)
     figure, (speed, parameters, operations) = pyplot().subplots(1, 3, figsize=(9.5, 3))
     dtypes = ("bfloat16", "float32")
     for index, name in enumerate(PAPER):
-        mine = [row for row in found if row.contender == name]
+        mine = [row for row in batch_rows if row.contender == name]
         for row in mine:
             x = dtypes.index(row.dtype) + (index - 1.5) * 0.2
             bar = speed.bar(x, row.latency_ms, 0.19, color=COLOURS[name])
@@ -294,14 +294,14 @@ def cost_figure(rows: Rows, batch: int = 4) -> Any:
 
 def batches_figure(rows: Rows) -> Any:
     """Cost against batch size, with the ratio that arithmetic alone would give as a dotted line."""
-    found = vit(rows, mode="graphed")
+    graphed = vit(rows, mode="graphed")
     figure, axes = pyplot().subplots(figsize=(6, 3.6))
     for name, colour in COLOURS.items():
-        mine = sorted((row for row in found if row.contender == name), key=lambda row: row.batch)
+        mine = sorted((row for row in graphed if row.contender == name), key=lambda row: row.batch)
         x, y = [row.batch for row in mine], [row.ratio_to_single for row in mine]
         axes.plot(x, y, marker="o", markersize=3, color=colour, label=LABELS[name])
         axes.axhline(mine[0].limit, color=colour, linestyle=":", linewidth=0.8)
-    batches = sorted({row.batch for row in found})
+    batches = sorted({row.batch for row in graphed})
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.set(xlabel="batch size", ylabel="time, of the user's own model", ylim=(0, None))

@@ -51,7 +51,7 @@ from studies.measures import FEWEST_SEEDS, LEVEL, Difference, Number, numbers
 from studies.paper import paper_numbers
 from studies.results import fixed
 from studies.stored import Study
-from studies.storing import SINGLE
+from studies.storing import SINGLE, of_row
 
 COMMENT = re.compile(r"<!-- numbers:\n(.*?)\n *-->", re.DOTALL)
 NUMBER = re.compile(r"(?<![\w./,-])([+−-]?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?=x?(?![\w/-]|\.\d|,\d))")  # 8x, too
@@ -101,31 +101,29 @@ class UnbackedError(Exception):
 
 def written(text: str, studies: Mapping[str, Study], results: Path) -> tuple[str, list[str]]:
     """A document with the numbers of its sentences as the files have them, and what these do not bear out."""
-    parts = list[str]()
-    start = 0
-    wrong = list[str]()
+    parts, wrong, start = list[str](), list[str](), 0
 
-    def new(source: str, place: re.Match[str]) -> str:
+    def new(source: str, match: re.Match[str]) -> str:
         try:
-            return formatted(number_of(source, studies, results), place, source)
+            return formatted(number_of(source, studies, results), match, source)
         except (UnbackedError, KeyError, IndexError, OSError) as error:
-            wrong.append(f"{place[0]} ({source}): {error!r}")
-            return place[0]
+            wrong.append(f"{match[0]} ({source}): {error!r}")
+            return match[0]
 
     for comment in COMMENT.finditer(text):
         before = text[start : comment.start()]
-        lines = [one.strip() for line in comment[1].splitlines() for one in line.split(" ; ")]
+        lines = [part.strip() for line in comment[1].splitlines() for part in line.split(" ; ")]
         for claim in (line.removeprefix("! ") for line in lines if line.startswith("! ")):
             new(claim, A_NUMBER)
-        found = numbers_in(before)
-        sources = [one for line in lines if line and not line.startswith("! ") for one in listed(line)]
-        if len(found) != len(sources):
-            there = ", ".join(one[0] for one in found)
-            wrong.append(f"{len(found)} numbers ({there}) have {len(sources)} sources: {'; '.join(sources)}")
+        matches = numbers_in(before)
+        sources = [source for line in lines if line and not line.startswith("! ") for source in listed(line)]
+        if len(matches) != len(sources):
+            texts = ", ".join(match[0] for match in matches)
+            wrong.append(f"{len(matches)} numbers ({texts}) have {len(sources)} sources: {'; '.join(sources)}")
         end = 0
-        for one, source in zip(found, sources, strict=False):
-            parts += [before[end : one.start()], new(source, one)]
-            end = one.end()
+        for match, source in zip(matches, sources, strict=False):
+            parts += [before[end : match.start()], new(source, match)]
+            end = match.end()
         parts += [before[end:], comment[0]]
         start = comment.end()
     return "".join([*parts, text[start:]]), wrong
@@ -134,28 +132,28 @@ def written(text: str, studies: Mapping[str, Study], results: Path) -> tuple[str
 def listed(line: str) -> list[str]:
     """A source for each number of a line."""
     word, *rest = line.split(" ")
-    return [f"{GIVEN} | {one}" for one in rest] if word == GIVEN else [line]
+    return [f"{GIVEN} | {number}" for number in rest] if word == GIVEN else [line]
 
 
 def numbers_in(text: str) -> list[re.Match[str]]:
     """Numbers in the prose of a text."""
-    prose = NO_PROSE.sub(lambda found: re.sub(r"[^\n]", "x", found[0]), text)
+    prose = NO_PROSE.sub(lambda match: re.sub(r"[^\n]", "x", match[0]), text)
     return list(NUMBER.finditer(prose))
 
 
 def without_source(text: str) -> list[str]:
     """Numbers of a document below the last comment, which none speaks of."""
-    *_, end = [0, *(one.end() for one in COMMENT.finditer(text))]
-    return [one[0] for one in numbers_in(text[end:])]
+    *_, end = [0, *(comment.end() for comment in COMMENT.finditer(text))]
+    return [match[0] for match in numbers_in(text[end:])]
 
 
-def formatted(value: float | str, place: re.Match[str], source: str) -> str:
+def formatted(value: float | str, match: re.Match[str], source: str) -> str:
     """A number in the form of the one that stands there; one that is given is just that."""
     if isinstance(value, str):
-        if value != place[0]:
+        if value != match[0]:
             raise UnbackedError(f"{value} is given")
         return value
-    sign, _, decimals = place.groups()
+    sign, _, decimals = match.groups()
     text = fixed(abs(value), len(decimals or ".") - 1)
     if sign:
         return f"{'+' if value >= 0 else '−' if sign == '+' else sign}{text}"
@@ -166,25 +164,25 @@ def formatted(value: float | str, place: re.Match[str], source: str) -> str:
 
 def number_of(source: str, studies: Mapping[str, Study], results: Path) -> float | str:
     """What a line names, as documents write it."""
-    first, *rest = (part.strip() for part in source.split(" | "))
-    if first == GIVEN:
+    origin, *rest = (part.strip() for part in source.split(" | "))
+    if origin == GIVEN:
         return rest[0]
-    if first == "paper":
+    if origin == "paper":
         task, row, key = rest
         return scaled(paper_numbers("classifier", task)[row][key], key)
-    if first.endswith(".json"):
-        return of_file(results / first, rest)
-    if first == "intervals":
-        return counted([one for one in studies.values() if not isinstance(one, DualStudy)], *rest)
+    if origin.endswith(".json"):
+        return of_file(results / origin, rest)
+    if origin == "intervals":
+        return counted([study for study in studies.values() if not isinstance(study, DualStudy)], *rest)
     claim = rest.pop() if rest[-1] in CLAIMS else None
     rows, key = rest
     if rows == "foretold":
-        if (known := foretold(studies[first], key)) is None:
-            raise UnbackedError(f"{first} has too few settings that were chosen")
-        return known[0]
+        if (correlation := foretold(studies[origin], key)) is None:
+            raise UnbackedError(f"{origin} has too few settings that were chosen")
+        return correlation[0]
     if rows in COUNTED:
-        return float(sum(rows == "compared" or one.certain for one in beside_single(studies[first], key)))
-    value = of_study(studies[first], rows, key)
+        return float(sum(rows == "compared" or gap.certain for gap in beside_single(studies[origin], key)))
+    value = of_study(studies[origin], rows, key)
     if isinstance(value, Difference):
         if claim and not holds(value, key, claim):
             raise UnbackedError(f"{source}: {scaled(value.value, key):+.3f} ± {scaled(value.half_width, key):.3f}")
@@ -200,23 +198,24 @@ def scaled(value: float, key: str) -> float:
     return value if last in (*PLAIN, *PRICES, *VERDICTS) else 100 * value
 
 
-def holds(found: Difference, key: str, claim: str) -> bool:
+def holds(gap: Difference, key: str, claim: str) -> bool:
     """Whether a claim about a difference is borne out."""
     if claim in ("higher", "lower"):
-        return (found.value > 0) == (claim == "higher")
+        return (gap.value > 0) == (claim == "higher")
     if claim == "chance":
-        return found.seeds >= FEWEST_SEEDS and not found.certain
-    improved = (found.value < 0) == (key.removeprefix("± ").rpartition(".")[2] in LOWER)
-    return found.certain and improved == (claim == "better")
+        return gap.seeds >= FEWEST_SEEDS and not gap.certain
+    improved = (gap.value < 0) == (key.removeprefix("± ").rpartition(".")[2] in LOWER)
+    return gap.certain and improved == (claim == "better")
 
 
 def of_study(study: Study, rows: str, key: str) -> float | Difference:
     """A number of one row, of two, or the most or least of all."""
     if rows == CLAIMED or rows.startswith(CLAIMED_OF):
-        found = dual_claims(study) if isinstance(study, DualStudy) else claims(study)
+        tested = dual_claims(study) if isinstance(study, DualStudy) else claims(study)
         if rows != CLAIMED:
-            found = [one for one in found if (one["metric"], one["is"]) == (rows.removeprefix(CLAIMED_OF), "higher")]
-        return float(sum(one["verdict"] == key for one in found))
+            metric = rows.removeprefix(CLAIMED_OF)
+            tested = [claim for claim in tested if (claim["metric"], claim["is"]) == (metric, "higher")]
+        return float(sum(claim["verdict"] == key for claim in tested))
     if rows in OF_ALL:
         return OF_ALL[rows]([value for row in study.rows if (value := study.mean(row, key)) is not None])
     if " - " in rows:
@@ -230,9 +229,10 @@ def of_study(study: Study, rows: str, key: str) -> float | Difference:
         return price(study, first, key) / price(study, second, key)
     if AT in rows:
         row, _, seed = rows.partition(AT)
-        return mean(study.numbers(row, one)[key].value for one in (study.seeds(row) if seed == ALL else [int(seed)]))
+        seeds = study.seeds(row) if seed == ALL else [int(seed)]
+        return mean(study.numbers(row, number)[key].value for number in seeds)
     if " & " in key:
-        return mean(float(of_study(study, rows, one)) for one in key.split(" & "))  # type: ignore[arg-type]
+        return mean(float(of_study(study, rows, part)) for part in key.split(" & "))  # type: ignore[arg-type]
     if key in PRICES:
         return price(study, rows, key)
     value = study.mean(rows, key) if rows in study.rows else None
@@ -243,18 +243,18 @@ def of_study(study: Study, rows: str, key: str) -> float | Difference:
 
 def beside_single(study: Study, key: str) -> list[Difference]:
     """What every row of enough seeds has over Single."""
-    found = [study.difference(row, SINGLE, key) for row in study.rows if row != SINGLE]
-    return [one for one in found if one is not None and one.seeds >= FEWEST_SEEDS]
+    gaps = [study.difference(row, SINGLE, key) for row in study.rows if row != SINGLE]
+    return [gap for gap in gaps if gap is not None and gap.seeds >= FEWEST_SEEDS]
 
 
-def counted(studies: Sequence[Study], table: str, what: str = "") -> float:
+def counted(studies: Sequence[Study], table: str, kind: str = "") -> float:
     """How many intervals a table of all studies has, or how many of them leave out zero, found or by chance alone."""
-    found = list(intervals(studies, table))
+    gaps = list(intervals(studies, table))
     return {
-        "": float(len(found)),
-        "certain": float(sum(one.certain for one in found)),
-        "by chance": (1 - LEVEL) * len(found),
-    }[what]
+        "": float(len(gaps)),
+        "certain": float(sum(gap.certain for gap in gaps)),
+        "by chance": (1 - LEVEL) * len(gaps),
+    }[kind]
 
 
 def price(study: Study, row: str, key: str) -> float:
@@ -292,24 +292,22 @@ def difference(study: Study, first: str, second: str, key: str) -> Difference | 
 @cache
 def again(study: Study, row: str, seed: int) -> dict[str, Number]:
     """Numbers of a row that the second part made once more."""
-    prefix = f"{row}|"
-    columns = read_columns(study.folder / f"again-{seed}.parquet")
-    own = {key.removeprefix(prefix): one for key, one in columns.items() if key.startswith(prefix)}
-    return numbers(own, study.facts["inside"], study.facts["groups"])
+    columns = of_row(row, read_columns(study.folder / f"again-{seed}.parquet"))
+    return numbers(columns, study.facts["inside"], study.facts["groups"])
 
 
 def of_file(path: Path, rest: Sequence[str]) -> float:
     """A number of a JSON file."""
-    place, *how = rest
+    selector, *how = rest
     content = read(path)
     joined = OF_ALL.get(how[0] if how else "", mean)
-    for between, both in BETWEEN.items():
-        if between in place:
-            first, second = (joined(at(content, one.split("/"))) for one in place.split(between))
-            value = both(first, second)
+    for between, operation in BETWEEN.items():
+        if between in selector:
+            first, second = (joined(at(content, side.split("/"))) for side in selector.split(between))
+            value = operation(first, second)
             break
     else:
-        value = joined(at(content, place.split("/")))
+        value = joined(at(content, selector.split("/")))
     return 100 * value if "%" in how else value
 
 
@@ -319,14 +317,15 @@ def at(content: Any, steps: Sequence[str]) -> list[float]:
         return [float(content)]
     step, *rest = steps
     if step == "*":
-        return [one for each in (content.values() if isinstance(content, dict) else content) for one in at(each, rest)]
-    if isinstance(content, list) and "=" in step:
-        wanted = dict(part.split("=") for part in step.split(","))
-        fit = [each for each in content if all(str(each.get(key)) == value for key, value in wanted.items())]
-        if not fit:
+        entries = list(content.values() if isinstance(content, dict) else content)
+    elif isinstance(content, list) and "=" in step:
+        values = dict(part.split("=") for part in step.split(","))
+        entries = [entry for entry in content if all(str(entry.get(key)) == value for key, value in values.items())]
+        if not entries:
             raise UnbackedError(f"nothing there has {step}")
-        return [one for each in fit for one in at(each, rest)]
-    return at(content[int(step)] if isinstance(content, list) else content[step.replace("~1", "/")], rest)
+    else:
+        entries = [content[int(step)] if isinstance(content, list) else content[step.replace("~1", "/")]]
+    return [number for entry in entries for number in at(entry, rest)]
 
 
 @cache

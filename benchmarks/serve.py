@@ -57,8 +57,8 @@ def make_model() -> he.Ensemble:
     cut = [[he.Head(layer, (member + layer) % 6) for layer in (4, 5)] for member in range(3)]
     preprocessing: Any = backbone.metadata.preprocessing
     sets = {}
-    for name, part in (("fit", sample.circuit_id), ("calibration", sample.calibration)):
-        images, labels = zip(*(part[index] for index in range(len(part))), strict=True)
+    for name, data in (("fit", sample.circuit_id), ("calibration", sample.calibration)):
+        images, labels = zip(*(data[index] for index in range(len(data))), strict=True)
         sets[name] = [(preprocessing(list(images)), torch.tensor(labels))]
     hydra = he.fuse([he.prune(backbone, heads) for heads in cut])
     return he.calibrate(he.fit_familiarity(hydra, sets["fit"]), sets["calibration"])
@@ -111,10 +111,10 @@ def server(model: Path) -> Iterator[tuple[int, int]]:
     child = subprocess.Popen(command, env=environment, stdout=nothing, stderr=pipe, text=True)
     try:
         line = next((line for line in child.stderr or () if line.startswith("serving")), "")
-        found = re.search(r":(\d+) ", line)
-        if found is None:
+        match = re.search(r":(\d+) ", line)
+        if match is None:
             raise SystemExit(f"the server did not start: {(child.stderr and child.stderr.read()) or line}")
-        yield int(found[1]), child.pid
+        yield int(match[1]), child.pid
     finally:
         child.terminate()
         child.communicate()
@@ -168,7 +168,7 @@ async def paced(port: int, requests: Sequence[bytes], moments: Sequence[float]) 
     free: list[Connection] = []
     began = time.perf_counter()
 
-    async def one(request: bytes, moment: float) -> float:
+    async def timed(request: bytes, moment: float) -> float:
         await asyncio.sleep(max(began + moment - time.perf_counter(), 0))
         connection = free.pop() if free else Connection(port)
         status, body = await connection.ask(request)
@@ -177,10 +177,10 @@ async def paced(port: int, requests: Sequence[bytes], moments: Sequence[float]) 
         free.append(connection)
         return time.perf_counter() - began - moment
 
-    found = await asyncio.gather(*(one(*both) for both in zip(requests, moments, strict=True)))
+    seconds = await asyncio.gather(*(timed(*pair) for pair in zip(requests, moments, strict=True)))
     for connection in free:
         await connection.close()
-    return list(found)
+    return list(seconds)
 
 
 # --- the three parts -------------------------------------------------------------------------------------------------
@@ -190,13 +190,13 @@ def plain_loop(plan: Any, uploads: Sequence[bytes], size: int) -> float:
     """Uploads per second: decoded, preprocessed and run in batches by one thread, one after another."""
     began = time.perf_counter()
     for start in range(0, len(uploads), size):
-        images = [Image.open(io.BytesIO(one)) for one in uploads[start : start + size]]
+        images = [Image.open(io.BytesIO(upload)) for upload in uploads[start : start + size]]
         columns(plan.predict(images))
     return len(uploads) / (time.perf_counter() - began)
 
 
 def throughput(port: int, plan: Any, uploads: Sequence[bytes], turns: int) -> dict[str, Any]:
-    requests = [as_request(one) for one in uploads]
+    requests = [as_request(upload) for upload in uploads]
     served = []
     looped = []
     for _ in range(turns):
@@ -216,34 +216,34 @@ def throughput(port: int, plan: Any, uploads: Sequence[bytes], turns: int) -> di
 
 
 def latency(port: int, plan: Any, uploads: Sequence[bytes], rate: float, seed: int = 0) -> dict[str, Any]:
-    single = statistics.median(1 / plain_loop(plan, [one], 1) for one in uploads[:50])
-    requests = [as_request(one) for one in uploads]
+    single = statistics.median(1 / plain_loop(plan, [upload], 1) for upload in uploads[:50])
+    requests = [as_request(upload) for upload in uploads]
     generator = random.Random(seed)
     even = [index / rate for index in range(len(requests))]
     chance = np.cumsum([generator.expovariate(rate) for _ in requests]).tolist()
-    found: dict[str, Any] = {"requests": len(requests), "per_second": rate, "single_call_ms": 1e3 * single}
+    report: dict[str, Any] = {"requests": len(requests), "per_second": rate, "single_call_ms": 1e3 * single}
     for name, moments in (("even", even), ("random", chance)):
         times = 1e3 * np.array(asyncio.run(paced(port, requests, moments)))
-        found[name] = {f"p{part}_ms": float(np.percentile(times, part)) for part in (50, 90, 99)}
-    found["bound_ms"] = TARGETS["p99_bound"] * 1e3 * single + WAIT_MS
-    return found
+        report[name] = {f"p{percent}_ms": float(np.percentile(times, percent)) for percent in (50, 90, 99)}
+    report["bound_ms"] = TARGETS["p99_bound"] * 1e3 * single + WAIT_MS
+    return report
 
 
 def endurance(
     port: int, process: int, model: he.Ensemble, uploads: Sequence[bytes], count: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Good and broken requests in random order; what went wrong, and the memory after each tenth."""
-    expected = [model.predict([Image.open(io.BytesIO(one))]) for one in uploads]
+    expected = [model.predict([Image.open(io.BytesIO(upload))]) for upload in uploads]
     bad = broken_requests(uploads[0])
     generator = random.Random(1)
     plan = [generator.randrange(len(uploads)) if generator.random() >= 0.05 else -1 - generator.randrange(len(bad))
             for _ in range(count)]  # fmt: skip
-    good = [as_request(one) for one in uploads]
+    good = [as_request(upload) for upload in uploads]
     wrong: list[str] = []
     memory = [resident(process)]
     statuses = dict[str, int]()
-    for part in range(10):
-        chosen = plan[part * count // 10 : (part + 1) * count // 10]
+    for tenth in range(10):
+        chosen = plan[tenth * count // 10 : (tenth + 1) * count // 10]
         requests = [good[index] if index >= 0 else bad[-1 - index] for index in chosen]
         answers, _ = asyncio.run(saturate(port, requests, 32))
         for index, (status, body) in zip(chosen, answers, strict=True):
@@ -251,7 +251,7 @@ def endurance(
             if not (right(status, body, expected[index]) if index >= 0 else refused(status, body)):
                 wrong.append(f"{index}: {status} {body[:200]!r}")
         memory.append(resident(process))
-        say(f"  {(part + 1) * count // 10} requests, {len(wrong)} wrong, {memory[-1]:.0f} MB")
+        say(f"  {(tenth + 1) * count // 10} requests, {len(wrong)} wrong, {memory[-1]:.0f} MB")
     return {
         "requests": count,
         "broken": sum(index < 0 for index in plan),
@@ -266,9 +266,9 @@ def endurance(
 def right(status: int, body: bytes, expected: he.Prediction) -> bool:
     if status != 200:
         return False
-    (found,) = json.loads(body)["predictions"]
-    near = abs(found["confidence"] - expected.confidence.item()) < NEAR
-    return found["label"] == expected.names()[0] and near
+    (answer,) = json.loads(body)["predictions"]
+    near = abs(answer["confidence"] - expected.confidence.item()) < NEAR
+    return answer["label"] == expected.names()[0] and near
 
 
 def refused(status: int, body: bytes) -> bool:
@@ -277,14 +277,14 @@ def refused(status: int, body: bytes) -> bool:
 
 def resident(process: int) -> float:
     """Megabytes of a process in memory."""
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
-    return int(found[1]) / 1e3 if found else float("nan")
+    match = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
+    return int(match[1]) / 1e3 if match else float("nan")
 
 
 def serve_table() -> str:
     """Of docs/production.md: what was measured, and what was asked for."""
-    found = load(RESULT)
-    fast, late, long = found["throughput"], found["latency"], found["endurance"]
+    run = load(RESULT)
+    fast, late, long = run["throughput"], run["latency"], run["endurance"]
     served, looped = (statistics.median(fast[name]) for name in ("server_per_second", "loop_per_second"))
     rows = [
         ("uploads per second at saturation", f"{served:.1f}", f"plain loop: {looped:.1f}"),
@@ -294,10 +294,9 @@ def serve_table() -> str:
         (f"wrong of {long['requests']:,} requests, {long['broken']} of them broken", str(long["wrong"]), "0"),
         ("memory since a fifth of them", f"{long['growth']:+.1%}", "flat"),
     ]
-    busy = (
-        f" that were busy with other work (load average {found['load_before']:.1f})" if found["load_before"] > 1 else ""
-    )
-    about = f"{found['hardware']}{busy}, shared by client, server and model; {found['model']}. From `results/{RESULT}`."
+    before = run["load_before"]
+    busy = f" that were busy with other work (load average {before:.1f})" if before > 1 else ""
+    about = f"{run['hardware']}{busy}, shared by client, server and model; {run['model']}. From `results/{RESULT}`."
     return "\n".join([*table(["what", "measured", "beside it"], rows, "lrl"), "", about])
 
 
@@ -313,14 +312,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load_before = os.getloadavg()[1]
     with tempfile.TemporaryDirectory() as folder:
         model = make_model() if options.model is None else he.Ensemble.from_pretrained(options.model)
-        place = options.model or Path(folder) / "model"
+        path = options.model or Path(folder) / "model"
         if options.model is None:
-            model.save_pretrained(place)
+            model.save_pretrained(path)
         uploads = make_uploads(options.uploads)
         plan = model.optimize()
         plain_loop(plan, uploads[:BATCH], BATCH)  # the plans are measured now
         plain_loop(plan, uploads[:1], 1)
-        with server(place) as (port, process):
+        with server(path) as (port, process):
             print(f"throughput: {options.turns} turns of {len(uploads)} uploads")
             fast = throughput(port, plan, uploads, options.turns)
             rate = statistics.median(fast["server_per_second"]) / 2

@@ -78,14 +78,14 @@ def documents() -> list[Path]:
 
 def studies() -> dict[str, Study]:
     """Every stored study by name."""
-    found = stored_studies(RESULTS / "studies")
-    return {**{one.name: one for one in found}, ZERO_SHOT: DualStudy(ZERO_SHOT, RESULTS / "studies")}
+    classifiers = stored_studies(RESULTS / "studies")
+    return {**{study.name: study for study in classifiers}, ZERO_SHOT: DualStudy(ZERO_SHOT, RESULTS / "studies")}
 
 
 def tables(stored: Mapping[str, Study]) -> dict[str, str]:
     """Every table by name; of the studies, those that a document shows."""
-    classifiers = [one for one in stored.values() if not isinstance(one, DualStudy)]
-    zero_shot = [one for one in stored.values() if isinstance(one, DualStudy)]
+    classifiers = [study for study in stored.values() if not isinstance(study, DualStudy)]
+    zero_shot = [study for study in stored.values() if isinstance(study, DualStudy)]
     shown = {name for path in documents() for name in re.findall(r"<!-- table: ([^\n]+) -->", path.read_text())}
     return {
         "circuits": circuit_table("circuit_dinov2_cifar10.json"),
@@ -111,29 +111,29 @@ def tables(stored: Mapping[str, Study]) -> dict[str, str]:
 
 def fusion_table() -> str:
     """A table of the documents: every way to fuse the same three members."""
-    found = load("fusion_dinov2_cifar10.json")
+    result = load("fusion_dinov2_cifar10.json")
     lines = []
-    for row in found["rows"]:
+    for row in result["rows"]:
         how = [row.get(key, "") for key in ("mlp", "norms", "readout")]
         quality = [f"{100 * row['accuracy']:.1f}", f"{row['nll']:.4f}", f"{100 * row['ece']:.2f}"]
         lines.append((row["method"], *how, *quality, f"{100 * row['auroc']:.2f}", f"{row['parameters'] / 1e6:.2f} M"))
     header = ("method", "MLP", "norms", "readout", "accuracy", "NLL", "ECE", "AUROC", "parameters")
     about = (
-        f"{found['hardware']}, torch {found['torch']}, seed {found['seed']}; {found['holdout_id']} ID and "
-        f"{found['holdout_ood']} OOD images held out, {found['prune']} of 72 heads pruned. From "
+        f"{result['hardware']}, torch {result['torch']}, seed {result['seed']}; {result['holdout_id']} ID and "
+        f"{result['holdout_ood']} OOD images held out, {result['prune']} of 72 heads pruned. From "
         "`results/fusion_dinov2_cifar10.json`."
     )
     return "\n".join([*table(header, lines, "llll"), "", about])
 
 
-def price_table(found: Mapping[str, Any]) -> str:
+def price_table(result: Mapping[str, Any]) -> str:
     """What an ensemble brings for its price, by the code of a138193: tasks and methods, means over seeds."""
-    costs, settings = found["costs"], found["recipe"]
+    costs, settings = result["costs"], result["recipe"]
     lines = [
         f"| task | method | cost | {' | '.join(PRICES.values())} |",
         "|---|---|---:|" + "---:|" * len(PRICES),
     ]
-    for task, rows in found["tables"].items():
+    for task, rows in result["tables"].items():
         prices = costs["tasks"][task]
         for name, row in rows.items():
             means = [printed(row[key]["mean"], key) for key in PRICES]
@@ -141,9 +141,9 @@ def price_table(found: Mapping[str, Any]) -> str:
                 f"| {task} | {name} | {prices.get(name, prices['Single'])['ratio']:.2f}x | {' | '.join(means)} |"
             )
         gains = [(rows["Hydra"][key], key) for key in PRICES]
-        told = [f"{printed(one['difference'], key, '+')} ± {printed(one['half_width'], key)}" for one, key in gains]
-        lines.append(f"| {task} | *Hydra less Single* | | {' | '.join(told)} |")
-    counts = {task: len(settings["tasks"][task].get("seeds", settings["seeds"])) for task in found["tables"]}
+        cells = [f"{printed(gain['difference'], key, '+')} ± {printed(gain['half_width'], key)}" for gain, key in gains]
+        lines.append(f"| {task} | *Hydra less Single* | | {' | '.join(cells)} |")
+    counts = {task: len(settings["tasks"][task].get("seeds", settings["seeds"])) for task in result["tables"]}
     seeds = ", ".join(f"{count} on {task}" for task, count in counts.items())
     about = (
         f"Means over seeds ({seeds}); differences are to Single of the same seed, ± the half width of Student's 95 % "
@@ -156,8 +156,8 @@ def price_table(found: Mapping[str, Any]) -> str:
 
 def demo_table() -> str:
     """Of the quickstart: the table of one run of the demo."""
-    shown = from_plain(Gains, load("demo.json")["gains"], "gains")
-    return "\n".join([to_markdown(shown.table).rstrip(), "From `results/demo.json`."])
+    gains = from_plain(Gains, load("demo.json")["gains"], "gains")
+    return "\n".join([to_markdown(gains.table).rstrip(), "From `results/demo.json`."])
 
 
 def compared_table(study: Study) -> str:
@@ -179,17 +179,17 @@ def compared_table(study: Study) -> str:
 
 def demo_line() -> str:
     """Of the README: what the demo's ensemble catches, beside the model that it is from."""
-    found = load("demo.json")["gains"]
-    ours, single = (found["methods"][name] for name in ("Pruned branches", "Single"))
+    result = load("demo.json")["gains"]
+    ours, single = (result["methods"][name] for name in ("Pruned branches", "Single"))
     keys = {"mistakes.both": "of its own mistakes", "near.both": "of near foreign images", "far.both": "of far ones"}
-    means = {key: [one["numbers"][key]["mean"] for one in (ours, single)] for key in keys}
+    means = {key: [method["numbers"][key]["mean"] for method in (ours, single)] for key in keys}
     shares = ", ".join(f"{100 * means[key][0]:.0f} % {words}" for key, words in keys.items())
     alone = ", ".join(f"{100 * means[key][1]:.0f} %" for key in keys)
-    level = all({"Pruned branches", "Single"} <= set(found["best"][key]) for key in keys)
+    level = all({"Pruned branches", "Single"} <= set(result["best"][key]) for key in keys)
     return (
         f"The ensemble declines {shares}; the model alone {alone}, at {100 * single['price'] / ours['price']:.0f} % of "
         f"the work{': no difference beyond the scatter of draws' if level else ''}. Both promise to accept "
-        f"{100 * found['share']:.0f} % of familiar images. From `results/demo.json`."
+        f"{100 * result['share']:.0f} % of familiar images. From `results/demo.json`."
     )
 
 
@@ -199,27 +199,27 @@ def attack_table() -> str:
     columns = ["cases", "refused", "same", "other", "raw", "crash", "slow", "apart"]
     rows = [[row["what"], *(row[column] for column in columns)] for part in parts.values() for row in part["rows"]]
     total = ["**all**", *(sum(row[index + 1] for row in rows) for index in range(len(columns)))]
-    written = [[name, *(f"{number:,}" for number in numbers)] for name, *numbers in (*rows, total)]
-    told = []
+    lines = [[name, *(f"{number:,}" for number in numbers)] for name, *numbers in (*rows, total)]
+    notes = []
     for name, part in parts.items():
         cases = sum(row["cases"] for row in part["rows"])
         share = part["share"]
         some = "" if share == 1 else f", {share:.0%} of a whole run"
-        told.append(f"`{name}` {cases:,} cases in {part['minutes']:g} minutes (seed {part['seed']}{some})")
+        notes.append(f"`{name}` {cases:,} cases in {part['minutes']:g} minutes (seed {part['seed']}{some})")
     if len({part["source"] for part in parts.values()}) > 1:
-        told.append("not all on the same state of the library, see `source` there")
+        notes.append("not all on the same state of the library, see `source` there")
     last = list(parts.values())[-1]
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
-    about = f"Parts: {'; '.join(told)}. {last['hardware']}; {versions}. From `results/attack.json`."
-    return "\n".join([*table(["what", *columns], written), "", about])
+    about = f"Parts: {'; '.join(notes)}. {last['hardware']}; {versions}. From `results/attack.json`."
+    return "\n".join([*table(["what", *columns], lines), "", about])
 
 
 def conversion_line() -> str:
     """What the comparison of answers at the end of a conversion costs."""
-    found = load("conversion.json")
+    run = load("conversion.json")
     return (
-        f"The comparison takes {found['comparison_seconds']:.2f} s of computing for ViT-B/16 at 224 pixels (float32, "
-        f"{found['hardware']}; the whole conversion {found['convert_seconds']:.2f} s). From `results/conversion.json`."
+        f"The comparison takes {run['comparison_seconds']:.2f} s of computing for ViT-B/16 at 224 pixels (float32, "
+        f"{run['hardware']}; the whole conversion {run['convert_seconds']:.2f} s). From `results/conversion.json`."
     )
 
 
@@ -235,18 +235,18 @@ def takes_table() -> str:
 
 def code(file: str, part: str) -> str:
     """The lines of a script between `# start: PART` and `# end: PART`, without their indent."""
-    found = re.search(rf" *# start: {part}\n(.*?) *# end: {part}\n", (ROOT / file).read_text(), re.DOTALL)
-    if found is None:
+    match = re.search(rf" *# start: {part}\n(.*?) *# end: {part}\n", (ROOT / file).read_text(), re.DOTALL)
+    if match is None:
         sys.exit(f"{file} has no part between `# start: {part}` and `# end: {part}`")
-    return f"```python\n{textwrap.dedent(found[1]).strip()}\n```"
+    return f"```python\n{textwrap.dedent(match[1]).strip()}\n```"
 
 
-def rendered(text: str, made: Mapping[str, str], stored: Mapping[str, Study]) -> tuple[str, list[str]]:
+def rendered(text: str, by_name: Mapping[str, str], stored: Mapping[str, Study]) -> tuple[str, list[str]]:
     """A document with all marked parts and the numbers of its sentences written anew, and what is wrong with it."""
 
     def write(match: re.Match[str]) -> str:
-        kind, what = match.groups()
-        return f"<!-- {kind}: {what} -->\n{made[what] if kind == 'table' else code(*what.split())}\n<!-- end -->"
+        kind, name = match.groups()
+        return f"<!-- {kind}: {name} -->\n{by_name[name] if kind == 'table' else code(*name.split())}\n<!-- end -->"
 
     text = re.sub(r"<!-- (table|code): ([^\n]+) -->\n.*?<!-- end -->", write, text, flags=re.DOTALL)
     return quoted.written(text, stored, RESULTS)
@@ -259,21 +259,21 @@ def main() -> None:
     stored = studies()
     stale = list[str]()
     wrong = list[str]()
-    made = tables(stored)
+    by_name = tables(stored)
     for path in documents():
         before = path.read_text()
-        after, problems = rendered(before, made, stored)
+        after, problems = rendered(before, by_name, stored)
         name = path.relative_to(ROOT).as_posix()
         unbacked = [] if name in quoted.UNCHECKED else quoted.without_source(before)
-        wrong += [f"{name}: {one}" for one in (*problems, *(f"{number} has no source" for number in unbacked))]
+        wrong += [f"{name}: {problem}" for problem in (*problems, *(f"{number} has no source" for number in unbacked))]
         if after != before:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(after)
-    for found in undrawn(RESULTS / "analyses"):
-        stale.append(f"the figure of {found['analysis']}-{found['task']}")
+    for result in undrawn(RESULTS / "analyses"):
+        stale.append(f"the figure of {result['analysis']}-{result['task']}")
         if not check:
-            draw(found, RESULTS / "analyses")
+            draw(result, RESULTS / "analyses")
     if wrong:
         sys.exit("\n".join(["sentences that the results do not bear out:", *wrong]))
     if check and stale:
