@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from sklearn import config_context
 from sklearn.metrics import auc, average_precision_score, roc_auc_score, roc_curve
 
 Columns = Mapping[str, Any]  # by `set|column`
@@ -11,6 +12,7 @@ SCORES = {"": "msp", "entropy:": "entropy", "mahalanobis:": "mahalanobis"}
 LEARNED = ("vilu", "neglabel")
 
 
+@config_context(assume_finite=True, skip_parameter_validation=True)
 def by_other_code(stored: Columns, own: str, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
     """Every number of the tables of a study that columns give, by its key."""
     columns = {key: one.astype(float) for key, one in stored.items()}
@@ -26,14 +28,18 @@ def by_other_code(stored: Columns, own: str, groups: Mapping[str, Sequence[str]]
     found["own.aurc"] = _aurc(doubt if odds is None else odds, correct)
     every = [name for names in groups.values() for name in names]
     learned = next((name for name in LEARNED if f"{own}|{name}" in columns), "msp")
+    areas = {
+        score: {name: float(roc_auc_score(*_sides(columns, own, name, score))) for name in every}
+        for score in {*SCORES.values(), learned}
+        if f"{own}|{score}" in columns
+    }
     for prefix, score in {**SCORES, "own.": learned}.items():
-        if f"{own}|{score}" in columns and every:
-            area = {name: float(roc_auc_score(*_sides(columns, own, name, score))) for name in every}
+        if score in areas and every:
             for group, names in {**groups, "all": every}.items():
-                found[f"{prefix}{group}.auroc"] = float(np.mean([area[name] for name in names]))
+                found[f"{prefix}{group}.auroc"] = float(np.mean([areas[score][name] for name in names]))
     for name in every:
         sides = _sides(columns, own, name, "msp")
-        found[f"ood.{name}.auroc"], found[f"ood.{name}.aupr"] = roc_auc_score(*sides), average_precision_score(*sides)
+        found[f"ood.{name}.auroc"], found[f"ood.{name}.aupr"] = areas["msp"][name], average_precision_score(*sides)
         found |= {f"ood.{name}.fpr95": _false(*sides)} if len(columns[f"{name}|msp"]) >= 1000 else {}
     for group, names in {**groups, "all": every}.items():
         for metric in ("fpr95", "aupr"):
@@ -53,8 +59,8 @@ def _aurc(scores: Any, correct: Any) -> float:
 
 def _adaptive_ece(confidence: Any, correct: Any) -> float:
     """Of equal confidences each has the share of right answers."""
-    means = {one: float(correct[confidence == one].mean()) for one in np.unique(confidence)}
-    right = np.array([means[one] for one in confidence])
+    _, places, counts = np.unique(confidence, return_inverse=True, return_counts=True)
+    right = (np.bincount(places, correct) / counts)[places]
     parts = np.array_split(np.argsort(confidence), 15)
     return sum(abs(float((confidence[one] - right[one]).sum())) for one in parts) / len(correct)
 
