@@ -1,5 +1,6 @@
 """What all tests of conversion say: refused with a token of the error, and answers that are near."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +30,19 @@ def refused(model: Any, token: str, **given: Any) -> None:
 def look_for_no_remedy(patch: pytest.MonkeyPatch) -> None:
     """Let a declaration be refused without a look at all the settings that might help."""
     patch.setattr(guess, "_changes", lambda *given: ())
+
+
+def convert_wrongly(patch: pytest.MonkeyPatch, change: Callable[[he.Ensemble], object]) -> None:
+    """Let every conversion end with an ensemble that is changed."""
+    from_state = he.Ensemble.from_state
+
+    @torch.no_grad()
+    def changed(*given: Any) -> he.Ensemble:
+        ensemble = from_state(*given)
+        change(ensemble)
+        return ensemble
+
+    patch.setattr(he.Ensemble, "from_state", changed)
 
 
 def near(found: Tensor, expected: Tensor) -> None:

@@ -26,13 +26,6 @@ from hydra_ensembles.errors import ConversionError
 from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, clean_text
 from zero_shot_models import NAMES, word_tokenizer
 
-
-def test_outputs_are_named_whatever_the_configuration_says() -> None:
-    model = transformers_clip({}, {}, return_dict=False)
-    assert isinstance(he.convert(model), he.DualEncoder)
-    assert model.config.return_dict is False
-
-
 # --- preprocessing ---------------------------------------------------------------------------------------
 
 

@@ -1,40 +1,46 @@
 """The comparison of answers that ends a conversion: what it sees, what it says, and what it leaves alone."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from itertools import cycle
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from convert_cases import look_for_no_remedy, refused
+from convert_cases import convert_wrongly, look_for_no_remedy, refused, vit
 from torch import nn
 
 import hydra_ensembles as he
 from architectures import ArchitectureCase, timm_model, torchvision_model
 from architectures_clip import DUAL_CASES, DualCase, open_clip_model
-from architectures_transformers import DISTILBERT, TEXT, VISION, transformers_model
+from architectures_transformers import DINOV3, DISTILBERT, MODERNBERT, TEXT, VISION, transformers_model
 from contract.all_architectures import ALL_CASES
 from contract.models import original
 from hydra_ensembles.convert import probe
 from hydra_ensembles.errors import ConversionError
 from hydra_ensembles.model.layers import Block
 
+FAMILIES: dict[str, dict[str, Any]] = {  # of transformers, with their settings
+    **dict.fromkeys(("ViT", "DeiT", "Dinov2", "Dinov2WithRegisters", "ViTMAE", "CLIPVision"), VISION),
+    **dict.fromkeys(("Bert", "Roberta", "Electra", "Gte"), TEXT),
+    "Albert": {**TEXT, "embedding_size": 16},
+    "DistilBert": DISTILBERT,
+    "DINOv3ViT": DINOV3,
+    "ModernBert": MODERNBERT,
+}
+
+
+def bare(family: str) -> Any:
+    return transformers_model(f"{family}Model", f"{family}Config", FAMILIES[family])
+
+
 BARE: dict[str, Callable[[], Any]] = {
-    "timm": lambda: timm_model("vit_tiny_patch16_224", num_classes=0),
+    "timm": lambda: vit(num_classes=0),
     "timm-distilled": lambda: timm_model("deit_tiny_distilled_patch16_224", num_classes=0),
     "torchvision": lambda: _without_head(torchvision_model()),
-    "vit": lambda: transformers_model("ViTModel", "ViTConfig", VISION),
-    "deit": lambda: transformers_model("DeiTModel", "DeiTConfig", VISION),
-    "dinov2": lambda: transformers_model("Dinov2Model", "Dinov2Config", VISION),
-    "registers": lambda: transformers_model("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", VISION),
-    "bert": lambda: transformers_model("BertModel", "BertConfig", TEXT),
-    "roberta": lambda: transformers_model("RobertaModel", "RobertaConfig", TEXT),
-    "albert": lambda: transformers_model("AlbertModel", "AlbertConfig", {**TEXT, "embedding_size": 16}),
-    "vit-mae": lambda: transformers_model("ViTMAEModel", "ViTMAEConfig", VISION),
-    "electra": lambda: transformers_model("ElectraModel", "ElectraConfig", TEXT),
-    "distilbert": lambda: transformers_model("DistilBertModel", "DistilBertConfig", DISTILBERT),
-    "clip-image": lambda: transformers_model("CLIPVisionModel", "CLIPVisionConfig", VISION),
+    **{family: partial(bare, family) for family in FAMILIES},
     "open_clip-text": lambda: open_clip_model(text={"proj_type": "none", "width": 24}, custom=True).text,
 }
 
@@ -48,16 +54,12 @@ def _without_head(model: Any) -> Any:
 def disturbed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Conversions go wrong in the parameters whose names are put into this list."""
     names: list[str] = []
-    from_state = he.Ensemble.from_state
 
-    def wrong(*given: Any) -> he.Ensemble:
-        ensemble = from_state(*given)
-        with torch.no_grad():
-            for parameter in (one for name, one in ensemble.named_parameters() if name in names):
-                parameter.add_(torch.linspace(-3, 3, parameter.shape[-1]))
-        return ensemble
+    def add_noise(ensemble: he.Ensemble) -> None:
+        for parameter in (one for name, one in ensemble.named_parameters() if name in names):
+            parameter.add_(torch.linspace(-3, 3, parameter.shape[-1]))
 
-    monkeypatch.setattr(he.Ensemble, "from_state", wrong)
+    convert_wrongly(monkeypatch, add_noise)
     look_for_no_remedy(monkeypatch)
     return names
 
@@ -86,22 +88,19 @@ def test_a_wrong_conversion_is_refused_and_the_layer_named(
 def test_features_are_compared_where_the_classifier_is_fresh(name: str, disturbed: list[str]) -> None:
     model = BARE[name]()
     assert he.convert(model, num_labels=3).num_classes == 3
-    disturbed.append("encoder.layers.1.mlp.down.bias")
+    disturbed.append("encoder.layers.1.norm2.weight")
     refused(model, r"features.*in .*[._ ]1;", num_labels=3)
 
 
-@pytest.mark.parametrize(
-    ("parameter", "place"),
-    [("readout.norm.bias", "after blocks.1"), ("readout.classifier.bias", "after blocks.1")],
-)
-def test_a_difference_after_the_last_block_is_named_too(parameter: str, place: str, disturbed: list[str]) -> None:
+@pytest.mark.parametrize("parameter", ["readout.norm.bias", "readout.classifier.bias"])
+def test_a_difference_after_the_last_block_is_named_too(parameter: str, disturbed: list[str]) -> None:
     disturbed.append(parameter)
-    refused(timm_model("vit_tiny_patch16_224"), place)
+    refused(vit(), "after blocks.1")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_types_are_compared_within_their_rounding(dtype: torch.dtype, disturbed: list[str]) -> None:
-    model = timm_model("vit_tiny_patch16_224").to(dtype)
+    model = vit().to(dtype)
     assert he.convert(model).dtype == dtype
     disturbed.append("encoder.layers.1.mlp.down.bias")
     refused(model, r"blocks\.1")
@@ -111,20 +110,21 @@ def test_other_types_are_compared_within_their_rounding(dtype: torch.dtype, dist
 
 
 @pytest.mark.parametrize(
-    ("build", "target", "place"),
+    ("build", "part", "place"),
     [
-        ("bert", "transformers.models.bert.modeling_bert.BertEmbeddings", "before encoder.layer.0"),
-        ("bert", "transformers.models.bert.modeling_bert.BertOutput", "in encoder.layer.0"),
-        ("bert", "transformers.models.bert.modeling_bert.BertPooler", "after encoder.layer.1"),
-        ("dinov2", "transformers.models.dinov2.modeling_dinov2.Dinov2LayerScale", "in encoder.layer.0"),
+        (partial(bare, "Bert"), "embeddings", "before encoder.layer.0"),
+        (partial(bare, "Bert"), "encoder.layer.0.output", "in encoder.layer.0"),
+        (partial(bare, "Bert"), "pooler", "after encoder.layer.1"),
+        (partial(bare, "Dinov2"), "encoder.layer.0.layer_scale1", "in encoder.layer.0"),
+        (BARE["timm"], "blocks.1.mlp", "in blocks.0"),
+        (BARE["timm"], "patch_embed", "before blocks.0"),
     ],
 )
 def test_a_class_patched_by_somebody_is_found_out(
-    build: str, target: str, place: str, monkeypatch: pytest.MonkeyPatch
+    build: Callable[[], Any], part: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = BARE[build]()
-    module, _, kind = target.rpartition(".")
-    patched = getattr(__import__(module, fromlist=[kind]), kind)
+    model = build()
+    patched = type(model.get_submodule(part))
     original = patched.forward
     monkeypatch.setattr(patched, "forward", lambda self, *given, **named: original(self, *given, **named) * 1.5)
     refused(model, place)
@@ -132,7 +132,7 @@ def test_a_class_patched_by_somebody_is_found_out(
 
 
 def test_models_that_cannot_answer_are_clear_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = timm_model("vit_tiny_patch16_224")
+    model = vit()
     with torch.no_grad():
         model.head.weight.fill_(3e38)  # finite, as its product with features is not
     refused(model, "NaN or infinite")
@@ -159,18 +159,9 @@ def test_blocks_that_agree_see_few_tokens_of_an_image(case: ArchitectureCase, mo
 
 
 def test_tokens_that_the_blocks_do_not_see_are_compared_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    from_state = he.Ensemble.from_state
-
-    def wrong(*given: Any) -> he.Ensemble:
-        ensemble = from_state(*given)
-        with torch.no_grad():
-            last = ensemble.stem.position[..., -1, :]  # of the last token
-            last += torch.linspace(-3, 3, last.shape[-1])
-        return ensemble
-
-    monkeypatch.setattr(he.Ensemble, "from_state", wrong)
+    convert_wrongly(monkeypatch, lambda ensemble: ensemble.stem.position[..., -1, :].add_(torch.linspace(-3, 3, 32)))
     monkeypatch.setattr(probe, "_FEW", 2)
-    refused(timm_model("vit_tiny_patch16_224"), "part first before")
+    refused(vit(), "part first before")
 
 
 # --- what it leaves alone ------------------------------------------------------------------------------------
@@ -179,17 +170,14 @@ def test_tokens_that_the_blocks_do_not_see_are_compared_before(monkeypatch: pyte
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_original_and_the_generators_are_as_before(wrong: bool, disturbed: list[str]) -> None:
     disturbed += ["encoder.layers.0.mlp.down.bias"] if wrong else []
-    model: Any = timm_model("vit_tiny_patch16_224", drop_rate=0.5).train()
+    model = vit(drop_rate=0.5).train()
     model.blocks[1].eval()
     flags = [module.training for module in model.modules()]
     states = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.manual_seed(3)
     np.random.seed(3)
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
-    if wrong:
-        with pytest.raises(ConversionError):
-            he.convert(model)
-    else:
+    with pytest.raises(ConversionError) if wrong else nullcontext():
         he.convert(model)
     assert [module.training for module in model.modules()] == flags
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -200,6 +188,5 @@ def test_the_original_and_the_generators_are_as_before(wrong: bool, disturbed: l
 
 
 def test_answers_are_compared_outside_of_autocast() -> None:
-    model = timm_model("vit_tiny_patch16_224")
     with torch.autocast("cpu", torch.bfloat16):
-        assert he.convert(model).num_classes == 5
+        assert he.convert(vit()).num_classes == 5

@@ -1,10 +1,8 @@
 """Variants of the kinds in the contract tests, rotary positions and windows before all."""
 
-from typing import Any
-
 import pytest
 import torch
-from convert_cases import alike, refused
+from convert_cases import alike, convert_wrongly, refused
 
 import hydra_ensembles as he
 from architectures import VISION_VARIANTS, ArchitectureCase, images, timm_model
@@ -30,12 +28,6 @@ def test_models_of_double_precision_are_read_too(case: ArchitectureCase) -> None
     assert he.convert(case.build().double()).dtype is torch.float64
 
 
-@pytest.mark.parametrize(("family", "settings"), [("DINOv3ViT", DINOV3), ("ModernBert", MODERNBERT), ("Gte", TEXT)])
-def test_bare_encoders_get_a_fresh_classifier(family: str, settings: dict[str, Any]) -> None:
-    bare = transformers_model(f"{family}Model", f"{family}Config", settings)
-    assert he.convert(bare, num_labels=3).num_classes == 3
-
-
 def test_positions_move_in_training_as_those_of_the_original() -> None:
     moves = {"pos_embed_shift": 0.2, "pos_embed_jitter": 1.5, "pos_embed_rescale": 2.0}
     names = ("rope_shift_coords", "rope_jitter_coords", "rope_rescale_coords")
@@ -59,16 +51,8 @@ def test_positions_move_in_training_as_those_of_the_original() -> None:
 
 
 def test_a_window_is_seen_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = transformers_model("ModernBertForSequenceClassification", "ModernBertConfig", MODERNBERT)
-    from_state = he.Ensemble.from_state
-
-    def wider(*given: Any) -> he.Ensemble:
-        ensemble = from_state(*given)
-        ensemble.encoder.window = 3
-        return ensemble
-
-    monkeypatch.setattr(he.Ensemble, "from_state", staticmethod(wider))
-    refused(model, r"layers\.1")
+    convert_wrongly(monkeypatch, lambda ensemble: setattr(ensemble.encoder, "window", 3))
+    refused(transformers_model("ModernBertForSequenceClassification", "ModernBertConfig", MODERNBERT), r"layers\.1")
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Variants of transformers models beyond the contract: bare encoders, dropout, labels, and what is refused."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 import hydra_ensembles as he
 from architectures import images
+from architectures_clip import transformers_clip
 from architectures_transformers import DISTILBERT, TEXT, VISION, token_batch, transformers_model
 
 RATES = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2}
@@ -133,9 +135,11 @@ def test_labels_are_taken_when_they_are_names() -> None:
     assert he.convert(model.base_model, num_labels=5).metadata.labels == ()  # a fresh classifier knows no names
 
 
-@pytest.mark.parametrize("family", ["vit", "bert", "distilbert"])
-def test_outputs_are_named_whatever_the_configuration_says(family: str) -> None:
-    expected, model = he.convert(build(family)).state_dict(), build(family, return_dict=False)
+@pytest.mark.parametrize(
+    "make", [partial(transformers_clip, {}, {}), *(partial(build, one) for one in ("vit", "bert", "distilbert"))]
+)
+def test_outputs_are_named_whatever_the_configuration_says(make: Any) -> None:
+    expected, model = he.convert(make()).state_dict(), make(return_dict=False)
     found = he.convert(model).state_dict()
     assert all(torch.equal(found[name], one) for name, one in expected.items())
     assert model.config.return_dict is False
