@@ -26,12 +26,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def run_folder(world: Path) -> Path:
     """A finished build of images, with circuits."""
-    folder = world / "run"
-    model, naive = (
-        cases.vit_flags(world / "mine.safetensors"),
-        ["--prune", 4, "--shared-layers", 0, "--method", "naive"],
-    )  # few heads: quick
-    cases.succeed("build", *model, "--id", world / "val", "--ood", world / "stripes", *naive, "-o", folder, "-q")
+    folder, sets = world / "run", ["--id", world / "val", "--ood", world / "stripes"]
+    naive = ["--prune", 4, "--shared-layers", 0, "--method", "naive", "-q"]  # few heads: quick
+    cases.succeed("build", *cases.vit_flags(world / "mine.safetensors"), *sets, *naive, "-o", folder)
     return folder
 
 
@@ -39,6 +36,6 @@ def run_folder(world: Path) -> Path:
 def text_folder(world: Path) -> Path:
     """A finished build of texts, with Taylor rankings."""
     folder = world / "text-run"
-    flags = ["--strategy", "taylor", "--calibration-batches", 3, "--prune", 3, "--shared-layers", 0]
-    cases.succeed("build", world / "bert", "--id", world / "val.csv", *flags, "--output", folder, "--quiet")
+    flags = ["--strategy", "taylor", "--calibration-batches", 3, "--prune", 3, "--shared-layers", 0, "--quiet"]
+    cases.succeed("build", world / "bert", "--id", world / "val.csv", *flags, "--output", folder)
     return folder

@@ -19,11 +19,8 @@ from hydra_ensembles.cli.command import read_settings, report_failure
 from hydra_ensembles.cli.main import TABLE, commands, table
 from hydra_ensembles.errors import ConfigError, ConversionError, DataError
 
-MAKING, USING = (
-    ["demo", "calibrate", "fuse", "build", "search"],
-    ["predict", "score", "serve", "export", "bench", "info"],
-)
-COMMANDS = [*MAKING, "evaluate", "compare", "report", "atlas", *USING]
+_LISTED = "demo calibrate fuse build search evaluate compare report atlas predict score serve export bench info"
+COMMANDS = _LISTED.split()
 KINDS = {"sources": BuildSources, "hydra": he.HydraConfig}
 
 
@@ -32,6 +29,13 @@ def settings(file: Path | None = None, *changes: str, **options: object) -> he.H
     given = {"model": "m", "output": "x", "prune": 1, **options}
     given = {name: value for name, value in given.items() if file is None or f"{name}: ''" not in file.read_text()}
     return read_settings(KINDS, {"quiet": False, **given}, file, changes)["hydra"]
+
+
+def main_ends_with(capsys) -> tuple[object, str]:
+    """The exit code of the command, and what it says on standard error."""
+    with pytest.raises(SystemExit) as stopped:
+        hydra_ensembles_cli.main()
+    return stopped.value.code, capsys.readouterr().err
 
 
 def test_every_command_is_listed_and_helps_with_examples():
@@ -46,9 +50,7 @@ def test_every_command_is_listed_and_helps_with_examples():
 def test_the_table_behind_help_and_completion_is_that_of_the_commands():
     assert TABLE.read_text() == table(), "make commands writes it anew"
     asked = []
-    app = hydra_ensembles_cli.make_app(
-        hydra_ensembles_cli.read_table(), lambda name, given: asked.append((name, given))
-    )
+    app = hydra_ensembles_cli.make_app(hydra_ensembles_cli.read_table(), lambda *command: asked.append(command))
     for words in ([], ["-h"], ["--version"], ["bulid"], ["info", "x", "-x"], *([name, "-h"] for name in COMMANDS)):
         CliRunner().invoke(app, words)
     assert not asked
@@ -91,10 +93,8 @@ def test_python_m_answers_as_the_command_does():
 def test_what_is_to_run_is_run_once(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["hydra-ensembles", "info", "nowhere"])
     monkeypatch.delenv("_HYDRA_ENSEMBLES_COMPLETE", raising=False)
-    with pytest.raises(SystemExit) as stopped:
-        hydra_ensembles_cli.main()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.count("nowhere") == 1
+    code, said = main_ends_with(capsys)
+    assert (code, said.count("nowhere")) == (2, 1)
 
 
 def test_every_setting_of_a_build_is_an_option():
@@ -184,17 +184,13 @@ def test_each_failure_has_its_exit_code_and_one_line(monkeypatch, error, code, s
 
 
 def test_a_missing_library_is_named_with_its_extra_and_an_interrupt_outside_a_command(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit) as stopped:
-        hydra_ensembles_cli.main()
-    assert stopped.value.code == 2
-    assert "hydra-ensembles[cli]" in capsys.readouterr().err
-    monkeypatch.undo()
+    with monkeypatch.context() as without_typer:
+        without_typer.setitem(sys.modules, "typer", None)
+        code, said = main_ends_with(capsys)
+    assert (code, "hydra-ensembles[cli]" in said) == (2, True)
     monkeypatch.setattr(sys, "argv", ["hydra-ensembles", "info", "m"])
     monkeypatch.setattr("hydra_ensembles.cli.main.run_command", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(SystemExit) as stopped:
-        hydra_ensembles_cli.main()
-    assert (stopped.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+    assert main_ends_with(capsys) == (130, "interrupted\n")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, monkeypatch):

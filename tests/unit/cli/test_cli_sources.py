@@ -27,8 +27,8 @@ from hydra_ensembles.convert.refusals import refusal
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import CheckpointError, ConfigError, ConversionError, DataError, MissingExtraError
 from hydra_ensembles.evaluation.evaluation import Evaluation
-from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig
 from hydra_ensembles.model.metadata import Metadata
+from random_ensembles import small
 
 SMALL = [f"--model-option={name}={value}" for name, value in VIT_OPTIONS.items()]
 
@@ -119,25 +119,26 @@ def test_models_of_timm_are_refused_by_architecture_never_by_tag_owner_or_folder
 
 
 def test_folders_that_are_no_model_or_no_classifier(tmp_path):
-    for config, says in (
-        ("{", "not valid JSON"),
-        ("{}", "is not that of a model"),
-        (json.dumps({"model_type": "bert", "architectures": ["BertModel"]}), "AutoModelFor"),
-        (json.dumps({"model_type": "vit_mae", "architectures": ["ViTMAEModel"]}), "he.convert(model, num_labels="),
-        (json.dumps({"model_type": "dinov3_vit", "architectures": ["DINOv3ViTModel"]}), "num_labels=…) in Python"),
-        (json.dumps({"model_type": "t5", "architectures": ["T5EncoderModel"]}), "relative position bias"),
-        (json.dumps({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}), "could not load"),
-        (json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}), "pre-training"),
-        (json.dumps({"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"]}), "a decoder"),
-        (json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}), "a decoder"),
-        (json.dumps({"model_type": "swin", "architectures": ["SwinForImageClassification"]}), "hierarchical"),
-        (json.dumps({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}), "an encoder and a decoder"),
-        (json.dumps({"model_type": "rembert", "architectures": ["RemBertForSequenceClassification"]}), "own_model.md"),
+    for model_type, architecture, says in (
+        ("bert", "BertModel", "AutoModelFor"),
+        ("vit_mae", "ViTMAEModel", "he.convert(model, num_labels="),
+        ("dinov3_vit", "DINOv3ViTModel", "num_labels=…) in Python"),
+        ("t5", "T5EncoderModel", "relative position bias"),
+        ("bert", "BertForSequenceClassification", "could not load"),
+        ("bert", "BertForMaskedLM", "pre-training"),
+        ("gpt2", "GPT2ForSequenceClassification", "a decoder"),
+        ("llama", "LlamaForCausalLM", "a decoder"),
+        ("swin", "SwinForImageClassification", "hierarchical"),
+        ("t5", "T5ForConditionalGeneration", "an encoder and a decoder"),
+        ("rembert", "RemBertForSequenceClassification", "own_model.md"),
     ):
-        (tmp_path / "config.json").write_text(config)
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": [architecture]}))
         said = fail("info", tmp_path)
         assert says in said
         assert ("It does not fit" in said) == ("nearest way that works" in said)
+    for config, says in (("{", "not valid JSON"), ("{}", "is not that of a model")):
+        (tmp_path / "config.json").write_text(config)
+        assert says in fail("info", tmp_path)
     headless = small_vit()
     headless.reset_classifier(0)
     he.convert(headless).save_pretrained(tmp_path / "headless")
@@ -249,11 +250,8 @@ def test_folders_called_by_numbers_are_those_numbers(world, tmp_path):
     ],
 )
 def test_classes_that_are_numbers_are_the_models_or_said_to_be_doubtful(labels, names, found, token):
-    count = len(labels) or 11
-    encoder = EncoderConfig(width=8, layers=1, heads=2, head_dim=4, mlp_width=8)
-    readout = ReadoutConfig(num_classes=count)
-    config = EnsembleConfig(PatchStemConfig((4, 4), (2, 2)), encoder, readout, encoder.all_heads())
-    model = he.Ensemble(config, Metadata(labels=labels, preprocessing=he.ImagePreprocessing((8, 8))))
+    metadata = Metadata(labels=labels, preprocessing=he.ImagePreprocessing((8, 8)))
+    model = he.Ensemble(small(classes=len(labels) or 11), metadata)
     present = [0, 1] if found is None or names == ("10", "2") else [one + bool(labels) for one in found]
     data = ImageDataset([Image.new("RGB", (8, 8))] * 2, present, names)
     if found is None:
