@@ -11,8 +11,8 @@ import torch
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
-from checkpoint_models import encoder, ensemble, metadata_for
-from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, Sharing, TextStemConfig
+from checkpoint_models import encoder, ensemble, metadata_for, text
+from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.serve import export as exporting
 from hydra_ensembles.serve.outputs import Answering
@@ -22,23 +22,13 @@ SCORES = {"image": ("relative_mahalanobis++", "vim", "knn"), "text": ("mahalanob
 HEADS = (((0, 1), (0,)), ((0, 1), (1, 2, 3)), ((0, 1), ()))  # the same in the layer of a trunk, uneven after it
 
 
-def image_config() -> EnsembleConfig:
-    """Three members that see images over a stem and a layer in common."""
-    return EnsembleConfig(
-        PatchStemConfig((4, 4), (2, 2)),
-        encoder(2),
-        ReadoutConfig(num_classes=3),
-        HEADS,
-        Sharing(stem=True, mlp=True),
-        1,
-    )
-
-
-def text_config() -> EnsembleConfig:
-    """The same for texts, with segments and post-norm."""
-    stem = TextStemConfig(vocabulary=11, positions=9, embedding_width=6, segments=2, project=True)
-    readout = ReadoutConfig(pool="cls", num_classes=2, hidden="tanh", norm="none")
-    return EnsembleConfig(stem, encoder(2, norm_first=False), readout, HEADS, Sharing(stem=True, mlp=True), 1)
+def config_of(kind: str) -> EnsembleConfig:
+    """Three members that see images over a stem and a layer in common, or texts, with segments and post-norm."""
+    stem: Any = PatchStemConfig((4, 4), (2, 2))
+    readout, blocks = ReadoutConfig(num_classes=3), encoder(2)
+    if kind == "text":
+        stem, readout, blocks = text().stem, text().readout, encoder(2, norm_first=False)
+    return EnsembleConfig(stem, blocks, readout, HEADS, Sharing(stem=True, mlp=True), 1)
 
 
 def inputs_for(one: Ensemble, size: int, seed: int = 0, tokens: int = 6) -> dict[str, torch.Tensor]:
@@ -75,7 +65,7 @@ def _served(name: str, one_dnn: bool) -> Ensemble:
         whole = he.zero_shot(dual_of(DUAL_CASES[0]), NAMES)
         found = he.fuse([he.prune(whole, heads) for heads in ([(1, 0), (1, 2)], [(1, 3)])])
     else:
-        config = image_config() if kind == "image" else text_config()
+        config = config_of(kind)
         found = ensemble(config, metadata=replace(metadata_for(config), calibration=None))
     if bare:
         return found

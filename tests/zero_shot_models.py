@@ -1,7 +1,5 @@
 """Small dual encoders that read strings, for zero-shot classification."""
 
-import json
-
 import torch
 from torch import nn
 
@@ -23,39 +21,18 @@ def tokenizer_for(case: DualCase) -> he.TextPreprocessing:
 
 def word_tokenizer(end: int = END, pad: int = 0, mask: bool = False) -> he.TextPreprocessing:
     """A tokenizer that knows a few words, as the content of a `tokenizer.json`."""
-    ids = {word: 10 + index for index, word in enumerate(WORDS)}
-    ids |= {"[UNK]": 9, "[START]": 8, "[END]": end}
-    special = [
-        {"id": ids[word], "content": word, "single_word": False, "lstrip": False, "rstrip": False}
-        | {"normalized": False, "special": True}
-        for word in ("[START]", "[END]")
-    ]
-    content = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": sorted(special, key=lambda token: token["id"]),  # type: ignore[arg-type,return-value]
-        "normalizer": {"type": "Lowercase"},
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [_special("[START]"), {"Sequence": {"id": "A", "type_id": 0}}, _special("[END]")],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {
-                name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in ("[START]", "[END]")
-            },
-        },
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": ids, "unk_token": "[UNK]"},
-    }
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+    ids = {word: 10 + index for index, word in enumerate(WORDS)} | {"[UNK]": 9, "[START]": 8, "[END]": end}
     assert max(ids.values()) < VOCABULARY
+    core = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
+    core.normalizer, core.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+    ends = [(name, ids[name]) for name in ("[START]", "[END]")]
+    core.post_processor = processors.TemplateProcessing("[START] $A [END]", "$A $B:1", ends)
+    core.add_special_tokens([name for name, _ in ends])
     return he.TextPreprocessing(
-        max_length=CONTEXT, pad_id=pad, pad_to_max=True, attention_mask=mask, tokenizer=json.dumps(content)
+        max_length=CONTEXT, pad_id=pad, pad_to_max=True, attention_mask=mask, tokenizer=core.to_str()
     )
-
-
-def _special(name: str) -> dict[str, dict[str, object]]:
-    return {"SpecialToken": {"id": name, "type_id": 0}}
 
 
 def dual_of(case: DualCase, model: nn.Module | None = None) -> he.DualEncoder:

@@ -78,13 +78,8 @@ def source_digest() -> str:
 
 
 def versions() -> dict[str, str]:
-    return {
-        "hydra_ensembles": he.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "safetensors": safetensors.__version__,
-        "numpy": numpy.__version__,
-    }
+    libraries = {one.__name__: one.__version__ for one in (torch, safetensors, numpy)}
+    return {"hydra_ensembles": he.__version__, "python": platform.python_version(), **libraries}
 
 
 def show(rows: list[Row]) -> None:
@@ -92,11 +87,8 @@ def show(rows: list[Row]) -> None:
     console, table = Console(width=160), Table("what", "cases", *OUTCOMES)
     total = Row("all", sum(row.cases for row in rows), *(sum(getattr(row, name) for row in rows) for name in OUTCOMES))
     for row in (*rows, total):
-        numbers = [getattr(row, name) for name in OUTCOMES]
-        marked = [
-            f"[red]{number}" if number and name in FAILURES else str(number)
-            for name, number in zip(OUTCOMES, numbers, strict=True)
-        ]
+        numbers = {name: getattr(row, name) for name in OUTCOMES}
+        marked = [f"{'[red]' if count and name in FAILURES else ''}{count}" for name, count in numbers.items()]
         table.add_row(row.what, str(row.cases), *marked, end_section=rows[-1:] == [row])
     console.print(table)
     for row in rows:

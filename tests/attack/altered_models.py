@@ -4,7 +4,7 @@ What is altered is found by walking through the model, so no part of it is spare
 hooked, given another class or another `forward`; numbers, flags, settings and methods are changed; blocks are moved.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from random import Random
@@ -116,33 +116,33 @@ class _Wrapped(nn.Module):
 # --- the alterations: of a place among those that a model has, a number from 0 to 1 --------------------------
 
 
-def wrapped(model: nn.Module, place: float) -> None:
-    """A part in a wrapper that scales what it gives."""
-    parent, name, child = _chosen(_modules(model), place)
-    setattr(parent, name, _Wrapped(child))
+def one_of(candidates: Callable[[nn.Module], Iterable[Any]], change: Callable[[Any], object]) -> Alteration:
+    """A change of one of the candidates."""
+
+    @torch.no_grad()
+    def alter(model: nn.Module, place: float) -> None:
+        change(_chosen(list(candidates(model)), place))
+
+    return alter
 
 
-def hooked(model: nn.Module, place: float) -> None:
-    """A hook that scales what a part gives."""
-    _chosen(list(model.modules()), place).register_forward_hook(lambda module, given, answer: _scaled(answer))
+def part(change: Callable[[Any], object]) -> Alteration:
+    """A change of any part, or of the whole."""
+    return one_of(nn.Module.modules, change)
 
 
-def hooked_before(model: nn.Module, place: float) -> None:
-    """A hook that scales what a part takes."""
-    part = _chosen(list(model.modules()), place)
-    part.register_forward_pre_hook(lambda module, given: tuple(_scaled(one) for one in given))
+def weight(change: Callable[[Tensor], object]) -> Alteration:
+    return one_of(nn.Module.parameters, change)
 
 
-def forward_replaced(model: nn.Module, place: float) -> None:
-    """Another `forward` on the object."""
-    part = _chosen(list(model.modules()), place)
-    original = part.forward
-    part.forward = lambda *given, **named: _scaled(original(*given, **named))
+def _replace_method(part: nn.Module, name: str = "forward") -> None:
+    """On the object."""
+    original = getattr(part, name)
+    object.__setattr__(part, name, lambda *given, **named: _scaled(original(*given, **named)))
 
 
-def class_replaced(model: nn.Module, place: float) -> None:
-    """A subclass of the class, as a home-made LoRA is one, with the same name."""
-    part = _chosen(list(model.modules()), place)
+def _replace_class(part: nn.Module) -> None:
+    """By a subclass with the same name, as a home-made LoRA is one."""
     kind = type(part)
 
     def forward(self: Any, *given: Any, **named: Any) -> Any:
@@ -151,33 +151,26 @@ def class_replaced(model: nn.Module, place: float) -> None:
     part.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def method_replaced(model: nn.Module, place: float) -> None:
-    """Another method than `forward` on the object."""
-    found = [
-        (part, name)
-        for part in model.modules()
-        for name in dir(type(part))
-        if not name.startswith("__") and name not in dir(nn.Module) and callable(getattr(type(part), name, None))
-    ]
-    part, name = _chosen(found, place)
-    original = getattr(part, name)
-    object.__setattr__(part, name, lambda *given, **named: _scaled(original(*given, **named)))
+def _methods(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """All but `forward`."""
+    for part in model.modules():
+        for name in dir(type(part)):
+            own = not name.startswith("__") and name not in dir(nn.Module)
+            if own and callable(getattr(type(part), name, None)):
+                yield part, name
 
 
 def edited(kind: type, change: Callable[[Any], Any]) -> Alteration:
     """Something that a part keeps: a number, a flag, its kind of pooling, a stride."""
 
-    def alter(model: nn.Module, place: float) -> None:
-        found = [
-            (part, name)
-            for part in model.modules()
-            for name, value in vars(part).items()
-            if type(value) is kind and name != "training" and (kind is not tuple or (value and type(value[0]) is int))
-        ]
-        part, name = _chosen(found, place)
-        setattr(part, name, change(getattr(part, name)))
+    def kept(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+        for part in model.modules():
+            for name, value in vars(part).items():
+                alike = type(value) is kind and name != "training"
+                if alike and (kind is not tuple or (value and type(value[0]) is int)):
+                    yield part, name
 
-    return alter
+    return one_of(kept, lambda found: setattr(*found, change(getattr(*found))))
 
 
 def config_edited(model: nn.Module, place: float) -> None:
@@ -192,51 +185,33 @@ def config_edited(model: nn.Module, place: float) -> None:
 
 def put(by: Callable[[nn.Module], nn.Module], where: Callable[[nn.Module], bool]) -> Alteration:
     """Another module in the place of one."""
-
-    def alter(model: nn.Module, place: float) -> None:
-        parent, name, child = _chosen([one for one in _modules(model) if where(one[2])], place)
-        setattr(parent, name, by(child))
-
-    return alter
+    return one_of(
+        lambda model: [found for found in _modules(model) if where(found[2])],
+        lambda found: setattr(found[0], found[1], by(found[2])),
+    )
 
 
-def bias_dropped(model: nn.Module, place: float) -> None:
-    """A bias that is gone."""
-    found = [part for part in model.modules() if isinstance(getattr(part, "bias", None), Tensor)]
-    _chosen(found, place).bias = None
+def _biased(model: nn.Module) -> list[nn.Module]:
+    return [part for part in model.modules() if isinstance(getattr(part, "bias", None), Tensor)]
 
 
-@torch.no_grad()
-def weights_changed(model: nn.Module, place: float) -> None:
-    """Other weights: nothing is wrong with that."""
-    _chosen(list(model.parameters()), place).mul_(1.5)
+def _named_weights(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [(part, name) for part in model.modules() for name, _ in part.named_parameters(recurse=False)]
 
 
-@torch.no_grad()
-def weights_not_finite(model: nn.Module, place: float) -> None:
-    """A weight that is NaN."""
-    _chosen(list(model.parameters()), place).view(-1)[0] = float("nan")
+def _double_rows(found: tuple[nn.Module, str]) -> None:
+    setattr(*found, nn.Parameter(getattr(*found).detach().repeat_interleave(2, 0)))
 
 
-def shape_changed(model: nn.Module, place: float) -> None:
-    """A parameter of another shape."""
-    found = [(part, name) for part in model.modules() for name, value in part.named_parameters(recurse=False)]
-    part, name = _chosen(found, place)
-    setattr(part, name, nn.Parameter(getattr(part, name).detach().repeat_interleave(2, 0)))
-
-
-def part_in_half(model: nn.Module, place: float) -> None:
-    """One part in another floating type; all of them would be a model like any other."""
-    parts = [part for part in model.modules() if part is not model and list(part.parameters(recurse=False))]
-    _chosen(parts, place).half()
+def _inner_parts(model: nn.Module) -> list[nn.Module]:
+    """Those with weights of their own."""
+    return [part for part in model.modules() if part is not model and list(part.parameters(recurse=False))]
 
 
 def with_blocks(change: Callable[[Any], None]) -> Alteration:
     """A list of two blocks, changed."""
     kinds = (nn.ModuleList, nn.Sequential)
-    return lambda model, place: change(
-        _chosen([part for part in model.modules() if isinstance(part, kinds) and len(part) == 2], place)
-    )
+    return one_of(lambda model: [one for one in model.modules() if isinstance(one, kinds) and len(one) == 2], change)
 
 
 def swap(blocks: Any) -> None:
@@ -246,10 +221,14 @@ def swap(blocks: Any) -> None:
 
 WORDS = {"token": "avg", "avg": "token", "tok": "avg"}
 ALTERATIONS: dict[str, Alteration] = {
-    **{
-        one.__name__.replace("_", " "): one
-        for one in (wrapped, hooked, hooked_before, forward_replaced, class_replaced, method_replaced)
-    },
+    "wrapped": put(_Wrapped, lambda part: True),
+    "hooked": part(lambda part: part.register_forward_hook(lambda module, given, answer: _scaled(answer))),
+    "hooked before": part(
+        lambda part: part.register_forward_pre_hook(lambda module, given: tuple(_scaled(one) for one in given))
+    ),
+    "forward replaced": part(_replace_method),
+    "class replaced": part(_replace_class),
+    "method replaced": one_of(_methods, lambda found: _replace_method(*found)),
     "number edited": edited(float, lambda value: value * 3 + 0.1),
     "whole number edited": edited(int, lambda value: value * 2),
     "flag flipped": edited(bool, lambda value: not value),
@@ -261,15 +240,13 @@ ALTERATIONS: dict[str, Alteration] = {
     "in sequence": put(
         lambda part: nn.Sequential(part, nn.Tanh()), lambda part: isinstance(part, nn.Linear | nn.LayerNorm | nn.Conv2d)
     ),
-    "bias dropped": bias_dropped,
-    "parameter added": lambda model, place: _chosen(list(model.modules()), place).register_parameter(
-        "extra", nn.Parameter(torch.ones(3))
-    ),
-    "buffer added": lambda model, place: _chosen(list(model.modules()), place).register_buffer("extra", torch.ones(3)),
-    **{
-        one.__name__.replace("_", " "): one
-        for one in (weights_changed, weights_not_finite, shape_changed, part_in_half)
-    },
+    "bias dropped": one_of(_biased, lambda part: setattr(part, "bias", None)),
+    "parameter added": part(lambda part: part.register_parameter("extra", nn.Parameter(torch.ones(3)))),
+    "buffer added": part(lambda part: part.register_buffer("extra", torch.ones(3))),
+    "weights changed": weight(lambda weight: weight.mul_(1.5)),  # nothing is wrong with that
+    "weights not finite": weight(lambda weight: weight.view(-1)[:1].fill_(torch.nan)),
+    "shape changed": one_of(_named_weights, _double_rows),
+    "part in half": one_of(_inner_parts, nn.Module.half),  # all in half would be a model like any other
     "blocks swapped": with_blocks(swap),  # a model like any other
     "block removed": with_blocks(lambda blocks: blocks.__delitem__(0)),
     "block repeated": with_blocks(lambda blocks: blocks.__setitem__(1, blocks[0])),

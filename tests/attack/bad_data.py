@@ -82,10 +82,9 @@ def deeds(kind: str) -> dict[tuple[str, str], Callable[[], Deed]]:
 
 def _data_deed(kind: str, entry: str, name: str, expectation: str, make: Callable[[], Any]) -> Deed:
     read = readers(kind)[entry]
-    if expectation == "labels":
-        expectation = "same" if entry in UNLABELLED else "refused"
-    if expectation == "sets":
-        expectation = "either" if entry in UNLABELLED else "refused"
+    if expectation in ("labels", "sets"):
+        taken = "same" if expectation == "labels" else "either"
+        expectation = taken if entry in UNLABELLED else "refused"
     if expectation == "once":
         expectation = "refused" if entry in READ_AGAIN else "same"
     if expectation == "theirs":
@@ -139,6 +138,8 @@ def data_table(kind: str) -> dict[str, tuple[str, Callable[[], Any]]]:
 
         return last(lambda x, y: (main(x, change), y))
 
+    wrong = {"image": {"NaN": float("nan"), "infinity": float("inf")}, "text": {"an unknown token": VOCABULARY}}[kind]
+    wrong |= {"a negative token": -1} if kind == "text" else {}
     form: dict[str, Callable[[], Any]] = {
         "None": lambda: None,
         "a number": lambda: 5,
@@ -168,12 +169,7 @@ def data_table(kind: str) -> dict[str, tuple[str, Callable[[], Any]]]:
         "other shapes at the end": last(lambda x, y: (main(x, lambda t: t[:, None]), y)),
         "nothing but empty batches": each(lambda x, y: (cut(x, 0), y[:0])),
         "a list of samples": lambda: [(x[0] if kind == "image" else x[key][0], y[0]) for x, y in good],
-        "NaN at the end" if kind == "image" else "an unknown token at the end": spoilt(
-            float("nan") if kind == "image" else VOCABULARY
-        ),
-        "infinity at the end" if kind == "image" else "a negative token at the end": spoilt(
-            float("inf") if kind == "image" else -1
-        ),
+        **{f"{name} at the end": spoilt(value) for name, value in wrong.items()},
     }
     labels: dict[str, Callable[[], Any]] = {
         "no labels": each(lambda x, y: (x,)),
@@ -217,7 +213,7 @@ def data_table(kind: str) -> dict[str, tuple[str, Callable[[], Any]]]:
         "labels in arrays": each(lambda x, y: (x, y.numpy())),
         "labels of 32 bits": each(lambda x, y: (x, y.int())),
         "labels of 8 bits": each(lambda x, y: (x, y.to(torch.uint8))),
-        "a source without a length": lambda: _Endless(good),
+        "a source without a length": lambda: _Source(good.__iter__),
     }
     if kind == "image":
         images, targets = (torch.cat(part) for part in zip(*good, strict=True))
@@ -229,48 +225,35 @@ def data_table(kind: str) -> dict[str, tuple[str, Callable[[], Any]]]:
     table |= {
         "an iterator": ("once", lambda: iter(good)),
         "a mapping of sets": ("sets", lambda: {"other": good}),
-        "a loader that fails": ("theirs", lambda: _Failing(raising)),
+        "a loader that fails": ("theirs", lambda: _Counted(raising)),
         "inputs in arrays": ("either", each(lambda x, y: (main(x, lambda t: t.numpy()), y))),
         "inputs in lists": ("either", each(lambda x, y: (main(x, lambda t: t.tolist()), y))),
         "an empty batch among others": ("either", lambda: [*good[:3], (cut(good[3][0], 0), good[3][1][:0]), *good[3:]]),
     }
     if kind == "text":
+        ids, mask, segments = "input_ids", "attention_mask", "token_type_ids"
         table |= {
-            "masks in arrays": ("either", each(lambda x, y: ({**x, "attention_mask": x["attention_mask"].numpy()}, y))),
-            "masks in lists": ("either", each(lambda x, y: ({**x, "attention_mask": x["attention_mask"].tolist()}, y))),
-            "masks misspelt": (
-                "refused",
-                each(lambda x, y: ({"input_ids": x["input_ids"], "attention_masks": x["attention_mask"]}, y)),
-            ),
-            "segments out of range": (
-                "refused",
-                last(lambda x, y: ({**x, "token_type_ids": x["token_type_ids"] + 2}, y)),
-            ),
+            "masks in arrays": ("either", each(lambda x, y: ({**x, mask: x[mask].numpy()}, y))),
+            "masks in lists": ("either", each(lambda x, y: ({**x, mask: x[mask].tolist()}, y))),
+            "masks misspelt": ("refused", each(lambda x, y: ({ids: x[ids], "attention_masks": x[mask]}, y))),
+            "segments out of range": ("refused", last(lambda x, y: ({**x, segments: x[segments] + 2}, y))),
         }
     return table
 
 
-class _Endless:
+class _Source:
     """Batches of a source that does not know how many there are."""
-
-    def __init__(self, source: list[Batch]) -> None:
-        self.source = source
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.source)
-
-
-class _Failing:
-    """Batches of a source that breaks."""
 
     def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
         self.make = make
 
-    def __len__(self) -> int:
-        return 6
-
     def __iter__(self) -> Iterator[Any]:
         return self.make()
+
+
+class _Counted(_Source):
+    def __len__(self) -> int:
+        return 6
 
 
 all_cases, check = partial(cases_of, deeds), partial(check_of, deeds)

@@ -72,6 +72,8 @@ def settings() -> dict[str, tuple[Callable[[Any], Any], Takes, bool]]:
 
 
 Add = Callable[..., None]
+DEVICE = either(only(none=True), "")
+FEW_HEADS = either(only((), {}), "", {})
 
 
 def _each(add: Add, form: str, call: Callable[..., Any], takes: dict[str, Takes], **usual: Any) -> None:
@@ -183,19 +185,11 @@ def _threshold(value: Any) -> bool | None:
     return None if isinstance(value, float) and value == math.inf else number(-math.inf)(value)
 
 
-def _device(value: Any) -> bool | None:
-    return value is None
-
-
-def _dtype(value: Any) -> bool:
-    return value is None
-
-
 def _functions(add: Add) -> None:
     own, several = model(), hydra()
     data, foreign, train = batches(seed=2), batches(seed=3, shift=1.5), batches(count=8, seed=4)
     quiet: dict[str, Any] = {"progress": False}
-    share, on = number(0, 1, above=True, below=False), either(_device, "")
+    share = number(0, 1, above=True, below=False)
     add("calibrate(ensemble)", lambda v: he.calibrate(v, data), nothing)
     _each(add, "calibrate({})", partial(he.calibrate, several, data), {"share": share, "score": nothing})
     logits, labels = torch.randn(2, 12, CLASSES), torch.arange(12) % CLASSES
@@ -212,38 +206,33 @@ def _functions(add: Add) -> None:
         "scores": either(only(()), "", {}, None),
         "gallery num_workers": whole(0),
         "batch_size": whole(1),
-        "device": on,
+        "device": DEVICE,
         "name": either(text(none=True, empty=True), "\ud800"),
         "calibration": either(only(none=True), 0, "", (), {}),
     }
     _each(add, "evaluate({})", evaluate, evaluated)
     add("finetune(member)", lambda v: he.finetune(v, train, recipe(steps=1), **quiet), nothing)
     add("finetune(recipe)", lambda v: he.finetune(own, train, v, **quiet), nothing)
-    trained: dict[str, Takes] = {"index": whole(0), "checkpoint_every": whole(1), "device": on}
+    trained: dict[str, Takes] = {"index": whole(0), "checkpoint_every": whole(1), "device": DEVICE}
     _each(add, "finetune({})", partial(he.finetune, own, train, recipe(steps=1), **quiet), trained)
     config = he.HydraConfig(prune=3, shared_layers=0, members=2, strategy="random", calibrate=False)
     add("build(model)", lambda v: he.build(v, config, **quiet), nothing)
     add("build(config)", lambda v: he.build(own, v, id=data, **quiet), nothing)
-    _each(add, "build({})", partial(he.build, own, config, **quiet), {"device": on, "class_names": only(none=True)})
+    _each(add, "build({})", partial(he.build, own, config, **quiet), {"device": DEVICE, "class_names": only(none=True)})
 
 
 def _circuits(add: Add) -> None:
     own, data, foreign = model(), batches(count=8, seed=2), batches(count=8, seed=3, shift=1.5)
-    heads: Takes = either(only((), {}), "", {})
     add("taylor(ensemble)", lambda v: he.taylor(v, data, budget=3), nothing)
     add("taylor(budget)", lambda v: he.taylor(own, data, budget=v, scope="global"), whole(1, LAYERS * HEADS))
-    add(
-        "taylor(layers)",
-        lambda v: he.taylor(own, data, layers=v, budget=1),
-        lambda v: None if v is None else _is_one(v),
-    )
+    add("taylor(layers)", lambda v: he.taylor(own, data, layers=v, budget=1), either(_is_one, None))
     taylor: dict[str, Takes] = {
         "scope": nothing,
-        "removed": heads,
+        "removed": FEW_HEADS,
         "seed": whole(0),
         "calibration_batches": whole(1, 2, none=True),
-        "dtype": _dtype,
-        "device": either(_device, ""),
+        "dtype": only(none=True),
+        "device": DEVICE,
     }
     _each(add, "taylor({})", partial(he.taylor, own, data), taylor, budget=LAYERS)
     add("extract_circuit(ensemble)", lambda v: he.extract_circuit(v, data, foreign, budget=1, progress=False), nothing)
@@ -252,38 +241,36 @@ def _circuits(add: Add) -> None:
         "score method ties": nothing,
         "max_accuracy_loss": number(0, 1, below=False, none=True),
         "layers": either(lambda v: v is None or _is_one(v), {1, 2}),
-        "removed": heads,
-        "dtype": _dtype,
-        "device": either(_device, ""),
+        "removed": FEW_HEADS,
+        "dtype": only(none=True),
+        "device": DEVICE,
         "max_memory": either(whole(1, none=True), 1.5, 0.5),
         "batch_size screen_size": whole(1, none=True),
         "audit_steps seed": whole(0),
         "class_names": only(none=True),
     }
-    _each(
-        add, "extract_circuit({})", partial(he.extract_circuit, own, data, foreign, progress=False), circuit, budget=1
-    )
+    extract = partial(he.extract_circuit, own, data, foreign, progress=False)
+    _each(add, "extract_circuit({})", extract, circuit, budget=1)
     ranking = he.taylor(own, data, budget=3, scope="global")
     add("HeadRanking.first", ranking.first, whole(0, LAYERS * HEADS))
     add("HeadRanking.load", he.HeadRanking.load, nothing)
-    add("HeadRanking(heads)", lambda v: he.HeadRanking(v, (), "m", "s"), heads)
-    add("HeadRanking(scores)", lambda v: he.HeadRanking((), v, "m", "s"), heads)
+    add("HeadRanking(heads)", lambda v: he.HeadRanking(v, (), "m", "s"), FEW_HEADS)
+    add("HeadRanking(scores)", lambda v: he.HeadRanking((), v, "m", "s"), FEW_HEADS)
 
 
 def _models(add: Add) -> None:
     own, several = model(), hydra()
-    heads: Takes = either(only((), {}), "", {})
 
     def masked(heads: Any, member: Any = None) -> None:
         with contextlib.closing(contextlib.ExitStack()) as stack:
             stack.enter_context(he.masked(several, heads, member))
 
     add("prune(ensemble)", lambda v: he.prune(v, [(0, 1)]), nothing)
-    add("prune(heads)", lambda v: he.prune(own, v), heads)
+    add("prune(heads)", lambda v: he.prune(own, v), FEW_HEADS)
     add("prune(head)", lambda v: he.prune(own, [v]), nothing)
     add("prune(layer)", lambda v: he.prune(own, [(v, 1)]), whole(0, LAYERS - 1))
     add("prune(index)", lambda v: he.prune(own, [(1, v)]), whole(0, HEADS - 1))
-    add("masked(heads)", masked, heads)
+    add("masked(heads)", masked, FEW_HEADS)
     add("masked(layer)", lambda v: masked([(v, 1)]), whole(0, LAYERS - 1))
     add("masked(member)", lambda v: masked([(2, 0)], v), whole(0, 1, none=True))
     add("fuse(members)", he.fuse, nothing)
@@ -293,29 +280,25 @@ def _models(add: Add) -> None:
     add("soup(models)", he.soup, nothing)
     add("Ensemble.stack", he.Ensemble.stack, nothing)
     add("Ensemble.member", several.member, either(whole(-2, 1), -1))
-    add("Ensemble.with_metadata(labels)", lambda v: own.with_metadata(labels=v), only(()))
-    add("Ensemble.with_metadata(calibration)", lambda v: own.with_metadata(calibration=v), either(only(none=True), {}))
-    add("Ensemble.with_metadata(preprocessing)", lambda v: own.with_metadata(preprocessing=v), only(none=True))
-    add("Ensemble.with_metadata(history)", lambda v: own.with_metadata(history=v), either(only(()), ["a", "b"]))
-    add("Ensemble.with_metadata(metrics)", lambda v: own.with_metadata(metrics=v), either(only({}, {"a": 1}), {}))
-    add("Ensemble.with_metadata(unknown)", lambda v: own.with_metadata(foo=v), nothing)
+    metadata: dict[str, Takes] = {
+        "labels": only(()),
+        "calibration": either(only(none=True), {}),
+        "preprocessing": only(none=True),
+        "history": either(only(()), ["a", "b"]),
+        "metrics": either(only({}, {"a": 1}), {}),
+        "unknown": nothing,
+    }
+    _each(add, "Ensemble.with_metadata({})", own.with_metadata, metadata)
     add("Ensemble.from_pretrained", he.Ensemble.from_pretrained, nothing)
-    add("Ensemble.from_pretrained(device)", lambda v: _loaded(device=v), either(_device, ""))
-    add("Ensemble.from_pretrained(dtype)", lambda v: _loaded(dtype=v), _dtype)
+    _each(add, "Ensemble.from_pretrained({})", _loaded, {"device": DEVICE, "dtype": only(none=True)})
     add("mc_dropout(ensemble)", lambda v: he.mc_dropout(v, 0.1, 2), nothing)
-    add("mc_dropout(p)", lambda v: he.mc_dropout(own, v, 2), either(number(0, 1), 1))
-    add("mc_dropout(passes)", lambda v: he.mc_dropout(own, 0.1, v), whole(1))
-    add("mc_dropout(seed)", lambda v: he.mc_dropout(own, 0.1, 2, v), whole(0))
-    add("optimize(plans)", lambda v: several.optimize(plans=v), only(none=True))
-    add("optimize(dtype)", lambda v: several.optimize(dtype=v), _dtype)
-    add("optimize(compiled_shapes)", lambda v: several.optimize(compiled_shapes=v), whole(1))
+    dropout: dict[str, Takes] = {"p": either(number(0, 1), 1), "passes": whole(1), "seed": whole(0)}
+    _each(add, "mc_dropout({})", partial(he.mc_dropout, own), dropout, p=0.1, passes=2)
+    _each(add, "optimize({})", several.optimize, {"plans dtype": only(none=True), "compiled_shapes": whole(1)})
     add("convert(model)", he.convert, nothing)
     add("convert(num_labels)", lambda v: he.convert(_bare(), num_labels=v), either(whole(1, none=True), 1))
-    add(
-        "convert(labels)",
-        lambda v: he.convert(_bare(), num_labels=2, labels=v),
-        either(only(["a", "b"], none=True), (), "", {}),
-    )
+    names = either(only(["a", "b"], none=True), (), "", {})
+    add("convert(labels)", lambda v: he.convert(_bare(), num_labels=2, labels=v), names)
     add("convert(processor)", lambda v: he.convert(_bare(), processor=v), either(only(none=True), (), "", {}, 0))
 
 
@@ -348,15 +331,14 @@ def _zero_shot(add: Add) -> None:
     add("retarget(templates)", lambda v: he.retarget(he.zero_shot(towers, names), names, v), only(none=True))
     given = pairs(8)
 
-    def tune(train: Any = given, how: Any = None, **settings: Any) -> Any:
-        return he.tune_text(towers, train, recipe(steps=1) if how is None else how, progress=False, **settings)
+    def tune(train: Any = given, **settings: Any) -> Any:
+        return he.tune_text(towers, train, recipe(steps=1), progress=False, **settings)
 
     add("tune_text(dual)", lambda v: he.tune_text(v, given, recipe(steps=1), progress=False), nothing)
-    add("tune_text(train)", lambda v: he.tune_text(towers, v, recipe(steps=1), progress=False), nothing)
+    add("tune_text(train)", tune, nothing)
     add("tune_text(recipe)", lambda v: he.tune_text(towers, given, v, progress=False), nothing)
-    add("tune_text(validation)", lambda v: tune(validation=v), only(none=True))
-    add("tune_text(projection_rate)", lambda v: tune(projection_rate=v), number(0, above=True))
-    add("tune_text(checkpoint_every)", lambda v: tune(checkpoint_every=v), whole(1))
+    tuned: dict[str, Takes] = {"validation": only(none=True), "projection_rate": number(0, above=True)}
+    _each(add, "tune_text({})", tune, {**tuned, "checkpoint_every": whole(1)})
     add("tune_text, labels", lambda v: tune([(x, t, v) for x, t, _ in given]), only(none=True))
     add("tune_text, texts", lambda v: tune([(x, v, y) for x, _, y in given]), nothing)
     add("tune_text, images", lambda v: tune([(v, t, y) for _, t, y in given]), nothing)
@@ -374,7 +356,6 @@ def _zero_shot(add: Add) -> None:
 def _metrics(add: Add) -> None:
     probs = torch.softmax(torch.randn(12, CLASSES, generator=torch.Generator().manual_seed(0)), -1)
     labels, scores, errors = torch.arange(12) % CLASSES, torch.rand(12), torch.arange(12) % 2 == 0
-    two_scores = either(nothing)
     for name in ("accuracy", "brier", "nll", "ece", "adaptive_ece", "top_label"):
         function = getattr(metrics, name)
         add(f"{name}(probs)", lambda v, f=function: f(v, labels), nothing)
@@ -389,30 +370,24 @@ def _metrics(add: Add) -> None:
         add(f"{name}(convention)", lambda v, name=name: getattr(metrics, name)(scores, scores, v), nothing)
     for name in ("aurc", "risk_coverage", "risk_at_coverage"):
         function = getattr(metrics, name)
-        add(f"{name}(scores)", lambda v, f=function: f(v, errors), two_scores)
+        add(f"{name}(scores)", lambda v, f=function: f(v, errors), nothing)
         add(f"{name}(errors)", lambda v, f=function: f(scores, v), nothing)
-    bins = whole(1)
     for name in ("ece", "adaptive_ece"):
-        add(f"{name}(bins)", lambda v, name=name: getattr(metrics, name)(probs, labels, bins=v), bins, costly=True)
+        add(f"{name}(bins)", lambda v, name=name: getattr(metrics, name)(probs, labels, bins=v), whole(1), costly=True)
     coverage = number(0, 1, above=True, below=False)
     add("risk_at_coverage(coverage)", lambda v: metrics.risk_at_coverage(scores, errors, v), coverage)
-    for name, takes in (("resamples", whole(1)), ("level", number(0, 1, above=True)), ("seed", whole(0))):
-        add(
-            f"bootstrap_ood({name})",
-            lambda v, name=name: metrics.bootstrap_ood("auroc", scores, scores + 1, **{"resamples": 8, name: v}),
-            either(takes, 1),
-            costly=name == "resamples",
-        )
+    resampled = partial(metrics.bootstrap_ood, "auroc", scores, scores + 1)
+    add("bootstrap_ood(resamples)", lambda v: resampled(resamples=v), either(whole(1), 1), costly=True)
+    chance: dict[str, Takes] = {"level": either(number(0, 1, above=True), 1), "seed": either(whole(0), 1)}
+    _each(add, "bootstrap_ood({})", resampled, chance, resamples=8)
     add("bootstrap_ood(metric)", lambda v: metrics.bootstrap_ood(v, scores, scores, resamples=8), nothing)
     logits = torch.randn(2, 6, CLASSES)
     made = partial(he.Prediction.from_logits, logits)
     add("Prediction.from_logits", he.Prediction.from_logits, nothing)
     positive = number(0, above=True, none=True)
     each = lambda v: None if isinstance(v, Tensor) and v.numel() == 2 else positive(v)  # noqa: E731
-    add("Prediction(temperature)", lambda v: made(temperature=v), either(each, LARGE))
-    add("Prediction(threshold)", lambda v: made(threshold=v), _threshold)
-    add("Prediction(score)", lambda v: made(score=v), nothing)
-    add("Prediction(class_names)", lambda v: made(class_names=v), only(none=True))
+    settings: dict[str, Takes] = {"temperature": either(each, LARGE), "threshold": _threshold, "score": nothing}
+    _each(add, "Prediction({})", made, {**settings, "class_names": only(none=True)})
     add("Prediction.score", lambda v: made().score(v), only(none=True))
     add("Prediction.concat", he.Prediction.concat, nothing)
 
@@ -422,14 +397,9 @@ def _results(add: Add) -> None:
     add("compare(evaluations)", he.compare, nothing)
     add("compare(evaluation)", lambda v: he.compare([runs[0], v]), nothing)
     add("compare(named)", lambda v: he.compare({"A": runs[0], "B": v}), nothing)
-    add("compare(costs)", lambda v: he.compare(runs, v), either(only((), {}, none=True), "", {}))
-    add("compare(columns)", lambda v: he.compare(runs, columns=v), either(only((), {}, none=True), "", {}))
-    add("write_report(evaluations)", lambda v: he.write_report(_saved() / "r.html", v), nothing)
-    add(
-        "write_report(focus)",
-        lambda v: he.write_report(_saved() / "r.html", runs, focus=v),
-        either(only(none=True), "", ()),
-    )
-    add("write_report(baseline)", lambda v: he.write_report(_saved() / "r.html", runs, baseline=v), only(none=True))
-    add("write_report(title)", lambda v: he.write_report(_saved() / "r.html", runs, title=v), text(none=True))
+    _each(add, "compare({})", partial(he.compare, runs), {"costs columns": either(only((), {}, none=True), "", {})})
+    page = _saved() / "r.html"
+    add("write_report(evaluations)", lambda v: he.write_report(page, v), nothing)
+    shown: dict[str, Takes] = {"focus": either(only(none=True), "", ()), "baseline": only(none=True)}
+    _each(add, "write_report({})", partial(he.write_report, page, runs), {**shown, "title": text(none=True)})
     add("Evaluation.load", he.Evaluation.load, nothing)

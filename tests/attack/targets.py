@@ -4,6 +4,7 @@ A target is made twice, from other seeds: the second save is where files of anot
 everything that was read and what is computed from it, so that two answers are equal only where nothing was changed.
 """
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -101,6 +102,9 @@ def _answer_texts(folder: Path) -> str:
     return digest(model, found.probs, found.accept, found.names())
 
 
+IMAGES = torch.linspace(-1, 1, 2 * 3 * 4 * 6).reshape(2, 3, 4, 6)
+
+
 @cache
 def _dual() -> he.DualEncoder:
     image, texts = random_ensemble("image-cls", dtype=torch.float32), random_ensemble("text-mean-post-norm")
@@ -116,28 +120,22 @@ def _dual() -> he.DualEncoder:
 
 
 def _make_dual(folder: Path, save: int) -> None:
-    _varied(he.DualEncoder.from_state(_dual().config, _dual().state_dict(), *_metadata()), save).save_pretrained(folder)
-
-
-def _metadata() -> tuple[Metadata, Metadata]:
-    return _dual().image.metadata, _dual().text.metadata
+    _varied(copy.deepcopy(_dual()), save).save_pretrained(folder)
 
 
 def _answer_dual(folder: Path) -> str:
     model = he.DualEncoder.from_pretrained(folder)
-    images = torch.linspace(-1, 1, 2 * 3 * 4 * 6).reshape(2, 3, 4, 6)
-    return digest(model, model(images, ["a photo of a cat", "red bus"]))
+    return digest(model, model(IMAGES, ["a photo of a cat", "red bus"]))
 
 
 def _make_zero_shot(folder: Path, save: int) -> None:
-    dual = _varied(he.DualEncoder.from_state(_dual().config, _dual().state_dict(), *_metadata()), save)
+    dual = _varied(copy.deepcopy(_dual()), save)
     he.zero_shot(dual, ("cat", "red bus"), ("a photo of a {label}", "the {label}")).save_pretrained(folder)
 
 
 def _answer_zero_shot(folder: Path) -> str:
     model = he.Ensemble.from_pretrained(folder)
-    images = torch.linspace(-1, 1, 2 * 3 * 4 * 6).reshape(2, 3, 4, 6)
-    return digest(model, *(one.predict(images).probs for one in (model, he.retarget(model, ("boat", "dog", "house")))))
+    return digest(model, *(one.predict(IMAGES).probs for one in (model, he.retarget(model, ("boat", "dog", "house")))))
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -227,19 +225,6 @@ def _finetuned(folder: Path, save: int = 0, stop: int = -1) -> he.Ensemble:
     return he.finetune(known["model"], train, _recipe(save), known["held"], **options)
 
 
-def _make_training(folder: Path, save: int) -> None:
-    with suppress(KeyboardInterrupt):
-        _finetuned(folder, save, stop=6)
-
-
-def _make_trained(folder: Path, save: int) -> None:
-    _finetuned(folder, save)
-
-
-def _answer_training(folder: Path) -> str:
-    return digest(_finetuned(folder))
-
-
 def _built(training: str, folder: Path, save: int = 0, stop: int = -1) -> he.Ensemble:
     known = _problem()
     how: dict[str, Any] = {"strategy": "circuit" if training == "apart" else "random", "training": training}
@@ -250,18 +235,15 @@ def _built(training: str, folder: Path, save: int = 0, stop: int = -1) -> he.Ens
     return he.build(known["model"], config, **data, output=folder, progress=False)
 
 
-def _make_build(training: str, stop: int, folder: Path, save: int) -> None:
-    with suppress(KeyboardInterrupt):
-        _built(training, folder, save, stop)
+def _long(name: str, work: Callable[..., he.Ensemble], stop: int) -> Iterator[Target]:
+    """Work that is stopped before it reads a batch of this number, and work that is finished."""
 
+    def make(folder: Path, save: int, stop: int) -> None:
+        with suppress(KeyboardInterrupt):
+            work(folder, save, stop)
 
-def _answer_build(training: str, folder: Path) -> str:
-    return digest(_built(training, folder))
-
-
-def _build(training: str, what: str, stop: int) -> Target:
-    name = f"build, members trained {training}, {what}"
-    return Target(name, partial(_make_build, training, stop), partial(_answer_build, training))
+    for what, end in (("stopped", stop), ("finished", -1)):
+        yield Target(f"{name}, {what}", partial(make, stop=end), lambda folder: digest(work(folder)))
 
 
 TARGETS = (
@@ -273,10 +255,7 @@ TARGETS = (
     Target("head ranking", _make_ranking, _answer_ranking),
     Target("evaluation with logits", _make_evaluation, _answer_evaluation),
     Target("circuit journal", _make_journal, _answer_journal),
-    Target("fine-tuning, stopped", _make_training, _answer_training),
-    Target("fine-tuning, finished", _make_trained, _answer_training),
-    _build("apart", "stopped", 12),
-    _build("apart", "finished", -1),
-    _build("together", "stopped", 5),
-    _build("together", "finished", -1),
+    *_long("fine-tuning", _finetuned, 6),
+    *_long("build, members trained apart", partial(_built, "apart"), 12),
+    *_long("build, members trained together", partial(_built, "together"), 5),
 )

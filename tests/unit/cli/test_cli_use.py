@@ -122,14 +122,8 @@ def test_preprocessing_is_shown_with_where_it_is_from_and_changed_by_options(wor
     assert "(from: timm's pretrained_cfg of test_vit" in succeed("info", *model)
     options = ["--image-size", "24,16", "--mean", "0.1,0.2,0.3", "--std", "0.5", "--crop", "0.9"]
     shown = succeed("info", *model, *options, "--interpolation", "bilinear")
-    for token in (
-        "size 24, 16",
-        "mean 0.1, 0.2, 0.3",
-        "std 0.5, 0.5, 0.5",
-        "crop_fraction 0.9",
-        "said by the user: crop",
-    ):
-        assert token in shown
+    told = ("size 24, 16", "mean 0.1, 0.2, 0.3", "std 0.5, 0.5, 0.5", "crop_fraction 0.9", "said by the user: crop")
+    assert all(token in shown for token in told), shown
     assert "max_length 5" in succeed("info", world / "bert", "--max-length", "5")
     for arguments, token in (
         ([*model, "--image-size", "20"], "patch size"),

@@ -57,13 +57,8 @@ def test_what_libraries_attach_is_no_obstacle() -> None:
 def test_labels_are_checked() -> None:
     model = vit()
     for labels, token in [
-        ("abcde", "labels"),
-        (set("abcde"), "labels"),
-        (dict.fromkeys("abcde", 0), "labels"),
-        (["a", "b", "c", "d"], "4 labels"),
-        (["a", "b", "c", "d", "a"], "'a'"),
-        (["a", "b", " ", "d", "e"], r"labels\[2\]"),
-        ([0, 1, 2, 3, 4], "labels"),
+        *((no_list, "labels") for no_list in ("abcde", set("abcde"), dict.fromkeys("abcde", 0), [0, 1, 2, 3, 4])),
+        *((list("abcd"), "4 labels"), (list("abcda"), "'a'"), (list("ab de"), r"labels\[2\]")),
     ]:
         with pytest.raises(he.HydraError, match=token):
             he.convert(model, labels=labels)  # type: ignore[arg-type]
@@ -71,7 +66,7 @@ def test_labels_are_checked() -> None:
 
 
 def test_the_names_of_the_model_in_another_order_are_refused() -> None:
-    model: Any = transformers_model("ViTForImageClassification", "ViTConfig", VISION)
+    model = hf_vit()
     names = tuple(model.config.id2label.values())
     model.config.id2label = dict(enumerate(f"class {name}" for name in names))
     known = tuple(model.config.id2label.values())
@@ -105,10 +100,8 @@ def with_classifier(model: Any, change: str) -> Any:
     """A model whose layers are trained, and its classifier as libraries draw one, or changed."""
     head = model.head if hasattr(model, "head") else model.classifier
     with torch.no_grad():
-        for norm in (part for part in model.modules() if isinstance(part, nn.LayerNorm) and change != "all drawn"):
-            norm.weight.uniform_(0.5, 1.5)
-        for norm in (part for part in model.modules() if isinstance(part, nn.LayerNorm) and change == "all drawn"):
-            norm.weight.fill_(1.0)
+        for norm in (part for part in model.modules() if isinstance(part, nn.LayerNorm)):
+            nn.init.uniform_(norm.weight, *(1.0, 1.0) if change == "all drawn" else (0.5, 1.5))
         nn.init.trunc_normal_(head.weight, std=0.3 if change == "weights" else 0.02)
         nn.init.zeros_(head.bias)
         if change == "zeros":
