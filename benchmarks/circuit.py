@@ -219,8 +219,8 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     with checkouts(__file__, options.against, arguments) as workers:
         for score, method in product(options.scores, options.methods):
             answers = take_turns(workers, options.turns + 1, "extract", score=score, method=method)
-            same = all(turn["heads"] == answers[0][0]["heads"] for mine in answers for turn in mine)
-            times = [[turn["seconds"] for turn in mine[1:]] for mine in answers]  # in the first turn libraries load
+            same = all(turn["heads"] == answers[0][0]["heads"] for turns in answers for turn in turns)
+            times = [[turn["seconds"] for turn in turns[1:]] for turns in answers]  # in the first turn libraries load
             new, old = map(statistics.median, times)
             row = {"score": score, "method": method, "new_s": new, "old_s": old, "ratio": new / old}
             rows.append(row | {"same_heads": same, "times": times})

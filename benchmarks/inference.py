@@ -357,7 +357,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
             for mode in options.modes:
                 answers = [worker.ask("make", mode=mode, batch=batch, name=name, members=members) for worker in workers]
                 blocks = take_turns(workers, BLOCKS, "time", rounds=min(answer["rounds"] for answer in answers))
-                medians = [[statistics.median(chain(*some)) for some in zip(*mine, strict=True)] for mine in blocks]
+                medians = [[statistics.median(chain(*spent)) for spent in zip(*turns, strict=True)] for turns in blocks]
                 (new_single, new), (old_single, old) = medians  # of each checkout: the user's model, the contender
                 row = {"contender": name, "members": members, "mode": mode, "batch": batch, "new_ms": new}
                 row |= {"old_ms": old, "ratio": new / old, "new_to_single": new / new_single}

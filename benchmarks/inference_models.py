@@ -365,10 +365,10 @@ def arithmetic(ensemble: he.Ensemble, tokens: int, shortcut: bool = True) -> int
 
     config, encoder = ensemble.config, ensemble.config.encoder
     total = multiply_adds(config, tokens)
-    read = ensemble.readout.tokens_read()
-    if read is None or not shortcut:
+    positions = ensemble.readout.tokens_read()
+    if positions is None or not shortcut:
         return total
-    left_out = tokens - len(range(*read.indices(tokens)))
+    left_out = tokens - len(range(*positions.indices(tokens)))
     inside = [config.copies(group, layer) for group in ("attention", "mlp", "norms") for layer in range(encoder.layers)]
     branches = max(config.copies("stem"), *inside)
     heads = sum(len(config.heads[member][encoder.layers - 1]) for member in range(branches))
@@ -450,7 +450,7 @@ class UsersClip(nn.Module):
         self.vision_model, self.visual_projection = clip.vision_model, clip.visual_projection
         self.logit_scale = clip.logit_scale
         with torch.no_grad():
-            features = [clip.text_projection(clip.text_model(input_ids=some).pooler_output) for some in ids.split(256)]
+            features = [clip.text_projection(clip.text_model(input_ids=part).pooler_output) for part in ids.split(256)]
         self.classes = nn.Parameter(F.normalize(torch.cat(features), dim=-1), requires_grad=False)  # [C, e]
 
     def forward(self, pixels: Tensor) -> Tensor:

@@ -111,14 +111,14 @@ def grid(rows: Rows, column: Callable[[Row], Any], heading: Callable[[Any], str]
     """
     columns = sorted({column(row) for row in rows})
     lines = []
-    for mine in by_contender(rows):
-        by_column = {column(row): row for row in mine}
+    for group in by_contender(rows):
+        by_column = {column(row): row for row in group}
         cells = [[f"{row.latency_ms:.3g} ms ({times(row.ratio_to_single)})", times(row.limit)] if row else ["", ""]
                  for row in map(by_column.get, columns)]  # fmt: skip
         if more == "limits":
-            lines.append([mine[0].label, f"{mine[0].parameters / 1e6:.1f} M", *chain(*cells)])
+            lines.append([group[0].label, f"{group[0].parameters / 1e6:.1f} M", *chain(*cells)])
         else:
-            lines.append([mine[0].label, *(cell[0] for cell in cells), *([times(mine[0].limit)] if more else [])])
+            lines.append([group[0].label, *(cell[0] for cell in cells), *([times(group[0].limit)] if more else [])])
     headings = [heading(value) for value in columns]
     if more == "limits":
         headings = ["parameters", *chain(*((title, "arithmetic alone") for title in headings))]
@@ -276,13 +276,13 @@ def cost_figure(rows: Rows, batch: int = 4) -> Any:
     figure, (speed, parameters, operations) = pyplot().subplots(1, 3, figsize=(9.5, 3))
     dtypes = ("bfloat16", "float32")
     for index, name in enumerate(PAPER):
-        mine = [row for row in batch_rows if row.contender == name]
-        for row in mine:
+        group = [row for row in batch_rows if row.contender == name]
+        for row in group:
             x = dtypes.index(row.dtype) + (index - 1.5) * 0.2
             bar = speed.bar(x, row.latency_ms, 0.19, color=COLOURS[name])
             speed.bar_label(bar, [times(row.ratio_to_single)], fontsize=7)
-        parameters.bar(index, mine[0].parameters / 1e6, color=COLOURS[name], label=LABELS[name])
-        operations.bar(index, mine[0].multiply_adds / 1e9, color=COLOURS[name])
+        parameters.bar(index, group[0].parameters / 1e6, color=COLOURS[name], label=LABELS[name])
+        operations.bar(index, group[0].multiply_adds / 1e9, color=COLOURS[name])
     speed.set_xticks(range(len(dtypes)), dtypes)
     speed.set_ylabel(f"time of a batch of {batch}, ms")
     parameters.set(ylabel="parameters, millions", xticks=[])
@@ -297,10 +297,10 @@ def batches_figure(rows: Rows) -> Any:
     graphed = vit(rows, mode="graphed")
     figure, axes = pyplot().subplots(figsize=(6, 3.6))
     for name, colour in COLOURS.items():
-        mine = sorted((row for row in graphed if row.contender == name), key=lambda row: row.batch)
-        x, y = [row.batch for row in mine], [row.ratio_to_single for row in mine]
+        group = sorted((row for row in graphed if row.contender == name), key=lambda row: row.batch)
+        x, y = [row.batch for row in group], [row.ratio_to_single for row in group]
         axes.plot(x, y, marker="o", markersize=3, color=colour, label=LABELS[name])
-        axes.axhline(mine[0].limit, color=colour, linestyle=":", linewidth=0.8)
+        axes.axhline(group[0].limit, color=colour, linestyle=":", linewidth=0.8)
     batches = sorted({row.batch for row in graphed})
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, [str(batch) for batch in batches])

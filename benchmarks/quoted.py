@@ -298,9 +298,9 @@ def again(study: Study, row: str, seed: int) -> dict[str, Number]:
 
 def of_file(path: Path, rest: Sequence[str]) -> float:
     """A number of a JSON file."""
-    selector, *how = rest
+    selector, *options = rest
     content = read(path)
-    joined = OF_ALL.get(how[0] if how else "", mean)
+    joined = OF_ALL.get(options[0] if options else "", mean)
     for between, operation in BETWEEN.items():
         if between in selector:
             first, second = (joined(at(content, side.split("/"))) for side in selector.split(between))
@@ -308,7 +308,7 @@ def of_file(path: Path, rest: Sequence[str]) -> float:
             break
     else:
         value = joined(at(content, selector.split("/")))
-    return 100 * value if "%" in how else value
+    return 100 * value if "%" in options else value
 
 
 def at(content: Any, steps: Sequence[str]) -> list[float]:

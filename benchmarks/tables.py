@@ -114,9 +114,9 @@ def fusion_table() -> str:
     result = load("fusion_dinov2_cifar10.json")
     lines = []
     for row in result["rows"]:
-        how = [row.get(key, "") for key in ("mlp", "norms", "readout")]
+        ways = [row.get(key, "") for key in ("mlp", "norms", "readout")]
         quality = [f"{100 * row['accuracy']:.1f}", f"{row['nll']:.4f}", f"{100 * row['ece']:.2f}"]
-        lines.append((row["method"], *how, *quality, f"{100 * row['auroc']:.2f}", f"{row['parameters'] / 1e6:.2f} M"))
+        lines.append((row["method"], *ways, *quality, f"{100 * row['auroc']:.2f}", f"{row['parameters'] / 1e6:.2f} M"))
     header = ("method", "MLP", "norms", "readout", "accuracy", "NLL", "ECE", "AUROC", "parameters")
     about = (
         f"{result['hardware']}, torch {result['torch']}, seed {result['seed']}; {result['holdout_id']} ID and "
@@ -204,8 +204,8 @@ def attack_table() -> str:
     for name, part in parts.items():
         cases = sum(row["cases"] for row in part["rows"])
         share = part["share"]
-        some = "" if share == 1 else f", {share:.0%} of a whole run"
-        notes.append(f"`{name}` {cases:,} cases in {part['minutes']:g} minutes (seed {part['seed']}{some})")
+        trial = "" if share == 1 else f", {share:.0%} of a whole run"
+        notes.append(f"`{name}` {cases:,} cases in {part['minutes']:g} minutes (seed {part['seed']}{trial})")
     if len({part["source"] for part in parts.values()}) > 1:
         notes.append("not all on the same state of the library, see `source` there")
     last = list(parts.values())[-1]

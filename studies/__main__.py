@@ -67,7 +67,7 @@ def analyse(
     torch.set_float32_matmul_precision("high")
     analyses = registry.chosen(names)
     numbers = [int(number) for number in seeds.split(",")]
-    ready: list[Seed] = []
+    chosen_seeds: list[Seed] = []
     for name, analysis in analyses.items():
         if not from_results:
             if analysis.read is not None:
@@ -75,10 +75,10 @@ def analyse(
             else:
                 if task not in settings["tasks"]:
                     raise ConfigError(f"there is no task {task!r}; choose one of {', '.join(settings['tasks'])}")
-                if not ready:
-                    whole = Task(task, settings, DataFolder(data, cifar), chosen_device, share, output / "decoded")
-                    ready = [Seed(whole, number, output) for number in numbers]
-                result = registry.analysed(name, ready)
+                if not chosen_seeds:
+                    loaded = Task(task, settings, DataFolder(data, cifar), chosen_device, share, output / "decoded")
+                    chosen_seeds = [Seed(loaded, number, output) for number in numbers]
+                result = registry.analysed(name, chosen_seeds)
             print(f"wrote {registry.store(result, results)}", flush=True)
         print(analysis.table(registry.load(name, task, results)), flush=True)
     for name in analyses:  # last, so that nothing is lost without matplotlib

@@ -52,9 +52,9 @@ def seeds_cell(studies: Sequence[Study], row: str) -> str:
 
 def price_cell(studies: Sequence[Study], row: str) -> str:
     """Time of a batch over Single's on the first task that measured it, else multiply-adds in brackets."""
-    having = [study for study in studies if row in study.rows]
-    timed = [ratio(cost) for study in having if (cost := study.cost(row))]
-    work = having[0].work(row)
+    with_row = [study for study in studies if row in study.rows]
+    timed = [ratio(cost) for study in with_row if (cost := study.cost(row))]
+    work = with_row[0].work(row)
     return timed[0] if timed else f"({work})" if work != "–" else work
 
 
@@ -93,8 +93,8 @@ def gains_table(studies: Sequence[Study]) -> str:
     for key, title in LEADING.items():
         lines = []
         for row in GAINING:
-            if having := [study for study in shown if row in study.rows]:
-                costs = [f"{having[0].facts['trainings'][row]:g}", price_cell(shown, row)]
+            if with_row := [study for study in shown if row in study.rows]:
+                costs = [f"{with_row[0].facts['trainings'][row]:g}", price_cell(shown, row)]
                 gaps = [study.difference(row, SINGLE, key) for study in shown]
                 cells = ["–" if gap is None else judged_text(gap_text(gap, key), gap, key) for gap in gaps]
                 lines.append([row, *costs, *cells, seeds_cell(shown, row)])
@@ -126,8 +126,8 @@ def methods_table(studies: Sequence[Study]) -> str:
     """What each method takes on the first task that has it, and what it gains on every task: for whoever picks one."""
     lines = []
     for row in OFFERED:
-        if having := [study for study in studies if row in study.rows]:
-            first = having[0]
+        if with_row := [study for study in studies if row in study.rows]:
+            first = with_row[0]
             costs = [f"{first.facts['trainings'][row]:g}", first.parameters(row), price_cell(studies, row)]
             lines.append([row, *costs, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
     singles = ", ".join(f"{TITLES[study.name]} {study.parameters(SINGLE)}" for study in studies)

@@ -41,8 +41,8 @@ Batches = list[tuple[Tensor, Tensor]]
 
 def read(sets: Any, name: str, preprocess: Any, count: int | None = None, seed: int = 0) -> Batches:
     """Preprocessed images of a set, or some of them, in one batch."""
-    some = sets[name] if count is None else data.subset(sets[name], count, seed=seed)
-    return cast(Batches, list(data.batches(some, preprocess, batch_size=len(some))))
+    images = sets[name] if count is None else data.subset(sets[name], count, seed=seed)
+    return cast(Batches, list(data.batches(images, preprocess, batch_size=len(images))))
 
 
 def tested(model: he.Ensemble, tests: dict[str, Batches]) -> dict[str, float]:

@@ -70,8 +70,8 @@ class DualStudy(Study):
     def _means(self, by_key: Mapping[str, Value], average: Callable[[list[Value]], Value]) -> dict[str, Value]:
         """Means over the tasks that count, where all of these have the number."""
         keys = {key: [f"{task}.{key}" for task in self.counted] for key in MEANS}
-        whole = {key: names for key, names in keys.items() if names and all(name in by_key for name in names)}
-        return {f"{UNSEEN}.{key}": average([by_key[name] for name in names]) for key, names in whole.items()}
+        complete = {key: names for key, names in keys.items() if names and all(name in by_key for name in names)}
+        return {f"{UNSEEN}.{key}": average([by_key[name] for name in names]) for key, names in complete.items()}
 
     def groups(self, task: str) -> dict[str, list[str]]:
         """Names of the OOD sets of a task, by group."""

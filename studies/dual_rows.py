@@ -197,8 +197,8 @@ def neg_label(seed: DualSeed, names: Sequence[str]) -> he.Ensemble:
 
     def make() -> he.Ensemble:
         ensemble = he.zero_shot(seed.dual, names)
-        some = seed.recipe.counts.words
-        words = seed.once("words", lambda: baselines.embed_words(ensemble, vocabulary(seed.dual)[:some]))
+        limit = seed.recipe.counts.words
+        words = seed.once("words", lambda: baselines.embed_words(ensemble, vocabulary(seed.dual)[:limit]))
         groups = max(1, min(GROUPS, int(len(words.words) * baselines.NegLabel().share) // WORDS_A_GROUP))
         return baselines.neg_label(ensemble, words, settings=baselines.NegLabel(groups=groups))
 
@@ -213,8 +213,8 @@ def vocabulary(dual: he.DualEncoder) -> list[str]:
     if not isinstance(prepare, TextPreprocessing) or not prepare.tokenizer:
         raise ConfigError("NegLabel takes words of the tokenizer, but the text tower of this model has none")
     tokens = Tokenizer.from_str(prepare.tokenizer).get_vocab()
-    whole = any(token.endswith("</w>") for token in tokens)  # of CLIP's: only there does a word end
-    words = [token.removesuffix("</w>") for token in sorted(tokens) if token.endswith("</w>") or not whole]
+    marked = any(token.endswith("</w>") for token in tokens)  # of CLIP's: only there does a word end
+    words = [token.removesuffix("</w>") for token in sorted(tokens) if token.endswith("</w>") or not marked]
     return [word for word in words if word.isascii() and word.isalpha() and len(word) >= SHORTEST]
 
 

@@ -101,7 +101,7 @@ class DualTask:
         size = self.recipe.input_size
         if model is None:
             counts = {"images": f"{sum(len(part.samples) for part in self.images):,}", "size": size}
-            counts["captions"] = f"{sum(len(some) for part in self.images for some in part.captions):,}"
+            counts["captions"] = f"{sum(len(captions) for part in self.images for captions in part.captions):,}"
             counts["names"] = f"{len({name for part in self.images for name in part.names}):,}"
             return {"name": OWN_NAME, "description": texts["own"].format_map(counts)}
         name = Path(model).name if Path(model).expanduser().is_dir() else model

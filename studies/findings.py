@@ -42,14 +42,14 @@ def main_table(study: Study) -> str:
         trained = [f"{study.facts['trainings'][row]:g}", str(len(study.seeds(row)))]
         lines.append([row, *cells, false, study.parameters(row), *price, *trained])
     head = ["row", *MAIN.values(), "far FPR95 ↓", "parameters", *measured, "trainings ↓", "seeds"]
-    where = f" Cost{' and memory' * bool(counted)}: {measured_on(costs)}." if costs else ""
+    priced = f" Cost{' and memory' * bool(counted)}: {measured_on(costs)}." if costs else ""
     note = (
         f"{level(study, study.rows)}. In per cent but for NLL and Brier score; **better** and *worse* than Single "
         f"beyond chance {BEYOND}. NLL, Brier score and ECE after "
         "calibration on held-out data. OOD AUROC by the largest probability, near and far; by entropy and Mahalanobis "
         "distance, mean over all sets. FPR95 of sets of 1,000 samples or more, at the first threshold that finds 95 % "
         "of them. "
-        f"Trainings: of a whole model, Single's among them.{where} From `results/studies/{study.name}/`."
+        f"Trainings: of a whole model, Single's among them.{priced} From `results/studies/{study.name}/`."
     )
     return markdown(head, lines, note)
 

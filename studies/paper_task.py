@@ -136,9 +136,9 @@ class PaperTask(Task):
 
     @cached_property
     def _inside(self) -> dict[str, Samples]:
-        whole = self.source.load(given(self.suite, "validation"))
-        every, some = self.samples(whole), self.samples(at_most(whole, self.settings["circuits"]))
-        return {"rank": some, "calibrate": every, "B": every}
+        validation = self.source.load(given(self.suite, "validation"))
+        samples, ranking = self.samples(validation), self.samples(at_most(validation, self.settings["circuits"]))
+        return {"rank": ranking, "calibrate": samples, "B": samples}
 
     @cached_property
     def foreign(self) -> Samples:

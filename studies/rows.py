@@ -201,11 +201,11 @@ def lora(seed: Seed, setting: Setting) -> he.Ensemble:
 def scaled(seed: Seed, setting: Setting) -> he.Ensemble:
     """Scales of inputs and outputs of shared weights, which train as Single's do."""
     number = seed.derived("scales")
-    how: dict[str, Any] = {"deviation": setting["deviation"], "rate": float(setting["rate"])}
+    scales: dict[str, Any] = {"deviation": setting["deviation"], "rate": float(setting["rate"])}
 
     def method(start: he.Ensemble, lessons: Any, training: Recipe, progress: bool) -> he.Ensemble:
         layers = max(1, round(setting["last"] * start.num_layers))
-        settings = baselines.BatchEnsemble(seed.members, last_layers=layers, **how)
+        settings = baselines.BatchEnsemble(seed.members, last_layers=layers, **scales)
         return baselines.batch_ensemble(start, lessons, training, settings, progress=progress)
 
     training = sped_up(seed, setting["faster"], seed=number)

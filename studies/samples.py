@@ -185,8 +185,8 @@ class FileImages(Samples):
         """Inputs `[B, 3, h, w]` on the device and labels `[B]` on the CPU."""
         images = [self.coming.pop(row) if row in self.coming else self._read(row) for row in rows.tolist()]
         if not augment:
-            whole = self.pool.map(lambda image: self.prepare([image.result()]), images)
-            return torch.cat(list(whole)).to(self.device), self.labels[rows]
+            prepared = self.pool.map(lambda image: self.prepare([image.result()]), images)
+            return torch.cat(list(prepared)).to(self.device), self.labels[rows]
         height, width = self.prepare.size
         drawn = torch.rand(len(images), 5).tolist()
         cut = self.pool.map(lambda image, chances: random_part(image.result(), chances, (width, height)), images, drawn)

@@ -267,14 +267,14 @@ class DualSets(ABC):
     def image_circuits(self) -> CircuitImages:
         """What circuits of the image tower alone are extracted on: both tasks as one (E.3.2), so many of each."""
         (inside, outside), counts = self.circuits(), self.counts
-        part, others = self.second()
-        further = only_classes(part, sorted(set(part.labels.tolist()))[: counts.classes], relabel=True)
+        cifar, cifar_ood = self.second()
+        further = only_classes(cifar, sorted(set(cifar.labels.tolist()))[: counts.classes], relabel=True)
         names = (*inside.names, *self.names(CIFAR100, further))
         first, second = at_most(inside.images, counts.circuits), at_most(further, counts.image_circuits)
         images = joined_images(first, second, names, "both tasks of circuits")
         outside = at_most(outside, counts.circuits)
-        if others is not None:
-            outside = joined_images(outside, at_most(others, counts.image_circuits), (), "their OOD sets")
+        if cifar_ood is not None:
+            outside = joined_images(outside, at_most(cifar_ood, counts.image_circuits), (), "their OOD sets")
         return NamedImages(images, names), outside
 
     def fewer(self, images: ImageDataset, task: str, limit: int | None = None) -> NamedImages:

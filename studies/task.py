@@ -91,10 +91,10 @@ class Task(Once):
     @property
     def identity(self) -> dict[str, Any]:
         """Everything that decides what its models are; what they are asked, and what rows there are, is apart."""
-        whole = ("members", "circuits", "taylor_batches", "familiar")
-        asked = ("seeds", "held_out", "corruptions", "most")
-        of_task = {key: value for key, value in self.plain.items() if key not in asked}
-        return {**{key: self.settings[key] for key in whole}, "task": of_task, "share": self.share}
+        common = ("members", "circuits", "taylor_batches", "familiar")
+        apart = ("seeds", "held_out", "corruptions", "most")
+        of_task = {key: value for key, value in self.plain.items() if key not in apart}
+        return {**{key: self.settings[key] for key in common}, "task": of_task, "share": self.share}
 
     def samples(self, *sets: AnyDataset) -> Samples:
         """Sets of one kind as one, the way the backbone of the task takes them; a trial has some of every class."""

@@ -104,9 +104,9 @@ def untrained_dual(root: Path, input_size: int, seed: int) -> DualEncoder:
     Images are read by the class token and the mean of all others, side by side.
     """
     squashed = ImagePreprocessing((input_size, input_size), MEAN, STD, resize_mode="squash")
-    whole: Ensemble = convert(dinov2(root, input_size), processor=squashed)
-    config = replace(whole.config, readout=replace(whole.config.readout, pool="cls_mean"))
-    image = Ensemble.from_state(config, whole.state_dict(), whole.metadata)
+    converted: Ensemble = convert(dinov2(root, input_size), processor=squashed)
+    config = replace(converted.config, readout=replace(converted.config.readout, pool="cls_mean"))
+    image = Ensemble.from_state(config, converted.state_dict(), converted.metadata)
     text: Ensemble = convert(minilm(root), processor=tokenizer(root, CAPTION_TOKENS))
     return dual_of(image, mean_pooled(text), seed)
 

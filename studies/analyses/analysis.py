@@ -91,9 +91,9 @@ def measured(seed: Seed, model: he.Ensemble, familiar: bool = False) -> dict[str
     disagreement: dict[str, float] = {}
     sets = {inside: task.inside("report")} | {name: some for group in outside.values() for name, some in group.items()}
     for name, samples in sets.items():
-        some = Drawn(samples, limit)
-        answers = judge.answers(some)
-        of_set = stored(judge.columns_of(answers, some.labels if name == inside else None))
+        drawn = Drawn(samples, limit)
+        answers = judge.answers(drawn)
+        of_set = stored(judge.columns_of(answers, drawn.labels if name == inside else None))
         columns |= {f"{name}|{key}": column for key, column in of_set.items()}
         disagreement[name] = float(answers.disagreement.double().mean())
     numbers = plain_numbers(columns, inside, groups) | {"disagreement": disagreement.pop(inside)}
@@ -188,8 +188,8 @@ def rows_table(result: Result, columns: Columns, table: str, task: str, note: st
 def about(result: Result) -> str:
     """How an analysis was made, in one line."""
     seeds = ", ".join(result["seeds"])
-    whole = result.get("share", 1.0)
-    trial = "" if whole == 1 else f" A trial with {100 * whole:g} % of the data."
+    share = result.get("share", 1.0)
+    trial = "" if share == 1 else f" A trial with {100 * share:g} % of the data."
     several = "Mean ± standard deviation over seeds" if len(result["seeds"]) > 1 else "Seed"
     seconds = f", {result['seconds']:.0f} s" if result["seconds"] else ""
     return f"{several} {seeds}; {result['device']}{seconds}.{trial}"

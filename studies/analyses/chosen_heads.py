@@ -46,8 +46,8 @@ def global_taylor(seed: Seed, count: int) -> HeadRanking:
     """The Taylor ranking over all layers, on the batches of the ranking by layers."""
     task = seed.task
     batches = SampleBatches(task.train, 128, training=True)
-    how: dict[str, Any] = {"seed": seed.derived("taylor", 0), "calibration_batches": task.settings["taylor_batches"]}
-    return he.taylor(seed.base, batches, budget=count, scope="global", **how)
+    draws: dict[str, Any] = {"seed": seed.derived("taylor", 0), "calibration_batches": task.settings["taylor_batches"]}
+    return he.taylor(seed.base, batches, budget=count, scope="global", **draws)
 
 
 def chance(seed: Seed, circuit: HeadRanking, count: int) -> dict[str, float]:
@@ -57,8 +57,8 @@ def chance(seed: Seed, circuit: HeadRanking, count: int) -> dict[str, float]:
     pairs = []
     for _ in range(asked(seed.task, "overlap")["draws"]):
         rows = draws.permutation(len(heads))[:count]
-        other = HeadRanking(tuple(heads[row] for row in rows), (0.0,) * count, "random", "random")
-        pairs.append((overlap(circuit, other, count), jensen_shannon(circuit, other, count)))
+        random = HeadRanking(tuple(heads[row] for row in rows), (0.0,) * count, "random", "random")
+        pairs.append((overlap(circuit, random, count), jensen_shannon(circuit, random, count)))
     return {"overlap": mean(value for value, _ in pairs), "divergence": mean(value for _, value in pairs)}
 
 

@@ -111,10 +111,10 @@ def run_members(seed: Seed) -> dict[str, Any]:
     trained = analysis.side_by_side(seed, "members", lambda: [he.prune(base, lost) for lost in heads])
     models = {"Single": base, "Deep Ensembles, 3": he.Ensemble.stack(seed.singles)}
     for count in counts:
-        some = trained[:count]
-        models[f"Hydra (Circ), {count}"] = he.fuse(some, mlp="mean") if count > 1 else some[0]
+        members = trained[:count]
+        models[f"Hydra (Circ), {count}"] = he.fuse(members, mlp="mean") if count > 1 else members[0]
         if count > 1:
-            models[f"{APART}, {count}"] = he.fuse(some, mlp="separate")
+            models[f"{APART}, {count}"] = he.fuse(members, mlp="separate")
     rows = {name: measured(seed, model) for name, model in models.items()}
     together = {name: model for name, model in models.items() if not name.startswith(APART)}
     for batch in chosen["batches"]:

@@ -160,5 +160,5 @@ def _signs(weight: Tensor, draws: torch.Generator) -> Tensor:
     return (2 * torch.randint(0, 2, weight.shape, generator=draws) - 1).to(weight.device, weight.dtype)
 
 
-def _inner(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
-    return torch.stack([(a * b).sum() for a, b in zip(one, other, strict=True)]).sum()
+def _inner(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+    return torch.stack([(a * b).sum() for a, b in zip(left, right, strict=True)]).sum()

@@ -82,9 +82,9 @@ def _in_turn(task: Task, severity: int) -> list[Any]:
     parts = [images.select(np.arange(start, len(images), len(CORRUPTIONS))) for start in range(len(CORRUPTIONS))]
     if not severity:
         return [part for part in parts if len(part)]
-    how = {"parameters": task.plain["corruptions"]}
+    parameters = task.plain["corruptions"]
     pairs = zip(parts, CORRUPTIONS, strict=True)
-    return [corrupted(part, name, severity, **how) for part, name in pairs if len(part)]
+    return [corrupted(part, name, severity, parameters=parameters) for part, name in pairs if len(part)]
 
 
 def placed(task: Task, samples: Any, size: int) -> Batches:

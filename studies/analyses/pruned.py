@@ -78,8 +78,8 @@ def run_distance(seed: Seed) -> dict[str, Any]:
     rows = {"Single": measured(seed, base, familiar=True)}
     removed = {}
     for score, title in GOALS.items():
-        how: dict[str, Any] = {"score": score, "budget": count, "ood_score": "mahalanobis"}
-        by_distance = seed.extracted(f"{score}-{count}-far", lambda: (familiar, *seed.sides()[1:]), **how)
+        settings: dict[str, Any] = {"score": score, "budget": count, "ood_score": "mahalanobis"}
+        by_distance = seed.extracted(f"{score}-{count}-far", lambda: (familiar, *seed.sides()[1:]), **settings)
         chosen = {title: seed.circuit(score), f"{title} {BY_DISTANCE}": by_distance}
         for name, ranking in chosen.items():
             rows[name] = measured(seed, he.prune(base, ranking.first(count)), familiar=True)

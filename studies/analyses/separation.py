@@ -33,11 +33,11 @@ def run(seed: Seed) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, samples in sets.items():
         outside = drawn_batches(task, samples, chosen["samples"])
-        whole = head_vectors(base, outside)
+        dense = head_vectors(base, outside)
         rows[name] = {
             "circuit": distances(vectors["circuit"], head_vectors(circuit, outside), vectors["circuit"]),
-            "dense": distances(vectors["dense"], whole, vectors["dense"]),
-            "kept": distances(vectors["dense"], whole, vectors["circuit"]),
+            "dense": distances(vectors["dense"], dense, vectors["dense"]),
+            "kept": distances(vectors["dense"], dense, vectors["circuit"]),
         }
     ends = {"last": order[-chosen["heads"] :][::-1], "first": order[: chosen["heads"]]}
     far = sets[FAR] if FAR in sets else next(iter(sets.values()))
