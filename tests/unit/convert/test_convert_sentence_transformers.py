@@ -1,6 +1,8 @@
 """Models of sentence-transformers: pooled as they pool, with their tokenizer, and a fresh classifier."""
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,24 +24,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_norm_after_the_last_block_comes_before_pooling(folder: Path, tmp_path: Path) -> None:
-    import shutil
+def embeds_alike(base: he.Ensemble, model: Any, prompt: str = "") -> None:
+    found = base.features(base.prepare([prompt + sentence for sentence in SENTENCES]))[0]
+    near(found, model.encode(SENTENCES, convert_to_tensor=True))
 
+
+def test_the_norm_after_the_last_block_comes_before_pooling(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     transformers_model("ModernBertModel", "ModernBertConfig", MODERNBERT).save_pretrained(tmp_path)
     model = sentence_model(tmp_path, "mean")
-    base = he.convert(model)
-    found = base.features(base.prepare(SENTENCES))[0]
-    near(found, model.encode(SENTENCES, convert_to_tensor=True))
+    embeds_alike(he.convert(model), model)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
 def test_features_are_its_embeddings_and_its_tokenizer_comes_along(folder: Path, pooling: str) -> None:
     model = sentence_model(folder, pooling)
-    expected = model.encode(SENTENCES, convert_to_tensor=True)
-    base = he.convert(model)
-    found = base.features(base.prepare(SENTENCES))[0]
-    near(found, expected)
+    embeds_alike(he.convert(model), model)
     assert he.convert(model, num_labels=3).predict(SENTENCES).probs.shape == (3, 3)
 
 
@@ -76,15 +76,12 @@ def test_a_prompt_before_every_text_is_refused(folder: Path) -> None:
     model = sentence_model(folder, "mean")
     model.prompts, model.default_prompt_name = {"query": "a b "}, "query"
     refused(model, "default_prompt_name")
-    prompted, model.default_prompt_name = model.encode(SENTENCES, convert_to_tensor=True), None
-    base = he.convert(model)
-    found = base.features(base.prepare([f"a b {one}" for one in SENTENCES]))[0]
-    near(found, prompted)
+    model.default_prompt_name = None
+    base, model.default_prompt_name = he.convert(model), "query"
+    embeds_alike(base, model, prompt="a b ")
 
 
 def test_a_cross_encoder_keeps_its_tokenizer_and_its_classes(folder: Path, tmp_path: Path) -> None:
-    import shutil
-
     library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     names = {"id2label": dict(enumerate("abcde")), "label2id": {name: at for at, name in enumerate("abcde")}}
@@ -92,8 +89,7 @@ def test_a_cross_encoder_keeps_its_tokenizer_and_its_classes(folder: Path, tmp_p
     model, pairs = library.CrossEncoder(str(tmp_path), device="cpu"), [("a b", "c d e"), ("f", "g h a b c")]
     base = he.convert(model)
     assert base.metadata.labels == tuple("abcde")
-    expected = model.predict(pairs, convert_to_tensor=True, apply_softmax=True)
-    near(base.predict(pairs).probs, expected)
+    near(base.predict(pairs).probs, model.predict(pairs, convert_to_tensor=True, apply_softmax=True))
 
 
 def test_what_holds_no_encoder_is_refused(folder: Path) -> None:
