@@ -17,6 +17,7 @@ from PIL import Image
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.service import ServeSettings
+from pictures import encoded
 
 LIMIT = 120  # seconds, a safety net
 QUICK: dict[str, Any] = {"max_wait": 0.0, "max_batch": 4, "max_queue": 64, "warm_up": False, "timeout": float(LIMIT)}
@@ -29,9 +30,7 @@ def settings(**changes: Any) -> ServeSettings:
 def picture(seed: int = 0, size: tuple[int, int] = (20, 16), format: str = "PNG") -> bytes:
     """An image of noise as a file."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    target = io.BytesIO()
-    Image.fromarray(pixels).save(target, format)
-    return target.getvalue()
+    return encoded(Image.fromarray(pixels), format)
 
 
 def png(width: int, height: int, kind: int = 2, pixels: bytes = bytes(100)) -> bytes:
@@ -53,10 +52,9 @@ def opened(content: bytes) -> Image.Image:
 
 def turned() -> bytes:
     """A photograph that was stored on its side."""
-    exif, target = Image.Exif(), io.BytesIO()
+    exif = Image.Exif()
     exif[0x0112] = 6
-    opened(picture()).save(target, "JPEG", exif=exif)
-    return target.getvalue()
+    return encoded(opened(picture()), "JPEG", exif=exif)
 
 
 def talk(app: Any, conversation: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:

@@ -107,20 +107,18 @@ def test_texts_and_tokens(texts: Any, binary: bool) -> None:
 
 def test_errors_reach_the_client_as_its_own(images: Any) -> None:
     pixels = inputs_for(served("image"), 1)["pixel_values"].numpy()
-    for name, array, headers, token in (
-        ("pixel_values", pixels[:, :, :4], HEADERS, "8"),
-        ("pixels", pixels, HEADERS, "pixel_values"),
-        ("pixel_values", pixels, {}, "key"),
-        ("image", np.array([b"x"], dtype=object), HEADERS, "image 0"),
+    right, unknown = tensor("pixel_values", pixels, True), [triton.InferRequestedOutput("logits")]
+    for model, given, options, token in (
+        ("my-image", tensor("pixel_values", pixels[:, :, :4], True), {}, "8"),
+        ("my-image", tensor("pixels", pixels, True), {}, "pixel_values"),
+        ("my-image", tensor("image", np.array([b"x"], dtype=object), True), {}, "image 0"),
+        ("my-image", right, {"headers": {}}, "key"),
+        ("my-image", right, {"outputs": unknown}, "member_logits"),
+        ("another", right, {}, "no POST"),
     ):
         with pytest.raises(errors.InferenceServerException, match=token) as refused:
-            images.infer("my-image", [tensor(name, array, True)], headers=dict(headers))
+            images.infer(model, [given], **{"headers": dict(HEADERS), **options})
         assert refused.value.status().startswith("4")
-    with pytest.raises(errors.InferenceServerException, match="no POST"):
-        images.infer("another", [tensor("pixel_values", pixels, True)], headers=dict(HEADERS))
-    unknown = [triton.InferRequestedOutput("logits")]
-    with pytest.raises(errors.InferenceServerException, match="member_logits"):
-        images.infer("my-image", [tensor("pixel_values", pixels, True)], outputs=unknown, headers=dict(HEADERS))
 
 
 # --- what is not the protocol ----------------------------------------------------------------------------------------
