@@ -69,7 +69,7 @@ def level(study: Study, rows: Sequence[str]) -> str:
         return f"Means over {usual} seeds" if usual > 1 else "One seed: nothing is known of how seeds differ"
     return (
         f"Means over seeds ({usual} a row{few}): Single's mean, and what a row gains over the Single of its own seeds "
-        "and run ([why](results.md#how-to-read-the-tables))"
+        "and run ([why](evidence.md#how-to-read-the-tables))"
     )
 
 
