@@ -61,6 +61,10 @@ class TooFewSamplesError(DataError):
     """Samples that are good, but too few, or too much alike, for what is to be fitted to them."""
 
 
+class DivergedError(DataError):
+    """A training whose loss, weights or answers are no longer finite: its rate is too high, or its data are bad."""
+
+
 class MissingExtraError(HydraError, ImportError):
     """An optional library that this call needs is not installed."""
 

@@ -1,6 +1,5 @@
 """Fine-tuning of members: of their own weights, or of what some of these are computed from."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -176,11 +175,8 @@ class EnsembleLearner(Learner[LabelledBatch]):
                 nll = -log_probs.gather(1, target[:, None]).sum()
                 sums += torch.stack([correct.double(), nll, torch.ones_like(nll) * len(target)])
         correct_sum, nll_sum, samples = ranks.total(sums).tolist()
-        if not samples or not math.isfinite(nll_sum):
-            raise DataError(
-                f"validation has {samples:.0f} samples and a negative log-likelihood of {nll_sum}; "
-                "it needs at least one sample and finite logits"
-            )
+        if not samples:
+            raise DataError("validation has no samples; it needs at least one")
         return correct_sum / samples, nll_sum / samples
 
 
@@ -231,7 +227,8 @@ def finetune(
 
     Raises:
         ConfigError: A recipe that does not fit the model or the data.
-        DataError: Batches that cannot be used, or a loss that is not finite; the last checkpoint stays.
+        DataError: Batches that cannot be used, or a loss that is not finite, at all rates of a grid; the last
+            checkpoint stays.
         CheckpointError: A checkpoint in `output` that belongs to another recipe, model or data.
 
     Examples:

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from .._distributed import ALONE, Ranks, all_ranks, is_sharded, launched, local_device
-from .._utils import compiled_at_will, derive_seed, own_precision, require_device
+from .._utils import compiled_at_will, derive_seed, own_precision, require_device, warn
 from ..arguments import Whole, checked
 from ..batches import Batches, borrowed, epoch_of, length_of, require_rereadable
-from ..errors import CheckpointError, DataError
+from ..errors import CheckpointError, DataError, DivergedError
 from ..files import read_sealed, remove_leftovers, resumable
 from ..fingerprints import model_fingerprint, source_fingerprint
 from ..model.dual_encoder import DualEncoder
@@ -150,10 +150,14 @@ class Learner(ABC, Generic[BatchT]):
         return torch.autocast(self.runtime.device.type, dtype=dtype, enabled=dtype is not None)
 
     def update(self, group: list[BatchT], rate: float, seed: int) -> float:
-        """One step on batches that count as one; gives their mean loss, or a `FloatingPointError` without a step."""
+        """One step on batches that count as one; gives their mean loss, or a `FloatingPointError` without a step.
+
+        The loss is the mean over ranks, so that all of them see what one of them sees, and stop together.
+        """
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate * parameters["share"]
-        loss = self.backward(group, seed).item()
+        ranks = self.runtime.ranks
+        loss = ranks.total(self.backward(group, seed)).item() / ranks.size
         self.scaler.unscale_(self.optimizer)
         gradients = [parameter.grad for parameter in self.trained.values() if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
@@ -265,12 +269,16 @@ class Job:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run ends with: trained parameters by name, the validation they were chosen by, steps, learning rate."""
+    """What a run ends with: trained parameters by name, the validation they were chosen by, steps, learning rate.
+
+    `diverged` are learning rates of the recipe that came to nothing.
+    """
 
     weights: dict[str, Tensor]
     best: Validation | None
     steps: int
     rate: float
+    diverged: tuple[float, ...] = ()
 
     def state_like(self, start: nn.Module) -> dict[str, Tensor]:
         """All weights of `start`, in its dtype and on its device, with the trained ones in place."""
@@ -283,6 +291,7 @@ class RunResult:
         """One line for a history: parts, steps, optimizer, learning rate, seed, and how good it was."""
         where = "" if recipe.last_blocks is None else f" of the last {recipe.last_blocks} blocks"
         chosen = f", chosen of {len(recipe.grid)}" if recipe.grid else ""
+        chosen += f" ({_listed(self.diverged)} diverged)" if self.diverged else ""
         best = self.best
         quality = "" if best is None else f"; validation accuracy {best.accuracy:.4f} at step {best.step}"
         return (
@@ -294,7 +303,10 @@ class RunResult:
 def train_best(
     make_learner: Callable[[Runtime], Learner[BatchT]], start: Ensemble | DualEncoder, job: Job
 ) -> RunResult:
-    """Train copies of `start`, one per learning rate of the recipe; the best result, of equal ones the slowest."""
+    """Train copies of `start`, one per learning rate of the recipe; the best result, of equal ones the slowest.
+
+    One of several rates that diverges is told of and left out; where all do, it is an error.
+    """
     if job.folder is not None:
         seed = derive_seed(job.recipe.seed, "fingerprint")
         sources = {"train": job.train, "validation": job.validation}
@@ -308,10 +320,32 @@ def train_best(
             if folder is not None and ranks.rank == 0:
                 remove_leftovers(folder)
             with _compiling() if job.recipe.compile else nullcontext():
-                results = [
-                    Training(make_learner(runtime), shared, rate, runtime).finish() for rate in sorted(job.recipe.rates)
-                ]
-    return max(results, key=lambda result: () if result.best is None else result.best.merit)
+                return _best_of(
+                    lambda rate: Training(make_learner(runtime), shared, rate, runtime).finish(), job.recipe
+                )
+
+
+def _best_of(train: Callable[[float], RunResult], recipe: Recipe) -> RunResult:
+    """The best result of all rates of a recipe, which are tried from the lowest."""
+    results: list[RunResult] = []
+    diverged: dict[float, str] = {}  # what was said: the errors themselves would keep their models in memory
+    for rate in sorted(recipe.rates):
+        try:
+            results.append(train(rate))
+        except DivergedError as error:
+            if len(recipe.rates) == 1:
+                raise
+            diverged[rate] = str(error)
+    if not results:
+        raise DivergedError(f"all learning rates diverged ({_listed(diverged)}); the lowest: {diverged[min(diverged)]}")
+    for rate, message in diverged.items():
+        warn(f"the learning rate {rate:g} diverged and is left out, the best of the others is taken: {message}")
+    best = max(results, key=lambda result: () if result.best is None else result.best.merit)
+    return replace(best, diverged=tuple(diverged))
+
+
+def _listed(rates: Iterable[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in rates)
 
 
 @contextmanager
@@ -379,7 +413,7 @@ class Training(Generic[BatchT]):
                     self._run_epoch(bar)
         weights = self.best_weights or self.learner.weights()
         if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
-            raise DataError(
+            raise DivergedError(
                 f"weights are not finite after step {self.state.position.step} (member {self.job.index}, learning rate "
                 f"{self.rate:g}): lower the rate, clip, or use a wider precision"
             )
@@ -424,8 +458,9 @@ class Training(Generic[BatchT]):
             loss = self.learner.update(group, rate, derive_seed(self.seed, "dropout", step))
         except FloatingPointError as error:
             numbers = ", ".join(str(batch + number) for number in range(len(group)))
-            checkpoint = "" if self.folder is None else f"; the last checkpoint stays in {self.folder}"
-            raise DataError(
+            saved = self.folder is not None and (self.folder / INDEX).exists()
+            checkpoint = f"; the last checkpoint stays in {self.folder}" if saved else ""
+            raise DivergedError(
                 f"{error} at step {step} (batch {numbers} of epoch {epoch}, member {self.job.index}, learning rate "
                 f"{self.rate:g}): look for bad values there, lower the rate, clip, or use a wider precision{checkpoint}"
             ) from error
@@ -440,6 +475,11 @@ class Training(Generic[BatchT]):
             return
         with epoch_of(data, 0, derive_seed(self.seed, "validation"), self.runtime.device):
             measured = self.learner.measure(data)
+            if not all(map(math.isfinite, measured)):
+                raise DivergedError(
+                    f"validation has a negative log-likelihood of {measured[1]} after step {position.step} (member "
+                    f"{self.job.index}, learning rate {self.rate:g}): look for bad values there, or lower the rate"
+                )
             validation = Validation(position.step, position.epoch, *measured, by_nll=self.learner.by_nll)
         self.state = self.state.after(validation, self.recipe.min_delta)
         if self.state.best is validation:

@@ -51,7 +51,8 @@ class Recipe(Checked):
         optimizer: `"sgd"` or `"adamw"` (decoupled weight decay).
         learning_rate: Peak learning rate.
         classifier_rate: Learning rate of the classifier over that of all else; not for class embeddings.
-        grid: Peak learning rates to try; the one with the best validation accuracy wins.
+        grid: Peak learning rates to try; the one with the best validation accuracy wins. One that diverges is left
+            out, with a warning.
         steps: Updates of the weights in all; with gradient accumulation each reads several batches.
         epochs: Passes over the training data.
         momentum: Of SGD.

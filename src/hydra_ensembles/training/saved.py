@@ -109,15 +109,26 @@ def usable(folder: Path) -> Iterator[None]:
 
 
 def read_state(folder: Path, fingerprint: Mapping[str, Any]) -> RunState | None:
-    """The saved state of a run, or None when there is none; a state of another run is refused."""
+    """The saved state of a run, or None when there is none; a state of another run is refused.
+
+    A run is at one learning rate. Which others were to be tried is no part of it, so a grid may lose or gain some.
+    """
     path = folder / INDEX
     if not path.exists():
         return None
     with usable(folder):
         state = from_plain(RunState, read_sealed(path), path.name, complete=True)
         state.check()
-    require_same_run(dict(state.fingerprint), json.loads(json.dumps(to_plain(fingerprint))), folder, "the training")
+    theirs, ours = (_at_its_rate(one) for one in (state.fingerprint, json.loads(json.dumps(to_plain(fingerprint)))))
+    require_same_run(theirs, ours, folder, "the training")
     return state
+
+
+def _at_its_rate(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run was started with, but for the rates of its recipe: its own has a place beside it."""
+    others = {} if "rate" not in fingerprint else dict.fromkeys(("grid", "learning_rate"))
+    recipe = fingerprint.get("recipe")
+    return {**fingerprint, "recipe": {**recipe, **others} if isinstance(recipe, Mapping) else recipe}
 
 
 def read_tensors(

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import json
+import math
 import os
 import shutil
 from contextlib import nullcontext
@@ -28,7 +29,7 @@ from training_cases import (
 
 from hydra_ensembles.batches import begin_epoch, borrowed
 from hydra_ensembles.data.batching import batches as data_batches
-from hydra_ensembles.errors import CheckpointError, DataError, StorageError
+from hydra_ensembles.errors import CheckpointError, DataError, DivergedError, HydraWarning, StorageError
 from hydra_ensembles.files import sealed
 from hydra_ensembles.training import loop
 from hydra_ensembles.training.finetune import EnsembleLearner, finetune
@@ -112,6 +113,39 @@ def test_the_grid_is_decided_on_validation(monkeypatch, tmp_path):
     assert {path.name for path in (tmp_path / "member-0").iterdir()} == {"rate-0.1", "rate-0.001", "rate-0.01"}
     scripted(monkeypatch, [(0.5, 1.0), (0.7, 0.8), (0.7, 0.7)])
     assert "learning rate 0.1, chosen of 3" in train(data, recipe, data).metadata.history[-1]
+
+
+def test_a_rate_that_diverges_is_left_out(tmp_path):
+    data = batches()
+    recipe = Recipe(optimizer="sgd", grid=(1e-4, 1e4, 1e-2), epochs=3, schedule="constant")
+    with pytest.warns(HydraWarning, match=r"learning rate 10000 diverged and is left out.* at step \d+") as caught:
+        chosen = train(data, recipe, data, output=tmp_path)
+    assert not any("checkpoint stays" in str(one.message) for one in caught)  # there is none
+    assert "chosen of 3 (10000 diverged)" in chosen.metadata.history[-1]
+    assert same(chosen, train(data, replace(recipe, grid=(1e-4, 1e-2)), data))
+    with pytest.raises(DivergedError, match=r"all learning rates diverged \(10000, 100000\); the lowest: .* 10000\)"):
+        train(data, replace(recipe, grid=(1e5, 1e4)), data)
+    with pytest.raises(DivergedError, match=r"^the loss is nan"):
+        train(data, replace(recipe, grid=(), learning_rate=1e4), data)
+    with pytest.raises(DivergedError, match=r"validation has .* nan after step 6 \(member 0, learning rate 0\.0001\)"):
+        train(data, replace(recipe, grid=(), learning_rate=1e-4), [(data[0][0] * math.nan, data[0][1])])
+
+
+def test_rates_that_are_finished_serve_another_grid(tmp_path, monkeypatch):
+    data = batches(16)
+    recipe = Recipe(optimizer="sgd", grid=(1e-4, 1e-3, 1e-2), epochs=1, schedule="constant")
+    chosen = train(data, recipe, data, output=tmp_path)
+    path = tmp_path / "member-0" / "rate-0.01" / "checkpoint.json"
+    assert json.loads(path.read_text())["fingerprint"]["recipe"]["grid"] == [1e-4, 1e-3, 1e-2]  # as files of before
+    steps = []
+    count_calls(monkeypatch, EnsembleLearner, "update", lambda: steps.append(1))
+    fewer = train(data, replace(recipe, grid=(1e-4, 1e-2)), data, output=tmp_path)
+    alone = train(data, replace(recipe, grid=(), learning_rate=1e-2), data, output=tmp_path)
+    assert not steps
+    assert same(fewer, alone)
+    assert same(fewer, chosen) == ("learning rate 0.01" in chosen.metadata.history[-1])
+    with pytest.raises(CheckpointError, match=r"recipe\.momentum was"):
+        train(data, replace(recipe, grid=(1e-4, 1e-2), momentum=0.5), data, output=tmp_path)
 
 
 @pytest.mark.parametrize("broken", [False, True])
