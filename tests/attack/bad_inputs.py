@@ -83,7 +83,7 @@ def image_tensors() -> dict[str, Value]:
     def given(make: Callable[[Tensor], Any], expectation: str = "refused", plain: Any = None) -> Value:
         return expectation, lambda: make(x.clone()), lambda: x.clone() if plain is None else plain(x.clone())
 
-    mapping = {"pixel_values": x}
+    twice, mapping = partial(torch.repeat_interleave, repeats=2, dim=3), {"pixel_values": x}
     return {
         "None": given(lambda x: None),
         "a number": given(lambda x: 3),
@@ -133,9 +133,7 @@ def image_tensors() -> dict[str, Value]:
         "transposed twice": given(lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "same"),
         "with a gradient": given(lambda x: x.requires_grad_(), "same"),
         "a parameter": given(lambda x: torch.nn.Parameter(x), "same"),
-        "larger images": given(
-            lambda x: torch.cat([x, x], 3), "same", lambda x: {"pixel_values": torch.cat([x, x], 3)}
-        ),
+        "larger images": given(twice, "same", lambda x: {"pixel_values": twice(x)}),
     }
 
 
@@ -156,6 +154,10 @@ def image_values() -> dict[str, Value]:
     return {**odd, **types, "enormous": ("either", partial(with_value, 1e30), None)}
 
 
+def dark(width: int, height: int) -> Image.Image:
+    return Image.new("RGB", (width, height), 9)
+
+
 def raw_images() -> dict[str, Value]:
     """Pictures of PIL, and what is none."""
     pixels = np.random.default_rng(0).integers(0, 255, (11, 13, 3)).astype(np.uint8)
@@ -167,7 +169,7 @@ def raw_images() -> dict[str, Value]:
         for mode in ("1", "L", "P", "CMYK", "YCbCr", "RGBA")
     }
     empty = {
-        f"a picture of {width}x{height}": raw(lambda size=(width, height): Image.new("RGB", size))
+        f"a picture of {width}x{height}": raw(partial(dark, width, height))
         for width, height in ((0, 0), (0, 5), (5, 0))
     }
     return {
@@ -177,10 +179,8 @@ def raw_images() -> dict[str, Value]:
         "a tuple of pictures": raw(lambda: (picture, picture), "same", lambda: [picture, picture]),
         "pictures one by one": raw(lambda: (one for one in [picture, picture]), "either", lambda: [picture, picture]),
         "a column of pictures": raw(lambda: _objects([picture, picture]), "either", lambda: [picture, picture]),
-        "a picture of one pixel": raw(
-            lambda: Image.new("RGB", (1, 1), 77), "same", lambda: Image.new("RGB", (2, 2), 77)
-        ),
-        "a very wide picture": raw(lambda: Image.new("RGB", (2000, 1), 9), "same", lambda: Image.new("RGB", (8, 8), 9)),
+        "a picture of one pixel": raw(lambda: dark(1, 1), "same", lambda: dark(2, 2)),
+        "a very wide picture": raw(lambda: dark(2000, 1), "same", lambda: dark(8, 8)),
         "no picture": raw(list),
         "None among pictures": raw(lambda: [picture, None]),
         "a text among pictures": raw(lambda: [picture, "cat.png"]),
@@ -216,6 +216,9 @@ def text_tables() -> tuple[dict[str, Value], dict[str, Value]]:
         tensor[1, 1] = value
         return tensor
 
+    def tokens(count: int) -> Tensor:
+        return torch.ones(2, count, dtype=torch.long)
+
     floating = mask.float()
     hidden = torch.zeros(mask.shape).masked_fill(mask == 0, float("-inf"))
     ones, no_mask = torch.ones_like(mask), {"attention_mask": torch.ones_like(mask)}
@@ -238,12 +241,8 @@ def text_tables() -> tuple[dict[str, Value], dict[str, Value]]:
         "no tokens": changed(input_ids=ids[:, :0], attention_mask=mask[:, :0], token_type_ids=segments[:, :0]),
         "no texts": ("either", lambda: {name: tensor[:0] for name, tensor in good.items()}, None),
         "too many tokens": ("refused", lambda: {n: t.repeat(1, LONGEST) for n, t in good.items()}, None),
-        "one token too many": ("refused", lambda: {"input_ids": torch.ones(2, LONGEST + 1, dtype=torch.long)}, None),
-        "as many tokens as there may be": (
-            "same",
-            lambda: {"input_ids": torch.ones(2, LONGEST, dtype=torch.long)},
-            lambda: torch.ones(2, LONGEST, dtype=torch.long),
-        ),
+        "one token too many": raw(lambda: {"input_ids": tokens(LONGEST + 1)}),
+        "as many tokens as there may be": raw(lambda: {"input_ids": tokens(LONGEST)}, "same", lambda: tokens(LONGEST)),
         "ids in an array": changed("either", input_ids=ids.numpy()),
         "ids in lists": changed("either", input_ids=ids.tolist()),
         "ids that are None": changed(input_ids=None),
@@ -265,9 +264,7 @@ def text_tables() -> tuple[dict[str, Value], dict[str, Value]]:
         "a mask of 32 bits": changed("same", attention_mask=mask.int()),
         "a mask of bytes": changed("same", attention_mask=mask.to(torch.uint8)),
         "an additive mask": changed("either", attention_mask=hidden),
-        "an additive mask with the lowest number": changed(
-            "either", attention_mask=hidden.clamp(min=torch.finfo(torch.float32).min)
-        ),
+        "an additive mask with the lowest number": changed("either", attention_mask=hidden.clamp(min=LOWEST)),
         "an additive mask of -10000": changed("either", attention_mask=hidden.clamp(min=-10000.0)),
         "an additive mask that hides nothing": changed("either", no_mask, attention_mask=torch.zeros(mask.shape)),
         "a mask with NaN": changed(attention_mask=at(floating, float("nan"))),
@@ -343,6 +340,5 @@ def text_tables() -> tuple[dict[str, Value], dict[str, Value]]:
 
 
 MISSING = object()  # an entry that is left out
-
-
+LOWEST = torch.finfo(torch.float32).min
 all_cases, check = partial(cases_of, deeds), partial(check_of, deeds)
