@@ -1,7 +1,7 @@
 """What a batch is, and the order in which batches are read."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._utils import all_seeded, derive_seed, warn
+from ._utils import all_seeded, derive_seed
 from .errors import DataError
 from .schema import short
 
@@ -189,55 +189,6 @@ def within_classes(labels: Tensor, classes: int, where: str) -> Tensor:
             f"(0 to {classes - 1}); check that model and data have the same classes"
         )
     return labels
-
-
-def require_same_classes(batches: Batches, labels: Sequence[str], name: str) -> None:
-    """Refuse data with classes of the names that the model has, but of other numbers, as folders in another order give.
-
-    Names are those of a data set of ours, of torchvision's or of `datasets`, inside the source; without names nothing
-    is known.
-    """
-    for names in _class_names(batches):
-        numbers = {label: number for number, label in enumerate(labels)}
-        wrong = [number for number, label in enumerate(names) if numbers.get(str(label), number) != number]
-        if wrong:
-            label = names[wrong[0]]
-            raise DataError(
-                f"class {wrong[0]} of {name} is {label!r}, which the model has as class {numbers[str(label)]}: one is "
-                "then taken for another; number them as the model does (dataset.relabel), or, where the loader does "
-                "so, leave the names out: model.with_metadata(labels=())"
-            )
-
-
-def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
-    """Say so where none of the classes that a model learns is called as one of its own: it keeps the names it has."""
-    for names in _class_names(batches):
-        learned = [str(name) for name in names if not str(name).isdecimal()]
-        if labels and learned and set(learned).isdisjoint(labels):
-            warn(
-                f"train has the classes {', '.join(learned[:4])}, and the model {', '.join(labels[:4])}: it learns the "
-                "former and calls them by the latter. Where they are not the same, give it names: "
-                "model.with_metadata(labels=...)"
-            )
-            return
-
-
-def class_names_in(batches: Batches, classes: int) -> tuple[str, ...]:
-    """Names of so many classes that a source has inside it; empty where it has none, or the numbers of their places."""
-    distinct = {tuple(map(str, names)) for names in _class_names(batches)}
-    names = distinct.pop() if len(distinct) == 1 else ()
-    return names if len(set(names)) == len(names) == classes and names != tuple(map(str, range(classes))) else ()
-
-
-def _class_names(batches: Batches) -> Iterator[Sequence[Any]]:
-    """Names of classes, in the order of their numbers, of every data set inside a source that has some."""
-    for part in all_parts(batches):
-        features = getattr(part, "features", None)  # of `datasets`
-        columns = features if isinstance(features, Mapping) else {}
-        column = columns.get("labels", columns.get("label"))
-        names = getattr(part, "class_names", None) or getattr(part, "classes", None) or getattr(column, "names", None)
-        if isinstance(names, list | tuple) and getattr(part, "target_transform", None) is None:
-            yield names
 
 
 def require_rereadable(batches: Batches, name: str) -> None:

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from ._utils import own_precision, warn
 from .arguments import NotNegative, Rate, Seed, Whole, checked
-from .batches import Batches, Inputs, iterate, require_labels, require_same_classes
+from .batches import Batches, Inputs, iterate, require_labels
+from .classes import in_order
 from .errors import ConfigError, DataError, TooFewSamplesError
 from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_normalised, is_relative
@@ -201,7 +202,7 @@ def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> 
     if not ensemble.num_classes:
         raise ConfigError("this ensemble has no classifier (num_classes is 0); convert the model with num_labels=")
     if labelled:
-        require_same_classes(batches, ensemble.metadata.labels, name)
+        batches = in_order({name: batches}, ensemble.metadata.labels, ensemble.num_classes)[name]
     with dropping(False), torch.no_grad():
         for index, (inputs, targets) in enumerate(iterate(batches, name, labelled)):
             features, logits = ensemble.features_and_logits(ensemble.prepare(inputs))

@@ -1,7 +1,6 @@
 """Batches: the forms users have them in, labels that are wanted and labels that are not, sources known again."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,12 +12,10 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 from hydra_ensembles.batches import (
     borrowed,
-    class_names_in,
     iterate,
     move,
     read_batch,
     require_labels,
-    require_same_classes,
 )
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import DataError
@@ -94,53 +91,6 @@ def test_labels_of_any_integer_type_are_read() -> None:
     for labels in (np.arange(4, dtype=np.uint16), [0, 1, 2, 3], Y.to(torch.uint8)):
         _, read = read_batch((X, labels))
         assert torch.equal(require_labels(read, 4), Y)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        SimpleNamespace(features={"image": object(), "label": SimpleNamespace(names=["dog", "cat"])}),  # as `datasets`
-        SimpleNamespace(datasets=[SimpleNamespace(classes=["cat", "dog"]), SimpleNamespace(classes=["dog", "cat"])]),
-    ],
-)
-def test_names_of_classes_are_found_wherever_libraries_keep_them(data: Any) -> None:
-    source: Any = SimpleNamespace(dataset=data)
-    with pytest.raises(DataError, match=r"class 0 of data is 'dog', .* class 1"):
-        require_same_classes(source, ("cat", "dog"), "data")
-    require_same_classes(source, ("ant", "bee"), "data")
-
-
-@pytest.mark.parametrize(
-    ("data", "found"),
-    [
-        (SimpleNamespace(classes=["dog", "cat"]), ("dog", "cat")),
-        (SimpleNamespace(classes=["dog", "cat"], target_transform=abs), ()),
-        (SimpleNamespace(classes=["dog", "cat", "ant"]), ()),
-        (SimpleNamespace(classes=["0", "1"]), ()),  # no names
-        (SimpleNamespace(classes=["dog", "dog"]), ()),
-        (SimpleNamespace(datasets=[SimpleNamespace(classes=["a", "b"]), SimpleNamespace(classes=["b", "a"])]), ()),
-        (SimpleNamespace(), ()),
-    ],
-)
-def test_names_are_taken_from_data_where_they_are_clear(data: Any, found: Any) -> None:
-    source: Any = SimpleNamespace(dataset=data)
-    assert class_names_in(source, 2) == found
-
-
-@pytest.mark.parametrize(
-    ("classes", "transform", "labels"),
-    [
-        (["cat", "dog", "ant", "bee"], None, "cat dog ant bee"),
-        (["cat", "dog"], None, "cat dog ant bee"),
-        (["n02", "n01", "n03", "n00"], None, "cat dog ant bee"),
-        (["dog", "cat", "ant", "bee"], lambda label: [1, 0, 2, 3][label], "cat dog ant bee"),
-        (["dog", "cat", "ant", "bee"], None, ""),
-        (4, None, "cat dog ant bee"),
-    ],
-)
-def test_classes_that_may_be_the_models_pass(classes: Any, transform: Any, labels: str) -> None:
-    data = SimpleNamespace(dataset=SimpleNamespace(classes=classes, target_transform=transform))  # as torchvision's
-    require_same_classes(data, tuple(labels.split()), "data")  # type: ignore[arg-type]
 
 
 def test_a_generator_that_is_not_torchs_is_left_alone() -> None:

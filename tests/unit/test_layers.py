@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "hydra_ensembles"
 LAYERS = (
     "errors files _utils _distributed schema arguments",
-    "batches fingerprints overlap metrics preprocessing prediction",
+    "batches classes fingerprints overlap metrics preprocessing prediction",
     "model model_card checkpoint",
     "heads prune fuse convert",
     "circuit training familiarity calibrate baselines optimize data run_folder",

@@ -16,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._distributed import is_sharded
 from .._utils import derive_seed
 from ..arguments import Checked, Rate, Whole
-from ..batches import Batches, Inputs, borrowed, epoch_of, labelled, require_rereadable, require_same_classes
+from ..batches import Batches, Inputs, borrowed, epoch_of, labelled, require_rereadable
+from ..classes import in_order
 from ..errors import ConfigError, DataError
 from ..fingerprints import model_fingerprint, source_fingerprint
 from ..model.dropping import dropping
@@ -89,7 +90,7 @@ def oba(
     require_single(model, "oba")
     settings.check(model)
     require_rereadable(train, "train")
-    require_same_classes(train, model.metadata.labels, "train")
+    train = in_order({"train": train}, model.metadata.labels, model.num_classes)["train"]
     if recipe is None and validation is not None:
         raise ConfigError("validation chooses between weights in training; give a recipe, too, or leave it out")
     if recipe is not None:

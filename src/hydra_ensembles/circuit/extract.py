@@ -15,7 +15,8 @@ import torch
 from .._distributed import Ranks, all_ranks, local_device
 from .._utils import own_precision, require_device, warn
 from ..arguments import Count, Range, Seed, Share, Whole, checked
-from ..batches import Batches, Sources, require_same_classes
+from ..batches import Batches, Sources
+from ..classes import in_order
 from ..errors import ConfigError, DataError, HydraError
 from ..files import resumable
 from ..fingerprints import model_fingerprint
@@ -162,7 +163,8 @@ def extract_circuit(
     with all_ranks(device) as ranks:
         dual = ensemble if isinstance(ensemble, DualEncoder) else None
         model = ensemble if isinstance(ensemble, Ensemble) else zero_shot(ensemble, scope.names, scope.templates, False)
-        require_same_classes(id_batches, model.metadata.labels, "id_batches")
+        labels = model.metadata.labels
+        id_batches = in_order({"id_batches": id_batches}, labels, model.num_classes)["id_batches"]
         model = working_copy(model, dtype, device)
         samples = read_samples(model, id_batches, None if score == "acc" else ood_batches, seed)
         run = Extraction(

@@ -1,6 +1,6 @@
 """Models and data by name: folders and files, the Hugging Face hub, timm, torchvision, suites; classes made to fit."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from .._utils import require, require_device, warn
 from ..arguments import END, Checked, Count, Range, Whole
+from ..classes import are_numbers, class_numbers, require_as_many, same_names, some
 from ..convert.convert import convert, require_supported
 from ..convert.processors import IMAGE_SETTINGS, TEXT_SETTINGS, with_preprocessing
 from ..convert.refusals import explained, in_lines, refusal
@@ -32,7 +33,6 @@ TIMM, HUB, TORCHVISION, SUITE = "timm:", "hub:", "torchvision:", "suite:"
 TRANSFORMERS = ("ForImageClassification", "ForImageClassificationWithTeacher", "ForSequenceClassification")
 SEED = 0  # the samples that `limit` keeps are the same whenever they are asked for
 USUAL_BATCH = 64
-SHOWN = 6  # names in an error
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -371,30 +371,22 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
     if len(present) < 2:
         raise DataError(f"{data.name} has samples of {len(present)} class; at least two classes are needed")
     names, labels, classes = data.class_names, model.metadata.labels, model.num_classes
-    numbers = {label: label for label in present}
-    both_count = bool(names) and _are_numbers(names) and _are_numbers(labels)
-    as_key: Callable[[str], str | int] = int if both_count else str  # 1 is what the model calls 001
-    numbers_of = {as_key(name): index for index, name in enumerate(labels)}
-    if settings.by_position or names == labels:
-        names = labels or names
-    elif labels and (both_count or not _are_numbers(names) or not numbers_of.keys().isdisjoint(names)):
-        unknown = [names[index] for index in present if as_key(names[index]) not in numbers_of]
-        if unknown:
-            raise DataError(
-                f"{data.name} has the classes {_some(unknown)}, which the model does not have (it has {_some(labels)})"
-                f"{did_you_mean(unknown[0], labels)}; rename them, or give --by-position if their order is the model's"
-            )
-        numbers = {index: numbers_of[as_key(names[index])] for index in present}
-        names = labels
-    elif _are_numbers(names):  # called 0, 1, 10, 2: the names are the numbers, not their order
-        numbers = {label: int(names[label]) if names else label for label in present}
-        names = tuple(str(index) for index in range(classes))
-        _warn_of_numbers(data, numbers)
-    elif len(names) != classes:
+    by_name = bool(names) and not settings.by_position
+    numbers = class_numbers(names, labels) if by_name else {label: label for label in present}
+    unknown = [names[index] for index in present if index not in numbers]
+    if unknown:
         raise DataError(
-            f"{data.name} has {len(names)} classes ({_some(names)}), the model {classes} without names; if these are "
-            "the first ones, give --by-position"
+            f"{data.name} has the classes {some(unknown)}, which the model does not have (it has {some(labels)})"
+            f"{did_you_mean(unknown[0], labels)}; rename them, or give --by-position if their order is the model's"
         )
+    numbers = {index: numbers[index] for index in present}
+    if settings.by_position or same_names(names, labels):
+        names = labels or tuple(map(str, range(classes)))
+    elif are_numbers(names) and names != labels:
+        names = tuple(map(str, range(classes)))
+        _warn_of_numbers(data, numbers)
+    else:
+        require_as_many(names, labels, classes, data.name, "if these are the first ones, give --by-position")
     if max(numbers.values()) >= classes:
         raise DataError(f"{data.name} has labels up to {max(numbers.values())}, but the model has {classes} classes")
     unchanged = names == data.class_names and all(old == new for old, new in numbers.items())
@@ -420,15 +412,6 @@ def _warn_of_numbers(data: AnyDataset, numbers: Mapping[int, int]) -> None:
 def with_labels_of(model: Ensemble, data: AnyDataset) -> Ensemble:
     """The model, with the class names of the data where it has none and the numbers of classes agree."""
     names = data.class_names
-    if model.metadata.labels or len(names) != model.num_classes or _are_numbers(names):
+    if model.metadata.labels or len(names) != model.num_classes or are_numbers(names):
         return model
     return model.with_metadata(labels=names)
-
-
-def _are_numbers(names: Sequence[str]) -> bool:
-    return all(name.isdecimal() for name in names)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

@@ -1,5 +1,6 @@
 """Batches ready for a model, with or without augmentation."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,11 @@ from torch.utils.data import DataLoader
 
 from .._utils import require
 from ..arguments import Checked, Positive, PositiveShare, Share, Whole
+from ..classes import some
 from ..errors import ConfigError, DataError
 from ..preprocessing import ImagePreprocessing, Interpolation, to_grey, to_rgb
 from ..training.recipe import RandAugment
-from .dataset import Items, hash_key, keyed_order
+from .dataset import Dataset, Items, hash_key, keyed_order
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -82,6 +84,15 @@ class BatchLoader:
     def set_stream(self, stream: int | None) -> None:
         """Choose one of many sequences of epochs, one for each member that trains; None is that of `seed` alone."""
         self.stream = stream
+
+    def with_classes(self, class_names: Sequence[str]) -> Self:
+        """The same batches with the classes in the order of these names, see `Dataset.with_classes`."""
+        if not isinstance(self.dataset, Dataset):
+            got = f"a {type(self.dataset).__name__}"
+            raise DataError(f"classes of {got} cannot be put in the order {some(class_names)}; let it number them so")
+        other = copy.copy(self)
+        other.dataset = self.dataset.with_classes(class_names)
+        return other
 
     def __iter__(self) -> Iterator[CollatedBatch]:
         seed = self.seed if self.stream is None else hash_key(self.seed, self.stream)

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from .._utils import require
 from ..arguments import checked
+from ..classes import same_names, some
 from ..errors import CheckpointError, DataError
 from ..files import read_file
 from ..overlap import mixed
@@ -167,6 +168,22 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
             raise DataError(f"{self.name}: no new label given for labels {missing}")
         labels = [new_labels.get(int(label), UNLABELLED) for label in self._source_labels]
         return type(self)(self._source, labels, class_names, self.name, self.rows)
+
+    def with_classes(self, class_names: Sequence[str]) -> Self:
+        """The same items, with the classes numbered in the order of these names, as a model's `metadata.labels`.
+
+        Raises:
+            DataError: A class that occurs is not among them.
+        """
+        numbers = {UNLABELLED: UNLABELLED, **same_names(self.class_names, class_names)}
+        unknown = [label for label in np.unique(self.labels).tolist() if label not in numbers]
+        if unknown:
+            lacking = some([self.class_names[label] if self.class_names else str(label) for label in unknown])
+            raise DataError(
+                f"{self.name} has the classes {lacking}, which are not among {some(class_names)}; rename them, or "
+                "leave their items out (data.only_classes)"
+            )
+        return self.relabel(numbers, class_names)
 
     def _positions(self, indices: npt.ArrayLike | Iterable[int], count: int) -> LabelArray:
         positions = self._whole(indices, "positions")

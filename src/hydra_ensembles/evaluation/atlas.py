@@ -12,7 +12,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..arguments import Count, Range, Whole, checked
-from ..batches import Batches, Inputs, changed, iterate, length_of, require_labels, require_same_classes, size_of
+from ..batches import Batches, Inputs, changed, iterate, length_of, require_labels, size_of
+from ..classes import in_order
 from ..data.batching import Preprocess
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
@@ -253,9 +254,10 @@ def atlas(
     preprocess = preprocess or metadata.preprocessing
     calibration = metadata.calibration or Calibration()
     measure = Measure(name, id_name, score, (), "torch-uncertainty", calibration, 0, False, metadata.familiarity)
+    title = f"set {id_name!r}"
+    id_data = in_order({title: id_data}, metadata.labels, ensemble.num_classes)[title]
     sets = atlas_sets(id_data, ood, id_name, preprocess, batch_size, num_workers)
     sweep = Sweep(ensemble, working_copy(ensemble, None, None), heads_of(ensemble, layers), measure)
-    require_same_classes(sets.batches[id_name], ensemble.metadata.labels, f"set {id_name!r}")
     answers = sweep_all(sweep, sets, inputs, metadata.preprocessing or preprocess, output, progress)
     model = describe_model(ensemble, ensemble.num_members, ensemble.num_classes, metadata.calibration)
     return assembled(sweep, sets, answers, model)

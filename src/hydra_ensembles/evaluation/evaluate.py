@@ -15,6 +15,7 @@ from .._distributed import current_ranks
 from .._utils import require_device, unwrapped
 from ..arguments import Count, Whole, checked
 from ..batches import Batches
+from ..classes import in_order
 from ..data.batching import BatchLoader, Preprocess
 from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
@@ -139,6 +140,10 @@ def evaluate(
     title = f"the in-distribution set {id_name!r}"
     require_different({title: id_data, **{f"OOD set {key!r}": data for key, data in foreign.items()}}, preprocess)
 
+    known = ensemble.num_classes if isinstance(ensemble, Ensemble | OptimizedEnsemble) else None
+    shifted = {f"set {key!r}": data for key, data in (shift or {}).items()}
+    id_data, *shifted_data = in_order({title: id_data, **shifted}, metadata.labels, known).values()
+
     def ready(data: Data, key: str) -> Batches:
         return batched(data, key, preprocess, batch_size, num_workers)
 
@@ -147,8 +152,11 @@ def evaluate(
         run = Runner(ensemble, home, dtype, measure, gallery, metadata.preprocessing or preprocess, progress, kept).run
         id_pass = run(ready(id_data, id_name), id_name, labelled=True)
         like = id_pass.answers.logits  # [M, B, C]
+        in_order({title: id_data}, metadata.labels, like.shape[2])  # of a function they are known now
         ood_passes = {key: run(ready(data, key), key, False, like) for key, data in foreign.items()}
-        shift_passes = {key: run(ready(data, key), key, True, like) for key, data in (shift or {}).items()}
+        shift_passes = {
+            key: run(ready(data, key), key, True, like) for key, data in zip(shift or {}, shifted_data, strict=True)
+        }
     passes = _Passes(id_name, id_pass, groups, ood_passes, shift_passes)
     reused = passes.held_against(fitted_sets(applied, fitted))
     members, _, classes = like.shape

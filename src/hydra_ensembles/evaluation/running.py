@@ -20,7 +20,7 @@ from tqdm import tqdm
 from .._distributed import check_unsharded, current_ranks
 from .._utils import __version__, require, unwrapped
 from ..baselines.mc_dropout import MCDropout
-from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, require_same_classes, size_of
+from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, size_of
 from ..errors import ConfigError, DataError
 from ..metrics.inputs import at_least_float32, check_finite, warn_of_probabilities, where
 from ..model.dropping import evaluating
@@ -72,9 +72,6 @@ class Runner:
         logits of another set, is a `DataError`.
         """
         check_unsharded(batches, name)
-        if labelled:
-            metadata = getattr(self.model, "metadata", None)
-            require_same_classes(batches, getattr(metadata, "labels", ()), f"set {name!r}")
         ranks = current_ranks()
         pieces: list[tuple[int, Tensor, Tensor, Keys, torch.dtype, Tensor | None]] = []
         gallery: list[GalleryItem] = []

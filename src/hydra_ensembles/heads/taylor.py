@@ -23,8 +23,8 @@ from ..batches import (
     length_of,
     read_batch,
     require_labels,
-    require_same_classes,
 )
+from ..classes import in_order
 from ..errors import DataError, HeadError
 from ..fingerprints import DataFingerprint, model_fingerprint
 from ..model.dual_encoder import require_single
@@ -110,7 +110,7 @@ def taylor(
     order: list[tuple[float, Head]] = []
     with torch.inference_mode(False), torch_seeded(seed, torch.device("cpu")), borrowed(batches), ExitStack() as masks:
         model = working_copy(ensemble, dtype, None if device is None else require_device(device))
-        require_same_classes(batches, ensemble.metadata.labels, NAME)
+        batches = in_order({NAME: batches}, ensemble.metadata.labels, ensemble.num_classes)[NAME]
         data = CalibrationBatches(batches, calibration_batches, seed, ensemble.num_classes)
         samples = list(data) if len(steps) > 1 else data
         masks.enter_context(masked(model, off))

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from .._distributed import launched
 from ..arguments import PositiveShare, Range, Share, checked
 from ..batches import Batches, Sources, changed, length_of, named_sources, require_rereadable, size_of
+from ..classes import in_order
 from ..convert.convert import convert
 from ..errors import ConfigError, DataError, SameMembersError
 from ..evaluation.evaluate import evaluate
@@ -205,7 +206,8 @@ def _read(
     """What builds read, and what judges them."""
     if train is not None:
         require_rereadable(train, "train")
-    classes = base.num_classes
+    labels, classes = base.metadata.labels, base.num_classes
+    train, id, judge_id = in_order({"train": train, "id": id, "judge_id": judge_id}, labels, classes).values()
     held_out = read_all(id, "id", seed, classes)
     circuits = {} if isinstance(ood, str) else _foreign(ood, "ood", seed)
     judged = None if judge_id is None else read_all(judge_id, "judge_id", seed, classes)

@@ -22,9 +22,9 @@ from ..batches import (
     named_sources,
     require_labels,
     require_rereadable,
-    require_same_classes,
     size_of,
 )
+from ..classes import in_order
 from ..convert.convert import convert
 from ..convert.processors import with_preprocessing
 from ..data.synthetic import synthetic_ood
@@ -180,9 +180,8 @@ def read_data(
     """
     if train is not None:
         require_rereadable(train, "train")
-    for name, source in (("train", train), ("id", id), ("validation", validation)):
-        if source is not None and model is not None:
-            require_same_classes(source, model.metadata.labels, name)
+    labels = () if model is None else model.metadata.labels
+    train, id, validation = in_order({"train": train, "id": id, "validation": validation}, labels, classes).values()
     checked = None if validation is None else read_all(validation, "validation", seed, classes)
     ranking = None if id is None else read_all(id, "id", seed, classes)
     unlike: list[ReadBatch] | dict[str, list[ReadBatch]] | None = None

@@ -17,18 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded
 from ..arguments import Count, Whole
-from ..batches import (
-    Batches,
-    Inputs,
-    changed,
-    class_names_in,
-    labelled,
-    read_batch,
-    require_labels,
-    require_same_classes,
-    size_of,
-    warn_of_other_classes,
-)
+from ..batches import Batches, Inputs, changed, labelled, read_batch, require_labels, size_of
+from ..classes import class_names_in, in_order, warn_of_other_classes
 from ..errors import ConfigError, DataError
 from ..metrics.probabilities import log_mean_probs
 from ..model.dual_encoder import require_ensemble
@@ -254,9 +244,8 @@ def train_classifier(make_learner: Callable[[Runtime], Learner[LabelledBatch]], 
     if not start.num_classes:
         raise ConfigError("fine-tuning needs a classifier, but this ensemble has none (num_classes is 0)")
     job.recipe.check(start, job.train, job.validation)
-    for name, source in (("train", job.train), ("validation", job.validation)):
-        if source is not None:
-            require_same_classes(source, start.metadata.labels, name)
+    sets = {"train": job.train, "validation": job.validation}
+    job = replace(job, **in_order(sets, start.metadata.labels, start.num_classes))
     warn_of_other_classes(job.train, start.metadata.labels)
     if job.validation is not None:
         why = "it says little about new data"

@@ -1,0 +1,203 @@
+"""Which class is which: names found, sets held against the model and against each other, by every caller alike."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import hydra_ensembles as he
+from hydra_ensembles.classes import class_names_in, class_numbers, in_order
+from hydra_ensembles.data import BatchLoader, ImageDataset, batches
+from hydra_ensembles.errors import DataError
+from random_ensembles import noisy, small
+
+NAMES = ("neg", "neu", "pos")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        SimpleNamespace(features={"image": object(), "label": SimpleNamespace(names=["dog", "cat"])}),  # as `datasets`
+        SimpleNamespace(datasets=[SimpleNamespace(classes=["cat", "dog"]), SimpleNamespace(classes=["dog", "cat"])]),
+    ],
+)
+def test_names_of_classes_are_found_wherever_libraries_keep_them(data: Any) -> None:
+    source: Any = SimpleNamespace(dataset=data)
+    with pytest.raises(DataError, match=r"class 0 of data is 'dog', .* class 1"):
+        in_order({"data": source}, ("cat", "dog"), 2)
+    for labels in ((), ("ant", "bee")):  # nothing to hold them against but each other
+        if hasattr(data, "datasets"):
+            with pytest.raises(DataError, match=r"class 0 of data is 'dog', which data has as class 1"):
+                in_order({"data": source}, labels, 2)
+        else:
+            assert in_order({"data": source}, labels, 2) == {"data": source}
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (SimpleNamespace(classes=["dog", "cat"]), ("dog", "cat")),
+        (SimpleNamespace(classes=["dog", "cat"], target_transform=abs), ()),
+        (SimpleNamespace(classes=["dog", "cat", "ant"]), ()),
+        (SimpleNamespace(classes=["0", "1"]), ()),  # no names
+        (SimpleNamespace(classes=["dog", "dog"]), ()),
+        (SimpleNamespace(datasets=[SimpleNamespace(classes=["a", "b"]), SimpleNamespace(classes=["b", "a"])]), ()),
+        (SimpleNamespace(), ()),
+    ],
+)
+def test_names_are_taken_from_data_where_they_are_clear(data: Any, found: Any) -> None:
+    source: Any = SimpleNamespace(dataset=data)
+    assert class_names_in(source, 2) == found
+
+
+@pytest.mark.parametrize(
+    ("classes", "transform", "labels"),
+    [
+        (["cat", "dog", "ant", "bee"], None, "cat dog ant bee"),
+        (["cat", "dog"], None, "cat dog ant bee"),
+        (["n02", "n01", "n03", "n00"], None, "cat dog ant bee"),
+        (["dog", "cat", "ant", "bee"], lambda label: [1, 0, 2, 3][label], "cat dog ant bee"),
+        (["dog", "cat", "ant", "bee"], None, ""),
+        (4, None, "cat dog ant bee"),
+    ],
+)
+def test_classes_that_may_be_the_models_pass(classes: Any, transform: Any, labels: str) -> None:
+    data = SimpleNamespace(dataset=SimpleNamespace(classes=classes, target_transform=transform))  # as torchvision's
+    assert in_order({"data": data}, tuple(labels.split()), 4) == {"data": data}  # type: ignore[dict-item]
+
+
+# --- a model without names that is right on all samples; sets with an order of their own -----------------------------
+
+
+def classifier(classes: int = 3) -> he.Ensemble:
+    return noisy(small(classes=classes), 1)
+
+
+def answered(model: he.Ensemble, names: tuple[str, ...], called: Callable[[int], str], seed: int) -> ImageDataset:
+    """Images that the model takes for the classes of these names, in the order of the names."""
+    images = torch.randn(400, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+    found = [called(label) for label in model(images)[0].argmax(-1).tolist()]
+    rows = [row for row, name in enumerate(found) if name in names]
+    return ImageDataset([images[row] for row in rows], [names.index(found[row]) for row in rows], names, f"set {seed}")
+
+
+def given(data: ImageDataset) -> BatchLoader:
+    return batches(data, torch.stack, 50)
+
+
+def foreign(data: Any) -> DataLoader[Any]:
+    """A loader that is not ours; what it does with labels nobody knows."""
+    return DataLoader(data, 50)
+
+
+@pytest.fixture(scope="module")
+def model() -> he.Ensemble:
+    return classifier()
+
+
+@pytest.fixture(scope="module")
+def whole(model: he.Ensemble) -> ImageDataset:
+    found = answered(model, NAMES, NAMES.__getitem__, 1)
+    assert set(found.labels.tolist()) == {0, 1, 2}
+    return found
+
+
+@pytest.fixture(scope="module")
+def part(model: he.Ensemble) -> ImageDataset:
+    """`pos` is class 1 here."""
+    return answered(model, ("neg", "pos"), NAMES.__getitem__, 2)
+
+
+STILL = he.Recipe(learning_rate=1e-12, steps=1, train_groups=("attention", "mlp", "norms", "readout"))
+
+
+def test_validation_is_numbered_as_train(model: he.Ensemble, whole: ImageDataset, part: ImageDataset) -> None:
+    tuned = he.finetune(model, given(whole), STILL, given(part), progress=False)
+    assert tuned.metadata.labels == NAMES
+    assert tuned.metadata.metrics["validation/accuracy"] == 1.0
+    with pytest.raises(DataError, match=r"class 1 of validation is 'pos', which train has as class 2.*with_classes"):
+        he.finetune(model, given(whole), STILL, foreign(part), progress=False)
+    remedied = he.finetune(model, given(whole), STILL, foreign(part.with_classes(whole.class_names)), progress=False)
+    assert remedied.metadata.metrics["validation/accuracy"] == 1.0
+    with pytest.raises(DataError, match="train has 2 classes"):  # it would teach pos as class 1
+        he.finetune(model, given(part), STILL, progress=False)
+
+
+def test_a_build_calibrates_on_classes_of_train(model: he.Ensemble, whole: ImageDataset, part: ImageDataset) -> None:
+    config = he.HydraConfig(members=2, strategy="random", prune=1, recipe=STILL)
+    sets = {"train": given(whole), "id": given(answered(model, NAMES, NAMES.__getitem__, 3)), "progress": False}
+    wanted = he.build(model, config, validation=given(part.with_classes(NAMES)), **sets)
+    found = he.build(model, config, validation=given(part), **sets)
+    assert found.metadata == wanted.metadata
+    with pytest.raises(DataError, match="class 1 of validation is 'pos'"):
+        he.build(model, config, validation=foreign(part), **sets)
+    with pytest.raises(DataError, match="class 1 of judge_id is 'pos'"):
+        he.search(model, id=given(whole), ood="synthetic", judge_id=foreign(part), cost=3.0, progress=False)
+
+
+def test_sets_of_an_evaluation_are_numbered_alike(model: he.Ensemble, whole: ImageDataset, part: ImageDataset) -> None:
+    options: dict[str, Any] = {"preprocess": torch.stack, "progress": False}
+    for function in (model, lambda images: model(images)):
+        found = he.evaluate(function, whole, shift={"v": part}, **options)
+        assert (found.id.accuracy, found.shift["v"].accuracy) == (1.0, 1.0)
+        with pytest.raises(DataError, match="class 1 of set 'v' is 'pos'"):
+            he.evaluate(function, whole, shift={"v": foreign(part)}, **options)
+        with pytest.raises(DataError, match=r"2 classes \(neg, pos\), the model 3 without names"):
+            he.evaluate(function, part, **options)
+        assert he.evaluate(function, part.with_classes(NAMES), **options).id.accuracy == 1.0
+    named = model.with_metadata(labels=NAMES)
+    assert he.evaluate(named, part, **options).id.accuracy == 1.0
+    assert he.calibrate(named, given(part), familiarity=None).metadata.metrics["validation/accuracy"] == 1.0
+
+
+def test_numbers_that_are_not_their_places_are_refused_and_each_remedy_works() -> None:
+    large = classifier(12)
+    numbers = tuple(sorted(map(str, range(12))))  # 0, 1, 10, 11, 2: as folders are sorted
+    data = answered(large, numbers, str, 1)
+    assert {2, 3, 4} & set(data.labels.tolist())
+    for call in (
+        lambda: he.evaluate(large, given(data), progress=False),
+        lambda: he.calibrate(large, given(data)),
+        lambda: he.taylor(large, given(data), budget=1, scope="global"),
+    ):
+        with pytest.raises(DataError, match=r"is called 10, .*with_classes.*with_metadata.*list\(loader\)"):
+            call()
+    as_numbers = data.with_classes([str(n) for n in range(12)])
+    assert he.evaluate(large, given(as_numbers), progress=False).id.accuracy == 1.0
+    by_place = large.with_metadata(labels=data.class_names)
+    assert (
+        he.evaluate(by_place, given(data), progress=False).numbers()
+        == he.evaluate(large, list(given(data)), progress=False).numbers()
+    )
+
+
+def test_classes_are_put_in_order_by_name(part: ImageDataset) -> None:
+    other = part.with_classes(("pos", "x", "neg"))
+    assert other.class_names == ("pos", "x", "neg")
+    assert other.labels.tolist() == [2 - 2 * label for label in part.labels.tolist()]
+    mixed = ImageDataset([0, 1, 2], [0, -1, 1], ("1", "2"))  # type: ignore[list-item]
+    assert mixed.with_classes(("000", "001", "002")).labels.tolist() == [1, -1, 2]
+    with pytest.raises(DataError, match="classes pos, which are not among neg, neu"):
+        part.with_classes(("neg", "neu"))
+    with pytest.raises(DataError, match="a list cannot be put in the order a, b"):
+        batches([(0, 1)], torch.stack, 1).with_classes(("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "numbers"),
+    [
+        ("crane dog crane", "crane dog crane", {0: 0, 1: 1, 2: 2}),  # ImageNet has two cranes: their places tell them
+        ("dog crane", "crane dog crane", {0: 1}),
+        ("1 3", "001 002 003", {0: 0, 1: 2}),
+        ("0 10 2", "", {0: 0, 1: 10, 2: 2}),
+        ("0 10 2", "cat dog", {0: 0, 1: 10, 2: 2}),
+        ("9", "001 002", {}),
+        ("b a", "", {0: 0, 1: 1}),
+        ("b a", "cat dog", {}),
+    ],
+)
+def test_numbers_of_classes(names: str, labels: str, numbers: dict[int, int]) -> None:
+    assert class_numbers(names.split(), labels.split()) == numbers
