@@ -132,7 +132,8 @@ def methods_table(studies: Sequence[Study]) -> str:
             lines.append([row, *costs, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
     singles = ", ".join(f"{TITLES[study.name]} {study.parameters(SINGLE)}" for study in studies)
     note = (
-        f"A dash: not run, or not for this task; {MC_DROPOUT} has Single's parameters and takes five of its passes. "
+        f"A dash: not run, or not for this task; {MC_DROPOUT} has Single's parameters and takes five of its passes, "
+        "timed in plain PyTorch where the other rows are compiled. "
         "Trainings of a whole model, Single's among them; parameters on the "
         f"first task that has the row (Single: {singles}). {priced(studies)} {GAINED}"
     )
