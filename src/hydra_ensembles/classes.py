@@ -18,13 +18,11 @@ def same_names(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
     Where all are numbers, 1 is what the other calls 001. Of a label that occurs twice only its place tells.
     """
     key: Callable[[str], str | int] = int if are_numbers((*names, *labels)) else str
-    counts = Counter(map(key, labels))
-    numbers = {key(label): number for number, label in enumerate(labels) if counts[key(label)] == 1}
-    in_place = {
-        place for place, (name, label) in enumerate(zip(names, labels, strict=False)) if key(name) == key(label)
-    }
-    found = {place: place if place in in_place else numbers.get(key(name)) for place, name in enumerate(names)}
-    return {place: number for place, number in found.items() if number is not None}
+    wanted, keys = list(map(key, names)), list(map(key, labels))
+    counts = Counter(keys)
+    numbers = {one: number for number, one in enumerate(keys) if counts[one] == 1}
+    found = {place: numbers[one] for place, one in enumerate(wanted) if one in numbers}
+    return found | {place: place for place, pair in enumerate(zip(wanted, keys, strict=False)) if pair[0] == pair[1]}
 
 
 def class_numbers(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
@@ -33,9 +31,8 @@ def class_numbers(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]
     Where both have names, names decide. A set that has nothing but numbers for a model without such names means these
     numbers, not their places (0, 1, 10, 2); other names for a model without names are taken to be in its order.
     """
-    counted = are_numbers(names)
     found = same_names(names, labels)
-    if counted and not found and not (labels and are_numbers(labels)):
+    if not found and are_numbers(names) and not (labels and are_numbers(labels)):
         return {place: int(name) for place, name in enumerate(names)}
     return found if labels else {place: place for place in range(len(names))}
 
@@ -59,7 +56,7 @@ def in_order(sets: Mapping[str, Batches | None], labels: Sequence[str], classes:
             if owner is None:
                 require_as_many(names, labels, classes, name, _UNNAMED)
             ordered[name] = _numbered(ordered[name], names, known[owner or "the model"], owner or "the model", name)
-            if owner is None and not are_numbers(names):
+            if owner is None and (len(names) == classes or not are_numbers(names)):
                 known[name] = names
     return ordered
 
@@ -81,11 +78,12 @@ def _numbered(source: Any, names: tuple[str, ...], labels: tuple[str, ...], owne
         )
     if hasattr(source, "with_classes"):
         return source.with_classes(labels)
-    what = f"has {some(unknown)}, which {owner} does not have"
+    what = f"{name} has {some(unknown)}, which {owner} does not have"
     if moved is not None:
-        what = f"is {names[moved]!r}, which {owner} has as class {numbers[moved]}: one is then taken for another"
+        place = f"class {numbers[moved]}: one is then taken for another"
+        what = f"class {moved} of {name} is {names[moved]!r}, which {owner} has as {place}"
     raise DataError(
-        f"{name if moved is None else f'class {moved} of {name}'} {what}; number them in the order {some(labels)}: "
+        f"{what}; number them in the order {some(labels)}: "
         f"dataset.with_classes(names) of ours, target_transform= of torchvision; {_UNNAMED}"
     )
 

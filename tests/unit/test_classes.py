@@ -174,6 +174,14 @@ def test_numbers_that_are_not_their_places_are_refused_and_each_remedy_works() -
     )
 
 
+def test_numbers_that_another_set_has_in_their_places_are_names() -> None:
+    some, all_of_them = ImageDataset([0, 1], [0, 1], ("0", "2")), ImageDataset([0], [0], ("0", "1", "2"))  # type: ignore[list-item]
+    found = in_order({"train": all_of_them, "validation": some}, (), 3)
+    assert found["validation"].labels.tolist() == [0, 2]
+    with pytest.raises(DataError, match="class 1 of validation is called 2"):
+        in_order({"train": ImageDataset([0], [0], ("0", "1")), "validation": some}, (), 3)  # type: ignore[list-item]
+
+
 def test_classes_are_put_in_order_by_name(part: ImageDataset) -> None:
     other = part.with_classes(("pos", "x", "neg"))
     assert other.class_names == ("pos", "x", "neg")

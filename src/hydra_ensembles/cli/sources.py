@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from .._utils import require, require_device, warn
 from ..arguments import END, Checked, Count, Range, Whole
-from ..classes import are_numbers, class_numbers, require_as_many, same_names, some
+from ..classes import are_numbers, class_names_in, class_numbers, require_as_many, same_names, some
 from ..convert.convert import convert, require_supported
 from ..convert.processors import IMAGE_SETTINGS, TEXT_SETTINGS, with_preprocessing
 from ..convert.refusals import explained, in_lines, refusal
@@ -411,7 +411,5 @@ def _warn_of_numbers(data: AnyDataset, numbers: Mapping[int, int]) -> None:
 
 def with_labels_of(model: Ensemble, data: AnyDataset) -> Ensemble:
     """The model, with the class names of the data where it has none and the numbers of classes agree."""
-    names = data.class_names
-    if model.metadata.labels or len(names) != model.num_classes or are_numbers(names):
-        return model
-    return model.with_metadata(labels=names)
+    names = class_names_in(data, model.num_classes)
+    return model if model.metadata.labels or are_numbers(names) else model.with_metadata(labels=names)

@@ -139,7 +139,6 @@ def evaluate(
     foreign = {key: data for sets in groups.values() for key, data in sets.items()}
     title = f"the in-distribution set {id_name!r}"
     require_different({title: id_data, **{f"OOD set {key!r}": data for key, data in foreign.items()}}, preprocess)
-
     known = ensemble.num_classes if isinstance(ensemble, Ensemble | OptimizedEnsemble) else None
     shifted = {f"set {key!r}": data for key, data in (shift or {}).items()}
     id_data, *shifted_data = in_order({title: id_data, **shifted}, metadata.labels, known).values()
@@ -154,9 +153,8 @@ def evaluate(
         like = id_pass.answers.logits  # [M, B, C]
         in_order({title: id_data}, metadata.labels, like.shape[2])  # of a function they are known now
         ood_passes = {key: run(ready(data, key), key, False, like) for key, data in foreign.items()}
-        shift_passes = {
-            key: run(ready(data, key), key, True, like) for key, data in zip(shift or {}, shifted_data, strict=True)
-        }
+        shifted_sets = zip(shift or {}, shifted_data, strict=True)
+        shift_passes = {key: run(ready(data, key), key, True, like) for key, data in shifted_sets}
     passes = _Passes(id_name, id_pass, groups, ood_passes, shift_passes)
     reused = passes.held_against(fitted_sets(applied, fitted))
     members, _, classes = like.shape
