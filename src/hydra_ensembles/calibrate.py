@@ -74,11 +74,11 @@ def calibrate(
     model, whatever autocast the caller has: convert what will answer in half precision first, `ensemble.bfloat16()`.
     Forward hooks that are put on its parts later, and change what these compute, are not seen.
 
-    Digests of 64 of the samples, drawn evenly, are kept with it (`Calibration.marks`), and `evaluate` warns where it is
-    given them: numbers on data that set the thresholds are too good. With a share f of these samples in a set, none of
-    the 64 is there, and nothing is said, with probability (1 - f)^64: 0.1 % for a tenth, 53 % for a hundredth. Likewise
-    it is known which of the samples given here fitted the familiarity before: more than a half of such (a part of the
-    training data, say) are refused, and a warning tells of fewer.
+    Digests of 1,024 of the samples, drawn evenly, are kept with it (`Calibration.marks`), and `evaluate` warns where it
+    is given them: numbers on data that set the thresholds are too good. With a share f of these samples in a set, none
+    of the 1,024 is there, and nothing is said, with probability (1 - f)^1024: 0.004 % for a hundredth, 36 % for a
+    thousandth. Likewise it is known which of the samples given here fitted the familiarity before: more than a half of
+    such (a part of the training data, say), told by three digests or more, are refused; a warning tells of fewer.
 
     Args:
         ensemble: It is not changed.
@@ -249,7 +249,7 @@ def fit_calibration(
 
     The threshold is the ⌈share · (n + 1)⌉-th smallest of the n scores: an input like the samples is accepted with
     probability `share` or more, whatever n. Where n is too small to refuse any, everything is accepted, with a warning.
-    Digests of 64 of the samples' logits are kept (`Calibration.logit_marks`), and `evaluate_logits` warns of them.
+    Digests of 1,024 of the samples' logits are kept (`Calibration.logit_marks`), and `evaluate_logits` warns of them.
 
     Args:
         member_logits: `[M, B, C]` of held-out in-distribution samples, at least two.

@@ -26,12 +26,11 @@ from .model.dropping import dropping
 from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
 from .model.metadata import Familiarity, FamiliaritySettings, Metadata
-from .overlap import Keys, about, marked, names_of, sample_keys, share_fitted, warn_of_copies
+from .overlap import Keys, about, marked, mostly_fitted, names_of, sample_keys, share_fitted, told_share, warn_of_copies
 
 FEW_A_CLASS = 20  # samples a class below which the covariance is shrunk more
 SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # of the mean eigenvalue, added to each
 HELD_OUT_MOST = 4096  # samples held out for p-values
-FITTED_MOST = 0.5  # share of the samples that set a threshold that may have fitted the statistics, with a warning
 OF_BOTH = ("validation/sure_share", "validation/familiar_share")  # metrics of two thresholds, each by itself
 OF_ACCEPTED = ("validation/accepted_share", "validation/risk_of_accepted")  # of all thresholds there are
 _NULL = 1e-10  # of the largest eigenvalue: directions in which nothing varies
@@ -218,16 +217,18 @@ def require_fresh(familiarity: Familiarity, keys: Keys) -> float:
 
     A threshold on them is too low, so it would accept fewer new inputs than it promises. The share of them is returned.
     """
-    share = share_fitted(keys, familiarity.settings.fitted_set)
-    if share > FITTED_MOST:
+    fitted_set = familiarity.settings.fitted_set
+    share = share_fitted(keys, fitted_set)
+    if mostly_fitted(keys, fitted_set):
         raise DataError(
             f"{about(share)} of the validation samples fitted the familiarity of this ensemble, so they do not say how "
             "familiar new ones look; calibrate on other data"
         )
     if share:
         warn(
-            f"{about(share)} of the validation samples fitted the familiarity of this ensemble, and look more familiar "
-            "than new ones: its threshold accepts fewer new inputs than it promises; calibrate on other data"
+            f"{told_share(keys, fitted_set)} of the validation samples fitted the familiarity of this ensemble, and "
+            "look more familiar than new ones: its threshold accepts fewer new inputs than it promises; calibrate on "
+            "other data"
         )
     return share
 

@@ -24,7 +24,9 @@ Keys = npt.NDArray[np.int64]
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers as wide as floating-point numbers of so many bytes
 _COPIES = 0.05  # share of samples that may be copies of others, as short texts are, without a word
 _ROWS = 256  # samples whose values are multiplied at a time
-MARKS = 64  # samples of a set that it is known again by
+MARKS = 1024  # samples of a set that it is known again by; in files of before, 64
+FITTED_MOST = 0.5  # share of the samples that set a threshold that may have fitted the statistics, with a warning
+_ENOUGH = 3  # marks that are known again, from which on their number is hardly chance
 
 
 def sample_keys(inputs: Inputs) -> Keys:
@@ -62,7 +64,7 @@ def names_of(keys: Keys) -> list[str]:
 
 
 def marked(keys: Keys) -> Keys:
-    """Those of the keys that a set is known again by: of all different ones the 64 that come first when mixed.
+    """Those of the keys that a set is known again by: of all different ones the 1,024 first when mixed.
 
     Mixed, keys are in no order that has to do with the samples (a min-hash): the marks are drawn evenly from the whole
     set, in whatever order and however often it has them, and marks of parts taken together give those of the whole.
@@ -90,18 +92,54 @@ def share_fitted(keys: Keys, fitted: FittedSet) -> float:
     """The share of a new set, by the keys of its samples, that is also in a set that something was fitted on.
 
     It is estimated: the marks tell which share of the fitted set is here, and its size how many samples that is. Where
-    a share f of the fitted set is here, none of its 64 marks is with probability (1 - f)^64: 0.1 % for a tenth of it,
-    but 53 % for a hundredth, however much of the new set that is. Of 1,000 samples, all from a fitted set of 6,000, the
-    share comes out as 0.88 ± 0.16, of 5,000 from 50,000 as 0.85 ± 0.20 (it is cut at 1; 200 draws each).
+    a share f of the fitted set is here, none of its n marks is with probability (1 - f)^n, however much of the new set
+    that is. By simulation (150 to 400 draws each), for new samples that are all from a fitted set of so many, by 1,024
+    marks and by the 64 of files of before: the share that is told (cut at 1), how often it is refused
+    (`mostly_fitted`), and how often nothing is said.
+
+        from     new    1,024: share   refused  silent   64: share   refused  silent
+          6,000  1,000  0.97 ± 0.04      100 %     0 %   0.89 ± 0.16     95 %     0 %
+         50,000  5,000  0.97 ± 0.05      100 %     0 %   0.84 ± 0.20     88 %     0 %
+         50,000  1,000  0.91 ± 0.11       99 %     0 %   0.64 ± 0.41     13 %    28 %
+        300,000  1,000  0.75 ± 0.29       63 %     3 %   0.17 ± 0.37      0 %    83 %
+
+    Where 5 % of 1,000 samples are from 50,000, none of 400 was refused, with either number of marks.
 
     Copies in the fitted set count, so that of such a set the share comes out too large rather than too small. Samples
     are known by their values as a model is given them: those that are augmented, or come in another size or dtype, are
     others.
     """
-    recognised = len(set(fitted.marks).intersection(names_of(keys)))
+    recognised = _recognised(keys, fitted)
     if not recognised:
         return 0.0
     return min(1.0, recognised / len(fitted.marks) * fitted.samples / len(np.unique(keys)))
+
+
+def mostly_fitted(keys: Keys, fitted: FittedSet) -> bool:
+    """Whether more than a half of a new set is also in a fitted one, by three marks at least.
+
+    One or two may be there by chance, and stand for many samples where the fitted set is large. They are enough where
+    they are more than a half themselves.
+    """
+    return not _by_few(keys, fitted) and share_fitted(keys, fitted) > FITTED_MOST
+
+
+def told_share(keys: Keys, fitted: FittedSet) -> str:
+    """The share of a new set that is also in a fitted one in words, and how many samples tell it where they are few."""
+    recognised = _recognised(keys, fitted)
+    few = f", told by {recognised} of them alone," if _by_few(keys, fitted) else ""
+    return f"{about(share_fitted(keys, fitted))}{few}"
+
+
+def _recognised(keys: Keys, fitted: FittedSet) -> int:
+    """How many marks of a fitted set are in a new one."""
+    return len(set(fitted.marks).intersection(names_of(keys)))
+
+
+def _by_few(keys: Keys, fitted: FittedSet) -> bool:
+    """Whether the marks that are known again are so few that they may be there by chance."""
+    recognised = _recognised(keys, fitted)
+    return recognised < _ENOUGH and recognised <= FITTED_MOST * len(np.unique(keys))
 
 
 def about(share: float) -> str:
@@ -115,7 +153,7 @@ def warn_if_fitted(name: str, keys: Keys, fitted: Mapping[str, FittedSet]) -> fl
     The largest share of the samples of the set that fitted one of these; None where there are no marks.
     """
     shares = {title: share_fitted(keys, fitted_set) for title, fitted_set in fitted.items() if fitted_set.marks}
-    remarks = [f"{about(share)} fitted the {title}" for title, share in shares.items() if share]
+    remarks = [f"{told_share(keys, fitted[title])} fitted the {title}" for title, share in shares.items() if share]
     if remarks:
         warn(
             f"of the samples of {name}, {' and '.join(remarks)}: ECE, risk, accepted shares and OOD numbers are then "

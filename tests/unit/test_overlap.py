@@ -18,7 +18,17 @@ from hydra_ensembles.errors import DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.metadata import Calibration, Metadata
-from hydra_ensembles.overlap import MARKS, FittedSet, keys_at_hand, marked, names_of, sample_keys, share_fitted
+from hydra_ensembles.overlap import (
+    MARKS,
+    FittedSet,
+    keys_at_hand,
+    marked,
+    mostly_fitted,
+    names_of,
+    sample_keys,
+    share_fitted,
+    told_share,
+)
 from hydra_ensembles.schema import from_plain
 from unit.pipeline import build_cases as cases
 
@@ -212,7 +222,7 @@ def test_logits_that_were_fitted_on_are_known_again() -> None:
 def test_marks_travel_with_what_was_fitted(calibrated: he.Ensemble, tmp_path: Path) -> None:
     calibrated.save_pretrained(tmp_path)
     marks = calibrated.metadata.calibration.marks
-    assert len(marks) == 64
+    assert len(marks) == 160  # all of them
     assert not calibrated.metadata.calibration.logit_marks  # samples say more
     for one in (he.Ensemble.from_pretrained(tmp_path), copy.deepcopy(calibrated), calibrated.optimize()):
         with pytest.warns(HydraWarning, match="about 100 %"):
@@ -273,6 +283,35 @@ def test_the_share_of_the_new_set_is_estimated(fitted: int, new: int, known: flo
     assert share_fitted(np.arange(3), FittedSet((), 0)) == 0.0
 
 
+def fitted_set(keys: Any, marks: int) -> FittedSet:
+    """What files keep that were written with so many marks."""
+    return FittedSet(tuple(names_of(marked(keys)[:marks])), len(keys))
+
+
+def test_a_small_part_of_a_large_set_is_known_again() -> None:
+    told = []
+    for start in range(0, 20 * 100_000, 100_000):
+        kept = fitted_set(np.arange(start, start + 50_000, dtype=np.int64), MARKS)
+        told.append(mostly_fitted(np.arange(start, start + 1_000), kept))
+        assert not mostly_fitted(np.arange(start + 49_950, start + 50_950), kept)  # 5 % of it
+    assert np.mean(told) >= 0.95
+
+
+@pytest.mark.parametrize("marks", [64, MARKS])
+def test_one_sample_that_is_known_again_refuses_nothing(marks: int) -> None:
+    keys = np.arange(50_000, dtype=np.int64)
+    kept = fitted_set(keys, marks)
+    fresh = np.arange(50_000, 51_000)
+    hits = np.array([int(name, 16) for name in kept.marks])
+    one, three = (np.concatenate([hits[:count], fresh[count:]]) for count in (1, 3))
+    assert not mostly_fitted(one, kept)
+    assert share_fitted(one, kept) == pytest.approx(50 / marks)  # by the number that the file has
+    assert "told by 1 of them alone" in told_share(one, kept)
+    assert mostly_fitted(three, kept) == (marks == 64)  # three stand for 2,344 samples, or for 146
+    assert "told by" not in told_share(three, kept)
+    assert mostly_fitted(hits[:2], kept)  # a set of two, both of which are known
+
+
 def test_all_of_a_small_set_was_fitted_on() -> None:
     fitted = he.fit_familiarity(PLAIN, FIT, held_out=0.0)
     part = FIT[:3]  # 48 of 160 samples
@@ -287,7 +326,7 @@ def test_all_of_a_small_set_was_fitted_on() -> None:
     assert "that did not fit it" in fresh.metadata.history[-1]
     with pytest.warns(HydraWarning, match="fitted the familiarity"):
         found = he.evaluate(fresh, part, progress=False)
-    assert found.reused > 0.6  # 1, as far as 64 of 160 tell
+    assert found.reused == 1.0
     (note,) = [one for one in he.compare([found]).notes if "fitted calibration" in one]
     assert f"about {100 * found.reused:.0f} % of the set" in note
     few = replace(found, reused=0.004)

@@ -31,8 +31,8 @@ class Calibration(Checked):
     Inputs whose score is above `threshold` are to be abstained from; `accepted_share` is the share of
     in-distribution inputs the threshold was chosen to accept. What the temperature `calibrates` is said at
     `Prediction.from_logits`; `reference` has the scores of the held-out data, for p-values, and `marks` the digests of
-    64 of its samples, drawn evenly: by them `evaluate` tells which share of a set they are. Where logits
-    were all there was (`fit_calibration`), `logit_marks` has those of 64 of them, for `evaluate_logits`.
+    1,024 of its samples, drawn evenly (in files of before, 64): by them `evaluate` tells which share of a set they
+    are. Where logits were all there was (`fit_calibration`), `logit_marks` has those of as many, for `evaluate_logits`.
     """
 
     temperature: tuple[float, ...] = (1.0,)

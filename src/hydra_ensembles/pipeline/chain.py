@@ -22,7 +22,7 @@ from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
 from ..circuit.scores import Score
 from ..errors import CheckpointError, ConfigError, DataError, SameMembersError, TooFewSamplesError
-from ..familiarity import FITTED_MOST, fit_familiarity
+from ..familiarity import fit_familiarity
 from ..fingerprints import model_fingerprint
 from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
@@ -32,7 +32,7 @@ from ..metrics.bootstrap import bootstrap_mean
 from ..metrics.distance import FamiliarityName
 from ..model.dual_encoder import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
-from ..overlap import sample_keys, share_fitted
+from ..overlap import mostly_fitted, sample_keys
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
 from ..training.finetune import finetune
@@ -174,7 +174,7 @@ def _familiar(
         return fused  # calibration tries with a half of its own samples, and says what is amiss
     familiarity = fitted.metadata.familiarity
     keys = np.concatenate([sample_keys(inputs) for inputs, _ in validation])
-    refused = familiarity is not None and share_fitted(keys, familiarity.settings.fitted_set) > FITTED_MOST
+    refused = familiarity is not None and mostly_fitted(keys, familiarity.settings.fitted_set)
     if choice == "auto" and refused:
         return fused  # a half of the samples then fits it, the other sets its threshold
     return fitted  # that what was asked for by name is fitted on other samples, calibration checks
