@@ -44,6 +44,10 @@ TABLE_SUFFIXES = (".parquet", *DELIMITERS, *JSON_LINES)
 MOST_CLASSES = 1 << 20  # larger numbers are ids
 _TORCHVISION, HUB = "torchvision:", "hub:"
 _SHARD = re.compile(r"^(?P<split>.+?)-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
+_PLAIN_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]*)?|-?\.[0-9]+")
+_OTHER_NUMBER = re.compile(r"-?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|inf(inity)?)", re.IGNORECASE)
+_TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T].*)?|[0-9]{2}:[0-9]{2}(:[0-9.]+)?")
+_NONE = frozenset(("", "NA", "N/A", "n/a", "#N/A", "#NA", "NaN", "nan", "-NaN", "-nan", "NULL", "null"))  # no number
 _LISTED = re.compile(r"(?P<path>.+?)(?: (?P<label>-?\d+))?")
 
 
@@ -158,6 +162,7 @@ class _Table:
     where: str  # what error messages call it
     title: str  # what the data set is called
     folder: Path = Path()  # where images lie that the table names by path
+    labels_as_written: bool = False  # whether they are letters, of which numbers are to be made, as in CSV
 
     def __len__(self) -> int:
         return int(self.data.num_rows)
@@ -240,9 +245,10 @@ def _read_tables(files: Sequence[Path], title: str, columns: Columns) -> _Table:
         elif suffix in JSON_LINES:
             parts = [arrow.table(_read_json_lines(file)) for file in files]
         else:
-            texts = {name: arrow.string() for name in (columns.text, columns.text_pair) if "." not in name}
-            parts = [_read_delimited(file, texts) for file in files]
-        return _Table(arrow.concat_tables(parts), where, title, files[0].parent)
+            letters = (columns.text, columns.text_pair, columns.label)
+            strings = {name: arrow.string() for name in letters if "." not in name}
+            parts = [_read_delimited(file, strings) for file in files]
+        return _Table(arrow.concat_tables(parts), where, title, files[0].parent, suffix in DELIMITERS)
     except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:
         kind = {".parquet": "Parquet", **dict.fromkeys(DELIMITERS, "a table with a header line")}
         raise DataError(f"{where} cannot be read as {kind.get(suffix, 'one JSON object a line')}: {error}") from error
@@ -264,12 +270,12 @@ def _read_json_lines(file: Path) -> dict[str, list[Any]]:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _read_delimited(file: Path, texts: dict[str, Any]) -> Any:
+def _read_delimited(file: Path, strings: dict[str, Any]) -> Any:
     """Read a table with a header line.
 
     CSV fields may be quoted and may then hold commas and line breaks. TSV fields are never quoted, so that a lone
-    quotation mark in a sentence (as in the GLUE files) is just a character. Texts are taken letter by letter, so that
-    `007` stays what it is; in the other columns numbers are recognised.
+    quotation mark in a sentence (as in the GLUE files) is just a character. Texts and labels (`strings`) are taken
+    letter by letter, so that `007` stays what it is; in the other columns numbers are recognised.
     """
     csv = require("pyarrow.csv", extra="data")
     suffix = file.suffix.lower()
@@ -277,7 +283,7 @@ def _read_delimited(file: Path, texts: dict[str, Any]) -> Any:
     one_block = csv.ReadOptions(block_size=max(1 << 20, file.stat().st_size + 1))  # a long text cannot straddle two
     quote = '"' if quoted else False
     quoting = csv.ParseOptions(delimiter=DELIMITERS[suffix], quote_char=quote, newlines_in_values=quoted)
-    return csv.read_csv(file, one_block, quoting, csv.ConvertOptions(strings_can_be_null=False, column_types=texts))
+    return csv.read_csv(file, one_block, quoting, csv.ConvertOptions(strings_can_be_null=False, column_types=strings))
 
 
 def _read_hub(name: str, config: str | None, split: str | None) -> _Table:
@@ -324,6 +330,7 @@ def _read_labels(
     """Read a label column as integers, with the class names: those given, else the table's, else the labels themselves.
 
     Whole numbers are taken as they are, strings are numbered in the order of the names; an empty cell or NaN is none.
+    Of CSV and TSV, labels are whole numbers where all are written so (`7`, `7.0`), else names, as `07` and `true` are.
     """
     if not table.has(column):
         if policy == "optional":
@@ -331,6 +338,7 @@ def _read_labels(
         problem = f"{table.where} has no label column {column!r}; it has {table.data.column_names}"
         raise DataError(f"{problem}. Name it with columns=Columns(label=...), or pass labels='optional' for OOD data")
     values = table.column(column)
+    values = _as_meant(values, table.where) if table.labels_as_written and "." not in column else values
     names = tuple(class_names) if class_names is not None else table.class_names(column)
     strings = {value for value in values if isinstance(value, str) and value}
     if strings and names is None:
@@ -348,6 +356,23 @@ def _read_labels(
     if names is None:
         names = tuple(str(label) for label in range(int(numbers.max()) + 1))
     return numbers, names
+
+
+def _as_meant(written: Sequence[str], where: str) -> list[Any]:
+    """Labels of a table of letters as numbers, where all of them are, or as they are written; None for none.
+
+    Refused are numbers with exponents, and dates: of names they would make as many classes as there are.
+    """
+    cells = [cell.strip() for cell in written]
+    present = [cell for cell in cells if cell not in _NONE]
+    if all(_PLAIN_NUMBER.fullmatch(cell) for cell in present):
+        return [None if cell in _NONE else float(cell) if "." in cell else int(cell) for cell in cells]
+    for kind in (_OTHER_NUMBER, _TIME):
+        if all(kind.fullmatch(cell) for cell in present) and not all(map(str.isdecimal, present)):
+            row = next(row for row, cell in enumerate(cells) if cell not in _NONE and not _PLAIN_NUMBER.fullmatch(cell))
+            accepted = "labels must be whole numbers or class names: see columns=Columns(label=...)"
+            raise DataError(f"row {row} of {where} has the label {written[row]!r}; {accepted}")
+    return list(written)
 
 
 def _warn_of_twins(names: Sequence[str], where: str) -> None:

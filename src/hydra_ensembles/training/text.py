@@ -142,6 +142,8 @@ class TextLearner(Learner[Pairs]):
                 rates[name] = projection_rate
             parameter.requires_grad_(learns)
         super().__init__(self.model, recipe, runtime, rates)
+        scale = self.model.logit_scale.item()  # of SigLIP it is above log(100): cut at once, probabilities would change
+        self.bounds = min(0.0, scale), max(LARGEST_SCALE, scale)
         self.model.eval()
         self.model.text.train(any(name.startswith("text.") for name in self.trained))  # frozen: no dropout
 
@@ -165,10 +167,10 @@ class TextLearner(Learner[Pairs]):
         return loss
 
     def update(self, group: list[Pairs], rate: float, seed: int) -> float:
-        """One step of the optimizer; the logit scale is kept between 0 and log(100)."""
+        """One step of the optimizer; the logit scale is kept between 0 and log(100), or where it began beyond them."""
         loss = super().update(group, rate, seed)
         with torch.no_grad():
-            self.model.logit_scale.clamp_(0.0, LARGEST_SCALE)
+            self.model.logit_scale.clamp_(*self.bounds)
         return loss
 
     @torch.no_grad()
@@ -255,7 +257,8 @@ def tune_text(
     The image tower is locked: it gets no gradient and ends with the bits it had. The loss is CLIP's, over all pairs of
     an update; pairs of one class are positives of each other. `Recipe.gradient_accumulation` batches, from every
     process that accelerate or torchrun started, count as one large batch: every image is compared with every text of
-    all of them. The logit scale (a logarithm, as CLIP has it) is trained and kept between 0 and log(100).
+    all of them. The logit scale (a logarithm, as CLIP has it) is trained and kept between 0 and
+    log(100); one that begins beyond them, as SigLIP's does, goes no further.
 
     `Recipe.train_groups` and `last_blocks` speak of the text tower; the text projection belongs to the group
     `readout`. With `validation`, the weights are kept with which the text nearest to an image is most often of its

@@ -178,6 +178,36 @@ def test_csv_with_quotes_and_tsv_without(tmp_path: Path) -> None:
             load(csv, labels="optional")
 
 
+@pytest.mark.parametrize(
+    ("written", "labels", "names"),
+    [
+        ("01 02 01", [0, 1, 0], ("01", "02")),
+        ("true false", [1, 0], ("false", "true")),
+        ("10 9 a", [0, 1, 2], ("10", "9", "a")),
+        ("1 0 2", [1, 0, 2], ("0", "1", "2")),
+        ("1.0 0. NA", [1, 0, -1], ("0", "1")),
+        ("-1 1", [-1, 1], ("0", "1")),
+        ("NA nan null", [-1, -1, -1], ()),
+        ("yes NA", [1, 0], ("NA", "yes")),
+        ("1e2 3", "row 0 of .* has the label '1e2'; labels must be whole numbers", None),
+        ("0.5 1e-05", "row 1 of .* has the label '1e-05'", None),
+        ("12:30 07:15:00", "row 0 of .*'12:30'", None),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_labels_are_taken_letter_by_letter(tmp_path: Path, suffix: str, written: str, labels: Any, names: Any) -> None:
+    """Whole numbers are those that are all written so; a guess by columns made three classes of 01 and 02."""
+    path = tmp_path / f"t.{suffix}"
+    comma = "," if suffix == "csv" else "\t"
+    path.write_text(f"text{comma}label\n" + "".join(f"a{comma}{one}\n" for one in written.split()))
+    if isinstance(labels, str):
+        with pytest.raises(DataError, match=labels):
+            load(path, labels="optional")
+        return
+    data = load(path, labels="optional")
+    assert (data.labels.tolist(), data.class_names) == (labels, names)
+
+
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl"])
 def test_texts_of_digits_keep_every_letter(tmp_path: Path, suffix: str) -> None:
     names = ("text", "text_pair", "label")

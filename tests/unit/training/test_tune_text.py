@@ -167,6 +167,17 @@ def test_a_pruned_dual_encoder_trains_and_fuses_with_others():
         tune(fused, pairs())
 
 
+@pytest.mark.parametrize("scale", [4.7637, -0.5, 2.0])
+def test_a_logit_scale_beyond_its_bounds_is_not_cut(scale):
+    dual = tiny_dual()
+    with torch.no_grad():
+        dual.logit_scale.fill_(scale)
+    tuned = tune(dual, pairs(), replace(QUICK, learning_rate=1e-12))
+    assert tuned.logit_scale.item() == pytest.approx(scale, abs=1e-6)
+    if scale > 4.6:  # higher it does not go, and it may come down
+        assert tune(dual, pairs(), replace(QUICK, learning_rate=0.1)).logit_scale.item() <= scale + 1e-6
+
+
 def test_validation_keeps_the_best_weights_and_decides_a_grid():
     recipe = Recipe(grid=(1e-5, 0.01), epochs=3, train_groups=("attention", "mlp", "norms", "readout"))
     tuned = tune(tiny_dual(), ShuffledPairs(), recipe, validation=pairs(12, 5, seed=3))
