@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._utils import warn
 from ..errors import ConversionError
 from ..model.config import Activation, EnsembleConfig
 from ..model.ensemble import shapes_of
@@ -376,6 +377,23 @@ def refuse(architecture: str, variant: str) -> ConversionError:
     why = "the canonical encoder cannot represent this without changing predictions"
     remedy = "a model of this architecture without it, fine-tuned on the same data"
     return ConversionError(in_lines(f"{architecture}: {variant}", why, remedy))
+
+
+def require_whole_patches(image: tuple[int, int], patch: tuple[int, int], architecture: str, any_size: bool) -> None:
+    """Refuse a model whose images are no whole patches: the canonical encoder takes none of them.
+
+    One that answers other sizes (`any_size`) is converted, and a warning says which images it is to be given.
+    """
+    if not any(side % step for side, step in zip(image, patch, strict=True)):
+        return
+    what = f"its image_size {image[0]}x{image[1]} is no multiple of its patch_size {patch[0]}x{patch[1]}"
+    if not any_size:
+        raise refuse(architecture, what)
+    height, width = (side - side % step for side, step in zip(image, patch, strict=True))
+    warn(
+        f"{architecture}: {what}. The converted model takes whole patches alone: give it images of {height}x{width}, "
+        "where a preprocessing of its own makes others"
+    )
 
 
 def read_classifier(module: Any, num_labels: int | None, architecture: str) -> tuple[int, bool]:

@@ -25,6 +25,7 @@ from .core import (
     read_classifier,
     refuse,
     require_usual_scale,
+    require_whole_patches,
 )
 
 _VIT = "timm VisionTransformer"
@@ -110,6 +111,8 @@ def _stem(model: Any, name: str, distilled: bool) -> PatchStemConfig:
         raise refuse(name, f"patches are embedded by {type(patch).__name__} with {type(patch.norm).__name__}")
     if not is_identity(model.patch_drop):
         raise refuse(name, "it drops patches in training")
+    if patch.strict_img_size or patch.dynamic_img_pad:  # any other takes whole patches alone, as we do
+        require_whole_patches(pair(patch.img_size), pair(patch.patch_size), name, any_size=False)
     normed = not is_identity(model.norm_pre)
     return PatchStemConfig(
         patch_size=pair(patch.patch_size),

@@ -32,6 +32,7 @@ from .core import (
     pair,
     read_classifier,
     refuse,
+    require_whole_patches,
     run,
 )
 
@@ -68,9 +69,15 @@ def read_encoder(config: Any, architecture: str, **settings: Any) -> EncoderConf
     return EncoderConfig(**{**shared, **settings})
 
 
-def patch_stem(config: Any, resample: Resample, **settings: Any) -> PatchStemConfig:
-    """The stem that a configuration describes, with what a family reads in its own way as settings."""
+def patch_stem(
+    config: Any, resample: Resample, architecture: str, any_size: bool = False, **settings: Any
+) -> PatchStemConfig:
+    """The stem that a configuration describes, with what a family reads in its own way as settings.
+
+    A family that answers images of `any_size` may have one in its configuration that is no whole patches.
+    """
     patch, image = pair(config.patch_size), pair(config.image_size)
+    require_whole_patches(image, patch, architecture, any_size)
     grid = image[0] // patch[0], image[1] // patch[1]
     return PatchStemConfig(patch, grid, channels=int(config.num_channels), resample=resample, **settings)
 
@@ -218,7 +225,7 @@ def _vit_config(
     config = model.config
     dropout = float(config.hidden_dropout_prob)
     tokens = {"class_token": class_token, "distillation_token": distilled}
-    stem = patch_stem(config, "bicubic", position_prefix=sum(tokens.values()), dropout=dropout, **tokens)
+    stem = patch_stem(config, "bicubic", name, position_prefix=sum(tokens.values()), dropout=dropout, **tokens)
     rates = {"projection_dropout": dropout, "output_dropout": dropout}
     encoder = read_encoder(config, name, qkv_bias=bool(config.qkv_bias), **rates)
     teacher = getattr(model, "cls_classifier", None)
@@ -238,7 +245,7 @@ def _dinov2_config(model: Any, num_labels: int | None, name: str, resample: Resa
     config = model.config
     registers = int(getattr(config, "num_register_tokens", 0))
     dropout = float(config.hidden_dropout_prob)
-    stem = patch_stem(config, resample, position_prefix=1, registers=registers, dropout=dropout)
+    stem = patch_stem(config, resample, name, any_size=True, position_prefix=1, registers=registers, dropout=dropout)
     if stem.grid[0] != stem.grid[1]:
         raise refuse(name, f"its image_size {config.image_size} is not square, but its position embedding is read so")
     gated = bool(config.use_swiglu_ffn)

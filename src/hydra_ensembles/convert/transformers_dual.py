@@ -75,7 +75,9 @@ def _clip_classes(*names: str) -> tuple[str, ...]:
 
 def _clip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     config = getattr(model.config, "vision_config", model.config)
-    stem = patch_stem(config, "bicubic", patch_bias=False, norm=True, norm_eps=float(config.layer_norm_eps))
+    stem = patch_stem(
+        config, "bicubic", _CLIP_IMAGE, patch_bias=False, norm=True, norm_eps=float(config.layer_norm_eps)
+    )
     encoder = read_encoder(config, _CLIP_IMAGE, attention_dropout=float(config.attention_dropout))
     readout = _clip_readout(getattr(model, "visual_projection", None), config, num_labels, _CLIP_IMAGE)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
@@ -181,7 +183,7 @@ _SIGLIP_TEXT_TOWER: Weights = {**_CLIP_TEXT_TOWER, "readout.classifier": "head"}
 
 def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     config = getattr(model.config, "vision_config", model.config)
-    stem = patch_stem(config, "bicubic", class_token=False, position_prefix=0)
+    stem = patch_stem(config, "bicubic", _SIGLIP_IMAGE, any_size=True, class_token=False, position_prefix=0)
     encoder = read_encoder(config, _SIGLIP_IMAGE, attention_dropout=float(config.attention_dropout))
     if hasattr(model, "classifier"):  # which reads the mean patch: the attention that pools takes no part
         classes, bias = read_classes(model, model.classifier, num_labels, _SIGLIP_IMAGE)

@@ -44,7 +44,9 @@ _DINOV3_LAYER: Weights = {
 def _dinov3_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     config, name = model.config, _DINOV3_NAME
     registers = int(config.num_register_tokens)
-    stem = patch_stem(config, "bicubic", position_prefix=0, registers=registers, learned_positions=False)
+    stem = patch_stem(
+        config, "bicubic", name, any_size=True, position_prefix=0, registers=registers, learned_positions=False
+    )
     biases = bool(config.query_bias), bool(config.key_bias), bool(config.value_bias)
     if biases[0] != biases[2] or biases[1] > biases[0]:
         raise refuse(name, f"of query, key and value only some have a bias ({biases})")

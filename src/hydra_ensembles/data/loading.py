@@ -489,14 +489,23 @@ def _table_of_files(listed: Sequence[tuple[str, str | int | None]], where: Path,
 
 
 def _load_torchvision(name: str, split: str | None, root: Path, download: bool) -> ImageDataset:
-    """Load a classification data set of torchvision; `split` goes to its argument of that name, or to `train`."""
+    """Load a classification data set of torchvision; `split` goes to its argument of that name, or to `train`.
+
+    One that has both, as EMNIST, is asked for by both: `letters-test`.
+    """
     library = require("torchvision.datasets", extra="data")
     factory = getattr(library, name, None)
     if not inspect.isclass(factory) or name.startswith("_"):
         raise DataError(f"torchvision has no data set {name!r}; known: {', '.join(sorted(library.__all__))}")
-    accepted = inspect.signature(factory).parameters
+    accepted = _accepted(factory)
     settings = {key: value for key, value in {"root": root, "download": download}.items() if key in accepted}
-    if "split" in accepted and split is not None:
+    if {"split", "train"} <= accepted:
+        settings["split"], _, part = (split or "").rpartition("-")
+        if part not in ("test", "train"):
+            both = "its splits have a training and a test part each: write split='NAME-train' or 'NAME-test'"
+            raise DataError(f"torchvision:{name} has no split {split!r}; {both}, such as 'letters-test' of EMNIST")
+        settings["train"] = part == "train"
+    elif "split" in accepted and split is not None:
         settings["split"] = split
     elif "train" in accepted:
         settings["train"] = _choose(split, ("test", "train"), f"torchvision:{name}") == "train"
@@ -514,6 +523,17 @@ def _load_torchvision(name: str, split: str | None, root: Path, download: bool) 
     class_names = tuple(", ".join(entry) if isinstance(entry, tuple) else str(entry) for entry in names)
     images = Rows(len(data), partial(_torchvision_image, data))
     return ImageDataset(images, [int(label) for label in labels], class_names, f"torchvision:{name}")
+
+
+def _accepted(factory: type) -> set[str]:
+    """Names of what a class takes, those that it hands on to the classes it is made from among them."""
+    accepted: set[str] = set()
+    for one in inspect.getmro(factory)[:-1]:
+        parameters = inspect.signature(one).parameters
+        accepted |= set(parameters)
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return accepted
 
 
 def _torchvision_image(data: Any, row: int) -> Picture:

@@ -275,7 +275,8 @@ def train_parametrised(
     make = partial(EnsembleLearner, start, job.recipe, index=job.index, arrange=arrange)
     result = train_classifier(make, start, job)
     model = arrange(Ensemble.from_state(start.config, trainable_state(start, start.device)))
-    model.load_state_dict(result.weights, strict=False)
+    unexpected = model.load_state_dict(result.weights, strict=False).unexpected_keys
+    assert not unexpected, unexpected  # all that was trained has its place, as `arrange` makes the same each time
     state = {name: tensor.to(start.dtype) for name, tensor in model.whole().items()}
     metadata = trained_metadata(start, job.train, result, f"{line}: {result.described(job.recipe, parts)}")
     return Ensemble.from_state(start.config, state, metadata)

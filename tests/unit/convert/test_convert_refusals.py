@@ -14,7 +14,7 @@ from architectures_clip import SIGLIP_IMAGE, open_clip_from_timm, open_clip_mode
 from architectures_transformers import DINOV3, DISTILBERT, MODERNBERT, TEXT, VISION, transformers_model
 from hydra_ensembles.convert.convert import ARCHITECTURES, DUAL_ARCHITECTURES
 from hydra_ensembles.convert.refusals import refusal
-from hydra_ensembles.errors import ConversionError
+from hydra_ensembles.errors import ConversionError, HydraWarning
 
 Rows = list[tuple[Callable[[], Any], str]]
 
@@ -180,6 +180,10 @@ VARIANTS: Rows = [
     (lambda: bert(hidden_act="mish"), "mish"),
     (lambda: hf("DistilBertForSequenceClassification", DISTILBERT, activation="gelu_10"), "gelu_10"),
     (lambda: hf("Dinov2ForImageClassification", VISION, image_size=(16, 64)), "not square"),
+    (lambda: hf("ViTForImageClassification", VISION, image_size=36, patch_size=8), "36x36 is no multiple .* 8x8"),
+    (lambda: transformers_clip({"image_size": 36, "patch_size": 8}, {}), "36x36 is no multiple .* 8x8"),
+    (lambda: vit(img_size=36, patch_size=8), "36x36 is no multiple .* 8x8"),
+    (lambda: vit(img_size=30, patch_size=8, dynamic_img_size=True, dynamic_img_pad=True), "30x30 is no multiple"),
     (lambda: hf("ViTForImageClassification", VISION, problem_type="multi_label_classification"), "multi_label"),
     (lambda: hf("RobertaForSequenceClassification", TEXT, problem_type="regression"), "regression"),
     (lambda: hf(ELECTRA, TEXT, num_labels=1), "one output"),
@@ -212,6 +216,15 @@ VARIANTS: Rows = [
 @pytest.mark.parametrize(("build", "token"), VARIANTS)
 def test_a_variant_without_canonical_form_is_refused(build: Any, token: str) -> None:
     refused(build(), token)
+
+
+def test_images_of_broken_patches_are_told_where_the_model_takes_others() -> None:
+    """As SigLIP of 384 pixels in patches of 14 does: conv leaves the rest out, and so must who prepares images."""
+    for name, settings in (("SiglipVisionModel", SIGLIP_IMAGE), ("Dinov2ForImageClassification", VISION)):
+        model = hf(name, settings, image_size=36, patch_size=8)
+        with pytest.warns(HydraWarning, match="36x36 is no multiple.*give it images of 32x32"):
+            converted = he.convert(model, num_labels=5 if "Model" in name else None)
+        assert converted(torch.zeros(1, 3, 32, 32)).shape[-1] == converted.num_classes
 
 
 def test_settings_of_the_conversion_that_do_not_fit_the_model_are_refused() -> None:

@@ -400,9 +400,27 @@ def test_torchvision_sets_that_take_split_or_neither(tmp_path: Path) -> None:
     assert load("torchvision:EuroSAT", root=tmp_path).class_names == ("River",)
 
 
+def test_torchvision_sets_that_take_split_and_hide_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """EMNIST hands `train` and `download` on to MNIST: whatever was asked for, it was the training part."""
+    taken: dict[str, Any] = {}
+
+    def begin(self: Any, root: Path, train: bool = True, download: bool = False, **others: Any) -> None:
+        taken.update(train=train, download=download)
+        self.data, self.targets, self.classes = [(picture(0), 0)], [0], ["a"]
+
+    datasets = pytest.importorskip("torchvision.datasets")
+    monkeypatch.setattr(datasets.MNIST, "__init__", begin)
+    monkeypatch.setattr(datasets.MNIST, "__len__", lambda self: 1)
+    for part in ("test", "train"):
+        assert len(load("torchvision:EMNIST", f"letters-{part}", root=tmp_path, download=True)) == 1
+        assert taken == {"train": part == "train", "download": True}
+
+
 @pytest.mark.parametrize(
     ("name", "split", "token"),
     [
+        ("EMNIST", "letters", "letters-test"),
+        ("EMNIST", None, "NAME-train"),
         ("MNIST", "validation", r"\['test', 'train'\]"),
         ("DTD", "dev", "DTD.*dev"),
         ("EuroSAT", "test", "no splits"),
@@ -410,7 +428,7 @@ def test_torchvision_sets_that_take_split_or_neither(tmp_path: Path) -> None:
         ("CIFAR11", "test", "CIFAR11.*CIFAR10"),
     ],
 )
-def test_torchvision_sets_that_are_not_there(tmp_path: Path, name: str, split: str, token: str) -> None:
+def test_torchvision_sets_that_are_not_there(tmp_path: Path, name: str, split: str | None, token: str) -> None:
     with pytest.raises(DataError, match=token):
         load(f"torchvision:{name}", split, root=tmp_path)
 

@@ -51,6 +51,25 @@ def test_a_change_that_is_added_trains_as_the_weight_itself():
     assert found.metadata.calibration is None
 
 
+def test_what_was_trained_is_not_lost_in_silence():
+    class Renamed(Added):
+        """The parameter, under another name each time."""
+
+        made = 0
+
+        def __init__(self, ensemble):
+            super().__init__(ensemble)
+            Renamed.made += 1
+            self.register_parameter(f"again{Renamed.made}", nn.Parameter(torch.zeros(1)))
+
+        def computed(self):
+            (again,) = (value for name, value in self.named_parameters() if name.startswith("again"))
+            return {NAME: self.ensemble.get_parameter(NAME) + self.change + again}
+
+    with pytest.raises(AssertionError, match="again1"):
+        train(Renamed, RECIPE)
+
+
 def test_rates_and_decay_are_those_of_the_method():
     plain, odd = (EnsembleLearner(tiny(), RECIPE, Runtime(torch.device("cpu")), 0, kind) for kind in (Added, Odd))
     for learner, expected in ((plain, (1.0, 0.1)), (odd, (2.0, 0.0))):
