@@ -342,7 +342,7 @@ def test_the_command_makes_tables_and_figures_again_from_results(seed: Seed, tmp
     assert "heads removed" in made.output
     assert (tmp_path / f"shares-{TASK}.svg").exists()
     assert not registry.undrawn(tmp_path)
-    registry.store({**registry.load("shares", TASK, tmp_path), "seconds": 1.0}, tmp_path)
+    registry.store({**registry.load("shares", TASK, tmp_path), "seconds": -1.0}, tmp_path)  # no run takes that
     assert registry.undrawn(tmp_path)  # a figure of other numbers is none
     wrong = CliRunner().invoke(app, ["analyse", "shares", "--task", "nowhere", "--results", str(tmp_path)])
     assert isinstance(wrong.exception, ConfigError)
