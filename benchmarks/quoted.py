@@ -43,7 +43,7 @@ from typing import Any
 
 from studies.all_tasks import intervals
 from studies.cells import LOWER, PLAIN
-from studies.columns import read_columns
+from studies.column_files import read_columns
 from studies.dual_findings import DualStudy
 from studies.dual_findings import claims as dual_claims
 from studies.findings import claims, foretold

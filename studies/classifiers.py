@@ -14,7 +14,7 @@ import torch
 from hydra_ensembles.errors import SameMembersError
 from hydra_ensembles.files import write_json
 
-from .columns import write_columns
+from .column_files import write_columns
 from .engine import COSTS, Job, Kind, Run, made_with, sizes, timed, write_costs
 from .evidence import Judged, stored, under_shift
 from .measures import SHIFT, Array, plain_numbers

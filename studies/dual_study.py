@@ -16,7 +16,7 @@ from hydra_ensembles.files import read_json, write_json
 from hydra_ensembles.heads.members import CIRCUIT_ORDER, Score
 from hydra_ensembles.schema import to_plain
 
-from .columns import write_columns
+from .column_files import write_columns
 from .dual_rows import rows_of
 from .dual_seed import CHOICE, TOWERS, DualSeed
 from .engine import COSTS, Job, Kind, Run, made_with, timed, write_costs

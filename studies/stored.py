@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra_ensembles.errors import DataError
 
-from .columns import read_columns
+from .column_files import read_columns
 from .measures import (
     SEVERITIES,
     SHIFT,

@@ -17,7 +17,7 @@ import numpy as np
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json, read_object, write_json
 
-from .columns import BEFORE, read_columns, same_column, write_columns
+from .column_files import BEFORE, read_columns, same_column, write_columns
 from .measures import SHIFT, Array
 from .seed_folder import CHOICES, REPORT, slug
 

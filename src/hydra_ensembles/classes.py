@@ -17,12 +17,13 @@ def same_names(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
 
     Where all are numbers, 1 is what the other calls 001. Of a label that occurs twice only its place tells.
     """
-    key: Callable[[str], str | int] = int if are_numbers((*names, *labels)) else str
-    wanted, keys = list(map(key, names)), list(map(key, labels))
-    counts = Counter(keys)
-    numbers = {one: number for number, one in enumerate(keys) if counts[one] == 1}
-    found = {place: numbers[one] for place, one in enumerate(wanted) if one in numbers}
-    return found | {place: place for place, pair in enumerate(zip(wanted, keys, strict=False)) if pair[0] == pair[1]}
+    read: Callable[[str], str | int] = int if are_numbers((*names, *labels)) else str
+    wanted, offered = list(map(read, names)), list(map(read, labels))
+    counts = Counter(offered)
+    numbers = {label: number for number, label in enumerate(offered) if counts[label] == 1}
+    by_name = {place: numbers[name] for place, name in enumerate(wanted) if name in numbers}
+    in_place = [place for place, (name, label) in enumerate(zip(wanted, offered, strict=False)) if name == label]
+    return by_name | {place: place for place in in_place}
 
 
 def class_numbers(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
@@ -31,10 +32,10 @@ def class_numbers(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]
     Where both have names, names decide. A set that has nothing but numbers for a model without such names means these
     numbers, not their places (0, 1, 10, 2); other names for a model without names are taken to be in its order.
     """
-    found = same_names(names, labels)
-    if not found and are_numbers(names) and not (labels and are_numbers(labels)):
+    shared = same_names(names, labels)
+    if not shared and are_numbers(names) and not (labels and are_numbers(labels)):
         return {place: int(name) for place, name in enumerate(names)}
-    return found if labels else {place: place for place in range(len(names))}
+    return shared if labels else {place: place for place in range(len(names))}
 
 
 def in_order(sets: Mapping[str, Batches | None], labels: Sequence[str], classes: int | None) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def in_order(sets: Mapping[str, Batches | None], labels: Sequence[str], classes:
     if not labels and train is not None:
         known["train"] = class_names_in(train, classes)
     for name, source in sets.items():
-        for names in [] if source is None else [tuple(map(str, found)) for found in _class_names(source)]:
+        for names in () if source is None else _class_names(source):
             owner = next((owner for owner in known if same_names(names, known[owner])), None)
             if owner is None:
                 require_as_many(names, labels, classes, name, _UNNAMED)
@@ -113,7 +114,7 @@ def some(names: Sequence[str]) -> str:
 def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
     """Say so where none of the classes that a model learns is called as one of its own: it keeps the names it has."""
     for names in _class_names(batches):
-        learned = [str(name) for name in names if not str(name).isdecimal()]
+        learned = [name for name in names if not name.isdecimal()]
         if labels and learned and set(learned).isdisjoint(labels):
             warn(
                 f"train has the classes {', '.join(learned[:4])}, and the model {', '.join(labels[:4])}: it learns the "
@@ -125,13 +126,13 @@ def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
 
 def class_names_in(batches: Batches, classes: int | None) -> tuple[str, ...]:
     """Names of so many classes that a source has inside it; empty where it has none, or the numbers of their places."""
-    distinct = {tuple(map(str, names)) for names in _class_names(batches)}
+    distinct = set(_class_names(batches))
     names = distinct.pop() if len(distinct) == 1 else ()
     places = tuple(map(str, range(len(names))))
     return names if len(set(names)) == len(names) == classes and names != places else ()
 
 
-def _class_names(batches: Batches) -> Iterator[Sequence[Any]]:
+def _class_names(batches: Batches) -> Iterator[tuple[str, ...]]:
     """Names of classes, in the order of their numbers, of every data set inside a source that has some."""
     for part in all_parts(batches):
         features = getattr(part, "features", None)  # of `datasets`
@@ -139,4 +140,4 @@ def _class_names(batches: Batches) -> Iterator[Sequence[Any]]:
         column = columns.get("labels", columns.get("label"))
         names = getattr(part, "class_names", None) or getattr(part, "classes", None) or getattr(column, "names", None)
         if isinstance(names, list | tuple) and getattr(part, "target_transform", None) is None:
-            yield names
+            yield tuple(map(str, names))

@@ -528,8 +528,8 @@ def _load_torchvision(name: str, split: str | None, root: Path, download: bool) 
 def _accepted(factory: type) -> set[str]:
     """Names of what a class takes, those that it hands on to the classes it is made from among them."""
     accepted: set[str] = set()
-    for one in inspect.getmro(factory)[:-1]:
-        parameters = inspect.signature(one).parameters
+    for base in inspect.getmro(factory)[:-1]:
+        parameters = inspect.signature(base).parameters
         accepted |= set(parameters)
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
             break

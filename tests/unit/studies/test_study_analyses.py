@@ -26,7 +26,7 @@ from studies.__main__ import app
 from studies.analyses import analysis, chosen_heads, diversity, noise, pruned, rates, registry, seeds, separation
 from studies.analyses.gates import expand, gates_after, measure, pruning_step, weight_terms
 from studies.analyses.registry import ANALYSES
-from studies.columns import write_columns
+from studies.column_files import write_columns
 from studies.paper import read_csv
 from studies.results import pyplot
 from studies.seed import Seed

@@ -39,7 +39,7 @@ from studies.captions import (
     train_dual,
     view_features,
 )
-from studies.columns import read_columns
+from studies.column_files import read_columns
 from studies.dual_recipe import load_dual_recipe
 from studies.dual_rows import BOTH, HYDRA, IMAGE, IMAGE_TUNED, ROWS, DualRow
 from studies.dual_seed import DualTask

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from hydra_ensembles.files import write_json
 from studies.__main__ import app
-from studies.columns import read_columns, write_columns
+from studies.column_files import read_columns, write_columns
 from studies.dual_findings import CLASSIFICATION, TABLES, DualStudy, blocks, claims
 from studies.dual_rows import HYDRA
 from studies.measures import Columns

@@ -22,7 +22,7 @@ from studies import all_tasks, cells, classifiers, findings, gain_figure, storin
 from studies import rows as study_rows
 from studies.__main__ import app
 from studies.classifiers import CLASSIFIERS
-from studies.columns import read_columns, write_columns
+from studies.column_files import read_columns, write_columns
 from studies.detection import METRICS, PAPER
 from studies.engine import Run
 from studies.findings import judged

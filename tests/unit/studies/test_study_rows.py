@@ -13,7 +13,7 @@ from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import CheckpointError, DataError
 from studies import rows
 from studies.classifiers import choose, report
-from studies.columns import read_columns
+from studies.column_files import read_columns
 from studies.rows import (
     BASELINES,
     CIRC_AVG,

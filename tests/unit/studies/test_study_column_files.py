@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json, write_json
 from studies.__main__ import app
-from studies.columns import read_columns, same_column, write_columns
+from studies.column_files import read_columns, same_column, write_columns
 from studies.measures import Array
 from studies.stored import Study
 from studies.storing import CONVERTED, FORMAT, STUDY, convert, forget, store
