@@ -82,13 +82,14 @@ def test_evaluations_come_every_so_many_steps_and_at_the_end(tmp_path):
 
 
 def test_evaluating_more_often_does_not_change_the_training(monkeypatch):
-    recipe = replace(PLAIN, steps=9, dropout=0.1)
-    plain = train(shuffled(), recipe)
-    for every in (1, 3):
-        rising = iter(range(100))  # accuracy that only rises: the last weights are the best
-        read = lambda learner, validation, rising=rising: (len(list(validation)) and next(rising) / 100, 1.0)  # noqa: E731
-        monkeypatch.setattr(EnsembleLearner, "measure", read)
-        assert same(plain, train(shuffled(), replace(recipe, evaluate_every=every), shuffled(seed=3)))
+    recipe, rising = replace(PLAIN, steps=9, dropout=0.1), itertools.count(1)
+
+    def read(learner, validation):
+        return len(list(validation)) * next(rising) / 100, 1.0  # it only rises: the last weights are the best
+
+    monkeypatch.setattr(EnsembleLearner, "measure", read)
+    often = train(shuffled(), replace(recipe, evaluate_every=1), shuffled(seed=3))
+    assert same(train(shuffled(), recipe), often)
 
 
 def test_the_measure_is_accuracy_and_nll_of_the_mean_probabilities():
@@ -118,25 +119,26 @@ def test_the_grid_is_decided_on_validation(monkeypatch, tmp_path):
 def test_a_rate_that_diverges_is_left_out(tmp_path):
     data = batches()
     recipe = Recipe(optimizer="sgd", grid=(1e-4, 1e4, 1e-2), epochs=3, schedule="constant")
-    with pytest.warns(HydraWarning, match=r"learning rate 10000 diverged and is left out.* at step \d+") as caught:
+    with pytest.warns(HydraWarning, match="learning rate 10000 diverged") as caught:
         chosen = train(data, recipe, data, output=tmp_path)
     assert not any("checkpoint stays" in str(one.message) for one in caught)  # there is none
-    assert "chosen of 3 (10000 diverged)" in chosen.metadata.history[-1]
+    assert "(10000 diverged)" in chosen.metadata.history[-1]
     assert same(chosen, train(data, replace(recipe, grid=(1e-4, 1e-2)), data))
-    with pytest.raises(DivergedError, match=r"all learning rates diverged \(10000, 100000\); the lowest: .* 10000\)"):
-        train(data, replace(recipe, grid=(1e5, 1e4)), data)
-    with pytest.raises(DivergedError, match=r"^the loss is nan"):
-        train(data, replace(recipe, grid=(), learning_rate=1e4), data)
-    with pytest.raises(DivergedError, match=r"validation has .* nan after step 6 \(member 0, learning rate 0\.0001\)"):
-        train(data, replace(recipe, grid=(), learning_rate=1e-4), [(data[0][0] * math.nan, data[0][1])])
+    unreadable = [(data[0][0] * math.nan, data[0][1])]
+    for changes, validation, token in (
+        ({"grid": (1e5, 1e4)}, data, r"\(10000, 100000\)"),
+        ({"grid": (), "learning_rate": 1e4}, data, "^the loss is nan"),
+        ({"grid": (), "learning_rate": 1e-4}, unreadable, "validation has .* after step 6"),
+    ):
+        with pytest.raises(DivergedError, match=token):
+            train(data, replace(recipe, **changes), validation)
 
 
 def test_rates_that_are_finished_serve_another_grid(tmp_path, monkeypatch):
     data = batches(16)
     recipe = Recipe(optimizer="sgd", grid=(1e-4, 1e-3, 1e-2), epochs=1, schedule="constant")
     chosen = train(data, recipe, data, output=tmp_path)
-    path = tmp_path / "member-0" / "rate-0.01" / "checkpoint.json"
-    assert json.loads(path.read_text())["fingerprint"]["recipe"]["grid"] == [1e-4, 1e-3, 1e-2]  # as files of before
+    assert journal(tmp_path, "0.01")["fingerprint"]["recipe"]["grid"] == [1e-4, 1e-3, 1e-2]  # as files of before
     steps = []
     count_calls(monkeypatch, EnsembleLearner, "update", lambda: steps.append(1))
     fewer = train(data, replace(recipe, grid=(1e-4, 1e-2)), data, output=tmp_path)
@@ -144,8 +146,6 @@ def test_rates_that_are_finished_serve_another_grid(tmp_path, monkeypatch):
     assert not steps
     assert same(fewer, alone)
     assert same(fewer, chosen) == ("learning rate 0.01" in chosen.metadata.history[-1])
-    with pytest.raises(CheckpointError, match=r"recipe\.momentum was"):
-        train(data, replace(recipe, grid=(1e-4, 1e-2), momentum=0.5), data, output=tmp_path)
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -172,11 +172,8 @@ def noisy(images):
     return torch.stack(images) + torch.rand(len(images), 1, 1, 1)
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "augmented"])
-def test_members_and_seeds_differ_on_the_batches_of_the_library(kind):
-    pictures = list(zip(*samples(24), strict=True))
-    same_order = data_batches(pictures, noisy, 8)  # with other augmentation
-    source = own_batches(24) if kind == "shuffled" else same_order
+def test_members_and_seeds_have_augmentations_of_their_own():
+    source = data_batches(list(zip(*samples(24), strict=True)), noisy, 8)  # in the same order
     first, second = train(source, TWICE), train(source, TWICE, index=1)
     assert not same(first, second)
     assert not same(first, train(source, replace(TWICE, seed=7)))
@@ -284,21 +281,17 @@ def text_run(folder, fatal=-1, **changes):
     return tune_text(tiny_dual(), source, recipe, validation=held_out, **options)
 
 
-@pytest.fixture(scope="module")
-def whole_text_run():
-    return text_run(None)
-
-
-@pytest.mark.parametrize("fatal", [4, 13])
-def test_wherever_text_tuning_stops_it_goes_on_exactly(tmp_path, fatal, whole_text_run):
-    with pytest.raises(KeyboardInterrupt):
-        text_run(tmp_path, fatal)
-    resumed = text_run(tmp_path)
-    assert same(whole_text_run, resumed)
-    assert whole_text_run.text.metadata == resumed.text.metadata
-    assert same(resumed, text_run(tmp_path, fatal=1))  # finished: only the fingerprint reads a batch
+def test_wherever_text_tuning_stops_it_goes_on_exactly(tmp_path):
+    whole = text_run(None)
+    for folder, fatal in ((tmp_path / "early", 4), (tmp_path / "late", 13)):
+        with pytest.raises(KeyboardInterrupt):
+            text_run(folder, fatal)
+        resumed = text_run(folder)
+        assert same(whole, resumed)
+        assert whole.text.metadata == resumed.text.metadata
+    assert same(whole, text_run(folder, fatal=1))  # finished: only the fingerprint reads a batch
     with pytest.raises(CheckpointError, match="image_projection"):
-        text_run(tmp_path, train_image_projection=False)
+        text_run(folder, train_image_projection=False)
 
 
 def test_a_stop_during_validation_loses_nothing(tmp_path):
@@ -341,118 +334,106 @@ def test_a_finished_run_is_read_where_nothing_can_be_written_and_an_unfinished_o
         train(batches(), replace(PLAIN, steps=9), output=tmp_path / "stopped")
 
 
+ADAMW = replace(PLAIN, optimizer="adamw", learning_rate=0.01)
+
+
 @pytest.fixture(scope="module")
 def stopped_run(tmp_path_factory):
     """The folder of a run that was stopped after four updates; JSON and safetensors only."""
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.raises(KeyboardInterrupt):
-        train(Stopping(batches(), 5), PLAIN, output=folder, checkpoint_every=1)
+        train(Stopping(batches(), 5), ADAMW, output=folder, checkpoint_every=1)
     assert {Path(name).suffix for name in files(folder)} == {".json", ".safetensors"}
-    assert journal(folder)["position"] == {"step": 4, "epoch": 0, "batch": 4}
-    assert not journal(folder)["finished"]
-    return folder
+    assert journal(folder, "0.01")["position"] == {"step": 4, "epoch": 0, "batch": 4}
+    return folder / "member-0" / "rate-0.01"
 
 
 @pytest.fixture
 def stopped(stopped_run, tmp_path):
     """A copy of it, to be changed."""
-    return shutil.copytree(stopped_run, tmp_path / "stopped")
+    return shutil.copytree(stopped_run, tmp_path / "member-0" / "rate-0.01")
+
+
+def go_on(stopped, source=None, recipe=ADAMW, **given):
+    return train(Stopping(source or batches()), recipe, **given, output=stopped.parents[1])
+
+
+def refused(stopped, token, **given):
+    with pytest.raises(CheckpointError, match=token):
+        go_on(stopped, **given)
 
 
 @pytest.mark.parametrize(
     ("change", "token"),
     [
-        ({"recipe": replace(PLAIN, momentum=0.5)}, "recipe.momentum was 0.9 and is 0.5"),
+        ({"recipe": replace(ADAMW, weight_decay=0.5)}, "recipe.weight_decay was 0.0 and is 0.5"),
         ({"member": tiny(seed=5)}, "model"),
-        ({"source": Stopping(batches(seed=7))}, "train"),
-        ({"source": Stopping(batches(40))}, "train"),
+        ({"source": batches(seed=7)}, "train"),
+        ({"source": batches(40)}, "train"),
         ({"validation": batches(seed=8)}, "validation"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(stopped, change, token):
-    with pytest.raises(CheckpointError, match=token):
-        train(**{"source": Stopping(batches()), "recipe": PLAIN, **change}, output=stopped)
-
-
-def refused(folder, token):
-    with pytest.raises(CheckpointError, match=token):
-        train(Stopping(batches()), PLAIN, output=folder)
-
-
-def edited(folder, change, seal=True):
-    """Change the state in `folder`; with a new digest, or as it was written before there were any."""
-    path = folder / "member-0" / "rate-0.05" / "checkpoint.json"
-    state = json.loads(path.read_text())
-    del state["digest"]
-    state = change(state)
-    path.write_text(json.dumps(sealed(state) if seal else state))
+    refused(stopped, token, **change)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda state: {**state, "position": {"step": -5, "epoch": 0, "batch": 0}},
-        lambda state: {**state, "waited": -1},
-        lambda state: {**state, "files": {}, "checksums": {}},
-        lambda state: {**state, "checksums": {"other": "0"}},
-        lambda state: {**state, "finished": True},
-        lambda state: {key: value for key, value in state.items() if key != "position"},
-        lambda state: {**state, "best": {"step": 1, "epoch": 0, "accuracy": 0.5, "nll": 1.0}},
+        {"position": {"step": -5, "epoch": 0, "batch": 0}},
+        {"waited": -1},
+        {"files": {}, "checksums": {}},
+        {"checksums": {"other": "0"}},
+        {"finished": True},
+        {"position": None},
+        {"best": {"step": 1, "epoch": 0, "accuracy": 0.5, "nll": 1.0}},
     ],
 )
 def test_a_state_that_no_run_can_have_written_is_refused(stopped, change):
-    edited(stopped, change)
-    refused(stopped, r"checkpoint\.json.*Delete .*rate-0\.05 ")
+    state = json.loads((stopped / "checkpoint.json").read_text()) | change
+    del state["digest"]
+    (stopped / "checkpoint.json").write_text(json.dumps(sealed(state)))
+    refused(stopped, r"checkpoint\.json.*Delete .*rate-0\.01 ")
 
 
 def test_changed_states_and_tensors_are_noticed(stopped):
-    folder = stopped / "member-0" / "rate-0.05"
-    state, tensors = (folder / "checkpoint.json").read_text(), folder / "current-4-0.safetensors"
-    (folder / "checkpoint.json").write_text(state.replace('"step": 4', '"step": 3'))
+    state, tensors = (stopped / "checkpoint.json").read_text(), stopped / "current-4-0.safetensors"
+    (stopped / "checkpoint.json").write_text(state.replace('"step": 4', '"step": 3'))
     refused(stopped, r"checkpoint\.json was changed")
-    (folder / "checkpoint.json").write_text(state)
+    (stopped / "checkpoint.json").write_text(state)
     whole = tensors.read_bytes()
     tensors.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     refused(stopped, r"current-4-0\.safetensors was changed")
     os.truncate(tensors, 1 << 40)  # a hole, which takes no place on the disk and all memory
     refused(stopped, r"current-4-0\.safetensors has more than")
     tensors.write_bytes(whole)
-    assert same(train(batches(), PLAIN), train(Stopping(batches()), PLAIN, output=stopped))
-    result = next(folder.glob("result-*.safetensors"))
+    assert same(train(batches(), ADAMW), go_on(stopped))
+    result = stopped / "result-6-0.safetensors"
     result.write_bytes(result.read_bytes()[:-1] + b"\x7f")
     refused(stopped, "result-6-0")
 
 
 def test_a_checkpoint_from_before_there_were_digests_goes_on_and_tensors_must_be_those_of_the_model(stopped):
-    tensors = stopped / "member-0" / "rate-0.05" / "current-4-0.safetensors"
-    edited(stopped, lambda state: {key: value for key, value in state.items() if key != "checksums"}, seal=False)
+    state, tensors = stopped / "checkpoint.json", stopped / "current-4-0.safetensors"
+    known = json.loads(state.read_text())
+    del known["digest"], known["checksums"]
+    state.write_text(json.dumps(known))
     whole = load(tensors.read_bytes())
-    name, momentum = "weights/readout.classifier.weight", "optimizer/readout.classifier.weight/momentum_buffer"
+    name, moment = "weights/readout.classifier.weight", "optimizer/readout.classifier.weight/exp_avg"
     for change in (
         {name: whole[name][..., :1].contiguous()},  # would be broadcast
         {name: whole[name].double()},
-        {momentum: whole[momentum][..., :1].contiguous()},
-        {"optimizer/other/momentum_buffer": whole[momentum].clone()},
-        {f"{momentum}2": whole[momentum].clone()},
+        {moment: whole[moment][..., :1].contiguous()},
+        {"optimizer/other/exp_avg": whole[moment].clone()},
+        {f"{moment}2": whole[moment].clone()},
+        *({"optimizer/readout.norm.bias/step": torch.tensor(step)} for step in (-1e30, 0.5, math.nan)),
     ):
         tensors.write_bytes(save({**whole, **change}))
         refused(stopped, f"{next(iter(change))}.*Delete")
     tensors.write_bytes(save({key: value for key, value in whole.items() if key != name}))
     refused(stopped, f"{name}.*missing")
     tensors.write_bytes(save(whole))
-    assert same(train(batches(), PLAIN), train(Stopping(batches()), PLAIN, output=stopped))
-
-
-@pytest.mark.parametrize("step", [-1e30, 0.5, float("nan")])
-def test_steps_that_no_optimizer_can_have_counted_are_refused(step, tmp_path):
-    recipe = replace(PLAIN, optimizer="adamw")
-    with pytest.raises(KeyboardInterrupt):
-        train(Stopping(batches(), 5), recipe, output=tmp_path, checkpoint_every=1)
-    edited(tmp_path, lambda state: {key: value for key, value in state.items() if key != "checksums"}, seal=False)
-    tensors, name = tmp_path / "member-0/rate-0.05/current-4-0.safetensors", "optimizer/readout.norm.bias/step"
-    tensors.write_bytes(save({**load(tensors.read_bytes()), name: torch.tensor(step)}))
-    with pytest.raises(CheckpointError, match=f"{name}.*Delete"):
-        train(Stopping(batches()), recipe, output=tmp_path)
+    assert same(train(batches(), ADAMW), go_on(stopped))
 
 
 def test_one_training_at_a_time_works_in_a_folder(tmp_path, monkeypatch):
@@ -477,7 +458,7 @@ def test_one_training_at_a_time_works_in_a_folder(tmp_path, monkeypatch):
 def test_the_last_checkpoint_survives_a_loss_that_is_not_finite(tmp_path):
     data = batches()
     data[4][0].fill_(float("inf"))
-    with pytest.raises(DataError, match=r"step 4 .*checkpoint stays in"):
+    with pytest.raises(DataError, match=r"at step 4 \(batch 4 of epoch 0, member 0.*checkpoint stays in"):
         train(data, PLAIN, output=tmp_path, checkpoint_every=2)
     assert journal(tmp_path)["position"]["step"] == 4
     held = pairs(32, 8)
