@@ -53,50 +53,49 @@ def test_a_folder_with_a_file_for_each_split(image_folder: Path) -> None:
         ("pictures", None, r"\['test', 'train'\]; choose one"),
         ("pictures/nothing.parquet", None, "does not exist"),
         ("owner/reviews", None, "does not exist.*hub:"),
-        ("broken.parquet", None, "Parquet"),
-        ("a.json", None, r"accepted suffixes: \.parquet"),
-        ("narrow.csv", None, "header line"),
-        ("broken.jsonl", None, r"broken\.jsonl.*line 3"),
-        ("list.jsonl", None, r"list\.jsonl.*line 1"),
-        ("damaged.jsonl", None, r"damaged\.jsonl.*utf-8"),
-        ("mixed.jsonl", None, r"mixed\.jsonl.*list"),
-        ("infinite.jsonl", None, r"row 1 of .*infinite\.jsonl has the label inf"),
     ],
 )
-def test_what_is_missing_or_broken_is_said(image_folder: Path, path: str, split: str | None, token: str) -> None:
-    root = image_folder.parent
-    for name, content in {
-        "broken.parquet": b"PAR1 no",
-        "a.json": b"{}",
-        "narrow.csv": b"text,label\nonly one field\n",
-        "broken.jsonl": '{"text": "a\u2028b", "label": 0}\n\n{"text": \n'.encode(),
-        "list.jsonl": b"[1]\n",
-        "damaged.jsonl": b'{"text": "\xff\xfe", "label": 0}\n',
-        "infinite.jsonl": b'{"text": "a", "label": 0}\n{"text": "b", "label": Infinity}\n',
-        "mixed.jsonl": b'{"text": "a", "label": 0}\n{"text": "b", "label": [1]}\n',
-    }.items():
-        (root / name).write_bytes(content)
+def test_files_and_splits_that_are_not_there(image_folder: Path, path: str, split: str | None, token: str) -> None:
     with pytest.raises(DataError, match=token):
-        load(path, split, root=root)
+        load(path, split, root=image_folder.parent)
 
 
 @pytest.mark.parametrize(
-    ("columns", "token"),
+    ("name", "content", "token"),
     [
-        ({"picture": [b"x"], "label": [0]}, r"'image' or 'text'; it has \['picture', 'label'\]"),
-        ({"text": ["x"], "class": [0]}, r"label column 'label'; it has \['text', 'class'\]"),
-        ({"text": list("abc"), "label": [0, -1, None]}, r"row 1 of .*\(got -1\), nor have 2 in all"),
-        ({"text": list("abc"), "label": [1.0, math.nan, 0.0]}, r"row 1 of .*\(got nan\)"),
-        ({"text": list("ab"), "label": [0.0, 0.5]}, "row 1 of .* label 0.5"),
-        ({"text": list("ab"), "label": [[1], [2]]}, "row 0 of .* label"),
-        ({"text": [], "label": []}, "no rows"),
+        ("a.parquet", "PAR1 no", "Parquet"),
+        ("a.json", "{}", r"accepted suffixes: \.parquet"),
+        ("a.csv", "text,label\nonly one field\n", "header line"),
+        ("a.csv", "text,label\n", "no rows"),
+        ("a.csv", "picture,label\nx,0\n", r"'image' or 'text'; it has \['picture', 'label'\]"),
+        ("a.csv", "text,class\nx,0\n", r"label column 'label'; it has \['text', 'class'\]"),
+        ("a.csv", "text,label,text\nhello,1,x\nbye,0,y\n", "'text'"),
+        ("a.csv", "text,label,label\nhello,1,0\nbye,0,1\n", "'label'"),
+        ("a.csv", "text,label\nhello,1000000000000\nbye,0\n", "1000000000000"),
+        ("a.csv", "text,label\nhello,1000000000000000000000000\nbye,0\n", "id"),
+        ("a.jsonl", '{"text": "a\u2028b", "label": 0}\n\n{"text": \n', r"a\.jsonl.*line 3"),
+        ("a.jsonl", "[1]\n", r"a\.jsonl.*line 1"),
+        ("a.jsonl", '{"text": "\udcff\udcfe", "label": 0}\n', r"a\.jsonl.*utf-8"),
+        ("a.jsonl", '{"text": "a", "label": 0}\n{"text": "b", "label": [1]}\n', r"a\.jsonl.*list"),
+        ("a.jsonl", '{"text": "a", "label": [1]}\n', "row 0 of .* label"),
+        ("a.jsonl", '{"text": "a", "label": 0}\n{"text": "b", "label": Infinity}\n', "row 1 of .* label inf"),
+        ("a.jsonl", '{"text": "a", "label": 1.0}\n{"text": "b", "label": NaN}\n', r"row 1 of .*\(got nan\)"),
+        ("a.jsonl", '{"text": "a", "label": 0.5}\n', "row 0 of .* label 0.5"),
+        ("a.jsonl", '{"text": "a", "label": -1}\n{"text": "b"}\n', r"row 0 of .*\(got -1\), nor have 2 in all"),
+        ("a.jsonl", '{"text": "a", "label": -1000000000000}\n', "id"),
+        ("a.txt", "a.png 1000000000000000000000000\n", "a.png"),
+        ("a.txt", "a.png -1\n", r"row 0 of .*a\.txt"),
+        ("a.txt", "a.png dog\n", "'path label'"),
+        ("a.txt", "\n", "no images"),
     ],
 )
-def test_tables_that_lack_something_are_refused(
-    tmp_path: Path, write_parquet: WriteParquet, columns: dict[str, list[Any]], token: str
+def test_files_that_are_broken_or_lack_something_are_refused(
+    tmp_path: Path, name: str, content: str, token: str
 ) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8", errors="surrogateescape")
+    (tmp_path / "a.png").touch()
     with pytest.raises(DataError, match=token):
-        load(write_parquet(tmp_path / "a.parquet", columns))
+        load(tmp_path / name)
 
 
 def test_labels_that_nobody_reads_may_be_missing(tmp_path: Path, write_parquet: WriteParquet) -> None:
@@ -172,10 +171,6 @@ def test_csv_with_quotes_and_tsv_without(tmp_path: Path) -> None:
     csv.write_text(f"text,label\n{long_text},1.0\nb,0\nc,\n")
     data = load(csv, labels="optional")
     assert (data[0][0], data.labels.tolist()) == (long_text, [1, 0, -1])
-    for content, token in (("a,1.0\nb,0.9\n", "row 1 of .*test.csv has the label 0.9"), ("a,2024-01-01\n", "row 0 of")):
-        csv.write_text(f"text,label\n{content}")
-        with pytest.raises(DataError, match=token):
-            load(csv, labels="optional")
 
 
 @pytest.mark.parametrize(
@@ -278,23 +273,16 @@ def test_subfolders_without_images_and_images_without_subfolders(tmp_path: Path)
     assert load(loose, labels="optional").labels.tolist() == [-1]
 
 
-def test_splits_above_the_classes(tmp_path: Path) -> None:
+def test_splits_above_the_classes_with_litter_beside_them(tmp_path: Path) -> None:
     for split, count in (("train", 2), ("val", 1)):
-        make_classes(tmp_path / split, {"dog": count})
-    assert len(load(tmp_path, "train")) == 2
+        make_classes(tmp_path / split, {"dog": count, "ant": 1})
+    for litter in (".cache", "__MACOSX", ".ipynb_checkpoints"):
+        (tmp_path / litter).mkdir()
+    data = load(tmp_path, "train")
+    assert (len(data), data.class_names) == (3, ("ant", "dog"))
     for split, token in (("test", r"found: \['train', 'val'\]"), (None, r"\['train', 'val'\]; choose one")):
         with pytest.raises(DataError, match=token):
             load(tmp_path, split)
-
-
-@pytest.mark.parametrize("litter", [".cache", "__MACOSX", ".ipynb_checkpoints"])
-def test_hidden_folders_beside_splits_do_not_make_them_classes(tmp_path: Path, litter: str) -> None:
-    for split in ("train", "test"):
-        make_classes(tmp_path / split, {"dog": 2, "ant": 1})
-    (tmp_path / litter).mkdir()
-    with pytest.raises(DataError, match=r"\['test', 'train'\]; choose one"):
-        load(tmp_path)
-    assert load(tmp_path, "test").class_names == ("ant", "dog")
 
 
 def test_splits_among_other_folders_are_refused_and_a_class_called_train_is_not(tmp_path: Path) -> None:
@@ -345,20 +333,11 @@ def test_an_image_list(tmp_path: Path) -> None:
         load("lists/test_dog.txt", root=tmp_path)
 
 
-def test_an_image_list_of_ood_images(tmp_path: Path) -> None:
-    picture(0).save(tmp_path / "0.png")
-    listing = tmp_path / "ood.txt"
-    for content, token in (
-        ("0.png -1\n", r"row 0 of .*ood\.txt"),
-        ("0.png dog\n", "'path label'"),
-        ("\n", "no images"),
-    ):
-        listing.write_text(content)
-        with pytest.raises(DataError, match=token):
-            load(listing)
-    for content in ("0.png -1\n", "0.png\n"):
-        listing.write_text(content)
-        assert load(listing, labels="optional").labels.tolist() == [-1]
+@pytest.mark.parametrize("line", ["0.png -1", "0.png"])
+def test_an_image_list_without_labels(tmp_path: Path, line: str) -> None:
+    (tmp_path / "0.png").touch()
+    (tmp_path / "ood.txt").write_text(line)
+    assert load(tmp_path / "ood.txt", labels="optional").labels.tolist() == [-1]
 
 
 # --- torchvision -------------------------------------------------------------------------------------------
@@ -377,8 +356,7 @@ def test_torchvision_sets_that_take_train(tmp_path: Path) -> None:
     write_mnist(tmp_path, "train", 12)
     write_mnist(tmp_path, "t10k", 5)
     data = load("torchvision:MNIST", "test", root=tmp_path)
-    assert len(data) == 5
-    assert len(load("torchvision:MNIST", "train", root=tmp_path)) == 12
+    assert (len(data), len(load("torchvision:MNIST", "train", root=tmp_path))) == (5, 12)
     assert data.class_names[3] == "3 - three"
     image, label = data[2]
     assert (image.mode, image.size, label) == ("RGB", (28, 28), 2)
@@ -534,38 +512,12 @@ def test_items_that_two_sets_share_are_counted_as_they_are_stored(tmp_path: Path
     one, other = load(tmp_path / "a"), load(tmp_path / "b")
     assert other.shared_with(one) == (1, 4)
     assert ImageDataset([picture(0)], [0]).shared_with(one) == (0, 0)  # of these nothing is known
-
-
-def test_training_and_validation_that_share_items_are_warned_of(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text("text,label\na,0\nb,1\nc,0\n")
-    train = load(tmp_path / "train.csv")
-    loaders = [SimpleNamespace(dataset=one) for one in (train, train.select([1]), train.select([0, 2]))]
-    with pytest.warns(HydraWarning, match="1 of 1 samples of validation"):
-        warn_if_items_shared("train", loaders[0], "validation", loaders[1], "so")
+    with pytest.warns(HydraWarning, match="1 of 2 samples of validation"):
+        warn_if_items_shared("train", train, "validation", SimpleNamespace(dataset=val), "so")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_if_items_shared("train", loaders[1], "validation", loaders[2], "so")
-        warn_if_items_shared("train", [1], "validation", loaders[2], "so")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "token"),
-    [
-        ("a.csv", "text,label,text\nhello,1,x\nbye,0,y\n", "'text'"),
-        ("a.csv", "text,label,label\nhello,1,0\nbye,0,1\n", "'label'"),
-        ("a.csv", "text,label\nhello,1000000000000\nbye,0\n", "1000000000000"),
-        ("a.csv", "text,label\nhello,1000000000000000000000000\nbye,0\n", "id"),
-        ("a.jsonl", '{"text": "a", "label": -1000000000000}\n', "id"),
-        ("a.txt", "a.png 1000000000000000000000000\n", "a.png"),
-    ],
-)
-def test_columns_that_are_there_twice_and_ids_as_labels_are_refused(
-    tmp_path: Path, name: str, content: str, token: str
-) -> None:
-    (tmp_path / name).write_text(content)
-    (tmp_path / "a.png").touch()
-    with pytest.raises(DataError, match=token):
-        load(tmp_path / name)
+        warn_if_items_shared("train", train, "validation", val.select([1]), "so")
+        warn_if_items_shared("train", [1], "validation", val, "so")
 
 
 def test_columns_that_nobody_reads_may_be_there_twice(tmp_path: Path) -> None:
