@@ -143,10 +143,18 @@ def test_wrong_settings(run_folder, world, tmp_path, flags, says):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_evaluation_is_not_lost_to_another_of_the_same_name(run_folder, world, tmp_path, monkeypatch):
-    """Two folders called `ensemble`: one is told; the same one again, with more data, replaces what it did."""
+@pytest.fixture
+def two_folders(run_folder, world, tmp_path):
+    """`a` and `b`, each with an ensemble and data of the same names."""
     for name in ("a", "b"):
         shutil.copytree(run_folder / "ensemble", tmp_path / name / "ensemble")
+        for data in ("test", "dots"):
+            shutil.copytree(world / data, tmp_path / name / data)
+    return tmp_path
+
+
+def test_an_evaluation_is_not_lost_to_another_of_the_same_name(two_folders, world, tmp_path, monkeypatch):
+    """Two folders called `ensemble`: one is told; the same one again, with more data, replaces what it did."""
     monkeypatch.chdir(tmp_path)
     sets, out = ["--id", world / "test", "--limit", 9, "-q"], tmp_path / "evaluations" / "ensemble.json"
     succeed("evaluate", "a/ensemble", *sets)
@@ -164,13 +172,7 @@ def test_an_evaluation_is_not_lost_to_another_of_the_same_name(run_folder, world
     assert EvaluateSettings(model=".", id="test").file.name == "ensemble.json"
 
 
-def test_names_in_the_settings_of_an_evaluation_mean_the_same_from_every_folder(
-    run_folder, world, tmp_path, monkeypatch
-):
-    for name in ("a", "b"):
-        shutil.copytree(run_folder / "ensemble", tmp_path / name / "ensemble")
-        for data in ("test", "dots"):
-            shutil.copytree(world / data, tmp_path / name / data)
+def test_names_in_the_settings_of_an_evaluation_mean_the_same_from_every_folder(two_folders, tmp_path, monkeypatch):
     line = ["evaluate", "ensemble", "--id", "test", "--ood", "near:x=dots", "-o", "../evaluations", "-q"]
     monkeypatch.chdir(tmp_path / "a")
     succeed(*line)

@@ -9,8 +9,7 @@ from PIL import Image
 
 import hydra_ensembles as he
 from cli_cases import COLOURS, fail, run, succeed, vit_flags
-from hydra_ensembles.cli.use import KEPT, LARGEST, PRUNED, _value, find_inputs
-from hydra_ensembles.data.loading import Columns
+from hydra_ensembles.cli.use import KEPT, LARGEST, PRUNED, _value
 from hydra_ensembles.report.compare import load_costs
 
 
@@ -183,11 +182,3 @@ def test_bench_beside_baselines(run_folder, text_folder, tmp_path):
         ("--name", "single", "both called"),
     ):
         assert says in fail("bench", run_folder, name, value)
-
-
-def test_folders_of_images_are_read_without_litter(tmp_path):
-    for name in ("b.png", "a/1.JPG", "._b.png", "a/.ipynb_checkpoints/1-checkpoint.jpg", "__MACOSX/c.png", "d.png/x"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"")
-    items = find_inputs("image", [str(tmp_path)], (), Columns())
-    assert [name for name, _ in items] == [str(tmp_path / name) for name in ("a/1.JPG", "b.png")]
