@@ -42,6 +42,10 @@ ENCODER, STEM, TEXT = EncoderConfig(**SIZES), PatchStemConfig((4, 4), (2, 2)), T
 # --- settings ------------------------------------------------------------------------------------------------
 
 
+def model_of(stem: Any = STEM, readout: Any = ReadoutConfig(), heads: Any = ENCODER.all_heads(), **more: Any) -> Any:  # noqa: B008
+    return EnsembleConfig(stem, ENCODER, readout, heads, **more)
+
+
 @pytest.mark.parametrize(
     ("make", "token"),
     [
@@ -59,23 +63,15 @@ ENCODER, STEM, TEXT = EncoderConfig(**SIZES), PatchStemConfig((4, 4), (2, 2)), T
         (lambda: ReadoutConfig(pool="map"), "map_heads"),
         (lambda: ReadoutConfig(pool="cls_mean", norm="pooled"), "cls_mean"),
         (lambda: ReadoutConfig(cosine=CosineConfig()), "num_classes"),
-        (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), ()), "members"),
-        (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), ENCODER.all_heads(), trunk=3), "trunk"),
-        (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), (((0,),),)), "layers"),
-        (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), (((1, 0), ()),)), "ascending"),
-        (lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(pool="eot"), ENCODER.all_heads()), "eot"),
-        (lambda: EnsembleConfig(TEXT, ENCODER, ReadoutConfig(pool="map", map_heads=1), ENCODER.all_heads()), "map"),
-        (
-            lambda: EnsembleConfig(
-                STEM, ENCODER, ReadoutConfig(pool="map", map_heads=3, map_mlp_width=4), ENCODER.all_heads()
-            ),
-            "map_heads",
-        ),
-        (lambda: EnsembleConfig(TextStemConfig(9, 8, 6), ENCODER, ReadoutConfig(), ENCODER.all_heads()), "project"),
-        (
-            lambda: EnsembleConfig(STEM, ENCODER, ReadoutConfig(), (((0,), ()), ((1,), ())), Sharing(attention=True)),
-            "share",
-        ),
+        (lambda: model_of(heads=()), "members"),
+        (lambda: model_of(trunk=3), "trunk"),
+        (lambda: model_of(heads=(((0,),),)), "layers"),
+        (lambda: model_of(heads=(((1, 0), ()),)), "ascending"),
+        (lambda: model_of(heads=(((0,), ()), ((1,), ())), sharing=Sharing(attention=True)), "share"),
+        (lambda: model_of(readout=ReadoutConfig(pool="eot")), "eot"),
+        (lambda: model_of(TEXT, ReadoutConfig(pool="map", map_heads=1)), "map"),
+        (lambda: model_of(readout=ReadoutConfig(pool="map", map_heads=3, map_mlp_width=4)), "map_heads"),
+        (lambda: model_of(TextStemConfig(9, 8, 6)), "project"),
         (lambda: Calibration((1.0, 0.0)), "temperature"),
         (lambda: Calibration(accepted_share=0.0), "accepted_share"),
     ],
@@ -241,35 +237,6 @@ def scaled_sibling(one: he.Ensemble) -> None:
     scaled(one.with_metadata(labels=("a", "b", "c")))
 
 
-def predicted(one: he.Ensemble, _: Path) -> None:
-    one.predict(torch.randn(2, 3, 8, 8))
-
-
-@pytest.mark.parametrize(
-    ("edit", "used"),
-    [
-        (stepped, predicted),
-        (scaled, predicted),
-        (replaced, predicted),
-        (layer_repeated, predicted),
-        (layers_swapped, predicted),
-        (layer_cut, predicted),
-        (scaled_sibling, predicted),
-        (scaled, lambda one, folder: one.save_pretrained(folder)),
-        (scaled, lambda one, _: he.evaluate(one, [(torch.randn(3, 3, 8, 8), torch.arange(3))], progress=False)),
-        (scaled, lambda one, _: copy.deepcopy(one)),
-        (scaled, lambda one, _: one.optimize()),
-    ],
-)
-def test_weights_that_were_edited_are_not_calibrated(edit: Any, used: Any, tmp_path: Path) -> None:
-    ours = measured()
-    edit(ours)
-    with pytest.warns(he.HydraWarning, match="edited"):
-        used(ours, tmp_path / "a")
-    assert ours.metadata.calibration is None
-    assert ours.predict(torch.randn(1, 3, 8, 8)).threshold is None
-
-
 def through_data(one: he.Ensemble) -> None:
     one.readout.classifier.weight.data.mul_(2.0)  # type: ignore[union-attr]
 
@@ -284,13 +251,43 @@ def fused_step(one: he.Ensemble) -> None:
     torch.optim.SGD(one.parameters(), 0.1, fused=True).step()
 
 
+def predicted(one: he.Ensemble, _: Path) -> None:
+    one.predict(torch.randn(2, 3, 8, 8))
+
+
+def saved(one: he.Ensemble, folder: Path) -> None:
+    one.save_pretrained(folder)
+
+
+def evaluated(one: he.Ensemble, _: Path) -> None:
+    he.evaluate(one, [(torch.randn(3, 3, 8, 8), torch.arange(3))], progress=False)
+
+
+def masked(one: he.Ensemble, _: Path) -> None:
+    with he.masked(one, [(0, 0)]):
+        pass
+
+
 @pytest.mark.parametrize(
     ("edit", "used"),
     [
-        (through_data, lambda one, folder: one.save_pretrained(folder)),
-        (rows_swapped, lambda one, folder: one.save_pretrained(folder)),
-        (fused_step, lambda one, folder: one.save_pretrained(folder)),
-        (through_data, lambda one, _: he.evaluate(one, [(torch.randn(3, 3, 8, 8), torch.arange(3))], progress=False)),
+        (stepped, predicted),
+        (scaled, predicted),
+        (replaced, predicted),
+        (layer_repeated, predicted),
+        (layers_swapped, predicted),
+        (layer_cut, predicted),
+        (scaled_sibling, predicted),
+        (scaled, saved),
+        (scaled, evaluated),
+        (scaled, masked),
+        (scaled, lambda one, _: copy.deepcopy(one)),
+        (scaled, lambda one, _: one.optimize()),
+        # edits that nobody counts are seen where all weights are read
+        (through_data, saved),
+        (rows_swapped, saved),
+        (fused_step, saved),
+        (through_data, evaluated),
         (through_data, lambda one, _: copy.deepcopy(one)),
         (through_data, lambda one, _: one.optimize()),
         (through_data, lambda one, _: one.with_metadata(labels=("a", "b", "c"))),
@@ -300,7 +297,7 @@ def fused_step(one: he.Ensemble) -> None:
         (through_data, lambda one, _: one.load_state_dict(one.state_dict())),
     ],
 )
-def test_edits_that_nobody_counts_are_seen_where_weights_are_read(edit: Any, used: Any, tmp_path: Path) -> None:
+def test_weights_that_were_edited_are_not_calibrated(edit: Any, used: Any, tmp_path: Path) -> None:
     ours = measured()
     edit(ours)
     with pytest.warns(he.HydraWarning, match="edited"):
@@ -308,49 +305,40 @@ def test_edits_that_nobody_counts_are_seen_where_weights_are_read(edit: Any, use
     assert ours.metadata.calibration is None
 
 
-@pytest.mark.parametrize(
-    "moved", [lambda one: one.bfloat16(), lambda one: one.double().float(), lambda one: one.to("cpu")]
-)
-def test_weights_that_are_only_moved_or_masked_are_those_that_were_measured(moved: Any, tmp_path: Path) -> None:
-    ours = moved(measured())
-    with he.masked(ours, [(0, 0)]):
-        he.evaluate(ours, [(torch.randn(3, 3, 8, 8), torch.arange(3))], progress=False)
-    ours.save_pretrained(tmp_path / "a")
-    assert ours.metadata.calibration == Calibration((2.0,), 0.5)
-    through_data(ours)
-    with pytest.warns(he.HydraWarning, match="edited"):
-        ours.save_pretrained(tmp_path / "a")
-
-
-@torch.inference_mode()
-def in_inference_mode(one: he.Ensemble) -> he.Ensemble:
-    assert one.double().predict(torch.randn(1, 3, 8, 8)).threshold == 0.5
-    return he.Ensemble.from_state(one.config, one.state_dict(), one.metadata)
+def test_tensors_of_inference_mode_stay_calibrated() -> None:
+    """Edits of them are not counted."""
+    one, images = measured(), torch.randn(1, 3, 8, 8)
+    with torch.inference_mode():
+        assert one.double().predict(images).threshold == 0.5
+        made = he.Ensemble.from_state(one.config, one.state_dict(), one.metadata)
+    assert made.predict(images).threshold == 0.5
 
 
 @pytest.mark.parametrize(
     "same",
     [
+        lambda one: one.bfloat16(),
+        lambda one: one.double().float(),
+        lambda one: one.to("cpu"),
         lambda one: one.double().requires_grad_(True).train(),
         lambda one: copy.deepcopy(copy.deepcopy(one)),
         lambda one: pickle.loads(pickle.dumps(one)),
         lambda one: torch.nn.DataParallel(one).module,
-        in_inference_mode,
         lambda one: one.with_metadata(labels=("a", "b", "c")),
     ],
 )
-def test_what_leaves_the_weights_alone_leaves_the_calibration(same: Any) -> None:
+def test_what_leaves_the_weights_alone_leaves_the_calibration(same: Any, tmp_path: Path) -> None:
     ours = measured()
     with he.masked(ours, [(0, 0)]):
         assert ours.predict(torch.randn(1, 3, 8, 8)).threshold == 0.5
     made = same(ours)
-    assert made.predict(torch.randn(1, 3, 8, 8)).threshold == 0.5
-    if next(made.parameters()).is_inference():
-        return  # in which edits are not counted
-    scaled(made)
-    with pytest.warns(he.HydraWarning, match="edited"), he.masked(made, [(0, 0)]):
-        pass
-    assert made.metadata.calibration is None
+    with he.masked(made, [(0, 0)]):
+        evaluated(made, tmp_path)
+    saved(made, tmp_path / "a")
+    assert made.metadata.calibration == Calibration((2.0,), 0.5)
+    through_data(made)
+    with pytest.warns(he.HydraWarning, match="edited"):
+        saved(made, tmp_path / "a")
 
 
 def test_what_another_preprocessing_was_measured_with_is_dropped() -> None:
@@ -362,32 +350,29 @@ def test_what_another_preprocessing_was_measured_with_is_dropped() -> None:
     assert (other.metadata.calibration, ours.metadata.calibration is not None) == (None, True)
 
 
-def test_what_is_saved_with_heads_masked_is_not_calibrated(tmp_path: Path) -> None:
-    ours = measured()
-    with he.masked(ours, [(0, 0)]), pytest.warns(he.HydraWarning, match="masked"):
-        ours.save_pretrained(tmp_path / "a")
-    found = he.load(tmp_path / "a")
-    assert (found.metadata.calibration, found.metadata.history[-1]) == (None, "saved with heads masked")
-    assert ours.metadata.calibration is not None
+def read_back(one: he.Ensemble, folder: Path) -> Any:
+    one.save_pretrained(folder)
+    return he.load(folder)
 
 
 @pytest.mark.parametrize(
     ("made", "deed"),
     [
-        (copy.deepcopy, "copied"),
-        (lambda one: pickle.loads(pickle.dumps(one)), "copied"),
-        (lambda one: one.member(0), "copied"),
-        (lambda one: he.prune(one, []), "copied"),
-        (lambda one: one.optimize(plans=["loop"]), "optimized"),
-        (lambda one: he.fit_familiarity(one, [(IMAGES_24, torch.arange(24) % 3)], "knn"), "fitted"),
+        (read_back, "saved"),
+        (lambda one, _: copy.deepcopy(one), "copied"),
+        (lambda one, _: pickle.loads(pickle.dumps(one)), "copied"),
+        (lambda one, _: one.member(0), "copied"),
+        (lambda one, _: he.prune(one, []), "copied"),
+        (lambda one, _: one.optimize(plans=["loop"]), "optimized"),
+        (lambda one, _: he.fit_familiarity(one, [(IMAGES_24, torch.arange(24) % 3)], "knn"), "fitted"),
     ],
 )
-def test_what_is_made_with_heads_masked_keeps_the_mask_and_no_calibration(made: Any, deed: str) -> None:
+def test_what_is_made_with_heads_masked_keeps_the_mask_and_no_calibration(made: Any, deed: str, tmp_path: Path) -> None:
     ours, plain = measured(), he.Ensemble.from_state(measured().config, measured().state_dict())
     with he.masked(ours, [(0, 0)]):
         expected = ours(IMAGES_24)
         with pytest.warns(he.HydraWarning, match=f"{deed} with heads masked"):
-            found = made(ours)
+            found = made(ours, tmp_path / "a")
         assert ours.predict(IMAGES_24).threshold == 0.5
     assert (found.metadata.calibration, found.metadata.metrics) == (None, {})
     assert f"{deed} with heads masked" in found.metadata.history
@@ -397,7 +382,7 @@ def test_what_is_made_with_heads_masked_keeps_the_mask_and_no_calibration(made: 
     assert ours.predict(IMAGES_24).threshold == 0.5
     with he.masked(plain, [(0, 0)]), warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing was measured: nothing to be said but in the history
-        assert f"{deed} with heads masked" in made(plain).metadata.history
+        assert f"{deed} with heads masked" in made(plain, tmp_path / "b").metadata.history
 
 
 def test_one_member_cannot_decide_by_how_members_differ() -> None:
