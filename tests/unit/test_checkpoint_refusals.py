@@ -3,10 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -36,14 +34,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved / "text", tmp_path / "model"))
-
-
-@contextmanager
-def copy_of(folder: Path) -> Iterator[Path]:
-    with TemporaryDirectory() as temporary:
-        yield Path(shutil.copytree(folder, Path(temporary) / "model"))
+def folder(saved: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A copy of the text ensemble, or of the one that a test names."""
+    return Path(shutil.copytree(saved / getattr(request, "param", "text"), tmp_path / "model"))
 
 
 def change_config(folder: Path, change: Change) -> None:
@@ -54,18 +47,9 @@ def change_config(folder: Path, change: Change) -> None:
     (folder / "config.json").write_text(json.dumps(sealed(config)), encoding="utf-8")
 
 
-def trust(folder: Path) -> None:
-    """Correct the checksums, so that only what the files say is wrong."""
-    names = [name for name in ("model.safetensors", "tokenizer.json") if (folder / name).exists()]
-    change_config(folder, lambda config: config.update(files={name: checksum(folder / name) for name in names}))
-
-
 def assert_refused(folder: str | Path, token: str, kind: type[Ensemble] | type[DualEncoder] = Ensemble) -> None:
     with pytest.raises(CheckpointError, match=token):
         kind.from_pretrained(folder)
-
-
-# --- where it lies ---------------------------------------------------------------------------------------------------
 
 
 def test_missing_folders_and_files(folder: Path, tmp_path: Path) -> None:
@@ -120,13 +104,9 @@ def test_an_unreadable_file(folder: Path) -> None:
         assert_refused(folder, "Permission denied")
 
 
-# --- what the files say ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("content", "token"),
     [
-        (b"{", "not valid JSON"),
         (b"[]", "not written by hydra_ensembles"),
         (b'{"model_type": "vit"}', r"hydra_ensembles\.convert"),
         (b'{"format": "hydra_ensembles", "format_version": 3}', "version 3"),
@@ -150,8 +130,6 @@ def test_texts_that_are_no_config(content: bytes, token: str, folder: Path) -> N
         (lambda c: c["files"].update({"../model.safetensors": "0" * 64}), "checksums"),
         (lambda c: c["files"].update({"model.safetensors": "abc"}), "SHA-256"),
         (lambda c: c["model"]["encoder"].pop("causal"), "causal"),  # a lost field is not its default
-        (lambda c: c["model"]["encoder"].update(width="8"), r"encoder\.width"),
-        (lambda c: c["model"]["encoder"].update(norm_eps=1.0), "norm_eps"),
         (lambda c: c["model"]["heads"].pop(), "3 temperatures"),
         (lambda c: c["model"]["heads"][0].pop(), r"heads\[0\]"),
         (lambda c: c["model"]["heads"][0].__setitem__(0, [1, 0]), "ascending"),
@@ -162,8 +140,6 @@ def test_texts_that_are_no_config(content: bytes, token: str, folder: Path) -> N
         (lambda c: c["metadata"]["preprocessing"].update(tokenizer="{}"), "tokenizer"),
         (lambda c: c["metadata"].update(preprocessing=None), "tokenizer"),
         (lambda c: c["metadata"].update(text_side=None), "text_side"),
-        (lambda c: c.pop("metadata"), "metadata"),
-        (lambda c: c["metadata"]["calibration"].pop("temperature"), "temperature"),
         (lambda c: c["metadata"]["preprocessing"].update(pad_id=11), "pad_id is 11"),
         (lambda c: c.update(format_version=1, files={}), "checksums"),
     ],
@@ -173,11 +149,9 @@ def test_configs_that_do_not_add_up(change: Change, token: str, folder: Path) ->
     assert_refused(folder, token)
 
 
-@pytest.mark.parametrize(("before", "after"), [('"threshold": 0.1', '"threshold": 0.2'), ("class 0", "class 1")])
-def test_a_changed_value_of_a_config_is_noticed(before: str, after: str, folder: Path) -> None:
+def test_a_changed_value_of_a_config_is_noticed(folder: Path) -> None:
     content = (folder / "config.json").read_text(encoding="utf-8")
-    assert before in content
-    (folder / "config.json").write_text(content.replace(before, after), encoding="utf-8")
+    (folder / "config.json").write_text(content.replace('"threshold": 0.1', '"threshold": 0.2'), encoding="utf-8")
     assert_refused(folder, "digest")
 
 
@@ -211,49 +185,42 @@ def test_a_model_of_the_first_format_answers_as_before(folder: Path) -> None:
         (lambda c: c["metadata"]["image"].update(preprocessing={"kind": "text", "max_length": 5}), "preprocessing"),
     ],
 )
-def test_dual_configs_that_do_not_add_up(change: Change, token: str, saved: Path) -> None:
-    with copy_of(saved / "dual") as folder:
-        change_config(folder, change)
-        assert_refused(folder, token, DualEncoder)
+@pytest.mark.parametrize("folder", ["dual"], indirect=True)
+def test_dual_configs_that_do_not_add_up(change: Change, token: str, folder: Path) -> None:
+    change_config(folder, change)
+    assert_refused(folder, token, DualEncoder)
 
 
 HUGE = 1 << 24
 
 
-def sizes(**parts: dict[str, Any]) -> Change:
+def sizes(members: int = 3, **parts: dict[str, Any]) -> Change:
     def change(config: dict[str, Any]) -> None:
         for part, values in parts.items():
             config["model"][part].update(values)
         config["metadata"].update(labels=[], calibration=None)
-
-    return change
-
-
-def layers(members: int) -> Change:
-    def change(config: dict[str, Any]) -> None:
-        config["model"]["encoder"]["layers"] = 4096
-        config["model"]["heads"] = [[[]] * 4096] * members
-        config["metadata"]["calibration"] = None
+        if layers := parts.get("encoder", {}).get("layers"):
+            config["model"]["heads"] = [[[]] * layers] * members
 
     return change
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "token"),
+    ("folder", "change", "token"),
     [
         ("text", sizes(encoder={"width": HUGE, "head_dim": HUGE, "mlp_width": HUGE}), "instead of"),
         ("text", sizes(readout={"num_classes": HUGE}), "instead of"),
         ("text", sizes(stem={"vocabulary": HUGE, "embedding_width": HUGE, "positions": HUGE}), "instead of"),
         ("tiny", sizes(encoder={"width": HUGE}, stem={"channels": HUGE, "patch_size": [4096] * 2}), "impossible model"),
-        ("text", layers(1), "at least 4096"),
-        ("text", layers(100), "values"),
-        ("text", layers(300), "4194304 bytes"),
+        ("text", sizes(1, encoder={"layers": 4096}), "at least 4096"),
+        ("text", sizes(100, encoder={"layers": 4096}), "values"),
+        ("text", sizes(300, encoder={"layers": 4096}), "4194304 bytes"),
     ],
+    indirect=["folder"],
 )
-def test_enormous_models_are_refused_before_they_are_built(name: str, change: Change, token: str, saved: Path) -> None:
-    with copy_of(saved / name) as folder:
-        change_config(folder, change)
-        assert_refused(folder, token)
+def test_enormous_models_are_refused_before_they_are_built(folder: Path, change: Change, token: str) -> None:
+    change_config(folder, change)
+    assert_refused(folder, token)
 
 
 def test_files_of_absurd_size_are_not_read_through(folder: Path) -> None:
@@ -281,5 +248,6 @@ def test_tensors_that_do_not_fit(change: Change, token: str, folder: Path) -> No
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
-    trust(folder)
+    right = checksum(folder / "model.safetensors")
+    change_config(folder, lambda config: config["files"].update({"model.safetensors": right}))
     assert_refused(folder, token)

@@ -1,6 +1,5 @@
 """What is saved comes back: every bit, every dtype, both kinds of model, with torch and safetensors alone."""
 
-import errno
 import json
 import os
 import resource
@@ -10,8 +9,6 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,6 +30,7 @@ from checkpoint_models import (
 )
 from hydra_ensembles import checkpoint
 from hydra_ensembles.errors import CheckpointError, ConfigError, HydraError, StorageError
+from hydra_ensembles.files import write_atomically
 from hydra_ensembles.model.dual_encoder import DualEncoder
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
@@ -40,6 +38,7 @@ from hydra_ensembles.preprocessing import TextPreprocessing
 from processes import in_a_child, watch_replacements
 
 TWO_LIBRARIES = [case for case in DUAL_CASES if case.name in ("transformers-quickgelu", "open_clip-nonscalar")]
+OTHER_TYPES = [("hydra", torch.float16), ("hydra", torch.bfloat16), ("text", torch.float64)]
 
 
 def assert_same_model(loaded: Ensemble | DualEncoder, saved: Ensemble | DualEncoder) -> None:
@@ -47,9 +46,6 @@ def assert_same_model(loaded: Ensemble | DualEncoder, saved: Ensemble | DualEnco
     assert same_state(loaded, saved)
     assert not loaded.training
     assert all(parameter.requires_grad for parameter in loaded.parameters())
-
-
-OTHER_TYPES = [("hydra", torch.float16), ("hydra", torch.bfloat16), ("text", torch.float64)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in CONFIGS), *OTHER_TYPES])
@@ -91,12 +87,12 @@ def test_odd_values_views_and_ties_come_back(tmp_path: Path) -> None:
 
 
 def test_the_same_model_gives_the_same_files(tmp_path: Path) -> None:
-    for folder in ("a/model", "b/model"):
-        ensemble(hydra()).save_pretrained(tmp_path / folder)
-    names = ["README.md", "config.json", "model.safetensors"]
-    assert sorted(path.name for path in (tmp_path / "a/model").iterdir()) == names
-    for name in names:
-        assert (tmp_path / "a/model" / name).read_bytes() == (tmp_path / "b/model" / name).read_bytes()
+    written = []
+    for folder in (tmp_path / "a/model", tmp_path / "b/model"):
+        ensemble(hydra()).save_pretrained(folder)
+        written.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert written[0] == written[1]
+    assert set(written[0]) == {"README.md", "config.json", "model.safetensors"}
 
 
 def test_dtype_and_device_are_converted_on_request(tmp_path: Path) -> None:
@@ -104,10 +100,9 @@ def test_dtype_and_device_are_converted_on_request(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = Ensemble.from_pretrained(str(tmp_path), dtype=torch.bfloat16, device="cpu")
     assert_same_model(loaded, model.to(torch.bfloat16))
-    with pytest.raises(ConfigError, match="int8"):
-        Ensemble.from_pretrained(tmp_path, dtype=torch.int8)
-    with pytest.raises(ConfigError, match="gpu"):
-        Ensemble.from_pretrained(tmp_path, device="gpu")
+    for wrong, token in (({"dtype": torch.int8}, "int8"), ({"device": "gpu"}, "gpu")):
+        with pytest.raises(ConfigError, match=token):
+            Ensemble.from_pretrained(tmp_path, **wrong)
 
 
 def test_the_tokenizer_is_a_file_of_its_own(tmp_path: Path) -> None:
@@ -137,21 +132,22 @@ def test_what_could_not_be_loaded_is_not_saved(changes: dict[str, object], token
     assert not list(tmp_path.glob(".*"))
 
 
-def test_parameters_tokenizers_and_folders_that_cannot_be_saved(tmp_path: Path) -> None:
-    for unsaved, token in ((torch.float8_e4m3fn, "float8"), ("meta", "meta")):
-        with pytest.raises(CheckpointError, match=token):
-            ensemble(single()).to(unsaved).save_pretrained(tmp_path)
+def test_parameters_and_tokenizers_that_cannot_be_saved(tmp_path: Path) -> None:
     mixed = ensemble(single())
     mixed.stem.double()
-    with pytest.raises(CheckpointError, match=r"float64 \(stem"):
-        mixed.save_pretrained(tmp_path)
-    for tokenizer in ("{", "[]", '{"a": "\ud800"}'):
-        broken = TextPreprocessing(max_length=9, tokenizer=tokenizer)
-        with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-            ensemble(text(), metadata=Metadata(preprocessing=broken)).save_pretrained(tmp_path)
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="is a file"):
-        ensemble(single()).save_pretrained(tmp_path / "file")
+    halved, unread = (
+        ensemble(text(), metadata=Metadata(preprocessing=TextPreprocessing(max_length=9, tokenizer=content)))
+        for content in ('{"a": "\ud800"}', "[]")
+    )
+    for model, token in (
+        (ensemble(single()).to(torch.float8_e4m3fn), "float8"),
+        (ensemble(single()).to("meta"), "meta"),
+        (mixed, r"float64 \(stem"),
+        (halved, r"tokenizer\.json"),
+        (unread, r"tokenizer\.json"),
+    ):
+        with pytest.raises(CheckpointError, match=token):
+            model.save_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("content", ['{"model_type": "vit"}', '["format"]', "{", ""])
@@ -161,9 +157,10 @@ def test_a_folder_of_another_library_is_left_alone(tmp_path: Path, content: str)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         ensemble(single()).save_pretrained(tmp_path)
     assert [path.read_text() for path in tmp_path.iterdir()] == [content] * 2
+    with pytest.raises(CheckpointError, match="is a file"):
+        ensemble(single()).save_pretrained(tmp_path / "README.md")
     (tmp_path / "config.json").unlink()
-    for _ in range(2):  # into a folder without one, then over an earlier save
-        ensemble(single()).save_pretrained(tmp_path)
+    ensemble(single()).save_pretrained(tmp_path)
     assert Ensemble.from_pretrained(tmp_path).num_members == 1
 
 
@@ -171,19 +168,12 @@ def test_a_folder_of_another_library_is_left_alone(tmp_path: Path, content: str)
 def test_files_and_folders_respect_the_umask(mask: int, tmp_path: Path) -> None:
     before = os.umask(mask)
     try:
+        write_atomically(tmp_path / "model/file", b"of any kind")
         ensemble(text()).save_pretrained(tmp_path / "model")
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {0o666 & ~mask}
     assert (tmp_path / "model").stat().st_mode & 0o777 == 0o777 & ~mask
-
-
-# --- seen whole or not at all ----------------------------------------------------------------------------------------
-
-
-def two_models() -> tuple[Ensemble, Ensemble]:
-    """An image ensemble and a text ensemble, which has one file more."""
-    return ensemble(single()), ensemble(text())
 
 
 COMMIT = 8  # the step of a save that renames config.json, of all that flush or rename something
@@ -194,7 +184,7 @@ COMMIT = 8  # the step of a save that renames config.json, of all that flush or 
 def test_a_save_cut_short_anywhere_leaves_one_model_whole(
     step: int, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = two_models()
+    old, new = ensemble(single()), ensemble(text())  # which has one file more
     old.save_pretrained(tmp_path)
     left, acts = step, {name: getattr(os, name) for name in ("fsync", "rename", "replace")}
 
@@ -217,16 +207,13 @@ def test_a_save_cut_short_anywhere_leaves_one_model_whole(
     assert_same_model(Ensemble.from_pretrained(tmp_path), new if committed else old)
     assert committed or not list(tmp_path.glob(".*"))
     old.save_pretrained(tmp_path)
-    assert_same_model(Ensemble.from_pretrained(tmp_path), old)
     assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_killed_save_loses_nothing_and_the_next_one_tidies_up(name: str, tmp_path: Path) -> None:
-    model, new = ensemble(single()), ensemble(single())
+    model, new = ensemble(single()), ensemble(hydra())
     model.save_pretrained(tmp_path)
-    with torch.no_grad():
-        new.stem.patch.add_(1.0)
 
     def die(target: Path) -> None:
         if target.name == name:
@@ -237,18 +224,14 @@ def test_a_killed_save_loses_nothing_and_the_next_one_tidies_up(name: str, tmp_p
         new.save_pretrained(tmp_path)
 
     assert in_a_child(save) == 9
-    left = {path.name.partition("-")[0] for path in tmp_path.glob(".*")}
-    assert left == {".saved", ".lock"}
-    loaded = Ensemble.from_pretrained(tmp_path)  # the earlier model before the rename of config.json, the new one after
-    assert_same_model(loaded, model if name == "config.json" else new)
+    assert {path.name.partition("-")[0] for path in tmp_path.glob(".*")} == {".saved", ".lock"}
+    there = model if name == "config.json" else new  # the earlier model before the rename of config.json
+    assert_same_model(Ensemble.from_pretrained(tmp_path), there)
     (tmp_path / ".saving-0").mkdir()
     (tmp_path / ".saving-1").symlink_to(tmp_path / "nowhere")
-    wrong = ensemble(single()).with_metadata(labels=("a", "b", "\ud800"))
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        wrong.save_pretrained(tmp_path)
-    assert torch.equal(Ensemble.from_pretrained(tmp_path).stem.patch, loaded.stem.patch)
-    model.save_pretrained(tmp_path)
-    assert_same_model(Ensemble.from_pretrained(tmp_path), model)
+        model.with_metadata(labels=("a", "b", "\ud800")).save_pretrained(tmp_path)
+    assert_same_model(Ensemble.from_pretrained(tmp_path), there)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -256,11 +239,9 @@ def test_a_full_disk_is_a_clear_error_and_the_earlier_model_stays(tmp_path: Path
     model = ensemble(single())
     model.save_pretrained(tmp_path)
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    sizes = sorted(len(content) for content in files.values())
-    assert len(files["model.safetensors"]) == sizes[-1]
 
     def save() -> None:
-        for limit in (sizes[-1] - 1, sizes[0] - 1):  # too little for the weights, for any file
+        for limit in (len(files["model.safetensors"]) - 1, 9):  # too little for the weights, for any file
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             with pytest.raises(StorageError, match="the earlier model"):
                 model.save_pretrained(tmp_path)
@@ -269,12 +250,7 @@ def test_a_full_disk_is_a_clear_error_and_the_earlier_model_stays(tmp_path: Path
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
-def test_folders_that_cannot_be_written_or_vanish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ensemble(single())
-    monkeypatch.setattr(os, "open", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
-    with pytest.raises(StorageError, match="allow writing"):
-        model.save_pretrained(tmp_path)
-    monkeypatch.undo()
+def test_a_folder_that_vanishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = checkpoint._write_weights
 
     def vanish(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -283,7 +259,7 @@ def test_folders_that_cannot_be_written_or_vanish(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(checkpoint, "_write_weights", vanish)
     with pytest.raises(StorageError, match="nothing was saved"):
-        model.save_pretrained(tmp_path / "model")
+        ensemble(single()).save_pretrained(tmp_path / "model")
 
 
 @pytest.mark.parametrize("step", ["_read_record", "_name_of", "require_fit"])
@@ -293,7 +269,6 @@ def test_a_reader_overtaken_by_a_save_gets_one_model_whole(
 ) -> None:
     one, other = ensemble(single()), ensemble(single()).with_metadata(labels=("x", "y", "z"))
     other.load_state_dict({name: tensor + 1 for name, tensor in one.state_dict().items()})
-    one = Ensemble.from_state(one.config, {name: t - 1 for name, t in one.state_dict().items()}, one.metadata)
     one.save_pretrained(tmp_path)
     original, overtaken = getattr(checkpoint, step), []
 
@@ -308,21 +283,17 @@ def test_a_reader_overtaken_by_a_save_gets_one_model_whole(
     monkeypatch.setattr(checkpoint, step, overtake)
     loaded = Ensemble.from_pretrained(tmp_path)
     assert overtaken
-    expected = other if loaded.metadata.labels == ("x", "y", "z") else one
-    assert_same_model(loaded, expected)
-    assert loaded.metadata == expected.metadata
+    assert_same_model(loaded, other if loaded.metadata.labels == ("x", "y", "z") else one)
 
 
 def test_a_folder_that_is_saved_to_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = two_models()
-    models[0].save_pretrained(tmp_path)
-    original, looks = checkpoint._read_record, []
+    model, looks = ensemble(single()), []
+    model.save_pretrained(tmp_path)
 
-    def overtake(*arguments: Any) -> object:
+    def overtake(*_: object) -> object:
         looks.append(True)
-        result = original(*arguments)
-        ensemble(single()).with_metadata(source=f"save {len(looks)}").save_pretrained(tmp_path)
-        raise CheckpointError("mixed") if result else AssertionError
+        model.with_metadata(source=f"save {len(looks)}").save_pretrained(tmp_path)
+        raise CheckpointError("mixed")
 
     monkeypatch.setattr(checkpoint, "_read_record", overtake)
     with pytest.raises(CheckpointError, match=f"{checkpoint.LOOKS} attempts"):
@@ -330,7 +301,6 @@ def test_a_folder_that_is_saved_to_all_the_time(tmp_path: Path, monkeypatch: pyt
     assert len(looks) == checkpoint.LOOKS
 
 
-DRAWING = "a drawing of a {label}"
 WITHOUT_LIBRARIES = """
 import sys
 import torch
@@ -349,14 +319,11 @@ from PIL import Image
 picture = Image.new("RGB", (70, 50), (200, 30, 90))
 dual = he.DualEncoder.from_pretrained(sys.argv[1])
 saved = torch.load(sys.argv[1] + "/expected.pt", weights_only=True)
-zero_shot = he.Ensemble.from_pretrained(sys.argv[2])
+other = he.retarget(he.Ensemble.from_pretrained(sys.argv[2]), ["violin", "piano"])
 with torch.no_grad():
     assert torch.equal(dual.encode_text(saved["strings"]), saved["text"])
     assert torch.equal(dual.encode_image(picture), saved["image"])
-    assert torch.equal(zero_shot(zero_shot.prepare([picture])), saved["before"])
-    other = he.retarget(zero_shot, ["violin", "piano"], "a drawing of a {label}")
-    assert torch.equal(other(other.prepare([picture])), saved["after"])
-print("equal")
+    assert torch.equal(other(other.prepare([picture])), saved["other"])
 """
 
 
@@ -368,15 +335,11 @@ def test_importing_stays_light_and_loading_needs_no_model_library(tmp_path: Path
     strings, picture = ["a photo of a cat", "Ein Bär &amp; zwei Hunde ☺", ""], Image.new("RGB", (70, 50), (200, 30, 90))
     dual.save_pretrained(tmp_path / "dual")
     members = he.fuse([he.prune(dual, heads) for heads in ([(0, 1, "image"), (1, 2, "text")], [(1, 0, "text")])])
-    zero_shot, other = he.zero_shot(members, ["cat", "Bär"]), he.zero_shot(members, ["violin", "piano"], DRAWING)
-    zero_shot.save_pretrained(tmp_path / "zero-shot")
+    he.zero_shot(members, ["cat", "Bär"]).save_pretrained(tmp_path / "zero-shot")
+    other = he.zero_shot(members, ["violin", "piano"])
     with torch.no_grad():
-        answers = {
-            "text": dual.encode_text(strings),
-            "image": dual.encode_image(picture),
-            "before": zero_shot(zero_shot.prepare([picture])),
-            "after": other(other.prepare([picture])),
-        }
+        answers = {"text": dual.encode_text(strings), "image": dual.encode_image(picture)}
+        answers["other"] = other(other.prepare([picture]))
         torch.save({"strings": strings, **answers}, tmp_path / "dual/expected.pt")
         for name, config in CONFIGS.items():
             model, inputs = ensemble(config()), inputs_for(config())
@@ -386,4 +349,3 @@ def test_importing_stays_light_and_loading_needs_no_model_library(tmp_path: Path
     command = [sys.executable, "-W", "error", "-W", "ignore:some texts begin", "-c", WITHOUT_LIBRARIES, *folders]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == "equal\n"

