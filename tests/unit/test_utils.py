@@ -1,8 +1,6 @@
 """Small helpers: modules are left in the mode they were in, warnings go to whom they concern."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,14 +18,19 @@ V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 HOST = {"proc/meminfo": f"MemTotal: {64 * GB // 1024} kB\nMemAvailable: {40 * GB // 1024} kB\nHugePages_Total: 0\n"}
 
 
-def limited(folder: str, limit: int | str, used: int, cached: int = 0) -> dict[str, str]:
-    """The files of a control group, of version 1 under its mount, else of version 2."""
+def limited(folder: str, limit: float | str, used: float, cached: float = 0) -> dict[str, str]:
+    """The files of a control group, of version 1 under its mount, else of version 2; in gigabytes."""
     if folder.startswith(V1):
         names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     else:
         names = "memory.max", "memory.current", "inactive_file"
-    files = {names[0]: f"{limit}\n", names[1]: f"{used}\n", "memory.stat": f"anon 5\n{names[2]} {cached}\n"}
+    most = limit if isinstance(limit, str) else int(limit * GB)
+    files = {names[0]: f"{most}\n", names[1]: f"{used * GB}\n", "memory.stat": f"anon 5\n{names[2]} {cached * GB}\n"}
     return {f"{folder}/{name}": text for name, text in files.items()}
+
+
+def host(groups: str, **files: str) -> dict[str, str]:
+    return {**HOST, "proc/self/cgroup": groups, **files}
 
 
 @pytest.mark.parametrize(
@@ -36,26 +39,18 @@ def limited(folder: str, limit: int | str, used: int, cached: int = 0) -> dict[s
         ({}, None),
         ({"proc/meminfo": "nothing of use\n"}, None),
         (HOST, 40),
-        ({**HOST, "proc/self/cgroup": "0::/\n"}, 40),
-        ({**HOST, "proc/self/cgroup": "0::/\n", **limited(V2, 8 * GB, 3 * GB)}, 5),
-        ({**HOST, "proc/self/cgroup": "0::/\n", **limited(V2, 8 * GB, 7 * GB, cached=4 * GB)}, 5),
-        ({**HOST, "proc/self/cgroup": "0::/\n", **limited(V2, "max", 3 * GB)}, 40),
-        ({**HOST, "proc/self/cgroup": "0::/\n", **limited(V2, 8 * GB, 9 * GB)}, 0),
-        ({**HOST, "proc/self/cgroup": "0::/\n", **limited(V2, 90 * GB, GB)}, 40),
-        (  # of a job, the limit of the user around it
-            {
-                **HOST,
-                "proc/self/cgroup": "0::/user/job\n",
-                **limited(f"{V2}/user/job", "max", GB),
-                **limited(f"{V2}/user", 6 * GB, 2 * GB),
-            },
-            4,
-        ),
-        ({**HOST, "proc/self/cgroup": "9:cpu:/\n4:memory:/a/b\n0::/\n", **limited(f"{V1}/a/b", 7 * GB, GB)}, 6),
+        (host("0::/\n"), 40),
+        (host("0::/\n", **limited(V2, 8, 7, cached=4)), 5),
+        (host("0::/\n", **limited(V2, "max", 3)), 40),
+        (host("0::/\n", **limited(V2, 8, 9)), 0),
+        (host("0::/\n", **limited(V2, 90, 1)), 40),
+        # of a job, the limit of the user around it
+        (host("0::/user/job\n", **limited(f"{V2}/user/job", "max", 1), **limited(f"{V2}/user", 6, 2)), 4),
+        (host("9:cpu:/\n4:memory:/a/b\n0::/\n", **limited(f"{V1}/a/b", 7, 1)), 6),
         # a container whose own group is mounted as the root of all
-        ({**HOST, "proc/self/cgroup": "4:memory:/docker/1f\n", **limited(V1, 7 * GB, 5 * GB, cached=GB)}, 3),
-        ({**HOST, "proc/self/cgroup": "4:memory:/\n", **limited(V1, 9223372036854771712, 5 * GB)}, 40),
-        ({**HOST, "proc/self/cgroup": "0::/../../x\n", **limited(f"{V2}/x", 3 * GB, GB)}, 2),
+        (host("4:memory:/docker/1f\n", **limited(V1, 7, 5, cached=1)), 3),
+        (host("4:memory:/\n", **limited(V1, "9223372036854771712", 5)), 40),
+        (host("0::/../../x\n", **limited(f"{V2}/x", 3, 1)), 2),
     ],
 )
 def test_free_memory_is_what_limits_leave(tmp_path: Path, files: dict[str, str], gigabytes: int | None) -> None:
@@ -66,36 +61,16 @@ def test_free_memory_is_what_limits_leave(tmp_path: Path, files: dict[str, str],
     assert (found if found is None else round(found / GB, 3)) == gigabytes
 
 
-@contextmanager
-def partly_frozen(model: nn.Module, *frozen: nn.Module) -> Iterator[None]:
-    """A model in training whose frozen parts are in evaluation mode; checked again at the end."""
-    model.train()
-    for part in frozen:
-        part.eval()
-    before = {name: module.training for name, module in model.named_modules()}
-    assert set(before.values()) == {True, False}
-    yield
-    assert {name: module.training for name, module in model.named_modules()} == before
-
-
-def test_inside_everything_is_in_evaluation_mode_also_after_an_error() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(), nn.Dropout()))
-    with partly_frozen(model, model[1]):
-        with evaluation_mode(model):
-            assert not any(module.training for module in model.modules())
-        with pytest.raises(RuntimeError, match="stop"), evaluation_mode(model):
-            raise RuntimeError("stop")
-
-
-def test_who_leaves_evaluation_mode_last_puts_the_flags_back() -> None:
+def test_who_leaves_evaluation_mode_last_puts_the_flags_back_also_after_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    with partly_frozen(model, model[0]):
-        first, second = evaluation_mode(model), evaluation_mode(model)
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        assert not any(module.training for module in model.modules())
-        second.__exit__(None, None, None)
+    model[0].eval()  # a frozen part of a model in training
+    first, second = evaluation_mode(model), evaluation_mode(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not any(module.training for module in model.modules())
+    assert not second.__exit__(RuntimeError, RuntimeError("stop"), None)  # which is passed on
+    assert [module.training for module in model.modules()] == [True, False, True]
 
 
 def test_what_is_noted_is_not_warned_of_and_only_by_this_thread() -> None:
