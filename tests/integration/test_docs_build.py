@@ -82,12 +82,6 @@ def test_pages_show_the_code_of_every_example() -> None:
             )
 
 
-def test_a_model_of_ones_own_is_short() -> None:
-    page = (ROOT / "docs" / "how-to" / "own_model.md").read_text()
-    code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
-    assert len([line for line in code.splitlines() if line.strip()]) < 40
-
-
 @pytest.mark.slow
 def test_scripts_and_notebooks_come_along(site: Path) -> None:
     page = (site / "how-to" / "abstain.html").read_text()

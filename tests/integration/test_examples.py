@@ -63,21 +63,12 @@ EXPECTED = {  # what each one prints, the folder it leaves a model in, and optio
 }
 
 
-# README.md, docs/cli.md and the commands of the same names take the same steps, and are tested every day
-SLOW = (
-    "abstain.py",
-    "analyse_heads.py",
-    "choose_members.py",
-    "head_atlas.py",
-    "hf_bert.py",
-    "run_exported.py",
-    "search.py",
-    "timm_vit.py",
-    "which_method.py",
-)
+# README.md, docs/cli.md and the commands of the same names take the steps of the others, and are tested every day
+QUICK = ("own_model.py", "zero_shot.py")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED if name not in QUICK]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in EXPECTED])
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

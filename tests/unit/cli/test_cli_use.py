@@ -45,8 +45,6 @@ def test_predictions_as_a_table_as_csv_and_in_files(run_folder, world, tmp_path)
     assert succeed("predict", run_folder, world / "dots", "-f", "csv", "-o", tmp_path / "out" / "p.csv") == ""
     with (tmp_path / "out" / "p.csv").open() as file:
         assert [row["label"] for row in csv.DictReader(file)] == [row["label"] for row in rows]
-    succeed("predict", run_folder, world / "dots", "-o", tmp_path / "p.txt")
-    assert "confidence" in (tmp_path / "p.txt").read_text()
 
 
 def test_texts_from_options_files_tables_and_standard_input(text_folder, world, tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import hydra_ensembles as he
@@ -125,17 +126,7 @@ def test_one_tower_may_serve_all_members(many: str) -> None:
 # --- like any other ensemble -------------------------------------------------------------------------------
 
 
-def labelled(count: int = 48) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(16, 3, 32, 32, generator=generator), torch.randint(0, len(NAMES), (16,), generator=generator))
-        for _ in range(count // 16)
-    ]
-
-
-def test_it_is_pruned_fused_optimised_calibrated_evaluated_and_saved(tmp_path: Path) -> None:
-    from PIL import Image
-
+def test_it_is_pruned_fused_optimised_saved_and_asked_with_pictures(tmp_path: Path) -> None:
     ensemble, pixels = he.zero_shot(one_dual(), NAMES), OPEN_CLIP.pixels()
     members = [he.prune(ensemble, heads) for heads in ([(0, 1)], [(1, 2)], [(0, 3), (1, 0)])]
     fused = he.fuse(members)
@@ -147,15 +138,9 @@ def test_it_is_pruned_fused_optimised_calibrated_evaluated_and_saved(tmp_path: P
         fast = fused.optimize(plans=["loop"])
         assert relative_error(fast(pixels), expected) < 1e-5
         assert fast.module("loop").metadata is fused.metadata  # its text towers are not copied
-    he.calibrate(fused, labelled()).save_pretrained(tmp_path)
-    loaded = he.Ensemble.from_pretrained(tmp_path)
-    prediction = loaded.predict([Image.new("RGB", (40, 30), (200, 30, 90))])
-    assert prediction.names()[0] in NAMES
-    assert prediction.accept is not None
-    evaluation = he.evaluate(
-        loaded, labelled(), {"noise": [(2 * images, answers) for images, answers in labelled()]}, progress=False
-    )
-    assert 0.0 <= evaluation.id.accuracy <= 1.0
+    fused.save_pretrained(tmp_path)
+    picture = Image.new("RGB", (40, 30), (200, 30, 90))
+    assert he.Ensemble.from_pretrained(tmp_path).predict([picture]).names()[0] in NAMES
     assert "he.retarget" in (tmp_path / "README.md").read_text()
 
 
@@ -197,13 +182,10 @@ def test_a_tokenizer_and_text_towers_are_needed(tmp_path: Path) -> None:
     dual = one_dual()
     with pytest.raises(DataError, match="processor="):
         he.zero_shot(he.convert(OPEN_CLIP.build()), NAMES)
-    he.zero_shot(dual, NAMES).save_pretrained(tmp_path / "with")
-    he.zero_shot(dual, NAMES, keep_text=False).save_pretrained(tmp_path / "without")
-    assert not (tmp_path / "without" / "tokenizer.json").exists()
-    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("with", "without")]
-    assert sizes[0] > 1.4 * sizes[1]
+    he.zero_shot(dual, NAMES, keep_text=False).save_pretrained(tmp_path)
+    assert not (tmp_path / "tokenizer.json").exists()
     with pytest.raises(ConfigError, match="kept no text towers"):
-        he.retarget(he.Ensemble.from_pretrained(tmp_path / "without"), OTHER_NAMES)
+        he.retarget(he.Ensemble.from_pretrained(tmp_path), OTHER_NAMES)
 
 
 # --- other classes -----------------------------------------------------------------------------------------
@@ -244,8 +226,7 @@ def test_members_made_one_by_one_keep_what_is_equal_once() -> None:
     assert (tower.members, tower.sharing.mlp, tower.sharing.stem, side.settings.projection.copies) == (3, True, True, 1)  # type: ignore[union-attr]
     for index, heads in enumerate(PRUNED):
         one = side.member(index)
-        single = members[index].metadata.text_side
-        assert one == single
+        assert one == members[index].metadata.text_side
         assert sum(map(len, one.settings.tower.heads[0])) == 8 - sum(head[2] == "text" for head in heads)
     assert side != side.member(0)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from training_cases import LAYERS, batches, tiny, tiny_text
+from training_cases import LAYERS, batches, tiny
 
 from hydra_ensembles.data import BatchLoader, TrainTransform
 from hydra_ensembles.errors import ConfigError, HydraWarning
@@ -15,7 +15,7 @@ from hydra_ensembles.model.config import GROUPS, CosineConfig
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from hydra_ensembles.schema import from_plain, to_plain
-from hydra_ensembles.training.recipe import RandAugment, Recipe, make_optimizer, presets
+from hydra_ensembles.training.recipe import RandAugment, Recipe, presets
 
 AFTER_PRUNING = ("attention", "mlp", "norms", "readout")
 
@@ -110,19 +110,6 @@ def test_dropout_of_the_recipe():
     encoder = some.encoder
     assert (encoder.projection_dropout, encoder.activation_dropout, encoder.output_dropout) == (0.1, 0.1, 0.1)
     assert (encoder.attention_dropout, encoder.drop_path) == (0.0, (0.0, 0.5))
-
-
-def test_weight_decay_spares_biases_and_norms_where_asked():
-    model = tiny_text()
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    recipe = Recipe(learning_rate=0.1, steps=1, weight_decay=0.01)
-    decayed, spared = make_optimizer(dict(model.named_parameters()), recipe, {}).param_groups
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.01, 0.0)
-    free = {name for name in names.values() if "bias" in name or "norm" in name}
-    assert {names[p] for p in spared["params"]} == free
-    assert {names[p] for p in decayed["params"]} == set(names.values()) - free
-    everywhere = make_optimizer(dict(model.named_parameters()), replace(recipe, no_decay_on_bias_and_norm=False), {})
-    assert [group["weight_decay"] for group in everywhere.param_groups] == [0.01]
 
 
 @pytest.mark.parametrize(

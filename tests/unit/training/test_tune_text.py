@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn import functional as F
-from training_cases import NAMES, ShuffledPairs, largest_gap, moved, pair_samples, pairs, same, tiny_dual
+from training_cases import NAMES, largest_gap, moved, pair_samples, pairs, same, tiny_dual
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, DataError
@@ -173,13 +173,6 @@ def test_a_pruned_dual_encoder_trains_and_fuses_with_others():
         tune(fused, pairs())
 
 
-def test_validation_keeps_the_best_weights_and_decides_a_grid():
-    recipe = Recipe(grid=(1e-5, 0.01), epochs=3, train_groups=("attention", "mlp", "norms", "readout"))
-    tuned = tune(tiny_dual(), ShuffledPairs(), recipe, validation=pairs(12, 5, seed=3))
-    assert "learning rate 0.01" in tuned.text.metadata.history[-1]
-    assert "validation accuracy" in tuned.text.metadata.history[-1]
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -203,7 +196,6 @@ def test_data_that_cannot_be_used(data, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"projection_rate": 0.0}, "projection_rate"),
         ({"recipe": replace(QUICK, classifier_rate=10.0)}, "classifier_rate"),
         ({"recipe": replace(QUICK, last_blocks=9)}, "last_blocks"),
         ({"recipe": replace(QUICK, grid=(0.1, 0.2), learning_rate=None)}, "validation"),
