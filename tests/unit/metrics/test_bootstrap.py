@@ -22,6 +22,10 @@ def gaussian_scores(seed, n=300, m=200, shift=1.0):
     return torch.randn(n, generator=g), torch.randn(m, generator=g) + shift
 
 
+def drawn(scores, rng):
+    return scores[rng.integers(len(scores), size=len(scores))]
+
+
 @pytest.mark.parametrize("convention", ["torch-uncertainty", "openood"])
 @pytest.mark.parametrize("metric", POINT_METRICS)
 def test_value_and_replicates_equal_the_metric_on_each_resample(metric, convention):
@@ -31,14 +35,7 @@ def test_value_and_replicates_equal_the_metric_on_each_resample(metric, conventi
         value, replicates = ood_replicates(metric, id_scores, ood_scores, convention, 20, seed)
         assert value == pytest.approx(point(id_scores, ood_scores, convention), abs=1e-12)
         id_rng, ood_rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
-        expected = [
-            point(
-                id_scores[id_rng.integers(len(id_scores), size=len(id_scores))],
-                ood_scores[ood_rng.integers(len(ood_scores), size=len(ood_scores))],
-                convention,
-            )
-            for _ in range(20)
-        ]
+        expected = [point(drawn(id_scores, id_rng), drawn(ood_scores, ood_rng), convention) for _ in range(20)]
         np.testing.assert_allclose(replicates, expected, atol=1e-12)
 
 
@@ -48,10 +45,6 @@ def test_pieces_do_not_change_the_result_and_seeds_do(monkeypatch):
     assert whole.low != bootstrap_ood("auroc", id_scores, ood_scores, resamples=50, seed=2).low
     monkeypatch.setattr("hydra_ensembles.metrics.bootstrap._DRAWS_AT_ONCE", 1500)
     assert bootstrap_ood("auroc", id_scores, ood_scores, resamples=50) == whole
-    values = torch.rand(50)
-    first = bootstrap_metric(mean, [values], resamples=50)
-    assert first == bootstrap_metric(mean, [values], resamples=50)
-    assert first.low != bootstrap_metric(mean, [values], resamples=50, seed=1).low
 
 
 def test_mean_interval_has_the_width_of_the_standard_error():
@@ -92,7 +85,6 @@ def test_ood_interval_over_several_sets_shares_the_id_draws():
     both = bootstrap_ood("auroc", id_scores, [near, far], resamples=100)
     alone = [bootstrap_ood("auroc", id_scores, scores, resamples=100) for scores in (near, far)]
     assert both.value == pytest.approx((alone[0].value + alone[1].value) / 2)
-    assert bootstrap_ood("auroc", id_scores, [near], resamples=100) == alone[0]
     # an OOD set so far away that it is always detected only halves the interval of the other
     certain = bootstrap_ood("auroc", id_scores, [near, near + 1000], resamples=100)
     assert certain.high - certain.low == pytest.approx((alone[0].high - alone[0].low) / 2)
@@ -111,18 +103,6 @@ def test_paired_difference_is_sharper_than_two_intervals():
     assert (same.value, same.low, same.high) == (0, 0, 0)
 
 
-def test_paired_difference_of_a_sample_metric():
-    g = torch.Generator().manual_seed(0)
-    hard = torch.randn(500, generator=g)
-    first, second = hard + 0.05 + 0.1 * torch.randn(500, generator=g), hard
-    difference = bootstrap_metric(mean, [first], minus=[second], resamples=300)
-    assert difference.value == pytest.approx(mean(first) - mean(second))
-    assert 0 not in difference
-    assert difference.high - difference.low < 0.03
-    swapped = bootstrap_metric(mean, [second], minus=[first], resamples=300)
-    assert (swapped.low, swapped.high) == pytest.approx((-difference.high, -difference.low))
-
-
 ONES = torch.ones(3)
 
 
@@ -138,9 +118,6 @@ ONES = torch.ones(3)
         (lambda: bootstrap_metric(mean, [ONES[:0]]), DataError, "no samples"),
         (lambda: bootstrap_metric(mean, []), DataError, "no arrays"),
         (lambda: bootstrap_ood("accuracy", ONES, ONES), ConfigError, "accuracy"),
-        (lambda: bootstrap_ood("auroc", ONES, ONES, convention="tu"), ConfigError, "tu"),
-        (lambda: bootstrap_metric(mean, [ONES], resamples=0), ConfigError, "resamples"),
-        (lambda: bootstrap_ood("auroc", ONES, ONES, seed=-1), ConfigError, "seed"),
         (lambda: bootstrap_ood("auroc", ONES, ONES, seed=2**70), ConfigError, "seed"),
         (lambda: bootstrap_ood("auroc", ONES, ONES, level=95), ConfigError, "level of"),
     ],
@@ -150,21 +127,8 @@ def test_bad_input(call, error, token):
         call()
 
 
-def calibrated(seed, n=300):
-    """Confidences of a model that is right exactly as often as it says, and whether it was: its ECE is 0."""
-    g = torch.Generator().manual_seed(seed)
-    confidence = 0.5 + torch.rand(n, generator=g, dtype=torch.float64) / 2
-    return confidence, torch.rand(n, generator=g, dtype=torch.float64) < confidence
-
-
 def test_a_basic_interval_is_mirrored_at_the_value():
-    samples = calibrated(0)
-    one, other = (
-        bootstrap_metric(metrics.ece_of_confidence, samples, resamples=100, method=method)
-        for method in ("percentile", "basic")
-    )
-    assert (other.value, other.low, other.high) == pytest.approx(
-        (one.value, 2 * one.value - one.high, 2 * one.value - one.low)
-    )
-    with pytest.raises(ConfigError, match="method"):
-        bootstrap_metric(metrics.ece_of_confidence, samples, method="normal")
+    values = torch.rand(300)
+    one, other = (bootstrap_metric(mean, [values], resamples=100, method=method) for method in ("percentile", "basic"))
+    mirrored = (one.value, 2 * one.value - one.high, 2 * one.value - one.low)
+    assert (other.value, other.low, other.high) == pytest.approx(mirrored)
