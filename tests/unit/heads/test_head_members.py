@@ -39,7 +39,6 @@ class TestCircuits:
         expected = tuple(rankings[score].first(48) for score in CIRCUIT_ORDER)
         for members in (1, 2, 3):
             assert circuit_members(rankings, 48, members) == expected[:members]
-        assert circuit_members({"avg": rankings["avg"]}, 48, 1) == expected[:1]
 
     def test_further_members_come_from_the_pool_of_avg(self) -> None:
         rankings = circuits()
@@ -47,7 +46,6 @@ class TestCircuits:
         assert chosen[:3] == circuit_members(rankings, 48, 3)
         assert len({frozenset(member) for member in chosen}) == 6
         assert all(set(member) <= set(EVERY[:100]) and len(member) == 48 for member in chosen[3:])
-        assert chosen == circuit_members(rankings, 48, 6, pool=100, seed=5)
         assert chosen[3:] != circuit_members(rankings, 48, 6, pool=100, seed=6)[3:]
         assert chosen[:5] == circuit_members(rankings, 48, 5, pool=100, seed=5)  # one more member changes no other
 
@@ -63,7 +61,6 @@ class TestCircuits:
     def test_circuits_that_agree(self) -> None:
         rankings = circuits() | {"ood": ranking(EVERY[1::-1] + EVERY[2:], "ood")}  # the first two in other order
         assert circuit_members(rankings, 2, 3)[2] == (EVERY[1], EVERY[2])  # its last head gives way to the next
-        assert len(circuit_members(rankings, 1, 3)) == 3
         rankings["ood"] = ranking(EVERY[1::-1], "ood")
         with pytest.raises(HeadError, match=r"'avg' and 'ood' remove the same 2 heads"):
             circuit_members(rankings, 2, 3)
@@ -82,14 +79,12 @@ class TestCircuits:
 
 class TestSampled:
     def test_48_out_of_100_three_times(self) -> None:
-        chosen = sampled_members(ranking(EVERY), prune=48, pool=100, members=3, seed=0)
+        chosen, other = (sampled_members(ranking(EVERY), prune=48, pool=100, members=3, seed=seed) for seed in (0, 1))
         assert [len(member) for member in chosen] == [48, 48, 48]
-        assert len(set(chosen)) == 3
         for member in chosen:
             assert set(member) <= set(EVERY[:100])
             assert list(member) == sorted(member, key=EVERY.index)  # removal order
-        assert chosen == sampled_members(ranking(EVERY), prune=48, pool=100, members=3, seed=0)
-        assert not set(chosen) & set(sampled_members(ranking(EVERY), prune=48, pool=100, members=3, seed=1))
+        assert len({*chosen, *other}) == 6
 
     def test_the_draw_of_a_seed_never_changes(self) -> None:
         """The keys of PCG64(42) are 0.77 0.44 0.86 0.70 0.09 0.98, then 0.76 0.79 0.13 0.45 0.37 0.93, and so on."""
@@ -126,8 +121,7 @@ class TestTaylor:
             return ranking(orders[draw], "taylor")
 
         kept = distinct_taylor(rank, 3, 3)
-        assert [draw for draw, _ in kept] == [0, 2, 4]
-        assert [one.heads for _, one in kept] == [tuple(orders[draw]) for draw in (0, 2, 4)]
+        assert [(draw, one.heads) for draw, one in kept] == [(draw, tuple(orders[draw])) for draw in (0, 2, 4)]
         assert asked == [0, 1, 2, 3, 4]
 
     def test_draws_that_never_differ(self) -> None:

@@ -1,6 +1,5 @@
 """Rankings: what they accept, how they compare, files that bring back what was saved; and fingerprints."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_ensembles.errors import ConfigError, DataError, HeadError, HydraError
+from hydra_ensembles.errors import ConfigError, DataError, HeadError
 from hydra_ensembles.fingerprints import data_fingerprint, model_fingerprint
 from hydra_ensembles.heads.ranking import Head, HeadRanking, as_heads, jensen_shannon, overlap, stability
 from hydra_ensembles.model.config import Sharing
-from hydra_ensembles.schema import to_plain
 from random_ensembles import random_batches, random_ensemble, without_heads
 
 
@@ -39,17 +37,16 @@ def test_what_is_no_head(value: Any) -> None:
 def test_first() -> None:
     made = ranking((2, 1), (0, 0), (1, 3))
     assert made.first(2) == (Head(2, 1), Head(0, 0))
-    assert made.first(0) == ()
-    assert len(made) == len(made.first(3)) == 3
-    with pytest.raises(HeadError, match="has 3"):
-        made.first(4)
-    for count in (-1, 2.5, "2", True, None):
-        with pytest.raises(ConfigError, match="count"):
-            made.first(count)  # type: ignore[arg-type]
-    whole = ranking((0, 1), (1, 0), only=2)
-    assert whole.first(2) == whole.heads
-    with pytest.raises(HeadError, match="exactly 2"):
-        whole.first(1)
+    assert (made.first(0), len(made)) == ((), 3)
+    with pytest.raises(ConfigError, match="count"):
+        made.first(-1)
+    for asked, count, token in (
+        (made, 4, "has 3"),
+        (ranking((0, 1), (1, 0), only=2), 1, "exactly 2"),
+        (ranking((0, 1), provenance={"complete": False}), 2, "max_accuracy_loss"),  # it ended early
+    ):
+        with pytest.raises(HeadError, match=token):
+            asked.first(count)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +54,6 @@ def test_first() -> None:
     [
         ([(0, 0), (0, 0)], {}, "twice"),
         ([(0, 0)], {"scores": [1.0, 2.0]}, "got 2 for 1"),
-        ([(0, 0)], {"scores": [math.nan]}, "finite"),
         ([(0, 0)], {"scores": [math.inf]}, "finite"),
         ([(-1, 0)], {}, "from 0"),
         ([(0, 0)], {"only": 2}, "`only`"),
@@ -72,7 +68,6 @@ def test_overlap() -> None:
     first, second = ranking((0, 0), (1, 1), (2, 2), (0, 3)), ranking((1, 1), (2, 0), (0, 0), (0, 3, "text"))
     found = [overlap(first, second, count) for count in (1, 2, 3, 4)]
     assert found == pytest.approx([0.0, 0.5, 2 / 3, 0.5])  # another tower is another head
-    assert overlap(first, first, 4) == 1.0
 
 
 def test_stability_is_the_mean_overlap_of_all_pairs() -> None:
@@ -94,42 +89,16 @@ def test_divergence() -> None:
     assert jensen_shannon(low, ranking((0, 0, "text")), 1) == math.log(2)
 
 
-@pytest.mark.parametrize("compare", [overlap, jensen_shannon])
-@pytest.mark.parametrize("count", [0, 3])
-def test_counts_that_cannot_be_compared(compare: Any, count: int) -> None:
-    with pytest.raises(HydraError, match=r"count|heads"):
-        compare(ranking((0, 0), (0, 1)), ranking((0, 0), (0, 1)), count)
-
-
 @pytest.mark.parametrize("only", [None, 3])
 def test_round_trip(tmp_path: Path, only: int | None) -> None:
     provenance = {"seed": 3, "removed": ((0, 0), Head(1, 2)), "nested": {"sizes": (1, 2), "none": None}}
-    scores = (0.1, 1 / 3, 5e-324)
-    made = ranking((2, 1), (0, 0), (1, 3, "text"), scores=scores, provenance=provenance, only=only)
+    heads, scores = ((2, 1), (0, 0), (1, 3, "text")), (0.1, 1 / 3, 5e-324)
+    made = ranking(*heads, scores=scores, provenance=provenance, only=only)
     path = tmp_path / "deep" / "ranking.json"
     made.save(str(path))
     loaded = HeadRanking.load(path)
     assert loaded == made
-    assert all(isinstance(head, Head) for head in loaded.heads)
-    assert loaded.scores == scores
     assert loaded.provenance["removed"] == [[0, 0], [1, 2, "main"]]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"heads": heads} for heads in ([[0, 0, "main"]], None)),
-        *({"heads": [[0, 0, "main"], [0, head, "main"]]} for head in (0, "1", -1)),
-        *({"scores": [0.5, score]} for score in (None, math.nan, 10**400)),
-        *({"method": 3}, {"provenance": []}, {"only": 1}, {"surprise": 1}),
-    ],
-    ids=str,
-)
-def test_corrupt_fields(tmp_path: Path, change: dict[str, Any]) -> None:
-    path, made = tmp_path / "ranking.json", ranking((0, 0), (0, 1))
-    path.write_text(json.dumps(to_plain(made) | change))
-    with pytest.raises(HeadError, match="ranking"):
-        HeadRanking.load(path)
 
 
 def test_every_weight_the_dtype_and_the_configuration_count() -> None:
@@ -188,8 +157,3 @@ def test_a_circuit_of_before_decided_ties_by_order() -> None:
     assert ranking((0, 1)).ties == "order"
     assert ranking((0, 1), provenance={"ties": "likelihood"}).ties == "likelihood"
     assert ranking((0, 1), method="taylor/layer").ties is None
-
-
-def test_a_circuit_that_ended_early_says_why_it_has_no_more_heads() -> None:
-    with pytest.raises(HeadError, match="max_accuracy_loss"):
-        ranking((0, 1), provenance={"complete": False}).first(2)

