@@ -36,10 +36,8 @@ def test_accuracy_needs_no_ood_data_and_the_other_scores_do() -> None:
 @pytest.mark.parametrize(
     ("change", "token"),
     [
-        (lambda data: {"ood_batches": []}, "ood_batches has no batches"),
         (lambda data: {"ood_batches": [torch.zeros(0, 3, 4, 6)]}, "ood_batches has no samples"),
         (lambda data: {"id_batches": [(inputs, 0 * labels) for inputs, labels in data]}, "two classes"),
-        (lambda data: {"id_batches": [data[0], data[1][0]]}, "batch 1 of id_batches"),
         (lambda data: {"ood_batches": {}}, "empty"),
         (lambda data: {"ood_batches": {"pixel_values": data[0][0]}}, "single batch"),
         (lambda data: {"ood_batches": {"a": [], "b": [data[0][0]]}}, r"ood_batches\['a'\] has no batches"),
@@ -67,30 +65,20 @@ def test_a_head_without_which_logits_are_not_finite(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "token"),
     [
-        *({"budget": budget} for budget in (0, 13, True, 2.5, "24", None)),
-        {"score": "f1"},
-        {"method": "fast"},
-        {"ties": "first"},
-        {"max_accuracy_loss": -0.1},
-        {"max_accuracy_loss": 1.01},
-        {"layers": [0, 3]},
-        *({"removed": heads} for heads in ([(0, 9)], [(0, 1), (0, 1)], [(0, 1, "text")])),
-        {"budget": 4, "layers": [1], "removed": [(1, 2), (0, 0)]},
-        {"dtype": torch.int32},
-        {"batch_size": "8"},
-        {"max_memory": 0},
-        {"screen_size": 0},
-        {"audit_steps": -1},
-        {"seed": 1.5},
-        {"device": "cuda:99"},
-        {"class_names": ["a", "b", "c", "d"]},
+        ({"budget": 13}, "budget.*13"),
+        ({"max_accuracy_loss": 1.01}, "max_accuracy_loss"),
+        ({"layers": [0, 3]}, "layers"),
+        *(({"removed": heads}, "head") for heads in ([(0, 9)], [(0, 1), (0, 1)], [(0, 1, "text")])),
+        ({"budget": 4, "layers": [1], "removed": [(1, 2), (0, 0)]}, "budget.*3"),
+        ({"dtype": torch.int32}, "dtype"),
+        ({"max_memory": 0}, "max_memory"),
+        ({"device": "cuda:99"}, "device"),
+        ({"class_names": ["a", "b", "c", "d"]}, "class_names"),
     ],
     ids=str,
 )
-def test_settings_that_do_not_exist(options: dict[str, Any]) -> None:
-    name, value = next(iter(options.items()))
-    token = "head" if "removed" in options else f"budget.*{value!r}" if len(options) == 1 and name == "budget" else name
+def test_settings_that_do_not_exist(options: dict[str, Any], token: str) -> None:
     with pytest.raises((ConfigError, HeadError), match=token):
         random_problem().extract(**{"budget": 1} | options)

@@ -49,14 +49,6 @@ def test_the_first_of_tied_classes_is_the_answer_and_what_is_not_finite_is_told(
     assert judge(bad, torch.zeros(4), STEP)[2].tolist() == [True, False, False, False]
 
 
-@settings(derandomize=True, deadline=None)
-@given(st.lists(st.tuples(*[st.integers(-4, 4)] * 7), min_size=1, max_size=3), st.integers(1, 6))
-def test_discordance_is_that_of_the_metrics(rows: list[tuple[int, ...]], inside: int) -> None:
-    table = torch.tensor(rows)
-    found = Objective("ood", inside, (7 - inside,)).count(table > 0, table)
-    assert found[:, 1].tolist() == [discordance(-row[:inside], -row[inside:]) for row in table]
-
-
 def test_scores_from_integers() -> None:
     wrong = torch.tensor([True, False, False, False])
     confidence = torch.tensor([3, 5, 7, 9, 5, 1])

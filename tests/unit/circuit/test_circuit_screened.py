@@ -25,7 +25,6 @@ def test_it_comes_close_to_the_exact_method(problem: Problem, score: Score) -> N
         problem.extract(method=how, score=score, budget=2, layers=[1, 3, 5]) for how in ("exact", "screened")
     )
     assert screened.method == "circuit/screened"
-    assert screened.provenance["approximate"]
     assert screened.provenance["audit"]["steps"] == [0, 1]
     assert screened.scores[-1] >= exact.scores[-1] - 0.02
     if score == "acc":  # in full precision they are the same method
@@ -61,9 +60,7 @@ def test_measured_shifts_are_the_results_of_the_naive_method(problem: Problem) -
     naive, exact, heads = searches(problem, "avg", layers=[0, 4])
     estimates = measured(exact).estimates(heads)
     assert estimates == [naive.evaluate(one.head) for one in estimates]
-    values = [one.value for one in estimates]
-    assert values == sorted(values)
-    assert len(set(values)) > 1
+    assert len({one.value for one in estimates}) > 1
     # predicted ones order heads much alike
     place = {one.head: index for index, one in enumerate(predicted(exact, heads).estimates(heads))}
     ranks = torch.tensor([[place[one.head] for one in estimates], list(range(len(heads)))]).double()
