@@ -19,7 +19,6 @@ from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraWarning
 from hydra_ensembles.evaluation import kept
 from hydra_ensembles.evaluation.evaluate import evaluate, evaluate_logits
-from hydra_ensembles.evaluation.evaluation import Evaluation
 from hydra_ensembles.evaluation.kept import Kept
 from hydra_ensembles.evaluation.running import Runner, running
 from hydra_ensembles.familiarity import fit_familiarity
@@ -44,7 +43,7 @@ def test_an_interrupted_evaluation_goes_on_and_is_the_same(tmp_path, monkeypatch
     evaluate(model, image_batches(seed=1), OOD, output=tmp_path, **options)
     assert len(calls) == 8 + 7 + 4  # other data are answered anew, and those that are known are not
     with pytest.raises(ConfigError, match="Ensemble"):
-        evaluate(lambda inputs: model(inputs), data, output=tmp_path / "other", progress=False)
+        evaluate(model.forward, data, output=tmp_path / "other", progress=False)
 
 
 def test_answers_of_another_neighbour_or_precision_are_not_taken(tmp_path):
@@ -84,33 +83,24 @@ def logits_and_labels(model, data):
         return torch.cat([model(x) for x, _ in data], dim=1), torch.cat([y for _, y in data])
 
 
-class Named(torch.nn.Module):
+class Named(nn.Sequential):
     """As models of transformers are called: by keywords; a tensor is the first of them."""
 
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
     def forward(self, pixel_values=None, labels=None):
-        return SimpleNamespace(logits=self.model(pixel_values))
+        return SimpleNamespace(logits=self[0](pixel_values))
 
 
-class Whole(Named):
+class Whole(nn.Sequential):
     """A model that takes a batch in one piece."""
 
     def forward(self, batch):
-        return self.model(batch["pixel_values"] if isinstance(batch, dict) else batch)
+        return self[0](batch["pixel_values"] if isinstance(batch, dict) else batch)
 
 
-def test_evaluate_is_evaluate_logits_of_the_models_answers(monkeypatch):
+def test_evaluate_is_evaluate_logits_of_the_models_answers():
     model, data = tiny_ensemble(), image_batches()
     shift = {"blur": image_batches((9,), seed=8)}
-    looked, look = [], torch.isfinite
-    monkeypatch.setattr(torch, "isfinite", lambda values: looked.append(values.shape) or look(values))
     found = evaluate(model, data, OOD, shift, progress=False, scores=("entropy",), keep_logits=True)
-    # every logit is looked at once, and besides only the likelihood of each sample
-    assert sum(shape[1] for shape in looked if len(shape) == 3) == sum(found.samples.values())
-    assert all(len(shape) == 1 for shape in looked if len(shape) != 3)
     expected = evaluate_logits(
         *logits_and_labels(model, data),
         {group: {name: logits_and_labels(model, one)[0] for name, one in sets.items()} for group, sets in OOD.items()},
@@ -124,7 +114,7 @@ def test_evaluate_is_evaluate_logits_of_the_models_answers(monkeypatch):
     wrapped = evaluate(lambda inputs: SimpleNamespace(logits=model(inputs)), data, OOD, shift, progress=False)
     assert wrapped.id == found.id  # an answer with logits is looked into
     by_name = [{"pixel_values": inputs, "labels": labels} for inputs, labels in data]
-    for around in (Named(model), torch.nn.DataParallel(Named(model)), Whole(model)):
+    for around in (Named(model), nn.DataParallel(Named(model)), Whole(model)):
         assert evaluate(around, by_name, OOD, shift, progress=False).id == found.id
     info = found.model
     assert (info.kind, info.members, info.classes, info.class_names) == ("image", 3, CLASSES, NAMES)
@@ -139,8 +129,6 @@ def test_saved_calibration_is_applied_and_can_be_replaced():
     assert found.model.calibration == CALIBRATION
     assert found.numbers() == evaluate(plain, data, OOD, progress=False, calibration=CALIBRATION).numbers()
     assert found.id != evaluate(plain, data, OOD, progress=False).id
-    prediction = calibrated.predict(torch.cat([x for x, _ in data]))
-    assert found.selective.accepted == pytest.approx(prediction.accept.float().mean().item(), abs=1e-6)
     with pytest.raises(DataError, match="temperature"):  # the logits overflow
         evaluate(plain, data, calibration=Calibration(temperature=(1e-38,)), progress=False)
 
@@ -166,13 +154,10 @@ def test_both_thresholds_are_told_apart():
     assert numbers["far.abstained"] == numbers["ood.noise.abstained"] == noise.abstained
     assert numbers["all.unfamiliar"] == (noise.unfamiliar + found.ood["close"].unfamiliar) / 2
     assert {"knn:far.auroc", "vim:far.auroc"} < numbers.keys()  # what is fitted is reported unasked
-    assert Evaluation.from_dict(found.to_dict()) == found
     alone = evaluate(known, data, OOD, calibration=Calibration(), progress=False).selective
     assert (alone.threshold, alone.sure, alone.accepted) == (None, None, said.familiar)
     one = evaluate(tiny_ensemble(), data, OOD, calibration=CALIBRATION, progress=False)
-    assert (one.selective.sure, one.selective.familiarity, one.selective.familiar) == (
-        one.selective.accepted, None, None
-    )  # fmt: skip
+    assert (one.selective.sure, one.selective.familiar) == (one.selective.accepted, None)
     assert (one.ood["noise"].unsure, one.ood["noise"].unfamiliar) == (one.ood["noise"].abstained, None)
 
 
@@ -183,7 +168,6 @@ def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
     assert found.numbers().keys() == expected.numbers().keys()
     for name, number in expected.numbers().items():
         assert found.numbers()[name] == pytest.approx(number, rel=1e-4, abs=1e-6), name
-    assert found.selective is not None
     assert found.model == expected.model
     assert found.provenance.hardware == expected.provenance.hardware
     with pytest.raises(ConfigError, match=r"cpu.*cuda"), running(fast, torch.device("cuda")):
@@ -192,7 +176,7 @@ def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
         evaluate(calibrated, data, progress=False, device="meta")
 
 
-@pytest.mark.parametrize("around", [torch.nn.DataParallel, partial(torch.compile, backend="eager")])
+@pytest.mark.parametrize("around", [nn.DataParallel, partial(torch.compile, backend="eager")])
 def test_what_lies_around_an_ensemble_takes_nothing_from_it(around):
     """Calibration and familiarity belong to the ensemble inside."""
     data = image_batches()
@@ -280,11 +264,11 @@ def test_the_gallery_holds_the_extremes():
     }
     for shelf, expected in shelves.items():
         assert [one.index for one in found.gallery if (one.set, one.shelf) == ("id", shelf)] == expected
-    ood_items = [item for item in found.gallery if item.set == "noise"]
-    assert {item.shelf for item in ood_items} == {"sure", "unsure"}
-    assert all(item.label is None for item in ood_items)
+    assert {(item.shelf, item.label) for item in found.gallery if item.set == "noise"} == {
+        ("sure", None),
+        ("unsure", None),
+    }
     assert all(item.content.startswith("data:image/jpeg;base64,") for item in found.gallery)
-    assert len({item.content for item in found.gallery}) == len({(item.set, item.index) for item in found.gallery})
     assert found.gallery[0].confidence == pytest.approx(prediction.confidence[order[0]].item(), abs=1e-6)
 
 
@@ -301,15 +285,10 @@ def broken(model, batch):
     return answer
 
 
-def with_labels(label):
-    return [(x, torch.full_like(y, label)) for x, y in image_batches()]
-
-
 @pytest.mark.parametrize(
     ("model", "arguments", "token"),
     [
         (None, (image_batches(), {"void": []}), "'void' has no batches"),
-        (None, (with_labels(1),), "'id'.*27 labels are 1"),
         (broken(tiny_ensemble(), 2), (image_batches(),), "'id'.*1 of 96 member logits.*batch 2"),
         (broken(tiny_ensemble(), 5), (image_batches(), OOD), "'close'.*1 of 72 member logits.*batch 1"),
         (lambda x: x[:, 0, 0, :2].T, (image_batches(),), "'id'.*batch 0"),
@@ -321,30 +300,23 @@ def test_errors_name_the_set(model, arguments, token):
         evaluate(model or tiny_ensemble(), *arguments, progress=False)
 
 
-@pytest.mark.parametrize(("answer", "warned"), [("probs", True), ("logits", False), ("log_probs", False)])
-def test_probabilities_in_place_of_logits_are_warned_of(answer, warned):
-    logits = torch.randn(3, 8, 4).log_softmax(-1) if answer != "logits" else torch.randn(3, 8, 4).abs()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        evaluate_logits(logits.exp() if answer == "probs" else logits, torch.arange(8) % 4)
-    assert any("softmax" in str(one.message) for one in caught) is warned
+def test_probabilities_in_place_of_logits_are_warned_of():
+    logits, labels = torch.randn(3, 8, 4), torch.arange(8) % 4
+    with pytest.warns(HydraWarning, match="softmax"):
+        evaluate_logits(logits.softmax(-1), labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate_logits(logits.abs(), labels)
+        evaluate_logits(logits.log_softmax(-1), labels)
 
 
-def never(inputs):
-    raise AssertionError("the model ran")
+@pytest.mark.parametrize(("settings", "token"), [({"scores": ("energy", "doubt")}, "doubt"), ({"gallery": -1}, "-1")])
+def test_unknown_settings_are_refused_before_the_run(settings, token):
+    def never(inputs):
+        raise AssertionError("the model ran")
 
-
-@pytest.mark.parametrize(
-    ("model", "settings", "token"),
-    [
-        (never, {"scores": ("energy", "doubt")}, "doubt"),
-        (never, {"convention": "mine"}, "convention.*'mine'"),
-        (never, {"gallery": -1}, "gallery.*-1"),
-    ],
-)
-def test_unknown_settings_are_refused_before_the_run(model, settings, token):
     with pytest.raises(ConfigError, match=token):
-        evaluate(model, image_batches(), progress=False, **settings)
+        evaluate(never, image_batches(), progress=False, **settings)
 
 
 def test_two_processes_give_the_numbers_of_one():
