@@ -42,18 +42,12 @@ def cells(comparison, name):
 
 
 def test_numbers_are_written_as_the_paper_writes_them(comparison):
-    hydra = methods()[2]
+    hydra, found = methods()[2], cells(comparison, "Hydra")
     assert [column.key for column in comparison.columns] == [column.key for column in COLUMNS]
-    expected = {
-        "heads": "3x3",
-        "accuracy": f"{hydra.id.accuracy * 100:.2f}",
-        "ece": f"{hydra.id.ece:.3f}",
-        "near.auroc": f"{hydra.means['near']['msp'].auroc * 100:.2f}",
-        "parameters": "4.00",
-        "latency_ratio": "1.25×",
-    }
-    found = cells(comparison, "Hydra")
-    assert {key: found[key].text for key in expected} == expected
+    assert found["accuracy"].text == f"{hydra.id.accuracy * 100:.2f}"
+    assert found["ece"].text == f"{hydra.id.ece:.3f}"
+    assert found["near.auroc"].text == f"{hydra.means['near']['msp'].auroc * 100:.2f}"
+    assert [found[key].text for key in ("heads", "parameters", "latency_ratio")] == ["3x3", "4.00", "1.25×"]
     assert cells(comparison, "Single")["heads"].text == "5"
     assert (Column("x", "X").write(-0.001), Column("x", "X").write(-0.01)) == ("0.00", "-0.01")
     for words in ("own (160 samples)", "near: close; far: textures, digits", "Score: msp; convention: torch-unc"):
@@ -73,7 +67,6 @@ def test_other_columns_can_be_asked_for():
     ("values", "better", "digits", "expected"),
     [
         ([1, 3, 2], "higher", 2, ["", "best", "second"]),
-        ([1, 3, 2], "lower", 2, ["best", "", "second"]),
         ([1, 3, 2], "neither", 2, ["", "", ""]),
         ([0.101, 0.104, 0.2, 0.201, 0.3], "lower", 1, ["best", "best", "second", "second", ""]),
         ([0.5, 0.501], "higher", 2, ["", ""]),  # all alike: nothing to mark
@@ -90,15 +83,13 @@ def test_several_runs_give_mean_and_standard_deviation():
     comparison = compare([evaluation("Single", seed=9), *runs], costs())
     accuracies = [run.id.accuracy for run in runs]
     found = cells(comparison, "Hydra")["accuracy"]
-    assert found.value == pytest.approx(statistics.fmean(accuracies))
-    assert found.spread == pytest.approx(statistics.stdev(accuracies))
+    assert (found.value, found.spread) == pytest.approx((statistics.fmean(accuracies), statistics.stdev(accuracies)))
     assert found.text == f"{found.value * 100:.2f} ± {found.spread * 100:.2f}"
     assert cells(comparison, "Single")["accuracy"].spread is cells(comparison, "Hydra")["parameters"].spread is None
     assert "Mean ± standard deviation over runs (Single: 1, Hydra: 3)." in comparison.notes
     assert compare({"Single": evaluation("x", seed=9), "Hydra": runs}, costs()) == comparison
     rows = list(csv.DictReader(io.StringIO(to_csv(comparison))))
-    assert rows[0]["accuracy_sd"] == ""
-    assert float(rows[1]["accuracy_sd"]) == found.spread
+    assert [row["accuracy_sd"] for row in rows] == ["", str(found.spread)]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +111,7 @@ def test_what_does_not_compare_is_refused(evaluations, error, token):
         assert any(note.startswith("Not the same data: Other") for note in notes)
 
 
-def test_other_samples_in_sets_of_one_name_and_size_are_told(tmp_path):
+def test_other_samples_in_sets_of_one_name_and_size_are_told():
     """By labels they are refused; by inputs alone noted, since a model may want the same images in another size."""
     generator = torch.Generator().manual_seed(0)
     pixels, labels = torch.randn(40, 6, generator=generator), torch.arange(40) % 4
@@ -134,15 +125,14 @@ def test_other_samples_in_sets_of_one_name_and_size_are_told(tmp_path):
         return list(compare(evaluations, **settings).notes[1:])  # the first says what the sets are
 
     one, order = found("One", pixels, labels), torch.randperm(40, generator=generator)
-    assert set(one.traces) == {"id", "ood.close"}
     assert told(one, found("Same", pixels[order], labels[order])) == []
     assert told(one, found("Numbered otherwise", pixels, 3 - labels)) == []
-    one.save(tmp_path / "one.json")
-    assert he.Evaluation.load(tmp_path / "one.json").traces == one.traces
+    assert he.Evaluation.from_dict(one.to_dict()).traces == one.traces
 
+    other = found("Other", pixels, labels.clamp(max=2))
     with pytest.raises(DataError, match="labels of id are others for Other"):
-        compare([one, found("Other", pixels, labels.clamp(max=2))])
-    assert "Not the same data" in told(one, found("Other", pixels, labels.clamp(max=2)), allow_mismatch=True)[0]
+        compare([one, other])
+    assert "Not the same data" in told(one, other, allow_mismatch=True)[0]
     (note,) = told(one, found("New", pixels + 1, labels))
     assert note.startswith("New was given other inputs than One in id: other samples, or")
     (note,) = told(one, found("New", pixels, labels, {"near": {"close": [(2 * pixels[:9],)]}}))
@@ -178,14 +168,14 @@ def test_models_of_one_name_have_to_be_of_one_kind():
 
 
 def test_calibrated_and_uncalibrated_methods_are_named():
+    def said(evaluations):
+        return " ".join(note for note in compare(evaluations).notes if "alibrated" in note)
+
     one, other = evaluation("One"), evaluation("Other", seed=2)
-    assert not [note for note in compare([one, other]).notes if "alibrated" in note]
     warm = replace(other, model=replace(other.model, calibration=Calibration(temperature=(1.3,), threshold=0.5)))
-    assert not [note for note in compare([warm]).notes if "alibrated" in note]
-    note = next(note for note in compare([one, warm]).notes if "alibrated" in note)
-    assert "Calibrated: Other; not: One." in note
-    mixed = {"Some": [one, replace(warm, name="One")], "Other": warm}
-    assert any("in part: Some" in note for note in compare(mixed).notes)
+    assert said([one, other]) == said([warm]) == ""
+    assert "Calibrated: Other; not: One." in said([one, warm])
+    assert "in part: Some" in said({"Some": [one, replace(warm, name="One")], "Other": warm})
 
 
 def test_what_is_printed_is_the_table(comparison):
@@ -193,8 +183,6 @@ def test_what_is_printed_is_the_table(comparison):
         assert str(made) == made._repr_markdown_()
         assert str(made).startswith("| Method | Heads | Acc ↑")
         assert len(repr(made)) < 1000
-    assert str(comparison) == to_markdown(comparison)
-    assert "Hydra" in repr(comparison)
 
 
 @pytest.mark.parametrize(
@@ -234,22 +222,20 @@ def test_markdown_shows_names_and_runs_nothing_in_them(name):
 
 
 def test_markdown_latex_and_csv(comparison):
-    lines = to_markdown(comparison).splitlines()
-    assert lines[0].startswith("| Method | Heads | Acc ↑ | Brier ↓ |")
-    assert "Near-OOD AUROC ↑" in lines[0]
-    assert [line.count("|") for line in lines[:5]] == [lines[0].count("|")] * 5
-    latex = to_latex(comparison)
+    markdown, latex = to_markdown(comparison), to_latex(comparison)
+    assert "| Near-OOD AUROC ↑ |" in markdown.splitlines()[0]
+    assert len({line.count("|") for line in markdown.splitlines()[:5]}) == 1
     for rule in (r"\toprule", r"\midrule", r"\bottomrule", r"\cmidrule(lr){8-10}", r"\multicolumn{3}{c}{Near-OOD}"):
         assert rule in latex
     rows = [line for line in latex.splitlines() if line.endswith(r"\\") and not line.startswith(" ")]
     assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {len(comparison.columns)}
     for rank, mark in (("best", ("**{}**", r"\textbf{{{}}}")), ("second", ("<u>{}</u>", r"\underline{{{}}}"))):
         text = next(row.cells[1].text for row in comparison.rows if row.cells[1].rank == rank)
-        assert mark[0].format(text) in to_markdown(comparison)
+        assert mark[0].format(text) in markdown
         assert mark[1].format(text) in latex
     table = list(csv.DictReader(io.StringIO(to_csv(comparison))))
-    assert [row["method"] for row in table] == ["Single", "Deep Ensemble", "Hydra"]
-    assert (float(table[2]["accuracy"]), table[2]["heads"]) == (methods()[2].id.accuracy, "3x3")
+    hydra = {"method": "Hydra", "accuracy": str(methods()[2].id.accuracy), "heads": "3x3"}
+    assert hydra.items() <= table[2].items()
     assert "accuracy_sd" not in table[0]
 
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -20,10 +21,9 @@ VOID = {"meta", "link", "img", "br", "hr", "input"}
 class Page(HTMLParser):
     """Parses a page, holds that every tag is closed in order, and remembers what it saw."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open, self.tags = [], []
         self.feed(text)
         assert not self.open
 
@@ -39,8 +39,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def figures(self):
-        names = [attrs["class"] for tag, attrs in self.tags if tag == "figure"]
-        return {name: names.count(name) for name in names}
+        return Counter(attrs["class"] for tag, attrs in self.tags if tag == "figure")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +87,6 @@ def test_it_loads_nothing_and_runs_nothing(text, page):
             assert (attrs.get(name) or "data:").startswith("data:")
         assert not any(name.startswith("on") or ":" in name for name in attrs)
     assert not re.search(r"url\(|@import|https?://", text)
-    assert len(text) < 200_000
 
 
 def test_what_came_from_outside_is_escaped(render):
@@ -110,8 +108,7 @@ def test_what_came_from_outside_is_escaped(render):
 def test_one_evaluation_of_many_members_without_sets_makes_a_report(render):
     text = render([evaluation("Crowd", members=9, ood=False, shift=False)])
     assert Page(text).figures() == {"bars": 2, "reliability": 1, "risk": 1, "headmap": 1, "agreement": 1}
-    assert 'class="chip"' not in text  # shaded instead of striped
-    assert "opacity:0.56" in text  # five of nine
+    assert "opacity:0.56" in text  # heads are shaded by how many members keep them: five of nine
     assert Page(render([evaluation(ood=False, shift=False)])).figures()["headmap"] == 1
 
 
@@ -137,14 +134,11 @@ def test_both_thresholds_and_what_they_decline_are_said(render):
     }
     means = {name: {**one, "knn": one["msp"]} for name, one in hydra.means.items()}
     page = render([single, replace(hydra, selective=both, ood=sets, means=means)])
-    said = "thresholds (msp ≤ 0.5, knn ≤ 12.5) Hydra answers"
-    assert said in page
+    assert "thresholds (msp ≤ 0.5, knn ≤ 12.5) Hydra answers" in page
     assert "(95.0&nbsp;% are sure enough, 90.0&nbsp;% are familiar enough)" in page
-    assert page.count("AUROC by knn") == 1 + len(sets)  # the means, and each set by itself
-    assert page.count("Declined %") == 1 + len(sets)
+    assert page.count("AUROC by knn") == page.count("Declined %") == 1 + len(sets)  # the means, and each set by itself
     header = page[page.index("<header>") : page.index("</header>")]
     assert f"{100 * hydra.ood['close'].abstained:.2f}" in header
-    assert "Near-OOD declined" in header
     text = render([replace(hydra, selective=replace(both, threshold=None, sure=None))])
     assert "threshold (knn ≤ 12.5) Hydra answers" in text
 
@@ -153,7 +147,6 @@ def test_focus_and_baseline_can_be_chosen_and_several_runs_show_a_spread(render)
     runs = [evaluation(name, seed=seed, ood=False) for seed, name in enumerate(("lr-0.001", "lr-0.0001", "lr-0.001"))]
     text = render(runs, focus="lr-0.001", baseline="lr-0.0001")
     assert " ± " in text  # of two runs
-    assert "How good is lr-0.001?" in text
     assert "vs lr-0.0001" in text
     assert re.search(r'aria-label="[^"]*lr-0.0001\b', text)  # names are not shortened as numbers of drawings are
     for wrong in ({"focus": "Hidra"}, {"baseline": "Hidra"}):
