@@ -111,5 +111,3 @@ def test_images_of_another_size_and_bad_ones_take_the_usual_way() -> None:
     assert same(fast(other), ensemble(other))
     with pytest.raises(ValueError, match="does not divide"):
         fast(torch.randn(2, 3, 5, 4, dtype=torch.float64))
-    with pytest.raises(ValueError, match="expected images"):
-        fast(torch.randn(3, 4, 6, dtype=torch.float64))
