@@ -17,18 +17,13 @@ def hf_vit() -> Any:
     return transformers_model("ViTForImageClassification", "ViTConfig", VISION)
 
 
-# --- hooks and replaced forwards -------------------------------------------------------------------------
-
-
-def test_forward_hooks_are_refused_wherever_they_are() -> None:
-    model, wrapped = vit(), nn.DataParallel(vit())
+def test_forward_hooks_are_refused_around_the_model_too() -> None:
+    wrapped, model = nn.DataParallel(vit()), vit()
     wrapped.register_forward_hook(lambda module, inputs, output: -output)
     refused(wrapped, r"DataParallel.*forward hook")
-    inner = model.blocks[1].attn.register_forward_hook(lambda module, inputs, output: output * 2)
-    outer = model.register_forward_pre_hook(lambda module, inputs: None)
-    for handle, place in ((outer, "the model"), (inner, r"blocks\.1\.attn")):
-        refused(model, rf"{place}.*forward hook")
-        handle.remove()
+    hook = model.register_forward_pre_hook(lambda module, inputs: None)
+    refused(model, "the model.*forward hook")
+    hook.remove()
     assert he.convert(model).num_classes == 5
 
 
@@ -37,11 +32,8 @@ def test_what_libraries_attach_is_no_obstacle() -> None:
     read, moved, compiled = hf_vit(), hf_vit(), vit()
     read.enable_input_require_grads()
     read(**inputs, output_attentions=True, output_hidden_states=True)
-    assert any(module._forward_hooks for module in read.modules())
     mixed = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(hf_vit())
     accelerate.hooks.add_hook_to_module(moved.vit, accelerate.hooks.AlignDevicesHook("cpu"))
-    assert "forward" in vars(mixed)
-    assert "forward" in vars(moved.vit)
     compiled.forward = torch.compile(compiled.forward)
     for plain, changed in (
         (hf_vit(), (read, mixed, moved)),
@@ -49,9 +41,6 @@ def test_what_libraries_attach_is_no_obstacle() -> None:
     ):
         expected = he.convert(plain)(inputs)
         assert all(torch.equal(he.convert(model)(inputs), expected) for model in changed)
-
-
-# --- weights, classifiers, names, channels ---------------------------------------------------------------
 
 
 def test_labels_are_checked() -> None:
@@ -66,10 +55,9 @@ def test_labels_are_checked() -> None:
 
 
 def test_the_names_of_the_model_in_another_order_are_refused() -> None:
-    model = hf_vit()
-    names = tuple(model.config.id2label.values())
-    model.config.id2label = dict(enumerate(f"class {name}" for name in names))
-    known = tuple(model.config.id2label.values())
+    model, names = hf_vit(), ("ant", "bee", "cat", "dog", "elk")
+    known = tuple(f"a {name}" for name in names)
+    model.config.id2label = dict(enumerate(known))
     refused(model, r"labels\[0\].*with_metadata", labels=known[::-1])
     assert he.convert(model, labels=known).metadata.labels == he.convert(model).metadata.labels == known
     assert he.convert(model, labels=names[::-1]).metadata.labels == names[::-1]  # other names
@@ -91,9 +79,6 @@ def test_preprocessing_has_the_channels_of_the_model(channels: int, mean: Any, e
     preprocessing = he.convert(model).metadata.preprocessing
     assert (preprocessing and preprocessing.mean) == expected
     assert preprocessing is None or len(preprocessing.std) == channels
-
-
-# --- classifiers that nobody trained ---------------------------------------------------------------------
 
 
 def with_classifier(model: Any, change: str) -> Any:
@@ -123,6 +108,5 @@ def test_a_classifier_that_nobody_trained_is_warned_of(make: Any, change: str, s
 
 
 def test_a_new_classifier_is_in_the_history() -> None:
-    found = he.convert(vit(num_classes=0), num_labels=4)
-    assert "untrained" in found.metadata.history[-1]
-    assert "untrained" not in he.convert(vit()).metadata.history[-1]
+    new, own = he.convert(vit(num_classes=0), num_labels=4), he.convert(vit())
+    assert ["untrained" in one.metadata.history[-1] for one in (new, own)] == [True, False]

