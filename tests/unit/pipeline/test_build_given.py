@@ -7,12 +7,11 @@ import torch
 from build_cases import batches, image_model, text_batches
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.pipeline.chain import model_identity
-from hydra_ensembles.pipeline.material import ReadBatch, halves, read_all, read_data, starting_model
+from hydra_ensembles.pipeline.material import BuildData, ReadBatch, halves, read_all, read_data, starting_model
 
 
 def test_preprocessing_of_the_model_is_changed_and_the_model_is_not() -> None:
@@ -31,8 +30,7 @@ def numbered(sizes: list[int]) -> list[ReadBatch]:
 
 
 def labels_of(batches: list[ReadBatch]) -> list[int]:
-    found = [labels for _, labels in batches]
-    return [int(label) for labels in found if labels is not None for label in labels]
+    return torch.cat([labels for _, labels in batches]).tolist()
 
 
 @given(
@@ -44,10 +42,8 @@ def test_halves_share_nothing_and_leave_nothing_out(sizes: list[int], seed: int)
     one, two = labels_of(first), labels_of(second)
     assert sorted(one + two) == list(range(sum(sizes)))
     assert len(one) - len(two) in (0, 1)
-    assert one == sorted(one)  # samples keep their order
-    assert two == sorted(two)
+    assert (one, two) == (sorted(one), sorted(two))  # samples keep their order
     for inputs, labels in first + second:
-        assert isinstance(inputs, Tensor)
         assert torch.equal(inputs.flatten(), labels.float())  # each with its own label
 
 
@@ -80,22 +76,26 @@ def test_batches_that_cannot_be_used_are_named() -> None:
 
 def test_ood_data_comes_from_one_source_from_several_or_from_the_id_data() -> None:
     known, few, many = (batches(count, seed=seed) for count, seed in ((20, 1), (5, 2), (8, 3)))
-    several = read_data(0, 3, train=None, id=known, ood={"few": few, "many": many}, validation=None)
+
+    def read(ood: Any, seed: int = 0, id: Any = known) -> BuildData:
+        return read_data(seed, 3, train=None, id=id, ood=ood, validation=None)
+
+    several, one = read({"few": few, "many": many}), read(few)
     assert several.samples() == {"ranking": 10, "validation": 10, "ood['few']": 5, "ood['many']": 8}
-    one = read_data(0, 3, train=None, id=known, ood=few, validation=None)
     assert set(one.fingerprints()) == {"train", "ranking", "validation", "ood"}
     assert several.fingerprints()["ood['few']"] == one.fingerprints()["ood"]
-    made = read_data(0, 3, train=None, id=known, ood="synthetic", validation=None)
-    again, other = (read_data(seed, 3, train=None, id=known, ood="synthetic", validation=None) for seed in (0, 1))
+    made, again, other = (read("synthetic", seed) for seed in (0, 0, 1))
     assert made.samples()["ood"] == 10
     assert made.fingerprints() == again.fingerprints() != other.fingerprints()
     with pytest.raises(DataError, match="id="):
-        read_data(0, 3, train=None, id=None, ood="synthetic", validation=None)
-    with pytest.raises(DataError, match=r"ood\['few'\]"):
-        read_data(0, 3, train=None, id=known, ood={"few": [], "many": many}, validation=None)
-    for wrong in ({}, {"input_ids": torch.zeros(2, 3)}):
-        with pytest.raises(DataError, match="mapping"):
-            read_data(0, 3, train=None, id=known, ood=wrong, validation=None)
+        read("synthetic", id=None)
+    for wrong, token in (
+        ({"few": [], "many": many}, r"ood\['few'\]"),
+        ({}, "mapping"),
+        ({"ids": few[0][0]}, "mapping"),
+    ):
+        with pytest.raises(DataError, match=token):
+            read(wrong)
 
 
 def test_validation_replaces_the_second_half() -> None:

@@ -38,8 +38,7 @@ def test_without_a_path_nothing_is_kept_and_only_the_first_process_writes(
 ) -> None:
     run = RunFolder(None, IDENTITY)
     assert (run.json("a", lambda: 1), run.json("a", lambda: 2)) == (1, 2)
-    assert run.place("a") is None
-    assert not run.has("a")
+    assert (run.place("a"), run.has("a")) == (None, False)
     monkeypatch.setenv("RANK", "1")
     assert RunFolder(tmp_path, IDENTITY).json("a", lambda: 1) == 1
     assert not list(tmp_path.iterdir())
