@@ -24,17 +24,8 @@ from studies.sets import DataFolder, NamedImages, PaperSets
 from studies.storing import SINGLE
 
 NINE = ["imagenet", "cifar100", "cifar10", "food101", "sun397", "pets", "dtd", "eurosat", "caltech101"]
-COUNTS = DualCounts(
-    None,
-    None,
-    circuits=10,
-    image_circuits=10,
-    calibration=10,
-    taylor_batches=1,
-    test=None,
-    detection=None,
-    classes=None,
-)
+SIZES = {"circuits": 10, "image_circuits": 10, "calibration": 10, "taylor_batches": 1}
+COUNTS = DualCounts(None, None, **SIZES, test=None, detection=None, classes=None)
 
 
 @pytest.fixture(scope="module")
