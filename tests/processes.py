@@ -2,7 +2,7 @@
 
 import os
 import pickle
-import subprocess
+
 import sys
 import threading
 import traceback
@@ -24,14 +24,6 @@ def environment(**changes: str) -> dict[str, str]:
     """The environment of a child; modules are found where the parent finds them, however it was started."""
     threads = str(torch.get_num_threads())  # as many as here, or sums would round differently
     return {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **changes}
-
-
-def run_script(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a Python script to its end."""
-    command = [sys.executable, str(script), *map(str, arguments)]
-    return subprocess.run(
-        command, env=environment(), capture_output=True, text=True, check=False, timeout=LIMIT, stdin=subprocess.DEVNULL
-    )
 
 
 def _started(work: Callable[[], object]) -> int:
@@ -129,16 +121,3 @@ def watch_replacements(act: Callable[[Path], None]) -> Callable[..., None]:
         original(source, target, **options)
 
     return replace
-
-
-def end_at_write(folder: Path, name: str, count: int) -> None:
-    """Let this process end, as if killed, before the given write of files whose path in `folder` starts with `name`."""
-    left = count
-
-    def act(target: Path) -> None:
-        nonlocal left
-        left -= str(target.relative_to(folder)).startswith(name)
-        if left == 0:
-            os._exit(9)
-
-    os.replace = watch_replacements(act)  # type: ignore[assignment]

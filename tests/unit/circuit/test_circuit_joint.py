@@ -103,15 +103,14 @@ def test_the_score_is_that_of_the_pruned_model() -> None:
 
 
 def test_candidates_run_their_own_tower_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are logged by tower while candidates are chosen and while a head is removed."""
     ran, towers = set[str](), set[str]()
     count, choose, remove = WorkingModel._count, JointExact.choose, JointExact.remove
 
-    def counting(model: WorkingModel, *arguments: Any, **more: Any) -> None:
+    def noting_count(model: WorkingModel, *arguments: Any, **more: Any) -> None:
         ran.add(model.ensemble.kind)
         count(model, *arguments, **more)
 
-    def logged_choose(self: JointExact, candidates: Any) -> Any:
+    def checked_choose(self: JointExact, candidates: Any) -> Any:
         for tower in ("text", "image"):
             ran.clear()
             choose(self, of_tower(candidates, text=tower == "text"))
@@ -120,15 +119,15 @@ def test_candidates_run_their_own_tower_only(monkeypatch: pytest.MonkeyPatch) ->
         assert "text" not in ran  # the text candidates of before are remembered
         return result
 
-    def logged_remove(self: JointExact, head: he.Head) -> None:
+    def checked_remove(self: JointExact, head: he.Head) -> None:
         ran.clear()
         remove(self, head)
         assert ran <= {head.tower}
         towers.add(head.tower)
 
-    monkeypatch.setattr(WorkingModel, "_count", counting)
-    monkeypatch.setattr(JointExact, "choose", logged_choose)
-    monkeypatch.setattr(JointExact, "remove", logged_remove)
+    monkeypatch.setattr(WorkingModel, "_count", noting_count)
+    monkeypatch.setattr(JointExact, "choose", checked_choose)
+    monkeypatch.setattr(JointExact, "remove", checked_remove)
     extract(dual_in_float64("transformers-quickgelu"), "exact", budget=6)
     assert towers == {"image", "text"}
 

@@ -37,32 +37,26 @@ def test_it_comes_close_to_the_exact_method(problem: Problem, score: Score) -> N
             assert naive.result[-2:] == expected
 
 
-def measured(exact: Exact) -> Shifts:
-    """Shifts of all heads, measured on all samples."""
-    shifts = Shifts(exact)
+@torch.no_grad()
+def measured_and_predicted(exact: Exact, heads: list[Head]) -> tuple[Shifts, Shifts]:
+    """Shifts of all heads on all samples, measured, and by a gradient."""
+    measured, predicted = Shifts(exact), Shifts(exact)
     rows, numbers = np.arange(len(exact.tower.candidates)), np.arange(exact.objective.samples)
-    with torch.no_grad():
-        shifts.start_step(afresh=True)
-        exact.tower.run(np.repeat(rows, len(numbers)), np.tile(numbers, len(rows)), shifts.record)
-    return shifts
-
-
-def predicted(exact: Exact, heads: list[Head]) -> Shifts:
-    """Shifts of all heads by a gradient."""
-    shifts = Shifts(exact)
-    with torch.no_grad():
-        shifts.start_step(afresh=True)
-        shifts.predict(heads, np.arange(exact.objective.samples))
-    return shifts
+    measured.start_step(afresh=True)
+    exact.tower.run(np.repeat(rows, len(numbers)), np.tile(numbers, len(rows)), measured.record)
+    predicted.start_step(afresh=True)
+    predicted.predict(heads, numbers)
+    return measured, predicted
 
 
 def test_measured_shifts_are_the_results_of_the_naive_method(problem: Problem) -> None:
     naive, exact, heads = searches(problem, "avg", layers=[0, 4])
-    estimates = measured(exact).estimates(heads)
+    measured, predicted = measured_and_predicted(exact, heads)
+    estimates = measured.estimates(heads)
     assert estimates == [naive.evaluate(one.head) for one in estimates]
     assert len({one.value for one in estimates}) > 1
     # predicted ones order heads much alike
-    place = {one.head: index for index, one in enumerate(predicted(exact, heads).estimates(heads))}
+    place = {one.head: index for index, one in enumerate(predicted.estimates(heads))}
     ranks = torch.tensor([[place[one.head] for one in estimates], list(range(len(heads)))]).double()
     assert float(torch.corrcoef(ranks)[0, 1]) > 0.5
 
@@ -74,7 +68,7 @@ def test_predictions_are_first_order() -> None:
         for block in problem.model.encoder.layers:
             block.attention.out *= 1e-4
     _, exact, heads = searches(problem, "avg")
-    found, real = predicted(exact, heads).known, measured(exact).known
+    real, found = (shifts.known for shifts in measured_and_predicted(exact, heads))
     numbers, inside = np.arange(exact.objective.samples), exact.objective.id_count
     assert torch.allclose(found[0] * quantum(torch.float64), real[0] * quantum(torch.float64), atol=1e-5)
     margins = gradient_shifts(exact.tower, heads, numbers[:inside], exact.tower.samples.labels[:inside])

@@ -148,16 +148,11 @@ def test_files_of_the_first_version_stay_readable(evaluation):
 
 
 def test_stored_logits_rebuild_the_evaluation(evaluation, tmp_path):
-    evaluation.save(tmp_path / "run.json")
-    kept = Evaluation.load(tmp_path / "run.json", with_logits=True).logits
-    again = evaluate_logits(*kept.id, kept.ood, kept.shift, scores=SCORES)
-    assert [one.group for one in again.ood.values()] == [one.group for one in evaluation.ood.values()]
-    for key, value in evaluation.numbers().items():
-        assert again.numbers()[key] == pytest.approx(value, abs=0.02), key  # half precision
     evaluation.logits.save(tmp_path / "exact.safetensors", dtype=torch.float32)
     kept = MemberLogits.load(tmp_path / "exact.safetensors")
     exact = evaluate_logits(*kept.id, kept.ood, kept.shift, scores=SCORES)
     assert dataclasses.replace(exact, model=evaluation.model) == evaluation
+    assert list(exact.ood) == list(evaluation.ood)
 
 
 MIXED = GOOD.permute(2, 1, 0).contiguous().permute(2, 1, 0)  # [M, B, C], members last in memory

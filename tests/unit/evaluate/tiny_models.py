@@ -16,11 +16,11 @@ HEADS = (((0, 1), (1, 2)), ((0, 2), (0, 1, 2)), ((1,), (2,)))  # [member][layer]
 NAMES = ("ant", "bee", "cat <b>", "dog & fox")
 
 
-def tiny_ensemble(kind: str = "image", classes: int = CLASSES) -> Ensemble:
+def tiny_ensemble(kind: str = "image") -> Ensemble:
     blocks = {"width": 12, "heads": 3, "head_dim": 4, "mlp_width": 16}
-    config = small(kind, classes, sharing=Sharing(stem=True, mlp=True), text={"vocabulary": 30}, **blocks)
+    config = small(kind, CLASSES, sharing=Sharing(stem=True, mlp=True), text={"vocabulary": 30}, **blocks)
     preprocessing = None if kind == "text" else ImagePreprocessing((8, 8))
-    metadata = Metadata("made here", NAMES[:classes], preprocessing, history=("made", "tested"))
+    metadata = Metadata("made here", NAMES, preprocessing, history=("made", "tested"))
     ensemble = Ensemble(replace(config, heads=HEADS), metadata)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

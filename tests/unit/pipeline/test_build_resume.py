@@ -10,15 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build_cases import batches, recipe, same, shuffled
-from killed_build import CONFIG, model, run
+from build_cases import batches, image_model, recipe, same, shuffled
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import CheckpointError, HydraError, StorageError
 from hydra_ensembles.pipeline import chain
 from hydra_ensembles.pipeline import material as given
 from hydra_ensembles.training.finetune import EnsembleLearner
-from processes import count_calls, run_script, watch_replacements
+from processes import count_calls, watch_replacements
+
+TUNING = recipe(steps=3, evaluate_every=2)
+CONFIG = he.HydraConfig(prune=2, members=2, method="naive", recipe=TUNING, shared_layers=1, seed=2)  # circuits differ
+GIVEN = {"train": shuffled(12), "id": shuffled(16, 8, seed=2), "ood": batches(8, 8, seed=3, shift=1.5)}
+
+
+def model(seed: int = 4) -> he.Ensemble:
+    """Of two layers, which are soon saved, read and trained."""
+    return image_model(seed, layers=2)
+
+
+def run(folder: Path | None, **changes: Any) -> he.Ensemble:
+    """The build that all tests interrupt; its loaders shuffle."""
+    return he.build(**{"model": model(), "config": CONFIG, **GIVEN, "output": folder, "progress": False, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -123,18 +136,7 @@ def test_a_kill_between_any_two_writes_can_be_resumed(
         assert not list(state.rglob(".*")) or state is states[0]  # no litter; before `run.json` it may be anybody's
 
 
-@pytest.mark.slow
-def test_a_killed_process_is_resumed(tmp_path: Path, expected: he.Ensemble) -> None:
-    """The real thing, in the middle of fine-tuning: every state that a kill leaves is resumed above."""
-    ended = run_script(Path(__file__).with_name("killed_build.py"), tmp_path, "finetune/member-1", 3)
-    assert ended.returncode == 9, ended.stderr
-    assert (tmp_path / "members" / "0" / "config.json").exists()
-    assert not (tmp_path / "members" / "1").exists()
-    assert same(run(tmp_path), expected)
-
-
 def test_the_folder_of_another_build_is_refused(folder: Path) -> None:
-    usual = {"train": shuffled(12), "id": shuffled(16, 8, seed=2), "ood": batches(8, 8, seed=3, shift=1.5)}
     longer = replace(CONFIG, recipe=recipe(steps=9, evaluate_every=2))
     changes: list[tuple[dict[str, Any], str]] = [
         ({"config": replace(CONFIG, prune=3)}, r"config\.prune was 2 and is 3"),
@@ -147,9 +149,8 @@ def test_the_folder_of_another_build_is_refused(folder: Path) -> None:
         ({"validation": batches(12, seed=8)}, r"data\.validation"),
     ]
     for change, message in changes:
-        asked = {"model": model(), "config": CONFIG, **usual, "output": folder, "progress": False, **change}
         with pytest.raises(CheckpointError, match=message):
-            he.build(**asked)
+            run(folder, **change)
     run(folder)  # and nothing happened to it
 
 
