@@ -2,7 +2,6 @@
 
 import os
 import pickle
-
 import sys
 import threading
 import traceback
