@@ -22,7 +22,6 @@ from hydra_ensembles.report.compare import (
     Column,
     compare,
     rank_cells,
-    set_columns,
     to_csv,
     to_latex,
     to_markdown,
@@ -55,9 +54,7 @@ def test_numbers_are_written_as_the_paper_writes_them(comparison):
 
 
 def test_other_columns_can_be_asked_for():
-    found = cells(compare(methods(), columns=(*DIVERSITY, *set_columns(["digits"]))), "Hydra")
-    assert found["all.disagreement"].value > 0
-    assert found["ood.digits.auroc"].value == methods()[2].ood["digits"].detection["msp"].auroc
+    assert cells(compare(methods(), columns=DIVERSITY), "Hydra")["all.disagreement"].value > 0
     keys = [column.key for column in compare([evaluation(ood=False)]).columns]
     assert "parameters" in keys  # the model knows them itself
     assert not {"near.auroc", "latency_ratio"} & set(keys)  # nobody has a number
