@@ -45,16 +45,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import timm
 
     monkeypatch.chdir(tmp_path)
-    timm.models.save_for_hf(
-        cases.small_vit(), tmp_path / "my-vit", model_config={"num_classes": 3}, model_args=cases.VIT_OPTIONS
-    )
-    for seed in range(3):
-        tuned = cases.small_vit()
+    for number, name in enumerate(("my-vit", "seed-0", "seed-1", "seed-2")):
+        model = cases.small_vit()
         with torch.no_grad():
-            tuned.head.weight.add_(0.01 * seed)
-        timm.models.save_for_hf(
-            tuned, tmp_path / f"seed-{seed}", model_config={"num_classes": 3}, model_args=cases.VIT_OPTIONS
-        )
+            model.head.weight.add_(0.01 * number)
+        timm.models.save_for_hf(model, name, model_config={"num_classes": 3}, model_args=cases.VIT_OPTIONS)
     cases.save_vit(tmp_path / "mine.safetensors")
     cases.save_bert(tmp_path / "my-bert")
     cases.save_images(tmp_path / "val", 12, seed=1)

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load, save
 from torch.utils.data import DataLoader, TensorDataset
 from training_cases import (
-    ShuffledPairs,
     Stopping,
     batches,
     own_batches,
@@ -23,6 +22,7 @@ from training_cases import (
     same,
     samples,
     shuffled,
+    shuffled_pairs,
     tiny,
     tiny_dual,
 )
@@ -276,7 +276,7 @@ def test_a_checkpoint_comes_by_time_too_and_an_interruption_says_where_it_is(tmp
 
 def text_run(folder, fatal=-1, **changes):
     recipe = replace(HARD, grid=(), learning_rate=0.01, epochs=3, evaluate_every=None)
-    source, held_out = Stopping(ShuffledPairs(count=20, size=4), fatal), pairs(8, 4, seed=5)
+    source, held_out = Stopping(shuffled_pairs(20, 4), fatal), pairs(8, 4, seed=5)
     options = {"output": folder, "progress": False, "checkpoint_every": 1, "train_image_projection": True, **changes}
     return tune_text(tiny_dual(), source, recipe, validation=held_out, **options)
 

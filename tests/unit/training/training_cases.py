@@ -119,17 +119,7 @@ def pairs(count: int = 24, size: int = 8, seed: int = 1, dtype: torch.dtype = to
     return [(images[cut].to(dtype), texts[cut], labels[cut]) for cut in cuts]
 
 
-class ShuffledPairs:
-    """Batches of pairs in an order drawn from torch's generator."""
-
-    def __init__(self, count: int = 24, size: int = 8) -> None:
-        self.images, self.labels = pair_samples(count)
-        self.size = size
-
-    def __len__(self) -> int:
-        return len(self.labels) // self.size
-
-    def __iter__(self) -> Iterator[Pairs]:
-        for rows in torch.randperm(len(self.labels)).split(self.size):
-            labels = self.labels[rows]
-            yield self.images[rows], [f"the {NAMES[label]}" for label in labels.tolist()], labels
+def shuffled_pairs(count: int = 24, size: int = 8) -> DataLoader[Any]:
+    """The same pairs in an order drawn from torch's generator."""
+    ((images, texts, labels),) = pairs(count, count)
+    return DataLoader(list(zip(images, texts, labels, strict=True)), batch_size=size, shuffle=True)
