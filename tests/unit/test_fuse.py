@@ -23,7 +23,6 @@ from random_ensembles import small as small_config
 Join = Callable[[Any], he.Ensemble]
 GROUPS = ("attention", "mlp", "norms", "readout")
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))
-equal_members = pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")
 
 
 def small(seed: int = 0, **changes: Any) -> he.Ensemble:
@@ -68,7 +67,6 @@ def test_with_everything_separate_it_is_a_stack() -> None:
     assert all(torch.equal(tensor, stacked.state_dict()[name]) for name, tensor in fused.state_dict().items())
 
 
-@equal_members
 @pytest.mark.parametrize("trunk", [0, 1, 2, 3])
 @torch.no_grad()
 def test_the_trunk_is_found_exactly_when_it_exists(trunk: int) -> None:
@@ -142,7 +140,6 @@ def test_pruning_refuses_heads_that_are_not_there() -> None:
 LOOKS = [he.ImagePreprocessing((8, 8), mean=(mean,) * 3, std=(0.5,) * 3) for mean in (0.5, 0.4)]
 
 
-@equal_members
 @pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack, he.soup])
 @pytest.mark.parametrize(
     ("name", "first", "other", "unknown", "with_unknown"),
@@ -188,7 +185,6 @@ def test_a_soup_is_the_mean_of_all_weights() -> None:
         torch.testing.assert_close(tensor, sum(one.state_dict()[name] for one in models) / 3)
 
 
-@equal_members
 def test_what_cannot_be_averaged_is_refused() -> None:
     one = small()
     for models in ([one, he.prune(one, [(0, 1)])], [one, small(norm_eps=1e-3)], [], [he.fuse([one] * 2)]):
@@ -196,7 +192,6 @@ def test_what_cannot_be_averaged_is_refused() -> None:
             he.soup(models)
 
 
-@equal_members
 def test_a_limit_keeps_equal_layers_apart() -> None:
     assert he.fuse([small()] * 2, trunk=1).config.trunk == 1
 

@@ -28,48 +28,38 @@ OTHERS = ("members", "classes", "reason", "familiarity")  # numbers, and what ta
 TENSORS = ["member_logits", *(name for name in DERIVED if name[0] != "_" and name not in OTHERS)]
 
 
-@st.composite
-def member_logits(draw):
-    """Logits of any floating dtype, from all equal to saturated at the largest float16."""
-    members = draw(st.integers(1, 8))
-    samples = draw(st.integers(1, 5))
-    classes = draw(st.sampled_from([2, 3, 10, 1000]))
-    dtype = draw(st.sampled_from(DTYPES))
-    scale = draw(st.sampled_from([0.0, 1e-4, 1.0, 10.0, 100.0, 1e4, 65504.0]))
-    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    logits = torch.randn(members, samples, classes, generator=g)
-    if draw(st.booleans()):  # only extremes: ties among saturated logits
-        logits = logits.sign()
-    return (logits * scale).clamp(-65504, 65504).to(dtype)
+def random_logits(members=3, samples=6, classes=4, seed=0):
+    return 3 * torch.randn(members, samples, classes, generator=torch.Generator().manual_seed(seed))
 
 
-def random_prediction(samples=6, members=3, classes=4, seed=0, **kwargs):
-    g = torch.Generator().manual_seed(seed)
-    return Prediction.from_logits(3 * torch.randn(members, samples, classes, generator=g), **kwargs)
+def random_prediction(samples=6, members=3, classes=4, **settings):
+    return Prediction.from_logits(random_logits(members, samples, classes), **settings)
 
 
 @settings(max_examples=40, deadline=None)
-@given(member_logits())
-def test_uncertainty_identities(logits):
+@given(
+    members=st.integers(1, 8),
+    classes=st.sampled_from([2, 3, 10, 1000]),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([0.0, 1e-4, 1.0, 10.0, 100.0, 1e4, 65504.0]),  # the largest number of float16
+    ties=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_uncertainty_identities(members, classes, dtype, scale, ties, seed):
+    logits = random_logits(members, 3, classes, seed)
+    logits = ((logits.sign() if ties else logits) * scale).clamp(-65504, 65504).to(dtype)
     p = Prediction.from_logits(logits)
-    classes, members = logits.shape[-1], logits.shape[0]
-    bound = math.log(classes)
     for name in TENSORS:
         value = getattr(p, name)
         assert value is None or value.isfinite().all(), name
-    assert p.probs.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    assert all(p.score(name).isfinite().all() for name in SCORES)
+    assert p.probs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(p.probs.sum(-1), torch.ones_like(p.confidence), atol=1e-5, rtol=0)
     torch.testing.assert_close(p.aleatoric + p.epistemic, p.entropy, atol=1e-6, rtol=1e-6)
-    for part in (p.entropy, p.aleatoric, p.epistemic):
-        assert (part >= 0).all()
-        assert (part <= bound + 1e-4).all()
-    assert (p.epistemic <= math.log(members) + 1e-4).all()
     expected = torch.special.entr(p.probs.double()).sum(-1)
     torch.testing.assert_close(p.entropy.double(), expected, atol=1e-4, rtol=1e-4)
-    assert ((p.confidence >= 1 / classes - 1e-6) & (p.confidence <= 1)).all()
+    assert ((p.aleatoric >= 0) & (p.epistemic >= 0) & (p.epistemic <= math.log(members) + 1e-4)).all()
     assert ((p.disagreement >= 0) & (p.disagreement <= 1)).all()
-    for name in SCORES:
-        assert p.score(name).isfinite().all()
     equal = Prediction.from_logits(logits[:1].expand_as(logits))
     torch.testing.assert_close(equal.probs, Prediction.from_logits(logits[:1]).probs)
     assert (equal.epistemic <= 1e-4).all()
@@ -106,7 +96,7 @@ def test_gen_is_the_generalised_entropy_and_msp_tells_nearly_certain_samples_apa
 
 
 def test_temperature_divides_each_members_logits():
-    logits = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+    logits = random_logits(members=2)
     one = Prediction.from_logits(logits, temperature=2.0)
     torch.testing.assert_close(one.probs, (logits / 2).softmax(-1).mean(0))
     for temperature in ([0.5, 4.0], T([0.5, 4.0]), np.array([0.5, 4.0])):
@@ -117,7 +107,7 @@ def test_temperature_divides_each_members_logits():
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 7.0, [0.5, 4.0, 1.0]])
 def test_a_temperature_of_probabilities_leaves_all_else_as_it_is(temperature):
-    logits = torch.randn(3, 50, 4, generator=torch.Generator().manual_seed(1)).double() * 3
+    logits = random_logits(samples=50).double()
     plain = Prediction.from_logits(logits)
     p = Prediction.from_logits(logits, temperature, calibrates="probs")
     if isinstance(temperature, float):
@@ -137,13 +127,10 @@ def test_a_temperature_of_probabilities_leaves_all_else_as_it_is(temperature):
     assert extreme.probs.isfinite().all()
 
 
-def test_p_values_count_held_out_scores():
-    p = random_prediction(samples=4)
-    scores = p.score()
-    known = replace(p, reference=Reference.of(torch.cat([scores - 1, scores])))
-    expected = [(1 + int((scores >= one).sum())) / 9 for one in scores]
-    assert known.p_value().tolist() == pytest.approx(expected)
-    assert known[:2].p_value().tolist() == pytest.approx(expected[:2])
+def test_p_values_are_of_held_out_scores():
+    p = random_prediction()
+    reference = Reference.of(p.score() - 0.1)
+    assert torch.equal(replace(p, reference=reference)[:2].p_value(), reference.p_values(p.score()[:2]))
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -211,17 +198,15 @@ def test_joining_batches_and_moving_devices():
     assert {getattr(moved, name).device.type for name in TENSORS} == {"meta"}  # accept as well: there is a threshold
 
 
-def unfamiliarity(**changes):
-    about = Unfamiliarity(("knn",), torch.rand(1, 3, 6), 0.5, Reference((0.1, 0.2), 2))
-    return replace(about, **changes)
+UNFAMILIAR = Unfamiliarity(("knn",), torch.rand(1, 3, 6), 0.5, Reference((0.1, 0.2), 2))
 
 
 def test_scores_of_features_are_joined_where_one_threshold_decides():
-    known = random_prediction(unfamiliarity=unfamiliarity())
+    known = random_prediction(unfamiliarity=UNFAMILIAR)
     assert torch.equal(Prediction.concat([known[:2], known[2:]]).accept, known.accept)
     for change in ({"threshold": 0.6}, {"reference": Reference((0.1, 0.3), 2)}, {"score_names": ("vim",)}):
         with pytest.raises(DataError, match="one model"):
-            Prediction.concat([known, random_prediction(unfamiliarity=unfamiliarity(**change))])
+            Prediction.concat([known, replace(known, unfamiliarity=replace(UNFAMILIAR, **change))])
 
 
 class Reads(TorchDispatchMode):
@@ -249,14 +234,11 @@ def test_a_prediction_waits_once_or_not_at_all(temperature, calibrates, monkeypa
                 p = runner.predict(images, check_finite=check_finite)
                 assert all(getattr(p, name) is not None for name in TENSORS)
             assert reads.count == int(check_finite)
-    nan = torch.full((2, 3, 4), torch.nan)
-    assert Prediction.from_logits(nan, 2.0, check_finite=False).probs.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_probabilities_in_place_of_logits_are_said(dtype):
-    torch.manual_seed(0)
-    logits = torch.randn(2, 50, 30, dtype=torch.float64)
+    logits = random_logits(2, 50, 30).double() / 3
     probs = logits.softmax(-1).to(dtype)
     with pytest.warns(HydraWarning, match="probabilities"):
         Prediction.from_logits(probs)
@@ -298,29 +280,23 @@ def test_bad_settings(settings, error, token):
         Prediction.from_logits(100 * torch.ones(2, 3, 4), **settings)
 
 
-@pytest.mark.parametrize(
-    ("ask", "token"),
-    [
-        (lambda p: p[p.accept], "calibrate"),
-        (lambda p: p.p_value(), "calibrate"),
-        (lambda p: p.names(), "labels="),
-        (lambda p: p.score("odin"), "odin"),
-    ],
-)
-def test_what_is_not_known_says_how_to_make_it_known(ask, token):
-    with pytest.raises(HydraError, match=token):
-        ask(random_prediction())
+def test_what_is_not_known_says_how_to_make_it_known():
+    p = random_prediction()
+    asked = ((lambda: p[p.accept], "calibrate"), (p.p_value, "calibrate"), (p.names, "labels="))
+    for ask, token in (*asked, (lambda: p.score("odin"), "odin")):
+        with pytest.raises(HydraError, match=token):
+            ask()
 
 
 def test_a_prediction_does_not_follow_the_callers_buffer():
-    logits = torch.tensor([[[5.0, 0.0]]])
+    logits = T([[[5.0, 0.0]]])
     prediction = Prediction.from_logits(logits)
-    logits.copy_(torch.tensor([[[0.0, 5.0]]]))
+    logits.neg_()
     assert prediction.label.tolist() == [0]
 
 
 def test_plain_lists_say_what_the_tensors_say():
-    full = random_prediction(threshold=0.3, class_names=list("abcd"), unfamiliarity=unfamiliarity())
+    full = random_prediction(threshold=0.3, class_names=list("abcd"), unfamiliarity=UNFAMILIAR)
     known = json.loads(json.dumps(full.to_dict()))
     for name in ("confidence", "entropy", "aleatoric", "epistemic", "disagreement", "accept", "familiarity"):
         assert known[name] == getattr(full, name).tolist()
