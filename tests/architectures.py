@@ -3,11 +3,12 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+Module = TypeVar("Module", bound=nn.Module)
 Inputs = dict[str, Tensor]
 BLOCKS = {"num_hidden_layers": 2, "num_attention_heads": 4}  # as transformers calls them
 
@@ -40,12 +41,12 @@ class ArchitectureCase:
         return self.name
 
 
-def perturbed(model: nn.Module, seed: int = 0) -> nn.Module:
+def perturbed(model: Module, seed: int = 0, noise: float = 0.05) -> Module:
     """Add noise to every parameter, so that a bias or LayerScale that gets lost is noticed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * noise)
     return model.eval()
 
 

@@ -1,5 +1,6 @@
 """Small random models of transformers, for the tests that run once per architecture."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -92,13 +93,13 @@ def _mae_features(model: Any, inputs: Inputs) -> Tensor:
     return model(**inputs, noise=order, interpolate_pos_encoding=True).last_hidden_state[:, 0]
 
 
-def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of single letters, as `save_pretrained` leaves it beside a model."""
+def save_tokenizer(folder: Path, words: Sequence[str] = "abcdefgh") -> None:
+    """A tokenizer of a few words, as `save_pretrained` leaves it beside a model."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
-    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    ids = {word: index for index, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", *words))}
+    core = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}

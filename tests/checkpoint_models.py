@@ -30,9 +30,8 @@ def encoder(layers: int = 3, **changes: object) -> EncoderConfig:
 
 
 def single() -> EnsembleConfig:
-    return EnsembleConfig(
-        PatchStemConfig((4, 4), (2, 2)), encoder(), ReadoutConfig(num_classes=3), encoder().all_heads()
-    )
+    stem, blocks = PatchStemConfig((4, 4), (2, 2)), encoder()
+    return EnsembleConfig(stem, blocks, ReadoutConfig(num_classes=3), blocks.all_heads())
 
 
 def ragged() -> EnsembleConfig:

@@ -158,15 +158,9 @@ class Tab:
         target.write_bytes(base64.b64decode(content))
 
 
-def installed_chromium() -> Chromium | None:
-    """The installed Chromium, if there is one."""
-    binary = next((path for name in _NAMES if (path := shutil.which(name))), None)
-    return None if binary is None else Chromium(binary)
-
-
 def find_chromium() -> Chromium:
     """The installed Chromium, or a skip."""
-    found = installed_chromium()
-    if found is None:
+    binary = next((path for name in _NAMES if (path := shutil.which(name))), None)
+    if binary is None:
         pytest.skip(f"no Chromium is installed (looked for {', '.join(_NAMES)})")
-    return found
+    return Chromium(binary)

@@ -1,6 +1,5 @@
 """Models and data for the tests of circuit extraction."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from hydra_ensembles.circuit.scores import Objective, Score, read_samples
 from hydra_ensembles.heads.masking import existing_heads, working_copy
 from hydra_ensembles.heads.ranking import Head, HeadRanking
 from hydra_ensembles.model.ensemble import Ensemble
-from random_ensembles import CLASSES, random_ensemble
+from random_ensembles import CLASSES, random_batches, random_ensemble
 
 Inputs = Tensor | dict[str, Tensor]
 Batches = list[tuple[Inputs, Tensor]]
@@ -45,35 +44,14 @@ def random_problem(
 ) -> Problem:
     """A random model and random data; with `ties`, samples occur more than once, also on both sides."""
     model = random_ensemble(shape, seed=seed)
-    id_batches = list(batches(model, id_sizes, seed))
-    ood_batches = list(batches(model, ood_sizes, seed + 1000))
+    id_batches = random_batches(model, id_sizes, seed, ragged=True)
+    ood_batches = random_batches(model, ood_sizes, seed + 1000, ragged=True)
     if ties:
         inputs, labels = id_batches[0]
         id_batches.append((inputs, (labels + 1) % CLASSES))
         ood_batches.append((inputs, labels))
         ood_batches.append(ood_batches[0])
     return Problem(model, id_batches, ood_batches)
-
-
-def batches(model: Ensemble, sizes: tuple[int, ...], seed: int) -> Iterator[tuple[Inputs, Tensor]]:
-    """Labelled batches; texts of different batches are padded to different lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    for index, size in enumerate(sizes):
-        labels = torch.randint(CLASSES, (size,), generator=generator)
-        labels[0] = index % CLASSES  # more than one class as soon as there are two batches
-        if model.kind == "image":
-            yield torch.randn(size, 3, 4, 6, generator=generator, dtype=torch.float64), labels
-            continue
-        longest = 5 + (index + seed) % 3
-        lengths = torch.randint(2, longest + 1, (size, 1), generator=generator)
-        lengths[0] = longest
-        mask = torch.arange(longest)[None] < lengths
-        ids = torch.randint(2, 19, (size, longest), generator=generator)
-        ids[torch.arange(size), lengths[:, 0] - 1] = 19  # the end of the text has the highest id
-        inputs = {"input_ids": ids.masked_fill(~mask, 1), "attention_mask": mask.long()}
-        if model.config.stem.kind == "text" and model.config.stem.segments:
-            inputs["token_type_ids"] = (torch.arange(longest)[None] > 2).long().expand(size, -1)
-        yield inputs, labels
 
 
 def searches(

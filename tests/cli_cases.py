@@ -12,6 +12,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import hydra_ensembles_cli
+from architectures import perturbed
+from architectures_transformers import save_tokenizer
 from hydra_ensembles.cli import main
 
 APP = hydra_ensembles_cli.make_app(hydra_ensembles_cli.read_table() or {}, main.run_command)
@@ -19,16 +21,8 @@ typer.testing._get_command = functools.cache(typer.main.get_command)  # else it 
 COLOURS = ("blue", "green", "red")
 VIT_OPTIONS = {"img_size": 16, "patch_size": 8, "depth": 3, "num_heads": 4}
 WORDS = ("good", "fine", "great", "bad", "dull", "long", "film", "plot", "a", "the")
-SMALL_BERT = {
-    "vocab_size": 13,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "max_position_embeddings": 16,
-    "id2label": {0: "negative", 1: "positive"},
-    "label2id": {"negative": 0, "positive": 1},
-}
+SMALL_BERT = {"vocab_size": 4 + len(WORDS), "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
+SMALL_BERT |= {"num_hidden_layers": 3, "num_attention_heads": 4, "id2label": {0: "negative", 1: "positive"}}
 
 
 def run(*arguments: object, **settings: Any) -> Any:
@@ -59,19 +53,11 @@ def vit_flags(weights: Path) -> list[str]:
     return ["timm:test_vit", "--weights", str(weights), *options]
 
 
-def perturbed(model: torch.nn.Module) -> torch.nn.Module:
-    """All parameters far from zero, so that every head matters."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model.eval()
-
-
 def small_vit() -> Any:
     import timm
 
     torch.manual_seed(0)
-    return perturbed(timm.create_model("test_vit", num_classes=len(COLOURS), **VIT_OPTIONS))
+    return perturbed(timm.create_model("test_vit", num_classes=len(COLOURS), **VIT_OPTIONS), noise=0.2)
 
 
 def save_vit(path: Path) -> Path:
@@ -81,19 +67,12 @@ def save_vit(path: Path) -> Path:
 
 def save_bert(folder: Path) -> Path:
     """A classifier of transformers with its tokenizer, as `save_pretrained` leaves it."""
-    import tokenizers
     import transformers
 
     torch.manual_seed(0)
-    model = perturbed(transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL_BERT)))
-    model.save_pretrained(folder)
-    vocabulary = {word: index for index, word in enumerate(("[PAD]", "[UNK]", "[CLS]", *WORDS))}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", model_max_length=16
-    )
-    fast.save_pretrained(folder)
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL_BERT))
+    perturbed(model, seed=3, noise=0.2).save_pretrained(folder)  # a seed by which rankings differ
+    save_tokenizer(folder, WORDS)
     return folder
 
 

@@ -132,19 +132,28 @@ def noisy(config: EnsembleConfig, seed: int = 0, noise: float = 0.2, metadata: M
     return ensemble.eval()
 
 
-def random_batches(ensemble: Ensemble, sizes: tuple[int, ...] = (5, 5, 2), seed: int = 0) -> list[Batch]:
-    """Labelled batches of the given sizes; texts are padded."""
-    generator = torch.Generator().manual_seed(100 + seed)
+def random_batches(
+    ensemble: Ensemble, sizes: tuple[int, ...] = (5, 5, 2), seed: int = 100, ragged: bool = False
+) -> list[Batch]:
+    """Labelled batches of the given sizes; `ragged` texts are padded to another length in each batch."""
+    generator = torch.Generator().manual_seed(seed)
     batches: list[Batch] = []
-    for size in sizes:
+    for index, size in enumerate(sizes):
         labels = torch.randint(CLASSES, (size,), generator=generator)
+        labels[0] = index % CLASSES  # more than one class as soon as there are two batches
         if ensemble.kind == "image":
             batches.append((torch.randn(size, 3, 4, 6, generator=generator, dtype=torch.float64), labels))
             continue
-        lengths = torch.randint(3, 8, (size, 1), generator=generator)
-        mask = (torch.arange(7)[None] < lengths).long()
-        ids = torch.randint(20, (size, 7), generator=generator)
-        batches.append(({"input_ids": ids, "attention_mask": mask}, labels))
+        longest = 5 + (index + seed) % 3 if ragged else 7
+        lengths = torch.randint(2, longest + 1, (size, 1), generator=generator)
+        lengths[0] = longest
+        mask = torch.arange(longest)[None] < lengths
+        ids = torch.randint(2, 19, (size, longest), generator=generator)
+        ids[torch.arange(size), lengths[:, 0] - 1] = 19  # the end of the text has the highest id
+        inputs = {"input_ids": ids.masked_fill(~mask, 1), "attention_mask": mask.long()}
+        if ensemble.config.stem.kind == "text" and ensemble.config.stem.segments:
+            inputs["token_type_ids"] = (torch.arange(longest)[None] > 2).long().expand(size, -1)
+        batches.append((inputs, labels))
     return batches
 
 

@@ -22,7 +22,7 @@ def single(kind: str = "image-cls", seed: int = 0, **options: Any) -> Ensemble:
 
 
 def some(model: Ensemble, sizes: tuple[int, ...] = (6, 6, 3), seed: int = 0) -> list[Any]:
-    return random_batches(model, sizes, seed)
+    return random_batches(model, sizes, 100 + seed)
 
 
 def weights(model: torch.nn.Module) -> dict[str, Tensor]:
