@@ -95,9 +95,8 @@ def test_a_journal_as_it_was_first_written_is_continued(tmp_path: Path) -> None:
     problem, path, as_before = random_problem(), tmp_path / "journal.json", {"method": "exact", "ties": "order"}
     expected = problem.extract(budget=4, journal=path, **as_before)
     content = json.loads(path.read_text())
+    assert set(content) == {"format", "model", "data", "settings", "start", "steps", "digest"}
     assert content.pop("digest")
-    assert set(content) == {"format", "model", "data", "settings", "start", "steps"}
-    assert content["format"] == "hydra_ensembles circuit journal 1"
     assert set(content["settings"]) == {"score", "method", "layers", "removed", "dtype", "audit_steps"}
     steps = [{key: step[key] for key in step if key not in ("tower", "excess")} for step in content["steps"][:2]]
     path.write_text(json.dumps({**content, "steps": steps}))

@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -114,23 +115,18 @@ class TestSampled:
 class TestTaylor:
     def test_draws_that_repeat_a_member_are_passed_over(self) -> None:
         orders = [EVERY[:3], EVERY[2::-1], EVERY[1:4], EVERY[:3], EVERY[2:5], EVERY[3:6]]
-        asked: list[int] = []
-
-        def rank(draw: int) -> HeadRanking:
-            asked.append(draw)
-            return ranking(orders[draw], "taylor")
-
+        rank = Mock(side_effect=[ranking(order, "taylor") for order in orders])
         kept = distinct_taylor(rank, 3, 3)
         assert [(draw, one.heads) for draw, one in kept] == [(draw, tuple(orders[draw])) for draw in (0, 2, 4)]
-        assert asked == [0, 1, 2, 3, 4]
+        assert [call.args for call in rank.call_args_list] == [(draw,) for draw in range(5)]
 
     def test_draws_that_never_differ(self) -> None:
-        draws = []
+        rank = Mock(return_value=ranking(EVERY[:3], "taylor"))
         with pytest.raises(SameMembersError, match="calibration_batches"):
-            distinct_taylor(lambda draw: draws.append(draw) or ranking(EVERY[:3], "taylor"), 3, 2)
-        assert len(draws) == 2 * TAYLOR_DRAWS
+            distinct_taylor(rank, 3, 2)
+        assert rank.call_count == 2 * TAYLOR_DRAWS
         with pytest.raises(HeadError, match="members=0"):
-            distinct_taylor(lambda _: ranking(EVERY[:3], "taylor"), 3, 0)
+            distinct_taylor(rank, 3, 0)
 
 
 class TestRandom:
