@@ -2,7 +2,7 @@
 
 Its `requirements.txt` needs one line, `hydra-ensembles[serve]`. `inputs` is a text, an image (bytes, base64, or as the
 endpoint has decoded it), or a list of them, in which a list of two texts is a pair; an abstention is an answer, with
-`accept` false and the `reason`.
+`accept` false and the `reason`, and `notes` say what was done with an input, as where a text is cut.
 """
 
 import io
@@ -28,15 +28,13 @@ class EndpointHandler:
             rows = self.service.texts([text_of(one) for one in given])
         else:
             rows = self.service.images([encoded(one) for one in given])
-        return [self.service.plain(answer) for answer in self.run(rows)]
+        return [self.service.plain(answer, row.notes) for row, answer in zip(rows, self.run(rows), strict=True)]
 
 
 def encoded(image: Any) -> bytes:
     """The bytes of an image file, whatever the endpoint has made of them."""
-    if isinstance(image, bytes):
-        return image
     if not hasattr(image, "save"):
         return image_of(image)
     target = io.BytesIO()
-    image.save(target, "PNG")
+    image.save(target, "PNG", exif=image.getexif())
     return target.getvalue()

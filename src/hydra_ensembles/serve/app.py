@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
 
 PAGE = Path(__file__).with_name("page.html")
+SEVERAL = {"image": "images", "text": "texts"}  # a form may have a name several times
 CONTENT = "multipart/form-data, application/json, image/* or text/plain"
 _FILE = {"schema": {"type": "string", "format": "binary"}}
 _STRINGS = {"type": "array", "items": {"type": "string"}}
@@ -388,15 +389,17 @@ class _Server:
         texts: list[str | tuple[str, str]] = []
         if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
             async with request.form(max_files=self.settings.max_queue, max_fields=self.settings.max_queue) as form:
-                for _, value in form.multi_items():
+                fields: dict[str, list[str | bytes]] = {}
+                for name, value in form.multi_items():
                     if isinstance(value, str):
-                        texts.append(value)
-                    else:
-                        images.append(await value.read())
-        elif kind == "application/json":
+                        fields.setdefault(SEVERAL.get(name, name), []).append(value)
+                    else:  # a file is an image, whatever it is called
+                        fields.setdefault("images", []).append(await value.read())
+            return lambda: self._samples(*read_named(fields), nearest)
+        if kind == "application/json":
             body = await request.body()
             return lambda: self._samples(*read_named(protocol.request_of(body)), nearest)
-        elif kind.startswith("image/") or kind == "application/octet-stream":
+        if kind.startswith("image/") or kind == "application/octet-stream":
             images.append(await request.body())
         elif kind == "text/plain":
             try:

@@ -406,8 +406,8 @@ def finite(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def read_named(body: dict[str, Any]) -> tuple[list[bytes], list[str | tuple[str, str]]]:
-    """The images and texts that JSON holds: one under a name, several under its plural."""
+def read_named(body: Mapping[str, Any]) -> tuple[list[bytes], list[str | tuple[str, str]]]:
+    """The images and texts that JSON or a form holds: one under a name, several under its plural."""
     unknown = body.keys() - {"image", "images", "text", "texts"}
     if unknown:
         raise RequestError(f"there is no field {short(sorted(unknown)[0])}; there are image, images, text and texts")
@@ -421,7 +421,9 @@ def read_named(body: dict[str, Any]) -> tuple[list[bytes], list[str | tuple[str,
 
 
 def image_of(value: Any) -> bytes:
-    """The file of an image that JSON holds."""
+    """The file of an image, in base64 where JSON holds it."""
+    if isinstance(value, bytes):
+        return value
     try:
         if not isinstance(value, str):
             raise ValueError

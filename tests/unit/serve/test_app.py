@@ -129,7 +129,7 @@ def test_an_image_as_it_is_and_its_nearest_class() -> None:
     [
         ({"json": {"texts": ["hello", "hello wörld"]}}, ["hello", "hello wörld"]),
         ({"json": {"text": ["hello", "wörld"]}}, [("hello", "wörld")]),
-        ({"data": {"text": "hello"}}, ["hello"]),
+        ({"data": {"text": ["hello", "wörld"], "texts": "hello wörld"}}, ["hello", "wörld", "hello wörld"]),
         ({"content": "wörld".encode(), "headers": typed("text/plain; charset=utf-8")}, ["wörld"]),
     ],
 )
@@ -160,6 +160,7 @@ BROKEN = {
     "a list": ({"json": []}, 400, "object"),
     "nothing": ({"json": {}}, 400, "no sample"),
     "an unknown field": ({"json": {"picture": ""}}, 400, "picture"),
+    "an unknown field of a form": ({"data": {"csrf_token": "a81f", "text": "hello"}}, 400, "'csrf_token'"),
     "no list": ({"json": {"images": "x"}}, 400, "list"),
     "no base64": ({"json": {"image": "%%%"}}, 400, "base64"),
     "no string": ({"json": {"image": 3}}, 400, "base64"),

@@ -18,7 +18,7 @@ from hydra_ensembles.errors import RequestError
 from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.service import API_KEY, ServeSettings
 from served_models import _labelled, inputs_for, served
-from serving import opened, picture, settings, talk
+from serving import opened, picture, settings, talk, turned
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "examples" / "deploy"
@@ -132,6 +132,8 @@ def test_the_handler_answers_as_predict_does(tmp_path: Path) -> None:
     expected = served("image").predict([opened(picture(seed)) for seed in range(3)])
     assert [one["label"] for one in handler({"inputs": given})] == expected.names()
     assert handler({"inputs": given[0]})[0]["accept"] == expected.accept[0].item()
+    on_their_side = handler({"inputs": [turned(), opened(turned())]})
+    assert all("EXIF" in one["notes"][0] for one in on_their_side)
     served("text").save_pretrained(tmp_path / "text")
     read = kind(str(tmp_path / "text"))
     (answer,) = read({"inputs": "hello wörld"})
