@@ -104,6 +104,7 @@ def test_open_clips_wrapper_of_a_tokenizer_is_read(tmp_path: Path) -> None:
         wrapper = HFTokenizer(str(tmp_path), context_length=16, clean=clean)
         found = read_processor(wrapper, STEM)
         assert_same_encoding(found(TEXTS), {"input_ids": wrapper(TEXTS)})
+        assert_same_encoding(found(TEXTS[1]), {"input_ids": wrapper(TEXTS[1])})  # one short text, padded all the same
     with pytest.raises(ConversionError, match="strip_sep_token"):
         read_processor(HFTokenizer(str(tmp_path), context_length=16, strip_sep_token=True), STEM)
 
