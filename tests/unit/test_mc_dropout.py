@@ -89,13 +89,15 @@ def test_text_repeats_masks_and_segments_too():
 
 
 def test_predict_gives_uncertainty_and_no_foreign_calibration():
-    prediction = mc_dropout(tiny(), 0.3, 8).predict(IMAGES)
+    view = mc_dropout(tiny(), 0.3, 8)
+    assert view.metadata.calibration is None
+    prediction = view.predict(IMAGES)
     assert prediction.members == 8
     assert (prediction.epistemic > 0).all()
     assert prediction.accept is None
     assert prediction.class_names == ("a", "b", "c", "d")
     with pytest.raises(DataError, match="preprocessing"):
-        mc_dropout(tiny(), 0.3, 8).predict("text")
+        view.predict("text")
 
 
 def test_data_of_the_same_classes_in_another_order_are_refused():
