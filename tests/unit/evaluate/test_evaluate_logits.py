@@ -141,6 +141,8 @@ def test_files_of_the_first_version_stay_readable(evaluation):
     assert read.selective == Selective("msp", 0.3, accepted=0.9, risk=0.1, sure=None, familiar=None)
     assert read.numbers()["all.abstained"] == 0.5
     assert not {"all.unsure", "selective.sure"} & read.numbers().keys()
+    with pytest.raises(DataError, match="99"):
+        Evaluation.from_dict({**old, "version": 99})
 
 
 def test_stored_logits_rebuild_the_evaluation(evaluation, tmp_path):

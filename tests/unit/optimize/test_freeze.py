@@ -109,5 +109,6 @@ def test_images_of_another_size_and_bad_ones_take_the_usual_way() -> None:
     fast = ensemble.optimize()
     other = torch.randn(2, 3, 8, 4, dtype=torch.float64)
     assert same(fast(other), ensemble(other))
-    with pytest.raises(ValueError, match="does not divide"):
-        fast(torch.randn(2, 3, 5, 4, dtype=torch.float64))
+    for wrong, token in (((2, 3, 5, 4), "does not divide"), ((3, 4, 6), "expected images")):
+        with pytest.raises(ValueError, match=token):
+            fast(torch.randn(*wrong, dtype=torch.float64))
