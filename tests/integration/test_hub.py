@@ -85,9 +85,8 @@ def test_round_trip_and_a_second_push_is_a_new_revision(hub: Hub) -> None:
     assert_same_model(Ensemble.from_pretrained("owner/model", revision="1"), first)
 
 
-def test_only_our_files_are_downloaded_and_none_where_a_folder_has_that_name(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_our_files_are_downloaded(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none where a folder has that name."""
     model = ensemble(hydra())
     model.push_to_hub("owner/model", token=TOKEN)
     for name in ("setup.py", "pytorch_model.bin"):

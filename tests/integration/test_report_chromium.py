@@ -39,9 +39,7 @@ def report(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("width", "dark"), [(PHONE, False), (DESK, True)])
-def test_figures_are_drawn_nothing_overflows_colours_follow_and_no_error_is_logged(
-    tab: Tab, report: Path, tmp_path: Path, width: int, dark: bool
-) -> None:
+def test_it_fits_follows_colours_and_is_silent(tab: Tab, report: Path, tmp_path: Path, width: int, dark: bool) -> None:
     tab.open(report.as_uri(), width, 1600, dark)
     found = tab.run(DRAWN)
     assert found["page"] <= width  # only tables scroll, inside their frames

@@ -253,9 +253,7 @@ CODE = "import pathlib\npathlib.Path({mark!r}).touch()\nclass Own:\n    pass\n"
     ],
 )
 @pytest.mark.parametrize("model_type", ["bert", "vit"])  # of the second the library has no tokenizer of its own
-def test_a_model_that_brings_code_is_refused_without_a_question(
-    world, tmp_path, monkeypatch, file, changes, model_type
-):
+def test_a_model_that_brings_code_is_refused(world, tmp_path, monkeypatch, file, changes, model_type):
     folder, mark = tmp_path / "model", tmp_path / "code was run"
     shutil.copytree(world / "bert", folder)
     for name, more in (("config.json", {"model_type": model_type}), (file, changes)):

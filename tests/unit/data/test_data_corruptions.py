@@ -8,14 +8,7 @@ import pytest
 from PIL import Image
 
 from hydra_ensembles.data import corruptions
-from hydra_ensembles.data.corruptions import (
-    CORRUPTIONS,
-    PARAMETER_SETS,
-    SEVERITIES,
-    corrupted,
-    directional_blur,
-    published_numbers,
-)
+from hydra_ensembles.data.corruptions import CORRUPTIONS, SEVERITIES, corrupted, directional_blur, published_numbers
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import DataError
 
@@ -47,7 +40,7 @@ def test_published_numbers() -> None:
     assert numbers["fog"]["cifar"] == [[0.2, 3], [0.5, 3], [0.75, 2.5], [1, 2], [1.5, 1.75]]
 
 
-@pytest.mark.parametrize("parameters", PARAMETER_SETS)
+@pytest.mark.parametrize("parameters", SIZES)
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_distortion_grows_with_severity(name: str, parameters: str) -> None:
     """In the main: the published numbers of a few corruptions trade one parameter against another."""

@@ -5,17 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_ensembles.data.dataset import (
-    Rows,
-    TextDataset,
-    cut_position,
-    hash_key,
-    keyed_order,
-    only_classes,
-    split,
-    subset,
-    without_classes,
-)
+from hydra_ensembles.data import TextDataset, only_classes, split, subset, without_classes
+from hydra_ensembles.data.dataset import Rows, cut_position, hash_key, keyed_order
 from hydra_ensembles.errors import DataError
 
 seeds = st.integers(min_value=-(2**70), max_value=2**70)

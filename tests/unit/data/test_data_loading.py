@@ -89,9 +89,7 @@ def test_files_and_splits_that_are_not_there(image_folder: Path, path: str, spli
         ("a.txt", "\n", "no images"),
     ],
 )
-def test_files_that_are_broken_or_lack_something_are_refused(
-    tmp_path: Path, name: str, content: str, token: str
-) -> None:
+def test_files_that_are_broken_or_lack_something(tmp_path: Path, name: str, content: str, token: str) -> None:
     (tmp_path / name).write_text(content, encoding="utf-8", errors="surrogateescape")
     (tmp_path / "a.png").touch()
     with pytest.raises(DataError, match=token):

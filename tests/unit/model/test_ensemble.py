@@ -90,9 +90,7 @@ def test_settings_that_do_not_go_together_are_refused_where_they_are_made(make: 
         (single, None, "cat.png", "processor="),
     ],
 )
-def test_what_is_no_raw_input_is_told_how_to_become_one(
-    config: Any, preprocessing: Any, inputs: Any, token: str
-) -> None:
+def test_what_is_no_raw_input_is_told_a_way(config: Any, preprocessing: Any, inputs: Any, token: str) -> None:
     model = ensemble(config()).with_metadata(preprocessing=preprocessing)
     for predictor in (model, he.mc_dropout(model, 0.1, 2)):
         with pytest.raises(DataError, match=token):

@@ -14,18 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 from torch.utils.data import DataLoader, TensorDataset
-from training_cases import (
-    Stopping,
-    batches,
-    own_batches,
-    pairs,
-    same,
-    samples,
-    shuffled,
-    shuffled_pairs,
-    tiny,
-    tiny_dual,
-)
+from training_cases import Stopping, batches, own_batches, pair_loader, pairs, same, samples, shuffled, tiny, tiny_dual
 
 from hydra_ensembles.batches import begin_epoch, borrowed
 from hydra_ensembles.data.batching import batches as data_batches
@@ -276,7 +265,7 @@ def test_a_checkpoint_comes_by_time_too_and_an_interruption_says_where_it_is(tmp
 
 def text_run(folder, fatal=-1, **changes):
     recipe = replace(HARD, grid=(), learning_rate=0.01, epochs=3, evaluate_every=None)
-    source, held_out = Stopping(shuffled_pairs(20, 4), fatal), pairs(8, 4, seed=5)
+    source, held_out = Stopping(pair_loader(20, 4), fatal), pairs(8, 4, seed=5)
     options = {"output": folder, "progress": False, "checkpoint_every": 1, "train_image_projection": True, **changes}
     return tune_text(tiny_dual(), source, recipe, validation=held_out, **options)
 

@@ -119,7 +119,7 @@ def pairs(count: int = 24, size: int = 8, seed: int = 1, dtype: torch.dtype = to
     return [(images[cut].to(dtype), texts[cut], labels[cut]) for cut in cuts]
 
 
-def shuffled_pairs(count: int = 24, size: int = 8) -> DataLoader[Any]:
+def pair_loader(count: int = 24, size: int = 8) -> DataLoader[Any]:
     """The same pairs in an order drawn from torch's generator."""
     ((images, texts, labels),) = pairs(count, count)
     return DataLoader(list(zip(images, texts, labels, strict=True)), batch_size=size, shuffle=True)
