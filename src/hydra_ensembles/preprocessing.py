@@ -245,12 +245,15 @@ def _tokenizing() -> Iterator[None]:
 
 # --- images of any mode --------------------------------------------------------------------------------------
 
+_SIXTEEN_BITS = ("PNG", "PPM")  # formats that Pillow, or older releases of it, opens in mode I where they have 16 bits
+
 
 def to_rgb(image: "Image") -> "Image":
     """Convert a PIL image of any mode to RGB.
 
     Greyscale is repeated over the channels, transparency is dropped, palettes are looked up, and 16-bit
-    greyscale keeps its upper eight bits (Pillow alone would clip it to white); numbers of other ranges are refused.
+    greyscale keeps its upper eight bits (Pillow alone would clip it to white). 32-bit whole numbers are read as 8-bit
+    or, where the brightest pixel is above 255, as 16-bit, and a warning says which; numbers beyond that are refused.
     """
     return image if image.mode == "RGB" else _plain(image).convert("RGB")
 
@@ -262,7 +265,7 @@ def to_grey(image: "Image") -> "Image":
 
 def _plain(image: "Image") -> "Image":
     """The image in a mode that Pillow converts without clipping or warning."""
-    if image.mode.startswith("I;16"):
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BITS):
         upper_bits = (np.asarray(image, dtype=np.uint16) >> 8).astype(np.uint8)
         grey: Image = require("PIL.Image", extra="data").fromarray(upper_bits)
         return grey
@@ -284,13 +287,18 @@ def _is_turned(image: "Image") -> bool:
 
 
 def _of_bytes(pixels: np.ndarray) -> "Image":
-    """A greyscale image of 32-bit numbers: bytes, or 16-bit whole numbers, as older releases of Pillow open them."""
+    """A greyscale image of 32-bit numbers: bytes, or 16-bit whole numbers where the brightest one is larger."""
     low, high = float(pixels.min()), float(pixels.max())
     is_whole = pixels.dtype.kind == "i"
     if not 0 <= low <= high <= (65535 if is_whole else 255) or (not is_whole and high <= 1):
         raise DataError(
             f"an image has {pixels.dtype} pixels from {low:g} to {high:g}, of which nobody knows which is white; give "
             "8-bit images, or 16-bit greyscale"
+        )
+    if is_whole:
+        warn(
+            f"an image of 32-bit greyscale is read as {'16' if high > 255 else '8'}-bit, since its brightest pixel is "
+            f"{'above' if high > 255 else 'at most'} 255; give 8-bit images, or 16-bit greyscale, to say which is white"
         )
     image: Image = require("PIL.Image", extra="data").fromarray((pixels / (256 if high > 255 else 1)).astype(np.uint8))
     return image

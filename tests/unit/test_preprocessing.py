@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from checkpoint_models import TOKENIZER
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, to_grey
 from zero_shot_models import word_tokenizer
 
@@ -29,20 +29,35 @@ def of_numbers(pixels: Any, dtype: Any) -> Image.Image:
     return Image.fromarray(np.array(pixels, dtype=dtype))
 
 
+def opened_as_numbers(pixels: Any, format: str) -> Image.Image:
+    image = of_numbers(pixels, np.int32)
+    image.format = format
+    return image
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(
     ("image", "expected"),
     [
         (Image.frombytes("I;16", (2, 2), LEVELS.astype("<u2").tobytes()), IN_BYTES),
         (Image.frombytes("I;16B", (2, 2), LEVELS.astype(">u2").tobytes()), IN_BYTES),
-        (of_numbers(LEVELS, np.int32), IN_BYTES),
-        (of_numbers([[0, 7], [128, 255]], np.int32), [[0, 7], [128, 255]]),
+        (opened_as_numbers([[0, 7], [128, 255]], "PPM"), [[0, 0], [0, 0]]),
         (of_numbers([[0, 7], [128, 255]], np.float32), [[0, 7], [128, 255]]),
     ],
 )
 def test_numbers_of_other_ranges_are_scaled_not_clipped(image: Image.Image, expected: Any, channels: int) -> None:
     pixels = plain(channels)(image)[0] * 255
     assert pixels.round().int().tolist() == [expected] * channels
+
+
+@pytest.mark.parametrize(
+    ("pixels", "expected", "said"),
+    [(LEVELS, IN_BYTES, "16-bit, .* above 255"), ([[0, 7], [128, 255]], [[0, 7], [128, 255]], "8-bit, .* at most 255")],
+)
+def test_the_range_that_32_bit_numbers_are_read_in_is_said(pixels: Any, expected: Any, said: str) -> None:
+    with pytest.warns(HydraWarning, match=said):
+        found = to_grey(of_numbers(pixels, np.int32))
+    assert np.asarray(found).tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -310,9 +310,11 @@ EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parents[3] / "examples" / 
 def test_the_example_prepares_images_as_the_library(changes: dict[str, Any], size: tuple[int, int]) -> None:
     ours = he.ImagePreprocessing(size=(24, 32), **changes)
     noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    images = [Image.fromarray(noise), Image.fromarray(noise[:, :, 0])]
+    images = [Image.fromarray(noise), Image.fromarray(noise[:, :, 0]), Image.fromarray(noise[:, :, 0] * np.uint16(257))]
     theirs = EXAMPLE["prepare_images"](images, json.loads(json.dumps(to_plain(ours))))["pixel_values"]
     np.testing.assert_allclose(theirs, ours(images).numpy(), atol=1e-6)
+    with pytest.raises(ValueError, match="8-bit or 16-bit"):
+        EXAMPLE["prepare_images"]([images[0].convert("F")], to_plain(ours))
 
 
 @pytest.mark.parametrize("whole", [True, False])
