@@ -12,7 +12,7 @@ import typer
 
 from .._utils import require
 from ..data.loading import Columns
-from ..errors import StorageError
+from ..errors import DataError, StorageError
 from ..schema import to_plain
 from ..serve.app import make_app
 from ..serve.export import Format
@@ -176,8 +176,9 @@ def score(
     """Label an archive of any size, or abstain, row by row.
 
     Reads folders, Parquet, CSV, TSV, JSON lines and tar shards of images or texts; writes Parquet shards with label,
-    confidence, uncertainty, familiarity and verdict. What cannot be read is listed with the reason and passed over.
-    Whatever ends the work, the same command goes on, and no row is lost or there twice.
+    confidence, uncertainty, familiarity and verdict. What cannot be read is listed with the reason and passed over;
+    where nothing can be read, that is an error. Whatever ends the work, the same command goes on, and no row is lost or
+    there twice.
 
     Examples:
       hydra-ensembles score run photos/ --output scores
@@ -187,13 +188,16 @@ def score(
     columns = named_columns(column)
     scorer = Scorer(load_classifier(model), columns=columns, keep=keep or (), wide=wide, workers=workers)
     summary = score_archive(scorer, source, output, batch_size=batch_size, shard_rows=shard_rows, progress=progress)
+    unreadable = (output / UNREADABLE.format(0)).parent
     if as_json:
         emit_json(to_plain(summary))
-        return
-    print(f"{summary.rows} rows in {summary.shards} shards: {output / SHARD.format(0)} …")
-    if summary.unreadable:
-        print(f"{summary.unreadable} items could not be read: {(output / UNREADABLE.format(0)).parent} says why")
-    if summary.noted:
-        print(f"{summary.noted} rows have a `note`: a text that was cut, a photograph stored on its side")
-    if summary.ignored:
-        print(f"{summary.ignored} files of other kinds were passed over")
+    else:
+        print(f"{summary.rows} rows in {summary.shards} shards: {output / SHARD.format(0)} …")
+        if summary.unreadable:
+            print(f"{summary.unreadable} items or whole files could not be read: {unreadable} says why")
+        if summary.noted:
+            print(f"{summary.noted} rows have a `note`: a text that was cut, a photograph stored on its side")
+        if summary.ignored:
+            print(f"{summary.ignored} files of other kinds were passed over")
+    if summary.unreadable and not summary.rows:
+        raise DataError(f"nothing in {source} could be read; mend what {unreadable} names, and give a new --output")

@@ -134,18 +134,20 @@ def _content(data: AnyDataset, row: int) -> Any:
 
 
 def _texts(argument: str, path: Path) -> list[str]:
-    """The lines of a file, or of the standard input."""
-    lines: Iterable[str] = sys.stdin
+    """The lines of a file, or of the standard input; blank ones are passed over, and told of where texts follow."""
     if path.is_dir():
         raise DataError(f"{path} is a folder, but the model reads text; give a file with one text a line")
-    if argument != "-":
-        try:
-            lines = read_file(path, most=None).decode("utf-8").split("\n")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path} is not text in UTF-8 ({error})") from error
-    texts = [line.strip() for line in lines if line.strip()]
+    source = "standard input" if argument == "-" else path
+    try:
+        content = sys.stdin.read() if argument == "-" else read_file(path, most=None).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{source} is not text in UTF-8 ({error})") from error
+    lines = [line.strip() for line in content.rstrip().split("\n")]
+    texts = [line for line in lines if line]
     if not texts:
-        raise DataError(f"{'standard input' if argument == '-' else path} has no text; give one text a line")
+        raise DataError(f"{source} has no text; give one text a line")
+    if len(texts) < len(lines):
+        print(f"{len(lines) - len(texts)} blank lines of {source} are passed over and have no answer", file=sys.stderr)
     return texts
 
 

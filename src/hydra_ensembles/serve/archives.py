@@ -260,8 +260,9 @@ class Archive:
         return file.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
 
     def _broken(self, file: Path, error: Exception, where: str = "") -> Item:
+        what = "it" if where else "the file, or the rest of it,"
         reason = " ".join(str(error).split()) or type(error).__name__
-        return Item(f"{self._name(file)}{where}", None, dict.fromkeys(self.keep), f"it cannot be read: {reason}")
+        return Item(f"{self._name(file)}{where}", None, dict.fromkeys(self.keep), f"{what} cannot be read: {reason}")
 
 
 def _cells(lines: Iterable[str], file: Path) -> Iterator[list[str]]:

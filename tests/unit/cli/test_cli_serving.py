@@ -45,7 +45,7 @@ def test_score_writes_shards_and_says_what_it_left_out(run_folder, world, tmp_pa
     monkeypatch.setattr(Scorer, "answer", answer)
     out = succeed(*command)
     assert "5 rows in 3 shards" in out
-    assert "1 items could not be read" in out
+    assert "1 items or whole files could not be read" in out
     assert "1 files of other kinds" in out
     counts = {"rows": 5, "unreadable": 1, "ignored": 1, "shards": 3, "noted": 0}
     assert json.loads(succeed(*command, "--json")) == counts
@@ -54,6 +54,7 @@ def test_score_writes_shards_and_says_what_it_left_out(run_folder, world, tmp_pa
     assert len(rows[0]["probs"]) == 3
     assert "another run" in fail(*command[:-1])
     assert "does not exist" in fail("score", run_folder, tmp_path / "missing", "-o", tmp_path / "other")
+    assert "nothing in" in fail("score", run_folder, pictures / "0.png", "-o", tmp_path / "none", "--no-progress")
 
 
 def test_score_reads_the_columns_it_is_told(text_folder, tmp_path):

@@ -55,7 +55,9 @@ def test_texts_from_options_files_tables_and_standard_input(text_folder, world, 
     assert rows[2]["input"] == f"{world / 'test.jsonl'}:0"
     assert [row["input"] for row in rows[22:]] == ["good", "a dull film"]
     assert {row["label"] for row in rows} <= {"negative", "positive"}
-    assert len(predicted(text_folder, "-", input="good film\n\nbad film\n")) == 2
+    result = run("predict", text_folder, "-", "-f", "jsonl", input="good film\n\n \nbad film\n\n")
+    assert len(result.stdout.splitlines()) == 2
+    assert "2 blank lines of standard input are passed over" in result.stderr
     assert len(predicted(text_folder, tmp_path / "one.txt")) == 1
     assert len(predicted(text_folder, tmp_path / "other.csv", "--column", "text=sentence")) == 1
 

@@ -93,6 +93,8 @@ def test_what_is_broken_is_an_item(tmp_path: Path) -> None:
         "a.csv:0", "a.csv:2", "a.csv:4", "c.jsonl:0", "c.jsonl:4", "e.tar/1.txt"]  # fmt: skip
     broken = ["a.csv:1", "a.csv:3", "b.csv", "c.jsonl:1", "c.jsonl:2", "c.jsonl:3", "d.parquet", "e.tar", "f.tgz"]
     assert [name for name, content in found if content == "!"] == broken
+    whole_files = [item.name for item in Archive(tmp_path, "text") if item.error.startswith("the file")]
+    assert whole_files == [name for name in broken if ":" not in name]
 
 
 @pytest.mark.parametrize(
