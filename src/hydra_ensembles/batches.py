@@ -259,9 +259,10 @@ def parts_of(batches: Batches | None) -> list[Any]:
 
 
 def all_parts(batches: Batches) -> list[Any]:
-    """`parts_of` a source, and what is joined in a `ConcatDataset`."""
+    """`parts_of` a source, and all parts of what is joined in a `ConcatDataset`."""
     parts: list[Any] = []
     for part in parts_of(batches):
         joined = getattr(part, "datasets", None)
-        parts += [part, *(joined if isinstance(joined, list | tuple) else ())]
+        inner = map(all_parts, joined) if isinstance(joined, list | tuple) else ()
+        parts += [part, *chain.from_iterable(inner)]
     return parts

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import hydra_ensembles as he
 from hydra_ensembles.classes import class_names_in, class_numbers, in_order
@@ -22,6 +22,7 @@ NAMES = ("neg", "neu", "pos")
     [
         SimpleNamespace(features={"image": object(), "label": SimpleNamespace(names=["dog", "cat"])}),  # as `datasets`
         SimpleNamespace(datasets=[SimpleNamespace(classes=["cat", "dog"]), SimpleNamespace(classes=["dog", "cat"])]),
+        ConcatDataset([Subset(ImageDataset([], [], names), []) for names in (["cat", "dog"], ["dog", "cat"])]),
     ],
 )
 def test_names_of_classes_are_found_wherever_libraries_keep_them(data: Any) -> None:
