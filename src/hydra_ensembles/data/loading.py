@@ -55,13 +55,19 @@ _LISTED = re.compile(r"(?P<path>.+?)(?: (?P<label>-?\d+))?")
 class Columns:
     """Which columns of a table hold what; a dot reaches into a nested column (`translation.en`).
 
-    A table with the `image` column holds images, others need the `text` column; `text_pair` is used where it exists.
+    A table with the `image` column holds images, others need the `text` column; `text_pair` is used where it exists,
+    and one with another name than this has to.
     """
 
     image: str = "image"
     text: str = "text"
     text_pair: str = "text_pair"
     label: str = "label"
+
+    def needed(self, kind: Literal["image", "text"]) -> tuple[str, ...]:
+        """What a table of this kind has to have: its main column, and of texts a pair that has another name."""
+        main: str = getattr(self, kind)
+        return (main, self.text_pair) if kind == "text" and self.text_pair != Columns.text_pair else (main,)
 
 
 @checked
@@ -94,7 +100,8 @@ def load(
         name_or_path: What to load.
         split: Which part, such as `"test"`. May be left out where there is only one.
         root: Folder that relative paths start from; for torchvision, where its data lie.
-        columns: Names of the columns of a table, where they differ from `image`, `text`, `label`.
+        columns: Names of the columns of a table, where they differ from `image`, `text`, `text_pair`,
+            `label`.
         labels: `"required"`, or `"optional"` for OOD data, whose labels nobody reads; images without a class, lying
             in a folder itself, are then taken as well.
         class_names: Names in label order, where the data do not bring them.
@@ -321,6 +328,10 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
         images = Rows(len(table), read, (*origin, columns.image), stored)
         return ImageDataset(images, labels, names, table.title)
     texts = (columns.text, columns.text_pair) if table.has(columns.text_pair) else (columns.text,)
+    missing = [name for name in columns.needed("text") if name not in texts]
+    if missing:
+        problem = f"{table.where} has no column {missing[0]!r}; it has {table.data.column_names}"
+        raise DataError(f"{problem}. Name the right one with columns=Columns(text_pair=...), or leave text_pair out")
     return TextDataset(Rows(len(table), partial(table.text, texts), (*origin, *texts)), labels, names, table.title)
 
 

@@ -55,7 +55,7 @@ class Archive:
     Args:
         path: File or folder.
         kind: What is looked for.
-        columns: Which columns of tables hold it.
+        columns: Which columns of tables hold it; a pair with another name than `text_pair` has to be there.
         keep: Columns of tables that come along.
         without: A folder inside it that is no part of it.
 
@@ -74,7 +74,7 @@ class Archive:
         self.path = Path(path).expanduser()
         self.kind = kind
         self.columns = columns or Columns()
-        self.keep, self._main = tuple(keep), getattr(self.columns, kind)
+        self.keep, self._needed = tuple(keep), self.columns.needed(kind)
         if not self.path.exists():
             raise DataError(f"{self.path} does not exist; check the path")
         self._root = self.path if self.path.is_dir() else self.path.parent
@@ -221,16 +221,17 @@ class Archive:
                 return Item(name, content, kept)
             if isinstance(path, str):
                 return Item(name, file.parent / path, kept)
-            return Item(name, None, kept, f"there is no image in column {self._main!r}")
-        if not isinstance(main, str):
-            return Item(name, None, kept, f"there is no text in column {self._main!r}")
+            return Item(name, None, kept, f"there is no image in column {self._needed[0]!r}")
+        for column, text in zip(self._needed, (main, pair), strict=False):
+            if not isinstance(text, str):
+                return Item(name, None, kept, f"there is no text in column {column!r}")
         return Item(name, (main, pair) if isinstance(pair, str) else main, kept)
 
     def _column_names(self) -> tuple[str, ...]:
-        return self._main, self.columns.text_pair, *self.keep
+        return self._needed[0], self.columns.text_pair, *self.keep
 
     def _require_in(self, columns: Sequence[str], file: Path) -> None:
-        needed = [column.partition(".")[0] for column in (self._main, *self.keep)]
+        needed = [column.partition(".")[0] for column in (*self._needed, *self.keep)]
         missing = [column for column in needed if column not in columns]
         if missing:
             raise DataError(f"{file} has no column {missing[0]!r}, it has {sorted(columns)}; name the right one")

@@ -68,7 +68,8 @@ class Scorer:
         model: Folder of a saved ensemble or of a build, a hub id, or an ensemble.
         device: `auto` takes a GPU if there is one.
         dtype: Another precision than the saved one, such as `"bfloat16"`.
-        columns: Names of the columns that are read.
+        columns: Names of the columns that are read; a pair that is called by another name than `text_pair` has to be
+            there.
         keep: Columns that come along; the others do not. One with the name of an answer, such as `label`, is called
             `kept_label`.
         wide: Whether `probs` and `member_logits`, which are long, are among the answers.
@@ -157,16 +158,17 @@ class Scorer:
             raise DataError(f"the batch has no columns {missing} to keep; it has {sorted(beside)}")
         kept = {name: np.asarray(beside[column]) for name, column in self.kept.items()}
         names = READ[self.ensemble.kind]
-        raw = getattr(self.columns, self.ensemble.kind)
+        raw = self.columns.needed(self.ensemble.kind)
         if names[0] in batch:
             inputs = {name: _tensor(batch[name]) for name in names if name in batch}
             count = len(inputs[names[0]])
             return ReadyBatch([(inputs, list(range(count)))], [""] * count, [""] * count, kept)
-        if raw not in batch:
-            raise DataError(f"the batch has no column {raw!r} or {names[0]!r}; it has {sorted(batch)}")
+        absent = [name for name in raw if name not in batch]
+        if absent:
+            raise DataError(f"the batch has no column {absent[0]!r} or {names[0]!r}; it has {sorted(batch)}")
         if self.ensemble.metadata.preprocessing is None:
             raise DataError(f"the model has no saved preprocessing; give batches with {names[0]!r}")
-        decoded = self._images(list(batch[raw])) if self.ensemble.kind == "image" else self._texts(batch)
+        decoded = self._images(list(batch[raw[0]])) if self.ensemble.kind == "image" else self._texts(batch)
         return ReadyBatch(*decoded, kept)
 
     def answer(self, prepared: ReadyBatch) -> Arrays:
@@ -445,9 +447,7 @@ def _columns(scorer: Scorer, items: Sequence[Item]) -> dict[str, Any]:
     if scorer.ensemble.kind == "image":
         return {scorer.columns.image: [item.content for item in items]}
     texts = [item.content if isinstance(item.content, tuple) else (item.content, None) for item in items]
-    pairs = [pair for _, pair in texts]
-    batch: dict[str, Any] = {scorer.columns.text: [text for text, _ in texts]}
-    return batch if all(pair is None for pair in pairs) else {**batch, scorer.columns.text_pair: pairs}
+    return {scorer.columns.text: [text for text, _ in texts], scorer.columns.text_pair: [pair for _, pair in texts]}
 
 
 def _ahead(batches: Iterator[Any]) -> Iterator[Any]:

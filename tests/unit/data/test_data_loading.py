@@ -140,6 +140,8 @@ def test_text_pairs_and_nested_columns(tmp_path: Path, write_parquet: WriteParqu
     assert pairs[0] == (("a", "c"), 1)
     with pytest.raises(DataError, match=r"row 1 of .*'text_pair'"):
         pairs[1]
+    with pytest.raises(DataError, match=r"no column 'text_pear'; it has \['text', .*text_pair=\.\.\."):
+        load(tmp_path / "two", columns=Columns(text_pair="text_pear"))
     path = write_parquet(tmp_path / "a.parquet", {"translation": [{"en": "dog", "de": "Hund"}]})
     assert load(path, columns=Columns(text="translation.de"), labels="optional")[0] == ("Hund", -1)
 

@@ -78,6 +78,10 @@ def test_texts_of_every_kind(tmp_path: Path) -> None:
     ]
     (tmp_path / "n.jsonl").write_text('{"deep": {"en": "hello"}}\n')
     assert read(tmp_path / "n.jsonl", "text", columns=Columns(text="deep.en")) == [("n.jsonl:0", "hello")]
+    named = Columns(text_pair="pear")
+    assert read(tmp_path / "c.jsonl", "text", columns=named) == [("c.jsonl:0", "!"), ("c.jsonl:2", "!")]
+    with pytest.raises(DataError, match=r"a.csv has no column 'pear'"):
+        Archive(tmp_path, "text", named)
 
 
 def test_what_is_broken_is_an_item(tmp_path: Path) -> None:

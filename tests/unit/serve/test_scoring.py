@@ -65,8 +65,10 @@ def test_texts_pairs_and_prepared_inputs() -> None:
     one = served("text")
     texts, pairs = ["hello", "wörld hello", "hello hello"], ["wörld", "wörld", "hello"]
     same(Scorer(one)({"text": np.array(texts, dtype=object)}), scalars(one.predict(texts)))
-    both = Scorer(one, columns=Columns(text="a", text_pair="b"))({"a": np.array(texts), "b": pairs})
-    same(both, scalars(one.predict(list(zip(texts, pairs, strict=True)))))
+    both = Scorer(one, columns=Columns(text="a", text_pair="b"))
+    same(both({"a": np.array(texts), "b": pairs}), scalars(one.predict(list(zip(texts, pairs, strict=True)))))
+    with pytest.raises(DataError, match="no column 'b'"):
+        both({"a": texts, "c": pairs})
     inputs = inputs_for(one, 4)
     rows = {name: list(tensor.numpy()) for name, tensor in inputs.items()}
     same(Scorer(one)(rows), scalars(one.predict(inputs)))
