@@ -1,8 +1,8 @@
 """A study of classifiers, row by row and seed by seed: what half B chooses, what the test sets say, what it costs.
 
-`choose` measures the settings of a row on half B of the first seed and seals the best one. `report` opens the test
-sets, `shift` corrupts them. What is there stays, so that a stopped run goes on; rows and seeds are added one by one,
-and may run side by side.
+`choose` measures the settings of a row on half B of the first seed and seals the best one; those that diverge are told.
+`report` opens the test sets, `shift` corrupts them. What is there stays, so that a stopped run goes on; rows and seeds
+are added one by one, and may run side by side.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from hydra_ensembles.errors import SameMembersError
+from hydra_ensembles.errors import DataError, DivergedError, SameMembersError
 from hydra_ensembles.files import write_json
 
 from .column_files import write_columns
@@ -20,7 +20,7 @@ from .evidence import Judged, stored, under_shift
 from .measures import SHIFT, Array, plain_numbers
 from .rows import CIRC_AVG, MC_DROPOUT, SINGLE, rate_of, rows_of
 from .samples import SampleBatches, alone
-from .seed import Heads, Seed
+from .seed import Heads, NotChosenError, Seed, Setting
 from .seed_folder import CHOICES, slug
 from .storing import STUDY, choices_in, named, read_if_there, store, store_shift
 from .task import Stage
@@ -45,11 +45,23 @@ def option(seed: Seed, name: str) -> None:
     row, _, number = name.rpartition("#")
     method = rows_of(seed.task)[row]
     if not (seed.study / CHOICES / f"{slug(row)}.json").exists():
-        method.make(seed, method.options(seed.task)[int(number)])
+        setting = method.options(seed.task)[int(number)]
+        try:
+            method.make(seed, setting)
+        except DivergedError as error:
+            tell_left_out(seed, row, setting, error)
+
+
+def tell_left_out(seed: Seed, row: str, setting: Setting, error: DataError) -> None:
+    """Say which setting is not among those that half B chooses from, and why."""
+    print(f"LEFT OUT: {seed.task.name} {row} {dict(setting)}: {error}", flush=True)
 
 
 def choose(seed: Seed, name: str) -> None:
-    """Measure every setting of a row on half B, and write down the one with the smallest NLL."""
+    """Measure every setting of a row on half B, and write down the one with the smallest NLL.
+
+    One that cannot be measured, as its training diverged, is left out and told; it fails only where none is left.
+    """
     row = rows_of(seed.task)[name]
     task = seed.task
     path = seed.study / CHOICES / f"{slug(name)}.json"
@@ -57,12 +69,21 @@ def choose(seed: Seed, name: str) -> None:
     if not options or path.exists():
         return
     measured: list[dict[str, Any]] = []
+    left_out: list[dict[str, Any]] = []
     for setting in options:
-        columns = all_columns(Judged(task, row.make(seed, setting)), "held_out")
+        try:
+            columns = all_columns(Judged(task, row.make(seed, setting)), "held_out")
+        except DataError as error:  # of its training, or of what is fitted to answers that are not finite
+            tell_left_out(seed, name, setting, error)
+            left_out.append({"setting": dict(setting), "why": str(error)})
+            continue
         numbers = plain_numbers(columns, task.suite.id.name, task.groups("held_out"))
         measured.append({"setting": dict(setting), **numbers})
+    if not measured:
+        raise DataError(f"no setting of {name!r} is left for {task.name}; the last: {left_out[-1]['why']}")
     best = min(measured, key=lambda entry: entry["calibrated.nll"])
-    write_json(path, {"row": name, "seed": seed.number, "setting": best["setting"], "measured": measured})
+    choice = {"row": name, "seed": seed.number, "setting": best["setting"], "measured": measured}
+    write_json(path, {**choice, "left_out": left_out} if left_out else choice)
 
 
 def recover(seed: Seed, name: str) -> None:
@@ -146,7 +167,7 @@ def cost(run: Run) -> None:
         for name in dict.fromkeys((SINGLE, *run.rows)):
             try:
                 models[name] = rows_of(task)[name].model(seed, name)
-            except SameMembersError as error:  # such a row may be missing in the report, too
+            except (SameMembersError, NotChosenError) as error:  # such a row may be missing in the report, too
                 print(f"NOT TO BE HAD: {task.name} cost {name}: {error}", flush=True)
     if task.device.type == "cuda" and MC_DROPOUT in models:  # draws anew with every call, and runs as it is
         models[MC_DROPOUT] = torch.autocast("cuda", dtype=torch.bfloat16)(models[MC_DROPOUT])

@@ -227,6 +227,8 @@ def choices_table(study: Study) -> str:
             taken = "taken" if option["setting"] == choice["setting"] else ""
             cells = [printed(option[key], key) for key in ("accuracy", "calibrated.nll", "all.auroc")]
             lines.append([row, setting_text(option["setting"]), *cells, taken])
+        for option in choice.get("left_out", ()):  # which could not be measured, as where its training diverged
+            lines.append([row, setting_text(option["setting"]), "–", "–", "–", "left out"])
     correlations = [
         f"of {name} {correlation[0]:+.2f} over {correlation[1]} rows"
         for name, key in {"NLL": "calibrated.nll", "OOD AUROC": "all.auroc"}.items()

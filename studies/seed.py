@@ -30,6 +30,10 @@ Heads = Literal["circuits", "taylor", "random"]
 Setting = Mapping[str, Any]
 
 
+class NotChosenError(DataError):
+    """A row whose setting half B has not chosen yet."""
+
+
 class Seed(SeedFolder):
     """Models of one seed of a task."""
 
@@ -47,7 +51,7 @@ class Seed(SeedFolder):
         """The setting of a row that half B chose."""
         path = self.study / CHOICES / f"{slug(row)}.json"
         if not path.exists():
-            raise DataError(f"no setting of {row!r} is chosen yet for {self.task.name}; run its stage `choose`")
+            raise NotChosenError(f"no setting of {row!r} is chosen yet for {self.task.name}; run its stage `choose`")
         setting: Setting = read_json(path)["setting"]
         return setting
 

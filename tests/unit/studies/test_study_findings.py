@@ -29,7 +29,7 @@ from studies.findings import judged
 from studies.measures import Difference
 from studies.paper import FOLDER, STANDS_FOR, paper_numbers, set_numbers
 from studies.results import ROOT, fixed
-from studies.rows import DEEP, HYDRA, MC_DROPOUT, PACKED, SINGLE, SOUP
+from studies.rows import DEEP, HYDRA, MC_DROPOUT, PACKED, SINGLE, SOUP, SWAG
 from studies.samples import device_name
 from studies.seed import Seed
 from studies.seed_folder import slug
@@ -185,6 +185,15 @@ def test_what_held_out_data_foretold_is_said(study: Study) -> None:
     assert f"NLL {found[0]:+.2f} over 3 rows" in findings.choices_table(study)
 
 
+def test_settings_that_were_left_out_are_shown(study: Study, tmp_path: Path) -> None:
+    choice = study.facts["choices"]["CircAvg"]
+    choices = {"CircAvg": {**choice, "left_out": [{"setting": {"rate": 9.0}, "why": "it diverged"}]}}
+    shutil.copytree(study.folder, tmp_path / NAME)
+    write_json(tmp_path / NAME / "study.json", {**study.facts, "choices": choices})
+    *_, last = (line for line in findings.choices_table(Study(NAME, tmp_path)).splitlines() if "| CircAvg" in line)
+    assert last.endswith("| – | – | – | left out |")
+
+
 def test_a_price_that_was_not_measured_has_no_columns(study: Study, tmp_path: Path) -> None:
     shutil.copytree(study.folder, tmp_path / NAME)
     write_json(tmp_path / NAME / "study.json", {**study.facts, "costs": None})
@@ -193,14 +202,17 @@ def test_a_price_that_was_not_measured_has_no_columns(study: Study, tmp_path: Pa
     assert "trainings ↓" in table
 
 
-def test_prices_are_measured_without_the_models_of_the_run(study: Study, tmp_path: Path) -> None:
+def test_prices_are_measured_without_the_models_of_the_run(
+    study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of their shapes, by the settings that are stored; and stored beside what was reported before."""
     results = tmp_path / "results"
     shutil.copytree(study.folder, results / NAME)
     task = SmallTask(NAME)
     task.settings["cost_batch"] = {"cpu": 2}
     rows = [SINGLE, MC_DROPOUT, "Hydra (Circ)", HYDRA]
-    CLASSIFIERS.run(Run(task, tmp_path, results, rows, [0]), ["cost", "store"])
+    CLASSIFIERS.run(Run(task, tmp_path, results, [*rows, SWAG], [0]), ["cost", "store"])
+    assert f"NOT TO BE HAD: {NAME} cost {SWAG}: no setting of '{SWAG}' is chosen yet" in capsys.readouterr().out
     found = Study(NAME, results)
     assert list(found.facts["costs"]["rows"]) == rows
     about = {"device": device_name(task.device), "dtype": "float32", "torch": torch.__version__, "batch": 2}

@@ -1,5 +1,6 @@
 """Rows of the studies of classifiers on small models: each is really trained, chosen, and answers."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from small_studies import CPU, Pictures, SmallFolder, SmallTask
 
 import hydra_ensembles as he
 from hydra_ensembles.data.dataset import ImageDataset
-from hydra_ensembles.errors import CheckpointError, DataError
-from studies import rows
+from hydra_ensembles.errors import CheckpointError, DataError, DivergedError
+from hydra_ensembles.files import read_json
+from studies import classifiers, rows
 from studies.classifiers import choose, report
 from studies.column_files import read_columns
 from studies.rows import (
@@ -153,6 +155,33 @@ def test_a_baseline_is_chosen_on_half_b_and_reported(tmp_path: Path) -> None:
     report(seed, row)
     columns = read_columns(seed.folder / "report" / f"{slug(row)}.parquet")
     assert {"cifar100|correct", "cifar100|calibrated.nll", "cifar10|msp", "svhn|mutual_information"} <= set(columns)
+
+
+def test_settings_that_diverge_are_left_out_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While they train, or by what they answer; it fails where no other is there."""
+    seed = Seed(SmallTask(IMAGES), 0, tmp_path)
+
+    def make(_: Seed, setting: Any) -> he.Ensemble:
+        if setting["rate"] == 3:
+            raise DivergedError("the loss is not finite")
+        model = seed.task.start()
+        for weights in model.parameters():
+            weights.data *= 1 if setting["rate"] == 1 else torch.nan
+        return model
+
+    few = {row: rows.Row(make, 1, rows.rates(*rates)) for row, rates in (("some", (3, 2, 1)), ("none", (3, 2)))}
+    monkeypatch.setattr(classifiers, "rows_of", lambda _: few)
+    classifiers.option(seed, "some#0")
+    choose(seed, "some")
+    assert seed.chosen("some") == {"rate": 1}
+    told = re.findall(rf"LEFT OUT: {IMAGES} some {{'rate': (\d)}}: .*finite", capsys.readouterr().out)
+    assert told == ["3", "3", "2"]
+    choice = read_json(seed.study / "choices" / "some.json")
+    assert [[one["setting"]["rate"] for one in choice[key]] for key in ("measured", "left_out")] == [[1], [3, 2]]
+    with pytest.raises(DataError, match=r"no setting of 'none' is left .* finite"):
+        choose(seed, "none")
 
 
 def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
