@@ -76,8 +76,9 @@ def fit_familiarity(
     A share of the samples, drawn by the seed, is held out: it has no part in the statistics, and p-values come from it.
     `calibrate` sets a threshold, on other data, and p-values then come from those. Scores that were fitted here before
     are replaced; those of `baselines.vilu` and `baselines.neg_label` stay, behind the new ones. Features are in the
-    precision of the model, whatever autocast the caller has. Digests of 64 of the samples are kept, as by `calibrate`,
-    which refuses to set a threshold on data most of which fitted this, and warns of less; `evaluate` warns of any.
+    precision of the model, whatever autocast the caller has. Digests of 1,024 of the samples are kept, as by
+    `calibrate`, which refuses to set a threshold on data most of which fitted this, and warns of less; `evaluate` warns
+    of any.
 
     Args:
         ensemble: Any classifier: of images, of texts, zero-shot. It is not changed.
