@@ -26,12 +26,13 @@ from .overlap import Keys, about, marked, names_of, sample_keys, share_fitted, w
 from .prediction import ScoreName, require_members_for, scale_logits
 
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures searched
+_PRIOR = 0.5  # standard deviation of the logarithm of a temperature before data are seen; the mean is 0
 _GRID = 24
 _PRECISION, _AT_BOUND = 1e-5, 1e-3  # of logarithms of temperatures: how well found, how close to a bound is at it
-_WORTHWHILE = 1e-6  # a gain in NLL below this is rounding, and 1 stays
+_WORTHWHILE = 1e-6  # a gain below this is rounding, and 1 stays
 _SWEEPS = 20  # over the members, when each has a temperature of its own
 _ROWS = 8192  # samples that are raised to float64 at a time
-_AT_COLDEST = "the model gets all of these samples right; unless the task is easy, calibrate on more held-out data"
+_AT_COLDEST = "the answers are right far more often than they say; check that they are logits, with their scale"
 _AT_HOTTEST = "the labels do not fit the answers; check that data and model number the classes alike"
 
 
@@ -243,9 +244,11 @@ def fit_calibration(
 ) -> CalibrationFit:
     """Fit temperature and threshold to member logits from anywhere.
 
-    The temperature divides the logarithm of the members' mean probabilities (so no label changes) and minimises their
-    negative log-likelihood between 0.05 and 20. It stays 1 unless it helps, and a common one that ends at a bound
-    warns: no temperature is the right one for such data. Scores are not calibrated, and do not depend on it.
+    The temperature divides the logarithm of the members' mean probabilities (so no label changes). It is the likeliest
+    one between 0.05 and 20, by the negative log-likelihood of the n samples and a prior that its logarithm is normal
+    around 0, with a standard deviation of 0.5: NLL + (ln T)² / (2 · 0.5² · n) is lowest. So it stays near 1 where few
+    samples, or hardly any mistake among them, cannot tell; of thousands the NLL alone decides. It is 1 unless another
+    helps, and one that ends at a bound warns. Scores are not calibrated, and do not depend on it.
 
     The threshold is the ⌈share · (n + 1)⌉-th smallest of the n scores: an input like the samples is accepted with
     probability `share` or more, whatever n. Where n is too small to refuse any, everything is accepted, with a warning.
@@ -256,7 +259,8 @@ def fit_calibration(
         labels: `[B]`.
         share: Share of inputs like these to accept, in (0, 1].
         score: Uncertainty score that the threshold is on.
-        per_member: Whether each member gets a temperature of its own before the mean; labels may change.
+        per_member: Whether each member gets a temperature of its own before the mean, each under the prior; labels may
+            change.
         temperature: Whether to fit a temperature at all.
 
     Examples:
@@ -315,45 +319,50 @@ def threshold_for(scores: Tensor, share: float) -> float:
 def _fit_temperature(
     member_logits: Tensor, labels: Tensor, per_member: bool, nll_before: float
 ) -> tuple[tuple[float, ...], float]:
-    """The temperature (or one per member) with the lowest NLL, and that NLL; 1 unless another is better."""
-    low, high = math.log(COLDEST), math.log(HOTTEST)
-    if not per_member or len(member_logits) == 1:
+    """The likeliest temperature (or one per member) under the prior, and its NLL; 1 unless another is better."""
+    if not per_member:
         means = [log_mean_probs(rows.double()) for rows in member_logits.split(_ROWS, dim=1)]
-        pooled = torch.cat(means)[None]  # logarithm of the mean probabilities, [1, n, C]
-        common, nll = _lowest(lambda value: _nll(_label_log_probs(pooled, labels, value)), low, high)
-        if nll_before - nll <= _WORTHWHILE:
-            return (1.0,), nll_before
-        for bound, cause in ((low, _AT_COLDEST), (high, _AT_HOTTEST)):  # a single member may well stop there
-            if abs(math.log(common) - bound) < _AT_BOUND:
-                warn(f"the temperature {common:.4g} stopped at the bound {math.exp(bound):.4g}: {cause}")
-        return (common,), nll
-    common, nll = _lowest(lambda value: _nll(_label_log_probs(member_logits, labels, value)), low, high)
-    if nll_before - nll <= _WORTHWHILE:
-        common, nll = 1.0, nll_before
+        member_logits = torch.cat(means)[None]  # logarithm of the mean probabilities, as of one member: [1, n, C]
+    members, samples = member_logits.shape[:2]
+
+    def cost(label_log_probs: Tensor, temperatures: Sequence[float]) -> float:
+        """NLL, and what the prior asks for temperatures other than 1: less and less as samples become more."""
+        return _nll(label_log_probs) + sum(math.log(one) ** 2 for one in temperatures) / (2 * _PRIOR**2 * samples)
+
+    common, lowest = _lowest(lambda value: cost(_label_log_probs(member_logits, labels, value), [value] * members))
+    if nll_before - lowest <= _WORTHWHILE:
+        common, lowest = 1.0, nll_before
     parts = _label_log_probs(member_logits, labels, common)  # [M, B]
-    temperatures = [common] * len(parts)
-    for _ in range(_SWEEPS):  # one member at a time, until no change of a single one helps
-        at_start = nll
-        for member in range(len(parts)):
+    temperatures = [common] * members
+    for _ in range(_SWEEPS if members > 1 else 0):  # one member at a time, until no change of a single one helps
+        at_start = lowest
+        for member in range(members):
 
             def with_member(value: float, member: int = member) -> float:
                 log_probs = _label_log_probs(member_logits[member : member + 1], labels, value)
-                return _nll(torch.cat([parts[:member], log_probs, parts[member + 1 :]]))
+                others = temperatures[:member] + temperatures[member + 1 :]
+                return cost(torch.cat([parts[:member], log_probs, parts[member + 1 :]]), [value, *others])
 
-            value, lower = _lowest(with_member, low, high)
-            if nll - lower > _WORTHWHILE:
-                temperatures[member], nll = value, lower
+            value, lower = _lowest(with_member)
+            if lowest - lower > _WORTHWHILE:
+                temperatures[member], lowest = value, lower
                 parts[member] = _label_log_probs(member_logits[member : member + 1], labels, value)[0]
-        if nll == at_start:
+        if lowest == at_start:
             break
-    return tuple(temperatures), nll
+    for member, found in enumerate(temperatures):
+        for bound, cause in ((COLDEST, _AT_COLDEST), (HOTTEST, _AT_HOTTEST)):
+            if abs(math.log(found / bound)) < _AT_BOUND:
+                which = f"the temperature {found:.4g}{f' of member {member}' if members > 1 else ''}"
+                warn(f"{which} stopped at the bound {bound:g}: {cause}")
+    return tuple(temperatures), min(_nll(parts), nll_before)  # at 1, they are equal but for rounding
 
 
-def _lowest(function: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+def _lowest(function: Callable[[float], float]) -> tuple[float, float]:
     """Temperature with the lowest value of a function: the best of a grid, then golden section around it.
 
     The grid is there because the NLL of a mean over members may have more than one valley.
     """
+    low, high = math.log(COLDEST), math.log(HOTTEST)
     cache: dict[float, float] = {}  # values by the logarithm of the temperature
 
     def value(point: float) -> float:

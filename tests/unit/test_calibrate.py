@@ -78,12 +78,18 @@ def test_nll_never_worsens_and_the_threshold_accepts_the_share(
     assert fit.accuracy == pytest.approx(1 - wrong.double().mean().item())
 
 
-def test_the_found_temperature_is_the_minimum():
-    logits, labels = sample(3, 200, 5, 4.0, seed=1)
+def prior(temperature: tuple[float, ...], count: int) -> float:
+    """What is added to the NLL of `count` samples: logarithms of temperatures are normal, 0.5 around 0."""
+    return sum(math.log(one) ** 2 for one in temperature) / (2 * 0.5**2 * count)
+
+
+@pytest.mark.parametrize("count", [20, 200])
+def test_the_found_temperature_is_the_likeliest_under_the_prior(count):
+    logits, labels = sample(3, count, 5, 4.0, seed=1)
     fit = fit_calibration(logits, labels)
     steps = torch.linspace(math.log(COLDEST), math.log(HOTTEST), 1001).exp().tolist()
-    best = min(nll(logits, labels, (temperature,)) for temperature in steps)
-    assert fit.nll_after <= best + 1e-7
+    best = min(nll(logits, labels, (one,)) + prior((one,), count) for one in steps)
+    assert fit.nll_after + prior(fit.calibration.temperature, count) <= best + 1e-7
 
 
 def test_one_temperature_per_member_is_at_least_as_good_as_one_for_all():
@@ -103,18 +109,29 @@ def test_the_temperature_stays_exactly_one_where_asked_or_where_none_is_better()
     assert (fit.calibration.temperature, fit.nll_after) == ((1.0,), fit.nll_before)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("per_member", [False, True])
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_few_samples_without_a_mistake_do_not_make_answers_much_surer(per_member, wrong):
+    """Their likelihood alone would: it grows down to the coldest temperature, or nearly so."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(60) % 3
+    logits = F.one_hot(labels, 3) * 6 + torch.rand(2, 60, 3, generator=generator)
+    logits[:, :wrong] = logits[:, :wrong].roll(1, dims=-1) / 6
+    temperatures = fit_calibration(logits, labels, per_member=per_member).calibration.temperature
+    assert all(0.5 < one < 1.0 for one in temperatures)
+
+
 def test_separable_data_stay_within_the_range_and_warn():
-    labels = torch.arange(30) % 3
-    logits = F.one_hot(labels, 3).float()[None] * 5
-    for separable, bound in ((logits, COLDEST), (-logits, HOTTEST)):
-        with pytest.warns(UserWarning, match=f"bound {bound:g}"):
+    labels = torch.arange(3000) % 3
+    logits = F.one_hot(labels, 3).float()[None]
+    for separable, bound in ((logits / 10, COLDEST), (-5 * logits, HOTTEST)):
+        with pytest.warns(UserWarning, match=f"temperature {bound:g} stopped at the bound {bound:g}"):
             fit = fit_calibration(separable, labels)
         assert fit.calibration.temperature[0] == pytest.approx(bound, rel=1e-3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        both = fit_calibration(torch.cat([logits, torch.zeros_like(logits)]), labels, per_member=True)
-    assert both.calibration.temperature[0] == pytest.approx(COLDEST, rel=1e-3)  # the other member covers for it
-    huge = fit_calibration(logits.clamp(max=1) * 1e38, labels)
+        with pytest.warns(UserWarning, match="of member 1 stopped"):
+            fit_calibration(torch.cat([torch.zeros_like(logits), separable]), labels, per_member=True)
+    huge = fit_calibration(logits * 1e38, labels)
     assert math.isfinite(huge.nll_after)
 
 

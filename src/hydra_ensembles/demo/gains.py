@@ -206,7 +206,7 @@ def _measured(
 
     familiar, (held_out, test) = sets[FAMILIAR], halves(len(labels))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HydraWarning)  # a half with few mistakes ends at a bound now and then
+        warnings.simplefilter("ignore", HydraWarning)  # of few images no share can be promised
         calibration = fit_calibration(familiar.logits[:, held_out], labels[held_out]).calibration
     p = calibration.prediction(familiar.logits[:, test])
     wrong = p.label != labels[test]
