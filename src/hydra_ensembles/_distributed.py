@@ -160,14 +160,15 @@ def all_ranks(device: torch.device) -> Iterator[Ranks]:
 
 def is_sharded(data: object) -> bool:
     """Whether a loader gives each process its own batches already: accelerate's, or by a `DistributedSampler`."""
-    by_sampler = isinstance(getattr(data, "sampler", None), DistributedSampler)
+    samplers = (getattr(source, "sampler", None) for source in (data, getattr(data, "batch_sampler", None)))
+    by_sampler = any(isinstance(sampler, DistributedSampler) for sampler in samplers)
     return by_sampler or type(data).__name__ in ("DataLoaderShard", "DataLoaderDispatcher")
 
 
 def check_unsharded(data: object, name: str) -> None:
-    """Refuse a loader that gives each process its own batches already: they would be split twice."""
-    if is_sharded(data) and current_ranks().size > 1:
+    """Refuse a loader that gives each process its own batches already, where all of them are to be read."""
+    if is_sharded(data) and launched():
         raise ConfigError(
-            f"set {name!r} comes from a loader that is already split between processes; evaluate splits the "
-            "batches itself and puts the answers back in order: give it the plain DataLoader"
+            f"set {name!r} comes from a loader that is already split between processes, by a DistributedSampler or by "
+            "accelerate, so that a part of it would be taken for the whole; give every process the plain DataLoader"
         )

@@ -83,7 +83,8 @@ def calibrate(
 
     Args:
         ensemble: It is not changed.
-        validation: Held-out labelled in-distribution batches, which had no part in fitting anything before.
+        validation: Held-out labelled in-distribution batches, which had no part in fitting anything before. Of several
+            processes, each is given all of them.
         share: As of `fit_calibration`, like `score`, `per_member` and `temperature`.
         score: Score that says how unsure an answer is.
         per_member: Whether each member gets a temperature of its own.
@@ -95,6 +96,7 @@ def calibrate(
 
     Raises:
         DataError: More than a half of the samples fitted the familiarity: they do not say how familiar new ones look.
+        ConfigError: A loader that is split between processes.
 
     Examples:
         >>> import torch, hydra_ensembles as he

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ._distributed import check_unsharded
 from ._utils import own_precision, warn
 from .arguments import NotNegative, Rate, Seed, Whole, checked
 from .batches import Batches, Inputs, iterate, require_labels
@@ -198,7 +199,11 @@ class FitOptions:
 
 
 def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> Iterator[tuple[Inputs, Answered]]:
-    """Every batch as it came, and what the model says of it; labels are zeros where none are wanted."""
+    """Every batch as it came, and what the model says of it; labels are zeros where none are wanted.
+
+    Each of several processes reads them all.
+    """
+    check_unsharded(batches, name)
     if not ensemble.num_classes:
         raise ConfigError("this ensemble has no classifier (num_classes is 0); convert the model with num_labels=")
     if labelled:

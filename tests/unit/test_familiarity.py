@@ -9,6 +9,7 @@ import torch
 from scipy.special import logsumexp
 from sklearn.neighbors import NearestNeighbors
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
@@ -21,6 +22,7 @@ from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
 from hydra_ensembles.pipeline import chain
+from processes import by_two_ranks
 from zero_shot_models import NAMES, dual_of
 
 CONFIG = single()
@@ -365,6 +367,15 @@ def test_what_overflows_is_fitted_batch_by_batch(monkeypatch: pytest.MonkeyPatch
     fitted = fit_familiarity(model(CONFIG), data, held_out=0.5)
     assert fitted.metadata.familiarity.settings.samples == sum(added) == 85
     assert len(added) <= 2 * len(data)
+
+
+@pytest.mark.parametrize("fit", [fit_familiarity, he.calibrate])
+def test_a_loader_that_is_split_between_processes_is_refused(fit: Any) -> None:
+    data = TensorDataset(*joined(batches(CONFIG)))
+    split = DataLoader(data, 16, sampler=DistributedSampler(data, 2, 0))
+    for refused in by_two_ranks(lambda rank: fit(model(CONFIG), split)):
+        with pytest.raises(ConfigError, match="split between processes"):
+            refused.result()
 
 
 def test_copies_are_said() -> None:

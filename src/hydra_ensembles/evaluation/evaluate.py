@@ -70,7 +70,8 @@ def evaluate(
 
     Under `torchrun` or `accelerate` (an initialised `torch.distributed`) the processes share the batches, every
     one of them gets the whole result, and the numbers are those of a single process. Give every process the plain
-    loader, in the same order; with NCCL each must have chosen its GPU before (`torch.cuda.set_device`).
+    loader, in the same order: one that is split between them, or a stream that splits itself, is refused. With NCCL
+    each must have chosen its GPU before (`torch.cuda.set_device`).
 
     Args:
         ensemble: An `Ensemble`, as it is or prepared by `optimize`; or anything that is called with the inputs of a

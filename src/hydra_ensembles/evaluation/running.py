@@ -69,18 +69,19 @@ class Runner:
         """Run the model over one set; several processes share its batches.
 
         A set that is empty, whose labels do not fit, or whose members or classes are not those of `like`, member
-        logits of another set, is a `DataError`.
+        logits of another set, is a `DataError`. One of which every process has a part of its own is refused.
         """
         check_unsharded(batches, name)
         ranks = current_ranks()
         pieces: list[tuple[int, Tensor, Tensor, Keys, torch.dtype, Tensor | None]] = []
         gallery: list[GalleryItem] = []
-        first, error = 0, None
+        first, beginning, error = 0, b"", None
         try:
             pairs = iterate(batches, f"set {name!r}", labelled)
             quiet = not self.progress or ranks.rank > 0
             bar = tqdm(pairs, name, length_of(batches), leave=False, disable=quiet, unit="batch")
             for index, (inputs, targets) in enumerate(bar):
+                beginning = beginning or sample_keys(inputs).tobytes()
                 if index % ranks.size == ranks.rank:
                     batch_keys = sample_keys(inputs)
                     logits, dtype, scores = self._kept_answer(inputs, batch_keys, name, index)
@@ -95,6 +96,7 @@ class Runner:
         except Exception as problem:
             error = problem
         pieces = sorted(chain.from_iterable(ranks.gather(pieces, error)), key=itemgetter(0))
+        ranks.require_same((beginning, first), f"samples in set {name!r}, whose batches are shared out here,")
         gallery = sorted_onto_shelves(chain.from_iterable(ranks.gather(gallery)), self.keep)
         _, answers, targets_of, keys, dtypes, all_scores = zip(*pieces, strict=True)
         for answer in answers:

@@ -197,7 +197,9 @@ def finetune(
     (on a CPU) with the same bits; a finished one is read back. Data are known again by their length, first batch, and
     all labels that the source has in memory; after other changes of the data, give another `output`.
 
-    Started in several processes (accelerate launch, torchrun), they share the batches and average gradients.
+    Started in several processes (accelerate launch, torchrun), they share the batches and average gradients. A loader
+    of `train` that a `DistributedSampler` has split stays as it is; one of `validation` is refused. Of other `train`,
+    as many batches go to each process, and the last ones of an epoch that are left over to none.
 
     Args:
         member: An ensemble with a classifier.

@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Generic, ParamSpec, TypedDict, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from tqdm import tqdm
 
-from .._distributed import ALONE, Ranks, all_ranks, is_sharded, launched, local_device
+from .._distributed import ALONE, Ranks, all_ranks, check_unsharded, is_sharded, launched, local_device
 from .._utils import compiled_at_will, derive_seed, own_precision, require_device, warn
 from ..arguments import Whole, checked
 from ..batches import Batches, borrowed, epoch_of, length_of, require_rereadable
@@ -64,11 +64,21 @@ class Runtime:
     ranks: Ranks = ALONE
 
     def share(self, train: Batches) -> Batches:
-        """The batches this rank reads: every n-th, as many for each; a loader that is split already is left alone."""
+        """The batches this rank reads: every n-th, as many for each; a loader that is split already is left alone.
+
+        Batches that are left over are not read; where nothing shuffles them, a warning says so.
+        """
         rank, size = self.ranks.rank, self.ranks.size
         if size == 1 or is_sharded(train):
             return train
         loader = train if isinstance(train, DataLoader) else None
+        left = (length_of(train) or 0) % size
+        shuffled = isinstance(getattr(train, "sampler", None), RandomSampler) or getattr(train, "shuffle", False)
+        if left and rank == 0 and not shuffled:
+            warn(
+                f"train has {length_of(train)} batches for {size} processes, which read as many each: what is left "
+                f"over, the last {left}, is never trained on; shuffle train, or give a multiple of {size} batches"
+            )
         if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
             return EveryNth(train, rank, size)
         sampler: Any = EveryNth(loader.batch_sampler, rank, size)
@@ -265,6 +275,7 @@ class Job:
         require_rereadable(self.train, "train")
         if self.validation is not None:
             require_rereadable(self.validation, "validation")
+            check_unsharded(self.validation, "validation")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import CLASSES, HEADS, NAMES, image_batches, text_batches, tiny_ensemble
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from hydra_ensembles._distributed import check_unsharded
 from hydra_ensembles.calibrate import calibrate
@@ -326,6 +326,12 @@ def test_two_processes_give_the_numbers_of_one():
         assert replace(found, provenance=alone.provenance) == alone
 
 
+def test_processes_with_other_samples_are_refused():
+    """As of a stream that splits itself between them."""
+    for refused in by_two_ranks(lambda rank: evaluate(tiny_ensemble(), image_batches()[rank:], progress=False)):
+        assert "rank 1 has other samples in set 'id'" in str(refused.exception())
+
+
 def test_when_one_process_fails_the_other_stops():
     def run(rank):
         def failing(inputs):
@@ -341,7 +347,8 @@ def test_when_one_process_fails_the_other_stops():
 
 def test_a_loader_that_is_split_already_is_refused():
     data = TensorDataset(torch.zeros(4, 2))
-    loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))
-    check_unsharded(loader, "alone")  # one process: nothing is split twice
-    for refused in by_two_ranks(lambda rank: check_unsharded(loader, "cifar")):
-        assert isinstance(refused.exception(), ConfigError)
+    sampler = DistributedSampler(data, num_replicas=2, rank=0)
+    for loader in (DataLoader(data, sampler=sampler), DataLoader(data, batch_sampler=BatchSampler(sampler, 2, False))):
+        check_unsharded(loader, "alone")  # one process: nothing is split twice
+        for refused in by_two_ranks(partial(lambda one, rank: check_unsharded(one, "cifar"), loader)):
+            assert isinstance(refused.exception(), ConfigError)
