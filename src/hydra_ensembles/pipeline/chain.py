@@ -30,6 +30,7 @@ from ..heads.ranking import Head, HeadRanking
 from ..heads.taylor import taylor
 from ..metrics.bootstrap import bootstrap_mean
 from ..metrics.distance import FamiliarityName
+from ..metrics.probabilities import at_labels
 from ..model.dual_encoder import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
 from ..overlap import mostly_fitted, sample_keys
@@ -64,7 +65,8 @@ def build(
     """Make an ensemble from one model: convert, rank heads, choose members, prune, fine-tune and fuse, calibrate.
 
     Members train apart and are fused, or are fused and train together (`HydraConfig.training`). A warning, and
-    the history, tell of a result that is less accurate on held-out data than the model itself, beyond chance.
+    the history, tell of a result that is worse on held-out data than the model itself, in accuracy or NLL, beyond
+    chance.
 
     Each stage leaves its product in `output`. Called again with the same arguments, a build that was stopped at any
     point goes on there and (on a CPU) ends with the same bits; of a finished one the result is read back. To repeat a
@@ -181,28 +183,37 @@ def _familiar(
 
 
 def held_against_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadBatch], seed: int) -> Ensemble:
-    """The ensemble, with a warning and a line in its history where it is less accurate than the base, beyond chance.
+    """The ensemble, with a warning and lines in its history where accuracy or NLL is worse than the base's.
 
-    Chance is a paired bootstrap over the samples: the whole 95 % interval of the difference lies below 0.
+    Beyond chance, that is: the whole 95 % interval of the difference, by a paired bootstrap over the samples.
     """
-    right, before = (_right(model, validation) for model in (ensemble, base))
-    gain = bootstrap_mean(right - before, seed=seed)
-    if gain.high >= 0:
+    (right, nll), (right_before, nll_before) = (_right_and_nll(model, validation) for model in (ensemble, base))
+    gain, rise = bootstrap_mean(right - right_before, seed=seed), bootstrap_mean(nll - nll_before, seed=seed)
+    chance = "of the model itself, beyond chance"
+    lines = []
+    if gain.high < 0:
+        lines.append(
+            f"held-out accuracy {right.mean():.1%} is below the {right_before.mean():.1%} {chance} "
+            f"({gain.value:+.1%}, paired bootstrap {gain.low:+.1%} to {gain.high:+.1%}, {len(right)} samples)"
+        )
+    if rise.low > 0:
+        lines.append(
+            f"held-out NLL {nll.mean():.3f} is above the {nll_before.mean():.3f} {chance} "
+            f"({rise.value:+.3f}, paired bootstrap {rise.low:+.3f} to {rise.high:+.3f}, {len(nll)} samples)"
+        )
+    if not lines:
         return ensemble
-    line = (
-        f"held-out accuracy {right.mean():.1%} is below the {before.mean():.1%} of the model itself, beyond chance "
-        f"({gain.value:+.1%}, paired bootstrap {gain.low:+.1%} to {gain.high:+.1%}, {len(right)} samples)"
-    )
-    warn(
-        f"{line}: prune fewer heads, train the members (recipe= and train=), or keep the model: he.calibrate(model, …)"
-    )
-    return ensemble.with_metadata(history=(*ensemble.metadata.history, line))
+    advice = "prune fewer heads, train the members (recipe= and train=), or keep the model: he.calibrate(model, …)"
+    warn(f"{'; '.join(lines)}: {advice}")
+    return ensemble.with_metadata(history=(*ensemble.metadata.history, *lines))
 
 
-def _right(model: Ensemble, batches: list[ReadBatch]) -> Tensor:
-    """Of each sample, 1 where the model's label is that of the data, else 0: `[n]`."""
-    answers = [(model.predict(inputs).label.cpu(), labels) for inputs, labels in batches if labels is not None]
-    return torch.cat([(label == labels.cpu()).double() for label, labels in answers])
+def _right_and_nll(model: Ensemble, batches: list[ReadBatch]) -> tuple[Tensor, Tensor]:
+    """Of each sample, 1 where the model's label is that of the data, else 0, and its NLL: `[n]` both."""
+    answers = [(model.predict(inputs), labels) for inputs, labels in batches if labels is not None]
+    right = [(answer.label.cpu() == labels.cpu()).double() for answer, labels in answers]
+    nll = [-at_labels(answer.log_probs.double().cpu(), labels.cpu().long()) for answer, labels in answers]
+    return torch.cat(right), torch.cat(nll)
 
 
 @dataclass(frozen=True)

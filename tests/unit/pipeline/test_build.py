@@ -13,6 +13,7 @@ import hydra_ensembles as he
 from architectures import VISION_CASES
 from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, SameMembersError
+from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.pipeline import chain
 from hydra_ensembles.pipeline import material as given
 from hydra_ensembles.pipeline.settings import Strategy
@@ -235,3 +236,13 @@ def test_a_result_below_its_model_beyond_chance_is_warned_of(tmp_path: Path) -> 
     assert same(spoilt, he.build(base, spoiling, output=tmp_path, **held))
     fine = he.build(base, config(prune=1, strategy="random"), **held)
     assert not any("beyond chance" in line for line in fine.metadata.history)
+
+
+@pytest.mark.filterwarnings("error::hydra_ensembles.errors.HydraWarning")
+def test_a_result_whose_likelihood_alone_is_below_its_model_is_warned_of() -> None:
+    base = image_model()
+    held_out, shy = right(base, 60), base.with_metadata(calibration=Calibration((5.0,)))
+    with pytest.warns(he.HydraWarning, match=r"^held-out NLL .* is above the .* beyond chance .* 60 samples"):
+        told = chain.held_against_base(shy, base, held_out, seed=0)
+    assert len(told.metadata.history) == len(base.metadata.history) + 1
+    assert chain.held_against_base(base, shy, held_out, seed=0) is base
