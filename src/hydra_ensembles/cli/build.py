@@ -135,7 +135,7 @@ class SearchSources(DataSettings, ModelSettings):
         "mahalanobis", "The score of features that judges besides the maximum softmax probability."
     )
     first: float = option(0.1, "Share of the training after which candidates are compared for the first time.")
-    tolerance: float = option(0.0, "How far AURC and AUROCs of the choice may lie behind those of the model.")
+    tolerance: float = option(0.0, "How far accuracy, AURC and AUROCs of the choice may lie behind the model's.")
     price: Price = option("latency", "What costs.")
     latency_batch: int = option(32, "Inputs of the batch whose time is measured.")
     compile: bool = option(False, "Measure compiled models.")

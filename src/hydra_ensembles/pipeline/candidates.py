@@ -22,6 +22,7 @@ from ..convert.convert import convert
 from ..errors import ConfigError, DataError, SameMembersError
 from ..evaluation.evaluate import evaluate
 from ..evaluation.evaluation import Evaluation
+from ..familiarity import OF_ACCEPTED, OF_BOTH
 from ..files import remove
 from ..fingerprints import data_fingerprint, model_fingerprint
 from ..fuse import fuse, soup
@@ -88,15 +89,15 @@ def search(
     """Find the best ensemble for a price: build candidates, judge them on held-out data, choose.
 
     The choice has the lowest NLL of all that cost at most `cost` times the given model and are no worse than it in
-    NLL, selective risk (AURC) and OOD AUROC by both scores; where there is none, it is the given model itself. It was
-    chosen by these numbers, so report others, of data that no part of the search has seen.
+    accuracy, NLL, selective risk (AURC) and OOD AUROC by both scores; where there is none, it is the given model
+    itself. It was chosen by these numbers, so report others, of data that no part of the search has seen.
 
     Prices are measured before anything is trained: what is too dear is not built. Candidates that follow the same
     recipe first train for a short while, and one that is then worse in every number than another that costs no more is
     given up. Called again with the same arguments, a search that was stopped goes on; a finished one is read back.
 
     Args:
-        model: A trained classifier, as `build` takes it; it is always a candidate.
+        model: A trained classifier, as `build` takes it; it is always a candidate, with its calibration if it has one.
         id: Held-out labelled ID batches, kept in memory. A half drawn by the seed judges; of the other, one half ranks
             heads and fits familiarity, the other calibrates.
         ood: Batches unlike the training data, kept in memory, or `{name: batches}` of several sources, which count
@@ -116,7 +117,7 @@ def search(
         judge_ood: OOD batches to judge on, or `{name: batches}`, whose mean counts; instead of a half of `ood`.
         familiarity: The score of features besides the maximum softmax probability; None for none.
         first: Share of the updates after which candidates are compared for the first time; 1 leaves that out.
-        tolerance: How far AURC and AUROCs of the choice may lie behind those of the given model.
+        tolerance: How far accuracy, AURC and AUROCs of the choice may lie behind those of the given model.
         price: What costs: time of a batch, optimized, or multiply-adds.
         batch_size: Inputs of the batch whose time is measured.
         optimize: Options of `Ensemble.optimize` for the measurement, such as `{"compile": True}`.
@@ -459,9 +460,20 @@ class _Search:
         path = f"candidates/{_slug(name)}"
         if name in self.built:
             return self._built(path, *self.built[name])
-        usual = HydraConfig(familiarity=self.settings.familiarity, seed=self.settings.seed)
         plain = {YOURS: lambda: self.start.base, **self._of_models()}[name]
-        return self.run.ensemble(f"{path}/{RESULT}", lambda: calibrated(plain(), usual, self.data))
+        return self.run.ensemble(f"{path}/{RESULT}", lambda: self._ready(plain()))
+
+    def _ready(self, model: Ensemble) -> Ensemble:
+        """A model calibrated as candidates are; a calibration that it came with, and what that says of it, stay."""
+        own, familiarity = model.metadata, self.settings.familiarity
+        if own.calibration is not None and familiarity is None:
+            return model
+        ready = calibrated(model, HydraConfig(familiarity=familiarity, seed=self.settings.seed), self.data)
+        if own.calibration is None:
+            return ready
+        line = f"familiarity ({familiarity}) fitted as of all candidates of a search; the calibration stays"
+        metrics = {name: value for name, value in own.metrics.items() if name not in (*OF_BOTH, *OF_ACCEPTED)}
+        return ready.with_metadata(calibration=own.calibration, metrics=metrics, history=(*own.history, line))
 
     def _built(self, path: str, config: HydraConfig, start: StartingModel) -> Ensemble:
         """The result of a build, in a run folder of its own; rankings are common to all."""

@@ -51,7 +51,7 @@ class SearchResult:
         rows: The given model, which costs 1, and every candidate.
         cost: The highest price that was allowed.
         measured: What a price is a ratio of.
-        scores: Names of the OOD AUROCs that candidates are judged by, besides `nll` and `aurc`.
+        scores: Names of the OOD AUROCs that candidates are judged by, besides `accuracy`, `nll` and `aurc`.
         samples: Number of samples that judged, by set.
         choice: Name of the best one that is no worse than the given model; empty for a plan, of which nothing is built.
         why: The reason, in a sentence.
@@ -129,8 +129,8 @@ class SearchResult:
         return replace(self, choice=best.name, why=why, front=front)
 
     def losses(self, numbers: Mapping[str, float]) -> tuple[float, ...]:
-        """What candidates are compared by: NLL, AURC, and what the AUROCs lack; less is better."""
-        return (numbers["nll"], numbers["aurc"], *(1.0 - numbers[key] for key in self.scores))
+        """What candidates are compared by: NLL, AURC, and what accuracy and AUROCs lack; less is better."""
+        return (numbers["nll"], numbers["aurc"], *(1.0 - numbers[key] for key in ("accuracy", *self.scores)))
 
     def _values(self) -> dict[str, dict[str, float]]:
         """What the fronts are of, by candidate: less is better."""

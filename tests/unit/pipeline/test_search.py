@@ -14,6 +14,7 @@ import hydra_ensembles as he
 from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, SameMembersError, StorageError
 from hydra_ensembles.files import locked
+from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.pipeline import candidates as searching
 from hydra_ensembles.pipeline import chain
 from hydra_ensembles.pipeline.choice import DEEP, FUSED, SOUP, YOURS
@@ -38,7 +39,8 @@ def run(output: Path | None = None, **changes: Any) -> he.SearchResult:
     usual = {"candidates": [PLAIN, TOGETHER, DEEPER], "price": "multiply_adds", "cost": 4.0, "progress": False}
     usual |= {"first": 1 / STEPS}
     trained = recipe(steps=STEPS, dropout=0.0)
-    return he.search(image_model(), **{**SETS, **usual, "recipe": trained, "output": output, **changes})
+    model = changes.pop("model", None) or image_model()
+    return he.search(model, **{**SETS, **usual, "recipe": trained, "output": output, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,8 @@ def first_numbers(monkeypatch: pytest.MonkeyPatch, trunk_2: float, trunk_1: floa
     def numbers(self: Any, name: str, make: Any) -> Any:
         if name not in table:
             return original(self, name, make)
-        return {"nll": table[name], "aurc": table[name], **dict.fromkeys(self.settings.scores, 1.0 - table[name])}
+        rest = dict.fromkeys(("accuracy", *self.settings.scores), 1.0 - table[name])
+        return {"nll": table[name], "aurc": table[name], **rest}
 
     monkeypatch.setattr(searching._Search, "_numbers", numbers)
 
@@ -105,6 +108,17 @@ def test_numbers_are_those_of_an_evaluation_on_samples_no_build_has_seen(finishe
     assert inner.metadata.familiarity is not None
     assert inner.metadata.familiarity.settings.samples == 62  # a quarter of id; another one calibrates
     assert sum(found.samples.values()) == 124 + 24
+
+
+def test_a_model_keeps_the_calibration_that_it_came_with(tmp_path) -> None:
+    own = Calibration((1.7,), 0.4, "entropy", 0.8, calibrates="probs")
+    model = image_model().with_metadata(
+        calibration=own, metrics={"validation/nll": 0.5, "validation/accepted_share": 1}
+    )
+    run(tmp_path, model=model, candidates=[PLAIN])
+    kept = he.Ensemble.from_pretrained(tmp_path / "candidates" / "yours" / "ensemble").metadata
+    assert (kept.calibration, kept.metrics) == (own, {"validation/nll": 0.5})
+    assert kept.familiarity.settings.threshold is not None  # as of the others
 
 
 def test_what_is_too_dear_is_never_built(work) -> None:
