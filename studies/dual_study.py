@@ -19,7 +19,7 @@ from hydra_ensembles.schema import to_plain
 from .column_files import write_columns
 from .dual_rows import rows_of
 from .dual_seed import CHOICE, TOWERS, DualSeed
-from .engine import COSTS, Job, Kind, Run, made_with, timed, write_costs
+from .engine import COSTS, Kind, Plan, Run, made_with, timed, write_costs
 from .evidence import columns_of, stored
 from .measures import Array
 from .samples import SampleBatches, alone
@@ -100,14 +100,21 @@ def report(seed: DualSeed, name: str) -> None:
     write_json(path, {"row": name, "temperature": temperature, **made_with(seed.device)})
 
 
-def rounds(run: Run, stage: str) -> list[list[Job]]:
-    """What a stage has to do, seed by seed: rows of one share what its images say."""
-    names: list[str] = [""]
-    if stage == "rank":
-        names = [*(f"{score} {towers}" for towers in TOWERS for score in CIRCUIT_ORDER), TAYLOR]
-    elif stage in ("fix", "report"):
-        names = list(run.rows)
-    return [[(stage, seed, name) for seed in (run.seeds[:1] if stage == "choose" else run.seeds) for name in names]]
+def jobs(run: Run, stage: str) -> Plan:
+    """What a stage has to do, seed by seed: rows of one share what its images say. Each waits for the stage before."""
+    rankings = [*(f"{score} {towers}" for towers in TOWERS for score in CIRCUIT_ORDER), TAYLOR]
+    first = run.seeds[0]
+    match stage:
+        case "choose":
+            return {(stage, first, ""): []}
+        case "train":
+            return {(stage, seed, ""): [("choose", first, "")] for seed in run.seeds}
+        case "rank":
+            return {(stage, seed, name): [("train", seed, "")] for seed in run.seeds for name in rankings}
+        case "fix":
+            before = {seed: [("train", seed, ""), *(("rank", seed, name) for name in rankings)] for seed in run.seeds}
+            return {(stage, seed, row): before[seed] for seed in run.seeds for row in run.rows}
+    return {(stage, seed, row): [("fix", seed, row)] for seed in run.seeds for row in run.rows}
 
 
 def cost(run: Run) -> None:
@@ -172,6 +179,6 @@ ZERO_SHOT = Kind(
     DualSeed,
     rows_of,
     {"choose": choose, "train": train, "rank": rank, "fix": fix, "report": report},
-    rounds,
+    jobs,
     {"cost": cost, "store": collect},
 )

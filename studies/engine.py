@@ -1,13 +1,15 @@
-"""Running a study of any kind: stages made of jobs, which processes on one device may share, and what came of them."""
+"""Running a study of any kind: jobs of its stages, which processes on one device may share, and what came of them.
+
+A job begins when those that it waits for have ended and a process is free; first those that most others wait for.
+"""
 
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from .storing import newest_costs, read_if_there
 
 COSTS = "costs.json"
 Job = tuple[str, int, str]  # step, seed, and what of it
+Plan = Mapping[Job, Sequence[Job]]  # jobs, each with those that it waits for, where they are in the plan
 _OWN: dict[str, Any] = {}  # what a process works with: its task, read once, the folder of the run, and its last seed
 
 
@@ -45,7 +48,7 @@ class Kind:
     seed: Callable[[Any, int, Path], Any]  # of a task, a number and the folder of the run
     rows: Callable[[Any], Mapping[str, Any]]
     steps: Mapping[str, Callable[[Any, str], None]]  # what a job does with a seed
-    rounds: Callable[[Run, str], list[list[Job]]]  # of a stage; jobs of a round do not wait for each other
+    jobs: Callable[[Run, str], Plan]  # of a stage
     ends: Mapping[str, Callable[[Run], None]]  # stages that one process does
 
     @property
@@ -53,11 +56,12 @@ class Kind:
         """In their order."""
         return (*self.steps, *self.ends)
 
-    def run(self, run: Run, stages: Sequence[str], workers: int = 1) -> None:
-        """Run stages, one after another; all rows where none is named. What is there stays: a stopped run goes on.
+    def run(self, run: Run, stages: Sequence[str], workers: int = 1, minutes: float | None = None) -> None:
+        """Run stages; all rows where none is named. What is there stays: a stopped run goes on.
 
-        The first job that failed is raised when all else is done.
+        No job is begun after so many minutes. The first one that failed is raised when all else is done.
         """
+        start = time.monotonic()
         rows = self.rows(run.task)
         if wrong := [stage for stage in stages if stage not in self.stages]:
             raise ConfigError(f"stages are {', '.join(self.stages)}; got {', '.join(wrong)}")
@@ -66,48 +70,87 @@ class Kind:
         run = run if run.rows else Run(run.task, run.output, run.results, list(rows), run.seeds)
         failed: list[Exception] = []
         with ExitStack() as stack:
-            pool = None
+            pool: Executor = Here()
             if workers > 1:
                 arguments = (self.seed, self.steps, run.output, type(run.task), run.task.given)
                 context = multiprocessing.get_context("spawn")
                 pool = ProcessPoolExecutor(workers, context, initializer=_begin_apart, initargs=arguments)
                 stack.callback(pool.shutdown, cancel_futures=True)
             _begin(self.seed, self.steps, run.output, run.task)
-            for stage in stages:
-                for jobs in self.rounds(run, stage) if stage in self.steps else ():
-                    failed += do_all(jobs, pool)
-                if stage in self.ends:
-                    try:
-                        self.ends[stage](run)
-                    except Exception as error:  # it may come of a job that failed, which is what a user has to know
-                        failed.append(error)
-                        break
+            plan = {
+                job: needs for stage in stages if stage in self.steps for job, needs in self.jobs(run, stage).items()
+            }
+            failed += do_all(plan, pool, workers, None if minutes is None else start + 60 * minutes)
+            try:
+                for stage in filter(self.ends.__contains__, stages):
+                    self.ends[stage](run)
+            except Exception as error:  # it may come of a job that failed, which is what a user has to know
+                failed.append(error)
         if failed:
             raise failed[0]
 
 
-def do_all(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> list[Exception]:
-    """Do all jobs. One that fails is told and stops no other, nor the stages after it: its rows will be missing.
+class Here(Executor):
+    """Does what it is given at once, in this process."""
 
-    Nor is it a failure where a seed has no members that differ: that is told, and the row is missing.
-    """
-    outcomes: Iterable[tuple[Job, Callable[[], None]]]
-    if pool is None:
-        outcomes = ((job, partial(_do, job)) for job in jobs)
-    else:
-        waiting: dict[Future[None], Job] = {pool.submit(_do, job): job for job in jobs}
-        outcomes = ((waiting[future], future.result) for future in as_completed(waiting))
-    failed = []
-    for job, ended in outcomes:
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **settings: Any) -> Future[Any]:
+        """What came of it, an error too."""
+        future: Future[Any] = Future()
         try:
-            ended()
-        except SameMembersError as error:  # no member is left out and no setting changed: there is no such row
-            print(f"NOT TO BE HAD: {_OWN['name']} {_named(job)}: {error}", flush=True)
+            future.set_result(function(*arguments, **settings))
         except Exception as error:
-            traceback.print_exception(error)
-            print(f"FAILED: {_OWN['name']} {_named(job)}: {error}", flush=True)
-            failed.append(error)
+            future.set_exception(error)
+        return future
+
+
+def do_all(plan: Plan, pool: Executor, workers: int, until: float | None = None) -> list[Exception]:
+    """Do all jobs of a plan, and begin none after a time.
+
+    One that fails is told and stops no other: its rows will be missing. Nor is it a failure where a seed has no
+    members that differ: that is told, and the row is missing.
+    """
+    waited_for = _dependents(plan)
+    waiting = sorted(plan, key=lambda job: -len(waited_for[job]))  # else in their order
+    running: dict[Future[None], Job] = {}
+    ended: set[Job] = set()
+    failed: list[Exception] = []
+    while waiting or running:
+        late = until is not None and time.monotonic() >= until
+        while not late and len(running) < workers and (job := _ready(waiting, plan, ended)) is not None:
+            waiting.remove(job)
+            running[pool.submit(_do, job)] = job
+        if not running:
+            if not late:
+                raise RuntimeError(f"{len(waiting)} jobs wait for each other, {_named(waiting[0])} first")
+            print(f"OUT OF TIME: {_OWN['name']} has {len(waiting)} jobs left, {_named(waiting[0])} first", flush=True)
+            break
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            job = running.pop(future)
+            ended.add(job)
+            try:
+                future.result()
+            except SameMembersError as error:  # no member is left out and no setting changed: there is no such row
+                print(f"NOT TO BE HAD: {_OWN['name']} {_named(job)}: {error}", flush=True)
+            except Exception as error:
+                traceback.print_exception(error)
+                print(f"FAILED: {_OWN['name']} {_named(job)}: {error}", flush=True)
+                failed.append(error)
     return failed
+
+
+def _ready(waiting: Sequence[Job], plan: Plan, ended: Collection[Job]) -> Job | None:
+    """The first job all of whose needs have ended, or are none of the plan's."""
+    return next((job for job in waiting if all(need in ended or need not in plan for need in plan[job])), None)
+
+
+def _dependents(plan: Plan) -> dict[Job, set[Job]]:
+    """The jobs that wait for each one, those that wait for these, and so on; needs stand before in the plan."""
+    dependents: dict[Job, set[Job]] = {job: set() for job in plan}
+    for job in reversed(list(plan)):
+        for need in plan[job]:
+            if need in plan:
+                dependents[need] |= {job, *dependents[job]}
+    return dependents
 
 
 def _named(job: Job) -> str:
@@ -131,7 +174,10 @@ def _do(job: Job) -> None:
     start = time.monotonic()
     if _OWN.get("number") != number:
         _OWN.update(number=number, seed=_OWN["make"](number))
-    _OWN["steps"][step](_OWN["seed"], name)
+    try:
+        _OWN["steps"][step](_OWN["seed"], name)
+    finally:
+        torch.compiler.reset()  # a process compiles for models of many shapes, and from the eighth on none would be
     print(f"{_OWN['name']} {_named(job)}: {time.monotonic() - start:.0f} s", flush=True)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from hydra_ensembles.errors import ConfigError, DataError, SameMembersError
 from hydra_ensembles.files import read_json
-from studies.engine import COSTS, Job, Kind, Run, write_costs
+from studies.engine import COSTS, Here, Job, Kind, Plan, Run, do_all, write_costs
 from studies.storing import newest_costs
 from studies.task import recipe
 
@@ -33,8 +33,8 @@ def doubled(seed: NumberSeed, row: str) -> None:
     (seed.place / row).touch(exist_ok=False)
 
 
-def rounds(run: Run, stage: str) -> list[list[Job]]:
-    return [[(stage, seed, row) for row in run.rows for seed in run.seeds]]
+def jobs(run: Run, stage: str) -> Plan:
+    return {(stage, seed, row): [] for row in run.rows for seed in run.seeds}
 
 
 def listed(run: Run) -> None:
@@ -42,7 +42,7 @@ def listed(run: Run) -> None:
 
 
 ROWS = dict.fromkeys(("one", "two", "three", "same"))
-KIND = Kind(NumberSeed, lambda _: ROWS, {"double": doubled}, rounds, {"store": listed})
+KIND = Kind(NumberSeed, lambda _: ROWS, {"double": doubled}, jobs, {"store": listed})
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])  # two import everything once more
@@ -63,6 +63,23 @@ def test_a_row_that_has_no_different_members_is_said_not_to_be_had(
     assert (tmp_path / "all.txt").read_text() == "one one"
     told = re.findall(r"^NOT TO BE HAD: ([^:]+): no second one", capsys.readouterr().out, re.MULTILINE)
     assert told == [f"numbers double same, seed {seed}" for seed in (0, 1)]
+
+
+def test_a_job_waits_for_those_it_needs_and_goes_before_those_that_fewer_wait_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr("studies.engine._do", lambda job: done.append(job[2]))
+    monkeypatch.setattr("studies.engine._OWN", {"name": "numbers"})
+    lone, base, middle, top = (("step", 0, name) for name in ("lone", "base", "middle", "top"))
+    elsewhere: Job = ("step", 1, "of another plan")
+    plan = {lone: [], base: [elsewhere], middle: [base], top: [base, middle]}
+    assert do_all(plan, Here(), 1) == []
+    assert done == ["base", "middle", "lone", "top"]
+    done.clear()
+    assert do_all(plan, Here(), 1, until=0.0) == []
+    assert done == []
+    assert "4 jobs left, step base, seed 0 first" in capsys.readouterr().out
 
 
 def test_costs_that_were_measured_side_by_side_stay_together(
