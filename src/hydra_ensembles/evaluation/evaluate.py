@@ -106,7 +106,7 @@ def evaluate(
         DataError: A set is empty, has one class, holds NaN, does not fit the model, or is given twice, also under
             another name; the message names it. A `HydraWarning` tells of OOD sets with some ID samples, or one sample;
             of shifted sets with samples that are not shifted; and of sets with samples that fitted calibration or
-            familiarity, with their share of the set, as 64 of the fitted ones tell.
+            familiarity, with their share of the set, as up to 1,024 of the fitted ones tell.
         ConfigError: A setting is not known.
 
     Examples:
