@@ -106,5 +106,6 @@ def test_the_whole_demo_gives_the_published_numbers(tmp_path: Path, published: d
     fresh = without_times(tmp_path / "demo")
     for name in METHODS:
         ours, theirs = (found["methods"][name]["numbers"] for found in (fresh, published))
-        assert ours == pytest.approx(theirs, abs=0.05), name  # rounding differs between machines
+        shared = {key: ours[key] for key in theirs}  # evaluations have learned to tell more since
+        assert shared == pytest.approx(theirs, abs=0.05), name  # rounding differs between machines
     assert fresh["methods"][SINGLE]["numbers"]["accuracy"] == published["methods"][SINGLE]["numbers"]["accuracy"]
