@@ -108,6 +108,5 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("same")  # the same examples everywhere, however long a busy machine takes
         # what ours say, tests ask for by pytest.warns
         config.addinivalue_line("filterwarnings", "ignore::hydra_ensembles.errors.HydraWarning")
-    config.addinivalue_line("filterwarnings", "ignore:the temperature .* stopped at the bound:UserWarning")
     config.addinivalue_line("filterwarnings", "ignore:a share of .* can be promised from:UserWarning")
     config.addinivalue_line("filterwarnings", "ignore:few samples a class:UserWarning")
