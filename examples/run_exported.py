@@ -20,10 +20,10 @@ def prepare_images(images: list[Any], settings: dict[str, Any]) -> dict[str, np.
 
     rows = []
     for image in images:
+        if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # has 16 bits
+            image = Image.fromarray((np.asarray(image, np.uint16) >> 8).astype(np.uint8))
         if image.mode in ("I", "F"):
             raise ValueError(f"an image has the mode {image.mode}: which number is white? Give 8-bit or 16-bit images")
-        if image.mode.startswith("I;16"):  # the upper eight bits; Pillow alone would clip them to white
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         image = image.convert("RGB" if len(settings["mean"]) == 3 else "L")
         (height, width), share = settings["size"], settings["crop_fraction"]
         tall, wide = int(height / share + 1e-6), int(width / share + 1e-6)

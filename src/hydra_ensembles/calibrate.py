@@ -249,8 +249,8 @@ def fit_calibration(
     The temperature divides the logarithm of the members' mean probabilities (so no label changes). It is the likeliest
     one between 0.05 and 20, by the negative log-likelihood of the n samples and a prior that its logarithm is normal
     around 0, with a standard deviation of 0.5: NLL + (ln T)² / (2 · 0.5² · n) is lowest. So it stays near 1 where few
-    samples, or hardly any mistake among them, cannot tell; of thousands the NLL alone decides. It is 1 unless another
-    helps, and one that ends at a bound warns. Scores are not calibrated, and do not depend on it.
+    samples, or hardly any mistake among them, cannot tell; with hundreds of mistakes it is hardly felt. It is 1
+    unless another helps, and one that ends at a bound warns. Scores are not calibrated, and do not depend on it.
 
     The threshold is the ⌈share · (n + 1)⌉-th smallest of the n scores: an input like the samples is accepted with
     probability `share` or more, whatever n. Where n is too small to refuse any, everything is accepted, with a warning.

@@ -147,7 +147,8 @@ def _texts(argument: str, path: Path) -> list[str]:
     if not texts:
         raise DataError(f"{source} has no text; give one text a line")
     if len(texts) < len(lines):
-        print(f"{len(lines) - len(texts)} blank lines of {source} are passed over and have no answer", file=sys.stderr)
+        blank = len(lines) - len(texts)
+        print(f"blank lines of {source} have no answer: {blank} passed over", file=sys.stderr)
     return texts
 
 

@@ -93,11 +93,13 @@ def search(
     itself. It was chosen by these numbers, so report others, of data that no part of the search has seen.
 
     Prices are measured before anything is trained: what is too dear is not built. Candidates that follow the same
-    recipe first train for a short while, and one that is then worse in every number than another that costs no more is
-    given up. Called again with the same arguments, a search that was stopped goes on; a finished one is read back.
+    recipe first train for a short while, and one that is then better in no number, and worse in some, than another
+    that costs no more is given up. Called again with the same arguments, a search that was stopped goes on; a finished
+    one is read back.
 
     Args:
         model: A trained classifier, as `build` takes it; it is always a candidate, with its calibration if it has one.
+            Its familiarity is fitted anew, as of all candidates.
         id: Held-out labelled ID batches, kept in memory. A half drawn by the seed judges; of the other, one half ranks
             heads and fits familiarity, the other calibrates.
         ood: Batches unlike the training data, kept in memory, or `{name: batches}` of several sources, which count
@@ -403,7 +405,8 @@ class _Search:
             cheaper = (other.name for other in tried if other.price <= row.price)
             better = [name for name in cheaper if dominates(losses[name], losses[row.name])]
             if better:
-                note = f"after {self.settings.first:.0%} of the training worse in every number than {better[0]}"
+                after = f"after {self.settings.first:.0%} of the training"
+                note = f"{after} better than {better[0]} in no number, worse in some"
                 yield replace(row, state="stopped early", note=note)
 
     def _judge(self, row: SearchRow, bar: Any) -> SearchRow:

@@ -65,8 +65,8 @@ def build(
     """Make an ensemble from one model: convert, rank heads, choose members, prune, fine-tune and fuse, calibrate.
 
     Members train apart and are fused, or are fused and train together (`HydraConfig.training`). A warning, and
-    the history, tell of a result that is worse on held-out data than the model itself, in accuracy or NLL, beyond
-    chance.
+    the history, tell of a result that is worse on held-out data than the model itself, calibrated alike, in accuracy or
+    NLL, beyond chance.
 
     Each stage leaves its product in `output`. Called again with the same arguments, a build that was stopped at any
     point goes on there and (on a CPU) ends with the same bits; of a finished one the result is read back. To repeat a
@@ -280,7 +280,10 @@ class Chain:
             validation = self.data.validation
             if validation is None or self.rankings is not None:  # a search judges the model beside its candidates
                 return result
-            return held_against_base(result, self.start.base, validation, self.config.seed)
+            base = self.start.base
+            if result.metadata.calibration is not None and base.metadata.calibration is None:
+                base = calibrated(base, replace(self.config, familiarity=None), self.data)  # what a user could keep
+            return held_against_base(result, base, validation, self.config.seed)
 
         return self.run.ensemble(RESULT, judged)
 

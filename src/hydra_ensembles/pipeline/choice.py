@@ -164,5 +164,6 @@ def _front(prices: Mapping[str, float], values: Mapping[str, float]) -> tuple[st
 
 
 def dominates(losses: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether one has less of every loss than the other."""
-    return all(mine < theirs for mine, theirs in zip(losses, others, strict=True))
+    """Whether one has no more of any loss than the other, and less of some."""
+    pairs = list(zip(losses, others, strict=True))
+    return all(mine <= theirs for mine, theirs in pairs) and any(mine < theirs for mine, theirs in pairs)

@@ -224,7 +224,11 @@ class Scorer:
         texts: list[Any] = [_plain(text) for text in batch[self.columns.text]]
         if self.columns.text_pair in batch:
             pairs = map(_plain, batch[self.columns.text_pair])
-            texts = [(text, pair) if isinstance(pair, str) else text for text, pair in zip(texts, pairs, strict=True)]
+            paired = self.columns.text_pair in self.columns.needed("text")  # then a row without a second text is broken
+            texts = [
+                (text, pair) if paired or isinstance(pair, str) else text
+                for text, pair in zip(texts, pairs, strict=True)
+            ]
         errors = [""] * len(texts)
         notes = [""] * len(texts)
         padded = preprocess.attention_mask or preprocess.pad_to_max

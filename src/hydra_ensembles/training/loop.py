@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, ParamSpec, TypedDict, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from tqdm import tqdm
 
 from .._distributed import ALONE, Ranks, all_ranks, check_unsharded, is_sharded, launched, local_device
@@ -48,6 +48,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 EARLY, USUAL = 20.0, 60.0  # seconds until the first checkpoint, and between further ones at least
 SHARE = 0.02  # of the time, that writing them may take
+RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # another order in every epoch
 _LOADING = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers"),
@@ -73,7 +74,9 @@ class Runtime:
             return train
         loader = train if isinstance(train, DataLoader) else None
         left = (length_of(train) or 0) % size
-        shuffled = isinstance(getattr(train, "sampler", None), RandomSampler) or getattr(train, "shuffle", False)
+        samplers = [getattr(source, "sampler", None) for source in (train, getattr(train, "batch_sampler", None))]
+        drawn = any(isinstance(sampler, RANDOM_SAMPLERS) for sampler in samplers)
+        shuffled = drawn or getattr(train, "shuffle", False) is True
         if left and rank == 0 and not shuffled:
             warn(
                 f"train has {length_of(train)} batches for {size} processes, which read as many each: what is left "

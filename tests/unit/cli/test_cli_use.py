@@ -57,7 +57,7 @@ def test_texts_from_options_files_tables_and_standard_input(text_folder, world, 
     assert {row["label"] for row in rows} <= {"negative", "positive"}
     result = run("predict", text_folder, "-", "-f", "jsonl", input="good film\n\n \nbad film\n\n")
     assert len(result.stdout.splitlines()) == 2
-    assert "2 blank lines of standard input are passed over" in result.stderr
+    assert "blank lines of standard input have no answer: 2" in result.stderr
     assert len(predicted(text_folder, tmp_path / "one.txt")) == 1
     assert len(predicted(text_folder, tmp_path / "other.csv", "--column", "text=sentence")) == 1
 

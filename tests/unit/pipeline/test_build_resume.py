@@ -70,8 +70,8 @@ def delete(folder: Path, *names: str) -> None:
 
 
 FUSED = ["ensemble", "fused"]
-ONE_MEMBER = {"calibrate": 1, "fuse": 1, "finetune": 1, "prune": 1}
-TWO_MEMBERS = {"calibrate": 1, "fuse": 1, "finetune": 2, "prune": 2, "update": 6}
+ONE_MEMBER = {"calibrate": 2, "fuse": 1, "finetune": 1, "prune": 1}
+TWO_MEMBERS = {"calibrate": 2, "fuse": 1, "finetune": 2, "prune": 2, "update": 6}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ TWO_MEMBERS = {"calibrate": 1, "fuse": 1, "finetune": 2, "prune": 2, "update": 6
     [
         (["summary.json"], {}),
         (["base", "rankings", "finetune", "members", "fused"], {}),
-        (["ensemble", "rankings", "members", "finetune"], {"calibrate": 1}),
+        (["ensemble", "rankings", "members", "finetune"], {"calibrate": 2}),  # the result, and the model beside it
         ([*FUSED, "members/1"], ONE_MEMBER),
         ([*FUSED, "members/0", "finetune/member-0"], {**ONE_MEMBER, "update": 3}),
         ([*FUSED, "members", "finetune", "heads.json"], TWO_MEMBERS),

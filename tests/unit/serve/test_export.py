@@ -1,5 +1,6 @@
 """Exported files: equal to the ensemble where this library does not exist, and nothing written where they are not."""
 
+import io
 import json
 import os
 import runpy
@@ -311,6 +312,9 @@ def test_the_example_prepares_images_as_the_library(changes: dict[str, Any], siz
     ours = he.ImagePreprocessing(size=(24, 32), **changes)
     noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     images = [Image.fromarray(noise), Image.fromarray(noise[:, :, 0]), Image.fromarray(noise[:, :, 0] * np.uint16(257))]
+    file = io.BytesIO()
+    images[2].save(file, "PPM")
+    images.append(Image.open(file))  # 16 bits in Pillow's mode of 32
     theirs = EXAMPLE["prepare_images"](images, json.loads(json.dumps(to_plain(ours))))["pixel_values"]
     np.testing.assert_allclose(theirs, ours(images).numpy(), atol=1e-6)
     with pytest.raises(ValueError, match="8-bit or 16-bit"):

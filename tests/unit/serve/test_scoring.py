@@ -69,6 +69,7 @@ def test_texts_pairs_and_prepared_inputs() -> None:
     same(both({"a": np.array(texts), "b": pairs}), scalars(one.predict(list(zip(texts, pairs, strict=True)))))
     with pytest.raises(DataError, match="no column 'b'"):
         both({"a": texts, "c": pairs})
+    assert [bool(error) for error in both({"a": texts, "b": ["wörld", None, "hello"]})["error"]] == [False, True, False]
     inputs = inputs_for(one, 4)
     rows = {name: list(tensor.numpy()) for name, tensor in inputs.items()}
     same(Scorer(one)(rows), scalars(one.predict(inputs)))

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from training_cases import batches, pairs, shuffled, tiny, tiny_dual
 
 from hydra_ensembles._distributed import Ranks
@@ -80,7 +88,9 @@ def test_ranks_load_only_their_own_batches():
                 shared = runtime.share(source)
             assert [labels.tolist() for _, labels in shared] == whole[rank:6:3]
             assert source is endless or len(shared) == 2
-        runtime.share(shuffled(28, 4))  # another batch is left over in every epoch: nothing to warn of
+        for drawn in (RandomSampler(data), SubsetRandomSampler(range(28)), WeightedRandomSampler([1.0] * 28, 28)):
+            runtime.share(DataLoader(data, batch_size=4, sampler=drawn))  # another batch is left over in every epoch:
+            runtime.share(DataLoader(data, batch_sampler=BatchSampler(drawn, 4, False)))  # nothing to warn of
         split = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 3, rank))
         assert runtime.share(split) is split
 
