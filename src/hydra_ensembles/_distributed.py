@@ -160,9 +160,13 @@ def all_ranks(device: torch.device) -> Iterator[Ranks]:
 
 def is_sharded(data: object) -> bool:
     """Whether a loader gives each process its own batches already: accelerate's, or by a `DistributedSampler`."""
-    samplers = (getattr(source, "sampler", None) for source in (data, getattr(data, "batch_sampler", None)))
-    by_sampler = any(isinstance(sampler, DistributedSampler) for sampler in samplers)
-    return by_sampler or type(data).__name__ in ("DataLoaderShard", "DataLoaderDispatcher")
+    return is_drawn_by(data, DistributedSampler) or type(data).__name__ in ("DataLoaderShard", "DataLoaderDispatcher")
+
+
+def is_drawn_by(data: object, samplers: type | tuple[type, ...]) -> bool:
+    """Whether a loader takes its samples from such a sampler, by itself or inside its `batch_sampler`."""
+    sources = (data, getattr(data, "batch_sampler", None))
+    return any(isinstance(getattr(source, "sampler", None), samplers) for source in sources)
 
 
 def check_unsharded(data: object, name: str) -> None:

@@ -2,11 +2,9 @@
 
 import inspect
 import json
-import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
-from decimal import Decimal
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._utils import require, warn
+from .._utils import require
 from ..arguments import checked
 from ..errors import DataError
 from ..preprocessing import to_rgb
@@ -34,6 +32,7 @@ from .dataset import (
     is_litter,
     read_image,
 )
+from .labels import as_meant, as_number, require_one_reading, warn_of_twins
 
 LabelPolicy = Literal["required", "optional"]
 
@@ -41,13 +40,8 @@ SPLIT_NAMES = ("dev", "test", "train", "training", "val", "valid", "validation")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".parquet", *DELIMITERS, *JSON_LINES)
-MOST_CLASSES = 1 << 20  # larger numbers are ids
 _TORCHVISION, HUB = "torchvision:", "hub:"
 _SHARD = re.compile(r"^(?P<split>.+?)-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
-_PLAIN_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]*)?|-?\.[0-9]+")
-_OTHER_NUMBER = re.compile(r"-?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|inf(inity)?)", re.IGNORECASE)
-_TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T].*)?|[0-9]{2}:[0-9]{2}(:[0-9.]+)?")
-_NONE = frozenset(("", "NA", "N/A", "n/a", "#N/A", "#NA", "NaN", "nan", "-NaN", "-nan", "NULL", "null"))  # no number
 _LISTED = re.compile(r"(?P<path>.+?)(?: (?P<label>-?\d+))?")
 
 
@@ -349,16 +343,16 @@ def _read_labels(
         problem = f"{table.where} has no label column {column!r}; it has {table.data.column_names}"
         raise DataError(f"{problem}. Name it with columns=Columns(label=...), or pass labels='optional' for OOD data")
     values = table.column(column)
-    values = _as_meant(values, table.where) if table.labels_as_written and "." not in column else values
+    values = as_meant(values, table.where) if table.labels_as_written and "." not in column else values
     names = tuple(class_names) if class_names is not None else table.class_names(column)
     strings = {value for value in values if isinstance(value, str) and value}
     if strings and names is None:
         names = tuple(sorted(strings))
-        _warn_of_twins(names, table.where)
+        warn_of_twins(names, table.where)
     if class_names is not None:
-        _require_one_reading(values, tuple(class_names), table.where)
+        require_one_reading(values, tuple(class_names), table.where)
     by_name = {class_name: number for number, class_name in enumerate(names or ())}
-    labels = [_label(value, by_name, f"row {row} of {table.where}") for row, value in enumerate(values)]
+    labels = [as_number(value, by_name, f"row {row} of {table.where}") for row, value in enumerate(values)]
     numbers = np.maximum(np.array(labels, dtype=np.int64), UNLABELLED)
     if policy == "required" and (numbers < 0).any():
         row = int((numbers < 0).argmax())
@@ -367,60 +361,6 @@ def _read_labels(
     if names is None:
         names = tuple(str(label) for label in range(int(numbers.max()) + 1))
     return numbers, names
-
-
-def _as_meant(written: Sequence[str], where: str) -> list[Any]:
-    """Labels of a table of letters as numbers, where all of them are, or as they are written; None for none.
-
-    Refused are numbers with exponents, and dates: of names they would make as many classes as there are.
-    """
-    cells = [cell.strip() for cell in written]
-    present = [cell for cell in cells if cell not in _NONE]
-    if all(_PLAIN_NUMBER.fullmatch(cell) for cell in present):
-        return [None if cell in _NONE else float(cell) if "." in cell else int(cell) for cell in cells]
-    for kind in (_OTHER_NUMBER, _TIME):
-        if all(kind.fullmatch(cell) for cell in present) and not all(map(str.isdecimal, present)):
-            row = next(row for row, cell in enumerate(cells) if cell not in _NONE and not _PLAIN_NUMBER.fullmatch(cell))
-            accepted = "labels must be whole numbers or class names: see columns=Columns(label=...)"
-            raise DataError(f"row {row} of {where} has the label {written[row]!r}; {accepted}")
-    return list(written)
-
-
-def _warn_of_twins(names: Sequence[str], where: str) -> None:
-    """Say so where classes differ in nothing but spaces around them and in capitals."""
-    seen: dict[str, str] = {}
-    for name in names:
-        first = seen.setdefault(name.strip().casefold(), name)
-        if first != name:
-            warn(f"{where} has the classes {first!r} and {name!r}, which are two; make them one if one is meant")
-            return
-
-
-def _require_one_reading(values: Sequence[Any], names: tuple[str, ...], where: str) -> None:
-    """Refuse whole numbers as labels where all could be names as well as places among the names, and these differ."""
-    numbers = {value for value in values if isinstance(value, int) and not isinstance(value, bool)}
-    called = {int(name): number for number, name in enumerate(names) if name.isdecimal()}
-    doubtful = next((number for number in sorted(numbers) if called.get(number, number) != number), None)
-    if doubtful is not None and numbers <= called.keys():
-        raise DataError(
-            f"{where} has the label {doubtful}, which may be the class called {names[called[doubtful]]!r} or number "
-            f"{doubtful} of class_names {list(names)[:8]}; give names that are no numbers, or labels that are names"
-        )
-
-
-def _label(value: Any, numbers: dict[str, int], where: str) -> int:
-    """A label as a number; one that would have to be rounded is refused."""
-    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
-        return UNLABELLED
-    if isinstance(value, str) and value in numbers:
-        return numbers[value]
-    if isinstance(value, int | float | Decimal) and math.isfinite(value) and int(value) == value:
-        if abs(int(value)) < MOST_CLASSES:
-            return int(value)
-        advice = f"classes are counted from 0, to {MOST_CLASSES - 1} at most; see columns=Columns(label=...)"
-        raise DataError(f"{where} has the label {value}, an id rather than the number of a class; {advice}")
-    accepted = f"whole numbers or class names{f' ({list(numbers)})' if numbers else ''}"
-    raise DataError(f"{where} has the label {value!r}; labels must be {accepted}: see columns=Columns(label=...)")
 
 
 # --- folders and lists of images: tables of paths and labels -----------------------------------------------
@@ -480,7 +420,9 @@ def _read_list(list_file: Path, images: Path) -> _Table:
     """Read the format of the OpenOOD benchmark: a line `path label` each; a label of -1, or none, is no class."""
     lines = [line.strip() for line in list_file.read_text(encoding="utf-8").split("\n")]
     matches = [match for line in lines if (match := _LISTED.fullmatch(line))]
-    labels = (match["label"] and _label(int(match["label"]), {}, f"{list_file}, {match['path']},") for match in matches)
+    labels = (
+        match["label"] and as_number(int(match["label"]), {}, f"{list_file}, {match['path']},") for match in matches
+    )
     listed = [(match["path"], label) for match, label in zip(matches, labels, strict=True)]
     if not listed:
         raise DataError(f"{list_file} lists no images")

@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from tqdm import tqdm
 
-from .._distributed import ALONE, Ranks, all_ranks, check_unsharded, is_sharded, launched, local_device
+from .._distributed import ALONE, Ranks, all_ranks, check_unsharded, is_drawn_by, is_sharded, launched, local_device
 from .._utils import compiled_at_will, derive_seed, own_precision, require_device, warn
 from ..arguments import Whole, checked
 from ..batches import Batches, borrowed, epoch_of, length_of, require_rereadable
@@ -74,9 +74,7 @@ class Runtime:
             return train
         loader = train if isinstance(train, DataLoader) else None
         left = (length_of(train) or 0) % size
-        samplers = [getattr(source, "sampler", None) for source in (train, getattr(train, "batch_sampler", None))]
-        drawn = any(isinstance(sampler, RANDOM_SAMPLERS) for sampler in samplers)
-        shuffled = drawn or getattr(train, "shuffle", False) is True
+        shuffled = is_drawn_by(train, RANDOM_SAMPLERS) or getattr(train, "shuffle", False) is True
         if left and rank == 0 and not shuffled:
             warn(
                 f"train has {length_of(train)} batches for {size} processes, which read as many each: what is left "

@@ -1,0 +1,71 @@
+"""What the cells of a label column mean: numbers of classes, or their names, and never both."""
+
+import math
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+from .._utils import warn
+from ..errors import DataError
+from .dataset import UNLABELLED
+
+MOST_CLASSES = 1 << 20  # larger numbers are ids
+_PLAIN_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]*)?|-?\.[0-9]+")
+_OTHER_NUMBER = re.compile(r"-?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|inf(inity)?)", re.IGNORECASE)
+_TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T].*)?|[0-9]{2}:[0-9]{2}(:[0-9.]+)?")
+_NONE = frozenset(("", "NA", "N/A", "n/a", "#N/A", "#NA", "NaN", "nan", "-NaN", "-nan", "NULL", "null"))  # no number
+
+
+def as_meant(written: Sequence[str], where: str) -> list[Any]:
+    """Labels of a table of letters as numbers, where all of them are, or as they are written; None for none.
+
+    Refused are numbers with exponents, and dates: of names they would make as many classes as there are.
+    """
+    cells = [cell.strip() for cell in written]
+    present = [cell for cell in cells if cell not in _NONE]
+    if all(_PLAIN_NUMBER.fullmatch(cell) for cell in present):
+        return [None if cell in _NONE else float(cell) if "." in cell else int(cell) for cell in cells]
+    for kind in (_OTHER_NUMBER, _TIME):
+        if all(kind.fullmatch(cell) for cell in present) and not all(map(str.isdecimal, present)):
+            row = next(row for row, cell in enumerate(cells) if cell not in _NONE and not _PLAIN_NUMBER.fullmatch(cell))
+            accepted = "labels must be whole numbers or class names: see columns=Columns(label=...)"
+            raise DataError(f"row {row} of {where} has the label {written[row]!r}; {accepted}")
+    return list(written)
+
+
+def warn_of_twins(names: Sequence[str], where: str) -> None:
+    """Say so where classes differ in nothing but spaces around them and in capitals."""
+    seen: dict[str, str] = {}
+    for name in names:
+        first = seen.setdefault(name.strip().casefold(), name)
+        if first != name:
+            warn(f"{where} has the classes {first!r} and {name!r}, which are two; make them one if one is meant")
+            return
+
+
+def require_one_reading(values: Sequence[Any], names: tuple[str, ...], where: str) -> None:
+    """Refuse whole numbers as labels where all could be names as well as places among the names, and these differ."""
+    numbers = {value for value in values if isinstance(value, int) and not isinstance(value, bool)}
+    called = {int(name): number for number, name in enumerate(names) if name.isdecimal()}
+    doubtful = next((number for number in sorted(numbers) if called.get(number, number) != number), None)
+    if doubtful is not None and numbers <= called.keys():
+        raise DataError(
+            f"{where} has the label {doubtful}, which may be the class called {names[called[doubtful]]!r} or number "
+            f"{doubtful} of class_names {list(names)[:8]}; give names that are no numbers, or labels that are names"
+        )
+
+
+def as_number(value: Any, numbers: dict[str, int], where: str) -> int:
+    """A label as a number; one that would have to be rounded is refused."""
+    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
+        return UNLABELLED
+    if isinstance(value, str) and value in numbers:
+        return numbers[value]
+    if isinstance(value, int | float | Decimal) and math.isfinite(value) and int(value) == value:
+        if abs(int(value)) < MOST_CLASSES:
+            return int(value)
+        advice = f"classes are counted from 0, to {MOST_CLASSES - 1} at most; see columns=Columns(label=...)"
+        raise DataError(f"{where} has the label {value}, an id rather than the number of a class; {advice}")
+    accepted = f"whole numbers or class names{f' ({list(numbers)})' if numbers else ''}"
+    raise DataError(f"{where} has the label {value!r}; labels must be {accepted}: see columns=Columns(label=...)")
