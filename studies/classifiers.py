@@ -139,13 +139,17 @@ def jobs(run: Run, stage: str) -> Plan:
     task, rows, seeds = run.task, run.rows, run.seeds
     first = int(task.settings["seeds"][0])
     methods = rows_of(task)
-    choosing = dict.fromkeys(methods[row].like or row for row in rows)  # rows whose settings are chosen
+    wanted = dict.fromkeys((SINGLE, *(methods[row].like or row for row in rows)))
+    chosen = choices_in(run.output / task.name)
+    choosing = [row for row in wanted if methods[row].options(task) and row not in chosen]  # on the first seed
+    every = [(seed, row) for seed in seeds for row in rows] + [(first, row) for row in choosing if row != SINGLE]
 
-    def trained(seed: int) -> list[Job]:
-        return [("train", seed, str(index)) for index in range(task.settings["members"])]
+    def trained(seed: int, row: str) -> list[Job]:
+        count = methods[row].fine_tunings
+        return [("train", seed, str(index)) for index in range(task.settings["members"] if count is None else count)]
 
     def ranked(seed: int, row: str) -> list[Job]:
-        kind, _ = methods[row].paper or ("random", 0)
+        kind, _ = methods[row].paper or methods[methods[row].like or row].paper or ("random", 0)
         return [("rank", seed, name) for name in RANKINGS[kind]]
 
     def members(row: str) -> list[str]:
@@ -155,27 +159,27 @@ def jobs(run: Run, stage: str) -> Plan:
     def options(row: str) -> list[Job]:
         return [("option", first, f"{row}#{number}") for number in range(len(methods[row].options(task)))]
 
-    every = dict.fromkeys((first, *seeds))
     match stage:
         case "train":  # at a rate that is chosen before, where there are several
-            rates = options(SINGLE)
-            plan: dict[Job, list[Job]] = {job: [] for job in rates}
-            if rates:
-                plan["choose", first, SINGLE] = rates
-            return plan | {job: [("choose", first, SINGLE)] for seed in every for job in trained(seed)}
+            plan: dict[Job, list[Job]] = {}
+            if SINGLE in choosing:
+                plan = {**{job: [] for job in options(SINGLE)}, ("choose", first, SINGLE): options(SINGLE)}
+            return plan | {job: [("choose", first, SINGLE)] for seed, row in every for job in trained(seed, row)}
         case "corrupt":
             return {(stage, first, ""): []} if "corruptions" in task.plain else {}
         case "rank":
-            wanted = dict.fromkeys(job for seed in every for row in (*rows, *choosing) for job in ranked(seed, row))
-            return {job: trained(job[1])[:1] for job in wanted}
+            return {job: trained(seed, row)[:1] for seed, row in every for job in ranked(seed, row)}
         case "option":
-            before = {row: [*trained(first), *ranked(first, row)] for row in choosing if row != SINGLE}
-            return {job: before.get(row, []) for row in choosing for job in options(row)}
+            return {
+                job: [] if row == SINGLE else [*trained(first, row), *ranked(first, row), ("choose", first, SINGLE)]
+                for row in choosing
+                for job in options(row)
+            }
         case "choose":
-            return {(stage, first, row): options(row) for row in choosing if methods[row].options(task)}
+            return {(stage, first, row): options(row) for row in choosing}
         case "recover":
             return {
-                (stage, seed, member): [("choose", first, CIRC_AVG), *trained(seed)[:1], *ranked(seed, row)]
+                (stage, seed, member): [("choose", first, CIRC_AVG), *trained(seed, row)[:1], *ranked(seed, row)]
                 for row in rows
                 for member in members(row)
                 for seed in seeds
@@ -186,9 +190,10 @@ def jobs(run: Run, stage: str) -> Plan:
             }
     return {
         (stage, seed, row): [
-            *trained(seed),
-            *ranked(seed, methods[row].like or row),
+            *trained(seed, row),
+            *ranked(seed, row),
             ("choose", first, methods[row].like or row),
+            ("choose", first, SINGLE),
             *(("recover", seed, member) for member in members(row)),
         ]
         for row in rows

@@ -59,6 +59,7 @@ class Row:
     kinds: Sequence[str] = PRETRAINED
     only: str | None = None  # the task that has it
     paper: tuple[Heads, int] | None = None  # the heads that its members lose, where they are the paper's, and how many
+    fine_tunings: int | None = 1  # of the pretrained model by Single's recipe that it is made of; None: all members'
 
     def options(self, task: Task) -> list[Setting]:
         """The settings to choose from; one is sealed all the same, for rows that are like this one."""
@@ -115,12 +116,13 @@ def single(seed: Seed, setting: Setting) -> he.Ensemble:
     return seed.single(rate=rate_of(setting)) if setting else seed.base
 
 
-def longer(seed: Seed, _: Setting) -> he.Ensemble:
-    """One model, trained as long as all members of an ensemble."""
+def longer(seed: Seed, setting: Setting) -> he.Ensemble:
+    """One model, trained as long as all members of an ensemble, at a rate over Single's."""
     number = seed.derived("backbone", 0)
     usual = seed.training(seed=number)
     epochs, steps = (None if count is None else seed.members * count for count in (usual.epochs, usual.steps))
-    return seed.trained("longer", lambda: seed.fresh(number), replace(usual, epochs=epochs, steps=steps))
+    training = replace(usual, epochs=epochs, steps=steps, learning_rate=rate_of(setting) * usual.rates[0])
+    return seed.trained(f"longer-{rate_of(setting):g}", lambda: seed.fresh(number), training)
 
 
 def branches(seed: Seed, setting: Setting) -> he.Ensemble:
@@ -271,9 +273,9 @@ def classifiers(seed: Seed, setting: Setting) -> he.Ensemble:
 
 BASELINES: Mapping[str, Row] = {
     LORA: Row(  # as the paper trains (rank 4, alpha 8, apart), and the public code (rank 8, a wide start, together)
-        lora, 3, one_of({"as": "paper", "faster": 50}, {"as": "public", "faster": 10})
+        lora, 3, one_of({"as": "paper", "faster": 50}, {"as": "public", "faster": 10}), fine_tunings=0
     ),
-    "LoRA-single": Row(lambda seed, setting: lora(seed, setting).member(0), 1, like=LORA),
+    "LoRA-single": Row(lambda seed, setting: lora(seed, setting).member(0), 1, like=LORA, fine_tunings=0),
     BATCH_ENSEMBLE: Row(  # the last quarter of the layers far apart, as in published transformers; all layers, nearer
         scaled,
         3,
@@ -281,10 +283,15 @@ BASELINES: Mapping[str, Row] = {
             {"last": 0.25, "deviation": 0.5, "rate": 50, "faster": 3},
             {"last": 1.0, "deviation": 0.1, "rate": 50, "faster": 1},
         ),
+        fine_tunings=0,
     ),
-    MIMO: Row(several_images, 4, mimo_settings, kinds=("image", "scratch")),
+    MIMO: Row(several_images, 4, mimo_settings, kinds=("image", "scratch"), fine_tunings=0),
     PACKED: Row(  # the paper's width, at Single's rate and a higher one, for narrow models
-        packed, 1.5, one_of({"alpha": 2.0, "faster": 1}, {"alpha": 2.0, "faster": 2}), kinds=("scratch",)
+        packed,
+        1.5,
+        one_of({"alpha": 2.0, "faster": 1}, {"alpha": 2.0, "faster": 2}),
+        kinds=("scratch",),
+        fine_tunings=0,
     ),
     OBA: Row(apoptosis, 3, like=CIRC_AVG, kinds=("image",)),
     LAPLACE: Row(  # curvature as a Kronecker product or a diagonal with the likeliest prior, and a wide prior
@@ -293,7 +300,7 @@ BASELINES: Mapping[str, Row] = {
         one_of({"structure": "kron"}, {"structure": "diag"}, {"structure": "kron", "prior": 1.0}),
         kinds=EVERY,
     ),
-    SNAPSHOT: Row(snapshots, 1, rates(1, 3), kinds=EVERY),
+    SNAPSHOT: Row(snapshots, 1, rates(1, 3), kinds=EVERY, fine_tunings=0),
     SWAG: Row(around_the_end, 2, rates(0.3, 1), kinds=EVERY),
     CLASSIFIERS: Row(classifiers, 2, rates(3, 30), kinds=EVERY),
 }
@@ -306,7 +313,7 @@ def paper_row(make: Making, trainings: float, paper: tuple[Heads, int] | None, *
 
 ROWS: Mapping[str, Row] = {
     SINGLE: Row(single, 1, single_rates, kinds=EVERY),
-    "Single, trained as long": Row(longer, 3, kinds=EVERY),
+    "Single, trained as long": Row(longer, 3, rates(0.3, 1, 3), kinds=EVERY, fine_tunings=0),
     "Single, D.2, nothing pruned": Row(
         lambda seed, setting: seed.whole_recovered(rate_of(setting)), 2, paper_rates, kinds=EVERY
     ),
@@ -317,9 +324,9 @@ ROWS: Mapping[str, Row] = {
         kinds=EVERY,
     ),
     **BASELINES,
-    SOUP: Row(lambda seed, _: he.soup(seed.singles), 3),
-    DEEP: Row(lambda seed, _: he.Ensemble.stack(seed.singles), 3, kinds=EVERY),
-    "Deep Ensembles, MLPs averaged": Row(lambda seed, _: he.fuse(seed.singles, stem="separate"), 3),
+    SOUP: Row(lambda seed, _: he.soup(seed.singles), 3, fine_tunings=None),
+    DEEP: Row(lambda seed, _: he.Ensemble.stack(seed.singles), 3, kinds=EVERY, fine_tunings=None),
+    "Deep Ensembles, MLPs averaged": Row(lambda seed, _: he.fuse(seed.singles, stem="separate"), 3, fine_tunings=None),
     "Taylor": paper_row(of_paper("taylor", 0), 2, ("taylor", 1)),
     CIRC_AVG: Row(of_paper("circuits", 0), 2, paper_rates, kinds=EVERY, paper=("circuits", 1)),
     "CircAvg, 100 steps": Row(of_paper("circuits", 0, 100), 1.1, like=CIRC_AVG, only=CURVE),
@@ -332,9 +339,11 @@ ROWS: Mapping[str, Row] = {
     HYDRA_CIRC: paper_row(fused("circuits"), 4, ("circuits", 3)),
     "Hydra (Circ), MLPs apart": paper_row(fused("circuits", "separate"), 4, ("circuits", 3)),
     "Hydra (Circ) and the whole model": paper_row(fused("circuits", whole=True), 5, ("circuits", 3), kinds=PRETRAINED),
-    "Branches, heads pruned": Row(lambda seed, _: branches(seed, {**seed.task.settings["hydra"], "share": 0.1}), 3),
-    HYDRA: Row(lambda seed, _: branches(seed, seed.task.settings["hydra"]), 3),
-    TUNED: Row(branches, 3, lambda task: list(task.settings["candidates"])),
+    "Branches, heads pruned": Row(
+        lambda seed, _: branches(seed, {**seed.task.settings["hydra"], "share": 0.1}), 3, fine_tunings=None
+    ),
+    HYDRA: Row(lambda seed, _: branches(seed, seed.task.settings["hydra"]), 3, fine_tunings=None),
+    TUNED: Row(branches, 3, lambda task: list(task.settings["candidates"]), fine_tunings=None),
 }
 """In the order of the tables."""
 
