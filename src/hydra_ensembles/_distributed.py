@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import count
+from operator import length_hint
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,12 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
-from torch.utils.data import DistributedSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from ._utils import warn
 from .errors import ConfigError, DataError, HydraError
 from .files import locked
 
 T = TypeVar("T")
+RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # another order in every epoch
+_LOADING = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,27 @@ class Ranks:
     def share(self, items: Sequence[T]) -> list[T]:
         """Every `size`-th item, so that each rank gets as many of the cheap and of the expensive ones."""
         return list(items[self.rank :: self.size])
+
+    def share_batches(self, batches: Any) -> Any:
+        """The batches this rank reads: every `size`-th, as many for each; a loader that is split already is left alone.
+
+        Batches that are left over are not read; where nothing shuffles them, a warning says so.
+        """
+        if self.size == 1 or is_sharded(batches):
+            return batches
+        count = length_hint(batches)  # 0 where nobody knows
+        left = count % self.size
+        shuffled = is_drawn_by(batches, RANDOM_SAMPLERS) or getattr(batches, "shuffle", False) is True
+        if left and self.rank == 0 and not shuffled:
+            warn(
+                f"train has {count} batches for {self.size} processes, which read as many each: what is left over, the "
+                f"last {left}, is never trained on; shuffle train, or give a multiple of {self.size} batches"
+            )
+        loader = batches if isinstance(batches, DataLoader) else None
+        if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
+            return EveryNth(batches, self.rank, self.size)
+        sampler: Any = EveryNth(loader.batch_sampler, self.rank, self.size)
+        return DataLoader(loader.dataset, batch_sampler=sampler, **{name: getattr(loader, name) for name in _LOADING})
 
     def gather(self, item: T, error: Exception | None = None) -> list[T]:
         """The items of all ranks, in their order; where one failed and says so with its error, the others stop too."""
@@ -105,6 +140,23 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+@dataclass(frozen=True)
+class EveryNth:
+    """Items number `start`, `start + step`, … of a source, as many for every `start`."""
+
+    batches: Any
+    start: int
+    step: int
+
+    def __len__(self) -> int:
+        return len(self.batches) // self.step  # a source without a length makes one without a length
+
+    def __iter__(self) -> Iterator[Any]:
+        source = iter(self.batches)
+        for turn in zip(*[source] * self.step, strict=False):  # one item for each rank; what is left over is dropped
+            yield turn[self.start]
 
 
 def launched_rank() -> int:

@@ -15,10 +15,9 @@ from typing import Any, ClassVar, Generic, ParamSpec, TypedDict, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from tqdm import tqdm
 
-from .._distributed import ALONE, Ranks, all_ranks, check_unsharded, is_drawn_by, is_sharded, launched, local_device
+from .._distributed import ALONE, Ranks, all_ranks, check_unsharded, launched, local_device
 from .._utils import compiled_at_will, derive_seed, own_precision, require_device, warn
 from ..arguments import Whole, checked
 from ..batches import Batches, borrowed, epoch_of, length_of, require_rereadable
@@ -48,11 +47,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 EARLY, USUAL = 20.0, 60.0  # seconds until the first checkpoint, and between further ones at least
 SHARE = 0.02  # of the time, that writing them may take
-RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # another order in every epoch
-_LOADING = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-    *("generator", "prefetch_factor", "persistent_workers"),
-)
 _MOMENTS = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}  # what optimizers keep of a parameter
 _AUTOCAST: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -63,43 +57,6 @@ class Runtime:
 
     device: torch.device
     ranks: Ranks = ALONE
-
-    def share(self, train: Batches) -> Batches:
-        """The batches this rank reads: every n-th, as many for each; a loader that is split already is left alone.
-
-        Batches that are left over are not read; where nothing shuffles them, a warning says so.
-        """
-        rank, size = self.ranks.rank, self.ranks.size
-        if size == 1 or is_sharded(train):
-            return train
-        loader = train if isinstance(train, DataLoader) else None
-        left = (length_of(train) or 0) % size
-        shuffled = is_drawn_by(train, RANDOM_SAMPLERS) or getattr(train, "shuffle", False) is True
-        if left and rank == 0 and not shuffled:
-            warn(
-                f"train has {length_of(train)} batches for {size} processes, which read as many each: what is left "
-                f"over, the last {left}, is never trained on; shuffle train, or give a multiple of {size} batches"
-            )
-        if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
-            return EveryNth(train, rank, size)
-        sampler: Any = EveryNth(loader.batch_sampler, rank, size)
-        settings = {name: getattr(loader, name) for name in _LOADING}
-        return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
-
-
-class EveryNth:
-    """Items number `start`, `start + step`, … of a source, as many for every `start`."""
-
-    def __init__(self, batches: Any, start: int, step: int) -> None:
-        self.batches, self.start, self.step = batches, start, step
-
-    def __len__(self) -> int:
-        return len(self.batches) // self.step  # a source without a length makes one without a length
-
-    def __iter__(self) -> Iterator[Any]:
-        source = iter(self.batches)
-        for turn in zip(*[source] * self.step, strict=False):  # one item for each rank; what is left over is dropped
-            yield turn[self.start]
 
 
 @contextmanager
@@ -325,8 +282,8 @@ def train_best(
         data = {name: x if x is None else source_fingerprint(x, name, seed) for name, x in sources.items()}
         job = replace(job, identity={**job.identity, **data, "model": model_fingerprint(start)})
     with borrowed(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
-        shared = replace(job, train=runtime.share(job.train))
         ranks = runtime.ranks
+        shared = replace(job, train=ranks.share_batches(job.train))
         folder = None if job.folder is None or _only_read(job.folder, job.recipe.rates) else job.folder
         with nullcontext() if folder is None else ranks.locked(folder, "training"), resumable(folder):
             if folder is not None and ranks.rank == 0:

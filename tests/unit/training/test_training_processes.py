@@ -24,7 +24,6 @@ from hydra_ensembles._distributed import Ranks
 from hydra_ensembles.baselines.lora import LoRA, lora_ensemble
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.training.finetune import finetune
-from hydra_ensembles.training.loop import Runtime
 from hydra_ensembles.training.recipe import Recipe
 from hydra_ensembles.training.text import tune_text
 from processes import by_two_ranks, launch
@@ -81,18 +80,20 @@ def test_ranks_load_only_their_own_batches():
     whole = [labels.tolist() for _, labels in listed]
     loader, endless = DataLoader(data, batch_size=4), DataLoader(data, batch_size=4, sampler=Endless())
     for rank in range(3):
-        runtime = Runtime(torch.device("cpu"), Ranks(rank, 3))
+        ranks = Ranks(rank, 3)
         for source in (listed, loader, endless):
             silent = rank > 0 or source is endless
             with nullcontext() if silent else pytest.warns(HydraWarning, match="7 batches for 3 processes.* last 1,"):
-                shared = runtime.share(source)
+                shared = ranks.share_batches(source)
             assert [labels.tolist() for _, labels in shared] == whole[rank:6:3]
             assert source is endless or len(shared) == 2
         for drawn in (RandomSampler(data), SubsetRandomSampler(range(28)), WeightedRandomSampler([1.0] * 28, 28)):
-            runtime.share(DataLoader(data, batch_size=4, sampler=drawn))  # another batch is left over in every epoch:
-            runtime.share(DataLoader(data, batch_sampler=BatchSampler(drawn, 4, False)))  # nothing to warn of
+            ranks.share_batches(
+                DataLoader(data, batch_size=4, sampler=drawn)
+            )  # another batch is left over in every epoch:
+            ranks.share_batches(DataLoader(data, batch_sampler=BatchSampler(drawn, 4, False)))  # nothing to warn of
         split = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 3, rank))
-        assert runtime.share(split) is split
+        assert ranks.share_batches(split) is split
 
 
 def test_validation_that_is_split_already_is_refused():
