@@ -6,6 +6,7 @@
 | `data_fingerprint` | data that are read | the same samples and labels, however cut into batches | SHA-256 |
 | `source_fingerprint` | a source of batches | the same of what can be had without reading an epoch | 16 digits of one |
 | `tensors_digest` | named tensors | the same names, types, shapes and values in the same order | SHA-256 |
+| `trace_sets` | sets of an evaluation | the same samples, in whatever order | 16 digits of each |
 | `weights_digest` | a model in memory | the same bits in the same order; fast | CRC-32 |
 
 A single sample is known by `overlap.sample_keys`. None of these values may change: a run that an earlier release began
@@ -15,16 +16,20 @@ would not be known again.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from .batches import Batches, Inputs, all_parts, borrowed, epoch_of, iterate, length_of
 from .errors import DataError
+from .overlap import Keys
 from .schema import to_plain
 
 _SOME_BATCHES, _SOME_ROWS = 8, 64  # of a list and of a tensor: how many are looked at, from the first to the last
@@ -186,3 +191,54 @@ def _take_in_content(digest: Any, tensors: Mapping[str, Tensor]) -> None:
     for key, tensor in sorted(tensors.items()):
         digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor_bytes(tensor))
+
+
+# --- traces of the sets of an evaluation ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SetTrace:
+    """What an evaluation stores of the samples of a set, in whatever order: digests, empty of what is not there.
+
+    Labels that differ are proof of other samples. Inputs that differ are not: models of other sizes, normalisations or
+    tokenizers are given other numbers of the same image or text.
+    """
+
+    labels: str = ""  # of how many samples the classes have, whichever it is: models may number them in their own order
+    inputs: str = ""  # of all samples as the model was given them, if not their logits alone
+
+
+class Unlike(NamedTuple):
+    """Names of sets that two evaluations have in common, by what their traces say; of the others they are the same."""
+
+    labels: list[str]  # surely other samples
+    inputs: list[str]  # other samples, or the same prepared otherwise
+    unknown: list[str]  # one of the two has no trace of its inputs
+
+
+def trace_sets(labels: Mapping[str, Tensor], keys: Mapping[str, Keys] = MappingProxyType({})) -> dict[str, SetTrace]:
+    """The trace of each set by its name, from labels `[B]`, none of an OOD set, and from `sample_keys` `[B]`."""
+    traces = {}
+    for name, targets in labels.items():
+        counts = np.sort(np.bincount(targets.numpy()))
+        traces[name] = SetTrace(_digest(counts[counts > 0]), _digest(np.sort(keys[name])) if name in keys else "")
+    return traces
+
+
+def _digest(values: npt.NDArray[np.int64]) -> str:
+    return hashlib.sha256(values.astype("<i8").tobytes()).hexdigest()[:16] if len(values) else ""
+
+
+def unlike(ours: Mapping[str, SetTrace], theirs: Mapping[str, SetTrace], names: list[str]) -> Unlike:
+    """What the traces of two evaluations say of sets of one name."""
+    differing = Unlike([], [], [])
+    for name in names:
+        trace = ours.get(name, SetTrace())
+        other = theirs.get(name, SetTrace())
+        if trace.labels and other.labels and trace.labels != other.labels:
+            differing.labels.append(name)
+        elif not (trace.inputs and other.inputs):
+            differing.unknown.append(name)
+        elif trace.inputs != other.inputs:
+            differing.inputs.append(name)
+    return differing

@@ -1,7 +1,8 @@
 """A head atlas: what every head of an ensemble is good for, found by switching it off and nothing else."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -256,150 +257,149 @@ def atlas(
     measure = Measure(name, id_name, score, (), "torch-uncertainty", calibration, 0, False, metadata.familiarity)
     title = f"set {id_name!r}"
     id_data = in_order({title: id_data}, metadata.labels, ensemble.num_classes)[title]
-    sets = atlas_sets(id_data, ood, id_name, preprocess, batch_size, num_workers)
-    sweep = Sweep(ensemble, working_copy(ensemble, None, None), heads_of(ensemble, layers), measure)
-    answers = sweep_all(sweep, sets, inputs, metadata.preprocessing or preprocess, output, progress)
-    model = describe_model(ensemble, ensemble.num_members, ensemble.num_classes, metadata.calibration)
-    return assembled(sweep, sets, answers, model)
-
-
-# --- in three steps: the sets, their answers, the atlas ------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sets:
-    """The sets of an atlas by name, the in-distribution one first: as they were given, and in batches."""
-
-    id_name: str
-    data: Mapping[str, Data]
-    batches: Mapping[str, Batches]
-
-    @property
-    def titles(self) -> list[str]:
-        """What errors call them."""
-        id_name, *ood_names = self.data
-        return [f"the in-distribution set {id_name!r}", *(f"OOD set {key!r}" for key in ood_names)]
-
-
-def atlas_sets(
-    id_data: Data,
-    ood: Mapping[str, Any] | None,
-    id_name: str,
-    preprocess: Preprocess | None,
-    batch_size: int,
-    num_workers: int,
-) -> Sets:
-    """The sets that are looked at, all different from each other."""
     foreign = {key: data for group, sets in read_groups(ood).items() if group != "apart" for key, data in sets.items()}
     if id_name in foreign:
         raise DataError(f"the in-distribution set and an OOD set are both called {id_name!r}; give id_name another")
-    unbatched = Sets(id_name, {id_name: id_data, **foreign}, {})
-    require_different(dict(zip(unbatched.titles, unbatched.data.values(), strict=True)), preprocess)
-    batches = {key: batched(data, key, preprocess, batch_size, num_workers) for key, data in unbatched.data.items()}
-    return replace(unbatched, batches=batches)
+    sets = {id_name: id_data, **foreign}
+    titles = {id_name: f"the in-distribution set {id_name!r}", **{key: f"OOD set {key!r}" for key in foreign}}
+    require_different({titles[key]: data for key, data in sets.items()}, preprocess)
+    sweep = Sweep(ensemble, working_copy(ensemble, None, None), heads_of(ensemble, layers), measure)
+    shown_as = metadata.preprocessing or preprocess
+    seen = {key: SetAnswers(key, len(sweep.heads), inputs, key == id_name, shown_as) for key in sets}
+    batches = {key: batched(data, key, preprocess, batch_size, num_workers) for key, data in sets.items()}
+    sweep_all(sweep, seen, batches, partial(inputs_of, sets.values()), output, progress)
+    id_keys, *ood_keys = (np.concatenate(answers.keys) for answers in seen.values())
+    id_title, *ood_titles = titles.values()
+    require_unlike(id_title, id_keys, dict(zip(ood_titles, ood_keys, strict=True)))
+    warn_if_fitted(id_title, id_keys, fitted_sets(calibration, metadata.familiarity))
+    whole, effects, shown_inputs = assembled(sweep, list(seen.values()), inputs)
+    return Atlas(
+        name,
+        id_name,
+        {key: len(keys) for key, keys in zip(sets, (id_keys, *ood_keys), strict=True)},
+        score,
+        whole,
+        effects,
+        shown_inputs,
+        describe_model(ensemble, ensemble.num_members, ensemble.num_classes, metadata.calibration),
+        provenance_of(ensemble.device, ensemble.dtype),
+    )
 
 
 @dataclass(eq=False)
-class AllAnswers:
-    """What was found in all sets, batch by batch: answers and keys of samples by set, the labels, inputs to show."""
+class SetAnswers:
+    """What was found in one set, batch by batch: answers, keys and labels, and the inputs that heads matter most for.
 
-    id: "MostChanged"
-    ood: "MostChanged"
-    swept: dict[str, list[Swept]] = field(default_factory=dict)
-    keys: dict[str, list[Keys]] = field(default_factory=dict)
+    For each of `heads` heads, the `most` inputs whose answers change most when it is off; ties go to the earlier one.
+    """
+
+    name: str
+    heads: int
+    most: int
+    labelled: bool  # the in-distribution one
+    preprocessing: object  # what its inputs went through
+    swept: list[Swept] = field(default_factory=list)
+    keys: list[Keys] = field(default_factory=list)
     labels: list[Tensor] = field(default_factory=list)
+    inputs: dict[int, AtlasInput] = field(default_factory=dict)  # those that are shown, by position in the set
+
+    def __post_init__(self) -> None:
+        self.changes: list[list[Changed]] = [[] for _ in range(self.heads)]  # of each head, most first
+
+    def put(self, answers: Swept, inputs: Inputs, keys: Keys, labels: Tensor | None) -> None:
+        """Take in the next batch."""
+        first = sum(map(len, self.keys))  # its position in the set
+        self.swept.append(answers)
+        self.keys.append(keys)
+        self.labels += [] if labels is None else [labels.cpu()]
+        parts = (part[1:].tolist() for part in (answers.moved, answers.label, answers.confidence))
+        for head, changes in enumerate(zip(*parts, strict=True)):
+            rows = enumerate(zip(*changes, strict=True), first)
+            new = [Changed(position, *change) for position, change in rows if change[0] > 0]
+            self.changes[head] = sorted([*self.changes[head], *new], key=lambda one: -one.moved)[: self.most]
+        positions = dict.fromkeys(change.input for changes in self.changes for change in changes)
+        self.inputs = {position: item for position, item in self.inputs.items() if position in positions}
+        for position in positions.keys() - self.inputs.keys():
+            row = position - first
+            kind, content = shown(changed(inputs, itemgetter(row)), self.preprocessing)
+            answer = int(answers.label[0, row]), float(answers.confidence[0, row])
+            label = None if labels is None else int(labels[row])
+            self.inputs[position] = AtlasInput(self.name, position, kind, content, *answer, label)
 
 
 @torch.no_grad()
 def sweep_all(
-    sweep: Sweep, sets: Sets, most: int, preprocessing: object, output: str | Path | None, progress: bool
-) -> AllAnswers:
-    """Answers to every batch, those read back that `output` keeps; of either kind at `most` so many inputs a head."""
+    sweep: Sweep,
+    seen: Mapping[str, SetAnswers],
+    batches: Mapping[str, Batches],
+    total_of: Callable[[int], int | None],
+    output: str | Path | None,
+    progress: bool,
+) -> None:
+    """Every batch of every set through the ensemble, or from a folder; `total_of` a batch size says how many inputs."""
     ensemble, measure = sweep.ensemble, sweep.measure
-    all_answers = AllAnswers(MostChanged(len(sweep.heads), most), MostChanged(len(sweep.heads), most))
     heads = [str(head) for head in sweep.heads]
     calibration = to_plain(measure.calibration)
     keeping = Kept(output, ensemble, {"heads": heads, "score": measure.score, "calibration": calibration}, "an atlas")
     announced = not progress
     with keeping as kept, tqdm(desc="atlas", bar_format=_BAR, disable=not progress) as bar:
-        for key, batches in sets.batches.items():
-            is_id = key == sets.id_name
-            first = 0
-            for index, (inputs, targets) in enumerate(iterate(batches, f"set {key!r}", labelled=is_id)):
+        for key, answers_of in seen.items():
+            name, labelled = f"set {key!r}", answers_of.labelled
+            for index, (inputs, targets) in enumerate(iterate(batches[key], name, labelled=labelled)):
                 prepared = ensemble.prepare(inputs)
-                labels = require_labels(targets, ensemble.num_classes, f"set {key!r}", index) if is_id else None
+                labels = require_labels(targets, ensemble.num_classes, name, index) if labelled else None
                 samples = sample_keys(inputs)
                 batch = kept.key(inputs, samples, labels)
                 stored = kept.get(batch)
-                if not announced and stored is None:
+                if stored is None and not announced:
                     announced = True
-                    bar.total = inputs_of(sets.data.values(), size_of(inputs))
+                    bar.total = total_of(size_of(inputs))
                     sweep.say_how_long(prepared, size_of(inputs), bar.total)
                 if stored is None:
-                    answers = sweep.answers(prepared, labels, f"batch {index} of set {key!r}", bar)
+                    answers = sweep.answers(prepared, labels, f"batch {index} of {name}", bar)
                     kept.put(batch, answers._asdict())
                 else:
                     answers = Swept(**stored)
                     bar.update(size_of(inputs))
-                all_answers.swept.setdefault(key, []).append(answers)
-                all_answers.keys.setdefault(key, []).append(samples)
-                all_answers.labels += [] if labels is None else [labels.cpu()]
-                about = key, first, None if labels is None else labels.tolist()
-                (all_answers.id if is_id else all_answers.ood).put(answers, inputs, *about, preprocessing)
-                first += size_of(inputs)
+                answers_of.put(answers, inputs, samples, labels)
         bar.total = bar.n  # what was guessed where batches are not alike
         bar.refresh()
-    return all_answers
 
 
-def assembled(sweep: Sweep, sets: Sets, answers: AllAnswers, model: ModelInfo) -> Atlas:
-    """The atlas of all answers, once no sample is in two sets."""
-    id_keys, *ood_keys = (np.concatenate(parts) for parts in answers.keys.values())
-    id_title, *ood_titles = sets.titles
-    require_unlike(id_title, id_keys, dict(zip(ood_titles, ood_keys, strict=True)))
-    warn_if_fitted(id_title, id_keys, fitted_sets(sweep.measure.calibration, sweep.measure.familiarity))
-    joined = {key: Swept.joined(parts) for key, parts in answers.swept.items()}
-    foreign = {key: swept for key, swept in joined.items() if key != sets.id_name}
-    whole, effects = effects_of(sweep, joined[sets.id_name], torch.cat(answers.labels), foreign)
-    inputs = answers.id.kept | answers.ood.kept
-    positions = {key: position for position, key in enumerate(inputs)}
-    heads = []
-    for effect, *most in zip(effects, answers.id.by_head, answers.ood.by_head, strict=True):
-        changes = tuple(replace(change, input=positions[key]) for part in most for key, change in part)
-        heads.append(replace(effect, changed=changes))
-    return Atlas(
-        sweep.measure.name,
-        sets.id_name,
-        {key: swept.label.shape[1] for key, swept in joined.items()},
-        sweep.measure.score,
-        whole,
-        tuple(heads),
-        tuple(inputs.values()),
-        model,
-        provenance_of(sweep.ensemble.device, sweep.ensemble.dtype),
-    )
-
-
-def effects_of(
-    sweep: Sweep, swept: Swept, labels: Tensor, foreign: Mapping[str, Swept]
-) -> tuple[Quality, list[HeadEffect]]:
-    """How good the whole ensemble is, and what becomes of it without each head; no inputs are shown yet."""
-    right = swept.label == labels  # [1 + K, n]
+def assembled(
+    sweep: Sweep, seen: Sequence[SetAnswers], most: int
+) -> tuple[Quality, tuple[HeadEffect, ...], tuple[AtlasInput, ...]]:
+    """How good the whole ensemble is, what becomes of it without each head, and the inputs to show."""
+    inside, *outside = seen
+    swept, *foreign = (Swept.joined(answers.swept) for answers in seen)
+    right = swept.label == torch.cat(inside.labels)  # [1 + K, n]
     whole, *without = (
         Quality(
             accuracy=mean(right[row]),
             log_likelihood=mean(swept.likelihood[row]),
-            auroc={key: auroc(swept.score[row], answers.score[row]) for key, answers in foreign.items()},
+            auroc={
+                one.name: auroc(swept.score[row], theirs.score[row])
+                for one, theirs in zip(outside, foreign, strict=True)
+            },
         )
         for row in range(len(right))
     )
     config, effects = sweep.ensemble.config, []
-    for head, quality, now_right in zip(sweep.heads, without, right[1:], strict=True):
+    inputs: list[AtlasInput] = []
+    places: dict[tuple[str, int], int] = {}  # among them, by set and position there
+    for index, (head, quality, now_right) in enumerate(zip(sweep.heads, without, right[1:], strict=True)):
         keepers = tuple(m for m, layers in enumerate(config.heads) if head.head in layers[head.layer])
         shared = config.members > 1 and config.attention_copies(head.layer) == 1
         lost, gained = int((right[0] & ~now_right).sum()), int((~right[0] & now_right).sum())
-        effects.append(HeadEffect(head.layer, head.head, keepers, shared, quality, lost, gained))
-    return whole, effects
+        changes = []
+        for kind in ([inside], outside):
+            found = [(one, change) for one in kind for change in one.changes[index]]
+            for one, change in sorted(found, key=lambda pair: -pair[1].moved)[:most]:
+                place = places.setdefault((one.name, change.input), len(places))
+                inputs += [one.inputs[change.input]] if place == len(inputs) else []
+                changes.append(replace(change, input=place))
+        effects.append(HeadEffect(head.layer, head.head, keepers, shared, quality, lost, gained, tuple(changes)))
+    return whole, tuple(effects), tuple(inputs)
 
 
 def inputs_of(sets: Collection[Data], batch: int) -> int | None:
@@ -407,34 +407,3 @@ def inputs_of(sets: Collection[Data], batch: int) -> int | None:
     counts = [len(data) if isinstance(data, Dataset) else length_of(data) for data in sets]
     sizes = [1 if isinstance(data, Dataset) else batch for data in sets]
     return None if None in counts else sum(count * size for count, size in zip(counts, sizes, strict=True) if count)
-
-
-@dataclass(eq=False)
-class MostChanged:
-    """For each of some heads, the inputs whose answers change most when it is off; ties go to the earlier input."""
-
-    heads: int
-    size: int
-    kept: dict[tuple[str, int], AtlasInput] = field(default_factory=dict)  # by set and position
-
-    def __post_init__(self) -> None:
-        """Nothing was seen yet; where an input lies in the atlas, is known only in the end."""
-        self.by_head: list[list[tuple[tuple[str, int], Changed]]] = [[] for _ in range(self.heads)]
-
-    def put(
-        self, answers: Swept, inputs: Inputs, name: str, first: int, labels: list[int] | None, preprocessing: object
-    ) -> None:
-        """Take in a batch, whose first sample has position `first` in its set."""
-        parts = (part[1:].tolist() for part in (answers.moved, answers.label, answers.confidence))
-        for head, (moved, label, confidence) in enumerate(zip(*parts, strict=True)):
-            values = enumerate(zip(moved, label, confidence, strict=True))
-            new = [((name, first + row), Changed(-1, *change)) for row, change in values if change[0] > 0]
-            self.by_head[head] = sorted([*self.by_head[head], *new], key=lambda entry: -entry[1].moved)[: self.size]
-        keys = dict.fromkeys(key for changes in self.by_head for key, _ in changes)
-        self.kept = {key: item for key, item in self.kept.items() if key in keys}
-        for key in keys:
-            if key not in self.kept:
-                row = key[1] - first
-                kind, content = shown(changed(inputs, itemgetter(row)), preprocessing)
-                answer = int(answers.label[0, row]), float(answers.confidence[0, row])
-                self.kept[key] = AtlasInput(*key, kind, content, *answer, None if labels is None else labels[row])

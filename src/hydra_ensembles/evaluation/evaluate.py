@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -20,6 +20,7 @@ from ..data.batching import BatchLoader, Preprocess
 from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
+from ..fingerprints import trace_sets
 from ..metrics.inputs import Convention, check_labels, warn_of_probabilities
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration, Familiarity, Metadata
@@ -38,7 +39,6 @@ from .evaluation import UNNAMED, Evaluation, LabelledLogits, MemberLogits, Model
 from .kept import Kept
 from .measure import Measure
 from .running import Pass, Runner, describe_model, member_logits, provenance_of, running
-from .traces import SetTrace, trace_sets
 
 Data = Batches | Dataset[Any]
 
@@ -156,68 +156,41 @@ def evaluate(
         ood_passes = {key: run(ready(data, key), key, False, like) for key, data in foreign.items()}
         shifted_sets = zip(shift or {}, shifted_data, strict=True)
         shift_passes = {key: run(ready(data, key), key, True, like) for key, data in shifted_sets}
-    passes = _Passes(id_name, id_pass, groups, ood_passes, shift_passes)
-    reused = passes.held_against(fitted_sets(applied, fitted))
+    passes = {id_name: id_pass, **{f"ood.{key}": set_pass for key, set_pass in ood_passes.items()}}
+    passes |= {f"shift.{key}": set_pass for key, set_pass in shift_passes.items()}
+    reused = _held_against(id_name, id_pass, ood_passes, shift_passes, fitted_sets(applied, fitted))
     members, _, classes = like.shape
+    logits = MemberLogits(
+        id_pass.answers,
+        {group: {key: ood_passes[key].answers.logits for key in sets} for group, sets in groups.items()},
+        {key: set_pass.answers for key, set_pass in shift_passes.items()},
+    )
     evaluation = measure.evaluation(
-        passes.logits,
+        logits,
         model=describe_model(ensemble, members, classes, calibration),
         provenance=provenance_of(home, id_pass.dtype, current_ranks().size),
         gallery=[item for each in (id_pass, *ood_passes.values()) for item in each.gallery],
-        unfamiliarity=passes.unfamiliarity,
+        unfamiliarity={key: set_pass.unfamiliarity for key, set_pass in passes.items()},
     )
-    return replace(evaluation, reused=reused, traces=passes.traces)
+    labels = {key: set_pass.answers.labels for key, set_pass in passes.items()}
+    traces = trace_sets(labels, {key: set_pass.keys for key, set_pass in passes.items()})
+    return replace(evaluation, reused=reused, traces=traces)
 
 
-@dataclass(frozen=True)
-class _Passes:
-    """What a model said about every set: of OOD sets, which `groups` names, and of shifted ones by name."""
-
-    id_name: str
-    id: Pass
-    groups: Mapping[OodGroup, Mapping[str, Any]]
-    ood: Mapping[str, Pass]
-    shift: Mapping[str, Pass]
-
-    def held_against(self, known_sets: Mapping[str, FittedSet]) -> float | None:
-        """Warn of samples that are in sets where they should not be; the share of the ID set that fitted the model."""
-        title = f"the in-distribution set {self.id_name!r}"
-        for key, set_pass in ((self.id_name, self.id), *self.ood.items(), *self.shift.items()):
-            why = "numbers and intervals are of more samples than there are"
-            warn_of_copies(f"set {key!r}", len(set_pass.keys), len(np.unique(set_pass.keys)), why)
-        require_unlike(title, self.id.keys, {f"OOD set {key!r}": set_pass.keys for key, set_pass in self.ood.items()})
-        reused = warn_if_fitted(title, self.id.keys, known_sets)
-        for key, set_pass in self.shift.items():
-            warn_if_fitted(f"set {key!r}", set_pass.keys, known_sets)
-            why = "of these nothing is shifted"
-            warn_if_shared(title, self.id.keys, f"set {key!r}", set_pass.keys, why)
-        return reused
-
-    @property
-    def logits(self) -> MemberLogits:
-        """As they are measured and stored."""
-        return MemberLogits(
-            self.id.answers,
-            {group: {key: self.ood[key].answers.logits for key in sets} for group, sets in self.groups.items()},
-            {key: set_pass.answers for key, set_pass in self.shift.items()},
-        )
-
-    @property
-    def unfamiliarity(self) -> dict[tuple[str, str], Tensor | None]:
-        """Scores of features by kind and name of each set."""
-        return {
-            ("id", ""): self.id.unfamiliarity,
-            **{("ood", key): set_pass.unfamiliarity for key, set_pass in self.ood.items()},
-            **{("shift", key): set_pass.unfamiliarity for key, set_pass in self.shift.items()},
-        }
-
-    @property
-    def traces(self) -> dict[str, SetTrace]:
-        """What the sets are known again by."""
-        sets = {self.id_name: self.id, **{f"ood.{key}": set_pass for key, set_pass in self.ood.items()}}
-        sets |= {f"shift.{key}": set_pass for key, set_pass in self.shift.items()}
-        labels = {key: set_pass.answers.labels for key, set_pass in sets.items()}
-        return trace_sets(labels, {key: set_pass.keys for key, set_pass in sets.items()})
+def _held_against(
+    id_name: str, id_pass: Pass, ood: Mapping[str, Pass], shift: Mapping[str, Pass], known_sets: Mapping[str, FittedSet]
+) -> float | None:
+    """Warn of samples that are in sets where they should not be; the share of the ID set that fitted the model."""
+    title = f"the in-distribution set {id_name!r}"
+    for key, set_pass in ((id_name, id_pass), *ood.items(), *shift.items()):
+        why = "numbers and intervals are of more samples than there are"
+        warn_of_copies(f"set {key!r}", len(set_pass.keys), len(np.unique(set_pass.keys)), why)
+    require_unlike(title, id_pass.keys, {f"OOD set {key!r}": set_pass.keys for key, set_pass in ood.items()})
+    reused = warn_if_fitted(title, id_pass.keys, known_sets)
+    for key, set_pass in shift.items():
+        warn_if_fitted(f"set {key!r}", set_pass.keys, known_sets)
+        warn_if_shared(title, id_pass.keys, f"set {key!r}", set_pass.keys, "of these nothing is shifted")
+    return reused
 
 
 @checked

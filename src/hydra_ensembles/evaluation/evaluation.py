@@ -15,7 +15,7 @@ from torch import Tensor
 from ..arguments import checked
 from ..errors import DataError
 from ..files import DIGEST, parse_json, read_object, unsealed, write_atomically, write_sealed
-from ..fingerprints import tensors_digest
+from ..fingerprints import SetTrace, tensors_digest
 from ..metrics.bootstrap import Interval
 from ..metrics.distance import FittedName
 from ..metrics.inputs import Convention, at_least_float32
@@ -23,7 +23,6 @@ from ..model.config import KeptHeads
 from ..model.metadata import Calibration
 from ..prediction import AnyScore
 from ..schema import ADDED_LATER, from_plain, to_plain
-from .traces import SetTrace
 
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
 MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}  # groups that each mean is over

@@ -86,13 +86,13 @@ class Measure:
         model: ModelInfo | None,
         provenance: Provenance,
         gallery: Iterable[GalleryItem] = (),
-        unfamiliarity: Mapping[tuple[str, str], Tensor | None] = MappingProxyType({}),
+        unfamiliarity: Mapping[str, Tensor | None] = MappingProxyType({}),
     ) -> Evaluation:
-        """Everything that `evaluate` reports; scores of features `[S, M, B]` by `(kind, name)` of each set."""
-        prediction = self.predict(logits.id.logits, unfamiliarity.get(("id", "")))
+        """Everything that `evaluate` reports; scores of features `[S, M, B]` by the name of each set in `samples`."""
+        prediction = self.predict(logits.id.logits, unfamiliarity.get(self.id_name))
         labels = logits.id.labels
         answers = {
-            key: self.predict(member_logits, unfamiliarity.get(("ood", key)))
+            key: self.predict(member_logits, unfamiliarity.get(f"ood.{key}"))
             for sets in logits.ood.values()
             for key, member_logits in sets.items()
         }
@@ -127,7 +127,7 @@ class Measure:
                 for name, keys in averaged.items()
             },
             shift={
-                key: self._classification(self.predict(shifted, unfamiliarity.get(("shift", key))), targets, key)
+                key: self._classification(self.predict(shifted, unfamiliarity.get(f"shift.{key}")), targets, key)
                 for key, (shifted, targets) in logits.shift.items()
             },
             selective=_selective(prediction, labels),

@@ -15,8 +15,8 @@ from .._utils import require
 from ..arguments import checked
 from ..errors import ConfigError, DataError
 from ..evaluation.evaluation import UNNAMED, Evaluation, read_saved
-from ..evaluation.traces import unlike
 from ..files import write_sealed
+from ..fingerprints import unlike
 from ..model.cost import Cost
 from ..overlap import about
 from ..schema import from_plain, to_plain
