@@ -371,7 +371,7 @@ def assembled(
 ) -> tuple[Quality, tuple[HeadEffect, ...], tuple[AtlasInput, ...]]:
     """How good the whole ensemble is, what becomes of it without each head, and the inputs to show."""
     inside, *outside = seen
-    swept, *foreign = (Swept.joined(answers.swept) for answers in seen)
+    swept, foreign = Swept.joined(inside.swept), {one.name: Swept.joined(one.swept) for one in outside}
     right = swept.label == torch.cat(inside.labels)  # [1 + K, n]
     whole, *without = (
         Quality(
