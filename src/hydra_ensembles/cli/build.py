@@ -91,12 +91,11 @@ def build(sources: BuildSources, hydra: HydraConfig, quiet: Quiet = False, as_js
       hydra-ensembles build --config run/config.yaml
     """
     folder = Path(sources.output).expanduser()
-    with telling_how_to_go_on(folder, "build"):
-        fitted = replace(hydra, recipe=in_batches_of(hydra.recipe, sources.batch_size))
-        model, sets, size = model_and_sets(sources, fitted, folder, "build")
-        written = {**to_plain(replace(sources, batch_size=size)), **to_plain(hydra)}
-        with with_settings(folder, written, "build"):
-            ensemble = build_ensemble(model, fitted, **sets, output=folder, device=sources.place(), progress=not quiet)
+    fitted = replace(hydra, recipe=in_batches_of(hydra.recipe, sources.batch_size))
+    model, sets, size = model_and_sets(sources, fitted, folder, "build")
+    written = {**to_plain(replace(sources, batch_size=size)), **to_plain(hydra)}
+    with with_settings(folder, written, "build"):
+        ensemble = build_ensemble(model, fitted, **sets, output=folder, device=sources.place(), progress=not quiet)
     if as_json:
         emit_json(read_json(folder / SUMMARY))
         return
@@ -182,24 +181,23 @@ def search(
     hydra = replace(hydra, recipe=fitted)
     candidates = None if sources.candidates is None else _read_candidates(sources, sources.candidates)
     names = ("cost", "familiarity", "first", "tolerance", "price", "seed")
-    with telling_how_to_go_on(folder, "search"):
-        model, sets, size = model_and_sets(sources, hydra, folder, "search")
-        written = to_plain(replace(sources, batch_size=size))
-        with nullcontext() if dry_run else with_settings(folder, written, "search"):
-            front = run_search(
-                model,
-                **sets,
-                **{name: getattr(sources, name) for name in names},
-                recipe=recipe,
-                candidates=candidates,
-                models=[source.load_further(sources, name, model.metadata.labels) for name in sources.models],
-                batch_size=sources.latency_batch,
-                optimize={"compile": True} if sources.compile else None,
-                output=folder,
-                device=sources.place(),
-                dry_run=dry_run,
-                progress=not quiet,
-            )
+    model, sets, size = model_and_sets(sources, hydra, folder, "search")
+    written = to_plain(replace(sources, batch_size=size))
+    with nullcontext() if dry_run else with_settings(folder, written, "search"):
+        front = run_search(
+            model,
+            **sets,
+            **{name: getattr(sources, name) for name in names},
+            recipe=recipe,
+            candidates=candidates,
+            models=[source.load_further(sources, name, model.metadata.labels) for name in sources.models],
+            batch_size=sources.latency_batch,
+            optimize={"compile": True} if sources.compile else None,
+            output=folder,
+            device=sources.place(),
+            dry_run=dry_run,
+            progress=not quiet,
+        )
     if not dry_run:
         write_atomically(folder / "table.md", to_markdown(front.table()).encode())
         write_atomically(folder / "front.svg", front.figure().encode())
@@ -226,21 +224,6 @@ def _read_candidates(settings: DataSettings, file: str) -> list[dict[str, Any]]:
 
 
 # --- what both have in common ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def telling_how_to_go_on(folder: Path, name: str) -> Iterator[None]:
-    """Work of a command that says how to go on when it is interrupted."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        if not (folder / SETTINGS).exists():
-            raise
-        state = "nothing is finished; to start over"
-        if (folder / IDENTITY).exists():
-            state = f"finished stages are kept in {folder}; to go on there"
-        again = f"hydra-ensembles {name} --config {shlex.quote(str(folder / SETTINGS))}"
-        raise KeyboardInterrupt(f"{state}: {again}") from error
 
 
 @contextmanager

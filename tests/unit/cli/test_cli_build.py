@@ -202,12 +202,10 @@ def test_an_interrupted_build_goes_on_and_ends_with_the_same_bits(run_folder, wo
         patched.setattr(os, "replace", watch_replacements(interrupted))
         result = run("build", *vit_flags(world / "mine.safetensors"), *sets, "-o", folder, "-q")
     assert result.exit_code == 130
-    begun = "nothing is finished" if moment == "run.json" else f"finished stages are kept in {folder}"
-    assert result.stderr.startswith(f"interrupted: {begun}")
+    assert re.match(f"interrupted: .* kept in {folder}; .*: hydra-ensembles ", result.stderr)
     assert not (folder / "ensemble").exists()
-    (advice,) = re.findall(r"hydra-ensembles (build --config .+)$", result.stderr, re.MULTILINE)
     if moment == "run.json":  # to go on is to begin; tests of `build` resume this state, too
         return
-    succeed(*shlex.split(advice), "--quiet")
+    succeed("build", "--config", folder / "config.yaml", "--quiet")
     for name in ("model.safetensors", "config.json"):
         assert (folder / "ensemble" / name).read_bytes() == (run_folder / "ensemble" / name).read_bytes()
