@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import Count, Whole, checked
+from ..batches import changed
 from ..errors import ConfigError, DataError
 from .config import EnsembleConfig, KeptHeads, PatchStemConfig
 from .dropping import evaluating
@@ -228,10 +229,4 @@ def _as_allocated(model: Any, inputs: Given) -> tuple[Callable[[Any], Any], Give
     if not hasattr(model, "choice_for"):
         return model, inputs
     module = model.module(model.choice_for(inputs).plan)
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(model.dtype) if tensor.is_floating_point() else tensor
-
-    if isinstance(inputs, Tensor):
-        return module, cast(inputs)
-    return module, {name: cast(tensor) for name, tensor in inputs.items()}
+    return module, changed(inputs, lambda tensor: tensor.to(model.dtype) if tensor.is_floating_point() else tensor)

@@ -288,20 +288,10 @@ def _checked(
                 raise
             continue
         if all(config != other for other, _ in candidates.values()):
-            name = _name(config)
+            name = config.in_words()
             same = sum(other.partition(" #")[0] == name for other in candidates)
             candidates[f"{name} #{same + 1}" if same else name] = (config, own_start)
     return candidates
-
-
-def _name(config: HydraConfig) -> str:
-    parts = [f"{config.strategy}{' + whole' if config.whole else ''} ×{config.members}", f"trunk {config.trunk}"]
-    parts += [f"{config.lost} heads off"] if config.lost else []
-    parts += (
-        [f"trained {config.training}{', trunk averaged' if config.average_trunk else ''}"] if config.training else []
-    )
-    parts += ["MLPs apart"] if config.mlp == "separate" else []
-    return ", ".join(parts)
 
 
 def _part(data: BuildData, config: HydraConfig) -> BuildData:
@@ -348,9 +338,7 @@ class _Search:
             rows.append(SearchRow(name, price, "planned" if price <= cost else "too dear", config))
         if not any(row.state == "planned" for row in rows[1:]):
             cheapest = min(rows[1:], key=lambda row: row.price, default=None)
-            why = (
-                "there are none" if cheapest is None else f"{cheapest.name!r}, the cheapest, costs {cheapest.price:.2f}"
-            )
+            why = "none fits it" if cheapest is None else f"the cheapest, {cheapest.name!r}, costs {cheapest.price:.2f}"
             raise ConfigError(f"no candidate costs at most {cost:g} times the model: {why}; raise cost, or give more")
         samples = {name: samples_in(batches) for name, batches in self.judges.items()}
         return SearchResult(tuple(rows), cost, self.settings.price, self.settings.scores, samples)
@@ -502,8 +490,7 @@ def _stand_in(config: HydraConfig, start: StartingModel) -> Ensemble:
     if count:
         heads = random_members(start.ranked, lost, count, config.seed, config.layers(start))
     members = [start.pruned(removed) for removed in (*heads, *[()] * (config.members - count))]
-    how: dict[str, Any] = {name: getattr(config, name) for name in ("stem", "mlp", "norms", "readout")}
-    return fuse(members, **how, trunk=config.trunk)
+    return fuse(members, **config.fusions, trunk=config.trunk)
 
 
 def _slug(name: str) -> str:

@@ -290,15 +290,14 @@ class Chain:
     def _fused(self) -> Ensemble:
         config = self.config
         count = range(self.config.members)
-        how: dict[str, Any] = {name: getattr(config, name) for name in ("stem", "mlp", "norms", "readout")}
         if config.training == "together":
-            fused = fuse([self._pruned(index) for index in count], **how, trunk=config.trunk)
+            fused = fuse([self._pruned(index) for index in count], **config.fusions, trunk=config.trunk)
             return self._trained(fused, 0)
         members = [
             self.run.ensemble(f"members/{index}", lambda index=index: self._member(index))  # type: ignore[misc]
             for index in count
         ]
-        return fuse(members, **how, average=config.trunk if config.average_trunk else 0)
+        return fuse(members, **config.fusions, average=config.trunk if config.average_trunk else 0)
 
     def _trained(self, ensemble: Ensemble, index: int) -> Ensemble:
         recipe = self.config.training_recipe(self.start)

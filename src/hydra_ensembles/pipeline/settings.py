@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from .._utils import warn
 from ..arguments import Checked, PositiveShare, Range, Share
@@ -153,6 +153,18 @@ class HydraConfig(Checked):
     def pruned_members(self) -> int:
         """Members that lose heads."""
         return 0 if self.strategy == "branches" else self.members - self.whole
+
+    @property
+    def fusions(self) -> dict[str, Any]:
+        """How each group of parameters is fused, as `fuse` takes it."""
+        return {"stem": self.stem, "mlp": self.mlp, "norms": self.norms, "readout": self.readout}
+
+    def in_words(self) -> str:
+        """What tables call an ensemble that is built so, once settled."""
+        parts = [f"{self.strategy}{' + whole' if self.whole else ''} ×{self.members}", f"trunk {self.trunk}"]
+        parts += [f"{self.lost} heads off"] if self.lost else []
+        parts += [f"trained {self.training}{', trunk averaged' if self.average_trunk else ''}"] if self.training else []
+        return ", ".join([*parts, *(["MLPs apart"] if self.mlp == "separate" else [])])
 
     def settled(self, start: StartingModel) -> "HydraConfig":
         """The config with every number that was left open, for this model; warns of a trunk lost by giving `prune`."""
