@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ..arguments import END, Checked, Positive, Range, Seed, Whole, checked
 from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
 from ..model.config import Sharing
-from ..model.dropping import OurModel, dropping
+from ..model.dropping import dropping
 from ..model.dual_encoder import (
     DEFAULT_TEMPLATES,
     DualEncoder,
@@ -35,10 +35,9 @@ from ..model.dual_encoder import (
 )
 from ..model.ensemble import Ensemble
 from ..model.layers import GroupedLinear
-from ..model.metadata import PROJECTION, Calibration, Metadata, TextSide
-from ..prediction import Prediction
+from ..model.metadata import PROJECTION, Metadata, TextSide
 from ..training.text import features_of, read_pairs
-from .start import joined
+from .start import View, joined
 
 _ROWS = 1024  # samples whose similarities to all others are computed at once
 _PROMPTS = 256
@@ -326,14 +325,15 @@ class VLMPosterior:
         return _augmented(features.double().cpu(), _projections(self.dual)[1].bias is not None)
 
 
-class ProbitClassifier(OurModel):
+class ProbitClassifier(View):
     """A zero-shot classifier whose logits are toned down where image or class are little known; one member."""
+
+    saved = "save the dual encoder, or members that `VLMPosterior.zero_shot` draws"
 
     def __init__(self, posterior: VLMPosterior, names: Sequence[str], texts: Tensor) -> None:
         super().__init__()
-        self.image = copy.deepcopy(posterior.dual.image)
-        self.names = tuple(names)
-        self.metadata = Metadata(labels=self.names, preprocessing=self.image.metadata.preprocessing)
+        self.model = copy.deepcopy(posterior.dual.image)
+        self.metadata = Metadata(labels=tuple(names), preprocessing=self.model.metadata.preprocessing)
         self.biased = _projections(posterior.dual)[0].bias is not None
         self.kind = "image"
         self.num_members = 1
@@ -359,7 +359,7 @@ class ProbitClassifier(OurModel):
     def similarities(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Mean and variance of the scaled similarities, `[B, C]` each, in float64."""
         with dropping(False):
-            features = embed(self.image, None, inputs, normalize=False)[0].double()
+            features = embed(self.model, None, inputs, normalize=False)[0].double()
         self.terms = {name: tensor.to(features.device) for name, tensor in self.terms.items()}  # they stay there
         terms = self.terms
         augmented = _augmented(features, self.biased)
@@ -381,19 +381,6 @@ class ProbitClassifier(OurModel):
         """Logits `[1, B, C]`."""
         mean, variance = self.similarities(inputs)
         return (mean / (1 + math.pi / 8 * variance).sqrt()).float()[None]
-
-    def predict(self, *given: Any, check_finite: bool = True, **named: Any) -> Prediction:
-        """As `Ensemble.predict`, uncalibrated."""
-        logits = self(self.prepare(*given, **named))
-        return Calibration().prediction(logits, self.names, check_finite)
-
-    def prepare(self, *given: Any, **named: Any) -> Inputs:
-        """As `Ensemble.prepare`."""
-        return self.image.prepare(*given, **named)
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Refused: this is a view of a posterior; what `VLMPosterior.zero_shot` draws is saved."""
-        raise ConfigError("BayesVLM's closed form is a view and is not saved; save the dual encoder, or drawn members")
 
 
 # --- both sides of a dual encoder ------------------------------------------------------------------------

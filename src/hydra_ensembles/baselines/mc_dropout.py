@@ -1,21 +1,17 @@
 """MC Dropout as an ensemble: the members are passes of one model with different neurons dropped."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..arguments import Rate, Seed, Whole, checked
-from ..batches import Inputs
-from ..errors import ConfigError
 from ..model.config import EnsembleConfig
-from ..model.dropping import OurModel, dropping
+from ..model.dropping import dropping
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, built_around
-from ..model.metadata import Calibration, Metadata
-from ..prediction import Prediction
+from .start import View
 
 
 def mc_dropout(ensemble: Ensemble, p: Rate, passes: Whole, seed: Seed = 0) -> "MCDropout":
@@ -39,7 +35,7 @@ def mc_dropout(ensemble: Ensemble, p: Rate, passes: Whole, seed: Seed = 0) -> "M
     return MCDropout(ensemble, p, passes, seed)
 
 
-class MCDropout(OurModel):
+class MCDropout(View):
     """A view of an ensemble in which every pass is a member; `forward` gives `[M·passes, B, C]`.
 
     Dropout sits where transformers have it in training: on the embedded tokens and, in each layer, after the attention
@@ -56,16 +52,14 @@ class MCDropout(OurModel):
         require_ensemble(ensemble, "mc_dropout")
         self.p, self.passes, self.seed = p, passes, seed
         config = _with_dropout(ensemble.config, p)
-        metadata = replace(ensemble.metadata, calibration=None, familiarity=None)
-        self.model = built_around(lambda: Ensemble(config, metadata), ensemble.state_dict())  # the weights, not copies
+        self.metadata = replace(ensemble.metadata, calibration=None, familiarity=None)
+        weights = ensemble.state_dict()  # not copies
+        self.model = built_around(lambda: Ensemble(config, self.metadata), weights)
+        again = f"he.mc_dropout(he.load(folder), p={p}, passes={passes}, seed={seed})"
+        self.saved = f"save its ensemble, and look at it again: {again}"
         self.kind, self.num_members = ensemble.kind, self.passes * ensemble.num_members
         self.num_classes = ensemble.num_classes
         self.eval()
-
-    @property
-    def metadata(self) -> Metadata:
-        """What is known of the ensemble, without its calibration and familiarity."""
-        return self.model.metadata
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Member logits `[M·passes, B, C]`, of what an ensemble takes; the passes of a member lie together."""
@@ -76,22 +70,6 @@ class MCDropout(OurModel):
         with dropping(torch.Generator(self.device).manual_seed(self.seed)):
             logits = cast(Tensor, self.model(*many))  # [M, passes·B, C]
         return logits.unflatten(1, (self.passes, -1)).flatten(0, 1)  # [M·passes, B, C]
-
-    @torch.no_grad()
-    def predict(self, *given: Any, check_finite: bool = True, **named: Any) -> Prediction:
-        """As `Ensemble.predict`, uncalibrated."""
-        logits = self(self.prepare(*given, **named))
-        names = self.model.metadata.labels or None
-        return Calibration().prediction(logits, names, check_finite)
-
-    def prepare(self, *given: Any, **named: Any) -> Inputs:
-        """As `Ensemble.prepare`."""
-        return self.model.prepare(*given, **named)
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Refused: this is a view; what can be saved is the ensemble that it is of."""
-        again = f"he.mc_dropout(he.load(folder), p={self.p}, passes={self.passes}, seed={self.seed})"
-        raise ConfigError(f"MC Dropout is a view and is not saved; save its ensemble, and look at it again: {again}")
 
 
 def _with_dropout(config: EnsembleConfig, p: float) -> EnsembleConfig:

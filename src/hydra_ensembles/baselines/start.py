@@ -1,19 +1,24 @@
-"""What a method starts from, and ends with: members that are copies of one model, or fresh weights."""
+"""What a method starts from, and ends with: members that are copies of one model, fresh weights, or a view."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._utils import torch_seeded, warn
+from ..batches import Inputs
 from ..errors import ConfigError
 from ..fuse import twins
 from ..model.config import GROUPS, EnsembleConfig, Sharing
+from ..model.dropping import OurModel
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, singles
-from ..model.metadata import Metadata
+from ..model.metadata import Calibration, Metadata
 from ..model.states import join_states
+from ..prediction import Prediction
 from ..training.recipe import Recipe, trainable_state
 
 
@@ -35,6 +40,30 @@ def parted(ensemble: Ensemble) -> Ensemble:
             "or the method's own settings"
         )
     return ensemble
+
+
+class View(OurModel):
+    """A model seen in another way: it answers as `Ensemble` does, uncalibrated, and is not saved.
+
+    `model` is the ensemble that inputs are read by, `metadata` has the class names, `saved` what to save instead.
+    """
+
+    model: Ensemble
+    metadata: Metadata
+    saved: str
+
+    @torch.no_grad()
+    def predict(self, *given: Any, check_finite: bool = True, **named: Any) -> Prediction:
+        """As `Ensemble.predict`, uncalibrated."""
+        return Calibration().prediction(self(self.prepare(*given, **named)), self.metadata.labels or None, check_finite)
+
+    def prepare(self, *given: Any, **named: Any) -> Inputs:
+        """As `Ensemble.prepare`."""
+        return self.model.prepare(*given, **named)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Refused: a view has no weights of its own."""
+        raise ConfigError(f"{type(self).__name__} is a view and is not saved; {self.saved}")
 
 
 def trained_apart(model: Ensemble, recipe: Recipe) -> tuple[Sharing, int]:

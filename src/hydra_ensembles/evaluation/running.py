@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from .._distributed import check_unsharded, current_ranks
 from .._utils import __version__, require, unwrapped
-from ..baselines.mc_dropout import MCDropout
+from ..baselines.start import View
 from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, size_of
 from ..errors import ConfigError, DataError
 from ..metrics.inputs import at_least_float32, check_finite, warn_of_probabilities, where
@@ -126,7 +126,7 @@ class Runner:
         scores = None
         if isinstance(self.model, Ensemble | OptimizedEnsemble) and self.measure.familiarity is not None:
             answer, scores = self.model.answers(self.model.prepare(inputs))
-        elif isinstance(self.model, Ensemble | OptimizedEnsemble | MCDropout):
+        elif isinstance(self.model, Ensemble | OptimizedEnsemble | View):
             answer = self.model(self.model.prepare(inputs))
         else:
             moved = inputs if self.device is None else move(inputs, self.device, self.dtype)
