@@ -78,10 +78,9 @@ def aurc(scores: Tensor, errors: Tensor) -> float:
         errors: Whether (bool) or how much (any number) each answer is wrong, `[B]`.
 
     Examples:
-        >>> import torch
-        >>> from hydra_ensembles import metrics
+        >>> import torch, hydra_ensembles as he
         >>> unsure, wrong = torch.tensor([0.1, 0.2, 0.4, 0.7]), torch.tensor([False, False, False, True])
-        >>> round(metrics.aurc(unsure, wrong), 3)  # right answers first, the wrong one last
+        >>> round(he.metrics.aurc(unsure, wrong), 3)  # right answers first, the wrong one last
         0.042
     """
     return risk_coverage(scores, errors).area
@@ -97,10 +96,9 @@ def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: PositiveShare = 0
         coverage: The share to answer, above 0 and at most 1.
 
     Examples:
-        >>> import torch
-        >>> from hydra_ensembles import metrics
+        >>> import torch, hydra_ensembles as he
         >>> unsure, wrong = torch.tensor([0.1, 0.2, 0.4, 0.7]), torch.tensor([False, False, False, True])
-        >>> metrics.risk_at_coverage(unsure, wrong, coverage=0.75)
+        >>> he.metrics.risk_at_coverage(unsure, wrong, coverage=0.75)
         0.0
     """
     return risk_coverage(scores, errors).at(coverage)
@@ -143,10 +141,9 @@ def auroc(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch
         convention: `"torch-uncertainty"` or `"openood"`; see the top of this file.
 
     Examples:
-        >>> import torch
-        >>> from hydra_ensembles import metrics
+        >>> import torch, hydra_ensembles as he
         >>> familiar, foreign = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
-        >>> round(metrics.auroc(familiar, foreign), 3)  # five pairs of six in the right order
+        >>> round(he.metrics.auroc(familiar, foreign), 3)  # five pairs of six in the right order
         0.833
     """
     return _measured("auroc", id_scores, ood_scores, convention)
@@ -162,10 +159,9 @@ def aupr(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-
         convention: `"torch-uncertainty"` or `"openood"`; see the top of this file.
 
     Examples:
-        >>> import torch
-        >>> from hydra_ensembles import metrics
+        >>> import torch, hydra_ensembles as he
         >>> familiar, foreign = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
-        >>> round(metrics.aupr(familiar, foreign), 3)
+        >>> round(he.metrics.aupr(familiar, foreign), 3)
         0.833
     """
     return _measured("aupr", id_scores, ood_scores, convention)
@@ -181,10 +177,9 @@ def fpr95(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch
         convention: `"torch-uncertainty"` or `"openood"`; see the top of this file.
 
     Examples:
-        >>> import torch
-        >>> from hydra_ensembles import metrics
+        >>> import torch, hydra_ensembles as he
         >>> familiar, foreign = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
-        >>> round(metrics.fpr95(familiar, foreign), 3)
+        >>> round(he.metrics.fpr95(familiar, foreign), 3)
         0.333
     """
     return _measured("fpr95", id_scores, ood_scores, convention)

@@ -52,10 +52,9 @@ def accuracy(probs: Tensor, labels: Labels) -> float:
         labels: The right classes `[B]`, integers.
 
     Examples:
-        >>> import torch
-        >>> from hydra_ensembles import metrics
+        >>> import torch, hydra_ensembles as he
         >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
-        >>> metrics.accuracy(probs, torch.tensor([0, 0, 1, 0]))
+        >>> he.metrics.accuracy(probs, torch.tensor([0, 0, 1, 0]))
         0.75
     """
     return mean(top_label(probs, labels)[1])
@@ -70,10 +69,9 @@ def brier(probs: Tensor, labels: Labels) -> float:
         labels: The right classes `[B]`, integers.
 
     Examples:
-        >>> import torch
-        >>> from hydra_ensembles import metrics
+        >>> import torch, hydra_ensembles as he
         >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
-        >>> round(metrics.brier(probs, torch.tensor([0, 0, 1, 0])), 3)
+        >>> round(he.metrics.brier(probs, torch.tensor([0, 0, 1, 0])), 3)
         0.35
     """
     return mean(brier_per_sample(probs, labels))
@@ -90,10 +88,9 @@ def nll(probs: Tensor, labels: Labels) -> float:
         labels: The right classes `[B]`, integers.
 
     Examples:
-        >>> import torch
-        >>> from hydra_ensembles import metrics
+        >>> import torch, hydra_ensembles as he
         >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
-        >>> round(metrics.nll(probs, torch.tensor([0, 0, 1, 0])), 3)
+        >>> round(he.metrics.nll(probs, torch.tensor([0, 0, 1, 0])), 3)
         0.511
     """
     return mean(nll_per_sample(probs, labels))
@@ -111,10 +108,9 @@ def ece(probs: Tensor, labels: Labels, *, bins: Whole = BINS) -> float:
         bins: Number of bins.
 
     Examples:
-        >>> import torch
-        >>> from hydra_ensembles import metrics
+        >>> import torch, hydra_ensembles as he
         >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
-        >>> round(metrics.ece(probs, torch.tensor([0, 0, 1, 0]), bins=15), 3)
+        >>> round(he.metrics.ece(probs, torch.tensor([0, 0, 1, 0]), bins=15), 3)
         0.35
     """
     return ece_of_confidence(*top_label(probs, labels), bins=bins)
@@ -134,10 +130,9 @@ def adaptive_ece(probs: Tensor, labels: Labels, *, bins: Whole = BINS) -> float:
         bins: Number of bins.
 
     Examples:
-        >>> import torch
-        >>> from hydra_ensembles import metrics
+        >>> import torch, hydra_ensembles as he
         >>> probs = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6], [0.3, 0.7]])  # of four samples
-        >>> round(metrics.adaptive_ece(probs, torch.tensor([0, 0, 1, 0]), bins=2), 3)
+        >>> round(he.metrics.adaptive_ece(probs, torch.tensor([0, 0, 1, 0]), bins=2), 3)
         0.15
     """
     return adaptive_ece_of_confidence(*top_label(probs, labels), bins=bins)
