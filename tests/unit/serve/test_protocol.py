@@ -87,7 +87,8 @@ def test_tensors_of_images(images: Any, binary: bool) -> None:
 
 
 def test_encoded_images(images: Any) -> None:
-    contents = [picture(0), picture(1, format="JPEG")]
+    formats = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+    contents = [picture(seed, format=one) for seed, one in enumerate(formats)]
     expected = columns(served("image").predict([opened(one) for one in contents]))
     result = images.infer("my-image", [tensor("image", np.array(contents, dtype=object), True)], headers=dict(HEADERS))
     check(result, expected, list(expected))

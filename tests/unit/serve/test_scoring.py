@@ -528,16 +528,3 @@ def test_an_interruption_keeps_what_is_done(source: Path, output: Path, monkeypa
     assert len(list(output.glob("rows/*"))) == 2
     assert score(source, output).rows == 15
     assert len(calls) < 5 + 6 + 1  # finished shards are not scored again
-
-
-def test_images_of_a_folder(output: Path, tmp_path: Path) -> None:
-    (tmp_path / "in" / "x").mkdir(parents=True)
-    for row, image in enumerate(pictures(5)):
-        image.save(tmp_path / "in" / "x" / f"{row}.png")
-    (tmp_path / "in" / "x" / "2.png").write_bytes(b"no image")
-    found = score(tmp_path / "in", output, scorer=Scorer(served("image")))
-    assert found == Scored(rows=4, unreadable=1, ignored=0, shards=2)
-    rows, unreadable = written(output)
-    assert [row["input"] for row in rows] == ["x/0.png", "x/1.png", "x/3.png", "x/4.png"]
-    assert unreadable[0]["input"] == "x/2.png"
-    same_rows(rows, scalars(served("image").predict([image for row, image in enumerate(pictures(5)) if row != 2])))

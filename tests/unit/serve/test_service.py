@@ -14,7 +14,7 @@ from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.outputs import columns
 from hydra_ensembles.serve.service import NEAREST, Sample, Service
 from served_models import SCORES, inputs_for, served
-from serving import POSTSCRIPT, opened, picture, png, settings
+from serving import POSTSCRIPT, picture, png, settings
 from zero_shot_models import NAMES
 
 TEXTS = ["hello", "hello wörld", "wörld " * 7, "hello hello hello"]
@@ -50,15 +50,6 @@ def test_what_the_model_would_warn_of_is_told_where_a_row_is_read_and_nowhere_el
         assert len(answer(rows)) == 3
     assert said == []
     assert all("as pixels have that are not normalised" in row.notes[0] for row in rows)
-
-
-@pytest.mark.parametrize("count", [1, 4, 7])
-def test_images_are_answered_as_predict_does(count: int) -> None:
-    one = service("image")
-    contents = [picture(seed) for seed in range(count)]
-    (run,) = one.workers()
-    expected = columns(one.ensemble.predict([opened(content) for content in contents]))
-    same(run(one.images(contents)), expected)
 
 
 @pytest.mark.slow
@@ -198,12 +189,6 @@ def test_many_images_have_one_limit_together_and_so_has_their_number() -> None:
         with pytest.raises(RequestError, match="5 samples") as refused:
             read(given)
         assert refused.value.status == 413
-
-
-@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
-def test_usual_formats_are_read(format: str) -> None:
-    (row,) = service("image").images([picture(format=format)])
-    assert row.inputs["pixel_values"].shape == (3, 8, 8)
 
 
 def test_texts_that_are_too_long_or_empty_are_refused() -> None:
