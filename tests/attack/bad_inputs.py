@@ -16,7 +16,7 @@ from torch import Tensor
 import hydra_ensembles as he
 
 from .counting import Row, count
-from .expected import Deed, cases_of, check_of, drawn
+from .expected import Deed, cases_of, check_of, drawn, must_refuse_of
 from .small import LONGEST, SIZE, TOKENS, VOCABULARY, hydra, model, samples
 
 CASES = 2000
@@ -341,4 +341,4 @@ def text_tables() -> tuple[dict[str, Value], dict[str, Value]]:
 
 MISSING = object()  # an entry that is left out
 LOWEST = torch.finfo(torch.float32).min
-all_cases, check = partial(cases_of, deeds), partial(check_of, deeds)
+all_cases, check, must_refuse = partial(cases_of, deeds), partial(check_of, deeds), partial(must_refuse_of, deeds)

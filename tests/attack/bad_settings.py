@@ -49,10 +49,14 @@ def check(case: Case) -> str:
     name, value = case
     call, takes, _ = settings()[name]
     made = VALUES[value]()
-    expected = takes(made)
-    if expected is False:
+    if must_refuse(case):
         return outcome(Deed(lambda: call(made)))
-    return outcome(Deed(lambda: (call(made), True)[1], lambda: True, may_refuse=expected is None))
+    return outcome(Deed(lambda: (call(made), True)[1], lambda: True, may_refuse=takes(made) is None))
+
+
+def must_refuse(case: Case) -> bool:
+    """Whether a value is none of a setting's."""
+    return settings()[case[0]][1](VALUES[case[1]]()) is False
 
 
 # --- the settings ----------------------------------------------------------------------------------------------

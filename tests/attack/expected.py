@@ -65,6 +65,12 @@ def check_of(deeds: Deeds, case: Case) -> str:
     return outcome(deeds(kind)[deed[0], deed[1]]())
 
 
+def must_refuse_of(deeds: Deeds, case: Case) -> bool:
+    """Whether one of them has no right answer."""
+    kind, *deed = case
+    return deeds(kind)[deed[0], deed[1]]().reference is None
+
+
 def alike(one: Any, other: Any) -> bool:
     """Whether two answers are the same, up to the rounding of their type."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):

@@ -10,7 +10,6 @@ from attack import altered_models, bad_commands, bad_data, bad_inputs, bad_setti
 from attack.counting import Row, count, outcome_of
 from attack.expected import Deed, drawn, outcome
 
-TABLES = {bad_inputs: 100, bad_settings: 300, bad_data: 12}  # cases of each that are tried every day
 DISTURBED = {  # in a process of its own, since it forks
     "kills": ("save", 0.6, 0.3),
     "writers": ("evaluate", "writer", 0.5),
@@ -40,14 +39,26 @@ def test_a_deed_that_must_be_refused_must_not_be_answered_nor_the_other_way_roun
         outcome(Deed(lambda: refusing(-1)))
 
 
-@pytest.mark.parametrize("part", TABLES, ids=lambda part: part.__name__)
-def test_whatever_is_given_is_refused_or_answered_rightly(part: Any) -> None:
+def tried(part: Any, cases: list[Any]) -> Row:
+    """Cases of a table, in this process, none of which may fail."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = [(case, *outcome_of(part.check, case)) for case in drawn(part.all_cases(), TABLES[part], seed=3)]
-    row = Row.of(part.__name__, found)
+        row = Row.of(part.__name__, [(case, *outcome_of(part.check, case)) for case in cases])
     assert not row.failures, row.examples
+    return row
+
+
+def test_sets_of_batches_are_refused_or_read_rightly() -> None:
+    row = tried(bad_data, drawn(bad_data.all_cases(), 12, seed=3))
     assert row.refused > row.cases // 3
+
+
+@pytest.mark.parametrize(("part", "least"), [(bad_inputs, 700), (bad_settings, 9000)])
+def test_all_that_must_be_refused_is_and_some_of_the_rest_is_answered_rightly(part: Any, least: int) -> None:
+    """Every wrong value of every input and setting, so that tests of functions need not say it again."""
+    must = [case for case in part.all_cases() if part.must_refuse(case)]
+    assert tried(part, must).refused == len(must) > least
+    tried(part, drawn(sorted(set(part.all_cases()) - set(must)), 30, seed=3))
 
 
 @pytest.mark.slow

@@ -68,14 +68,11 @@ def test_a_head_without_which_logits_are_not_finite(method: str) -> None:
     ("options", "token"),
     [
         ({"budget": 13}, "budget.*13"),
-        ({"max_accuracy_loss": 1.01}, "max_accuracy_loss"),
         ({"layers": [0, 3]}, "layers"),
         *(({"removed": heads}, "head") for heads in ([(0, 9)], [(0, 1), (0, 1)], [(0, 1, "text")])),
         ({"budget": 4, "layers": [1], "removed": [(1, 2), (0, 0)]}, "budget.*3"),
         ({"dtype": torch.int32}, "dtype"),
-        ({"max_memory": 0}, "max_memory"),
         ({"device": "cuda:99"}, "device"),
-        ({"class_names": ["a", "b", "c", "d"]}, "class_names"),
     ],
     ids=str,
 )

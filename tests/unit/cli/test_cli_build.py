@@ -168,11 +168,8 @@ def test_a_folder_with_data_or_other_things_is_left_alone(world, tmp_path, outpu
     [
         (["--id", "", "--strategy", "random"], "no data ''"),
         (["--id", "{world}/val.csv"], "the model reads images"),
-        (["--strategy", "circuit"], "ood"),
         (["--recipe", "sst2"], "train"),
         (["--ood", "{world}/test/../val"], "names the same data as id"),
-        (["--prune", "40"], "there are 12 heads"),
-        (["--members", "0"], "members must be"),
     ],
 )
 def test_impossible_settings(world, tmp_path, flags, says):

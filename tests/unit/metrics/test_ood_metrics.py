@@ -8,7 +8,7 @@ import torch
 from cases import random_probs, random_scores, updated
 from sklearn import metrics as sklearn_metrics
 
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.metrics import aupr, aurc, auroc, discordance, fpr95, risk_at_coverage, risk_coverage, roc_curve
 
 T = torch.tensor
@@ -189,10 +189,3 @@ def test_bad_scores_and_errors_are_refused(scores, errors, token):
     for metric in (risk_coverage, aurc, risk_at_coverage):
         with pytest.raises(DataError, match=token):
             metric(scores, errors)
-
-
-def test_settings_of_another_kind_are_refused():
-    with pytest.raises(ConfigError, match=r"0\.13"):
-        auroc(T([1.0]), T([1.0]), "0.13")
-    with pytest.raises(ConfigError, match="coverage"):
-        risk_at_coverage(T([0.1]), T([True]), 1.5)

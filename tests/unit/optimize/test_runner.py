@@ -235,10 +235,7 @@ def test_memory_counts_what_plans_share_once() -> None:
 @pytest.mark.parametrize(
     ("options", "token"),
     [
-        ({"plans": ()}, "plans"),
-        ({"plans": ("fast",)}, "fast"),
         ({"dtype": torch.int8}, "floating"),
-        ({"compiled_shapes": 0}, "compiled_shapes"),
         ({"graphs": True}, "CUDA"),
     ],
 )

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from training_cases import LAYERS, batches, moved, own_batches, same, samples, shuffled, tiny, tiny_text
 
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.model.config import GROUPS, CosineConfig, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.states import place_of
@@ -150,15 +150,14 @@ def test_text_trains_with_masks_in_a_mapping():
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "token"),
+    ("changes", "token"),
     [
-        ({"data": iter(batches())}, DataError, "only once"),
-        ({"validation": []}, DataError, "validation"),
-        ({"checkpoint_every": 0}, ConfigError, "checkpoint_every"),
+        ({"data": iter(batches())}, "only once"),
+        ({"validation": []}, "validation"),
     ],
 )
-def test_bad_requests_are_refused(changes, error, token):
-    with pytest.raises(error, match=token):
+def test_bad_requests_are_refused(changes, token):
+    with pytest.raises(DataError, match=token):
         train(**{"member": tiny(), **changes})
 
 
