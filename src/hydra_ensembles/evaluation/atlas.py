@@ -377,10 +377,7 @@ def assembled(
         Quality(
             accuracy=mean(right[row]),
             log_likelihood=mean(swept.likelihood[row]),
-            auroc={
-                one.name: auroc(swept.score[row], theirs.score[row])
-                for one, theirs in zip(outside, foreign, strict=True)
-            },
+            auroc={name: auroc(swept.score[row], theirs.score[row]) for name, theirs in foreign.items()},
         )
         for row in range(len(right))
     )
