@@ -1,7 +1,7 @@
 """Plain mistakes in every argument of public functions: an error of ours, or an answer, never a raw exception.
 
-Here are functions that the tables of `attack/` lack, of which a draw runs with the suite. Each has a call that works,
-and each of its arguments is replaced in turn by every value of a common list, whatever its annotation says.
+Here are functions that the tables of `attack/` lack. Each has a call that works, and each of its arguments is replaced
+in turn by every value of its lists, whatever the annotation says.
 """
 
 import inspect
@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import hydra_ensembles as he
+from attack import values
+from attack.bad_data import data_table
 from hydra_ensembles import metrics
 from hydra_ensembles.data.dataset import ImageDataset, split, subset
 from hydra_ensembles.data.loading import load
@@ -34,71 +36,23 @@ class Unreadable:
 
 PLAIN = int | float | str | tuple | None  # kinds of defaults that are values
 X, Y = cases.samples(6, seed=9)
-VALUES: dict[str, Callable[[], Any]] = {  # made anew for every call: generators are used up
-    "None": lambda: None,
+VALUES = values.VALUES | {
     "object": Unreadable,
-    "True": lambda: True,
-    "0": lambda: 0,
-    "-1": lambda: -1,
-    "1.5": lambda: 1.5,
-    "NaN": lambda: float("nan"),
-    "1j": lambda: 1j,
-    "text": lambda: "nonsense",
-    "half a character": lambda: "\ud800",
-    "null character": lambda: "a\0b",
-    "bytes": lambda: b"abc",
     "folder": lambda: Path("folder"),
     "file": lambda: Path("file"),
     "under a file": lambda: Path("file/within"),
-    "empty list": list,
-    "empty dict": dict,
-    "list of None": lambda: [None],
-    "list of text": lambda: ["a", "b"],
-    "list of lists": lambda: [[0, 0], [0]],
     "dict of None": lambda: {"near": None},
     "dict of dict": lambda: {"near": {"x": None}},
     "wrong keys": lambda: {"pixels": X, "label": Y},
-    "set": lambda: {1, 2},
     "type": lambda: int,
     "function": lambda: lambda *_: None,
-    "array": lambda: np.zeros((2, 3)),
-    "object array": lambda: np.array([object()], dtype=object),
-    "scalar tensor": lambda: torch.tensor(1.0),
     "empty tensor": lambda: torch.empty(0),
-    "complex tensor": lambda: torch.zeros(2, 3, dtype=torch.complex64),
-    "NaN tensor": lambda: torch.full((2, 3), float("nan")),
     "device": lambda: torch.device("meta"),
     "dtype": lambda: torch.int8,
     "module": lambda: torch.nn.Linear(2, 2),
     "used generator": lambda: iter(()),
 }
-BATCHES: dict[str, Callable[[], Any]] = {  # what may go wrong within batches
-    "inputs alone": lambda: [(X,), X],
-    "no samples": lambda: [(X[:0], Y[:0])],
-    "no samples after some": lambda: [(X, Y), (X[:0], Y[:0])],
-    "one sample": lambda: [(X[:1], Y[:1])],
-    "one class": lambda: [(X, torch.zeros_like(Y))],
-    "complex labels": lambda: [(X, Y.to(torch.complex64))],
-    "complex list": lambda: [(X, [1j] * 6)],
-    "bool labels": lambda: [(X, Y > 0)],
-    "float labels": lambda: [(X, Y.float())],
-    "labels too large": lambda: [(X, Y + 100)],
-    "negative labels": lambda: [(X, Y - 100)],
-    "labels of other length": lambda: [(X, Y[:3])],
-    "labels in a column": lambda: [(X, Y[:, None])],
-    "labels as text": lambda: [(X, "abcdef")],
-    "labels as objects": lambda: [(X, [object()] * 6)],
-    "labels nested unevenly": lambda: [(X, [[1], [1, 2]])],
-    "labels beyond 64 bits": lambda: [(X, [10**30] * 6)],
-    "label is a number": lambda: [(X, 3)],
-    "NaN inputs": lambda: [(X * float("nan"), Y)],
-    "three parts": lambda: [(X, Y, Y)],
-    "a dict without inputs": lambda: [{"labels": Y}],
-    "a scalar as inputs": lambda: [(torch.tensor(1.0), Y)],
-    "scalars in a dict": lambda: [{"pixel_values": torch.tensor(1.0), "labels": Y}],
-    "arrays": lambda: [(X.numpy(), Y.numpy())],
-    "a generator": lambda: ((X, Y) for _ in range(3)),
-}
+BATCHES = {name: make for name, (expected, make) in data_table("image").items() if expected != "theirs"}
 DATA = {"train", "pairs", "batches", "id_batches", "id_data"}
 
 
