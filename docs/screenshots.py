@@ -18,7 +18,7 @@ from hydra_ensembles.serve import ServeSettings, make_app
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from chromium import Tab, find_chromium  # noqa: E402
+from chromium import Tab, open_tab  # noqa: E402
 from serving import listening  # noqa: E402
 
 ANSWERED = '!document.getElementById("result").hidden && document.getElementById("out").ariaBusy === "false"'
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--demo", type=Path, default=Path("hydra-demo"), help="folder of the demo")
     options = parser.parse_args()
     images = ROOT / "docs" / "images"
-    with find_chromium().tab() as tab:
+    with open_tab() as tab:
         page(tab, options.demo / "model", images / "serve.png")
         report(tab, options.demo / "report.html", images / "report.png")
     for name in ("serve.png", "report.png"):

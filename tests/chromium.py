@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,38 +24,35 @@ _FLAGS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Chromium:
-    """The browser."""
-
-    binary: str
-
-    @contextmanager
-    def tab(self) -> Iterator["Tab"]:
-        """An empty tab of a browser that runs as long as the block."""
-        (theirs, ours), (back, forth) = os.pipe(), os.pipe()
-        # its helpers outlive the browser for an instant, and may write to the folder while it is removed
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-            # the browser reads from 3 and writes to 4, which a process cannot choose for its child but by another one
-            free = f"[fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in ({theirs}, {forth})]"  # neither 3 nor 4
-            moved = f"import fcntl, os, sys; a, b = {free}; os.dup2(a, 3); os.dup2(b, 4);"
-            shell = [sys.executable, "-c", f"{moved} os.execvp(sys.argv[1], sys.argv[1:])", self.binary]
-            flags = [*_FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
-            process = subprocess.Popen(
-                [*shell, *flags],
-                pass_fds=(theirs, forth),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "LC_ALL": "C.UTF-8"},  # in others it could not open files of every name
-            )
-            os.close(theirs)
-            os.close(forth)
-            try:
-                with os.fdopen(ours, "wb", buffering=0) as commands, os.fdopen(back, "rb") as events:
-                    yield Tab(commands, events)
-            finally:
-                process.kill()
-                process.wait()
+@contextmanager
+def open_tab() -> Iterator["Tab"]:
+    """An empty tab of the installed Chromium, which runs as long as the block; or a skip."""
+    binary = next((path for name in _NAMES if (path := shutil.which(name))), None)
+    if binary is None:
+        pytest.skip(f"no Chromium is installed (looked for {', '.join(_NAMES)})")
+    (theirs, ours), (back, forth) = os.pipe(), os.pipe()
+    # its helpers outlive the browser for an instant, and may write to the folder while it is removed
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        # the browser reads from 3 and writes to 4, which a process cannot choose for its child but by another one
+        free = f"[fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in ({theirs}, {forth})]"  # neither 3 nor 4
+        moved = f"import fcntl, os, sys; a, b = {free}; os.dup2(a, 3); os.dup2(b, 4);"
+        shell = [sys.executable, "-c", f"{moved} os.execvp(sys.argv[1], sys.argv[1:])", binary]
+        flags = [*_FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
+        process = subprocess.Popen(
+            [*shell, *flags],
+            pass_fds=(theirs, forth),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "LC_ALL": "C.UTF-8"},  # in others it could not open files of every name
+        )
+        os.close(theirs)
+        os.close(forth)
+        try:
+            with os.fdopen(ours, "wb", buffering=0) as commands, os.fdopen(back, "rb") as events:
+                yield Tab(commands, events)
+        finally:
+            process.kill()
+            process.wait()
 
 
 class Tab:
@@ -156,11 +152,3 @@ class Tab:
         """A picture of the page, with what lies below the window."""
         content = self.send("Page.captureScreenshot", captureBeyondViewport=full)["data"]
         target.write_bytes(base64.b64decode(content))
-
-
-def find_chromium() -> Chromium:
-    """The installed Chromium, or a skip."""
-    binary = next((path for name in _NAMES if (path := shutil.which(name))), None)
-    if binary is None:
-        pytest.skip(f"no Chromium is installed (looked for {', '.join(_NAMES)})")
-    return Chromium(binary)

@@ -12,6 +12,7 @@ from hydra_ensembles.evaluation.running import image_uri
 from hydra_ensembles.model.config import KeptHeads
 from hydra_ensembles.model.cost import Cost
 from hydra_ensembles.model.metadata import Calibration
+from hydra_ensembles.report.compare import Cell, Comparison
 
 CLASSES, LAYERS, HEADS = 4, 3, 5
 CLASS_NAMES = ("ant", "bee", "cat", "dog & <b>fox</b>")
@@ -92,3 +93,9 @@ def costs() -> list[Cost]:
         Cost(name, parameters, 10**9, 5 * ratio, 4.9 * ratio, 5.2 * ratio, ratio, 2**20 * 30, 4, "NVIDIA H200", 20)
         for name, (parameters, ratio) in rows.items()
     ]
+
+
+def cells(comparison: Comparison, name: str) -> dict[str, Cell]:
+    """Of the row of one method, by column."""
+    row = next(row for row in comparison.rows if row.name == name)
+    return {column.key: cell for column, cell in zip(comparison.columns, row.cells, strict=True)}

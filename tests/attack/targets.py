@@ -27,6 +27,7 @@ from hydra_ensembles.report.compare import to_markdown
 from hydra_ensembles.schema import to_plain
 from random_ensembles import random_batches, random_ensemble
 from sample_evaluations import evaluation, gallery
+from unit.training.training_cases import Stopping
 from zero_shot_models import word_tokenizer
 
 from .expected import digest
@@ -196,23 +197,6 @@ def _answer_journal(folder: Path) -> str:
     return digest(to_plain(found.heads), found.scores, about)  # not the work that was done, which a new start repeats
 
 
-class _Stopping:
-    """Batches that end the run before the given one is read, counted over everything; -1 never does."""
-
-    def __init__(self, batches: list[Any], fatal: int) -> None:
-        self.batches, self.left = batches, fatal
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches:
-            if self.left == 0:
-                raise KeyboardInterrupt
-            self.left -= 1
-            yield batch
-
-
 def _recipe(save: int) -> he.Recipe:
     groups = ("attention", "norms", "readout")
     return he.Recipe(optimizer="adamw", learning_rate=0.01, steps=6, evaluate_every=2, train_groups=groups, seed=save)
@@ -220,7 +204,7 @@ def _recipe(save: int) -> he.Recipe:
 
 def _finetuned(folder: Path, save: int = 0, stop: int = -1) -> he.Ensemble:
     known = _problem()
-    train = _Stopping(known["train"], stop)
+    train = Stopping(known["train"], stop)
     options = {"output": folder, "progress": False, "checkpoint_every": 1}
     return he.finetune(known["model"], train, _recipe(save), known["held"], **options)
 
@@ -230,7 +214,7 @@ def _built(training: str, folder: Path, save: int = 0, stop: int = -1) -> he.Ens
     how: dict[str, Any] = {"strategy": "circuit" if training == "apart" else "random", "training": training}
     how |= {"ties": "order"}  # under which the circuits of so small a model differ
     config = he.HydraConfig(members=2, prune=3, recipe=_recipe(save), shared_layers=1, seed=3, **how)
-    train = _Stopping(known["train"], stop)
+    train = Stopping(known["train"], stop)
     data = {"train": train, "id": known["id"], "ood": known["ood"], "validation": known["held"]}
     return he.build(known["model"], config, **data, output=folder, progress=False)
 

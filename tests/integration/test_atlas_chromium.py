@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hydra_ensembles as he
-from chromium import Tab, find_chromium
+from chromium import Tab, open_tab
 from hydra_ensembles.model.config import Sharing
 from random_ensembles import random_batches, random_ensemble
 
@@ -23,7 +23,7 @@ COLOURS = "[...document.querySelectorAll('.map a')].map((one) => getComputedStyl
 
 @pytest.fixture(scope="module")
 def tab() -> Iterator[Tab]:
-    with find_chromium().tab() as found:
+    with open_tab() as found:
         yield found
 
 

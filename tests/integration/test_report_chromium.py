@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from chromium import Tab, find_chromium
+from chromium import Tab, open_tab
 from hydra_ensembles.report.html import write_report
 from sample_evaluations import costs, methods
 
@@ -29,7 +29,7 @@ DRAWN = """(async () => {
 
 @pytest.fixture(scope="module")
 def tab() -> Iterator[Tab]:
-    with find_chromium().tab() as found:
+    with open_tab() as found:
         yield found
 
 

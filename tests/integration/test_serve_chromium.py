@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hydra_ensembles as he
-from chromium import Tab, find_chromium
+from chromium import Tab, open_tab
 from hydra_ensembles.serve.app import make_app
 from served_models import inputs_for, served
 from serving import listening, opened, picture, settings
@@ -22,7 +22,7 @@ ANSWERED = '!document.getElementById("result").hidden && document.getElementById
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Tab]:
-    with find_chromium().tab() as tab:
+    with open_tab() as tab:
         yield tab
 
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoint_models import same_state
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.training.loop import Learner
 from hydra_ensembles.training.recipe import Recipe
+from processes import count_calls
 from random_ensembles import random_batches, random_ensemble
 
 QUICK = Recipe(optimizer="sgd", learning_rate=0.02, steps=4, schedule="constant", dropout=0.1)
@@ -31,8 +33,7 @@ def weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def assert_same(one: Ensemble, other: Ensemble) -> None:
     assert one.config == other.config
-    for name, tensor in other.state_dict().items():
-        assert torch.equal(one.state_dict()[name], tensor), name
+    assert same_state(one, other)
 
 
 def assert_an_ensemble(found: Ensemble, source: Ensemble, folder: Path) -> None:
@@ -50,29 +51,14 @@ def assert_an_ensemble(found: Ensemble, source: Ensemble, folder: Path) -> None:
 
 def assert_resumes(make: Callable[..., Ensemble], folder: Path, monkeypatch: pytest.MonkeyPatch, stop: int = 3) -> None:
     """A run that is interrupted at update number `stop` goes on from its checkpoint, and ends with the same bits."""
-    whole, update, made = make(), Learner.update, []
-
-    def interrupted(self: Learner[Any], *given: Any) -> float:
-        if len(made) == stop:
-            raise KeyboardInterrupt
-        made.append(1)
-        return update(self, *given)
-
+    whole, made = make(), list[int]()
     with monkeypatch.context() as patch:
-        patch.setattr(Learner, "update", interrupted)
+        count_calls(patch, Learner, "update", lambda: made.append(1), lambda: len(made) == stop + 1)
         with pytest.raises(KeyboardInterrupt):
             make(output=folder, checkpoint_every=1)
-    before = len(made)
-    assert before == stop
-
-    def counted(self: Learner[Any], *given: Any) -> float:
-        made.append(1)
-        return update(self, *given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Learner, "update", counted)
-        again = make(output=folder, checkpoint_every=1)
-        rest = len(made) - before
-        make(output=folder, checkpoint_every=1)  # finished: nothing is trained any more
-    assert len(made) - before == rest
-    assert_same(again, whole)
+    made.clear()
+    count_calls(monkeypatch, Learner, "update", lambda: made.append(1))
+    assert_same(make(output=folder, checkpoint_every=1), whole)
+    rest = len(made)
+    make(output=folder, checkpoint_every=1)  # finished: nothing is trained any more
+    assert len(made) == rest

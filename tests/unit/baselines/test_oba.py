@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import hydra_ensembles as he
 from hydra_ensembles.baselines.oba import OBA, curvature, importances, kept, oba, removable
 from hydra_ensembles.errors import ConfigError, DataError
-from processes import launch
+from processes import count_calls, launch
 from random_ensembles import ALL_SHAPES
 
 SMALL = OBA(keep=0.8, steps=3, batches=2)
@@ -147,16 +147,9 @@ def test_norms_tokens_embeddings_and_classifier_are_never_removed():
 def test_a_stopped_pruning_goes_on(tmp_path, monkeypatch):
     model, calls = single(), []
     module = sys.modules[oba.__module__]  # the package has a function of this name
-
-    def counted(*given):
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        calls.append(1)
-        return curvature(*given)
-
     whole = train(model, recipe=None)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "curvature", counted)
+        count_calls(patch, module, "curvature", lambda: calls.append(1), lambda: len(calls) == 3)
         with pytest.raises(KeyboardInterrupt):
             train(model, recipe=None, output=tmp_path)
         calls[:] = [1]  # one step is left

@@ -29,7 +29,7 @@ def text_model(seed: int = 0) -> he.Ensemble:
     return noisy(config, seed, metadata=metadata)
 
 
-def samples(count: int, seed: int, shift: float = 0.0) -> tuple[Tensor, Tensor]:
+def samples(count: int = 48, seed: int = 1, shift: float = 0.0) -> tuple[Tensor, Tensor]:
     """Images whose class is the brightest channel; `shift` moves them all away."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)

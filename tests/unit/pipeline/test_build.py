@@ -8,15 +8,17 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from build_cases import HEADS, LAYERS, batches, image_model, recipe, same, samples, sets, text_model, text_sets
+from hypothesis import given
+from hypothesis import strategies as st
 
 import hydra_ensembles as he
 from architectures import VISION_CASES
 from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, SameMembersError
 from hydra_ensembles.model.metadata import Calibration
-from hydra_ensembles.pipeline import chain
-from hydra_ensembles.pipeline import material as given
+from hydra_ensembles.pipeline import chain, material
 from hydra_ensembles.pipeline.settings import Strategy
+from hydra_ensembles.schema import from_plain, to_plain
 
 # One head of each layer for Taylor; on a model this small, the slowest way to find circuits is the quickest.
 QUICK: dict[str, Any] = {"prune": LAYERS, "shared_layers": 0, "calibration_batches": 1, "method": "naive"}
@@ -198,7 +200,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[HydraError], str]] = {
 def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, data, error, message = BAD[case]
 
-    for module, name in ((chain, "extract_circuit"), (chain, "taylor"), (given, "prune"), (chain, "finetune")):
+    for module, name in ((chain, "extract_circuit"), (chain, "taylor"), (material, "prune"), (chain, "finetune")):
         monkeypatch.setattr(module, name, Mock(side_effect=AssertionError("work has begun")))
     with pytest.raises(error, match=message):
         he.build(image_model(), config(**settings), output=tmp_path, **sets(**data))
@@ -215,6 +217,33 @@ def test_settings_are_a_config_on_a_device_for_the_classes_of_the_model() -> Non
     ):
         with pytest.raises(ConfigError, match=token):
             he.build(image_model(), given_, **options)
+
+
+def test_a_recipe_for_the_stem_needs_stems_that_may_differ() -> None:
+    whole = recipe(train_groups=("stem", "attention", "mlp", "norms", "readout"))
+    he.HydraConfig(prune=4, recipe=whole, stem="separate")
+    he.HydraConfig(prune=4, recipe=whole, members=1)
+    he.HydraConfig(prune=4, recipe=whole, shared_layers=1)  # freezes the stem too
+    he.HydraConfig(prune=4, recipe=recipe(train_groups=whole.train_groups, last_blocks=2))
+    for preset in ("imagenet", "cifar100-last5", "cifar100-classifier", "sst2"):  # those of the paper fit
+        config = he.HydraConfig(prune=4, recipe=he.Recipe.preset(preset))
+        assert from_plain(he.HydraConfig, json.loads(json.dumps(to_plain(config))), complete=True) == config
+
+
+@pytest.mark.parametrize("changes", [{"augment": True}, {"rand_augment": he.data.RandAugment()}])
+def test_a_recipe_that_changes_images_is_not_for_texts(changes: Any) -> None:
+    config = he.HydraConfig(prune=4, shared_layers=0, strategy="random", recipe=recipe(**changes))
+    with pytest.raises(ConfigError, match="reads texts"):
+        he.build(text_model(), config, **text_sets())
+
+
+@given(prune=st.integers(1, 200), heads=st.integers(2, 400))
+def test_the_usual_pool_has_the_ratio_of_the_paper(prune: int, heads: int) -> None:
+    pool = he.HydraConfig(prune=prune, strategy="sampled").pool_size(heads)
+    assert pool <= heads
+    if pool < heads:
+        assert pool > prune
+        assert abs(pool - prune * 100 / 48) <= 1.0
 
 
 def right(model: he.Ensemble, count: int) -> list[Any]:

@@ -10,7 +10,7 @@ from hydra_ensembles.evaluation import Evaluation
 from hydra_ensembles.report import COLUMNS, compare, set_columns
 from hydra_ensembles.report.columns import columns_for
 from random_ensembles import noisy, small
-from sample_evaluations import evaluation
+from sample_evaluations import cells, evaluation
 
 
 def image_batches(sizes, seed=0, scale=1.0):
@@ -37,11 +37,6 @@ def found(known) -> Evaluation:
 @pytest.fixture(scope="module")
 def plain() -> Evaluation:
     return he.evaluate(noisy(small()), DATA, OOD, name="Plain", progress=False)
-
-
-def cells(comparison, name):
-    row = next(row for row in comparison.rows if row.name == name)
-    return {column.key: cell for column, cell in zip(comparison.columns, row.cells, strict=True)}
 
 
 def test_what_is_fitted_and_what_is_declined_is_shown_unasked(known, found, plain):

@@ -27,17 +27,12 @@ from hydra_ensembles.report.compare import (
     to_markdown,
     to_rich,
 )
-from sample_evaluations import costs, evaluation, methods
+from sample_evaluations import cells, costs, evaluation, methods
 
 
 @pytest.fixture(scope="module")
 def comparison():
     return compare(methods(), costs())
-
-
-def cells(comparison, name):
-    row = next(row for row in comparison.rows if row.name == name)
-    return {column.key: cell for column, cell in zip(comparison.columns, row.cells, strict=True)}
 
 
 def test_numbers_are_written_as_the_paper_writes_them(comparison):

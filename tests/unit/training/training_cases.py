@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import hydra_ensembles as he
 from hydra_ensembles.data.batching import BatchLoader
@@ -13,9 +13,10 @@ from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
 from random_ensembles import noisy, small
+from unit.pipeline import build_cases
+from unit.pipeline.build_cases import samples as samples
 from zero_shot_models import word_tokenizer
 
-CLASSES = 3
 LAYERS = 2
 NAMES = ("cat", "dog", "red bus", "green tree", "house", "boat")
 TEXT_WIDTH, IMAGE_WIDTH = 16, 24
@@ -33,22 +34,12 @@ def tiny_text(seed: int = 0) -> Ensemble:
     return noisy(small("text", 2, readout={"hidden": "tanh", "norm": "none"}, norm_first=False), seed, noise=0.0)
 
 
-def samples(count: int = 48, seed: int = 1, noise: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Images whose class is the brightest channel."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(CLASSES, (count,), generator=generator)
-    images = torch.randn(count, 3, 8, 8, generator=generator) * noise
-    images[torch.arange(count), labels] += 1.0
-    return images, labels
-
-
 def batches(count: int = 48, size: int = 8, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
-    images, labels = samples(count, seed)
-    return list(zip(images.split(size), labels.split(size), strict=True))
+    return build_cases.batches(count, size, seed)
 
 
 def shuffled(count: int = 48, size: int = 8, seed: int = 1) -> DataLoader[tuple[Tensor, ...]]:
-    return DataLoader(TensorDataset(*samples(count, seed)), batch_size=size, shuffle=True)
+    return build_cases.shuffled(count, size, seed)
 
 
 def own_batches(count: int = 48, size: int = 8, seed: int = 1) -> BatchLoader:
