@@ -4,6 +4,9 @@ import copy
 import dataclasses
 import pickle
 import warnings
+from collections.abc import Callable
+from functools import partial
+from operator import delitem, setitem
 from pathlib import Path
 from typing import Any
 
@@ -197,40 +200,18 @@ def test_weights_that_were_measured_stay_calibrated(target: Any, assign: bool) -
         made.load_state_dict(measured(1).state_dict())
 
 
-def stepped(one: he.Ensemble) -> None:
-    torch.optim.AdamW(one.parameters(), 1e-3).zero_grad()
-    one(torch.randn(2, 3, 8, 8)).sum().backward()
-    torch.optim.AdamW(one.parameters(), 1e-3).step()
-
-
+@torch.no_grad()
 def scaled(one: he.Ensemble) -> None:
-    with torch.no_grad():
-        one.encoder.layers[0].mlp.up.weight.mul_(2.0)
-
-
-def replaced(one: he.Ensemble) -> None:
-    one.readout.classifier.weight = torch.nn.Parameter(torch.zeros(1, 3, 8))  # type: ignore[union-attr]
-
-
-def layer_repeated(one: he.Ensemble) -> None:
-    one.encoder.layers[1] = one.encoder.layers[0]
-
-
-def layers_swapped(one: he.Ensemble) -> None:
-    first, second = one.encoder.layers
-    one.encoder.layers = torch.nn.ModuleList([second, first])
-
-
-def layer_cut(one: he.Ensemble) -> None:
-    del one.encoder.layers[1]
-
-
-def scaled_sibling(one: he.Ensemble) -> None:
-    scaled(one.with_metadata(labels=("a", "b", "c")))
+    one.encoder.layers[0].mlp.up.weight.mul_(2.0)
 
 
 def through_data(one: he.Ensemble) -> None:
     one.readout.classifier.weight.data.mul_(2.0)  # type: ignore[union-attr]
+
+
+def stepped(kind: Any, one: he.Ensemble) -> None:
+    one(torch.randn(2, 3, 8, 8)).sum().backward()
+    kind(one.parameters(), lr=0.1).step()
 
 
 def rows_swapped(one: he.Ensemble) -> None:
@@ -238,62 +219,57 @@ def rows_swapped(one: he.Ensemble) -> None:
     weight.data = weight.data.flip(1)
 
 
-def fused_step(one: he.Ensemble) -> None:
-    one(torch.randn(2, 3, 8, 8)).sum().backward()
-    torch.optim.SGD(one.parameters(), 0.1, fused=True).step()
+EDITS: dict[str, Callable[[Any], object]] = {
+    "a step": partial(stepped, torch.optim.AdamW),
+    "in place": scaled,
+    "replaced": lambda one: setattr(one.readout.classifier, "weight", torch.nn.Parameter(torch.zeros(1, 3, 8))),
+    "a layer repeated": lambda one: setitem(one.encoder.layers, 1, one.encoder.layers[0]),
+    "layers swapped": lambda one: setattr(one.encoder, "layers", torch.nn.ModuleList(reversed(one.encoder.layers))),
+    "a layer cut": lambda one: delitem(one.encoder.layers, 1),
+    "of a sibling": lambda one: scaled(one.with_metadata(labels=("a", "b", "c"))),
+}
+UNCOUNTED: dict[str, Callable[[Any], object]] = {  # seen where all weights are read
+    "through data": through_data,
+    "rows swapped": rows_swapped,
+    "a fused step": partial(stepped, partial(torch.optim.SGD, fused=True)),
+}
+READING: dict[str, Callable[[Any, Path], object]] = {
+    "save": lambda one, folder: one.save_pretrained(folder),
+    "evaluate": lambda one, _: evaluated(one),
+    "deepcopy": lambda one, _: copy.deepcopy(one),
+    "optimize": lambda one, _: one.optimize(),
+    "with_metadata": lambda one, _: one.with_metadata(labels=("a", "b", "c")),
+    "member": lambda one, _: one.member(0),
+    "prune": lambda one, _: he.prune(one, []),
+    "double": lambda one, _: one.double(),
+    "load_state_dict": lambda one, _: one.load_state_dict(one.state_dict()),
+}
+USES = READING | {"predict": lambda one, _: one.predict(torch.randn(2, 3, 8, 8)), "mask": lambda one, _: masked(one)}
 
 
-def predicted(one: he.Ensemble, _: Path) -> None:
-    one.predict(torch.randn(2, 3, 8, 8))
-
-
-def saved(one: he.Ensemble, folder: Path) -> None:
-    one.save_pretrained(folder)
-
-
-def evaluated(one: he.Ensemble, _: Path) -> None:
+def evaluated(one: he.Ensemble) -> None:
     he.evaluate(one, [(torch.randn(3, 3, 8, 8), torch.arange(3))], progress=False)
 
 
-def masked(one: he.Ensemble, _: Path) -> None:
+def masked(one: he.Ensemble) -> None:
     with he.masked(one, [(0, 0)]):
         pass
 
 
 @pytest.mark.parametrize(
-    ("edit", "used"),
+    ("edit", "use"),
     [
-        (stepped, predicted),
-        (scaled, predicted),
-        (replaced, predicted),
-        (layer_repeated, predicted),
-        (layers_swapped, predicted),
-        (layer_cut, predicted),
-        (scaled_sibling, predicted),
-        (scaled, saved),
-        (scaled, evaluated),
-        (scaled, masked),
-        (scaled, lambda one, _: copy.deepcopy(one)),
-        (scaled, lambda one, _: one.optimize()),
-        # edits that nobody counts are seen where all weights are read
-        (through_data, saved),
-        (rows_swapped, saved),
-        (fused_step, saved),
-        (through_data, evaluated),
-        (through_data, lambda one, _: copy.deepcopy(one)),
-        (through_data, lambda one, _: one.optimize()),
-        (through_data, lambda one, _: one.with_metadata(labels=("a", "b", "c"))),
-        (through_data, lambda one, _: one.member(0)),
-        (through_data, lambda one, _: he.prune(one, [])),
-        (through_data, lambda one, _: one.double()),
-        (through_data, lambda one, _: one.load_state_dict(one.state_dict())),
+        *((edit, "predict") for edit in EDITS),
+        *(("in place", use) for use in ("save", "evaluate", "mask", "deepcopy", "optimize")),
+        *((edit, "save") for edit in UNCOUNTED),
+        *(("through data", use) for use in READING if use != "save"),
     ],
 )
-def test_weights_that_were_edited_are_not_calibrated(edit: Any, used: Any, tmp_path: Path) -> None:
+def test_weights_that_were_edited_are_not_calibrated(edit: str, use: str, tmp_path: Path) -> None:
     ours = measured()
-    edit(ours)
+    (EDITS | UNCOUNTED)[edit](ours)
     with pytest.warns(he.HydraWarning, match="edited"):
-        used(ours, tmp_path / "a")
+        USES[use](ours, tmp_path / "a")
     assert ours.metadata.calibration is None
 
 
@@ -325,12 +301,12 @@ def test_what_leaves_the_weights_alone_leaves_the_calibration(same: Any, tmp_pat
         assert ours.predict(torch.randn(1, 3, 8, 8)).threshold == 0.5
     made = same(ours)
     with he.masked(made, [(0, 0)]):
-        evaluated(made, tmp_path)
-    saved(made, tmp_path / "a")
+        evaluated(made)
+    made.save_pretrained(tmp_path / "a")
     assert made.metadata.calibration == Calibration((2.0,), 0.5)
     through_data(made)
     with pytest.warns(he.HydraWarning, match="edited"):
-        saved(made, tmp_path / "a")
+        made.save_pretrained(tmp_path / "a")
 
 
 def test_what_another_preprocessing_was_measured_with_is_dropped() -> None:
