@@ -1,6 +1,7 @@
 """What all tests of conversion say: refused with a token of the error, and answers that are near."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -19,6 +20,13 @@ IDS = torch.randint(1, 60, (3, 11), generator=torch.Generator().manual_seed(2))
 
 def vit(**settings: Any) -> Any:
     return timm_model(VIT, **settings)
+
+
+def changed(model: Any, place: str, value: Any) -> Any:
+    """The model with another part, number or setting in a place."""
+    above, _, leaf = place.rpartition(".")
+    setattr(attrgetter(above)(model) if above else model, leaf, value)
+    return model
 
 
 def refused(model: Any, token: str, **given: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import alike, refused, vit
+from convert_cases import alike, changed, refused, vit
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -52,22 +52,14 @@ def adapted(place: str) -> Change:
     return change
 
 
-def put(place: str, part: nn.Module) -> Change:
-    return lambda model: model.set_submodule(place, part)
-
-
 def put_before(place: str, part: nn.Module) -> Change:
     """A sequence of another part and what was there; the tensors get other names."""
     return lambda model: model.set_submodule(place, nn.Sequential(part, model.get_submodule(place)))
 
 
-def set_to(place: str, value: Any, *also: tuple[str, Any]) -> Change:
-    def change(model: Any) -> None:
-        for path, one in ((place, value), *also):
-            above, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(above), leaf, one)
-
-    return change
+def put(place: str, value: Any, *also: tuple[str, Any]) -> Change:
+    """Another part, number or setting, after the model was built."""
+    return lambda model: [changed(model, *one) for one in ((place, value), *also)]
 
 
 def replaced(place: str) -> Change:
@@ -82,29 +74,19 @@ def replaced(place: str) -> Change:
     return change
 
 
-def configured(**settings: Any) -> Change:
-    """The configuration edited after the model was built."""
-
-    def change(model: Any) -> None:
-        for name, value in settings.items():
-            setattr(model.config, name, value)
-
-    return change
-
-
 BLOCK, LAYER = "blocks.1.", "encoder.layers.encoder_layer_1."
 BERT, ROBERTA, DISTIL = "bert.encoder.layer.1.", "roberta.encoder.layer.1.", "distilbert.transformer.layer.1."
 VIT, DINO, OPEN = "vit.layers.1.", "dinov2.encoder.layer.1.", "visual.transformer.resblocks.1."
-HF_IMAGE, HF_TEXT = "vision_model.encoder.layers.1.", "text_model.encoder.layers.1."
+HF_IMAGE = "vision_model.encoder.layers.1."
 
 # Model, change, and a token of the error; None where answers may stay as they are.
 ALTERED: list[tuple[str, Change, str | None]] = [
     # timm
     ("timm", put(BLOCK + "mlp.act", nn.ReLU()), "blocks.1.mlp.act"),
-    ("timm", set_to(BLOCK + "norm1.eps", 0.1), "blocks.1.norm1.eps"),
-    ("timm", set_to("blocks.0.norm2.eps", 0.1, (BLOCK + "norm2.eps", 0.1)), "eps"),
-    ("timm", set_to(BLOCK + "attn.scale", 1.0, (BLOCK + "attn.fused_attn", False)), "attn.scale"),
-    ("timm", lambda model: [set_to("attn.scale", 1.0)(block) for block in model.blocks], "scale 1.0"),
+    ("timm", put(BLOCK + "norm1.eps", 0.1), "blocks.1.norm1.eps"),
+    ("timm", put("blocks.0.norm2.eps", 0.1, (BLOCK + "norm2.eps", 0.1)), "eps"),
+    ("timm", put(BLOCK + "attn.scale", 1.0, (BLOCK + "attn.fused_attn", False)), "attn.scale"),
+    ("timm", lambda model: [put("attn.scale", 1.0)(block) for block in model.blocks], "scale 1.0"),
     ("timm", adapted(BLOCK + "attn.qkv"), "Adapted"),
     ("timm", adapted("head"), "Adapted"),
     ("timm", put(BLOCK + "ls1", nn.Tanh()), "blocks.1.ls1"),
@@ -114,29 +96,29 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("timm", put("fc_norm", nn.Tanh()), "fc_norm"),
     ("timm", put("fc_norm", nn.LayerNorm(32)), "after pooling"),
     ("timm", put(BLOCK + "attn.q_norm", nn.LayerNorm(8)), "blocks.1.attn.q_norm"),
-    ("timm", set_to("patch_embed.proj.stride", (4, 4)), "stride"),
-    ("timm", set_to("patch_embed.proj.padding", (2, 2)), "padding"),
-    ("timm", set_to("patch_embed.proj.dilation", (2, 2)), "dilation"),
+    ("timm", put("patch_embed.proj.stride", (4, 4)), "stride"),
+    ("timm", put("patch_embed.proj.padding", (2, 2)), "padding"),
+    ("timm", put("patch_embed.proj.dilation", (2, 2)), "dilation"),
     ("timm", replaced("forward_head"), "forward_head"),
     ("timm", replaced("blocks.0.forward"), "blocks.0 (Block)"),
-    ("timm", lambda model: set_to("blocks.0.forward", torch.compile(lambda x: 2 * x))(model), "blocks.0 (Block)"),
-    ("timm", lambda model: set_to("blocks.0.forward", model.blocks[0].forward)(model), None),  # put back
+    ("timm", lambda model: put("blocks.0.forward", torch.compile(lambda x: 2 * x))(model), "blocks.0 (Block)"),
+    ("timm", lambda model: put("blocks.0.forward", model.blocks[0].forward)(model), None),  # put back
     ("timm", put_before(BLOCK + "attn.proj", nn.Tanh()), "attn.proj"),
-    ("timm", set_to(BLOCK + "attn.num_heads", 2), "num_heads"),
+    ("timm", put(BLOCK + "attn.num_heads", 2), "num_heads"),
     ("timm", put("blocks.1", nn.Identity()), "blocks.1 is a"),
     ("timm", lambda model: model.blocks.append(nn.Tanh()), "blocks.2"),
-    ("timm", lambda model: set_to("blocks", nn.Sequential())(model), "no blocks"),
+    ("timm", lambda model: put("blocks", nn.Sequential())(model), "no blocks"),
     ("timm", put(BLOCK + "mlp.drop2", nn.Dropout(0.5)), "blocks.1.mlp.drop2.p"),
     ("timm", lambda model: parametrizations.weight_norm(model.blocks[1].mlp.fc1), "ParametrizedLinear"),
     ("timm", lambda model: model.norm.register_forward_hook(lambda *given: given[2] * 2), "forward hook"),
-    ("timm", set_to("pool_include_prefix", True, ("global_pool", "avg")), None),
-    ("timm", set_to("no_embed_class", True), "stem.position"),
-    ("timm", set_to("extra", nn.Tanh()), None),
+    ("timm", put("pool_include_prefix", True, ("global_pool", "avg")), None),
+    ("timm", put("no_embed_class", True), "stem.position"),
+    ("timm", put("extra", nn.Tanh()), None),
     ("timm-scaled", put(BLOCK + "ls2", nn.Identity()), "blocks.1.ls2"),
-    ("timm-scaled", set_to(BLOCK + "attn.q_norm.eps", 0.1), "q_norm.eps"),
-    ("timm-siglip", set_to("attn_pool.norm.eps", 0.1), "eps"),
+    ("timm-scaled", put(BLOCK + "attn.q_norm.eps", 0.1), "q_norm.eps"),
+    ("timm-siglip", put("attn_pool.norm.eps", 0.1), "eps"),
     ("timm-siglip", put("attn_pool.mlp.act", nn.Tanh()), "attn_pool.mlp.act"),
-    ("timm-siglip", set_to("attn_pool.pool", "avg"), None),
+    ("timm-siglip", put("attn_pool.pool", "avg"), None),
     ("timm-distilled", adapted("head_dist"), "Adapted"),
     # torchvision
     ("torchvision", put(LAYER + "mlp.1", nn.ReLU()), "encoder_layer_1"),
@@ -146,32 +128,32 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("torchvision", put("encoder.layers.encoder_layer_1", nn.Identity()), "encoder_layer_1"),
     # transformers
     ("vit", put(VIT + "mlp.activation_fn", nn.ReLU()), "activation_fn"),
-    ("vit", set_to("vit.layernorm.eps", 0.1), "vit.layernorm.eps"),
-    ("vit", configured(layer_norm_eps=0.1), "eps"),
+    ("vit", put("vit.layernorm.eps", 0.1), "vit.layernorm.eps"),
+    ("vit", put("config.layer_norm_eps", 0.1), "eps"),
     ("dinov2", put(DINO + "layer_scale1", nn.Identity()), "layer_scale1"),
     ("dinov2", put(DINO + "drop_path", nn.Tanh()), "drop_path"),
-    ("bert", set_to(BERT + "output.LayerNorm.eps", 0.1), "output.LayerNorm.eps"),
-    ("bert", set_to(BERT + "attention.self.scaling", 1.0), "scaling"),
+    ("bert", put(BERT + "output.LayerNorm.eps", 0.1), "output.LayerNorm.eps"),
+    ("bert", put(BERT + "attention.self.scaling", 1.0), "scaling"),
     ("bert", put("bert.pooler.activation", nn.ReLU()), "pooler.activation"),
-    ("bert", configured(hidden_act="relu"), "intermediate_act_fn"),
-    ("bert", configured(num_attention_heads=9), "configuration"),
-    ("bert", set_to(BERT + "attention.self.num_attention_heads", 2), "num_attention_heads"),
+    ("bert", put("config.hidden_act", "relu"), "intermediate_act_fn"),
+    ("bert", put("config.num_attention_heads", 9), "configuration"),
+    ("bert", put(BERT + "attention.self.num_attention_heads", 2), "num_attention_heads"),
     ("bert", lambda model: model.bert.embeddings.position_ids.copy_(torch.arange(23, -1, -1)[None]), "embedded"),
     ("bert", put("bert.encoder.layer.1", nn.Identity()), "bert.encoder.layer.1"),
     ("roberta", put("classifier.dropout", nn.Tanh()), "classifier.dropout"),
     ("roberta", replaced("roberta.embeddings.forward"), "roberta.embeddings"),
-    ("roberta", set_to(ROBERTA + "attention.self.is_decoder", True), "is_decoder"),
+    ("roberta", put(ROBERTA + "attention.self.is_decoder", True), "is_decoder"),
     ("distilbert", put(DISTIL + "ffn.activation", nn.ReLU()), "ffn.activation"),
     ("distilbert", put_before("pre_classifier", nn.Tanh()), "pre_classifier"),
     # dual encoders
     ("clip", put(HF_IMAGE + "mlp.activation_fn", nn.ReLU()), "activation_fn"),
     ("clip", adapted("text_projection"), "Adapted"),
-    ("clip", set_to("text_model.eos_token_id", 7), "text_model.eos_token_id"),
+    ("clip", put("text_model.eos_token_id", 7), "text_model.eos_token_id"),
     ("open_clip", put(OPEN + "mlp.gelu", nn.ReLU()), "gelu"),
     ("open_clip", lambda model: [block.mlp.append(nn.Tanh()) for block in model.transformer.resblocks], "mlp"),
-    ("open_clip", set_to("attn_mask", torch.zeros(CONTEXT, CONTEXT)), "in transformer.resblocks.0"),
+    ("open_clip", put("attn_mask", torch.zeros(CONTEXT, CONTEXT)), "in transformer.resblocks.0"),
     ("open_clip", replaced("encode_text"), "encode_text"),
-    ("open_clip", set_to("visual.transformer.resblocks.0.attn.num_heads", 2), "num_heads"),
+    ("open_clip", put("visual.transformer.resblocks.0.attn.num_heads", 2), "num_heads"),
     ("open_clip-timm", put("visual.trunk.blocks.1.mlp.act", nn.ReLU()), "mlp.act"),
     ("open_clip-timm", put("visual.head.extra", nn.Tanh()), "extra"),
 ]

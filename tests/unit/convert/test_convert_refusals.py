@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import VIT, refused, vit
+from convert_cases import changed, refused, vit
 from torch import nn
 
 import hydra_ensembles as he
@@ -105,12 +105,6 @@ def with_value(value: float) -> Any:
     return model
 
 
-def with_part(place: str, part: nn.Module, name: str = VIT) -> Any:
-    model = timm_model(name)
-    model.set_submodule(place, part)
-    return model
-
-
 def parallel_blocks() -> Any:
     from timm.models.vision_transformer import ParallelScalingBlock
 
@@ -119,19 +113,6 @@ def parallel_blocks() -> Any:
 
 def bert(**changes: Any) -> Any:
     return hf("BertForSequenceClassification", TEXT, **changes)
-
-
-def edited(model: Any, **settings: Any) -> Any:
-    """The configuration after the model was built."""
-    for name, value in settings.items():
-        setattr(model.config, name, value)
-    return model
-
-
-def changed(place: str, part: Any, model: Any) -> Any:
-    above, _, leaf = place.rpartition(".")
-    setattr(model.get_submodule(above), leaf, part)
-    return model
 
 
 def adapted(custom: bool) -> Any:
@@ -155,13 +136,13 @@ VARIANTS: Rows = [
     (lambda: vit(num_classes=1), "one output"),
     (lambda: with_value(float("nan")), r"1 of the 4096 values of blocks\.1\.mlp\.fc1\.weight"),
     (lambda: with_value(float("inf")), r"1 of the 4096 values of blocks\.1\.mlp\.fc1\.weight"),
-    (lambda: with_part("blocks.1.mlp.fc1", nn.Linear(32, 100)), r"blocks\.1\.mlp\.fc1\.weight.*100"),
-    (lambda: with_part("head", DEEP), "Sequential"),
-    (lambda: with_part("head", nn.Linear(32, 5).to(torch.float8_e4m3fn)), "float8_e4m3fn.*quantised"),
-    (lambda: with_part("blocks.1", vit().blocks[1].to("meta")), r"blocks\.1\..* meta device"),
+    (lambda: changed(vit(), "blocks.1.mlp.fc1", nn.Linear(32, 100)), r"blocks\.1\.mlp\.fc1\.weight.*100"),
+    (lambda: changed(vit(), "head", DEEP), "Sequential"),
+    (lambda: changed(vit(), "head", nn.Linear(32, 5).to(torch.float8_e4m3fn)), "float8_e4m3fn.*quantised"),
+    (lambda: changed(vit(), "blocks.1", vit().blocks[1].to("meta")), r"blocks\.1\..* meta device"),
     (parallel_blocks, "ParallelScalingBlock.*nearest way"),
-    (lambda: with_part("head", DEEP, DISTILLED), "Sequential"),
-    (lambda: with_part("head_dist", DEEP, DISTILLED), "Sequential"),
+    (lambda: changed(timm_model(DISTILLED), "head", DEEP), "Sequential"),
+    (lambda: changed(timm_model(DISTILLED), "head_dist", DEEP), "Sequential"),
     # rotary positions
     (lambda: timm_model(EVA02, scale_attn_inner=True), "spans all heads"),
     (lambda: timm_model(EVA02, use_post_norm=True), "EvaBlockPostNorm"),
@@ -188,8 +169,8 @@ VARIANTS: Rows = [
     (lambda: hf("RobertaForSequenceClassification", TEXT, problem_type="regression"), "regression"),
     (lambda: hf(ELECTRA, TEXT, num_labels=1), "one output"),
     (lambda: hf("Dinov2ForImageClassification", VISION, num_labels=1), "one output"),
-    (lambda: edited(bert(), pruned_heads={0: [1]}), "pruned_heads"),
-    (lambda: changed("classifier", nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 5)), bert()), "Sequential"),
+    (lambda: changed(bert(), "config.pruned_heads", {0: [1]}), "pruned_heads"),
+    (lambda: changed(bert(), "classifier", nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 5))), "Sequential"),
     (lambda: hf("SiglipVisionModel", SIGLIP_IMAGE, vision_use_head=False), "vision_use_head"),
     (lambda: hf("Siglip2VisionModel", SIGLIP_IMAGE, num_patches=16), "NaFlex"),
     # two towers
@@ -207,8 +188,8 @@ VARIANTS: Rows = [
     (lambda: transformers_clip({"hidden_act": "tanh"}, {}), "'tanh'"),
     (lambda: adapted(custom=False), r"no canonical place: \['adapter'\]"),
     (lambda: adapted(custom=True), r"no canonical place: \['adapter'\]"),
-    (lambda: changed("text", nn.Linear(2, 2), open_clip_model(custom=True)), "text tower is a .*Linear"),
-    (lambda: changed("logit_scale", None, open_clip_model()), "logit_scale"),
+    (lambda: changed(open_clip_model(custom=True), "text", nn.Linear(2, 2)), "text tower is a .*Linear"),
+    (lambda: changed(open_clip_model(), "logit_scale", None), "logit_scale"),
     (half_norm, r"different types.*model\.float\(\)"),
 ]
 
