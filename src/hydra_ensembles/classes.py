@@ -1,5 +1,6 @@
 """Which class of a model is which class of a data set: one rule for all that reads labels."""
 
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,13 +18,26 @@ def same_names(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
 
     Where all are numbers, 1 is what the other calls 001. Of a label that occurs twice only its place tells.
     """
-    read: Callable[[str], str | int] = int if are_numbers((*names, *labels)) else str
+    read = _reading(names, labels)
     wanted, offered = list(map(read, names)), list(map(read, labels))
     counts = Counter(offered)
     numbers = {label: number for number, label in enumerate(offered) if counts[label] == 1}
     by_name = {place: numbers[name] for place, name in enumerate(wanted) if name in numbers}
     in_place = [place for place, (name, label) in enumerate(zip(wanted, offered, strict=False)) if name == label]
     return by_name | {place: place for place in in_place}
+
+
+def spelled(name: str) -> str:
+    """A name without regard to capitals, spaces around it, and how its accents are stored (Macs store them apart)."""
+    return unicodedata.normalize("NFKC", name).strip().casefold()
+
+
+def _reading(names: Sequence[str], labels: Sequence[str]) -> Callable[[str], str | int]:
+    """How names are compared: as numbers where all are, or as they are `spelled`, unless that makes two of them one."""
+    if are_numbers((*names, *labels)):
+        return int
+    loses = any(len(set(map(spelled, some))) < len(set(some)) for some in (names, labels))
+    return str if loses else spelled
 
 
 def class_numbers(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
@@ -56,7 +70,8 @@ def in_order(sets: Mapping[str, Batches | None], labels: Sequence[str], classes:
             owner = next((owner for owner in known if same_names(names, known[owner])), None)
             if owner is None:
                 require_as_many(names, labels, classes, name, _UNNAMED)
-            ordered[name] = _numbered(ordered[name], names, known[owner or "the model"], owner or "the model", name)
+            other = owner or next((other for other in known if known[other]), "the model")
+            ordered[name] = _numbered(ordered[name], names, known[other], other, name)
             if owner is None and (len(names) == classes or not are_numbers(names)):
                 known[name] = names
     return ordered
@@ -69,6 +84,12 @@ def _numbered(source: Any, names: tuple[str, ...], labels: tuple[str, ...], owne
     unknown = [names[place] for place in range(min(len(names), len(labels))) if place not in numbers]
     may_be_others = len(names) == len(labels) or name == "train"  # other words for the same, or what is to be learned
     if moved is None and (may_be_others or not unknown):
+        if labels and not numbers and name != "train":  # of which `warn_of_other_classes` tells
+            warn(
+                f"none of the classes of {name} ({some(names)}) is called as one of {owner} ({some(labels)}): they are "
+                "taken to be the same, in this order; if it is another, rename them: "
+                "dataset.with_classes(names) of ours, target_transform= of torchvision"
+            )
         return source
     if moved is not None and not same_names(names, labels):
         raise DataError(

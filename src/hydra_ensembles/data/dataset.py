@@ -5,6 +5,7 @@ import io
 import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset as TorchDataset
 
-from .._utils import require
+from .._utils import require, warn
 from ..arguments import checked
 from ..classes import same_names, some
 from ..errors import CheckpointError, DataError
@@ -33,6 +34,7 @@ Text = str | tuple[str, str]
 LabelArray = npt.NDArray[np.int64]
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_BESIDE = (".csv", ".db", ".ini", ".json", ".md", ".txt", ".xml", ".yaml", ".yml")  # of files that lie beside images
 LOOKED_AT = 1000  # items, about, that are looked for in another set
 UNLABELLED = -1
 """Label of an item that has none; only data sets loaded with `labels="optional"` hold it."""
@@ -277,9 +279,14 @@ def is_litter(name: str) -> bool:
     return name.startswith((".", "__MACOSX"))
 
 
+def called_image(file: Path) -> bool:
+    """Whether its suffix calls a file an image."""
+    return file.suffix.lower() in IMAGE_SUFFIXES
+
+
 def is_image(file: Path) -> bool:
     """Whether this is a plain file that its suffix calls an image, and no litter."""
-    return file.suffix.lower() in IMAGE_SUFFIXES and not is_litter(file.name) and file.is_file()
+    return called_image(file) and not is_litter(file.name) and file.is_file()
 
 
 def files_below(folder: Path, without: Path | None = None) -> list[Path]:
@@ -301,8 +308,18 @@ def files_below(folder: Path, without: Path | None = None) -> list[Path]:
 
 
 def images_below(folder: Path) -> list[Path]:
-    """The images among the files below a folder, told by their suffix."""
-    return [file for file in files_below(folder) if file.suffix.lower() in IMAGE_SUFFIXES]
+    """The images among the files below a folder, told by their suffix; a warning tells of what is left out."""
+    files = files_below(folder)
+    warn_of_others(folder, files)
+    return list(filter(called_image, files))
+
+
+def warn_of_others(folder: Path, files: Iterable[Path]) -> None:
+    """Tell of files among images that are none by their suffix, and may be images all the same."""
+    kinds = Counter(file.suffix.lower() for file in files if not called_image(file))
+    listed = ", ".join(f"{n} with {kind or 'no suffix'}" for kind, n in kinds.most_common() if kind not in _BESIDE)
+    if listed:
+        warn(f"files below {folder} are left out, since their names are not those of images: {listed}; convert them")
 
 
 # --- parts -----------------------------------------------------------------------------------------------

@@ -6,15 +6,52 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
+import numpy as np
+
 from .._utils import warn
+from ..classes import spelled
 from ..errors import DataError
-from .dataset import UNLABELLED
+from .dataset import UNLABELLED, LabelArray
 
 MOST_CLASSES = 1 << 20  # larger numbers are ids
 _PLAIN_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]*)?|-?\.[0-9]+")
 _OTHER_NUMBER = re.compile(r"-?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|inf(inity)?)", re.IGNORECASE)
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T].*)?|[0-9]{2}:[0-9]{2}(:[0-9.]+)?")
 _NONE = frozenset(("", "NA", "N/A", "n/a", "#N/A", "#NA", "NaN", "nan", "-NaN", "-nan", "NULL", "null"))  # no number
+
+
+def numbered(
+    values: Sequence[Any],
+    as_written: bool,
+    declared: tuple[str, ...] | None,
+    class_names: Sequence[str] | None,
+    required: bool,
+    where: str,
+) -> tuple[LabelArray, tuple[str, ...]]:
+    """Cells as integers, with the class names: those given, else those the table declares, else the labels themselves.
+
+    Whole numbers are taken as they are, strings are numbered in the order of the names; an empty cell or NaN is none.
+    Of CSV and TSV (`as_written`), labels are whole numbers where all are written so (`7`, `7.0`), else names, as `07`
+    and `true` are. Where labels are `required`, a row without is refused.
+    """
+    values = as_meant(values, where) if as_written else values
+    names = tuple(class_names) if class_names is not None else declared
+    strings = {value for value in values if isinstance(value, str) and value}
+    if strings and names is None:
+        names = tuple(sorted(strings))
+        warn_of_doubtful(names, where)
+    if class_names is not None:
+        require_one_reading(values, tuple(class_names), where)
+    by_name = {class_name: number for number, class_name in enumerate(names or ())}
+    labels = [as_number(value, by_name, f"row {row} of {where}") for row, value in enumerate(values)]
+    numbers = np.maximum(np.array(labels, dtype=np.int64), UNLABELLED)
+    if required and (numbers < 0).any():
+        row = int((numbers < 0).argmax())
+        none = f"row {row} of {where} has no label (got {values[row]!r}), nor have {(numbers < 0).sum()} in all"
+        raise DataError(f"{none}; use another split, or pass labels='optional' for OOD data")
+    if names is None:
+        names = tuple(str(label) for label in range(int(numbers.max()) + 1))
+    return numbers, names
 
 
 def as_meant(written: Sequence[str], where: str) -> list[Any]:
@@ -34,14 +71,17 @@ def as_meant(written: Sequence[str], where: str) -> list[Any]:
     return list(written)
 
 
-def warn_of_twins(names: Sequence[str], where: str) -> None:
-    """Say so where classes differ in nothing but spaces around them and in capitals."""
+def warn_of_doubtful(names: Sequence[str], where: str) -> None:
+    """Say so where classes differ in nothing but their spelling, and where one is called as a missing label is."""
     seen: dict[str, str] = {}
     for name in names:
-        first = seen.setdefault(name.strip().casefold(), name)
+        first = seen.setdefault(spelled(name), name)
         if first != name:
-            warn(f"{where} has the classes {first!r} and {name!r}, which are two; make them one if one is meant")
-            return
+            warn(f"{where} has the classes {first!a} and {name!a}, which are two; make them one if one is meant")
+            break
+    missing = next((name for name in names if name.strip() in _NONE), None)
+    if missing is not None:
+        warn(f"{where} has a class {missing!r}; if that means that a label is missing, leave the cell empty")
 
 
 def require_one_reading(values: Sequence[Any], names: tuple[str, ...], where: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._utils import require
+from .._utils import require, warn
 from ..arguments import checked
 from ..errors import DataError
 from ..preprocessing import to_rgb
@@ -26,13 +26,15 @@ from .dataset import (
     Rows,
     Text,
     TextDataset,
+    called_image,
     decode_image,
-    images_below,
+    files_below,
     is_image,
     is_litter,
     read_image,
+    warn_of_others,
 )
-from .labels import as_meant, as_number, require_one_reading, warn_of_twins
+from .labels import as_number, numbered
 
 LabelPolicy = Literal["required", "optional"]
 
@@ -41,7 +43,7 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".parquet", *DELIMITERS, *JSON_LINES)
 _TORCHVISION, HUB = "torchvision:", "hub:"
-_SHARD = re.compile(r"^(?P<split>.+?)-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
+_SHARD = re.compile(r"^(?P<split>.+?)-(?P<number>\d{5})-of-(?P<all>\d{5})(-[0-9a-f]+)?$")
 _LISTED = re.compile(r"(?P<path>.+?)(?: (?P<label>-?\d+))?")
 
 
@@ -127,7 +129,7 @@ def load(
     elif not path.is_dir() and not path.is_file():  # to open a named pipe would be to wait for ever
         raise DataError(f"{path} is neither a plain file nor a folder; give one of them")
     elif path.is_dir() and (splits := _table_splits(path)):
-        table = _read_tables(splits[_choose(split, splits, path)], path.name, columns)
+        table = _read_tables(_whole(splits[_choose(split, splits, path)]), path.name, columns)
     elif path.is_dir():
         table = _list_folder(path, split, labels, class_names)
         columns = Columns()
@@ -233,6 +235,16 @@ def _table_splits(folder: Path) -> dict[str, list[Path]]:
     return {}
 
 
+def _whole(files: Sequence[Path]) -> Sequence[Path]:
+    """The files of a split; refused where shards are missing, or where the split lies there in two forms."""
+    shards = [(int(shard["number"]), int(shard["all"])) for file in files if (shard := _SHARD.match(file.stem))]
+    if len(shards) != len(files) > 1 or shards != [(number, len(files)) for number in range(len(shards))]:
+        listed = ", ".join(file.name for file in files[:8]) + (" and more" if len(files) > 8 else "")
+        remedy = "fetch what is missing, remove what is of another download, or give the one file that is meant"
+        raise DataError(f"{files[0].parent} has {listed}: that is not one split with all of its shards; {remedy}")
+    return files
+
+
 def _read_tables(files: Sequence[Path], title: str, columns: Columns) -> _Table:
     """Read one split: a file, or its shards in order."""
     arrow = require("pyarrow", extra="data")
@@ -332,35 +344,20 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
 def _read_labels(
     table: _Table, column: str, policy: LabelPolicy, class_names: Sequence[str] | None
 ) -> tuple[LabelArray, tuple[str, ...]]:
-    """Read a label column as integers, with the class names: those given, else the table's, else the labels themselves.
-
-    Whole numbers are taken as they are, strings are numbered in the order of the names; an empty cell or NaN is none.
-    Of CSV and TSV, labels are whole numbers where all are written so (`7`, `7.0`), else names, as `07` and `true` are.
-    """
+    """Read a label column as integers, with the class names; what cells mean, `labels.numbered` says."""
     if not table.has(column):
         if policy == "optional":
             return np.full(len(table), UNLABELLED, dtype=np.int64), tuple(class_names or ())
         problem = f"{table.where} has no label column {column!r}; it has {table.data.column_names}"
         raise DataError(f"{problem}. Name it with columns=Columns(label=...), or pass labels='optional' for OOD data")
-    values = table.column(column)
-    values = as_meant(values, table.where) if table.labels_as_written and "." not in column else values
-    names = tuple(class_names) if class_names is not None else table.class_names(column)
-    strings = {value for value in values if isinstance(value, str) and value}
-    if strings and names is None:
-        names = tuple(sorted(strings))
-        warn_of_twins(names, table.where)
-    if class_names is not None:
-        require_one_reading(values, tuple(class_names), table.where)
-    by_name = {class_name: number for number, class_name in enumerate(names or ())}
-    labels = [as_number(value, by_name, f"row {row} of {table.where}") for row, value in enumerate(values)]
-    numbers = np.maximum(np.array(labels, dtype=np.int64), UNLABELLED)
-    if policy == "required" and (numbers < 0).any():
-        row = int((numbers < 0).argmax())
-        none = f"row {row} of {table.where} has no label (got {values[row]!r}), nor have {(numbers < 0).sum()} in all"
-        raise DataError(f"{none}; use another split, or pass labels='optional' for OOD data")
-    if names is None:
-        names = tuple(str(label) for label in range(int(numbers.max()) + 1))
-    return numbers, names
+    values, declared = table.column(column), table.class_names(column)
+    written = table.labels_as_written and "." not in column
+    try:
+        return numbered(values, written, declared, class_names, policy == "required", table.where)
+    except DataError:
+        if policy == "required" or class_names is not None:
+            raise
+        return np.full(len(table), UNLABELLED, dtype=np.int64), ()  # ratings, dates: nobody reads them
 
 
 # --- folders and lists of images: tables of paths and labels -----------------------------------------------
@@ -380,7 +377,8 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
     unknown = sorted(set(subfolders) - set(names))
     if unknown:
         raise DataError(f"{folder} has subfolders {unknown} that are not among the class names {list(names)}")
-    images = {class_name: images_below(folder / class_name) for class_name in names}
+    files = {class_name: files_below(folder / class_name) for class_name in names}
+    images = {class_name: list(filter(called_image, files[class_name])) for class_name in names}
     empty = [class_name for class_name in names if not images[class_name]]
     if policy == "required" and class_names is None and 0 < len(empty) < len(names):
         raise DataError(f"{folder} has subfolders without images: {empty}; move them, or pass class_names= with them")
@@ -388,6 +386,9 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
     loose = sorted(filter(is_image, folder.iterdir()))
     if policy == "optional":
         listed += [(file, None) for file in loose]
+    elif listed and loose:
+        warn(f"{folder} has {len(loose)} images that lie in no folder of a class, and are left out")
+    warn_of_others(folder, [file for found in files.values() for file in found])
     if not listed:
         hint = f"; {len(loose)} images lie in it without a class: pass labels='optional'" if loose else ""
         raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) in its subfolders {subfolders}{hint}")
@@ -418,7 +419,10 @@ def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) 
 
 def _read_list(list_file: Path, images: Path) -> _Table:
     """Read the format of the OpenOOD benchmark: a line `path label` each; a label of -1, or none, is no class."""
-    lines = [line.strip() for line in list_file.read_text(encoding="utf-8").split("\n")]
+    try:
+        lines = [line.strip() for line in list_file.read_text(encoding="utf-8-sig").split("\n")]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{list_file} is not text in UTF-8 ({error}); save it as that") from error
     matches = [match for line in lines if (match := _LISTED.fullmatch(line))]
     labels = (
         match["label"] and as_number(int(match["label"]), {}, f"{list_file}, {match['path']},") for match in matches
