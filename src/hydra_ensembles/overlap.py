@@ -8,13 +8,14 @@ A set that is gone is known again by its marks: names of a few of its samples, w
 
 from collections.abc import Mapping
 from functools import lru_cache
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
 
 from ._utils import warn
 from .batches import Batches, Inputs, read_batch
@@ -162,6 +163,18 @@ def warn_if_fitted(name: str, keys: Keys, fitted: Mapping[str, FittedSet]) -> fl
     return max(shares.values(), default=None)
 
 
+class Known(NamedTuple):
+    """A source of samples, and their keys where it lies in memory."""
+
+    source: Any
+    keys: Keys | None
+
+    @classmethod
+    def of(cls, batches: Batches | None) -> "Known":
+        """What is known of a source that is not read."""
+        return cls(batches, keys_at_hand(batches))
+
+
 def keys_at_hand(batches: Batches | None) -> Keys | None:
     """Keys of a source that lies in memory and is read whole in every pass; None for any other.
 
@@ -169,9 +182,30 @@ def keys_at_hand(batches: Batches | None) -> Keys | None:
     """
     if isinstance(batches, list | tuple) and batches:
         return np.concatenate([sample_keys(read_batch(batch, labelled=False)[0]) for batch in batches])
-    data: Any = getattr(batches, "dataset", None)
-    reads_all = type(batches) is DataLoader and type(batches.sampler) in (SequentialSampler, RandomSampler)
-    return sample_keys(data.tensors[0]) if reads_all and type(data) is TensorDataset and len(data) else None
+    data = _read_whole(batches)
+    in_memory = type(batches) is DataLoader and type(data) is TensorDataset and len(data)
+    return sample_keys(data.tensors[0]) if in_memory else None
+
+
+def _read_whole(batches: Any) -> Any:
+    """The data set that a source reads, or is; None where a sampler may choose from it."""
+    if isinstance(batches, DataLoader) and (
+        type(batches.sampler) not in (SequentialSampler, RandomSampler)
+        or type(batches.batch_sampler) not in (BatchSampler, NoneType)
+    ):
+        return None
+    return getattr(batches, "dataset", batches)
+
+
+def _places(data: Any) -> list[Any] | None:
+    """What tells the items of a data set apart: their files (torchvision), or the set and the row; None for others."""
+    if isinstance(data, Subset):
+        inner = _places(data.dataset)
+        return None if inner is None else [inner[row] for row in data.indices]
+    if isinstance(data, list | tuple) or not all(hasattr(type(data), name) for name in ("__len__", "__getitem__")):
+        return None
+    files = getattr(data, "imgs", None)  # of ImageFolder: path and label
+    return list(files) if isinstance(files, list) else [(id(data), row) for row in range(len(data))]
 
 
 def require_unlike(name: str, id_keys: Keys, ood: Mapping[str, Keys]) -> None:
@@ -208,21 +242,25 @@ def warn_of_copies(name: str, samples: int, different: int, why: str) -> None:
         )
 
 
-def warn_if_items_shared(name: str, data: Any, title: str, other: Any, why: str) -> None:
-    """Warn of a data set of ours, `title`, with items that another has, too; sets of other kinds are not known.
+def warn_if_shared(name: str, data: Known, title: str, other: Known, why: str) -> None:
+    """Warn of a set, `title`, with samples of another; `why` says what comes of it.
 
-    Either may be a loader of such a set. Batches of both are compared by `warn_if_shared`, where they are at hand.
+    Samples are known by their values where both sets lie in memory. Else items are, of data sets that are read whole:
+    by what is stored of them (ours, see `shared_with`), by their file, or by their row of one data set.
     """
-    first, second = (getattr(source, "dataset", source) for source in (data, other))
-    if not all(hasattr(source, "shared_with") for source in (first, second)):
-        return
-    shared, looked_at = second.shared_with(first)
+    shared, looked_at = _in_common(data, other)
     if shared:
-        warn(f"{shared} of {looked_at} samples of {title} that were looked at are samples of {name}, too: {why}")
+        some = " that were looked at" if data.keys is None or other.keys is None else ""
+        warn(f"{shared} of {looked_at} samples of {title}{some} are samples of {name}, too: {why}")
 
 
-def warn_if_shared(name: str, keys: Keys | None, title: str, other: Keys | None, why: str) -> None:
-    """Warn of a set, `title`, with samples of another; `why` says what comes of it. None is a set that is not known."""
-    shared = 0 if keys is None or other is None else int(np.isin(other, keys).sum())
-    if shared and other is not None:
-        warn(f"{shared} of {len(other)} samples of {title} are samples of {name}, too: {why}")
+def _in_common(data: Known, other: Known) -> tuple[int, int]:
+    """How many of so many samples of another set are in a set, too; none where that is not known."""
+    if data.keys is not None and other.keys is not None:
+        return int(np.isin(other.keys, data.keys).sum()), len(other.keys)
+    first, second = _read_whole(data.source), _read_whole(other.source)
+    if hasattr(first, "shared_with") and hasattr(second, "shared_with"):
+        shared: tuple[int, int] = second.shared_with(first)
+        return shared
+    known, looked_at = _places(first), _places(second)
+    return (0, 0) if known is None or looked_at is None else (len({*known} & {*looked_at}), len(looked_at))

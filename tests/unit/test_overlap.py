@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset
 
 import hydra_ensembles as he
 from checkpoint_models import ensemble, single, text
+from hydra_ensembles.data import ImageDataset, batches
 from hydra_ensembles.errors import DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.model.config import EnsembleConfig
@@ -29,7 +30,10 @@ from hydra_ensembles.overlap import (
     share_fitted,
     told_share,
 )
+from hydra_ensembles.pipeline.material import read_data
+from hydra_ensembles.preprocessing import ImagePreprocessing
 from hydra_ensembles.schema import from_plain
+from pictures import picture
 from unit.pipeline import build_cases as cases
 
 MODEL = cases.image_model()
@@ -98,6 +102,58 @@ def test_validation_data_that_are_trained_on(validation: Any) -> None:
     for train in (ID, shuffled):
         with pytest.warns(HydraWarning, match="16 of 16 samples of validation"):
             he.finetune(MODEL, train, cases.recipe(steps=1), validation, progress=False)
+
+
+class Pictures(Dataset[Any]):
+    """A data set that reads its items when they are asked for, as torchvision's do; `imgs` names its files."""
+
+    def __init__(self, files: bool = False) -> None:
+        self.items = list(zip(*cases.samples(16, seed=1), strict=True))
+        if files:
+            self.imgs = [(f"{row}.png", 0) for row in range(16)]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.items[row]
+
+
+def same_rows() -> tuple[Any, Any]:
+    data = Pictures()
+    return DataLoader(data, 4, shuffle=True), DataLoader(data, 4)
+
+
+def two_draws() -> tuple[Any, Any]:
+    """The usual leak: one folder twice, with and without augmentation, split by different seeds."""
+    train, held_out = Pictures(files=True), Pictures(files=True)
+    return DataLoader(Subset(train, range(12)), 4), DataLoader(Subset(held_out, range(8, 16)), 4)
+
+
+def one_source() -> tuple[Any, Any]:
+    pictures = ImageDataset([picture(seed) for seed in range(16)], [row % cases.CLASSES for row in range(16)])
+    prepare = ImagePreprocessing(size=(8, 8))
+    return batches(pictures, prepare, 4, shuffle=True), batches(pictures, prepare, 4)
+
+
+@pytest.mark.parametrize(("make", "shared"), [(same_rows, "16 of 16"), (two_draws, "4 of 8"), (one_source, "16 of 16")])
+def test_held_out_data_that_are_trained_on_and_read_from_disk(make: Any, shared: str) -> None:
+    train, held_out = make()
+    for name in ("id", "validation"):
+        sets = {"id": None, "validation": None, name: held_out}
+        with pytest.warns(HydraWarning, match=f"{shared} samples of {name} .* samples of train, too"):
+            read_data(0, cases.CLASSES, train, **sets, ood=None)
+    with pytest.warns(HydraWarning, match=f"{shared} samples of validation"):
+        he.finetune(MODEL, train, cases.recipe(steps=1), held_out, progress=False)
+
+
+def test_parts_that_samplers_choose_are_not_taken_for_the_whole() -> None:
+    data = Pictures()
+    train, held_out = (DataLoader(data, 4, sampler=SubsetRandomSampler(rows)) for rows in (range(8), range(8, 16)))
+    chosen = DataLoader(data, batch_sampler=[[0, 1], [2, 3]])
+    with warnings.catch_warnings(action="error"):
+        for other in (held_out, chosen):
+            read_data(0, cases.CLASSES, train, other, None, None)
 
 
 def test_members_that_are_equal() -> None:

@@ -17,7 +17,6 @@ from ..errors import ConfigError, DataError
 from ..files import locked, read_file, read_json, write_atomically
 from ..metrics.distance import FamiliarityName
 from ..model.ensemble import Ensemble
-from ..overlap import warn_if_items_shared
 from ..pipeline.candidates import search as run_search
 from ..pipeline.chain import build as build_ensemble
 from ..pipeline.choice import Price
@@ -280,10 +279,6 @@ def model_and_sets(
         model = source.with_labels_of(model, sets["id"])
     size, train_size = _batch_sizes(sources, hydra, {role: len(data) for role, data in sets.items()})
     sets = {role: source.fit_to_model(data, model, sources) for role, data in sets.items()}
-    for role in sets:
-        if role != "train" and "train" in sets:
-            why = "what the model knows by heart says little of new data; calibrate on others"
-            warn_if_items_shared("train", sets["train"], role, sets[role], why)
     transform: Any = model.metadata.preprocessing
     workers = sources.workers
     train = sets.pop("train", None)

@@ -27,6 +27,7 @@ from ..model.metadata import Calibration, Familiarity, Metadata
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import (
     FittedSet,
+    Known,
     require_unlike,
     sample_keys,
     warn_if_fitted,
@@ -189,7 +190,8 @@ def _held_against(
     reused = warn_if_fitted(title, id_pass.keys, known_sets)
     for key, set_pass in shift.items():
         warn_if_fitted(f"set {key!r}", set_pass.keys, known_sets)
-        warn_if_shared(title, id_pass.keys, f"set {key!r}", set_pass.keys, "of these nothing is shifted")
+        shifted = Known(None, set_pass.keys)
+        warn_if_shared(title, Known(None, id_pass.keys), f"set {key!r}", shifted, "of these nothing is shifted")
     return reused
 
 

@@ -9,17 +9,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, cast
 
-import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from .._distributed import launched
 from ..arguments import PositiveShare, Range, Share, checked
-from ..batches import Batches, Sources, changed, length_of, named_sources, require_rereadable, size_of
-from ..classes import in_order
+from ..batches import Batches, Sources, changed, length_of, size_of
 from ..convert.convert import convert
-from ..errors import ConfigError, DataError, SameMembersError
+from ..errors import ConfigError, SameMembersError
 from ..evaluation.evaluate import evaluate
 from ..evaluation.evaluation import Evaluation
 from ..familiarity import OF_ACCEPTED, OF_BOTH
@@ -31,7 +29,6 @@ from ..metrics.distance import FamiliarityName
 from ..model.cost import measure_costs
 from ..model.dual_encoder import DEFAULT_TEMPLATES
 from ..model.ensemble import Ensemble
-from ..overlap import keys_at_hand, require_unlike, sample_keys, warn_if_shared
 from ..report.compare import to_markdown
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
@@ -40,11 +37,9 @@ from .chain import Chain, calibrated, model_identity
 from .choice import DEEP, FORMAT, FUSED, SOUP, YOURS, Price, SearchResult, SearchRow, dominates
 from .material import (
     BuildData,
-    ReadBatch,
+    Judges,
     StartingModel,
-    halves,
-    made_foreign,
-    read_all,
+    read_for_search,
     samples_in,
     starting_model,
     with_upper_layers,
@@ -56,7 +51,6 @@ REPEATS = 10  # timed runs of a model, in turn with the one that was given
 WORK = ("fused", "members", "finetune")  # what a build needs no more once it is judged
 
 Candidates = Mapping[str, tuple[HydraConfig, StartingModel]]  # how each is built, and from what
-Judges = Mapping[str, list[ReadBatch]]  # held-out sets by name: the first is labelled, the others are OOD
 
 
 @checked
@@ -150,7 +144,7 @@ def search(
     if not isinstance(base, Ensemble):
         raise ConfigError("search takes classifiers; of a dual encoder make one: zero_shot(dual, class_names)")
     start = starting_model(base, None, DEFAULT_TEMPLATES, device)
-    data, judges = _read(seed, start.base, train, id, ood, judge_id, judge_ood)
+    data, judges = read_for_search(seed, start.base, train, id, ood, judge_id, judge_ood)
     proposed = _usual(start, train is not None, seed) if candidates is None else candidates
     built = _checked(proposed, start, data, pretrained, recipe, familiarity, strict=candidates is not None)
     converted: list[Ensemble] = [other if isinstance(other, Ensemble) else convert(other) for other in models]
@@ -195,57 +189,6 @@ class _Settings:
     def scores(self) -> tuple[str, ...]:
         """Names of the OOD AUROCs that count."""
         return ("all.auroc", *(() if self.familiarity is None else (f"{self.familiarity}:all.auroc",)))
-
-
-def _read(
-    seed: int,
-    base: Ensemble,
-    train: Batches | None,
-    id: Batches,
-    ood: Sources | Literal["synthetic"],
-    judge_id: Batches | None,
-    judge_ood: Sources | None,
-) -> tuple[BuildData, Judges]:
-    """What builds read, and what judges them."""
-    if train is not None:
-        require_rereadable(train, "train")
-    labels, classes = base.metadata.labels, base.num_classes
-    train, id, judge_id = in_order({"train": train, "id": id, "judge_id": judge_id}, labels, classes).values()
-    held_out = read_all(id, "id", seed, classes)
-    circuits = {} if isinstance(ood, str) else _foreign(ood, "ood", seed)
-    judged = None if judge_id is None else read_all(judge_id, "judge_id", seed, classes)
-    foreign = {} if judge_ood is None else _foreign(judge_ood, "judge_ood", seed)
-    keys = {"train": keys_at_hand(train), "id": keys_at_hand(held_out), "judge_id": keys_at_hand(judged)}
-    id_keys = [part for part in keys.values() if part is not None]
-    why = "what makes the candidates judges them, too"
-    outside = {**circuits, **foreign}
-    apart = {name: np.concatenate([sample_keys(inputs) for inputs, _ in batches]) for name, batches in outside.items()}
-    require_unlike("the in-distribution data", np.concatenate(id_keys), apart)
-    for name in ("train", "id"):
-        warn_if_shared(name, keys[name], "judge_id", keys["judge_id"], why)
-    parts = 4 if judged is None else 2
-    sizes = {name: samples_in(batches) for name, batches in {"id": held_out, **outside}.items()}
-    if sizes["id"] < 2 * parts * classes or min(sizes.values()) < 4:
-        raise DataError(
-            f"too few samples: {sizes}; one in {parts} of id fits statistics of {classes} classes, so give "
-            f"{2 * parts * classes} or more of it (better 100 a class), and 4 or more of other sets"
-        )
-    if judged is None:
-        held_out, judged = halves(held_out, seed)
-    ranking, validation = halves(held_out, seed + 1)
-    if isinstance(ood, str):
-        circuits = {"ood": made_foreign(ranking, seed, base)}
-        foreign = foreign or {ood: made_foreign(judged, seed, base)}
-    elif not foreign:
-        cut = {name: halves(batches, seed) for name, batches in circuits.items()}
-        circuits, foreign = ({name: pair[half] for name, pair in cut.items()} for half in (0, 1))
-    several = dict(zip(map(str, ood), circuits.values(), strict=True)) if isinstance(ood, Mapping) else circuits["ood"]
-    return BuildData(train, ranking, validation, several, seed), {"ID": judged, **foreign}
-
-
-def _foreign(sources: Any, name: str, seed: int) -> dict[str, list[ReadBatch]]:
-    """OOD sets by what they are called."""
-    return {key: read_all(batches, key, seed) for key, batches in named_sources(sources, name).items()}
 
 
 def _usual(start: StartingModel, trained: bool, seed: int) -> Iterator[dict[str, Any]]:

@@ -35,10 +35,13 @@ from ..heads.ranking import Head
 from ..model.dual_encoder import DualEncoder, Templates, checked_names, checked_templates, zero_shot
 from ..model.ensemble import Ensemble
 from ..model.states import place_of
-from ..overlap import keys_at_hand, require_unlike, sample_keys, warn_if_shared
+from ..overlap import Known, keys_at_hand, require_unlike, sample_keys, warn_if_shared
 from ..prune import prune
 
 ReadBatch = tuple[Inputs, Tensor | None]
+Judges = Mapping[str, list[ReadBatch]]  # held-out sets by name: the first is labelled, the others are OOD
+
+BY_HEART = "what the model knows by heart says little of new data; calibrate on others"
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,9 +193,12 @@ def read_data(
         unlike = {str(key): read_all(batches, name, seed) for key, (name, batches) in pairs}
     elif ood is not None and not isinstance(ood, str):
         unlike = read_all(ood, "ood", seed)
-    keys = {"train": keys_at_hand(train), "id": keys_at_hand(ranking), "validation": keys_at_hand(checked)}
-    warn_if_shared("id", keys["id"], "validation", keys["validation"], "what ranks the heads calibrates them, too")
-    id_keys = {name: some for name, some in keys.items() if some is not None}
+    known = {"train": Known.of(train)}
+    known |= {"id": Known(id, keys_at_hand(ranking)), "validation": Known(validation, keys_at_hand(checked))}
+    for name in ("id", "validation"):
+        warn_if_shared("train", known["train"], name, known[name], BY_HEART)
+    warn_if_shared("id", known["id"], "validation", known["validation"], "what ranks the heads calibrates them, too")
+    id_keys = {name: some.keys for name, some in known.items() if some.keys is not None}
     if unlike is not None and id_keys:
         sources = named_sources(unlike, "ood")
         foreign = {name: np.concatenate([sample_keys(inputs) for inputs, _ in data]) for name, data in sources.items()}
@@ -204,6 +210,59 @@ def read_data(
             raise DataError(f"ood={ood!r} is made from the data of id=, which is missing; give it")
         unlike = made_foreign(ranking, seed, model)
     return BuildData(train, ranking, checked, unlike, seed)
+
+
+def read_for_search(
+    seed: int,
+    base: Ensemble,
+    train: Batches | None,
+    id: Batches,
+    ood: Sources | Literal["synthetic"],
+    judge_id: Batches | None,
+    judge_ood: Sources | None,
+) -> tuple[BuildData, Judges]:
+    """What builds read, and what judges them."""
+    if train is not None:
+        require_rereadable(train, "train")
+    labels, classes = base.metadata.labels, base.num_classes
+    train, id, judge_id = in_order({"train": train, "id": id, "judge_id": judge_id}, labels, classes).values()
+    held_out = read_all(id, "id", seed, classes)
+    circuits = {} if isinstance(ood, str) else _foreign(ood, "ood", seed)
+    judged = None if judge_id is None else read_all(judge_id, "judge_id", seed, classes)
+    foreign = {} if judge_ood is None else _foreign(judge_ood, "judge_ood", seed)
+    known = {"train": Known.of(train)}
+    known |= {"id": Known(id, keys_at_hand(held_out)), "judge_id": Known(judge_id, keys_at_hand(judged))}
+    id_keys = [part.keys for part in known.values() if part.keys is not None]
+    why = "what makes the candidates judges them, too"
+    outside = {**circuits, **foreign}
+    apart = {name: np.concatenate([sample_keys(inputs) for inputs, _ in batches]) for name, batches in outside.items()}
+    require_unlike("the in-distribution data", np.concatenate(id_keys), apart)
+    warn_if_shared("train", known["train"], "id", known["id"], BY_HEART)
+    for name in ("train", "id"):
+        warn_if_shared(name, known[name], "judge_id", known["judge_id"], why)
+    parts = 4 if judged is None else 2
+    sizes = {name: samples_in(batches) for name, batches in {"id": held_out, **outside}.items()}
+    if sizes["id"] < 2 * parts * classes or min(sizes.values()) < 4:
+        raise DataError(
+            f"too few samples: {sizes}; one in {parts} of id fits statistics of {classes} classes, so give "
+            f"{2 * parts * classes} or more of it (better 100 a class), and 4 or more of other sets"
+        )
+    if judged is None:
+        held_out, judged = halves(held_out, seed)
+    ranking, validation = halves(held_out, seed + 1)
+    if isinstance(ood, str):
+        circuits = {"ood": made_foreign(ranking, seed, base)}
+        foreign = foreign or {ood: made_foreign(judged, seed, base)}
+    elif not foreign:
+        cut = {name: halves(batches, seed) for name, batches in circuits.items()}
+        circuits, foreign = ({name: pair[half] for name, pair in cut.items()} for half in (0, 1))
+    several = dict(zip(map(str, ood), circuits.values(), strict=True)) if isinstance(ood, Mapping) else circuits["ood"]
+    return BuildData(train, ranking, validation, several, seed), {"ID": judged, **foreign}
+
+
+def _foreign(sources: Any, name: str, seed: int) -> dict[str, list[ReadBatch]]:
+    """OOD sets by what they are called."""
+    return {key: read_all(batches, key, seed) for key, batches in named_sources(sources, name).items()}
 
 
 def made_foreign(batches: list[ReadBatch], seed: int, model: Ensemble | None) -> list[ReadBatch]:

@@ -24,7 +24,7 @@ from ..metrics.probabilities import log_mean_probs
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
-from ..overlap import keys_at_hand, warn_if_items_shared, warn_if_shared
+from ..overlap import Known, warn_if_shared
 from .loop import Job, Learner, RunResult, Runtime, TrainOptions, train_best, trains
 from .recipe import Recipe, trainable_state
 
@@ -251,8 +251,7 @@ def train_classifier(make_learner: Callable[[Runtime], Learner[LabelledBatch]], 
     warn_of_other_classes(job.train, start.metadata.labels)
     if job.validation is not None:
         why = "it says little about new data"
-        warn_if_shared("train", keys_at_hand(job.train), "validation", keys_at_hand(job.validation), why)
-        warn_if_items_shared("train", job.train, "validation", job.validation, why)
+        warn_if_shared("train", Known.of(job.train), "validation", Known.of(job.validation), why)
     return train_best(make_learner, start, job)
 
 

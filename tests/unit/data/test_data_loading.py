@@ -19,7 +19,7 @@ from datasets_stand_in import Table, stand_in_hub
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset, images_below
 from hydra_ensembles.data.loading import Columns, load
 from hydra_ensembles.errors import DataError, HydraWarning, MissingExtraError
-from hydra_ensembles.overlap import warn_if_items_shared
+from hydra_ensembles.overlap import Known, warn_if_shared
 from pictures import WriteParquet, encoded, picture
 
 
@@ -485,11 +485,11 @@ def test_items_that_two_sets_share_are_counted_as_they_are_stored(tmp_path: Path
     assert other.shared_with(one) == (1, 4)
     assert ImageDataset([picture(0)], [0]).shared_with(one) == (0, 0)  # of these nothing is known
     with pytest.warns(HydraWarning, match="1 of 2 samples of validation"):
-        warn_if_items_shared("train", train, "validation", SimpleNamespace(dataset=val), "so")
+        warn_if_shared("train", Known.of(train), "validation", Known.of(SimpleNamespace(dataset=val)), "so")  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_if_items_shared("train", train, "validation", val.select([1]), "so")
-        warn_if_items_shared("train", [1], "validation", val, "so")
+        warn_if_shared("train", Known.of(train), "validation", Known.of(val.select([1])), "so")
+        warn_if_shared("train", Known([1], None), "validation", Known.of(val), "so")
 
 
 def test_columns_that_nobody_reads_may_be_there_twice(tmp_path: Path) -> None:
