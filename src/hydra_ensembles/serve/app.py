@@ -28,14 +28,15 @@ from ..model.metadata import Calibration
 from ..schema import short
 from . import protocol
 from .batcher import Batcher
-from .service import Answer, Sample, ServeSettings, Service, finite, read_named, tensor_of
+from .service import Answer, Sample, ServeSettings, Service, finite, read_form, read_named, tensor_of, text_of
 from .telemetry import Telemetry, log, log_failure
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
 
 PAGE = Path(__file__).with_name("page.html")
-SEVERAL = {"image": "images", "text": "texts"}  # a form may have a name several times
+CHARSET = re.compile(r";\s*charset\s*=\s*[\"']?([^\s;\"']*)", re.IGNORECASE)
+UTF_8 = ("utf-8", "utf8", "us-ascii", "ascii")
 CONTENT = "multipart/form-data, application/json, image/* or text/plain"
 _FILE = {"schema": {"type": "string", "format": "binary"}}
 _STRINGS = {"type": "array", "items": {"type": "string"}}
@@ -384,31 +385,25 @@ class _Server:
 
     async def _raw_rows(self, request: "Request", nearest: bool) -> Callable[[], list[Sample]]:
         """What makes rows of a body: a form, JSON, an image or a text."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        images: list[bytes] = []
-        texts: list[str | tuple[str, str]] = []
-        if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
-            async with request.form(max_files=self.settings.max_queue, max_fields=self.settings.max_queue) as form:
-                fields: dict[str, list[str | bytes]] = {}
-                for name, value in form.multi_items():
-                    if isinstance(value, str):
-                        fields.setdefault(SEVERAL.get(name, name), []).append(value)
-                    else:  # a file is an image, whatever it is called
-                        fields.setdefault("images", []).append(await value.read())
-            return lambda: self._samples(*read_named(fields), nearest)
+        header = request.headers.get("content-type", "")
+        kind, most = header.partition(";")[0].strip().lower(), self.settings.max_queue
+        charset = CHARSET.search(header)
+        if charset is not None and charset[1].lower() not in UTF_8:
+            raise RequestError(f"the charset {charset[1][:100]!r} is not taken; send UTF-8", 415)
+        if kind == "multipart/form-data":
+            async with _undecoded(request).form(max_files=most, max_fields=most) as form:
+                pairs = [(name, one if isinstance(one, str) else await one.read()) for name, one in form.multi_items()]
+            return lambda: self._samples(*read_form(pairs, most), nearest)
+        body = await request.body()
+        if kind == "application/x-www-form-urlencoded":
+            return lambda: self._samples(*read_form(body, most), nearest)
         if kind == "application/json":
-            body = await request.body()
             return lambda: self._samples(*read_named(protocol.request_of(body)), nearest)
         if kind.startswith("image/") or kind == "application/octet-stream":
-            images.append(await request.body())
-        elif kind == "text/plain":
-            try:
-                texts.append((await request.body()).decode())
-            except UnicodeDecodeError as error:
-                raise RequestError("the text is not in UTF-8") from error
-        else:
-            raise RequestError(f"content of the type {kind[:100]!r} is not taken; send {CONTENT}", 415)
-        return lambda: self._samples(images, texts, nearest)
+            return lambda: self._samples([body], [], nearest)
+        if kind == "text/plain":
+            return lambda: self._samples([], [text_of(body)], nearest)
+        raise RequestError(f"content of the type {kind[:100]!r} is not taken; send {CONTENT}", 415)
 
     def _samples(self, images: Sequence[bytes], texts: Sequence[str | tuple[str, str]], nearest: bool) -> list[Sample]:
         if images and texts:
@@ -466,10 +461,15 @@ class _Server:
             return self.service.tensors({name: tensor_of(array) for name, array in inputs.items()})
         if self.service.kind == "image":
             return self.service.images(inputs[raw])
-        try:
-            return self.service.texts([text.decode() for text in inputs[raw]])
-        except UnicodeDecodeError as error:
-            raise RequestError("a text is not in UTF-8") from error
+        return self.service.texts([text_of(text) for text in inputs[raw]])
+
+
+def _undecoded(request: "Request") -> "Request":
+    """The request, whose form gives strings as bytes in Latin-1: by itself it guesses what bytes stand for."""
+    from fastapi import Request
+
+    kind = f"{request.headers['content-type']}; charset=latin-1".encode("latin-1")
+    return Request({**request.scope, "headers": [(b"content-type", kind)]}, request.receive)
 
 
 def _digests(parts: Sequence[str]) -> str:

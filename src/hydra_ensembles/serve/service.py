@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Annotated, Any, Literal
+from urllib.parse import parse_qsl
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # decoders that 
 SLIMMEST = 100  # times that one side may be the other: the shorter one is scaled up to what the model reads
 BRIGHTEST = 1e4  # beyond what any preprocessing makes of a pixel
 SHOWN = 5  # most probable classes in a plain answer
+SEVERAL = {"image": "images", "text": "texts"}  # a form may have a name several times
 SHORTEST = 16  # tokens that texts are padded to, at least
 NEAREST = "nearest"  # what a row has beside its outputs where it was asked for: the nearest class, or -1
 
@@ -420,6 +422,34 @@ def read_named(body: Mapping[str, Any]) -> tuple[list[bytes], list[str | tuple[s
     return [image_of(value) for value in values["image"]], [text_of(value) for value in values["text"]]
 
 
+def read_form(
+    form: bytes | Sequence[tuple[str, str | bytes]], most: int
+) -> tuple[list[bytes], list[str | tuple[str, str]]]:
+    """The images and texts of a form, which has at most so many fields: URL-encoded, or in parts.
+
+    Strings of parts are bytes in Latin-1, and are decoded here; files are images, whatever they are called.
+    """
+    if isinstance(form, bytes):
+        try:
+            form = parse_qsl(form.decode("latin-1"), keep_blank_values=True, encoding="latin-1", max_num_fields=most)
+        except ValueError as error:
+            raise RequestError(f"the form has more than {most} fields", 413) from error
+    fields: dict[str, list[Any]] = {}
+    for name, value in form:
+        if isinstance(value, str):
+            fields.setdefault(SEVERAL.get(name, name), []).append(_decoded(value.encode("latin-1")))
+        else:
+            fields.setdefault("images", []).append(value)
+    return read_named(fields)
+
+
+def _decoded(content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:  # to guess an encoding is to read other words
+        raise RequestError("a text is not in UTF-8") from error
+
+
 def image_of(value: Any) -> bytes:
     """The file of an image, in base64 where JSON holds it."""
     if isinstance(value, bytes):
@@ -433,9 +463,11 @@ def image_of(value: Any) -> bytes:
 
 
 def text_of(value: Any) -> str | tuple[str, str]:
-    """A text, or a pair of them, as JSON has it."""
+    """A text, or a pair of them, as JSON has it; or the bytes of one."""
     if isinstance(value, str):
         return value
+    if isinstance(value, bytes):
+        return _decoded(value)
     if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value):
         return value[0], value[1]
     raise RequestError("a text in JSON is a string, or a pair of them in a list")

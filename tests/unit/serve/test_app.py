@@ -31,6 +31,7 @@ def typed(kind: str) -> dict[str, str]:
 
 
 JSON = typed("application/json")
+FORM = typed("application/x-www-form-urlencoded")
 
 
 def pixels(values: list[float]) -> dict[str, Any]:
@@ -123,7 +124,9 @@ def test_an_image_as_it_is_and_its_nearest_class() -> None:
         ({"json": {"texts": ["hello", "hello wörld"]}}, ["hello", "hello wörld"]),
         ({"json": {"text": ["hello", "wörld"]}}, [("hello", "wörld")]),
         ({"data": {"text": ["hello", "wörld"], "texts": "hello wörld"}}, ["hello", "wörld", "hello wörld"]),
-        ({"content": "wörld".encode(), "headers": typed("text/plain; charset=utf-8")}, ["wörld"]),
+        ({"content": "wörld".encode(), "headers": typed('text/plain; charset="UTF-8"')}, ["wörld"]),
+        ({"content": "text=hello+wörld&text=%77%C3%B6rld".encode(), "headers": FORM}, ["hello wörld", "wörld"]),
+        ({"files": [("text", (None, "hello wörld")), ("texts", (None, "hello"))]}, ["hello wörld", "hello"]),
     ],
 )
 def test_texts_in_every_way(options: dict[str, Any], texts: list[Any]) -> None:
@@ -167,6 +170,12 @@ BROKEN = {
     "no boundary": ({"content": b"x", "headers": typed("multipart/form-data")}, 400, "form"),
     "compressed": ({"content": b"x", "headers": {"Content-Encoding": "gzip", **JSON}}, 415, "compressed"),
     "a length of 5000 digits": ({"content": b"x", "headers": {"Content-Length": "9" * 5000, **JSON}}, 413, "200000"),
+    "a form in Latin-1": ({"content": "text=wörld".encode("latin-1"), "headers": FORM}, 400, "UTF-8"),
+    "a form that escapes Latin-1": ({"content": b"text=w%F6rld", "headers": FORM}, 400, "UTF-8"),
+    "parts in Latin-1": ({"files": {"text": (None, b"w\xf6rld")}}, 400, "UTF-8"),
+    "a text in Latin-1": ({"content": b"w\xf6rld", "headers": typed("text/plain")}, 400, "UTF-8"),
+    "another charset": ({"content": b"h\0i\0", "headers": typed("text/plain; charset=UTF-16LE")}, 415, "UTF-16LE"),
+    "a form of many fields": ({"content": b"&text=x" * 65, "headers": FORM}, 413, "64 fields"),
     "too large": ({"content": bytes(200_001), "headers": JSON}, 413, "200000"),
     "too many": ({"json": {"images": [""] * 65}}, 413, "65 samples"),
 }
