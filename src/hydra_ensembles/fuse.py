@@ -75,12 +75,13 @@ def fuse(
     equal are stored once and run once (the *trunk*), whatever the other settings. Of dual encoders both towers are
     fused; a tower, projection or logit scale that is the same in all members is stored once, and projections and
     scales that are not go with the readout. A `HydraWarning` tells of averaged weights that have no common start.
+    Members may have been trained with different dropout, which changes no answer; the result has that of the first.
 
     Args:
         members: At least one ensemble, dual encoder, or model that `convert` takes, all of one kind; one with several
             members contributes all of them.
         stem: `"shared"` stores one stem and needs the members' stems to be equal; `"mean"` averages them;
-            `"separate"` keeps one each.
+            `"separate"` keeps one each, unless they are equal and a trunk follows.
         mlp: `"mean"` averages weights and biases of the MLPs over the members, `"separate"` keeps them.
         norms: The same for all norms of the encoder, the final one included.
         readout: The same for pooler and classifier. An attention that pools the tokens is averaged where all members
@@ -156,7 +157,7 @@ def _single_members(models: Iterable[Ensemble | DualEncoder]) -> list[tuple[obje
         state = model.state_dict()
         for index in range(model.num_members):
             if isinstance(model, Ensemble):
-                pairs.append((member_config(model.config, index), member_state(model.config, state, index)))
+                pairs.append((member_config(model.config, index).undropped, member_state(model.config, state, index)))
             else:
                 single = model if model.num_members == 1 else model.member(index)
                 pairs.append((single.config, single.state_dict()))
@@ -167,7 +168,8 @@ def _single_members(models: Iterable[Ensemble | DualEncoder]) -> list[tuple[obje
 def soup(models: Iterable[nn.Module]) -> Ensemble:
     """One model with the mean of the weights of several fine-tunings of one model: at the price of one.
 
-    Models that do not come from one start have no mean that means anything; a `HydraWarning` says so.
+    Models that do not come from one start have no mean that means anything; a `HydraWarning` says so. Those
+    that do may have been trained with different dropout, as in `fuse`.
 
     Args:
         models: At least one; models that `convert` takes, or ensembles with one member, all alike.
@@ -214,6 +216,7 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None, av
         shared = {group: fusion != "separate" for group, fusion in how.items()}
         common = common_layers(heads, differing, config.encoder.layers)
         trunk = common if limit is None else min(common, limit)
+        shared["stem"] |= stem is None and trunk > 0  # else the trunk would be run once for each member
         config = replace(config, sharing=Sharing(**shared), trunk=trunk)
     joined = join_states(config, states)
     _warn_of_strangers(own_states, [name for name in joined if copies_of(config, name) == 1])
@@ -253,7 +256,8 @@ def _fuse_dual_encoders(members: Sequence[DualEncoder], how: How, trunk: int | N
     def tower(towers: Sequence[Ensemble], alone: bool) -> Ensemble:
         """One tower of all members; `alone` says whether the other tower keeps the members apart."""
         states = [ensemble.state_dict() for ensemble in towers]
-        same = all(ensemble.config == towers[0].config for ensemble in towers) and not unequal(states)
+        first, *others = (ensemble.config.undropped for ensemble in towers)
+        same = all(other == first for other in others) and not unequal(states)
         return towers[0] if same and not alone else _fuse_ensembles(towers, how, trunk)
 
     def projection(maps: Sequence[GroupedLinear | None]) -> GroupedLinear | None:

@@ -82,6 +82,16 @@ def test_the_trunk_is_found_exactly_when_it_exists(trunk: int) -> None:
     assert stored == {f"encoder.layers.{i}.norm1.weight": 1 if i < trunk else 3 for i in range(3)}
 
 
+def test_equal_stems_before_a_trunk_are_one_also_where_stems_are_to_be_separate() -> None:
+    """Else the trunk would see as many inputs as there are members, and run for each of them."""
+    parts = [moved(small(), member, ("stem", *GROUPS)) for member in range(3)]
+    fused = he.fuse(parts, stem="separate", mlp="separate", average=2)
+    assert fused.stem(IMAGES).shape[0] == 1
+    assert torch.equal(fused(IMAGES), he.fuse(parts, mlp="separate", average=2)(IMAGES))
+    apart = he.fuse(parts, stem="separate", mlp="separate", average=2, trunk=0)  # which are to part in training
+    assert apart.stem(IMAGES).shape[0] == 3
+
+
 @pytest.mark.parametrize(
     ("members", "settings", "token"),
     [
@@ -103,6 +113,18 @@ def test_members_of_different_dtypes_or_devices_are_refused_by_number(join: Join
     with pytest.raises(ConfigError, match=r"torch\.float32 on cpu, member 2"):
         join([base, tuned(base, 0), tuned(base, 1).to(**other)])
     assert join([base.double(), tuned(base, 0).double()]).dtype == torch.float64
+
+
+@pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack, he.soup], ids=["fuse", "stack", "soup"])
+def test_members_may_have_been_trained_with_different_dropout(join: Join) -> None:
+    """Fine-tunings of one model often are: it changes no answer. The first one's is kept."""
+    rates = {"attention_dropout": 0.1, "output_dropout": 0.2, "drop_path": (0.0, 0.1, 0.2)}
+    parts = [moved(small(), 1, ("mlp", "readout")), moved(small(**rates), 2, ("mlp", "readout"))]
+    same = [parts[0], moved(small(), 2, ("mlp", "readout"))]
+    assert torch.equal(join(parts)(IMAGES), join(same)(IMAGES))
+    assert join(parts[::-1]).config.encoder.drop_path == rates["drop_path"]
+    with pytest.warns(he.HydraWarning, match="equal"):
+        he.fuse([small(), small(**rates)])
 
 
 @pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack])

@@ -1,7 +1,7 @@
 """What a model is made of, as frozen settings that check themselves."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal, get_args
 
 from ..arguments import Checked, InnerShare, Range, Rate, require_number
@@ -372,15 +372,27 @@ class EnsembleConfig:
             return self.copies("attention", layer)
         return self.copies("readout") if len({heads[layer] for heads in self.heads}) == 1 else self.members
 
+    @property
+    def undropped(self) -> "EnsembleConfig":
+        """The same without dropout and stochastic depth: what answers depend on."""
+        inside = replace(self.encoder, activation_dropout=0.0, attention_dropout=0.0, drop_path=())
+        return replace(
+            self,
+            stem=replace(self.stem, dropout=0.0),
+            encoder=replace(inside, projection_dropout=0.0, output_dropout=0.0),
+            readout=replace(self.readout, dropout=0.0, hidden_dropout=0.0),
+        )
+
     def differences(self, other: "EnsembleConfig") -> list[str]:
-        """Architecture fields in which two ensembles differ, as readable lines; head lists do not count."""
+        """Architecture fields in which two ensembles differ, as readable lines; heads and dropout do not count."""
         if self.kind != other.kind:
             return [f"kind: {self.kind} and {other.kind}"]
+        mine, theirs = self.undropped, other.undropped
         return [
-            f"{part}.{name}: {mine} and {theirs}"
+            f"{part}.{name}: {value} and {other_value}"
             for part in ("stem", "encoder", "readout")
-            for name, mine in vars(getattr(self, part)).items()
-            if mine != (theirs := vars(getattr(other, part))[name])
+            for name, value in vars(getattr(mine, part)).items()
+            if value != (other_value := vars(getattr(theirs, part))[name])
         ]
 
 

@@ -105,7 +105,8 @@ def with_upper_layers(start: StartingModel, pretrained: nn.Module, trunk: int) -
     if start.dual is not None or not isinstance(donor, Ensemble) or donor.num_members != 1:
         raise ConfigError(f"pretrained goes with a classifier and is one model, got {type(donor).__name__}")
     base = start.base
-    if any(getattr(donor.config, part) != getattr(base.config, part) for part in ("stem", "encoder", "heads")):
+    mine, theirs = base.config.undropped, donor.config.undropped
+    if any(getattr(mine, part) != getattr(theirs, part) for part in ("stem", "encoder", "heads")):
         differing = "; ".join(base.config.differences(donor.config)[:5]) or "their heads"
         raise ConfigError(f"pretrained must be the model before its fine-tuning, but it differs in {differing}")
     state = dict(base.state_dict())

@@ -250,17 +250,10 @@ class Recipe(Checked):
     def with_dropout(self, config: EnsembleConfig) -> EnsembleConfig:
         """The configuration with the dropout of this recipe; see `dropout`."""
         rate = self.dropout
-        if rate is None:
-            return config
+        if not rate:
+            return config if rate is None else config.undropped
         encoder = replace(config.encoder, projection_dropout=rate, activation_dropout=rate, output_dropout=rate)
-        if rate > 0.0:
-            return replace(config, encoder=encoder)
-        return replace(
-            config,
-            stem=replace(config.stem, dropout=0.0),
-            encoder=replace(encoder, attention_dropout=0.0, drop_path=()),
-            readout=replace(config.readout, dropout=0.0, hidden_dropout=0.0),
-        )
+        return replace(config, encoder=encoder)
 
 
 def _require_settings(names: Iterable[str]) -> None:

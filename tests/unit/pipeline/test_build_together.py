@@ -1,5 +1,6 @@
 """Members that train together after fusing: what that is, and what it makes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def test_branches_are_paths_of_their_own_above_the_trunk() -> None:
 
 def test_members_start_from_pretrained_layers_above_the_trunk() -> None:
     base, before = image_model(seed=4), image_model(seed=5)
+    dropping = replace(before.config, encoder=replace(before.config.encoder, output_dropout=0.1))  # no other answers
+    before = he.Ensemble.from_state(dropping, before.state_dict(), before.metadata)
     frozen = recipe(learning_rate=1e-12, steps=1, dropout=0.0)  # so that the start is seen
     settings = he.HydraConfig(strategy="branches", training="together", shared_layers=1, recipe=frozen)
     hydra = he.build(base, settings, pretrained=before, **sets()).member(0).state_dict()
