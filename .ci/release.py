@@ -105,7 +105,7 @@ def look_at(sdist: Path, wheel: Path) -> tuple[str, list[str]]:
         ),
         *(
             ["extras are not those of pyproject.toml"]
-            if set(extras or ()) != {name.replace("_", "-") for name in project["optional-dependencies"]}
+            if set(extras or ()) != set(project["optional-dependencies"])
             else []
         ),
         *(

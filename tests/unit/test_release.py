@@ -1,12 +1,15 @@
 """`make release` ships nothing that the changelog has not closed."""
 
+import re
 import runpy
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "release.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / ".ci" / "release.py"
 
 
 class BuildingError(Exception):
@@ -31,3 +34,10 @@ def test_changes_without_a_version_are_refused(
     with pytest.raises(SystemExit if left else BuildingError) as stopped:
         main()
     assert not left or ("A change" in str(stopped.value) and "Closed" not in str(stopped.value))
+
+
+def test_extras_that_are_asked_for_are_there_under_the_name_that_pip_knows() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wheel = {re.sub(r"[-_.]+", "-", name).lower() for name in extras}  # older pips take no other spelling of these
+    code = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    assert {*extras, *re.findall(r'extra="([^"]+)"', code)} == wheel

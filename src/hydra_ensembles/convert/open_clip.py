@@ -215,7 +215,7 @@ def _text_metadata(model: Any) -> Metadata:
     """CLIP's own tokenizer, for every text transformer that has its vocabulary."""
     if int(model.token_embedding.num_embeddings) != _VOCABULARY:
         return Metadata()
-    tokenizer = require("open_clip", extra="open_clip").tokenizer.SimpleTokenizer(context_length=model.context_length)
+    tokenizer = require("open_clip", extra="open-clip").tokenizer.SimpleTokenizer(context_length=model.context_length)
     return Metadata(preprocessing=read_open_clip_tokenizer(tokenizer), preprocessing_from="open_clip's own tokenizer")
 
 
