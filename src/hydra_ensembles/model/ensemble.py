@@ -21,7 +21,7 @@ from .contents import ENSEMBLE, FAMILIARITY, TEXT_SIDE, Contents, ensemble_conte
 from .cost import Description, describe
 from .dropping import dropping, drops
 from .given import Arguments, Given, fitting, gathered, require_at_home, require_values, warn_of_odd_images
-from .layers import Context, Encoder, GroupedNorm, outlined
+from .layers import Context, Encoder, GroupedNorm
 from .metadata import Calibration, Metadata, common_metadata, member_metadata, text_state
 from .states import (
     join_states,
@@ -44,30 +44,15 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Model:
     """A model whose parameters are the given tensors, not copies of them; in evaluation mode."""
-    with outlined():
+    with torch.device("meta"):
         model = build()
-    modules = list(model.named_modules())
-    outlines = {
-        f"{path}.{name}" if path else name: (module._parameters, name, parameter.shape)
-        for path, module in modules
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    }
-    shapes = {name: shape for name, (_, _, shape) in outlines.items()}
-    if shapes != {name: tensor.shape for name, tensor in state.items()}:
-        model.load_state_dict(state, assign=True)  # says what does not fit
-    for name, (parameters, own_name, _) in outlines.items():  # what loading does, in a fifth of its time
-        parameters[own_name] = nn.Parameter(state[name])
-    for _, module in modules:
-        module.training = False
-        if isinstance(module, Watched):
-            module.take_as_measured()
-    return model
+    model.load_state_dict(state, assign=True)
+    return model.eval()
 
 
 def shapes_of(config: EnsembleConfig) -> dict[str, torch.Size]:
     """Names and shapes of the parameters that an ensemble has by its configuration."""
-    with outlined():
+    with torch.device("meta"):
         parameters = Ensemble(config).named_parameters(remove_duplicate=False)
         return {name: parameter.shape for name, parameter in parameters}
 
