@@ -1,7 +1,7 @@
 """A frozen ensemble: equal copies merged, constants folded into the weights, and laid out for one plan to run it by."""
 
 import copy
-from typing import Any, TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,6 @@ from ..model.rotary import FrozenRotary
 from ..model.states import HEAD_AXIS
 from ..model.stem_readout import MapPool, PatchStem
 from .frozen_layers import FrozenAttention, FrozenPatchStem, Plan, fixed, sees_key_bias
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 @torch.no_grad()
@@ -40,7 +38,7 @@ def frozen(ensemble: Ensemble, dtype: torch.dtype) -> Ensemble:
 @torch.no_grad()
 def with_plan(ensemble: Ensemble, plan: Plan) -> Ensemble:
     """A frozen ensemble that runs by this plan, around the same weights; `"batched"` may pad some of them."""
-    result = _twin(ensemble, {}, share=True)
+    result = _twin(ensemble, share=True)
     for module in result.modules():
         if isinstance(module, FrozenAttention):
             module.use_plan(plan)
@@ -58,7 +56,7 @@ def simplified(ensemble: Ensemble) -> Ensemble:
 
     Weights of half precision come back in float32, where folding does not lose digits; the caller converts.
     """
-    result = _twin(ensemble, {}, share=False).eval()
+    result = _twin(ensemble, share=False).eval()
     result.leave_unwatched()  # its weights are written anew; what becomes of the ensemble's is not its concern
     _merge_equal_copies(result)
     if result.dtype in (torch.bfloat16, torch.float16):
@@ -76,30 +74,11 @@ def simplified(ensemble: Ensemble) -> Ensemble:
     return result
 
 
-def _twin(module: Module, twins: dict[int, Any], share: bool) -> Module:
-    """The same modules around the same tensors, or around copies of them; settings and metadata are shared.
-
-    `copy.deepcopy` would copy those too, and spend most of its time on the dictionaries of hooks.
-    """
-
-    def duplicate(part: nn.Module | Tensor) -> nn.Module | Tensor:
-        if isinstance(part, nn.Module):
-            return _twin(part, twins, share)
-        if share:
-            return part
-        return fixed(part.detach().clone()) if isinstance(part, nn.Parameter) else part.clone()
-
-    def once(part: nn.Module | Tensor | None) -> Any:  # what stands in two places stays one
-        if part is not None and id(part) not in twins:
-            twins[id(part)] = duplicate(part)
-        return twins.get(id(part))
-
-    result = copy.copy(module)
-    for name, value in vars(result).items():
-        if isinstance(value, dict):
-            inner = name in ("_modules", "_parameters", "_buffers")
-            vars(result)[name] = {key: once(part) for key, part in value.items()} if inner else value.copy()
-    return result
+def _twin(ensemble: Ensemble, share: bool) -> Ensemble:
+    """The same modules around the same tensors, or around copies of them; settings and metadata are shared."""
+    tensors = (*ensemble.parameters(), *ensemble.buffers()) if share else ()
+    common = (ensemble.metadata, ensemble.config, *tensors)
+    return copy.deepcopy(ensemble, {id(part): part for part in common}).requires_grad_(False)
 
 
 def blocks(ensemble: Ensemble) -> list[Block]:
