@@ -1,14 +1,16 @@
 """Inference Endpoints of the Hugging Face hub: a `handler.py` that lies beside a saved ensemble in its repository.
 
-Its `requirements.txt` needs one line, `hydra-ensembles[serve]`. `inputs` is a text, an image (bytes, base64, or as the
-endpoint has decoded it), or a list of them, in which a list of two texts is a pair; an abstention is an answer, with
-`accept` false and the `reason`, and `notes` say what was done with an input, as where a text is cut.
+Its `requirements.txt` needs one line, `hydra-ensembles[serve] @ ADDRESS`, with that of a wheel (`make release` builds
+one): no index has this library yet. `inputs` is a text, an image (bytes, base64, or decoded by the endpoint), or a
+list of them, in which a list of two texts is a pair; an abstention is an answer, with `accept` false and the `reason`,
+and `notes` say what was done with an input, as where a text is cut.
 """
 
 import io
 from typing import Any
 
 import hydra_ensembles as he
+from hydra_ensembles.preprocessing import to_rgb
 from hydra_ensembles.serve import ServeSettings
 from hydra_ensembles.serve.service import Service, image_of, text_of
 
@@ -36,5 +38,5 @@ def encoded(image: Any) -> bytes:
     if not hasattr(image, "save"):
         return image_of(image)
     target = io.BytesIO()
-    image.save(target, "PNG", exif=image.getexif())
+    to_rgb(image).save(target, "PNG", exif=image.getexif())  # PNG has no CMYK, which JPEG has
     return target.getvalue()

@@ -87,6 +87,9 @@ def test_compose_reads_the_model_only_and_asks_for_a_key() -> None:
     assert int(hydra["stop_grace_period"].rstrip("s")) > ServeSettings().timeout
     for one in prometheus["volumes"]:
         assert (DEPLOY / one.split(":")[0]).is_file()
+    (started,) = re.findall("MODEL=(.*)/hydra-demo/model .* -f (.*) up", (DEPLOY / "compose.yaml").read_text())
+    assert (DEPLOY / started[0]).resolve() == ROOT, "a path in it is relative to its folder; the demo is in the root"
+    assert (ROOT / started[1]).is_file()
     watched = document("prometheus.yaml")
     assert watched["scrape_configs"][0]["static_configs"][0]["targets"] == ["hydra:8000"]
     assert watched["scrape_configs"][0]["authorization"]["credentials_file"].endswith(prometheus["secrets"][0])
@@ -128,8 +131,8 @@ def test_the_handler_answers_as_predict_does(tmp_path: Path) -> None:
     kind = runpy.run_path(str(DEPLOY / "handler.py"))["EndpointHandler"]
     served("image").save_pretrained(tmp_path / "image")
     handler = kind(str(tmp_path / "image"))
-    given = [picture(0), base64.b64encode(picture(1)).decode(), opened(picture(2))]
-    expected = served("image").predict([opened(picture(seed)) for seed in range(3)])
+    given = [picture(0), base64.b64encode(picture(1)).decode(), opened(picture(2)), opened(picture(3)).convert("CMYK")]
+    expected = served("image").predict([*(opened(picture(seed)) for seed in range(3)), given[3]])
     assert [one["label"] for one in handler({"inputs": given})] == expected.names()
     assert handler({"inputs": given[0]})[0]["accept"] == expected.accept[0].item()
     on_their_side = handler({"inputs": [turned(), opened(turned())]})
