@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from hydra_ensembles._utils import require_same_run
 from hydra_ensembles.errors import DataError, DivergedError, SameMembersError
 from hydra_ensembles.files import write_json
 from hydra_ensembles.heads.members import CIRCUIT_ORDER, Score
@@ -24,8 +25,8 @@ from .rows import CIRC_AVG, MC_DROPOUT, SINGLE, rate_of, rows_of
 from .samples import SampleBatches, alone
 from .seed import Heads, NotChosenError, Seed, Setting
 from .seed_folder import CHOICES, slug
-from .storing import STUDY, choices_in, named, read_if_there, store, store_shift
-from .task import Stage
+from .storing import STUDY, choices_in, facts_of, named, read_if_there, store, store_shift
+from .task import Stage, decisive
 
 SHIFTED = "shifted.npz"  # images of a run that all rows are asked about
 RANKINGS: Mapping[Heads, Sequence[str]] = {"circuits": CIRCUIT_ORDER, "taylor": ("taylor",), "random": ()}
@@ -101,6 +102,11 @@ def recover(seed: Seed, name: str) -> None:
     """Make one member of the paper's, at the rate that was chosen; `name` says by which heads, and which one."""
     kind, _, index = name.partition(" ")
     seed.recovered(cast(Heads, kind), int(index), rate_of(seed.chosen(CIRC_AVG)))
+
+
+def make(seed: Seed, name: str) -> None:
+    """Train what a row is made of beside fine-tunings and members of the paper's."""
+    rows_of(seed.task)[name].model(seed, name)
 
 
 def report(seed: Seed, name: str) -> None:
@@ -195,9 +201,11 @@ def jobs(run: Run, stage: str) -> Plan:
             ("choose", first, methods[row].like or row),
             ("choose", first, SINGLE),
             *(("recover", seed, member) for member in members(row)),
+            *([("make", seed, row)] if stage == "report" and methods[row].trains else []),
         ]
         for row in rows
         for seed in seeds
+        if stage == "report" or methods[row].trains
     }
 
 
@@ -227,12 +235,15 @@ def cost(run: Run) -> None:
 
 
 def collect(run: Run) -> None:
-    """Store what is finished."""
+    """Store what is finished; not beside rows of another recipe."""
     task = run.task
     study = run.output / run.task.name
     rows = rows_of(run.task)
+    recipe = {**task.settings, "tasks": {task.name: task.plain}}
+    if (before := facts_of(run.results / task.name)) is not None:
+        require_same_run(decisive(before["recipe"], task.name), decisive(recipe, task.name), run.results, "the study")
     facts = {
-        "recipe": {**task.settings, "tasks": {task.name: task.plain}},
+        "recipe": recipe,
         "inside": task.suite.id.name,
         "groups": task.groups("report"),
         "trainings": {name: row.trainings for name, row in rows.items()},
@@ -254,6 +265,7 @@ CLASSIFIERS = Kind(
         "option": option,
         "choose": choose,
         "recover": recover,
+        "make": make,
         "report": report,
         "shift": shift,
     },

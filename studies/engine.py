@@ -1,6 +1,7 @@
 """Running a study of any kind: jobs of its stages, which processes on one device may share, and what came of them.
 
-A job begins when those that it waits for have ended and a process is free; first those that most others wait for.
+A job begins when those that it waits for have ended and a process is free. First come those that take seconds and end
+a row, so that a run out of time has whole rows; then those that most others wait for.
 """
 
 import multiprocessing
@@ -50,6 +51,7 @@ class Kind:
     steps: Mapping[str, Callable[[Any, str], None]]  # what a job does with a seed
     jobs: Callable[[Run, str], Plan]  # of a stage
     ends: Mapping[str, Callable[[Run], None]]  # stages that one process does
+    quick: Collection[str] = ("report", "shift")  # steps that take seconds
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -81,7 +83,8 @@ class Kind:
             plan = {
                 job: needs for stage in stages if stage in self.steps for job, needs in self.jobs(run, stage).items()
             }
-            failed += do_all(plan, pool, workers, None if minutes is None else start + 60 * minutes)
+            until = None if minutes is None else start + 60 * minutes
+            failed += do_all(plan, pool, workers, self.quick, until)
             try:
                 for stage in filter(self.ends.__contains__, stages):
                     self.ends[stage](run)
@@ -104,14 +107,16 @@ class Here(Executor):
         return future
 
 
-def do_all(plan: Plan, pool: Executor, workers: int, until: float | None = None) -> list[Exception]:
-    """Do all jobs of a plan, and begin none after a time.
+def do_all(
+    plan: Plan, pool: Executor, workers: int, quick: Collection[str] = (), until: float | None = None
+) -> list[Exception]:
+    """Do all jobs of a plan, those of quick steps as soon as they can be, and begin none after a time.
 
     One that fails is told and stops no other: its rows will be missing. Nor is it a failure where a seed has no
     members that differ: that is told, and the row is missing.
     """
     waited_for = _dependents(plan)
-    waiting = sorted(plan, key=lambda job: -len(waited_for[job]))  # else in their order
+    waiting = sorted(plan, key=lambda job: (job[0] not in quick, -len(waited_for[job])))  # else in their order
     running: dict[Future[None], Job] = {}
     ended: set[Job] = set()
     failed: list[Exception] = []
@@ -183,6 +188,7 @@ def _do(job: Job) -> None:
         _OWN["steps"][step](_OWN["seed"], name)
     finally:
         torch.compiler.reset()  # a process compiles for models of many shapes, and from the eighth on none would be
+        torch.cuda.empty_cache()  # the device is shared
     print(f"{_OWN['name']} {_named(job)}: {time.monotonic() - start:.0f} s", flush=True)
 
 

@@ -21,7 +21,7 @@ from hydra_ensembles.errors import DataError
 from hydra_ensembles.metrics import brier_per_sample, nll_per_sample
 from hydra_ensembles.prediction import AnyScore
 
-from .measures import SPREAD, Array
+from .measures import CALIBRATED, DOUBT, SPREAD, Array
 from .samples import Samples
 from .task import Task
 
@@ -67,8 +67,8 @@ def columns_of(answers: Prediction, after: Prediction | None = None, labels: Ten
     columns: dict[str, Tensor] = {name: answers.score(name) for name in (*SCORES, *distances)}
     if labels is not None and after is not None:
         columns |= {"correct": answers.label == labels, **judged(answers, labels)}
-        columns |= {f"calibrated.{name}": column for name, column in judged(after, labels).items()}
-        columns["calibrated.doubt"] = after.probs.scatter(-1, after.label[:, None], 0.0).sum(dim=-1)
+        columns |= {f"{CALIBRATED}{name}": column for name, column in judged(after, labels).items()}
+        columns[DOUBT[CALIBRATED]] = after.probs.scatter(-1, after.label[:, None], 0.0).sum(dim=-1)
     if not all(bool(column.isfinite().all()) for column in columns.values()):
         raise DataError("a model answered with numbers that are not finite; its training diverged: lower the rate")
     return columns

@@ -24,7 +24,8 @@ Columns = Mapping[str, npt.NDArray[Any]]  # by `set|column`
 Groups = Mapping[str, Sequence[str]]  # names of OOD sets by `near` and `far`
 
 BINS = 15
-DOUBT = {"": "msp", "calibrated.": "calibrated.doubt"}  # one minus confidence
+CALIBRATED = "calibrated."  # before the names of what is said after calibration
+DOUBT = {"": "msp", CALIBRATED: f"{CALIBRATED}doubt"}  # one minus confidence
 LEVEL = 0.95
 NAMED = ("entropy", "mahalanobis", *get_args(LearnedName))  # scores of a row, where it has them
 CONFIDENT = "vilu"  # the score that is minus the log-odds of being right, a confidence of its own
@@ -107,7 +108,7 @@ def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
     raw = {key.removeprefix(f"{inside}|"): column for key, column in columns.items() if key.startswith(f"{inside}|")}
     id_columns = {name: column.astype(np.float64) for name, column in raw.items()}
     by_key = {"accuracy": _mean(id_columns["correct"], inside)}
-    for prefix in ("", "calibrated."):
+    for prefix in ("", CALIBRATED):
         if f"{prefix}nll" not in id_columns:  # results of before have no rows after calibration
             continue
         by_key |= {f"{prefix}{key}": _mean(id_columns[f"{prefix}{key}"], inside) for key in ("nll", "brier")}

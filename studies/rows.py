@@ -61,6 +61,12 @@ class Row:
     paper: tuple[Heads, int] | None = None  # the heads that its members lose, where they are the paper's, and how many
     fine_tunings: int | None = 1  # of the pretrained model by Single's recipe that it is made of; None: all members'
 
+    @property
+    def trains(self) -> bool:
+        """Whether it takes more trainings than those of its fine-tunings and of members of the paper's."""
+        _, members = self.paper or ("", 0)
+        return self.fine_tunings is not None and self.trainings > self.fine_tunings + members
+
     def options(self, task: Task) -> list[Setting]:
         """The settings to choose from; one is sealed all the same, for rows that are like this one."""
         options = self.settings(task) if self.like is None else []

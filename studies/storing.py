@@ -18,7 +18,7 @@ from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json, read_object, write_json
 
 from .column_files import BEFORE, read_columns, same_column, write_columns
-from .measures import SHIFT, Array
+from .measures import CALIBRATED, SHIFT, Array
 from .seed_folder import CHOICES, REPORT, slug
 
 FORMAT = "hydra_ensembles.study 4"
@@ -157,8 +157,9 @@ def _store_columns(folder: Path, target: Path, number: int, rows: list[str], bef
             older.unlink()
     else:
         single = new[SINGLE]
-        new = {name: one for name, one in new.items() if name not in before or same_columns(named(name, one), stored)}
-        if new and SINGLE not in new:
+        answers = {key: column for key, column in named(SINGLE, single).items() if CALIBRATED not in key}
+        new = {name: one for name, one in new.items() if name not in before}
+        if new and not same_columns(answers, stored):  # another training; another version may fit temperatures anew
             digest = hashlib.sha256(b"".join(single[key].tobytes() for key in sorted(single))).hexdigest()[:8]
             again = {"rows": np.array(list(new)), **named(SINGLE, single)}
             write_columns(target / f"again-{number}-{digest}.parquet", again)

@@ -43,6 +43,14 @@ def _written() -> dict[str, Any]:
     return cast(dict[str, Any], yaml.safe_load(RECIPE.read_text(encoding="utf-8")))
 
 
+def decisive(settings: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """What decides the models of a task; what they are asked, and what rows there are, is apart."""
+    common = ("members", "circuits", "taylor_batches", "familiar")
+    apart = ("seeds", "held_out", "corruptions", "most")
+    of_task = {key: value for key, value in settings["tasks"][task].items() if key not in apart}
+    return {**{key: settings[key] for key in common}, "task": of_task}
+
+
 class Task(Once):
     """The data of a task, each set read when it is first asked for; `share` of every set, for a trial.
 
@@ -90,11 +98,8 @@ class Task(Once):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything that decides what its models are; what they are asked, and what rows there are, is apart."""
-        common = ("members", "circuits", "taylor_batches", "familiar")
-        apart = ("seeds", "held_out", "corruptions", "most")
-        of_task = {key: value for key, value in self.plain.items() if key not in apart}
-        return {**{key: self.settings[key] for key in common}, "task": of_task, "share": self.share}
+        """Everything that decides what its models are."""
+        return {**decisive(self.settings, self.name), "share": self.share}
 
     def samples(self, *sets: AnyDataset) -> Samples:
         """Sets of one kind as one, the way the backbone of the task takes them; a trial has some of every class."""

@@ -77,6 +77,10 @@ def test_a_job_waits_for_those_it_needs_and_goes_before_those_that_fewer_wait_fo
     assert do_all(plan, Here(), 1) == []
     assert done == ["base", "middle", "lone", "top"]
     done.clear()
+    end: Job = ("report", 0, "end")  # nothing waits for it, and yet it does not wait for the rest
+    assert do_all({**plan, end: [base]}, Here(), 1, quick=("report",)) == []
+    assert done == ["base", "end", "middle", "lone", "top"]
+    done.clear()
     assert [type(error) for error in do_all(plan, Here(), 1, until=0.0)] == [ConfigError]
     assert done == []
     assert "4 jobs left, step base, seed 0 first" in capsys.readouterr().out

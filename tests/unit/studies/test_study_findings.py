@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import hydra_ensembles as he
 from hydra_ensembles.data.corruptions import CORRUPTIONS
-from hydra_ensembles.errors import DataError
+from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.files import read_json, write_json
 from studies import all_tasks, cells, classifiers, findings, gain_figure, storing
 from studies import rows as study_rows
@@ -364,6 +364,12 @@ def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path, monkeyp
     reported(SINGLE, SINGLE)  # the same run, whose other rows are elsewhere: they stay
     one = stored()
     assert (set(one.rows), one.seeds(HYDRA), one.in_parts) == ({*ROWS, added}, [0, 1], False)
+    warmer = {key: column / 2 if "calibrated." in key else column for key, column in study.columns(SINGLE, 0).items()}
+    write_columns(report / f"{slug(SINGLE)}.parquet", warmer)
+    reported(DEEP, MC_DROPOUT)  # the same model, to which another version fitted another temperature
+    assert (set(stored().rows), stored().in_parts) == ({*ROWS, added, DEEP}, False)
+    storing.forget(results / NAME, [added, DEEP])
+    (report / f"{slug(DEEP)}.json").unlink()
     reported(SINGLE, HYDRA)  # stands for another Single
     for _ in range(2):  # what is stored already stays as it is
         both = stored()
@@ -394,6 +400,14 @@ def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path, monkeyp
     whole = stored()
     assert (whole.in_parts, whole.seeds(SINGLE)) == (False, [0, 1])
     assert whole.numbers(SINGLE, 0)["accuracy"].value == study.numbers(HYDRA, 0)["accuracy"].value
+
+
+def test_rows_of_another_recipe_are_not_stored_beside_each_other(study: Study, tmp_path: Path) -> None:
+    shutil.copytree(study.folder, tmp_path / "results" / NAME)
+    task = SmallTask(NAME)
+    task.plain["training"]["learning_rate"] *= 3
+    with pytest.raises(CheckpointError, match="learning_rate was"):
+        CLASSIFIERS.run(Run(task, tmp_path, tmp_path / "results", [], [0]), ["store"])
 
 
 def test_rows_are_forgotten_and_stored_anew(study: Study, tmp_path: Path) -> None:

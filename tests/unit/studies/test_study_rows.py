@@ -209,10 +209,11 @@ def planned(rows: list[str], seeds: list[int], folder: Path, stages: str) -> dic
 
 @pytest.mark.parametrize(("row", "count"), [(SINGLE, 1), (DEEP, 3), (HYDRA_CIRC, 1), (LORA, 0)])
 def test_a_row_waits_for_the_fine_tunings_that_it_is_made_of(tmp_path: Path, row: str, count: int) -> None:
-    plan = planned([row], [4], tmp_path, "train report")
+    plan = planned([row], [4], tmp_path, "train make report")
     waits = {job for job in plan["report", 4, row] if job[0] == "train"}
     assert waits == {("train", 4, str(index)) for index in range(count)}
     assert waits == {job for job in plan if job[:2] == ("train", 4)}
+    assert (("make", 4, row) in plan["report", 4, row]) == (("make", 4, row) in plan) == (row == LORA)
 
 
 def test_a_run_trains_the_first_seed_only_while_something_is_to_be_chosen(tmp_path: Path) -> None:
