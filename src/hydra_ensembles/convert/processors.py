@@ -5,6 +5,10 @@ from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any, cast
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from .._utils import require
 from ..errors import ConfigError, ConversionError
 from ..model.config import PatchStemConfig, TextStemConfig
@@ -17,6 +21,8 @@ _ACCEPTED = {
     "text": "a fast tokenizer of transformers, a tokenizer of open_clip, a TextPreprocessing",
     "image": "an image processor of transformers, the transforms of torchvision's weights, an ImagePreprocessing",
 }
+_TEXTS = ("What 1 processor makes of a Text, it is asked.", "Nothing else")
+_LEVELS = 3.0  # of 255 that pixels may lie apart on average: libraries resize a little differently
 _PIL_RESAMPLING: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
@@ -146,6 +152,25 @@ def _unsupported(processor: Any, kind: str) -> ConversionError:
     return ConversionError(f"a {qualified_name(processor)} is not read as {kind} preprocessing; give {_ACCEPTED[kind]}")
 
 
+def _tried(processor: Any, *inputs: Any, **settings: Any) -> dict[str, Tensor]:
+    """What a processor itself makes of some inputs."""
+    try:
+        return {
+            name: torch.as_tensor(value) for name, value in processor(*inputs, **settings, return_tensors="pt").items()
+        }
+    except Exception as error:  # whatever somebody's processor may raise
+        raise ConversionError(
+            f"a {qualified_name(processor)} cannot prepare a small example ({type(error).__name__}: {error}); repair it"
+        ) from error
+
+
+def _other_than_said(processor: Any, problem: str, kind: str) -> ConversionError:
+    return ConversionError(
+        f"a {qualified_name(processor)} {problem}: it has rules of its own, which are not read; give {_ACCEPTED[kind]} "
+        "that does what was done with this model"
+    )
+
+
 def _require_setting(name: str, value: object, supported: object) -> None:
     if value != supported:
         raise ConversionError(f"{name} is {value!r}; only {supported!r} is supported, set it so first")
@@ -184,7 +209,7 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
     copied = require("tokenizers", extra="text").Tokenizer.from_str(processor.backend_tokenizer.to_str())
     copied.no_padding()  # what its last call left behind
     copied.no_truncation()
-    return TextPreprocessing(
+    read = TextPreprocessing(
         max_length=min(int(processor.model_max_length), stem.max_tokens),
         pad_id=int(processor.pad_token_id),
         pad_token=str(processor.pad_token),
@@ -192,6 +217,11 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
         segments="token_type_ids" in processor.model_input_names,
         tokenizer=copied.to_str(),
     )
+    ours, _ = read.encode(_TEXTS)
+    theirs = _tried(processor, list(_TEXTS), padding=True, truncation=True, max_length=read.max_length)
+    if any(name in theirs and theirs[name].tolist() != tensor.tolist() for name, tensor in ours.items()):
+        raise _other_than_said(processor, "makes other tokens of a text than its tokenizer.json says", "text")
+    return read
 
 
 # --- tokenizers of open_clip -----------------------------------------------------------------------------
@@ -296,8 +326,6 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
         )
     for attribute in (*sorted(steps), "rescale_offset", "include_top"):
         _require_setting(f"processor.{attribute}", getattr(processor, attribute, None) or False, False)
-    if type(processor).__name__.startswith("Levit"):
-        raise ConversionError("a processor of Levit resizes to 256/224 of the size it names; give a ViTImageProcessor")
     _require_setting("processor.do_resize", processor.do_resize, True)
     size = _named_sides(processor.size)
     crop = _named_sides(processor.crop_size) if getattr(processor, "do_center_crop", False) else {}
@@ -312,7 +340,7 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
     resized = (size["height"], size["width"]) if squash else pair(size["shortest_edge"])
     scale = 255.0 * float(processor.rescale_factor) if processor.do_rescale else 255.0  # of pixels in [0, 1]
     scale = 1.0 if abs(scale - 1.0) < 1e-6 else scale
-    return _image_preprocessing(
+    read = _image_preprocessing(
         resized,
         (crop["height"], crop["width"]) if crop else resized,
         squash,
@@ -321,6 +349,25 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
         filter_=processor.resample,
         crop_corner="floor",
     )
+    picture = _picture("L" if len(read.mean) == 1 else "RGB")
+    ours, theirs = read(picture), _tried(processor, picture).get("pixel_values", torch.empty(0))
+    if ours.shape != theirs.shape or _levels_apart(ours, theirs, read) > _LEVELS:
+        raise _other_than_said(processor, "makes other pixels of a picture than its settings say", "image")
+    return read
+
+
+def _picture(mode: str) -> Any:
+    """A picture whose every region is another, and none of them rough: how it is resized shows little, where much."""
+    rows, columns = np.mgrid[0:1:48j, 0:1:72j]
+    channels = (rows, columns, (rows + columns**2) / 2)
+    pixels = np.stack([255 * channel for channel in channels], axis=-1).astype(np.uint8)
+    return require("PIL.Image", extra="data").fromarray(pixels).convert(mode)
+
+
+def _levels_apart(ours: Tensor, theirs: Tensor, read: ImagePreprocessing) -> float:
+    """How far pixels `[1, channels, H, W]` lie apart, on average, of 255 levels."""
+    scale = 255 * torch.tensor(read.std).view(1, -1, 1, 1)
+    return float(((ours - theirs.to(ours)) * scale).abs().mean())
 
 
 def _image_preprocessing(
@@ -343,7 +390,7 @@ def _image_preprocessing(
 
 def _named_sides(size: Any) -> dict[str, int]:
     """The sides that a size of transformers names, whether it is a dictionary or an object."""
-    sides: Mapping[str, Any] = size if isinstance(size, Mapping) else vars(size)
+    sides: Mapping[str, Any] = size if isinstance(size, Mapping) else getattr(size, "__dict__", {})
     return {name: int(value) for name, value in sides.items() if value is not None}
 
 

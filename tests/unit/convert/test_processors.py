@@ -211,10 +211,38 @@ def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
         ("EfficientNet", {"size": SQUARE, "include_top": False, "rescale_offset": True}, "rescale_offset"),
         ("EfficientNet", {"size": SQUARE}, "include_top"),
         ("ConvNext", {"size": short}, "crop_pct.*BitImageProcessor"),
-        ("Levit", {"size": short, "crop_size": SQUARE}, "256/224"),
+        ("Levit", {"size": short, "crop_size": SQUARE}, "rules of its own"),
+        ("Perceiver", {"size": SQUARE, "crop_size": {"height": 56, "width": 56}}, "rules of its own"),
+        ("Siglip2", {"size": SQUARE}, "rules of its own"),
+        ("Siglip2", {}, "shortest_edge"),
     ]:
         with pytest.raises(ConversionError, match=token):
             read_processor(getattr(transformers, f"{kind}ImageProcessor")(**settings), PATCHES)
     for processor in (TextPreprocessing(max_length=5), wordpiece()):
         with pytest.raises(ConversionError, match="image"):
             read_processor(processor, PATCHES)
+
+
+def test_processors_that_do_other_than_their_settings_say_are_refused() -> None:
+    """They are tried: what a class has rules of its own for cannot be read off its settings."""
+
+    class Inverting(transformers.ViTImageProcessor):  # type: ignore[misc]
+        def __call__(self, images: Any, **settings: Any) -> Any:
+            return super().__call__(Image.eval(images, lambda level: 255 - level), **settings)
+
+    class Shouting(transformers.BertTokenizer):  # type: ignore[misc]
+        def __call__(self, text: Any, **settings: Any) -> Any:
+            return super().__call__([one + "!" for one in text], **settings)
+
+    class Broken(transformers.ViTImageProcessor):  # type: ignore[misc]
+        def __call__(self, images: Any, **settings: Any) -> Any:
+            raise RuntimeError("no such thing")
+
+    shouting = Shouting(vocab=wordpiece().get_vocab())
+    for processor, stem, token in [
+        (Inverting(size=SQUARE), PATCHES, "Inverting makes other pixels"),
+        (shouting, STEM, "Shouting makes other tokens"),
+        (Broken(size=SQUARE), PATCHES, "RuntimeError: no such thing"),
+    ]:
+        with pytest.raises(ConversionError, match=token):
+            read_processor(processor, stem)
