@@ -119,10 +119,8 @@ def test_a_socket_left_by_a_killed_server_is_taken_over(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("options", "token"),
     [
-        (["--port", 70_000], "port"),
         (["--host", "no.such.host.invalid"], "listen"),
         (["--api-key", "short"], "key"),
-        (["--max-batch", 0], "max_batch"),
     ],
 )
 def test_settings_are_refused_before_anything_is_loaded(options: list[Any], token: str) -> None:

@@ -1,7 +1,5 @@
-"""Rotary positions and windows, held against their definitions written out number by number."""
+"""Windows of local layers, held against their definition, and what else rotary models do; contract tests turn them."""
 
-import cmath
-import math
 from dataclasses import replace
 
 import pytest
@@ -9,74 +7,9 @@ import torch
 from torch import Tensor
 
 from hydra_ensembles.errors import ConfigError
-from hydra_ensembles.model.config import EnsembleConfig, RotaryConfig
+from hydra_ensembles.model.config import RotaryConfig
 from hydra_ensembles.model.layers import Attention, Context, attend, near_tokens
-from hydra_ensembles.model.rotary import FrozenRotary, Rotary, turned
 from random_ensembles import ALL_SHAPES, encoder, random_batches, random_ensemble
-
-LIKE = torch.zeros(1, dtype=torch.float64)
-
-
-def with_rotary(shape: str, rotary: RotaryConfig, head_dim: int = 8) -> EnsembleConfig:
-    config = ALL_SHAPES[shape]
-    return replace(config, encoder=replace(config.encoder, rotary=rotary, head_dim=head_dim))
-
-
-def complex_turned(heads: Tensor, angles: list[list[float]]) -> Tensor:
-    """Pairs of numbers of heads `[R, T, H, d_k]` as complex numbers, multiplied by `exp(i · angle)`."""
-    half = heads.shape[-1] // 2
-    result = heads.clone()
-    for token, row in enumerate(angles):
-        for pair, angle in enumerate(row):
-            factor = cmath.exp(1j * angle)
-            real, imaginary = heads[:, token, :, pair], heads[:, token, :, pair + half]
-            result[:, token, :, pair] = real * factor.real - imaginary * factor.imag
-            result[:, token, :, pair + half] = real * factor.imag + imaginary * factor.real
-    return result
-
-
-def test_texts_turn_by_the_number_of_a_token_and_each_base_by_its_own() -> None:
-    rotary = Rotary(with_rotary("text-rotary-local", RotaryConfig(100.0, local_base=7.0)))
-    heads = torch.randn(2, 5, 3, 8, dtype=torch.float64)
-    for base, turn in zip((100.0, 7.0), rotary((5,), LIKE), strict=True):
-        angles = [[token / base ** (pair / 4) for pair in range(4)] for token in range(5)]
-        assert torch.allclose(turned(heads, turn), complex_turned(heads, angles), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("rotary", "row", "column"),
-    [
-        (RotaryConfig(9.0), 1.0, 2.0),
-        (RotaryConfig(9.0, offset=1.0), 2.0, 3.0),
-        (RotaryConfig(9.0, reference=(4, 6)), 1 / 2 * 4, 2 / 3 * 6),
-        (RotaryConfig(9.0, centred=True), 2 * math.pi * (2 * 1.5 / 2 - 1), 2 * math.pi * (2 * 2.5 / 3 - 1)),
-    ],
-    ids=["counted", "offset", "scaled", "centred"],
-)
-def test_images_turn_by_row_and_column_and_prefix_tokens_do_not(
-    rotary: RotaryConfig, row: float, column: float
-) -> None:
-    config = with_rotary("image-rotary", rotary)
-    (turn,) = Rotary(config)((2, 3), LIKE)
-    prefix = config.stem.prefix_tokens  # type: ignore[union-attr]
-    heads = torch.randn(2, prefix + 6, 3, 8, dtype=torch.float64)
-    found = turned(heads, turn)
-    assert torch.equal(found[:, :prefix], heads[:, :prefix])
-    last = [place / 9.0 ** (pair / 2) for place in (row, column) for pair in range(2)]  # of the last patch
-    assert torch.allclose(found[:, -1:], complex_turned(heads[:, -1:], [last]), atol=1e-5)
-    assert torch.equal(turned(heads[:, 1:3], turn, slice(1, 3)), found[:, 1:3])
-
-
-def test_tables_give_what_is_computed_also_for_other_sizes() -> None:
-    for shape, native, sizes in (
-        ("image-rotary", (2, 3), [(2, 3), (4, 1)]),
-        ("text-rotary-local", (8,), [(8,), (3,)]),
-    ):
-        rotary = Rotary(ALL_SHAPES[shape])
-        frozen = FrozenRotary(rotary, native, LIKE)
-        for size in sizes:
-            for expected, found in zip(rotary(size, LIKE), frozen(size, LIKE), strict=True):
-                assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("read", [None, slice(0, 2)], ids=["all", "two"])

@@ -204,9 +204,7 @@ def test_texts_that_are_too_long_or_empty_are_refused() -> None:
     [
         ("image", {"pixel_values": torch.zeros(1, 3, 16, 16)}, r"\[8, 8\]"),
         ("image", {"pixel_values": torch.full((1, 3, 8, 8), torch.nan)}, "NaN"),
-        ("image", {"pixel_values": torch.zeros(1, 3, 8, 8, dtype=torch.int64)}, "int64"),
         ("text", {"input_ids": torch.full((1, 3), 99)}, "vocabulary"),
-        ("text", {"input_ids": torch.zeros(1, 10, dtype=torch.long)}, "10 tokens"),
         ("text", {"input_ids": torch.ones(1, 2, dtype=torch.long), "attention_mask": torch.zeros(1, 2)}, "mask"),
     ],
 )
