@@ -33,6 +33,16 @@ def test_passes_are_members_and_without_dropout_the_plain_model_exactly(members)
     assert torch.equal(plain, ensemble(IMAGES).repeat_interleave(4, dim=0))  # the passes of a member lie together
 
 
+def test_padding_before_a_text_leaves_a_causal_model_its_numbers():
+    """Such padding sees no token at all: neither attention weights nor what is read may become NaN."""
+    ensemble = tiny(kind="text", readout={"pool": "last"}, causal=True, attention_dropout=0.1)
+    ids = torch.tensor([[0, 0, 3, 4, 5], [3, 4, 5, 6, 7]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    few, many = (mc_dropout(ensemble, 0.02, passes)(ids, attention_mask=mask).mean(0) for passes in (2, 600))
+    expected = ensemble(ids, attention_mask=mask)[0]
+    assert (many - expected).abs().max() < (few - expected).abs().max()
+
+
 def test_many_passes_average_to_the_deterministic_model():
     ensemble = tiny()
     expected = ensemble(IMAGES)[0]

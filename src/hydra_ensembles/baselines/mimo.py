@@ -19,7 +19,7 @@ from ..schema import to_plain
 from ..training.finetune import EnsembleLearner, LabelledBatch, train_classifier, trained_metadata
 from ..training.loop import Job, Runtime, TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import fresh, joined, parted
+from .start import fresh, joined, parted, require_trained
 
 PATCH = "stem.patch"
 
@@ -59,13 +59,20 @@ def mimo(
     Args:
         model: An image classifier with one member; it is not changed.
         train: Batches with labels that can be read again and again; each has at least as many images as members.
-        recipe: How to train; its groups mean what they mean for `finetune`.
+        recipe: How to train; its groups mean what they mean for `finetune`. The stem, where members learn to tell
+            their images apart, is one of them; from scratch all are.
         settings: How images are put together.
         validation: Held-out batches with labels, as for `finetune`.
         run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
     """
     require_single(model, "mimo")
     start = wide(model, settings, recipe.seed)
+    if settings.start == "scratch":
+        require_trained(
+            recipe, start, start.state_dict(), "MIMO from scratch starts from weights all of which must train"
+        )
+    else:
+        require_trained(recipe, start, [PATCH], "MIMO learns to tell images apart in the patch kernel of the stem")
     job = Job(recipe, train, validation, identity={"method": "mimo", "settings": to_plain(settings)}, **run)
     result = train_classifier(partial(MimoLearner, model, start, settings, recipe), start, job)
     how = f"rho {settings.rho:g}, batch repeat {settings.batch_repeat}"

@@ -14,7 +14,7 @@ from ..model.ensemble import Ensemble
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe
-from .start import fresh
+from .start import fresh, require_trained
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def packed_ensemble(
     Args:
         model: A classifier with one member, whose sizes, classes and preprocessing are taken.
         train: Batches with labels that can be read again and again.
-        recipe: How to train; as one would the model from scratch.
+        recipe: How to train, all groups; as one would the model from scratch.
         settings: How many members, and how wide.
         validation: Held-out batches with labels, as for `finetune`.
         run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
@@ -91,4 +91,5 @@ def packed_ensemble(
     config = settings.narrow(model.config)
     line = f"Packed-Ensemble of {settings.members} members, alpha {settings.alpha:g}, fresh weights"
     start = fresh(config, derive_seed(recipe.seed, "packed"), model.metadata.after(line))
+    require_trained(recipe, start, start.state_dict(), "Packed-Ensembles start from fresh weights, which all learn")
     return finetune(start.to(model.device, model.dtype), train, recipe, validation, **run)

@@ -1,6 +1,6 @@
 """What a method starts from, and ends with: members that are copies of one model, fresh weights, or a view."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ..model.dropping import OurModel
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, singles
 from ..model.metadata import Calibration, Metadata
-from ..model.states import join_states
+from ..model.states import join_states, place_of
 from ..prediction import Prediction
 from ..training.recipe import Recipe, trainable_state
 
@@ -92,6 +92,16 @@ def in_dtypes_of(model: Ensemble, trained: Ensemble) -> Ensemble:
         return trained
     rounded = {name: tensor.to(dtypes[name]) for name, tensor in state.items()}
     return Ensemble.from_state(trained.config, rounded, trained.metadata)
+
+
+def require_trained(recipe: Recipe, start: Ensemble, names: Iterable[str], why: str) -> None:
+    """Refuse a recipe that leaves parameters of these names as they are, though they have to train; `why` says so."""
+    left = sorted({place_of(name)[0] for name in names if not recipe.trains(name, start.num_layers)})
+    if left:
+        raise ConfigError(
+            f"{why}, but the recipe leaves some of {left} as they are (train_groups {list(recipe.train_groups)}, "
+            f"last_blocks {recipe.last_blocks}); give it all of {list(GROUPS)} and last_blocks=None"
+        )
 
 
 def fresh(config: EnsembleConfig, seed: int, metadata: Metadata) -> Ensemble:

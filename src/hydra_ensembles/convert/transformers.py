@@ -1,7 +1,7 @@
 """transformers: ViT and its kin (DeiT, MAE, MSN, I-JEPA, DINOv2) for images, BERT and its kin for text."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -95,11 +95,14 @@ def read_classes(model: Any, classifier: Any, num_labels: int | None, architectu
 
 
 def metadata_of_classifier(model: Any) -> Metadata:
-    """Class names from the configuration, unless they are placeholders like `LABEL_0`."""
-    names = {int(index): str(name) for index, name in (getattr(model.config, "id2label", None) or {}).items()}
-    if sorted(names) != list(range(len(names))) or all(re.fullmatch(r"LABEL_\d+", name) for name in names.values()):
+    """Class names from the configuration, if they are numbered 0, 1, … and no placeholders like `LABEL_0`."""
+    found: Any = getattr(model.config, "id2label", None) or {}
+    pairs = found.items() if isinstance(found, Mapping) else enumerate(found)
+    by_number = {str(number): "" if name is None else str(name) for number, name in pairs}
+    names = [by_number.get(str(number)) for number in range(len(by_number))]
+    if None in names or all(re.fullmatch(r"LABEL_\d+", str(name)) for name in names):
         return Metadata()
-    return Metadata(labels=tuple(names[index] for index in range(len(names))))
+    return Metadata(labels=tuple(map(str, names)))
 
 
 def _answer(model: Any, inputs: NamedTensors, fresh: bool, with_mean: bool = False) -> Tensor:

@@ -285,7 +285,8 @@ def attend(
         mask = earlier if mask is None else mask & earlier
     if isinstance(rule, torch.Generator):  # written out: the kernels take no generator
         weights = torch.einsum("rqhd,rkhd->rhqk", q, k) * q.shape[3] ** -0.5  # [R, H, T', T]
-        weights = (weights if mask is None else weights.masked_fill(~mask, -torch.inf)).softmax(-1)
+        least = torch.finfo(weights.dtype).min  # not -inf: padding before a text sees no key, and must not be NaN
+        weights = (weights if mask is None else weights.masked_fill(~mask, least)).softmax(-1)
         return torch.einsum("rhqk,rkhd->rqhd", dropped(weights, dropout, rule), v)
     with _right_gradients(q, k, v):
         z = F.scaled_dot_product_attention(

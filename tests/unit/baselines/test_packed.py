@@ -71,3 +71,9 @@ def test_a_trained_one_is_an_ensemble_and_the_seed_draws_it(kind, tmp_path):
     assert_an_ensemble(found, base, tmp_path / "saved")
     other = train(base, recipe=replace(QUICK, seed=1))
     assert not torch.equal(found.encoder.layers[0].mlp.up.weight, other.encoder.layers[0].mlp.up.weight)
+
+
+@pytest.mark.parametrize("changes", [{"train_groups": ("attention", "mlp", "norms", "readout")}, {"last_blocks": 1}])
+def test_recipes_that_leave_fresh_weights_as_they_are_are_refused(changes):
+    with pytest.raises(ConfigError, match=r"fresh weights.*train_groups"):
+        train(single(), recipe=replace(QUICK, **changes))

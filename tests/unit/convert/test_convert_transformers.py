@@ -125,6 +125,11 @@ def test_labels_are_taken_when_they_are_names() -> None:
     assert he.convert(build("vit")).metadata.labels == ()  # LABEL_0, LABEL_1, …
     model.config.id2label = dict(enumerate(["crane", "dog", "crane", "", "ant"]))
     assert he.convert(model).metadata.labels == ("crane (0)", "dog", "crane (2)", "(3)", "ant")
+    model.config.id2label = ["crane", None, "dog", "fish", "ant"]
+    assert he.convert(model).metadata.labels == ("crane", "(1)", "dog", "fish", "ant")
+    for odd in ({name: at for at, name in enumerate(names)}, {2 * at: name for at, name in enumerate(names)}):
+        model.config.id2label = odd  # label2id by mistake, and numbers with gaps: which class is which, nobody knows
+        assert he.convert(model).metadata.labels == ()
     assert he.convert(model.base_model, num_labels=5).metadata.labels == ()  # a fresh classifier knows no names
 
 
