@@ -5,11 +5,11 @@ import hashlib
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
-from hydra_ensembles.data.dataset import AnyDataset, ImageDataset
-from hydra_ensembles.preprocessing import ImagePreprocessing
+from hydra_ensembles.data.dataset import AnyDataset, ImageDataset, TextDataset
+from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing
 from hydra_ensembles.training.recipe import RandAugment
 
 MEAN = (0.485, 0.456, 0.406)
@@ -78,6 +78,22 @@ class SampleBatches:
             yield batch
 
 
+def kept(
+    dataset: AnyDataset, cache: Path | None, make: Callable[[], npt.NDArray[Any]], by: str = ""
+) -> npt.NDArray[Any]:
+    """What is made of a data set (`by` something), once for all processes that have the same folder `cache`."""
+    if cache is None:
+        return make()
+    ends = [np.asarray(dataset[row][0]).tobytes() for row in (0, len(dataset) - 1)]
+    content = [dataset.name.encode(), dataset.rows.tobytes(), dataset.labels.tobytes(), *ends, by.encode()]
+    path = cache / f"{hashlib.sha256(b'|'.join(content)).hexdigest()[:24]}.npy"
+    with alone(path):
+        if not path.exists():
+            np.save(path.with_suffix(".part.npy"), make())
+            path.with_suffix(".part.npy").rename(path)
+    return cast(npt.NDArray[Any], np.load(path))
+
+
 class ImageSamples(Samples):
     """Labelled images `[N, 3, h, w]` in eight bits on a device, resized, augmented and normalised there."""
 
@@ -90,17 +106,7 @@ class ImageSamples(Samples):
 
         What is decoded stays in the folder `cache`, for processes that read the same; one of them decodes.
         """
-        if cache is None:
-            pixels = decoded(dataset)
-        else:
-            ends = [np.asarray(dataset[row][0]).tobytes() for row in (0, len(dataset) - 1)]
-            content = [dataset.name.encode(), dataset.rows.tobytes(), dataset.labels.tobytes(), *ends]
-            path = cache / f"{hashlib.sha256(b'|'.join(content)).hexdigest()[:24]}.npy"
-            with alone(path):
-                if not path.exists():
-                    np.save(path.with_suffix(".part.npy"), decoded(dataset))
-                    path.with_suffix(".part.npy").rename(path)
-            pixels = np.load(path)
+        pixels = kept(dataset, cache, lambda: decoded(dataset))
         images = torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2).contiguous()
         return cls(images, torch.from_numpy(dataset.labels.copy()), size)
 
@@ -215,6 +221,34 @@ def random_part(image: Image.Image, chances: Sequence[float], size: tuple[int, i
     part = image.convert("RGB").resize(size, Image.Resampling.BICUBIC, box)
     pixels = np.asarray(part)
     return pixels[:, ::-1] if mirror < 0.5 else pixels
+
+
+class TextSamples(Samples):
+    """Labelled texts, tokenised once: each of `inputs` is `[N, T]` on a device, a batch as wide as its longest text."""
+
+    def __init__(self, inputs: Mapping[str, Tensor], labels: Tensor) -> None:
+        self.inputs, self.labels = inputs, labels
+        self.widths = inputs["attention_mask"].sum(dim=1).cpu()
+
+    @classmethod
+    def read(
+        cls, dataset: TextDataset, prepare: TextPreprocessing, device: torch.device, cache: Path | None = None
+    ) -> "TextSamples":
+        """Tokenise a data set; what that gave stays in the folder `cache`, for processes that read the same."""
+        names = sorted(prepare([dataset[0][0]]))
+
+        def tokenised() -> npt.NDArray[Any]:
+            inputs = prepare([dataset[row][0] for row in range(len(dataset))])
+            return np.stack([inputs[name].int().numpy() for name in names])
+
+        stacked = torch.from_numpy(kept(dataset, cache, tokenised, repr(prepare))).to(device)
+        return cls(dict(zip(names, stacked, strict=True)), torch.from_numpy(dataset.labels.copy()))
+
+    def batch(self, rows: Tensor, augment: Augment) -> tuple[dict[str, Tensor], Tensor]:
+        """Inputs `[B, T]` on the device, padded on the right, and labels `[B]` on the CPU; no augmentation."""
+        width = int(self.widths[rows].max())
+        inputs = {name: tokens[rows.to(tokens.device), :width].long() for name, tokens in self.inputs.items()}
+        return inputs, self.labels[rows]
 
 
 class Prepared(Samples):

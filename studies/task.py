@@ -16,13 +16,13 @@ from torch import Tensor
 import hydra_ensembles as he
 from hydra_ensembles.data import split
 from hydra_ensembles.data.corruptions import CORRUPTIONS, SEVERITIES, corrupted
-from hydra_ensembles.data.dataset import AnyDataset, ImageDataset
+from hydra_ensembles.data.dataset import AnyDataset, ImageDataset, TextDataset
 from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.files import write_atomically
 from hydra_ensembles.schema import from_plain
 from hydra_ensembles.training.recipe import Recipe
 
-from .samples import Augment, ImageSamples, Prepared, SampleBatches, Samples
+from .samples import Augment, ImageSamples, SampleBatches, Samples, TextSamples
 from .seed_folder import Once
 from .sets import SPLIT_SEED, DataFolder, at_most, foreign_halves, given, halves, suite
 from .weights import SCRATCH, pretrained, small_vit, tokenizer
@@ -112,7 +112,8 @@ class Task(Once):
         """Sets as the backbone of the task takes them, all of their samples."""
         images = [data for data in sets if isinstance(data, ImageDataset)]
         if not images:
-            return Prepared(sets[0], tokenizer(self.source.root, self.plain["input_size"]))
+            tokens = tokenizer(self.source.root, self.plain["input_size"])
+            return TextSamples.read(cast(TextDataset, sets[0]), tokens, self.device, self.cache)
         parts = [ImageSamples.read(data, self.plain["input_size"], self.device, self.cache) for data in images]
         pixels, labels = torch.cat([part.pixels for part in parts]), torch.cat([part.labels for part in parts])
         return ImageSamples(pixels, labels, parts[0].size)

@@ -11,9 +11,9 @@ from PIL import Image
 from small_studies import CLASSES, CPU, ManyClasses, Pictures, dual_recipe
 from torch.nn import functional as F
 
-from hydra_ensembles.data.dataset import ImageDataset
+from hydra_ensembles.data.dataset import ImageDataset, TextDataset
 from hydra_ensembles.errors import DataError
-from studies.samples import MEAN, STD, ImageSamples, SampleBatches
+from studies.samples import MEAN, STD, ImageSamples, Prepared, SampleBatches, TextSamples
 from studies.sets import (
     NPM_LABELS,
     DataFolder,
@@ -28,6 +28,7 @@ from studies.sets import (
     suite,
 )
 from studies.task import recipe
+from zero_shot_models import word_tokenizer
 
 
 @pytest.fixture
@@ -129,6 +130,22 @@ def test_evaluation_batches_are_resized_and_normalised(pictures: ImageDataset) -
     wanted = F.interpolate(pixels, (20, 20), mode="bicubic", antialias=True).clamp(0, 1)
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
     torch.testing.assert_close(inputs[4:5], (wanted - mean) / std)
+
+
+def test_texts_that_were_tokenised_once_are_batches_as_if_each_were(tmp_path: Path) -> None:
+    words = ["a", "photo", "of", "the"]
+    data = TextDataset([" ".join(words * (row % 5) + words[: row % 3 + 1]) for row in range(40)], [0, 1] * 20)
+    prepare = replace(word_tokenizer(pad=3, mask=True), pad_to_max=False)
+    for _ in range(2):  # made, then read
+        once = TextSamples.read(data, prepare, CPU, tmp_path)
+        for rows in torch.randperm(40).split(7):
+            (inputs, labels), (wanted, _) = once.batch(rows, False), Prepared(data, prepare).batch(rows, False)
+            assert inputs.keys() == wanted.keys()
+            assert all(torch.equal(inputs[name], wanted[name]) for name in wanted)
+            assert torch.equal(labels, rows % 2)
+    assert len(list(tmp_path.glob("*.npy"))) == 1
+    TextSamples.read(data, replace(prepare, max_length=5), CPU, tmp_path)
+    assert len(list(tmp_path.glob("*.npy"))) == 2  # another preprocessing, other tokens
 
 
 def test_training_batches_are_shuffled_whole_and_repeatable(pictures: ImageDataset) -> None:
