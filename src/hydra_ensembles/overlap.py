@@ -93,18 +93,9 @@ def share_fitted(keys: Keys, fitted: FittedSet) -> float:
     """The share of a new set, by the keys of its samples, that is also in a set that something was fitted on.
 
     It is estimated: the marks tell which share of the fitted set is here, and its size how many samples that is. Where
-    a share f of the fitted set is here, none of its n marks is with probability (1 - f)^n, however much of the new set
-    that is. By simulation (150 to 400 draws each), for new samples that are all from a fitted set of so many, by 1,024
-    marks and by the 64 of files of before: the share that is told (cut at 1), how often it is refused
-    (`mostly_fitted`), and how often nothing is said.
-
-        from     new    1,024: share   refused  silent   64: share   refused  silent
-          6,000  1,000  0.97 ± 0.04      100 %     0 %   0.89 ± 0.16     95 %     0 %
-         50,000  5,000  0.97 ± 0.05      100 %     0 %   0.84 ± 0.20     88 %     0 %
-         50,000  1,000  0.91 ± 0.11       99 %     0 %   0.64 ± 0.41     13 %    28 %
-        300,000  1,000  0.75 ± 0.29       63 %     3 %   0.17 ± 0.37      0 %    83 %
-
-    Where 5 % of 1,000 samples are from 50,000, none of 400 was refused, with either number of marks.
+    a share f of the fitted set is here, none of its n marks is, and nothing is said, with probability (1 - f)^n,
+    however much of the new set that is: 1,000 of 300,000 fitted samples are passed over in 3 of 100 cases by 1,024
+    marks, and in 81 by the 64 of files of before.
 
     Copies in the fitted set count, so that of such a set the share comes out too large rather than too small. Samples
     are known by their values as a model is given them: those that are augmented, or come in another size or dtype, are
