@@ -30,10 +30,11 @@ _PRIOR = 0.5  # standard deviation of the logarithm of a temperature before data
 _GRID = 24
 _PRECISION, _AT_BOUND = 1e-5, 1e-3  # of logarithms of temperatures: how well found, how close to a bound is at it
 _WORTHWHILE = 1e-6  # a gain below this is rounding, and 1 stays
+_LIKELIER = 4.0  # twice the logarithm of a ratio of likelihoods, above which it is hardly chance
 _SWEEPS = 20  # over the members, when each has a temperature of its own
 _ROWS = 8192  # samples that are raised to float64 at a time
 _AT_COLDEST = "the answers are right far more often than they say; check that they are logits, with their scale"
-_AT_HOTTEST = "the labels do not fit the answers; check that data and model number the classes alike"
+_UNFIT = "the labels do not fit the answers; check that data and model number the classes alike"
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,8 @@ def fit_calibration(
     one between 0.05 and 20, by the negative log-likelihood of the n samples and a prior that its logarithm is normal
     around 0, with a standard deviation of 0.5: NLL + (ln T)² / (2 · 0.5² · n) is lowest. So it stays near 1 where few
     samples, or hardly any mistake among them, cannot tell; with hundreds of mistakes it is hardly felt. It is 1
-    unless another helps, and one that ends at a bound warns. Scores are not calibrated, and do not depend on it.
+    unless another helps. One that ends at a bound warns, and so do answers that are no likelier than a guess with any:
+    the labels may be numbered otherwise. Scores are not calibrated, and do not depend on it.
 
     The threshold is the ⌈share · (n + 1)⌉-th smallest of the n scores: an input like the samples is accepted with
     probability `share` or more, whatever n. Where n is too small to refuse any, everything is accepted, with a warning.
@@ -351,12 +353,19 @@ def _fit_temperature(
                 parts[member] = _label_log_probs(member_logits[member : member + 1], labels, value)[0]
         if lowest == at_start:
             break
+    nll_after = min(_nll(parts), nll_before)  # at 1, they are equal but for rounding
+    at_bound = False
     for member, found in enumerate(temperatures):
-        for bound, cause in ((COLDEST, _AT_COLDEST), (HOTTEST, _AT_HOTTEST)):
+        for bound, cause in ((COLDEST, _AT_COLDEST), (HOTTEST, _UNFIT)):
             if abs(math.log(found / bound)) < _AT_BOUND:
                 which = f"the temperature {found:.4g}{f' of member {member}' if members > 1 else ''}"
                 warn(f"{which} stopped at the bound {bound:g}: {cause}")
-    return tuple(temperatures), min(_nll(parts), nll_before)  # at 1, they are equal but for rounding
+                at_bound = True
+    guess = math.log(member_logits.shape[2])
+    if not at_bound and nll_before > guess and 2 * samples * (guess - nll_after) < _LIKELIER:
+        likelihood = f"NLL {nll_after:.3f} over {samples} samples, {guess:.3f} where all classes are equally likely"
+        warn(f"at no temperature are the answers likelier than a guess ({likelihood}): {_UNFIT}")
+    return tuple(temperatures), nll_after
 
 
 def _lowest(function: Callable[[float], float]) -> tuple[float, float]:

@@ -135,6 +135,16 @@ def test_separable_data_stay_within_the_range_and_warn():
     assert math.isfinite(huge.nll_after)
 
 
+@pytest.mark.parametrize("per_member", [False, True])
+def test_labels_that_do_not_fit_are_told_of(per_member):
+    """The prior keeps the temperature off the bound, which alone told of them before."""
+    logits, labels = sample(2, 140, 7, 3.0, seed=6)
+    with warnings.catch_warnings(action="error"):
+        fit_calibration(logits, labels, per_member=per_member)
+    with pytest.warns(UserWarning, match=r"likelier than a guess .* 1\.946 .* number the classes alike"):
+        fit_calibration(logits, (labels + 1) % 7, per_member=per_member)
+
+
 def test_too_few_samples_for_the_share_accept_everything_and_say_so():
     logits, labels = sample(2, 18, 3, 1.0, seed=6)
     with pytest.warns(UserWarning, match="from 19 samples on, there are 18"):
