@@ -14,10 +14,11 @@ from torch import nn
 from tqdm import tqdm
 
 from .._distributed import launched
+from .._utils import warn
 from ..arguments import PositiveShare, Range, Share, checked
 from ..batches import Batches, Sources, changed, length_of, size_of
 from ..convert.convert import convert
-from ..errors import ConfigError, SameMembersError
+from ..errors import ConfigError, DivergedError, SameMembersError
 from ..evaluation.evaluate import evaluate
 from ..evaluation.evaluation import Evaluation
 from ..familiarity import OF_ACCEPTED, OF_BOTH
@@ -25,7 +26,9 @@ from ..files import remove
 from ..fingerprints import data_fingerprint, model_fingerprint
 from ..fuse import fuse, soup
 from ..heads.members import random_members
+from ..metrics.bootstrap import bootstrap_metric
 from ..metrics.distance import FamiliarityName
+from ..metrics.inputs import mean
 from ..model.cost import measure_costs
 from ..model.dual_encoder import DEFAULT_TEMPLATES
 from ..model.ensemble import Ensemble
@@ -33,7 +36,7 @@ from ..report.compare import to_markdown
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
 from ..training.recipe import Recipe
-from .chain import Chain, calibrated, model_identity
+from .chain import Chain, calibrated, model_identity, right_and_nll
 from .choice import DEEP, FORMAT, FUSED, SOUP, YOURS, Price, SearchResult, SearchRow, dominates
 from .material import (
     BuildData,
@@ -47,6 +50,7 @@ from .material import (
 from .settings import LARGEST_SEED, HydraConfig, usual_trunk
 
 DEPTHS = (5 / 6, 2 / 3, 1 / 2)  # of the layers: the trunks that are tried where nothing is asked for
+RESAMPLES = 10_000  # of the samples that judge, for the interval of a difference
 REPEATS = 10  # timed runs of a model, in turn with the one that was given
 WORK = ("fused", "members", "finetune")  # what a build needs no more once it is judged
 
@@ -84,12 +88,13 @@ def search(
 
     The choice has the lowest NLL of all that cost at most `cost` times the given model and are no worse than it in
     accuracy, NLL, selective risk (AURC) and OOD AUROC by both scores; where there is none, it is the given model
-    itself. It was chosen by these numbers, so report others, of data that no part of the search has seen.
+    itself. It was chosen by these numbers, so report others, of data that no part of the search has seen. Its reason
+    (`why`) says whether its NLL is lower beyond chance, and a warning does where it is not.
 
     Prices are measured before anything is trained: what is too dear is not built. Candidates that follow the same
     recipe first train for a short while, and one that is then better in no number, and worse in some, than another
-    that costs no more is given up. Called again with the same arguments, a search that was stopped goes on; a finished
-    one is read back.
+    that costs no more is given up; so is one whose training diverges. Called again with the same arguments, a search
+    that was stopped goes on; a finished one is read back.
 
     Args:
         model: A trained classifier, as `build` takes it; it is always a candidate, with its calibration if it has one.
@@ -306,7 +311,30 @@ class _Search:
             for row in planned.rows[1:]:
                 if rows[row.name].state == "planned":
                     rows[row.name] = self._judge(row, bar)
-        return replace(planned, rows=tuple(rows.values())).decided(self.settings.tolerance)
+        return self._weighed(replace(planned, rows=tuple(rows.values())).decided(self.settings.tolerance))
+
+    def _weighed(self, decided: SearchResult) -> SearchResult:
+        """The result, whose reason says whether the NLL of the choice is lower beyond chance; a warning, if it is not.
+
+        That is the whole interval of the difference, by a paired bootstrap over the samples that judge, of a level at
+        which 95 of 100 searches are right in which no candidate is any better, however many there are.
+        """
+        if decided.choice == YOURS:
+            return decided
+        others = sum(row.state == "judged" for row in decided.rows) - 1
+        found = (right_and_nll(self._final(name), self.judges["ID"]) for name in (decided.choice, YOURS))
+        (_, nll), (_, nll_before) = found
+        how: dict[str, Any] = {"resamples": RESAMPLES, "level": 1 - 0.05 / others, "seed": self.settings.seed}
+        rise = bootstrap_metric(mean, [nll - nll_before], **how)
+        interval = f"{rise.value:+.4f}, paired bootstrap for {others} candidates {rise.low:+.4f} to {rise.high:+.4f}"
+        chance = f"{'beyond' if rise.high < 0 else 'within'} chance ({interval})"
+        if rise.high >= 0:
+            price = next(row.price for row in decided.rows if row.name == decided.choice)
+            warn(
+                f"the choice, {decided.choice}, at {price:.2f} times the price of the given model, has a lower NLL "
+                f"{chance}: judge on more samples (judge_id=), or keep the model"
+            )
+        return replace(decided, why=f"{decided.why}; lower {chance}")
 
     def _rivals(self, rows: Sequence[SearchRow]) -> Iterator[list[SearchRow]]:
         """Candidates that follow the same recipe, and so can be compared before they have done so to the end."""
@@ -327,7 +355,7 @@ class _Search:
             bar.set_postfix_str(f"{row.name}, for a short while")
             try:
                 losses[row.name] = planned.losses(self._numbers(path, partial(self._built, path, short, start)))
-            except SameMembersError as error:
+            except (SameMembersError, DivergedError) as error:
                 yield replace(row, state="not possible", note=str(error))
             self._remove(path)
             bar.update()
@@ -346,7 +374,7 @@ class _Search:
         bar.set_postfix_str(row.name)
         try:
             numbers = self._numbers(f"evaluations/{slug}", lambda: self._final(row.name))
-        except SameMembersError as error:
+        except (SameMembersError, DivergedError) as error:
             bar.update()
             return replace(row, state="not possible", note=str(error))
         price = self._price(f"prices/{slug}", self._final(YOURS), lambda: self._final(row.name))

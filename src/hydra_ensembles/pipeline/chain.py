@@ -188,7 +188,7 @@ def held_against_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadB
 
     Beyond chance, that is: the whole 95 % interval of the difference, by a paired bootstrap over the samples.
     """
-    (right, nll), (right_before, nll_before) = (_right_and_nll(model, validation) for model in (ensemble, base))
+    (right, nll), (right_before, nll_before) = (right_and_nll(model, validation) for model in (ensemble, base))
     gain, rise = (bootstrap_metric(mean, [more], seed=seed) for more in (right - right_before, nll - nll_before))
     chance = "of the model itself, beyond chance"
     lines = []
@@ -209,7 +209,7 @@ def held_against_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadB
     return ensemble.with_metadata(history=(*ensemble.metadata.history, *lines))
 
 
-def _right_and_nll(model: Ensemble, batches: list[ReadBatch]) -> tuple[Tensor, Tensor]:
+def right_and_nll(model: Ensemble, batches: list[ReadBatch]) -> tuple[Tensor, Tensor]:
     """Of each sample, 1 where the model's label is that of the data, else 0, and its NLL: `[n]` both."""
     answers = [(model.predict(inputs), labels) for inputs, labels in batches if labels is not None]
     right = [(answer.label.cpu() == labels.cpu()).double() for answer, labels in answers]

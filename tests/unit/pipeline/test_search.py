@@ -2,8 +2,11 @@
 
 import os
 import shutil
+import warnings
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from hydra_ensembles.files import locked
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.pipeline import candidates as searching
 from hydra_ensembles.pipeline import chain
-from hydra_ensembles.pipeline.choice import DEEP, FUSED, SOUP, YOURS
+from hydra_ensembles.pipeline.choice import DEEP, FUSED, SOUP, YOURS, SearchRow
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import count_calls, watch_replacements
 from random_ensembles import noisy, small
@@ -97,6 +100,34 @@ def test_every_candidate_is_judged_beside_the_given_model_and_the_choice_is_read
         found.losses(next(row for row in found.rows if row.name == name).numbers) for name in (YOURS, found.choice)
     )
     assert all(one <= other for one, other in zip(mine, own, strict=True))
+
+
+@pytest.mark.parametrize(("gain", "chance"), [(0.05, "within chance"), (0.5, "beyond chance")])
+def test_the_reason_says_whether_chance_could_choose_so(
+    gain: float, chance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nll = {YOURS: torch.zeros(100), "other": torch.randn(100, generator=torch.Generator().manual_seed(0)) - gain}
+    monkeypatch.setattr(searching, "right_and_nll", lambda name, _: (None, nll[name]))
+    rows = (SearchRow(YOURS, 1.0, "judged"), SearchRow("other", 1.2, "judged"), SearchRow("third", 1.2, "judged"))
+    decided = he.SearchResult(rows, 1.5, "latency", (), {}, choice="other", why="it is so")
+    work: Any = SimpleNamespace(judges={"ID": []}, settings=SimpleNamespace(seed=0), _final=lambda name: name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        weighed = searching._Search._weighed(work, decided)
+    assert weighed.why.startswith(f"it is so; lower {chance} (")
+    assert "for 2 candidates" in weighed.why
+    assert [chance in str(warning.message) for warning in caught] == [True] * (chance == "within chance")
+    kept = replace(decided, choice=YOURS)
+    assert searching._Search._weighed(work, kept) is kept
+
+
+@pytest.mark.parametrize("first", [1 / STEPS, 1.0])
+def test_a_candidate_that_diverges_is_given_up(first: float) -> None:
+    wild = {**DEEPER, "recipe": recipe(steps=STEPS, dropout=0.0, learning_rate=1e30)}
+    found = run(candidates=[TOGETHER, wild, {**wild, "shared_layers": 0}], first=first)
+    assert names(found, "not possible") == [row.name for row in found.rows[2:]]
+    assert "1e+30" in found.rows[2].note
+    assert names(found, "judged") == [YOURS, found.rows[1].name]
 
 
 def test_numbers_are_those_of_an_evaluation_on_samples_no_build_has_seen(finished) -> None:
