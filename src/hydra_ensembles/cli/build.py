@@ -123,7 +123,9 @@ class SearchSources(DataSettings, ModelSettings):
     train: str | None = option(None, "Labelled training data; without them no candidate is trained.")
     cost: float = option(1.5, "The highest price, as a multiple of that of the model.")
     candidates: str | None = option(None, "YAML file with a list of candidates, each with settings of build.")
-    models: tuple[str, ...] = option((), "Folder of a further training of the model, once for each.")
+    models: tuple[str, ...] = option(
+        (), "Further training of the model, a folder or a file like weights, once for each."
+    )
     recipe: Recipe | None = option(None, "How candidates train that bring no recipe of their own.")
     judge_id: str | None = option(None, "Labelled data to judge on, instead of a half of id.")
     judge_ood: tuple[str, ...] = option(
@@ -180,6 +182,7 @@ def search(
     hydra = replace(hydra, recipe=fitted)
     candidates = None if sources.candidates is None else _read_candidates(sources, sources.candidates)
     names = ("cost", "familiarity", "first", "tolerance", "price", "seed")
+    trainings = [source.further(sources, name) for name in sources.models]
     model, sets, size = model_and_sets(sources, hydra, folder, "search")
     written = to_plain(replace(sources, batch_size=size))
     with nullcontext() if dry_run else with_settings(folder, written, "search"):
@@ -189,7 +192,7 @@ def search(
             **{name: getattr(sources, name) for name in names},
             recipe=recipe,
             candidates=candidates,
-            models=[source.load_further(sources, name, model.metadata.labels) for name in sources.models],
+            models=[source.load_further(one, model.metadata.labels) for one in trainings],
             batch_size=sources.latency_batch,
             optimize={"compile": True} if sources.compile else None,
             output=folder,

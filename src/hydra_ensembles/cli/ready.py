@@ -93,7 +93,8 @@ def fuse(
     first: ModelSettings,
     fusion: FuseSettings,
     others: Annotated[
-        list[str] | None, typer.Argument(metavar="MODEL...", help="Further models, folders or names like the first.")
+        list[str] | None,
+        typer.Argument(metavar="MODEL...", help="More models like the first, or files like its weights."),
     ] = None,
 ) -> None:
     """Make several trainings of one model one ensemble.
@@ -104,11 +105,12 @@ def fuse(
     Examples:
       hydra-ensembles fuse seed-0/ seed-1/ seed-2/ --average 0.8 --mlp separate --output my-hydra
       hydra-ensembles fuse seed-0/ seed-1/ --average 10 --mlp separate --output my-hydra
+      hydra-ensembles fuse timm:NAME --weights a.safetensors b.safetensors --average 0.8 --mlp separate -o my-hydra
     """
     folder = _new_folder(fusion.output)
+    further = [source.further(first, name) for name in others or ()]
     model = source.load_classifier(first)
-    labels = model.metadata.labels
-    models = [model, *(source.load_further(first, name, labels) for name in others or ())]
+    models = [model, *(source.load_further(one, model.metadata.labels) for one in further)]
     names = ("stem", "mlp", "norms", "readout", "trunk", "average")
     fused: Ensemble = fuse_models(models, **{name: getattr(fusion, name) for name in names})
     _save(fused, folder)

@@ -98,9 +98,22 @@ def load_classifier(settings: ModelSettings) -> Ensemble:
     return model
 
 
-def load_further(settings: ModelSettings, name: str, labels: tuple[str, ...]) -> Ensemble:
-    """Another training of the model of the settings, with its class names where it has none."""
-    model = load_classifier(replace(settings, model=name, weights=None, model_options={}))
+def further(settings: ModelSettings, name: str) -> ModelSettings:
+    """The settings of another training of a model: a folder or name like its own, or a file of weights like its own."""
+    if name.endswith(".safetensors"):
+        if settings.weights is None:
+            raise ConfigError(
+                f"{name} is a file of weights; name the first model as timm:NAME, with weights of its own"
+            )
+        return replace(settings, weights=name)
+    if settings.weights is not None and name.startswith(TIMM):
+        raise ConfigError(f"{name} would have timm's own weights beside {settings.weights}; name a file instead")
+    return replace(settings, model=name, weights=None, model_options={})
+
+
+def load_further(settings: ModelSettings, labels: tuple[str, ...]) -> Ensemble:
+    """Another training, by settings of `further`; with these class names where it has none."""
+    model = load_classifier(settings)
     return model if model.metadata.labels else model.with_metadata(labels=labels)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import hydra_ensembles as he
 from checkpoint_models import same_state
@@ -39,6 +40,24 @@ def test_fine_tunings_become_one_model(tunings, tmp_path, flag: str, average: fl
     assert found.config.trunk == 2
     assert f"calibrate {shlex.quote(str(tmp_path / 'hydra'))} --id" in out
     assert "fused 3 members" in out
+
+
+def test_files_of_weights_of_one_timm_model_become_one_model(tmp_path) -> None:
+    models = [small_vit() for _ in range(3)]
+    for number, model in enumerate(models):
+        with torch.no_grad():
+            model.head.weight.add_(0.1 * number)
+        save_file(model.state_dict(), tmp_path / f"{number}.safetensors")
+    first, *others = sorted(tmp_path.glob("*.safetensors"))
+    flags = ("--average", 0.8, "--mlp", "separate", "--output", tmp_path / "hydra")
+    succeed("fuse", *vit_flags(first), *others, *flags)
+    assert same_state(he.load(tmp_path / "hydra"), he.fuse(models, mlp="separate", average=0.8))
+    further = ("--output", tmp_path / "new")
+    assert "0.safetensors" in fail(
+        "fuse", *vit_flags(first), "timm:test_vit", *further
+    )  # whose weights would be timm's
+    assert "weights" in fail("fuse", tmp_path / "hydra", *others, *further)
+    assert "weights" in fail("fuse", "timm:test_vit", *others, *further)
 
 
 def test_a_model_is_calibrated_as_the_function_does(world, held_out, tmp_path) -> None:
