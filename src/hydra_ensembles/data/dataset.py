@@ -260,6 +260,8 @@ def decode_image(content: bytes, where: str, formats: Sequence[str] | None = Non
     try:
         image = pillow.open(io.BytesIO(content), formats=formats)
         image.load()  # Pillow reads lazily; a truncated file must fail here, where its place is known
+        if getattr(image, "is_animated", False) and image.format != "MPO":  # whose pictures are all of one scene
+            warn("an image file has several frames or pages, of which the first alone is read")
         return to_rgb(image)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
         unknown = isinstance(error, pillow.UnidentifiedImageError)  # whose own text names an object in memory

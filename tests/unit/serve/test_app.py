@@ -22,6 +22,7 @@ from hydra_ensembles.serve.outputs import REASON_WORDS, columns
 from hydra_ensembles.serve.service import API_KEY, ServeSettings, Service
 from served_models import SCORES, inputs_for, served
 from serving import LIMIT, ask, opened, picture, settings, talk, turned
+from serving import encoded as encode
 
 MODEL = "/v2/models/model"
 
@@ -105,6 +106,13 @@ def test_whoever_sent_an_input_is_told_what_was_done_with_it() -> None:
     upright, on_its_side = answer.json()["predictions"]
     assert "notes" not in upright
     assert "EXIF" in on_its_side["notes"][0]
+    first, second = opened(picture(0)), opened(picture(1))
+    pages = encode(first, "TIFF", save_all=True, append_images=[second])
+    stereo = encode(first, "MPO", save_all=True, append_images=[second], quality=100)
+    several, one_scene = post("image", files=[("a", pages), ("b", stereo)]).json()["predictions"]
+    assert "first" in several.pop("notes")[0]
+    assert several == upright
+    assert "notes" not in one_scene
     answer = post("image", f"{MODEL}/infer", json=pixels([0.0, 255.0] * 192))
     assert "sample 1: images have values from 0 to 255" in answer.json()["parameters"]["notes"]
 
