@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hydra_ensembles as he
 
 from .counting import Row, count
-from .expected import Deed, cases_of, check_of, drawn
+from .expected import Deed, cases_of, check_of, drawn, must_refuse_of
 from .small import CLASSES, KEYS, VOCABULARY, Batch, batches, model, recipe
 
 CASES = 1200
@@ -256,4 +256,4 @@ class _Counted(_Source):
         return 6
 
 
-all_cases, check = partial(cases_of, deeds), partial(check_of, deeds)
+all_cases, check, must_refuse = partial(cases_of, deeds), partial(check_of, deeds), partial(must_refuse_of, deeds)

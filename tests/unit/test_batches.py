@@ -30,13 +30,6 @@ def test_labels_that_are_not_wanted_are_not_read(beside: Any) -> None:
         read_batch((X, beside), "val", 2)
 
 
-@pytest.mark.parametrize("batch", [(X, Y, Y), (), [X] * 4, "text", ([1.0, 2.0], Y), ({}, Y), {"labels": Y}])
-@pytest.mark.parametrize("labelled", [True, False])
-def test_other_forms_are_refused(batch: Any, labelled: bool) -> None:
-    with pytest.raises(DataError, match="batch 1 of some data"):
-        read_batch(batch, "some data", 1, labelled)
-
-
 @pytest.mark.parametrize(("device", "waits"), [("cuda:1", False), ("cpu", True), ("mps", True)])
 def test_only_copies_towards_the_gpu_are_not_waited_for(device: str, waits: bool) -> None:
     tensor = Mock(spec=Tensor)

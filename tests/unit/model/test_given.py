@@ -329,21 +329,6 @@ def test_forward_names_a_dtype_that_does_not_fit_and_predict_converts_it() -> No
         assert one(PIXELS.bfloat16()).shape == (1, 2, CLASSES)
 
 
-@pytest.mark.parametrize(
-    "labels", [LABELS.cfloat(), LABELS.to("meta"), ["cat"] * 6, LABELS.float(), LABELS > 0, LABELS[:3]]
-)
-@pytest.mark.parametrize("work", ["evaluate", "finetune"])
-def test_labels_that_are_none_are_refused(work: str, labels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "LABELS", labels)
-    with pytest.raises(DataError, match="labels"):
-        LONG_WORK[work](model(), BATCH)
-
-
-def test_a_number_is_no_data() -> None:
-    with pytest.raises(DataError, match="DataLoader"):
-        he.calibrate(model(), 5)  # type: ignore[arg-type]
-
-
 def test_lists_of_names_and_numpys_integers_are_taken() -> None:
     assert model().with_metadata(labels=["a", "b", "c", "d"]).metadata.labels == ("a", "b", "c", "d")
     assert model(members=2).member(np.int64(-1)).num_members == 1  # type: ignore[arg-type]
