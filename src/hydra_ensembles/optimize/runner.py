@@ -28,6 +28,8 @@ MEASURED_SHAPES = 32  # beyond so many different input shapes, a new one takes t
 USUAL_SHAPES = 16  # input shapes that code is compiled and graphs are kept for
 REPEATS = 5  # how often each plan is run to choose between them
 
+_MADE_ANEW = ("choices", "_lock", "_stream", "_pool", "_plain", "_compiled")
+
 Run = Callable[..., tuple[Tensor, ...]]  # member logits, and scores of features where the ensemble gives some
 RunArguments = tuple[Tensor | None, ...]
 Key = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
@@ -96,22 +98,34 @@ class OptimizedEnsemble:
         self._description = ensemble.describe()
         self.metadata = ensemble.metadata
         self.kind, self.num_members, self.num_classes = ensemble.kind, ensemble.num_members, ensemble.num_classes
-        self.choices: dict[Key, Choice] = {}
-        self._one_at_a_time = _Lock()
-        self._stream: Any = None  # the one that graphs were last replayed on
         self._compile, self._dynamic, self._compiled_shapes = compile, dynamic, compiled_shapes
         self._graphed = on_cuda if graphs is None else graphs
-        self._pool: Any = torch.cuda.graph_pool_handle() if self._graphed else None
         base = frozen(ensemble, self.dtype)
         self._modules: dict[Plan, Ensemble] = {plan: with_plan(base, plan) for plan in chosen or _sensible_plans(base)}
+        self._model = next(iter(self._modules.values()))  # the ensemble as it was, to read inputs and name results
+        self._home = next(self._model.parameters())
+        self._begin()
+        if example_inputs is not None:
+            self(example_inputs)
+
+    def _begin(self) -> None:
+        """What this process makes itself: nothing is measured, compiled or recorded yet."""
+        self.choices: dict[Key, Choice] = {}
+        self._lock = threading.Lock()
+        self._stream: Any = None  # the one that graphs were last replayed on
+        self._pool: Any = torch.cuda.graph_pool_handle() if self._graphed else None
         self._plain: dict[Plan, Run] = {
             plan: self._with_graphs(self._run(module)) for plan, module in self._modules.items()
         }
         self._compiled: dict[Plan, Run] = {}
-        self._model = next(iter(self._modules.values()))  # the ensemble as it was, to read inputs and name results
-        self._home = next(self._model.parameters())
-        if example_inputs is not None:
-            self(example_inputs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Weights and settings; a copy, or a pickle in another process, measures, compiles and records anew."""
+        return {name: value for name, value in vars(self).items() if name not in _MADE_ANEW}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
 
     @torch.inference_mode()
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:
@@ -123,7 +137,7 @@ class OptimizedEnsemble:
     def answers(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`."""
         arguments = self._arguments(*inputs, **named)
-        with self._one_at_a_time.lock:
+        with self._lock:
             self._take_turns()
             choice = self._choice(arguments)
             run = self._compiled[choice.plan] if choice.compiled else self._plain[choice.plan]
@@ -145,7 +159,7 @@ class OptimizedEnsemble:
     def choice_for(self, inputs: Given) -> "Choice":
         """How inputs of this shape are run; measured if need be."""
         arguments = self._arguments(inputs)
-        with self._one_at_a_time.lock:
+        with self._lock:
             self._take_turns()
             return self._choice(arguments)
 
@@ -244,16 +258,6 @@ class OptimizedEnsemble:
         if not self._graphed:
             return function
         return GraphCache(function, self.device, self._pool, max(self._compiled_shapes, USUAL_SHAPES))
-
-
-class _Lock:
-    """A lock that a copy, or a pickle, has anew."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[type["_Lock"], tuple[()]]:
-        return _Lock, ()
 
 
 def _sensible_plans(ensemble: Ensemble) -> tuple[Plan, ...]:

@@ -65,7 +65,7 @@ class Recipe(Checked):
         label_smoothing: Of the cross-entropy.
         dropout: Rate after attention projection, MLP activation and MLP output of every layer while training. 0
             switches every dropout off, stochastic depth included; None leaves the model's own.
-        clip_norm: Largest norm of the whole gradient; None for no clipping.
+        clip_norm: Largest norm of the whole gradient, that of all members that train together; None for no clipping.
         train_groups: Parameter groups that train; the others stay as they are, bit for bit.
         last_blocks: Only this many blocks at the end train, with what comes after them; None for all.
         reinit_classifier: `"zeros"` starts the classifier at zero, `"random"` draws one for every member (normal, of

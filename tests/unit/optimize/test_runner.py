@@ -1,5 +1,7 @@
 """An optimized ensemble: choosing plans, compiling, changing shapes, precision, memory."""
 
+import copy
+import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -62,6 +64,18 @@ def test_a_shape_is_measured_once_and_its_choice_kept(monkeypatch: pytest.Monkey
     assert set(fast.choice_for(images(3)).seconds) == {"batched", "loop"}
     assert repr(fast).startswith("OptimizedEnsemble(plans=['batched', 'loop'], compile=False, graphs=False")
     assert "[2, 3, 4, 6]: " in fast.describe_plans()
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda fast: pickle.loads(pickle.dumps(fast))], ids=["copy", "pickle"]
+)
+def test_a_copy_answers_the_same_and_measures_anew(copied: Any) -> None:
+    """As where it is sent to another process, whose machine may be another."""
+    fast = hydra().optimize(images(2), compile=True)
+    again = copied(fast)
+    assert not again.choices
+    assert close(again(images(2)), fast(images(2)))
+    assert again.module("loop") is not fast.module("loop")
 
 
 def test_the_fastest_plan_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
