@@ -66,16 +66,13 @@ def test_a_shape_is_measured_once_and_its_choice_kept(monkeypatch: pytest.Monkey
     assert "[2, 3, 4, 6]: " in fast.describe_plans()
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda fast: pickle.loads(pickle.dumps(fast))], ids=["copy", "pickle"]
-)
-def test_a_copy_answers_the_same_and_measures_anew(copied: Any) -> None:
-    """As where it is sent to another process, whose machine may be another."""
-    fast = hydra().optimize(images(2), compile=True)
-    again = copied(fast)
-    assert not again.choices
-    assert close(again(images(2)), fast(images(2)))
-    assert again.module("loop") is not fast.module("loop")
+def test_copies_and_pickles_answer_the_same_and_measure_anew() -> None:
+    """As where one is sent to another process, whose machine may be another."""
+    fast = hydra().optimize(images(2))
+    for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert not again.choices
+        assert close(again(images(2)), fast(images(2)))
+        assert again.module("loop") is not fast.module("loop")
 
 
 def test_the_fastest_plan_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
