@@ -21,6 +21,7 @@ class Column:
         digits: Digits after the point.
         scale: Factor before writing: 100 for percent, 1e-6 for millions.
         suffix: Written after the number.
+        ranked: Whether the best is marked; not where methods do not compare.
     """
 
     key: str
@@ -30,6 +31,7 @@ class Column:
     digits: int = 2
     scale: float = 1.0
     suffix: str = ""
+    ranked: bool = True
 
     @property
     def heading(self) -> str:

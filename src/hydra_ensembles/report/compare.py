@@ -25,6 +25,7 @@ from .columns import CLASSIFICATION, COLUMNS, COST, DIVERSITY, OOD, Column, colu
 __all__ = ["CLASSIFICATION", "COLUMNS", "COST", "DIVERSITY", "OOD", "Column", "set_columns"]  # also found here
 
 T = TypeVar("T")
+_BY_TEMPERATURE = ("brier", "nll", "ece", "aece")  # numbers that a calibration changes
 
 Rank = Literal["best", "second", ""]
 Runs = Mapping[str, Evaluation | Sequence[Evaluation]] | Iterable[Evaluation]
@@ -124,6 +125,8 @@ def compare(
     rows = {name: (runs, by_name.get(name)) for name, runs in methods.items()}
     if columns is None:
         columns = columns_for(run for runs in methods.values() for run in runs)
+    if _calibration_note(methods):
+        columns = [replace(column, ranked=False) if column.key in _BY_TEMPERATURE else column for column in columns]
     return tabulated(columns, rows, lambda column, row: _cell(column, *row), notes)
 
 
@@ -213,7 +216,7 @@ def rank_cells(cells: list[Cell], column: Column) -> list[Cell]:
     """Mark the best number as shown and, of three or more, the second best; where all are equal nothing is marked."""
     shown = [None if cell.value is None else float(f"{cell.value * column.scale:.{column.digits}f}") for cell in cells]
     distinct = sorted({value for value in shown if value is not None}, reverse=column.better == "higher")
-    if column.better == "neither" or len(distinct) < 2:
+    if column.better == "neither" or not column.ranked or len(distinct) < 2:
         return cells
     ranks: dict[float, Rank] = {distinct[0]: "best"}
     if len(cells) > 2:

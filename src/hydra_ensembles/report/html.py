@@ -24,6 +24,7 @@ from .columns import Column, columns_for
 from .compare import Comparison, Runs, compare, cost_of, group_runs
 
 ONE_TABLE = 12  # most columns the results may have before they are shown as two tables
+FIRST_RUNS = "Figures, and the numbers beside them, are of the first run of each method."
 _TILES = {
     "accuracy": "Accuracy",
     "near.auroc": "Near-OOD AUROC",
@@ -107,7 +108,7 @@ def write_report(
         summary=None if summary is None else _table(summary, summary.columns),
         summary_notes=() if summary is None else summary.notes,
         results=[_table(comparison, columns) for columns in parts if columns],
-        notes=comparison.notes,
+        notes=(*comparison.notes, *((FIRST_RUNS,) if any(len(group) > 1 for group in methods.values()) else ())),
         bars=_costs(runs, measured),
         measured=next(iter(measured.values()), None),
         figures=figures,
@@ -192,7 +193,7 @@ def _tiles(
         if other.value is not None and baseline != focus:
             amount = (cell.value - other.value) * column.scale
             change = f"{amount:+.{column.digits}f} vs {baseline}".replace("-", "−", 1)
-            if column.better != "neither" and column.write(cell.value) != column.write(other.value):
+            if column.better != "neither" and column.ranked and column.write(cell.value) != column.write(other.value):
                 outcome = "better" if (amount > 0) == (column.better == "higher") else "worse"
         interval = None if spread else shown.intervals.get(key)
         yield {

@@ -16,6 +16,7 @@ import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.report.compare import (
+    CLASSIFICATION,
     COLUMNS,
     DIVERSITY,
     Cell,
@@ -167,6 +168,10 @@ def test_calibrated_and_uncalibrated_methods_are_named():
     warm = replace(other, model=replace(other.model, calibration=Calibration(temperature=(1.3,), threshold=0.5)))
     assert said([one, other]) == said([warm]) == ""
     assert "Calibrated: Other; not: One." in said([one, warm])
+    for second, marked in ((other, {"accuracy", "brier", "nll", "ece", "aece"}), (warm, {"accuracy"})):
+        table = compare([one, second], columns=CLASSIFICATION)
+        pairs = zip(table.columns, *(row.cells for row in table.rows), strict=True)
+        assert {column.key for column, *found in pairs if any(cell.rank for cell in found)} == marked
     assert "in part: Some" in said({"Some": [one, replace(warm, name="One")], "Other": warm})
 
 

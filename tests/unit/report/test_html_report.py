@@ -146,6 +146,8 @@ def test_focus_and_baseline_can_be_chosen_and_several_runs_show_a_spread(render)
     runs = [evaluation(name, seed=seed, ood=False) for seed, name in enumerate(("lr-0.001", "lr-0.0001", "lr-0.001"))]
     text = render(runs, focus="lr-0.001", baseline="lr-0.0001")
     assert " ± " in text  # of two runs
+    assert "of the first run of each method" in text
+    assert "of the first run" not in render(runs[:2])
     assert "vs lr-0.0001" in text
     assert re.search(r'aria-label="[^"]*lr-0.0001\b', text)  # names are not shortened as numbers of drawings are
     for wrong in ({"focus": "Hidra"}, {"baseline": "Hidra"}):
