@@ -19,97 +19,11 @@ _PLACING_HOOKS = ("torch.", "accelerate.")  # whose hooks move weights and input
 DROPPED = "its calibration, familiarity and metrics are dropped; calibrate again"
 
 
-class WeightWatch:
-    """The weights that a model was measured with, and whether they changed since; `Watched` decides what follows.
-
-    Edits in place are counted by torch: looking at the counters is cheap, so that every answer can be preceded by it.
-    No counter shows edits through `.data` and steps of fused optimizers: `values_differ` reads all weights.
-
-    The model is handed to whatever looks at it anew, and not kept: copies and pickles of a model hold no second one.
-
-    Attributes:
-        masks: The thread of each mask that is on the weights now: they are not what was measured, and that is meant.
-    """
-
-    def __init__(self) -> None:
-        self.masks: list[int] = []
-        self._parts: list[nn.Module] = []  # all parts of the model: where weights and further parts lie
-        self._counted: list[tuple[int, int]] | None = None  # the weights as they were last seen; None: not watched
-        self._digest: int | None = None  # of the values that were measured; None where nothing was
-
-    @property
-    def on(self) -> bool:
-        """Whether anything is watched: not while a model is built, nor where it was told to `stop`."""
-        return self._counted is not None
-
-    def take(self, model: nn.Module, measured: bool) -> None:
-        """Mark the current weights as the ones the metadata belong to; `measured` keeps a digest of them, too."""
-        self.count(model)
-        self._digest = weights_digest(model.parameters()) if measured else None
-
-    def pause(self) -> None:
-        """No edits until they are counted anew: another thread that answers meanwhile must find none."""
-        self._counted = None
-
-    def count(self, model: nn.Module) -> None:
-        """Count edits of the weights from now on; the digest of what was measured stays."""
-        self._parts = list(model.modules())
-        self._counted = self._counters()
-
-    def masked_elsewhere(self) -> bool:
-        """Whether all masks that are on were put on by other threads than the one that asks."""
-        return bool(self.masks) and threading.get_ident() not in self.masks
-
-    def forget(self) -> None:
-        """Nothing measured is left to compare values with."""
-        self._digest = None
-
-    def stop(self) -> None:
-        """Watch nothing any more."""
-        self._parts, self._counted, self._digest = [], None, None
-
-    def edited(self) -> bool:
-        """Whether a weight was edited in place, or it or a part replaced, since counting began; no value is read."""
-        before = self._counted
-        if before is None:
-            return False
-        counters = self._counters()
-        meant = self._counted is not before  # meanwhile, by a mask of another thread
-        return counters != before and not meant and -1 not in (count for _, count in counters)
-
-    def values_differ(self, model: nn.Module) -> bool:
-        """Whether the weights have other values than those that were measured; masks are no other values."""
-        if self._digest is None or self.masks:
-            return False
-        return weights_digest(model.parameters()) not in (None, self._digest)
-
-    def rounded_by(self, change: Callable[[Tensor], Tensor], model: nn.Module) -> bool:
-        """Whether a change of dtype gives the weights that were measured other bits; another device has the same."""
-        home = next(model.parameters(), None)
-        return home is not None and self._digest is not None and change(home.detach()[:0]).dtype != home.dtype
-
-    def take_rounded(self, model: nn.Module) -> None:
-        """Take the digest anew after a change of dtype, unless what was measured is forgotten."""
-        if self._digest is not None:
-            self._digest = weights_digest(model.parameters())
-
-    def for_copy(self) -> "WeightWatch":
-        """What a copy of the model takes along; it counts anew. With masks on, its weights were not measured."""
-        watch = WeightWatch()
-        watch._counted = self._counted
-        watch._digest = None if self.masks else self._digest
-        return watch
-
-    def _counters(self) -> list[tuple[int, int]]:
-        """Which parts and parameters there are, and how often each was edited in place: without a look at values."""
-        parts = [(id(child), 0) for part in self._parts for child in part._modules.values()]
-        weights = (weight for part in self._parts for weight in part._parameters.values() if weight is not None)
-        # nobody counts edits of inference tensors: -1
-        return parts + [(id(weight), -1 if weight.is_inference() else weight._version) for weight in weights]
-
-
 class Watched(OurModel):
     """A model whose metadata were measured with its weights, and are dropped once the weights are others.
+
+    Edits in place are counted by torch: looking at the counters is cheap, so that every answer can be preceded by it.
+    No counter shows edits through `.data` and steps of fused optimizers: `verified_metadata` reads all weights.
 
     Attributes:
         metadata: Labels, preprocessing, calibration, history; of the weights as they are.
@@ -118,13 +32,16 @@ class Watched(OurModel):
     def __init__(self, metadata: Metadata) -> None:
         super().__init__()
         self._metadata = metadata
-        self._watch = WeightWatch()  # of the weights that metadata are of; off while these are random
+        self._parts: list[nn.Module] = []  # where weights and further parts lie
+        self._counted: list[tuple[int, int]] | None = None  # as they were last seen; None: not watched, as while random
+        self._digest: int | None = None  # of the values that were measured; None where nothing was
+        self._masks: list[int] = []  # the thread of each mask that is on: other weights than were measured, as is meant
         self.register_load_state_dict_post_hook(Watched._loaded)  # type: ignore[no-untyped-call]
 
     @property
     def metadata(self) -> Metadata:
         """What is known beside the weights. What was measured with weights that have been edited since is dropped."""
-        if not torch.compiler.is_compiling() and self._metadata.measured and self._watch.edited():
+        if not torch.compiler.is_compiling() and self._metadata.measured and self._edited():
             self._forget(*EDITED)
         return self._metadata
 
@@ -134,12 +51,12 @@ class Watched(OurModel):
         self.take_as_measured()
 
     def verified_metadata(self) -> Metadata:
-        """The metadata, once the values of the weights were held against those that were measured.
+        """The metadata, once the values of the weights were held against those that were measured; masks are none.
 
-        No counter shows edits through `.data` and steps of fused optimizers. Reading all weights does: where a model is
-        saved, copied, evaluated or prepared for something, not where it answers.
+        Where a model is saved, copied, evaluated or prepared for something, not where it answers.
         """
-        if self.metadata.measured and self._watch.values_differ(self):
+        compared = self.metadata.measured and self._digest is not None and not self._masks
+        if compared and weights_digest(self.parameters()) not in (None, self._digest):
             self._forget(*EDITED)
         return self._metadata
 
@@ -151,7 +68,7 @@ class Watched(OurModel):
         if deed in _WITHOUT_HOOKS:
             _warn_of_hooks(self, deed)
         metadata = self.verified_metadata()
-        if not self._watch.masks:
+        if not self._masks:
             return metadata
         if metadata.measured:
             warn(f"this ensemble is {deed} with heads masked, which was measured with all of them: {DROPPED}")
@@ -159,32 +76,59 @@ class Watched(OurModel):
 
     def take_as_measured(self) -> None:
         """Mark the current weights as the ones the metadata was measured with."""
-        self._watch.take(self, self._metadata.measured)
+        self._count()
+        self._digest = weights_digest(self.parameters()) if self._metadata.measured else None
 
     def leave_unwatched(self) -> None:
         """Watch the weights no more: the metadata stay, whatever is edited."""
-        self._watch.stop()
+        self._parts, self._counted, self._digest = [], None, None
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Called by `to`, `half` and the like. A new device keeps the bits of weights; a new dtype rounds them."""
-        rounded = self._watch.rounded_by(fn, self)
-        if rounded:
-            self.verified_metadata()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if rounded:
-            self._watch.take_rounded(self)
-        return self
+    def masked_elsewhere(self) -> bool:
+        """Whether all masks that are on were put on by other threads than the one that asks."""
+        return bool(self._masks) and threading.get_ident() not in self._masks
+
+    def _count(self) -> None:
+        """Count edits of the weights from now on; the digest of what was measured stays."""
+        self._parts = list(self.modules())
+        self._counted = self._counters()
+
+    def _counters(self) -> list[tuple[int, int]]:
+        """Which parts and parameters there are, and how often each was edited in place: without a look at values."""
+        parts = [(id(child), 0) for part in self._parts for child in part._modules.values()]
+        weights = (weight for part in self._parts for weight in part._parameters.values() if weight is not None)
+        # nobody counts edits of inference tensors: -1
+        return parts + [(id(weight), -1 if weight.is_inference() else weight._version) for weight in weights]
+
+    def _edited(self) -> bool:
+        """Whether a weight was edited in place, or it or a part replaced, since counting began; no value is read."""
+        before = self._counted
+        if before is None:
+            return False
+        counters = self._counters()
+        meant = self._counted is not before  # meanwhile, by a mask of another thread
+        return counters != before and not meant and -1 not in (count for _, count in counters)
 
     def _forget(self, line: str, problem: str) -> None:
         self._metadata = self._metadata.after(line)
-        self._watch.forget()
+        self._digest = None  # nothing measured is left to compare values with
         warn(f"{problem}: {DROPPED}")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Called by `to`, `half` and the like. A new device keeps the bits of weights; a new dtype rounds them."""
+        home = next(self.parameters(), None)
+        rounded = home is not None and self._digest is not None and fn(home.detach()[:0]).dtype != home.dtype
+        if rounded:
+            self.verified_metadata()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if rounded and self._digest is not None:
+            self._digest = weights_digest(self.parameters())
+        return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *arguments: Any) -> None:
         """Called by `load_state_dict`, also by that of a model around this one: other weights drop the calibration."""
         weights = ((old, state_dict.get(prefix + name)) for name, old in self.named_parameters() if not old.is_meta)
         changed = (isinstance(new, Tensor) and not torch.equal(old, new.to(old)) for old, new in weights)
-        if self._watch.on and self.verified_metadata().measured and any(changed):
+        if self._counted is not None and self.verified_metadata().measured and any(changed):
             self._forget("other weights loaded", "other weights are loaded into an ensemble that was measured before")
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
@@ -192,12 +136,15 @@ class Watched(OurModel):
         self.take_as_measured()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_metadata": self.kept_metadata("copied"), "_watch": self._watch.for_copy()}
+        """What a copy takes along: it counts anew, and weights with masks on were not measured."""
+        metadata = self.kept_metadata("copied")
+        digest = None if self._masks else self._digest
+        return {**self.__dict__, "_metadata": metadata, "_parts": [], "_masks": [], "_digest": digest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if self._watch.on:
-            self._watch.count(self)
+        if self._counted is not None:
+            self._count()
 
 
 def _warn_of_hooks(model: nn.Module, deed: str) -> None:
@@ -217,14 +164,13 @@ def masking(*models: Watched, thread: int, on: bool) -> Iterator[None]:
     """A mask of a thread is put on, or taken off, inside: unlike edits of before, this drops no calibration."""
     for model in models:
         _ = model.metadata
-    watched = [model for model in models if model._watch.on]
+    watched = [model for model in models if model._counted is not None]
     for model in watched:
-        model._watch.pause()
+        model._counted = None  # no edits until they are counted anew: another thread that answers must find none
     try:
         yield
     finally:
         for model in models:
-            masks = model._watch.masks
-            masks.append(thread) if on else masks.remove(thread)
+            model._masks.append(thread) if on else model._masks.remove(thread)
         for model in watched:
-            model._watch.count(model)
+            model._count()

@@ -63,7 +63,7 @@ def test_masks_of_many_threads_leave_every_bit_and_the_calibration() -> None:
         list(pool.map(work, range(8)))
     assert model_fingerprint(ensemble) == before
     assert ensemble.metadata.calibration is not None
-    assert not ensemble._watch.masks
+    assert not ensemble._masks
 
 
 def test_a_thread_whose_answers_lack_heads_that_another_masked_is_told() -> None:

@@ -1,27 +1,28 @@
 """The watch over weights: where it begins and ends, and hooks; tests of ensembles show what is an edit, and of what."""
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import HydraWarning
-from hydra_ensembles.model.watch import WeightWatch
 from random_ensembles import random_batches, random_ensemble
 
 
-def test_before_it_begins_and_after_it_stops_nothing_is_an_edit() -> None:
-    model, watch = nn.Linear(2, 3), WeightWatch()
-    watch.take(model, measured=True)
-    with torch.no_grad():
-        model.weight.mul_(2.0)
-    assert (watch.on, watch.edited(), watch.values_differ(model)) == (True, True, True)
-    watch.stop()
-    for one in (watch, WeightWatch()):
-        assert (one.on, one.edited(), one.values_differ(model)) == (False, False, False)
+def test_once_it_is_left_unwatched_nothing_is_an_edit() -> None:
+    for left in (False, True):
+        model = random_ensemble().with_metadata(metrics={"accuracy": 1.0})
+        if left:
+            model.leave_unwatched()
+        with torch.no_grad():
+            model.readout.classifier.weight.mul_(2.0)
+        with nullcontext() if left else pytest.warns(HydraWarning, match="weights of this ensemble were edited"):
+            assert bool(model.metadata.metrics) is left
+        model.readout.classifier.weight.data.mul_(2.0)
+        assert bool(model.verified_metadata().metrics) is left
 
 
 def test_what_is_made_without_forward_hooks_says_so(tmp_path: Path) -> None:
