@@ -2,13 +2,12 @@
 
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import hydra_ensembles as he
-from chromium import Tab, open_tab
+from chromium import Tab
 from hydra_ensembles.model.config import Sharing
 from random_ensembles import random_batches, random_ensemble
 
@@ -19,12 +18,6 @@ PHONE, DESK = 360, 1280
 KEPT = (((0, 1, 2, 3), (0, 2), (0, 1)), ((0, 1, 2, 3), (1, 2), (3,)))  # [member][layer]
 SHOWN = "[...document.querySelectorAll('.panels article')].filter((one) => one.offsetHeight).map((one) => one.id)"
 COLOURS = "[...document.querySelectorAll('.map a')].map((one) => getComputedStyle(one).backgroundColor)"
-
-
-@pytest.fixture(scope="module")
-def tab() -> Iterator[Tab]:
-    with open_tab() as found:
-        yield found
 
 
 @pytest.fixture(scope="module", params=["image-cls", "text-post-norm"])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hydra_ensembles as package
-from chromium import open_tab
+from chromium import Tab
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [  # every package that says what of it is public
@@ -106,11 +106,10 @@ OVERFLOWS = """(() => {
 
 @pytest.mark.slow  # a hundred pages in a browser
 @pytest.mark.parametrize("width", [390, 1280])
-def test_pages_fit_a_phone_and_a_desk(site: Path, width: int) -> None:
-    with open_tab() as tab:
-        for page in sorted(site.rglob("*.html")):
-            if page.name != "404.html":  # its addresses are those of a server
-                tab.open(page.as_uri(), width)
-                assert tab.run("document.documentElement.scrollWidth") <= width, page.name
-                assert tab.run(OVERFLOWS) == [], page.name
-        assert not tab.complaints
+def test_pages_fit_a_phone_and_a_desk(site: Path, width: int, tab: Tab) -> None:
+    for page in sorted(site.rglob("*.html")):
+        if page.name != "404.html":  # its addresses are those of a server
+            tab.open(page.as_uri(), width)
+            assert tab.run("document.documentElement.scrollWidth") <= width, page.name
+            assert tab.run(OVERFLOWS) == [], page.name
+    assert not tab.complaints

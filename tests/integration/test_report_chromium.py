@@ -1,11 +1,10 @@
 """The report in a real browser: it shows every figure, fits a phone, follows dark mode, and logs no error."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from chromium import Tab, open_tab
+from chromium import Tab
 from hydra_ensembles.report.html import write_report
 from sample_evaluations import costs, methods
 
@@ -25,12 +24,6 @@ DRAWN = """(async () => {
     images: images.filter((one) => one.naturalWidth > 0).length,
   };
 })()"""
-
-
-@pytest.fixture(scope="module")
-def tab() -> Iterator[Tab]:
-    with open_tab() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hydra_ensembles as he
-from chromium import Tab, open_tab
+from chromium import Tab
 from hydra_ensembles.serve.app import make_app
 from served_models import inputs_for, served
 from serving import listening, opened, picture, settings
@@ -21,25 +21,12 @@ ANSWERED = '!document.getElementById("result").hidden && document.getElementById
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Tab]:
-    with open_tab() as tab:
-        yield tab
-
-
-@pytest.fixture(scope="module")
 def ports() -> Iterator[dict[str, int]]:
     """Servers of images, of texts, and one that asks for a key."""
     images, texts = make_app(served("image"), settings(name="images")), make_app(served("text"), settings(name="texts"))
     locked = make_app(served("text, bare"), settings(name="locked", api_key="correct horse"))
     with listening(images) as first, listening(texts) as second, listening(locked) as third:
         yield {"image": first, "text": second, "locked": third}
-
-
-@pytest.fixture
-def tab(browser: Tab) -> Tab:
-    browser.complaints.clear()
-    browser.requests.clear()
-    return browser
 
 
 def text(tab: Tab, name: str) -> str:
