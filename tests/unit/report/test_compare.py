@@ -92,7 +92,6 @@ def test_several_runs_give_mean_and_standard_deviation():
         ([evaluation("One"), replace(evaluation("Other"), convention="openood")], ConfigError, "openood"),
         ([evaluation("One"), evaluation("Other", ood=False)], DataError, "Other"),
         ([evaluation("One"), evaluation("One", members=3)], ConfigError, r"members.*1 and 3"),
-        ([], DataError, "no method"),
         ({"Single": evaluation("One"), "Hydra": []}, DataError, r"\['Hydra'\]"),
     ],
 )

@@ -74,18 +74,6 @@ def test_answers_on_a_gpu_are_those_of_the_cpu(kind: str, compile: bool) -> None
     assert run(one.tensors(inputs, nearest=True))[0][NEAREST] >= -1
 
 
-def test_texts_and_tensors_are_answered_as_predict_does() -> None:
-    for kind in ("image", "text"):
-        one = service(kind)
-        inputs = inputs_for(one.ensemble, 6, seed=3)  # of seed 0 one is a held-out text, its score the threshold
-        (run,) = one.workers()
-        same(run(one.tensors(inputs)), columns(one.ensemble.predict(inputs)))
-    bare = {"input_ids": inputs["input_ids"]}
-    same(run(one.tensors(bare)), columns(one.ensemble.predict(bare)))
-    for texts in (TEXTS, [("hello", "wörld"), ("wörld", "hello hello")]):
-        same(run(one.texts(texts)), columns(one.ensemble.predict(texts)))
-
-
 def test_texts_are_padded_to_few_lengths_and_those_without_a_mask_to_none() -> None:
     one, alone = service("text"), unmasked()
     assert one.lengths() == [9]
