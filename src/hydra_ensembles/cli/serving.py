@@ -128,7 +128,9 @@ def _announce(listener: socket.socket, settings: ServeSettings) -> None:
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         if settings.key is None and settings.host not in LOOPBACK:
             print(f"warning: anybody who reaches {where} is answered; set {API_KEY} to ask for a key", file=sys.stderr)
-    print(f"serving {settings.name} at {where} ({torch.get_num_threads()} threads); Ctrl-C ends it", file=sys.stderr)
+    threads = torch.get_num_threads()
+    counted = f"{threads} thread{'' if threads == 1 else 's'}"
+    print(f"serving {settings.name} at {where} ({counted}); Ctrl-C ends it", file=sys.stderr)
     sys.stderr.flush()
 
 

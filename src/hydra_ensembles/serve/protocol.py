@@ -29,7 +29,7 @@ DATATYPES = {
     "FP64": "float64",
 }
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
-RAW = {"image": ("image", "Encoded images, such as the bytes of PNG or JPEG files."), "text": ("text", "Texts.")}
+RAW = {"image": ("image", "Encoded images, bytes of PNG or JPEG files, as binary data."), "text": ("text", "Texts.")}
 
 LONGEST_NUMBER = 18  # digits: all of them fit 64 bits
 

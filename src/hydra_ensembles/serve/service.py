@@ -459,7 +459,7 @@ def image_of(value: Any) -> bytes:
             raise ValueError
         return base64.b64decode(value.partition(",")[2] if value.startswith("data:") else value, validate=True)
     except ValueError as error:
-        raise RequestError("an image that is not bytes is a string in base64") from error
+        raise RequestError("an image that is not bytes is a string in base64, in one line") from error
 
 
 def text_of(value: Any) -> str | tuple[str, str]:
