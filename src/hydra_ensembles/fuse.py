@@ -154,7 +154,7 @@ def _single_members(models: Iterable[Ensemble | DualEncoder]) -> list[tuple[obje
     """Configuration and state of every member that these models have."""
     pairs: list[tuple[object, Mapping[str, Tensor]]] = []
     for model in models:
-        state = model.state_dict()
+        state = model.whole_state() if isinstance(model, Ensemble) else {}
         for index in range(model.num_members):
             if isinstance(model, Ensemble):
                 pairs.append((member_config(model.config, index).undropped, member_state(model.config, state, index)))

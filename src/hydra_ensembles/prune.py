@@ -65,13 +65,13 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
 def _keep(ensemble: Ensemble, kept: Sequence[Sequence[int]], gone: Sequence[Head]) -> Ensemble:
     """A copy with these heads of every layer, which notes the ones that are gone."""
     state = {}
-    for name, tensor in ensemble.state_dict().items():
+    for name, tensor in ensemble.whole_state().items():
         layer = head_axis(ensemble.config, name)
         if layer is not None:
             rows = [row for row, head in enumerate(ensemble.config.heads[0][layer]) if head in kept[layer]]
             tensor = tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)]
         state[name] = tensor
-    metadata = ensemble.kept_metadata("copied")
+    metadata = ensemble.kept_metadata("pruned")
     if gone:
         metadata = metadata.after(f"pruned {len(gone)} heads: {' '.join(str(head) for head in gone)}")
     config = replace(ensemble.config, heads=(tuple(tuple(layer) for layer in kept),))

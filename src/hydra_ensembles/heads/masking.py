@@ -177,7 +177,7 @@ def working_copy(ensemble: Ensemble, dtype: torch.dtype | None, device: torch.de
     """A private copy in evaluation mode, whose flags and weights may be changed freely; None is as the original."""
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"dtype must be a floating-point type such as torch.float32, got {dtype}")
-    return Ensemble.from_state(ensemble.config, ensemble.state_dict()).to(device, dtype).requires_grad_(False)
+    return Ensemble.from_state(ensemble.config, ensemble.whole_state()).to(device, dtype).requires_grad_(False)
 
 
 def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> tuple[int, ...]:

@@ -46,15 +46,29 @@ def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Mod
     """A model whose parameters are the given tensors, not copies of them; in evaluation mode."""
     with torch.device("meta"):
         model = build()
+    require_shapes(_shapes(model.state_dict()), state)
     model.load_state_dict(state, assign=True)
     return model.eval()
+
+
+def require_shapes(expected: Mapping[str, torch.Size], state: Mapping[str, Tensor]) -> None:
+    """Refuse weights of other names or shapes than a configuration has, naming the first."""
+    odd = sorted(expected.items() ^ _shapes(state).items())
+    if odd:
+        raise ConfigError(
+            f"the weights are not those that the configuration says, in {odd[0][0]}: nothing can be made of them, nor "
+            "loaded again. Undo what was changed (torch.nn.utils.prune.remove, parametrize.remove_parametrizations)"
+        )
 
 
 def shapes_of(config: EnsembleConfig) -> dict[str, torch.Size]:
     """Names and shapes of the parameters that an ensemble has by its configuration."""
     with torch.device("meta"):
-        parameters = Ensemble(config).named_parameters(remove_duplicate=False)
-        return {name: parameter.shape for name, parameter in parameters}
+        return _shapes(Ensemble(config).state_dict())
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}
 
 
 def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -180,10 +194,14 @@ class Ensemble(Saved, Watched):
 
     def lasting(self, deed: str) -> "Ensemble":
         """This ensemble; with heads masked, the same weights with the metadata that these can keep."""
-        metadata = self.kept_metadata(deed)
-        if metadata is self._metadata:
-            return self
-        return built_around(lambda: Ensemble(self.config, metadata), self.state_dict())
+        state, metadata = self.whole_state(), self.kept_metadata(deed)
+        return self if metadata is self._metadata else built_around(lambda: Ensemble(self.config, metadata), state)
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """All weights by their names, refused where they are not those of the configuration."""
+        state = self.state_dict()
+        require_shapes(shapes_of(self.config), state)
+        return state
 
     # --- running -----------------------------------------------------------------------------------------
 
@@ -361,8 +379,8 @@ class Ensemble(Saved, Watched):
     def member(self, index: int) -> "Ensemble":
         """A copy of one member as an ensemble of its own; the calibration of several members is not its own."""
         index = member_index(index, self.num_members)
-        state = member_state(self.config, self.state_dict(), index)
-        metadata = member_metadata(self.kept_metadata("copied"), index, self.num_members)
+        state = member_state(self.config, self.whole_state(), index)
+        metadata = member_metadata(self.kept_metadata("taken apart"), index, self.num_members)
         return Ensemble.from_state(member_config(self.config, index), state, metadata)
 
     @classmethod
@@ -395,13 +413,7 @@ class Ensemble(Saved, Watched):
     # --- saving and loading ------------------------------------------------------------------------------
 
     def _contents(self, name: str) -> Contents:
-        state = self.state_dict()
-        odd = sorted(shapes_of(self.config).items() ^ {key: tensor.shape for key, tensor in state.items()}.items())
-        if odd:  # a part was replaced, pruned by torch or parametrised: it could not be loaded
-            raise ConfigError(
-                f"the ensemble is not what its configuration says, in {odd[0][0]}, and could not be loaded again; undo "
-                "what was changed (torch.nn.utils.prune.remove, parametrize.remove_parametrizations), then save"
-            )
+        state = self.whole_state()
         return ensemble_contents(name, self.config, self.kept_metadata("saved"), state)
 
     @classmethod
@@ -448,7 +460,8 @@ def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], Kep
     """
     require_same_architecture([model.config for model in ensembles])
     members = [(model, index) for model in ensembles for index in range(model.num_members)]
-    states = [member_state(model.config, model.state_dict(), index) for model, index in members]
+    whole = {id(model): (model.whole_state(), model.kept_metadata("joined")) for model in ensembles}
+    states = [member_state(model.config, whole[id(model)][0], index) for model, index in members]
     require_same_dtype_and_device(states)
-    metadata = common_metadata([member_metadata(model.metadata, index, model.num_members) for model, index in members])
-    return states, tuple(model.config.heads[index] for model, index in members), metadata
+    known = [member_metadata(whole[id(model)][1], index, model.num_members) for model, index in members]
+    return states, tuple(model.config.heads[index] for model, index in members), common_metadata(known)

@@ -329,8 +329,9 @@ def read_back(one: he.Ensemble, folder: Path) -> Any:
         (read_back, "saved"),
         (lambda one, _: copy.deepcopy(one), "copied"),
         (lambda one, _: pickle.loads(pickle.dumps(one)), "copied"),
-        (lambda one, _: one.member(0), "copied"),
-        (lambda one, _: he.prune(one, []), "copied"),
+        (lambda one, _: one.member(0), "taken apart"),
+        (lambda one, _: he.prune(one, []), "pruned"),
+        (lambda one, _: he.Ensemble.stack([one]), "joined"),
         (lambda one, _: one.optimize(plans=["loop"]), "optimized"),
         (lambda one, _: he.fit_familiarity(one, [(IMAGES_24, torch.arange(24) % 3)], "knn"), "fitted"),
     ],
@@ -351,6 +352,36 @@ def test_what_is_made_with_heads_masked_keeps_the_mask_and_no_calibration(made: 
     with he.masked(plain, [(0, 0)]), warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing was measured: nothing to be said but in the history
         assert f"{deed} with heads masked" in made(plain, tmp_path / "b").metadata.history
+
+
+MAKING: list[Any] = [
+    lambda one: one.member(0),
+    lambda one: he.prune(one, [(0, 0)]),
+    lambda one: he.fuse([one, noisy_copy(one)]),
+    lambda one: he.soup([one, noisy_copy(one)]),
+    lambda one: he.Ensemble.stack([one, noisy_copy(one)]),
+    lambda one: one.optimize(),
+]
+
+
+def noisy_copy(one: he.Ensemble) -> he.Ensemble:
+    state = measured().state_dict()
+    return he.Ensemble.from_state(one.config, {**state, "readout.norm.weight": state["readout.norm.weight"] + 0.01})
+
+
+@pytest.mark.parametrize("make", MAKING)
+def test_what_is_made_of_weights_alone_tells_of_hooks_and_refuses_other_weights(make: Any) -> None:
+    """It runs no hook, and it has no place for weights that are computed (parametrised, or pruned by torch)."""
+    hooked, computed = measured(), measured()
+    hooked.encoder.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.warns(he.HydraWarning, match="forward hook"):
+        make(hooked)
+    assert computed.readout.classifier is not None
+    torch.nn.utils.parametrizations.weight_norm(computed.readout.classifier, "weight")
+    with pytest.raises(ConfigError, match=r"readout\.classifier.*remove_parametrizations"):
+        make(computed)
+    with pytest.raises(ConfigError, match=r"readout\.classifier"):
+        he.Ensemble.from_state(measured().config, computed.state_dict())
 
 
 def test_one_member_cannot_decide_by_how_members_differ() -> None:
