@@ -136,7 +136,7 @@ def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
     """Say so where none of the classes that a model learns is called as one of its own: it keeps the names it has."""
     for names in _class_names(batches):
         learned = [name for name in names if not name.isdecimal()]
-        if labels and learned and set(learned).isdisjoint(labels):
+        if labels and learned and set(map(spelled, learned)).isdisjoint(map(spelled, labels)):
             warn(
                 f"train has the classes {', '.join(learned[:4])}, and the model {', '.join(labels[:4])}: it learns the "
                 "former and calls them by the latter. Where they are not the same, give it names: "

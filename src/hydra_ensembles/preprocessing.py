@@ -245,6 +245,7 @@ def _tokenizing() -> Iterator[None]:
 
 # --- images of any mode --------------------------------------------------------------------------------------
 
+_TWELVE_BITS = 4096  # brightness that no pixel of a 12-bit scan reaches
 _SIXTEEN_BITS = ("PNG", "PPM")  # formats that Pillow, or older releases of it, opens in mode I where they have 16 bits
 
 
@@ -266,7 +267,13 @@ def to_grey(image: "Image") -> "Image":
 def _plain(image: "Image") -> "Image":
     """The image in a mode that Pillow converts without clipping or warning."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BITS):
-        upper_bits = (np.asarray(image, dtype=np.uint16) >> 8).astype(np.uint8)
+        pixels = np.asarray(image, dtype=np.uint16)
+        if 0 < pixels.max() < _TWELVE_BITS:
+            warn(
+                f"an image of 16-bit greyscale has no pixel above {_TWELVE_BITS - 1}, as scans of 12 bits have, and "
+                "is read as nearly black, since 65535 is white; multiply such images by 16"
+            )
+        upper_bits = (pixels >> 8).astype(np.uint8)
         grey: Image = require("PIL.Image", extra="data").fromarray(upper_bits)
         return grey
     if image.mode in ("I", "F"):

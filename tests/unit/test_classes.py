@@ -1,5 +1,6 @@
 """Which class is which: names found, sets held against the model and against each other, by every caller alike."""
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import hydra_ensembles as he
-from hydra_ensembles.classes import class_names_in, class_numbers, in_order
+from hydra_ensembles.classes import class_names_in, class_numbers, in_order, warn_of_other_classes
 from hydra_ensembles.data import BatchLoader, ImageDataset, batches
 from hydra_ensembles.errors import DataError
 from random_ensembles import noisy, small
@@ -83,6 +84,8 @@ def test_spelling_makes_no_other_class() -> None:
     assert class_numbers(("us", "US"), ("US", "us")) == {0: 1, 1: 0}  # which are two
     data = ImageDataset([0, 0], [0, 1], apart)
     assert in_order({"data": data}, capitals, 2)["data"].labels.tolist() == [1, 0]
+    with warnings.catch_warnings(action="error"):
+        warn_of_other_classes(data, capitals)
 
 
 def test_sets_without_a_name_in_common_are_told_of() -> None:

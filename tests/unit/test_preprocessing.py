@@ -60,6 +60,15 @@ def test_the_range_that_32_bit_numbers_are_read_in_is_said(pixels: Any, expected
     assert np.asarray(found).tolist() == expected
 
 
+@pytest.mark.parametrize(("brightest", "said"), [(4095, True), (4096, False), (0, False)])
+def test_scans_of_12_bits_in_16_are_told_of(brightest: int, said: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = to_grey(of_numbers([[0, brightest]], np.uint16))
+    assert np.asarray(found).tolist() == [[0, brightest >> 8]]
+    assert ["12 bits" in str(one.message) for one in caught] == [True] * said
+
+
 @pytest.mark.parametrize(
     ("last", "dtype"), [(1, np.float32), (256, np.float32), (np.nan, np.float32), (-1, np.int32), (65536, np.int32)]
 )
