@@ -17,7 +17,7 @@ gc.set_threshold(20_000, 50, 50)  # what is imported is much and stays: it is se
 
 TOGETHER = ("contract", "circuit", "cli", "studies")  # folders whose files share what takes long to make
 FIRST = {*TOGETHER, "integration", "pipeline", "training"} - {"cli"}  # they take long: no worker ends with one of them,
-FIRST |= {"test_public_names", "test_checkpoint_saving", "test_every_function"}  # nor with one of these files
+FIRST |= {"test_public_names", "test_checkpoint_saving", "test_every_function", "test_attack_deeds"}  # nor with these
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
