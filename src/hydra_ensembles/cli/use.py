@@ -142,7 +142,7 @@ def _texts(argument: str, path: Path) -> list[str]:
         content = sys.stdin.read() if argument == "-" else read_file(path, most=None).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{source} is not text in UTF-8 ({error})") from error
-    lines = [line.strip() for line in content.rstrip().split("\n")]
+    lines = [line.strip() for line in content.removeprefix("\ufeff").rstrip().split("\n")]  # a mark of UTF-8 is no text
     texts = [line for line in lines if line]
     if not texts:
         raise DataError(f"{source} has no text; give one text a line")

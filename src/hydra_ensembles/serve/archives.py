@@ -4,6 +4,7 @@ Nothing is held in memory but the item at hand. What cannot be read is an item, 
 must not end a night's work. A disk that fails is another matter: what it gives next time would be at other places.
 """
 
+import codecs
 import csv
 import errno
 import json
@@ -258,6 +259,9 @@ class Archive:
 
     def _opened(self, file: Path) -> Any:
         """A text file; what is no UTF-8 in it becomes half a character, which a tokenizer's checks refuse."""
+        with file.open("rb") as content:
+            if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # lines of it may well be UTF-8
+                raise DataError(f"{file.name} is in UTF-16; save it as UTF-8")
         return file.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
 
     def _broken(self, file: Path, error: Exception, where: str = "") -> Item:

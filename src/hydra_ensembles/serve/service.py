@@ -445,7 +445,7 @@ def read_form(
 
 def _decoded(content: bytes) -> str:
     try:
-        return content.decode()
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:  # to guess an encoding is to read other words
         raise RequestError("a text is not in UTF-8") from error
 

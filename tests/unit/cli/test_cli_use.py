@@ -59,6 +59,8 @@ def test_texts_from_options_files_tables_and_standard_input(text_folder, world, 
     assert len(result.stdout.splitlines()) == 2
     assert "blank lines of standard input have no answer: 2" in result.stderr
     assert len(predicted(text_folder, tmp_path / "one.txt")) == 1
+    (tmp_path / "marked.txt").write_text("good film\n", encoding="utf-8-sig")
+    assert predicted(text_folder, tmp_path / "marked.txt") == predicted(text_folder, "--text", "good film")
     assert len(predicted(text_folder, tmp_path / "other.csv", "--column", "text=sentence")) == 1
 
 

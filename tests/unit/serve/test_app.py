@@ -133,6 +133,7 @@ def test_an_image_as_it_is_and_its_nearest_class() -> None:
         ({"json": {"text": ["hello", "wörld"]}}, [("hello", "wörld")]),
         ({"data": {"text": ["hello", "wörld"], "texts": "hello wörld"}}, ["hello", "wörld", "hello wörld"]),
         ({"content": "wörld".encode(), "headers": typed('text/plain; charset="UTF-8"')}, ["wörld"]),
+        ({"content": "\ufeffwörld".encode(), "headers": typed("text/plain")}, ["wörld"]),  # the mark of UTF-8
         ({"content": "text=hello+wörld&text=%77%C3%B6rld".encode(), "headers": FORM}, ["hello wörld", "wörld"]),
         ({"files": [("text", (None, "hello wörld")), ("texts", (None, "hello"))]}, ["hello wörld", "hello"]),
     ],

@@ -92,10 +92,13 @@ def test_what_is_broken_is_an_item(tmp_path: Path) -> None:
     whole = tar(tmp_path / "e.tar", {"1.txt": b"fine", "2.txt": b"x" * 5000}).read_bytes()
     (tmp_path / "e.tar").write_bytes(whole[:2000])
     (tmp_path / "f.tgz").write_bytes(b"no tar")
+    (tmp_path / "g.txt").write_text("one\ntwo\n", encoding="utf-16")  # whose later lines are UTF-8 with zeros in it
     found = read(tmp_path, "text")
     assert [name for name, content in found if content == "fine"] == [
         "a.csv:0", "a.csv:2", "a.csv:4", "c.jsonl:0", "c.jsonl:4", "e.tar/1.txt"]  # fmt: skip
-    broken = ["a.csv:1", "a.csv:3", "b.csv", "c.jsonl:1", "c.jsonl:2", "c.jsonl:3", "d.parquet", "e.tar", "f.tgz"]
+    broken = [
+        "a.csv:1", "a.csv:3", "b.csv", "c.jsonl:1", "c.jsonl:2", "c.jsonl:3", "d.parquet", "e.tar", "f.tgz", "g.txt"
+    ]  # fmt: skip
     assert [name for name, content in found if content == "!"] == broken
     whole_files = [item.name for item in Archive(tmp_path, "text") if item.error.startswith("the file")]
     assert whole_files == [name for name in broken if ":" not in name]
