@@ -21,7 +21,7 @@ from .metrics.ood import aurc
 from .metrics.probabilities import log_mean_exp, log_mean_probs
 from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
-from .model.metadata import Calibration, Familiarity
+from .model.metadata import ACCEPTS_ALL, Calibration, Familiarity
 from .overlap import Keys, about, marked, names_of, sample_keys, share_fitted, warn_of_copies
 from .prediction import ScoreName, require_members_for, scale_logits
 
@@ -317,7 +317,7 @@ def threshold_for(scores: Tensor, share: float) -> float:
     if share < 1.0:
         few = f"a share of {share:.4g} can be promised from {samples_for(share)} samples on, there are {len(scores)}"
         warn(f"{few}: every input is accepted; calibrate on more, or accept a smaller share")
-    return torch.finfo(torch.float32).max  # a number that files can hold
+    return ACCEPTS_ALL
 
 
 def _fit_temperature(

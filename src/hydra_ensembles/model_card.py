@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .model.config import GROUPS, DualEncoderConfig, EnsembleConfig
 from .model.cost import describe
-from .model.metadata import Metadata
+from .model.metadata import ACCEPTS_ALL, Metadata
 
 State = Mapping[str, Tensor]
 
@@ -126,7 +126,7 @@ def _calibration(metadata: Metadata) -> str:
     after = " (of the mean probabilities)" if of_mean else ""
     text = f"Temperature{after}: {', '.join(f'{temperature:.4g}' for temperature in calibration.temperature)}."
     rules: list[tuple[str, float]] = []  # when to abstain; the share of inputs like held-out ones that is accepted
-    if calibration.threshold is not None:
+    if calibration.threshold is not None and calibration.threshold < ACCEPTS_ALL:
         rule = f"the score `{calibration.score}` is above {calibration.threshold:.4g} (unsure)"
         rules.append((rule, calibration.accepted_share))
     familiar = None if metadata.familiarity is None else metadata.familiarity.settings
@@ -134,7 +134,8 @@ def _calibration(metadata: Metadata) -> str:
         rule = f"the score `{familiar.scores[0]}` of the features is above {familiar.threshold:.4g} (unfamiliar)"
         rules.append((rule, familiar.accepted_share))
     if not rules:
-        return text
+        never = " Every input is accepted: held-out samples were too few to decline any, or none was to be declined."
+        return text if calibration.threshold is None else text + never
     shares = " and ".join(f"{100 * share:.4g} %" for share in dict.fromkeys(share for _, share in rules))
     text += f" Abstain where {', or '.join(rule for rule, _ in rules)}. {'Each' if len(rules) > 1 else 'This'} "
     text += f"accepts {shares} of inputs like the held-out validation data"

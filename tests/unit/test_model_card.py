@@ -12,7 +12,7 @@ import hydra_ensembles as he
 from architectures_clip import open_clip_model
 from checkpoint_models import CONFIGS, ensemble, hydra, map_pooled, single
 from hydra_ensembles.model.ensemble import Ensemble
-from hydra_ensembles.model.metadata import Calibration, Familiarity, Metadata
+from hydra_ensembles.model.metadata import ACCEPTS_ALL, Calibration, Familiarity, Metadata
 from hydra_ensembles.model_card import dual_model_card, model_card
 
 
@@ -52,6 +52,9 @@ def test_the_card_names_every_threshold_and_what_all_of_them_accept() -> None:
     unlike = Familiarity(replace(found.settings, accepted_share=0.9), found.state)
     assert "Each accepts 95 % and 90 % of" in card_of(both.with_metadata(familiarity=unlike))
     assert "Abstain" not in card_of(plain.with_metadata(calibration=Calibration()))
+    card = card_of(plain.with_metadata(calibration=Calibration(threshold=ACCEPTS_ALL)))
+    assert "Every input is accepted" in card
+    assert "Abstain" not in card
 
 
 def test_the_code_on_the_card_loads_the_model(tmp_path: Path) -> None:

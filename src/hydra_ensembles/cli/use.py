@@ -23,7 +23,7 @@ from ..files import read_file
 from ..model.config import GROUPS, EnsembleConfig, PatchStemConfig
 from ..model.cost import Cost, measure_costs
 from ..model.ensemble import Ensemble
-from ..model.metadata import Calibration
+from ..model.metadata import ACCEPTS_ALL, Calibration
 from ..prediction import Prediction
 from ..preprocessing import TextPreprocessing
 from ..report.compare import csv_text, save_costs
@@ -36,7 +36,6 @@ IN_TABLE = ("confidence", "epistemic", "familiarity")  # of them, what fits a te
 LONGEST = 60  # characters of an input that a table shows
 KEPT, PRUNED = "■", "·"
 SHOWN = 12  # items of a list
-LARGEST = torch.finfo(torch.float32).max  # a threshold that accepts all, where samples were too few for another
 MOST_DIGITS = 5  # of a batch size to measure
 TOKENS = 128  # length of the texts that `bench` runs, as far as the model takes so many
 
@@ -277,7 +276,7 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_value, value[:SHOWN])) + (", ..." if len(value) > SHOWN else "")
     if isinstance(value, float):
-        return f"{value:.4g}" if value < LARGEST else "that nothing exceeds"
+        return f"{value:.4g}" if value < ACCEPTS_ALL else "that nothing exceeds"
     return str(value)
 
 

@@ -21,6 +21,7 @@ from ..schema import ADDED_LATER, require_types
 from .config import EnsembleConfig, ProjectionConfig
 from .states import join_equal, member_config, member_state, unequal
 
+ACCEPTS_ALL = torch.finfo(torch.float32).max  # a threshold, where samples were too few for another; files can hold it
 Copied = TypeVar("Copied", Tensor, tuple[float, ...])  # something with one entry for all members, or one for each
 
 

@@ -9,7 +9,8 @@ from PIL import Image
 
 import hydra_ensembles as he
 from cli_cases import COLOURS, fail, run, succeed, vit_flags
-from hydra_ensembles.cli.use import KEPT, LARGEST, PRUNED, _value
+from hydra_ensembles.cli.use import KEPT, PRUNED, _value
+from hydra_ensembles.model.metadata import ACCEPTS_ALL
 from hydra_ensembles.report.compare import load_costs
 
 
@@ -136,7 +137,7 @@ def test_preprocessing_is_shown_with_where_it_is_from_and_changed_by_options(wor
 
 
 def test_info_says_what_is_there_and_that_a_threshold_accepts_all():
-    told = _value({"kind": "x", "threshold": LARGEST, "share": 0.95, "reference": None, "marks": []})
+    told = _value({"kind": "x", "threshold": ACCEPTS_ALL, "share": 0.95, "reference": None, "marks": []})
     assert told == "threshold that nothing exceeds, share 0.95"
 
 
