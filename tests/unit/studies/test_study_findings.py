@@ -1,9 +1,7 @@
 """A whole study of classifiers on small models, from the first training to the tables, and the tables by other code."""
 
-import csv
 import re
 import shutil
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,6 @@ from published import published
 from small_studies import SmallTask
 from typer.testing import CliRunner
 
-import hydra_ensembles as he
 from hydra_ensembles.data.corruptions import CORRUPTIONS
 from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.files import read_json, write_json
@@ -27,7 +24,6 @@ from studies.detection import METRICS, PAPER
 from studies.engine import Run
 from studies.findings import judged
 from studies.measures import Difference
-from studies.paper import FOLDER, STANDS_FOR, paper_numbers, set_numbers
 from studies.results import ROOT, fixed
 from studies.rows import DEEP, HYDRA, MC_DROPOUT, PACKED, SINGLE, SOUP, SWAG
 from studies.samples import device_name
@@ -231,34 +227,6 @@ def test_the_papers_table_has_both_numbers_and_names_sets_without_fpr95(study: S
     assert hydra.split(" | ")[1] == f"{ours:.2f} (92.11)"
     assert not any(line.startswith(f"| {HYDRA} |") for line in lines)  # the paper has no such row
     assert "mnist" in lines[-1]  # 60 samples
-
-
-def test_files_of_the_paper_have_a_cell_for_every_column() -> None:
-    """A comma without quotes would cut what stands there."""
-    for path in FOLDER.glob("*.csv"):
-        widths = {len(row) for row in csv.reader(path.read_text(encoding="utf-8").splitlines())}
-        assert len(widths) == 1, path.name
-    assert paper_numbers("classifier", "SST-2")["LoRA-single"]["all.fpr95"] == pytest.approx(0.6884)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [("classifier", "sst2"), *product(("classifier", "dual"), ("imagenet", "cifar100"))]
-)
-def test_sets_of_the_paper_give_its_means(kind: str, name: str) -> None:
-    """But where it contradicts itself, which the paper map says; of methods whose sets are all there."""
-    suite = he.data.suite(f"paper-{'zero-shot-' if kind == 'dual' else ''}{name}")
-    task, near, far = STANDS_FOR[name], *([one.name for one in sets] for sets in (suite.near, suite.far))
-    printed, sets, compared, wrong = paper_numbers(kind, task), set_numbers(kind, task), 0, []
-    for method, own in sets.items():
-        for (group, names), metric in product({"near": near, "far": far, "all": [*near, *far]}.items(), METRICS):
-            if all(f"ood.{one}.{metric}" in own for one in names):
-                compared += 1
-                mean = np.mean([own[f"ood.{one}.{metric}"] for one in names])
-                if abs(mean - printed[method][f"{group}.{metric}"]) > 0.00015:
-                    wrong.append((method, f"{group}.{metric}"))
-    assert compared >= 9 * (len(sets) - 2)
-    table_23 = [("CircAvg", "far.fpr95"), ("CircAvg", "all.fpr95")]
-    assert wrong == (table_23 if (kind, name) == ("classifier", "cifar100") else [])
 
 
 def test_the_papers_numbers_stand_below_rows_of_its_own_tasks_alone() -> None:

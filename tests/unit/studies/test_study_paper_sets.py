@@ -1,8 +1,10 @@
-"""The paper's nine data sets: stand-in files in the layouts of their libraries, and a study that opens them."""
+"""The paper's nine data sets: files in the layouts of their libraries; a study that opens them; its numbers."""
 
+import csv
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +14,16 @@ import small_clip
 import torch
 from small_studies import CPU
 
+import hydra_ensembles as he
 from hydra_ensembles.baselines import BayesVLM, published_bayes_vlm
 from hydra_ensembles.errors import DataError
 from pictures import picture
 from studies import dual_rows
+from studies.detection import METRICS
 from studies.dual_recipe import DualCounts, load_dual_recipe
 from studies.dual_rows import DualRow
 from studies.dual_seed import DualSeed, DualTask
+from studies.paper import FOLDER, STANDS_FOR, paper_numbers, set_numbers
 from studies.samples import SampleBatches
 from studies.sets import DataFolder, NamedImages, PaperSets
 from studies.storing import SINGLE
@@ -140,3 +145,31 @@ def test_a_given_model_has_bayes_vlm_by_its_factors_and_vilu_on_training_images(
     scored = rows[dual_rows.VILU].asked(seed, held)
     torch.testing.assert_close(scored.probs, single.probs)
     assert scored.score("vilu").isfinite().all()
+
+
+def test_files_of_the_paper_have_a_cell_for_every_column() -> None:
+    """A comma without quotes would cut what stands there."""
+    for path in FOLDER.glob("*.csv"):
+        widths = {len(row) for row in csv.reader(path.read_text(encoding="utf-8").splitlines())}
+        assert len(widths) == 1, path.name
+    assert paper_numbers("classifier", "SST-2")["LoRA-single"]["all.fpr95"] == pytest.approx(0.6884)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("classifier", "sst2"), *product(("classifier", "dual"), ("imagenet", "cifar100"))]
+)
+def test_sets_of_the_paper_give_its_means(kind: str, name: str) -> None:
+    """But where it contradicts itself, which the paper map says; of methods whose sets are all there."""
+    suite = he.data.suite(f"paper-{'zero-shot-' if kind == 'dual' else ''}{name}")
+    task, near, far = STANDS_FOR[name], *([one.name for one in sets] for sets in (suite.near, suite.far))
+    printed, sets, compared, wrong = paper_numbers(kind, task), set_numbers(kind, task), 0, []
+    for method, own in sets.items():
+        for (group, names), metric in product({"near": near, "far": far, "all": [*near, *far]}.items(), METRICS):
+            if all(f"ood.{one}.{metric}" in own for one in names):
+                compared += 1
+                mean = np.mean([own[f"ood.{one}.{metric}"] for one in names])
+                if abs(mean - printed[method][f"{group}.{metric}"]) > 0.00015:
+                    wrong.append((method, f"{group}.{metric}"))
+    assert compared >= 9 * (len(sets) - 2)
+    table_23 = [("CircAvg", "far.fpr95"), ("CircAvg", "all.fpr95")]
+    assert wrong == (table_23 if (kind, name) == ("classifier", "cifar100") else [])
