@@ -130,7 +130,7 @@ def _calibration(metadata: Metadata) -> str:
         rule = f"the score `{calibration.score}` is above {calibration.threshold:.4g} (unsure)"
         rules.append((rule, calibration.accepted_share))
     familiar = None if metadata.familiarity is None else metadata.familiarity.settings
-    if familiar is not None and familiar.threshold is not None:
+    if familiar is not None and familiar.threshold is not None and familiar.threshold < ACCEPTS_ALL:
         rule = f"the score `{familiar.scores[0]}` of the features is above {familiar.threshold:.4g} (unfamiliar)"
         rules.append((rule, familiar.accepted_share))
     if not rules:

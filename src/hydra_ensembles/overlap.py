@@ -195,8 +195,11 @@ def _places(data: Any) -> list[Any] | None:
         return None if inner is None else [inner[row] for row in data.indices]
     if isinstance(data, list | tuple) or not all(hasattr(type(data), name) for name in ("__len__", "__getitem__")):
         return None
-    files = getattr(data, "imgs", None)  # of ImageFolder: path and label
-    return list(files) if isinstance(files, list) else [(id(data), row) for row in range(len(data))]
+    if any(kind.__module__.startswith("torchvision.") for kind in type(data).__mro__):  # others call anything `imgs`
+        files = getattr(data, "imgs", ())  # of ImageFolder: path and label
+        if len(files) == len(data):
+            return list(files)
+    return [(id(data), row) for row in range(len(data))]
 
 
 def require_unlike(name: str, id_keys: Keys, ood: Mapping[str, Keys]) -> None:

@@ -55,6 +55,8 @@ def test_the_card_names_every_threshold_and_what_all_of_them_accept() -> None:
     card = card_of(plain.with_metadata(calibration=Calibration(threshold=ACCEPTS_ALL)))
     assert "Every input is accepted" in card
     assert "Abstain" not in card
+    unheld = Familiarity(replace(found.settings, threshold=ACCEPTS_ALL), found.state)
+    assert f"{rule}. This accepts 95 %" in card_of(both.with_metadata(familiarity=unheld))
 
 
 def test_the_code_on_the_card_loads_the_model(tmp_path: Path) -> None:

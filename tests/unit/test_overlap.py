@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset
+from torchvision.datasets import ImageFolder
 
 import hydra_ensembles as he
 from checkpoint_models import ensemble, single, text
@@ -105,18 +106,24 @@ def test_validation_data_that_are_trained_on(validation: Any) -> None:
 
 
 class Pictures(Dataset[Any]):
-    """A data set that reads its items when they are asked for, as torchvision's do; `imgs` names its files."""
+    """A data set that reads its items when they are asked for; `imgs` may be anything."""
 
-    def __init__(self, files: bool = False) -> None:
+    def __init__(self, imgs: Any = ()) -> None:
         self.items = list(zip(*cases.samples(16, seed=1), strict=True))
-        if files:
-            self.imgs = [(f"{row}.png", 0) for row in range(16)]
+        self.imgs = imgs
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, row: int) -> Any:
         return self.items[row]
+
+
+class Folder(Pictures, ImageFolder):
+    """A folder of torchvision; `imgs` names its files."""
+
+    def __init__(self) -> None:
+        Pictures.__init__(self, [(f"{row}.png", 0) for row in range(16)])
 
 
 def same_rows() -> tuple[Any, Any]:
@@ -126,7 +133,7 @@ def same_rows() -> tuple[Any, Any]:
 
 def two_draws() -> tuple[Any, Any]:
     """The usual leak: one folder twice, with and without augmentation, split by different seeds."""
-    train, held_out = Pictures(files=True), Pictures(files=True)
+    train, held_out = Folder(), Folder()
     return DataLoader(Subset(train, range(12)), 4), DataLoader(Subset(held_out, range(8, 16)), 4)
 
 
@@ -154,6 +161,13 @@ def test_parts_that_samplers_choose_are_not_taken_for_the_whole() -> None:
     with warnings.catch_warnings(action="error"):
         for other in (held_out, chosen):
             read_data(0, cases.CLASSES, train, other, None, None)
+
+
+@pytest.mark.parametrize("imgs", [[f"{row}.png" for row in range(16)], list(np.zeros((16, 2)))])
+def test_what_others_call_imgs_is_not_taken_for_files(imgs: Any) -> None:
+    train, held_out = (DataLoader(Pictures(imgs), 4) for _ in range(2))
+    with warnings.catch_warnings(action="error"):
+        read_data(0, cases.CLASSES, train, held_out, None, None)
 
 
 def test_members_that_are_equal() -> None:

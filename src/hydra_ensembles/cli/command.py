@@ -65,16 +65,18 @@ NamedColumns = Annotated[
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """YAML in which `1e-4` is a number: the standard wants a point in it, whoever writes it does not.
 
-    A name that is there twice is refused, where the last one would count without a word.
+    A name that is written twice is refused, where the last one would count without a word; `<<` may be, and what it
+    brings in may be there, too.
     """
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """The mapping of a node."""
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """A mapping as it is written."""
+        node = super().compose_mapping_node(anchor)
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is there twice", node.start_mark)
-        return super().construct_mapping(node, deep)
+            raise yaml.composer.ComposerError(None, None, f"{twice!r} is there twice", node.start_mark)
+        return node
 
 
 _Loader.add_implicit_resolver(

@@ -387,6 +387,9 @@ class _Server:
         """What makes rows of a body: a form, JSON, an image or a text."""
         header = request.headers.get("content-type", "")
         kind, most = header.partition(";")[0].strip().lower(), self.settings.max_queue
+        if kind.startswith("image/") or kind == "application/octet-stream":
+            image = await request.body()
+            return lambda: self._samples([image], [], nearest)
         charset = CHARSET.search(header)
         if charset is not None and charset[1].lower() not in UTF_8:
             raise RequestError(f"the charset {charset[1][:100]!r} is not taken; send UTF-8", 415)
@@ -399,8 +402,6 @@ class _Server:
             return lambda: self._samples(*read_form(body, most), nearest)
         if kind == "application/json":
             return lambda: self._samples(*read_named(protocol.request_of(body)), nearest)
-        if kind.startswith("image/") or kind == "application/octet-stream":
-            return lambda: self._samples([body], [], nearest)
         if kind == "text/plain":
             return lambda: self._samples([], [text_of(body)], nearest)
         raise RequestError(f"content of the type {kind[:100]!r} is not taken; send {CONTENT}", 415)

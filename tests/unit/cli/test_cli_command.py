@@ -112,6 +112,9 @@ def test_the_file_then_options_then_single_settings(tmp_path):
     assert (found.members, found.seed) == (4, 7)
     assert found.recipe == he.Recipe(learning_rate=1e-4, epochs=2, train_groups=("mlp",))  # 1e-4 is a number
     assert settings(recipe="none").recipe is None
+    parts = "{<<: {epochs: 2, seed: 1}, <<: {train_groups: [mlp]}, seed: 2}"  # what is merged may be changed
+    file.write_text(f"recipe: {{<<: [&usual {parts}], learning_rate: 1.0e-4}}\n")
+    assert settings(file).recipe == he.Recipe(learning_rate=1e-4, epochs=2, train_groups=("mlp",), seed=2)
     changed = settings(None, "recipe.learning_rate=0.1", "recipe.steps=900", recipe="cifar100-classifier")
     assert changed.recipe == he.Recipe.preset("cifar100-classifier", steps=900, grid=(), learning_rate=0.1)
 

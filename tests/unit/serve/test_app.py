@@ -118,7 +118,7 @@ def test_whoever_sent_an_input_is_told_what_was_done_with_it() -> None:
 
 
 def test_an_image_as_it_is_and_its_nearest_class() -> None:
-    asked: dict[str, Any] = {"content": picture(), "headers": typed("image/png")}
+    asked: dict[str, Any] = {"content": picture(), "headers": typed("image/png; charset=binary")}
     (found,) = post("image", "/v1/predict?nearest=1", **asked).json()["predictions"]
     assert found["nearest"] in served("image").metadata.labels
     (plain,) = post("image, bare", "/v1/predict?nearest=1", **asked).json()["predictions"]
