@@ -194,8 +194,10 @@ class Ensemble(Saved, Watched):
 
     def lasting(self, deed: str) -> "Ensemble":
         """This ensemble; with heads masked, the same weights with the metadata that these can keep."""
-        state, metadata = self.whole_state(), self.kept_metadata(deed)
-        return self if metadata is self._metadata else built_around(lambda: Ensemble(self.config, metadata), state)
+        metadata = self.kept_metadata(deed)
+        if metadata is self._metadata:
+            return self
+        return built_around(lambda: Ensemble(self.config, metadata), self.state_dict())
 
     def whole_state(self) -> dict[str, Tensor]:
         """All weights by their names, refused where they are not those of the configuration."""

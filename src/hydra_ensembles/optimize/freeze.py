@@ -1,6 +1,7 @@
 """A frozen ensemble: equal copies merged, constants folded into the weights, and laid out for one plan to run it by."""
 
 import copy
+from collections import OrderedDict
 from typing import cast
 
 import torch
@@ -75,10 +76,15 @@ def simplified(ensemble: Ensemble) -> Ensemble:
 
 
 def _twin(ensemble: Ensemble, share: bool) -> Ensemble:
-    """The same modules around the same tensors, or around copies of them; settings and metadata are shared."""
+    """The same modules around the same tensors, or around copies of them; settings and metadata are shared.
+
+    It has no forward hooks: they would run in the parts that are not rewritten, and may be of what cannot be copied.
+    """
     tensors = (*ensemble.parameters(), *ensemble.buffers()) if share else ()
-    common = (ensemble.metadata, ensemble.config, *tensors)
-    return copy.deepcopy(ensemble, {id(part): part for part in common}).requires_grad_(False)
+    twins: dict[int, object] = {id(part): part for part in (ensemble.metadata, ensemble.config, *tensors)}
+    for module in ensemble.modules():
+        twins |= {id(hooks): OrderedDict() for hooks in (module._forward_pre_hooks, module._forward_hooks)}
+    return copy.deepcopy(ensemble, twins).requires_grad_(False)
 
 
 def blocks(ensemble: Ensemble) -> list[Block]:

@@ -88,6 +88,7 @@ class OptimizedEnsemble:
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"dtype must be a floating type such as torch.bfloat16, got {dtype}")
         require_values(next(ensemble.parameters(), None))
+        ensemble.whole_state()  # what is frozen has no place for weights that are computed
         ensemble = ensemble.lasting("optimized")
         self.device = ensemble.device
         self.dtype = dtype or ensemble.dtype

@@ -380,6 +380,7 @@ def test_what_is_made_of_weights_alone_tells_of_hooks_and_refuses_other_weights(
     torch.nn.utils.parametrizations.weight_norm(computed.readout.classifier, "weight")
     with pytest.raises(ConfigError, match=r"readout\.classifier.*remove_parametrizations"):
         make(computed)
+    assert computed.lasting("exported") is computed  # files for other runtimes are traced
     with pytest.raises(ConfigError, match=r"readout\.classifier"):
         he.Ensemble.from_state(measured().config, computed.state_dict())
 

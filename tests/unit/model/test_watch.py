@@ -1,7 +1,9 @@
 """The watch over weights: where it begins and ends, and hooks; tests of ensembles show what is an edit, and of what."""
 
 import copy
+import threading
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,5 +42,9 @@ def test_what_is_made_without_forward_hooks_says_so(tmp_path: Path) -> None:
         with pytest.warns(HydraWarning, match=rf"encoder\.layers\.1 has the forward hook .*lambda.* {deed} does not"):
             call()
     assert not torch.equal(copy.deepcopy(model).predict(images[0][0]).probs, plain)  # a copy has the hook, too
+    uncopied = model.encoder.register_forward_hook(partial(lambda *_: None, threading.Lock()))
+    with pytest.warns(HydraWarning, match="optimized does not run it"):
+        torch.testing.assert_close(model.optimize().predict(images[0][0]).probs, plain)
     handle.remove()
+    uncopied.remove()
     model.optimize()
