@@ -39,7 +39,8 @@ def numbered(
     strings = {value for value in values if isinstance(value, str) and value}
     if strings and names is None:
         names = tuple(sorted(strings))
-        warn_of_doubtful(names, where)
+        if required:
+            warn_of_doubtful(names, where)
     if class_names is not None:
         require_one_reading(values, tuple(class_names), where)
     by_name = {class_name: number for number, class_name in enumerate(names or ())}
@@ -81,7 +82,7 @@ def warn_of_doubtful(names: Sequence[str], where: str) -> None:
             break
     missing = next((name for name in names if name.strip() in _NONE), None)
     if missing is not None:
-        warn(f"{where} has a class {missing!r}; if that means that a label is missing, leave the cell empty")
+        warn(f"{where} has a class {missing!r}; if that is a missing label, leave the cell empty, or the folder out")
 
 
 def require_one_reading(values: Sequence[Any], names: tuple[str, ...], where: str) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -383,12 +383,13 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
     if policy == "required" and class_names is None and 0 < len(empty) < len(names):
         raise DataError(f"{folder} has subfolders without images: {empty}; move them, or pass class_names= with them")
     listed: list[tuple[Path, str | None]] = [(file, class_name) for class_name in names for file in images[class_name]]
-    loose = sorted(filter(is_image, folder.iterdir()))
+    beside = sorted(file for file in folder.iterdir() if file.is_file() and not is_litter(file.name))
+    loose = list(filter(called_image, beside))
     if policy == "optional":
         listed += [(file, None) for file in loose]
     elif listed and loose:
         warn(f"{folder} has {len(loose)} images that lie in no folder of a class, and are left out")
-    warn_of_others(folder, [file for found in files.values() for file in found])
+    warn_of_others(folder, chain(beside if policy == "optional" else (), *files.values()))
     if not listed:
         hint = f"; {len(loose)} images lie in it without a class: pass labels='optional'" if loose else ""
         raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) in its subfolders {subfolders}{hint}")

@@ -23,6 +23,8 @@ def test_a_class_that_is_called_as_a_missing_label_is_said(tmp_path: Path, missi
     (tmp_path / "t.csv").write_text(f"text,label\na,{missing}\nb,pos\n")
     with pytest.warns(HydraWarning, match=f"class '{missing}'"):
         assert len(load(tmp_path / "t.csv").class_names) == 2
+    with warnings.catch_warnings(action="error"):  # nobody reads them
+        load(tmp_path / "t.csv", labels="optional")
 
 
 @pytest.mark.parametrize("label", ["4.5", "2024-01-01", "123456789"])
@@ -56,6 +58,9 @@ def test_images_outside_of_classes_are_told_of(tmp_path: Path) -> None:
     with pytest.warns(HydraWarning, match="1 images that lie in no folder"):
         assert len(load(tmp_path)) == 2
     assert len(load(tmp_path, labels="optional")) == 3
+    (tmp_path / "stray.heic").write_bytes(b"")
+    with pytest.warns(HydraWarning, match=r"1 with \.heic"):
+        assert len(load(tmp_path, labels="optional")) == 3
 
 
 def test_lists_in_other_encodings_are_refused_as_data(tmp_path: Path) -> None:
