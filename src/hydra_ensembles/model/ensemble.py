@@ -53,11 +53,15 @@ def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Mod
 
 def require_shapes(expected: Mapping[str, torch.Size], state: Mapping[str, Tensor]) -> None:
     """Refuse weights of other names or shapes than a configuration has, naming the first."""
-    odd = sorted(expected.items() ^ _shapes(state).items())
+    found = _shapes(state)
+    odd = sorted(expected.items() ^ found.items())
     if odd:
+        name = odd[0][0]
+        said, got = (list(shapes[name]) if name in shapes else "none" for shapes in (expected, found))
         raise ConfigError(
-            f"the weights are not those that the configuration says, in {odd[0][0]}: nothing can be made of them, nor "
-            "loaded again. Undo what was changed (torch.nn.utils.prune.remove, parametrize.remove_parametrizations)"
+            f"the weights are not those that the configuration says, in {name} (shape {said} expected, got {got}): "
+            "nothing can be made of them, nor loaded again. Give those of such a model, or undo what was changed "
+            "(torch.nn.utils.prune.remove, parametrize.remove_parametrizations)"
         )
 
 

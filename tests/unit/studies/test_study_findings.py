@@ -425,11 +425,7 @@ def test_main_table_and_ood_sets_by_other_code(
     name: str, rows: list[str] | None, request: pytest.FixtureRequest
 ) -> None:
     """Of every stored study, and a small one, rows as they are printed: on the level of Single's mean."""
-    if name == "small":
-        study: Study = request.getfixturevalue("study")
-        few = Study(study.name, study.folder.parent)
-    else:
-        few = published(name)
+    few = Study(NAME, request.getfixturevalue("study").folder.parent) if name == "small" else published(name)
     few.rows = rows or few.rows
     head, _, *lines = (line.strip("| ").split(" | ") for line in findings.main_table(few).splitlines())
     keys = {title: key for key, title in [*findings.MAIN.items(), ("far.fpr95", "far FPR95 ↓")]}
