@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import hydra_ensembles as he
+from checkpoint_models import ensemble, single
 from hydra_ensembles.classes import class_names_in, class_numbers, in_order, warn_of_other_classes
 from hydra_ensembles.data import BatchLoader, ImageDataset, batches
 from hydra_ensembles.errors import DataError
@@ -92,6 +93,15 @@ def test_sets_without_a_name_in_common_are_told_of() -> None:
     first, second = (ImageDataset([0, 0], [0, 1], names) for names in (("cat", "dog"), ("Hund", "Katze")))
     with pytest.warns(he.HydraWarning, match=r"none of the classes of shifted \(Hund, Katze\) .* of id \(cat, dog\)"):
         in_order({"id": first, "shifted": second}, (), 2)
+
+
+def test_other_names_are_told_of_once() -> None:
+    model = ensemble(single())
+    data: Any = TensorDataset(torch.randn(8, 3, 4, 4), torch.arange(8) % 3)
+    data.classes = ["n01", "n02", "n03"]
+    with pytest.warns(he.HydraWarning, match="none of the classes") as caught:
+        he.evaluate(model, DataLoader(data, 4), progress=False)
+    assert sum("none of the classes" in str(one.message) for one in caught) == 1
 
 
 # --- a model without names that is right on all samples; sets with an order of their own -----------------------------

@@ -153,7 +153,8 @@ def evaluate(
         run = Runner(ensemble, home, dtype, measure, gallery, metadata.preprocessing or preprocess, progress, kept).run
         id_pass = run(ready(id_data, id_name), id_name, labelled=True)
         like = id_pass.answers.logits  # [M, B, C]
-        in_order({title: id_data}, metadata.labels, like.shape[2])  # of a function they are known now
+        if known is None:
+            in_order({title: id_data}, metadata.labels, like.shape[2])  # of a function they are known now
         ood_passes = {key: run(ready(data, key), key, False, like) for key, data in foreign.items()}
         shifted_sets = zip(shift or {}, shifted_data, strict=True)
         shift_passes = {key: run(ready(data, key), key, True, like) for key, data in shifted_sets}
