@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -197,9 +198,10 @@ def test_an_interrupted_build_goes_on_and_ends_with_the_same_bits(run_folder, wo
     sets = ["--id", world / "val", "--ood", world / "stripes", "--prune", 4, "--shared-layers", 0, "--method", "naive"]
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", watch_replacements(interrupted))
+        patched.setattr(sys, "argv", ["hydra-ensembles", "build", "my model"])
         result = run("build", *vit_flags(world / "mine.safetensors"), *sets, "-o", folder, "-q")
     assert result.exit_code == 130
-    assert re.match(f"interrupted: .* kept in {folder}; .*: hydra-ensembles ", result.stderr)
+    assert re.match(f"interrupted: .* kept in {folder}; .*: hydra-ensembles build 'my model'$", result.stderr)
     assert not (folder / "ensemble").exists()
     if moment == "run.json":  # to go on is to begin; tests of `build` resume this state, too
         return

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 
 import pytest
 import yaml
@@ -78,9 +79,10 @@ def test_an_interruption_says_how_to_go_on(flags, searched, tmp_path, monkeypatc
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", watch_replacements(stop))
+        patched.setattr(sys, "argv", ["hydra-ensembles", "search", "my model"])
         result = run("search", *flags, "--output", folder)
     assert result.exit_code == 130
-    assert re.match(f"interrupted: .* kept in {folder}; .*: hydra-ensembles ", result.stderr)
+    assert re.match(f"interrupted: .* kept in {folder}; .*: hydra-ensembles search 'my model'$", result.stderr)
     succeed("search", "--config", folder / "config.yaml", "--quiet")
     assert he.SearchResult.load(folder / "search.json") == he.SearchResult.load(searched[0] / "search.json")
 
