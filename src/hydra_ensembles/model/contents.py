@@ -12,6 +12,7 @@ from ..model_card import dual_model_card, model_card
 from ..preprocessing import TextPreprocessing
 from ..schema import from_plain, to_plain
 from .config import DualEncoderConfig, EnsembleConfig, TextStemConfig, output_width
+from .layers import outlined
 from .metadata import Familiarity, FamiliaritySettings, Metadata, TextSettings, TextSide
 
 CONFIG, WEIGHTS, TOKENIZER, CARD = "config.json", "model.safetensors", "tokenizer.json", "README.md"
@@ -189,7 +190,7 @@ def require_fit(
         The names and shapes that the model has. In a file of before, those of an attention that pools are other ones.
     """
     try:
-        with torch.device("meta"):
+        with outlined():
             expected = {name: tuple(tensor.shape) for name, tensor in named().items()}
     except (RuntimeError, OverflowError, TypeError) as error:  # sizes whose product no tensor can have
         raise CheckpointError(f"its configuration describes an impossible model: {first_line(error)}") from error

@@ -5,9 +5,10 @@ are stored in G copies: one that all members share, or one for each of them. The
 on one axis of length K; members may keep different numbers of them.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -444,7 +445,26 @@ class GroupedNorm(nn.Module):
 
 def empty(*shape: int) -> nn.Parameter:
     """A parameter whose values are still to be filled in, by loading or by `Ensemble.reset_parameters`."""
-    return nn.Parameter(torch.empty(*shape))
+    return _outline(*shape) if _OUTLINED.get() else nn.Parameter(torch.empty(*shape))
+
+
+_OUTLINED: ContextVar[bool] = ContextVar("outlined", default=False)
+
+
+@contextmanager
+def outlined() -> Iterator[None]:
+    """Models that are made inside have shapes and no values, quickly: parameters of one shape are one object."""
+    token = _OUTLINED.set(True)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        _OUTLINED.reset(token)
+
+
+@lru_cache(maxsize=1024)
+def _outline(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device="meta"))
 
 
 def quick_gelu(x: Tensor) -> Tensor:
