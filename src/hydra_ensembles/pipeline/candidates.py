@@ -26,9 +26,8 @@ from ..files import remove
 from ..fingerprints import data_fingerprint, model_fingerprint
 from ..fuse import fuse, soup
 from ..heads.members import random_members
-from ..metrics.bootstrap import bootstrap_metric
+from ..metrics.bootstrap import bootstrap_mean
 from ..metrics.distance import FamiliarityName
-from ..metrics.inputs import mean
 from ..model.cost import measure_costs
 from ..model.dual_encoder import DEFAULT_TEMPLATES
 from ..model.ensemble import Ensemble
@@ -325,7 +324,7 @@ class _Search:
         found = (right_and_nll(self._final(name), self.judges["ID"]) for name in (decided.choice, YOURS))
         (_, nll), (_, nll_before) = found
         how: dict[str, Any] = {"resamples": RESAMPLES, "level": 1 - 0.05 / others, "seed": self.settings.seed}
-        rise = bootstrap_metric(mean, [nll - nll_before], **how)
+        rise = bootstrap_mean(nll - nll_before, **how)
         interval = f"{rise.value:+.4f}, paired bootstrap for {others} candidates {rise.low:+.4f} to {rise.high:+.4f}"
         chance = f"{'beyond' if rise.high < 0 else 'within'} chance ({interval})"
         if rise.high >= 0:

@@ -28,9 +28,8 @@ from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
 from ..heads.ranking import Head, HeadRanking
 from ..heads.taylor import taylor
-from ..metrics.bootstrap import bootstrap_metric
+from ..metrics.bootstrap import bootstrap_mean
 from ..metrics.distance import FamiliarityName
-from ..metrics.inputs import mean
 from ..metrics.probabilities import at_labels
 from ..model.dual_encoder import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
@@ -189,7 +188,7 @@ def held_against_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadB
     Beyond chance, that is: the whole 95 % interval of the difference, by a paired bootstrap over the samples.
     """
     (right, nll), (right_before, nll_before) = (right_and_nll(model, validation) for model in (ensemble, base))
-    gain, rise = (bootstrap_metric(mean, [more], seed=seed) for more in (right - right_before, nll - nll_before))
+    gain, rise = bootstrap_mean(right - right_before, seed=seed), bootstrap_mean(nll - nll_before, seed=seed)
     chance = "of the model itself, beyond chance"
     lines = []
     if gain.high < 0:

@@ -7,7 +7,7 @@ from cases import random_scores
 
 from hydra_ensembles import metrics
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.metrics.bootstrap import bootstrap_metric, bootstrap_ood, ood_replicates
+from hydra_ensembles.metrics.bootstrap import bootstrap_mean, bootstrap_metric, bootstrap_ood, ood_replicates
 
 T = torch.tensor
 POINT_METRICS = {"auroc": metrics.auroc, "aupr": metrics.aupr, "fpr95": metrics.fpr95}
@@ -58,6 +58,19 @@ def test_mean_interval_has_the_width_of_the_standard_error():
     assert interval.high + 1 not in interval
     together = bootstrap_metric(lambda one, other: mean(one == other), [values, values], resamples=20)
     assert together.low == 1  # several arrays are drawn together
+
+
+@pytest.mark.parametrize(("count", "draws_at_once"), [(1, 7), (24, 4_000_000), (31, 310), (500, 1)])
+def test_mean_of_paired_differences_is_the_difference_of_means(monkeypatch, count, draws_at_once):
+    """By the same draws, however many at once: of answers that are right or wrong, also where chance decides."""
+    monkeypatch.setattr("hydra_ensembles.metrics.bootstrap._DRAWS_AT_ONCE", draws_at_once)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        ours, theirs = (torch.rand(2, count, generator=generator) < 0.6).double()
+        one = bootstrap_metric(lambda right: float(right.mean()), [ours], minus=[theirs], resamples=200, seed=seed)
+        other = bootstrap_mean(ours - theirs, resamples=200, seed=seed)
+        assert (other.level, other.resamples, other.high >= 0) == (one.level, one.resamples, one.high >= 0)
+        assert (other.value, other.low, other.high) == pytest.approx((one.value, one.low, one.high), abs=1e-15)
 
 
 def test_intervals_cover_the_truth_about_as_often_as_they_say():
