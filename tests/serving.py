@@ -97,3 +97,18 @@ def listening(app: Any) -> Iterator[int]:
         server.should_exit = True
         thread.join(LIMIT)
         place.close()
+
+
+def typed(kind: str) -> dict[str, str]:
+    """Headers that say what a body is."""
+    return {"Content-Type": kind}
+
+
+JSON = typed("application/json")
+MODEL = "/v2/models/model"
+
+
+def pixels(values: list[float]) -> dict[str, Any]:
+    """A request in the Open Inference Protocol."""
+    shape = [len(values) // 192, 3, 8, 8]
+    return {"inputs": [{"name": "pixel_values", "shape": shape, "datatype": "FP32", "data": values}]}

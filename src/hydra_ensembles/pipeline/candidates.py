@@ -321,10 +321,9 @@ class _Search:
         if decided.choice == YOURS:
             return decided
         others = sum(row.state == "judged" for row in decided.rows) - 1
-        found = (right_and_nll(self._final(name), self.judges["ID"]) for name in (decided.choice, YOURS))
-        (_, nll), (_, nll_before) = found
-        how: dict[str, Any] = {"resamples": RESAMPLES, "level": 1 - 0.05 / others, "seed": self.settings.seed}
-        rise = bootstrap_mean(nll - nll_before, **how)
+        nll, nll_before = (right_and_nll(self._final(name), self.judges["ID"])[1] for name in (decided.choice, YOURS))
+        level = 1 - 0.05 / others
+        rise = bootstrap_mean(nll - nll_before, resamples=RESAMPLES, level=level, seed=self.settings.seed)
         interval = f"{rise.value:+.4f}, paired bootstrap for {others} candidates {rise.low:+.4f} to {rise.high:+.4f}"
         chance = f"{'beyond' if rise.high < 0 else 'within'} chance ({interval})"
         if rise.high >= 0:

@@ -1,12 +1,10 @@
-"""Every route of the server: right answers, clear refusals, one deadline, one queue, nothing told that is private."""
+"""Every route of the server: right answers, clear refusals, nothing told that is private."""
 
-import asyncio
 import base64
 import copy
 import json
 import random
 import re
-import threading
 from typing import Any
 
 import httpx
@@ -17,42 +15,18 @@ import torch
 import hydra_ensembles.serve.telemetry as telemetry
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.serve.app import make_app
-from hydra_ensembles.serve.batcher import Batcher
-from hydra_ensembles.serve.outputs import REASON_WORDS, columns
+from hydra_ensembles.serve.outputs import REASON_WORDS
 from hydra_ensembles.serve.service import API_KEY, ServeSettings, Service
 from served_models import SCORES, inputs_for, served
-from serving import LIMIT, ask, opened, picture, settings, talk, turned
+from serving import JSON, MODEL, ask, opened, picture, pixels, settings, talk, turned, typed
 from serving import encoded as encode
 
-MODEL = "/v2/models/model"
-
-
-def typed(kind: str) -> dict[str, str]:
-    return {"Content-Type": kind}
-
-
-JSON = typed("application/json")
 FORM = typed("application/x-www-form-urlencoded")
-
-
-def pixels(values: list[float]) -> dict[str, Any]:
-    """A request in the Open Inference Protocol."""
-    shape = [len(values) // 192, 3, 8, 8]
-    return {"inputs": [{"name": "pixel_values", "shape": shape, "datatype": "FP32", "data": values}]}
 
 
 def post(model: str, path: str = "/v1/predict", **options: Any) -> httpx.Response:
     changes = options.pop("changes", {})
     return ask(served(model), "POST", path, settings(**changes), **options)
-
-
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The lines that the server writes down, as they come."""
-    lines = list[str]()
-    monkeypatch.setattr(telemetry.LOGGER, "isEnabledFor", lambda level: True)
-    monkeypatch.setattr(telemetry.LOGGER, "log", lambda level, line: lines.append(line))
-    return lines
 
 
 def encoded(content: bytes) -> str:
@@ -323,170 +297,6 @@ def test_settings_are_checked_and_the_key_is_not_shown(change: dict[str, Any], t
 
 
 # --- deadline and queue ----------------------------------------------------------------------------------------------
-
-
-class Held:
-    """Model threads that wait inside their first batch until they are let go."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.entered, self.gate, self.batches = threading.Event(), threading.Event(), []
-        self._submitted, self._changed = 0, threading.Condition()
-        original, submit = Service.workers, Batcher.submit
-
-        def submitted(batcher: Any, rows: Any) -> Any:
-            futures = submit(batcher, rows)
-            with self._changed:
-                self._submitted += len(rows)
-                self._changed.notify_all()
-            return futures
-
-        def workers(service: Service) -> list[Any]:
-            def held(run: Any) -> Any:
-                def inside(rows: list[Any]) -> Any:
-                    self.batches.append(len(rows))
-                    self.entered.set()
-                    assert self.gate.wait(LIMIT)
-                    return run(rows)
-
-                return inside
-
-            return [held(run) for run in original(service)]
-
-        monkeypatch.setattr(Service, "workers", workers)
-        monkeypatch.setattr(Batcher, "submit", submitted)
-
-    def _wait_for(self, rows: int) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._submitted >= rows, LIMIT)
-
-    async def taken(self, rows: int) -> None:
-        """Until so many rows are in the queue, or run."""
-        await asyncio.to_thread(self._wait_for, rows)
-
-    async def first(self, client: httpx.AsyncClient) -> asyncio.Task[httpx.Response]:
-        """A request whose row the model has in its hands."""
-        asked = asyncio.create_task(client.post("/v1/predict", files={"file": picture()}))
-        assert await asyncio.to_thread(self.entered.wait, LIMIT)
-        return asked
-
-
-def test_a_request_is_given_up_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadlines come when the rows are where they should be: no clock decides who is first."""
-    held, deadlines, timeout = Held(monkeypatch), list[tuple[float | None, asyncio.Timeout]](), asyncio.timeout
-
-    def awaited(seconds: float | None) -> asyncio.Timeout:
-        deadlines.append((seconds, timeout(None)))
-        return deadlines[-1][1]
-
-    def pass_deadline(seconds: float) -> None:
-        (found,) = (one for asked, one in deadlines if asked == seconds)
-        found.reschedule(asyncio.get_running_loop().time())
-        deadlines.clear()
-
-    async def conversation(client: httpx.AsyncClient) -> None:
-        first = await held.first(client)
-        pass_deadline(0.05)
-        late = await first
-        assert late.status_code == 504
-        assert "0.05" in late.json()["error"]
-        own = {**pixels([0.0] * 192), "parameters": {"timeout": 1000}}  # microseconds
-        second = asyncio.create_task(client.post(f"{MODEL}/infer", json=own))
-        await held.taken(2)
-        pass_deadline(0.001)
-        told = await second
-        assert told.status_code == 504
-        assert "given" in told.json()["error"]
-        held.gate.set()
-
-    monkeypatch.setattr("hydra_ensembles.serve.app.asyncio.timeout", awaited)
-    talk(make_app(served("image"), settings(timeout=0.05)), conversation)
-    assert held.batches == [1]  # what was given up while it waited was not run
-
-
-def test_rows_of_a_client_that_is_gone_are_not_run(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
-    held = Held(monkeypatch)
-    app = make_app(served("image"), settings())
-    scope = {"type": "http", "method": "POST", "path": "/v1/predict", "query_string": b"", "http_version": "1.1"}
-
-    async def conversation(client: httpx.AsyncClient) -> None:
-        leave, kept = asyncio.Event(), await held.first(client)
-        body = [{"type": "http.request", "body": picture(), "more_body": False}]
-
-        async def receive() -> Any:
-            if not body:
-                await leave.wait()
-            return body.pop() if body else {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None: ...
-
-        gone = asyncio.create_task(app({**scope, "headers": [(b"content-type", b"image/png")]}, receive, send))
-        await held.taken(2)
-        leave.set()
-        await asyncio.wait_for(gone, LIMIT)  # though the model is still held
-        held.gate.set()
-        assert (await kept).status_code == 200
-
-    talk(app, conversation)
-    assert held.batches == [1]
-    assert any(json.loads(line).get("status") == 499 for line in log)
-
-
-def test_a_full_queue_is_said_with_a_time_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Held(monkeypatch)
-
-    async def conversation(client: httpx.AsyncClient) -> None:
-        first = await held.first(client)
-        several = {"json": {"images": [encoded(picture())] * 4}}
-        queued = asyncio.create_task(client.post("/v1/predict", **several))
-        await held.taken(5)
-        for options in (several, {"files": {"file": picture()}}):
-            full = await client.post("/v1/predict", **options)
-            assert full.status_code == 503
-            assert int(full.headers["Retry-After"]) >= 1
-        held.gate.set()
-        assert [(await one).status_code for one in (first, queued)] == [200, 200]
-        assert (await client.post("/v1/predict", files={"file": picture()})).status_code == 200
-
-    talk(make_app(served("image"), settings(max_queue=4)), conversation)
-
-
-def test_open_requests_are_bounded_before_their_bodies_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Held(monkeypatch)
-
-    async def conversation(client: httpx.AsyncClient) -> None:
-        first = await held.first(client)
-
-        async def never() -> Any:
-            pytest.fail("the body was read")
-            yield b""
-
-        full = await client.post("/v1/predict", content=never(), headers=JSON)
-        assert (full.status_code, full.headers["Retry-After"]) == (503, "1")
-        held.gate.set()
-        assert (await first).status_code == 200
-
-    talk(make_app(served("image"), settings(max_queue=1, max_batch=1)), conversation)
-
-
-def test_many_at_once_are_batched_and_each_gets_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Held(monkeypatch)
-    contents = [picture(seed) for seed in range(13)]
-
-    async def conversation(client: httpx.AsyncClient) -> list[httpx.Response]:
-        asked = [await held.first(client)]
-        asked += [asyncio.create_task(client.post("/v1/predict", files={"file": one})) for one in contents[1:]]
-        await held.taken(13)
-        held.gate.set()
-        return await asyncio.gather(*asked)
-
-    answers = talk(make_app(served("image"), settings()), conversation)
-    expected = columns(served("image").predict([opened(one) for one in contents]))["probs"].max(axis=-1)
-    found = [answer.json()["predictions"][0]["confidence"] for answer in answers]
-    np.testing.assert_allclose(found, expected, atol=2e-4)
-    assert held.batches == [1, 4, 4, 4]
-
-
-# --- what is told ----------------------------------------------------------------------------------------------------
 
 
 def test_metrics_count_outcomes_scores_batches_and_refusals() -> None:
