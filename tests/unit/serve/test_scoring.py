@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -262,44 +261,6 @@ def test_datasets_map_takes_it(tmp_path: Path) -> None:
         assert found["id"][:] == list(range(5))
         assert found["kept_label"][:] == [7] * 5
     assert scored().cache_files == found.cache_files  # what is known already is not scored again
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Ray warns of itself
-def test_ray_data_takes_it_and_resumes(tmp_path: Path) -> None:
-    """With Ray's own checkpoints a second run scores only what the first has not written."""
-    ray = pytest.importorskip("ray", reason="ray is not installed")
-    from ray.data.checkpoint import CheckpointConfig
-
-    one, images = served("image"), pictures(12)
-    one.save_pretrained(tmp_path / "model")
-    for part, rows in enumerate((range(7), range(7, 12))):  # Ray resumes what it reads from files
-        table = pa.table({"image": [encoded(images[row]) for row in rows], "id": list(rows)})
-        pq.write_table(table, tmp_path / f"{part}.parquet")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True,
-             runtime_env={"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}})  # fmt: skip
-    try:
-        context = ray.data.DataContext.get_current()
-        context.checkpoint_config = CheckpointConfig(
-            id_column="id", checkpoint_path=str(tmp_path / "checkpoint"), delete_checkpoint_on_success=False
-        )
-
-        def score(*parts: str) -> None:
-            settings = {"keep": ["id"], "device": "cpu"}
-            data = ray.data.read_parquet([str(tmp_path / part) for part in parts]).map_batches(
-                Scorer, fn_constructor_args=(str(tmp_path / "model"),), fn_constructor_kwargs=settings,
-                concurrency=1, batch_size=4)  # fmt: skip
-            data.write_parquet(str(tmp_path / "scores"))
-
-        score("0.parquet")
-        score("0.parquet", "1.parquet")
-        context.checkpoint_config = None
-    finally:
-        ray.shutdown()
-    found = pq.read_table(tmp_path / "scores").to_pydict()
-    order = np.argsort(found["id"])
-    assert np.asarray(found["id"])[order].tolist() == list(range(12))  # none lost, none twice
-    same({name: np.asarray(values)[order] for name, values in found.items()}, scalars(one.predict(images)))
 
 
 # --- archives -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""On Ray Serve with two replicas, one of which is killed under load: no request is lost, and answers are the same."""
+"""On Ray: data are scored once, and of two replicas that serve one is killed under load and no request is lost."""
 
 import asyncio
 import itertools
@@ -10,10 +10,14 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from hydra_ensembles.errors import ConfigError, DataError, RequestError
+from hydra_ensembles.serve.outputs import columns
 from hydra_ensembles.serve.ray_app import ATTEMPTS, _Replicas, ray_app
+from hydra_ensembles.serve.scoring import Scorer
 from hydra_ensembles.serve.service import API_KEY, Sample
 from processes import environment
 from served_models import served
@@ -25,6 +29,43 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray war
 
 REQUESTS, CLIENTS, KILLED_AFTER = 200, 16, 40
 KEY = {"X-API-Key": "correct horse"}
+
+
+def test_ray_data_takes_a_scorer_and_resumes(tmp_path: Path) -> None:
+    """With Ray's own checkpoints a second run scores only what the first has not written."""
+    from ray.data.checkpoint import CheckpointConfig
+
+    one, images = served("image"), [opened(picture(seed)) for seed in range(12)]
+    one.save_pretrained(tmp_path / "model")
+    for part, rows in enumerate((range(7), range(7, 12))):  # Ray resumes what it reads from files
+        table = pa.table({"image": [picture(row) for row in rows], "id": list(rows)})
+        pq.write_table(table, tmp_path / f"{part}.parquet")
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True,
+             runtime_env={"env_vars": {"PYTHONPATH": environment()["PYTHONPATH"]}})  # fmt: skip
+    try:
+        context = ray.data.DataContext.get_current()
+        context.checkpoint_config = CheckpointConfig(
+            id_column="id", checkpoint_path=str(tmp_path / "checkpoint"), delete_checkpoint_on_success=False
+        )
+
+        def score(*parts: str) -> None:
+            settings = {"keep": ["id"], "device": "cpu"}
+            data = ray.data.read_parquet([str(tmp_path / part) for part in parts]).map_batches(
+                Scorer, fn_constructor_args=(str(tmp_path / "model"),), fn_constructor_kwargs=settings,
+                concurrency=1, batch_size=4)  # fmt: skip
+            data.write_parquet(str(tmp_path / "scores"))
+
+        score("0.parquet")
+        score("0.parquet", "1.parquet")
+        context.checkpoint_config = None
+    finally:
+        ray.shutdown()
+    found = pq.read_table(tmp_path / "scores").to_pydict()
+    order = np.argsort(found["id"])
+    assert np.asarray(found["id"])[order].tolist() == list(range(12))  # none lost, none twice
+    for name, wanted in columns(one.predict(images)).items():
+        if wanted.ndim == 1:
+            np.testing.assert_allclose(np.asarray(found[name])[order], wanted, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.fixture(scope="module")
