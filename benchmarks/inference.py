@@ -6,7 +6,7 @@
     python benchmarks/inference.py --members 1 2 3 5 8 --modes graphed-eager --batches 4 128
     python benchmarks/inference.py --shape clip-b32 --modes graphed-eager --batches 4 128   # zero-shot classifiers
     python benchmarks/inference.py --methods --modes graphed-eager --batches 4 128 --seconds 0.5 \\
-        --output results/inference_methods.json   # every baseline, of docs/how-to/which_method.md
+        --output results/inference_methods.json   # every baseline, of docs/tables_methods.md
     python benchmarks/inference.py --against FOLDER --contenders hydra-k0 hydra-k8 hydra-k10   # and another checkout
     python benchmarks/inference.py --methods --counts --device cpu --output results/inference_counts.json
     python benchmarks/inference.py --conversion --device cpu --threads 1 --output results/conversion.json

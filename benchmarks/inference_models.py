@@ -62,7 +62,7 @@ APART = {  # of a baseline, what its members have apart; each has its classifier
 }
 LAST = "-last"  # of a name: members differ in the last quarter of the layers alone
 _RANKED = "data to rank heads; fine-tuning optional"
-METHODS = {  # what docs/how-to/which_method.md compares: their names there, and what they need
+METHODS = {  # what docs/tables_methods.md compares: their names there, and what they need
     "single": ("Single", "–"),
     "hydra-k0": ("Pruned members, 8 of 12 heads, no trunk", _RANKED),
     "hydra-k8": ("Pruned members, 8 of 12 heads above a trunk of 8 layers", _RANKED),

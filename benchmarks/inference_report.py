@@ -1,4 +1,4 @@
-"""Tables and figures of docs/performance.md, from the rows that `inference.py` measured.
+"""Tables and figures of docs/performance.md and docs/tables_performance.md, from the rows that `inference.py` measured.
 
 python benchmarks/inference_report.py       # the figures; `tables.py` writes the tables
 """
@@ -232,7 +232,7 @@ def trunks_table(rows: Rows) -> list[str]:
 
 
 def tables() -> dict[str, str]:
-    """The blocks of docs/performance.md by name."""
+    """The blocks of these pages by name."""
     rows = measured()
     main = vit(rows, mode="graphed")
     clip = chosen(rows, shape=CLIP, dtype="bfloat16", mode="graphed-eager")

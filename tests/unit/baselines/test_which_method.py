@@ -1,4 +1,4 @@
-"""The parameters that docs/how-to/which_method.md states, counted by the benchmark, are those of the configurations."""
+"""The parameters that docs/tables_methods.md states, counted by the benchmark, are those of the configurations."""
 
 import re
 from dataclasses import replace
@@ -10,7 +10,7 @@ import hydra_ensembles as he
 from hydra_ensembles.baselines import Packed
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, Sharing
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "which_method.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "tables_methods.md"
 ENCODER = EncoderConfig(width=768, layers=12, heads=12, head_dim=64, mlp_width=3072)
 VIT = EnsembleConfig(PatchStemConfig((16, 16), (14, 14)), ENCODER, ReadoutConfig(num_classes=1000), ENCODER.all_heads())
 LAST = Sharing(stem=True, attention=True, mlp=True, norms=True)
