@@ -24,7 +24,7 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("not
 TEXTS = [path for path in DOCUMENTS if path.suffix == ".md"]
 CITING = sorted([*DOCUMENTS, *(ROOT / "results").glob("*.md")])
 SETTINGS = [ROOT / "CITATION.cff", ROOT / ".pre-commit-config.yaml", *(ROOT / ".github").rglob("*.yml")]
-GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+GLOSSARY = "".join((ROOT / "docs" / name).read_text() for name in ("glossary.md", "columns.md"))
 
 
 def anchors(path: Path) -> set[str]:
