@@ -87,7 +87,6 @@ UNCHECKED: Mapping[str, str] = {  # pages, below the root, whose sentences have 
     "docs/how-to/paper_tables.md": "settings of the paper",
     "docs/how-to/score.md": "the label of an input without an answer",
     "docs/how-to/search.md": "sizes and a price of an example",
-    "docs/paper_ambiguous.md": "what the paper prints, and arithmetic with it",
     "docs/paper_map.md": "the paper's date, number and settings",
     "docs/production.md": "statuses of answers, and settings to begin with",
     "docs/pruning_under_noise.md": "sizes of a model, and bounds of definitions; its results are a table",

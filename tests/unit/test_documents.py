@@ -1,6 +1,7 @@
 """Links of documents lead somewhere, no number is without its line; tables and code are tested with benchmarks."""
 
 import ast
+import contextlib
 import inspect
 import operator
 import re
@@ -64,14 +65,29 @@ def calls(code: str) -> Iterator[tuple[Any, list[str]]]:
                 yield called, [one.arg for one in node.keywords if one.arg is not None]
 
 
+def known_keywords(called: Any, given: list[str]) -> set[str]:
+    """Those that a function takes; all that are given where it does not say which others it takes."""
+    known = inspect.signature(called).parameters
+    (free,) = [one for one in known.values() if one.kind is inspect.Parameter.VAR_KEYWORD] or [None]
+    named = get_args(free.annotation) if free else ()  # as Unpack[TrainOptions]
+    return {*known, *(named[0].__annotations__ if named else given if free else ())}
+
+
+def written_code(text: str) -> Iterator[str]:
+    """Blocks of Python, and calls inside sentences and tables."""
+    yield from map(textwrap.dedent, re.findall(r"^ *```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE))
+    for inline in re.findall(r"`([^`\n]+\))`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        with contextlib.suppress(SyntaxError):  # no Python, such as a formula
+            ast.parse(code := inline.replace("…", "..."))
+            yield code
+
+
 @pytest.mark.parametrize("path", sorted(TEXTS), ids=lambda path: path.name)
 def test_code_calls_what_there_is(path: Path) -> None:
     """By names that exist, with keywords that exist; that it runs is tested where it is a whole."""
-    for block in re.findall(r"^ *```python\n(.*?)^ *```", path.read_text(), re.DOTALL | re.MULTILINE):
-        for called, keywords in calls(textwrap.dedent(block)):
-            known = inspect.signature(called).parameters
-            free = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
-            assert free or set(keywords) <= set(known), f"{called.__qualname__}: {keywords}"
+    for code in written_code(path.read_text()):
+        for called, keywords in calls(code):
+            assert set(keywords) <= known_keywords(called, keywords), f"{called.__qualname__}: {keywords}"
 
 
 def test_pictures_say_what_they_show() -> None:

@@ -46,7 +46,6 @@ class OptimizedEnsemble:
     `config`, `metadata`, `kind`, `num_members`, `num_classes` and `device` are those of the ensemble.
 
     Attributes:
-        description: Parameters, multiply-adds and heads kept of the ensemble.
         dtype: Floating type it computes in.
         choices: The plan for each input shape seen, with the measured times.
     """
