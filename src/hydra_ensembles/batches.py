@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ._utils import all_seeded, derive_seed
 from .errors import DataError
@@ -243,6 +244,8 @@ def begin_epoch(batches: Batches, epoch: int, seed: int) -> None:
             part.set_stream(seed)
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
+        if isinstance(part, DataLoader):  # workers that live on have generators, and a data set, of earlier epochs
+            part._iterator = None
 
 
 def parts_of(batches: Batches | None) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from hydra_ensembles.batches import borrowed, move, read_batch, require_labels
+from hydra_ensembles.batches import borrowed, epoch_of, move, read_batch, require_labels
 from hydra_ensembles.data.batching import batches as data_batches
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.fingerprints import source_fingerprint
@@ -71,6 +71,32 @@ def test_a_generator_that_is_not_torchs_is_left_alone() -> None:
     with borrowed(data):
         assert len(data) == 4
     assert "generator" not in vars(data)
+
+
+class Noisy(Dataset[Tensor]):
+    """Samples with noise, and the epoch that the data set was told."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.stack([torch.tensor(float(index)), torch.randn(()), torch.tensor(float(self.epoch))])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_an_epoch_is_the_same_whether_workers_of_the_loader_have_read_others_or_none() -> None:
+    def read(loader: DataLoader[Tensor], epoch: int) -> Tensor:
+        with epoch_of(loader, epoch, 3, torch.device("cpu")):
+            return torch.cat(list(loader))
+
+    used, fresh = (DataLoader(Noisy(), 2, shuffle=True, num_workers=1, persistent_workers=True) for _ in range(2))
+    read(used, 0)
+    assert torch.equal(again := read(used, 1), read(fresh, 1))
+    assert again[:, 2].eq(1).all()
 
 
 IMAGES, LABELS = torch.randn(48, 3, 2, 2), torch.arange(48) % 3
