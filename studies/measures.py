@@ -53,8 +53,9 @@ class Number:
         joined: dict[str, Floats] = {}
         for part in parts:
             for name, influences in part.influences.items():
-                joined[name] = joined.get(name, 0.0) + influences / len(parts)
-        return Number(mean(part.value for part in parts), joined)
+                joined[name] = joined[name] + influences if name in joined else influences
+        means = {name: influences / len(parts) for name, influences in joined.items()}
+        return Number(mean(part.value for part in parts), means)
 
     def minus(self, other: "Number") -> "Number":
         """The difference of two numbers on the same samples."""

@@ -132,6 +132,7 @@ class Study(Once):
     def _difference(self, first: str, second: str, key: str) -> Difference | None:
         plain = []
         gained = []
+        across = self.across(first, second)
         corrupted = key.startswith((f"{SHIFT}.", *SEVERITIES))
         for seed in self._shared(first, second):
             beside_first, beside_second = ({} if corrupted else self._beside(row, seed) for row in (first, second))
@@ -140,12 +141,12 @@ class Study(Once):
             sides = [self._number(numbers, key) for numbers in (ours, theirs, beside_first, beside_second)]
             if sides[0] is not None and sides[1] is not None:
                 plain.append((sides[0], sides[1]))
-                if sides[2] is not None and sides[3] is not None:
+                if across and sides[2] is not None and sides[3] is not None:
                     gained.append((sides[0].minus(sides[2]), sides[1].minus(sides[3])))
         if not plain:
             return None
         gap = Difference.of(*zip(*plain, strict=True))
-        if len(gained) < len(plain) or not self.across(first, second):
+        if len(gained) < len(plain):
             return gap
         return replace(Difference.of(*zip(*gained, strict=True)), as_they_are=gap)
 

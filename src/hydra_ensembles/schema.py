@@ -39,12 +39,17 @@ def short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+_LEAVES = frozenset((str, bool, int, float))  # most values are of one of these, and told at once
+
+
 def to_plain(value: Any) -> Any:
     """Turn a (nested) dataclass into dictionaries, lists, strings and numbers of Python.
 
     A dataclass with a `kind` class variable writes it down, so that a union of dataclasses can be read back. A field
     that is `ADDED_LATER` is written where it differs from its default.
     """
+    if value is None or type(value) in _LEAVES:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = getattr(type(value), "kind", None)
         plain = {"kind": kind} if isinstance(kind, str) else {}
@@ -57,7 +62,7 @@ def to_plain(value: Any) -> Any:
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
-    if isinstance(value, bool | int | float):
+    if isinstance(value, int | float):  # of a class derived from them
         return value
     if isinstance(value, numbers.Integral):
         return int(value)
@@ -105,6 +110,8 @@ def require_types(settings: Any) -> None:
 
 def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
     """Check `value` against a type annotation and give it the annotated Python type."""
+    if type(value) is hint and hint in _LEAVES and hint is not float:
+        return value
     origin = get_origin(hint)
     args = get_args(hint)
     if hint is Any or (value is None and type(None) in args):

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -164,15 +165,21 @@ def write_atlas(path: str | Path, atlas: Atlas, *, title: str | None = None) -> 
 _PICTURE = re.compile(r"data:image/(jpeg|png);base64,[A-Za-z0-9+/=]+")
 
 
-def _write_page(path: Path, template: str, **values: Any) -> Path:
-    """Fill in a template."""
-    jinja = require("jinja2", extra="report")
+@cache
+def _templates(jinja: Any) -> Any:
+    """The pages, each read and compiled once."""
     loader = jinja.FileSystemLoader(Path(__file__).parent)
     environment = jinja.Environment(
         loader=loader, autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["sha256"] = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    write_atomically(path, str(environment.get_template(template).render(version=__version__, **values)).encode())
+    return environment
+
+
+def _write_page(path: Path, template: str, **values: Any) -> Path:
+    """Fill in a template."""
+    page = _templates(require("jinja2", extra="report")).get_template(template)
+    write_atomically(path, str(page.render(version=__version__, **values)).encode())
     return path
 
 
