@@ -15,7 +15,7 @@ from .batches import Batches
 from .errors import DataError, TooFewSamplesError
 from .familiarity import OF_BOTH, Answered, FitOptions, Fitting, answers, beside, require_fresh
 from .metrics.conformal import Reference, conformal_threshold, samples_for
-from .metrics.distance import FamiliarityChoice, FamiliarityName
+from .metrics.distance import BY_CLASS, FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean, warn_of_probabilities
 from .metrics.ood import aurc
 from .metrics.probabilities import log_mean_exp, log_mean_probs
@@ -32,6 +32,7 @@ _PRECISION, _AT_BOUND = 1e-5, 1e-3  # of logarithms of temperatures: how well fo
 _WORTHWHILE = 1e-6  # a gain below this is rounding, and 1 stays
 _LIKELIER = 4.0  # twice the logarithm of a ratio of likelihoods, above which it is hardly chance
 _SWEEPS = 20  # over the members, when each has a temperature of its own
+_FEWER = 0.01  # share of samples of rare classes missing from those that set a threshold, above which a warning tells
 _ROWS = 8192  # samples that are raised to float64 at a time
 _AT_COLDEST = "the answers are right far more often than they say; check that they are logits, with their scale"
 _UNFIT = "the labels do not fit the answers; check that data and model number the classes alike"
@@ -196,16 +197,25 @@ def _fitted_on_a_half(
     """
     draws = np.random.default_rng(0)
     fits = torch.from_numpy(draws.random(len(samples.labels)) < 0.5)
-    for label in samples.labels.unique().tolist():  # by chance all samples of a rare class may be in one half
+    moved = 0  # by chance all samples of a rare class may be in one half
+    for label in samples.labels.unique().tolist() if score in BY_CLASS else ():
         of_class = (samples.labels == label).nonzero()[:, 0]
         if not bool(fits[of_class].any()):
             fits[of_class[0]] = True
+            moved += 1
     _, first_copy, copies = np.unique(keys, return_index=True, return_inverse=True)
     fits = fits[torch.from_numpy(first_copy[copies])]
     held_out = samples.pick(~fits)
     if len(held_out.labels) < max(samples_for(share), 1):
         few = f"a half of {len(samples.labels)} samples is too few to promise a share of {share:.4g} of familiar inputs"
         raise TooFewSamplesError(f"{few}; it takes {samples_for(share)}, or statistics fitted before (fit_familiarity)")
+    fewer = moved / (moved + len(held_out.labels))
+    if fewer > _FEWER:  # the half without them is of common classes more than new inputs are
+        warn(
+            f"classes with no sample in the half that fits familiarity: {moved}, of each of which one was moved there. "
+            f"The threshold may accept up to {fewer:.1%} fewer familiar inputs than it promises, above all of rare "
+            "classes; calibrate on more samples of these, or fit_familiarity on training data first"
+        )
     fitting = Fitting(ensemble, FitOptions((score,)), draws)
     for rows in fits.nonzero()[:, 0].split(_ROWS):
         fitting.add(samples.pick(rows))
@@ -300,7 +310,7 @@ def fit_calibration(
     return CalibrationFit(
         calibration=replace(fitted, threshold=threshold, reference=Reference.of(scores), logit_marks=marks),
         samples=len(labels),
-        accuracy=1.0 - int(wrong.sum()) / len(wrong),
+        accuracy=mean(~wrong),
         nll_before=nll_before,
         nll_after=nll_after,
         accepted=int(accept.sum()) / len(accept),

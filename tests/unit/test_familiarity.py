@@ -1,6 +1,7 @@
 """Familiarity: every score against independent computations, the way through a model's life, reasons, bad input."""
 
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -230,6 +231,22 @@ def test_both_thresholds_promise_their_share() -> None:
     assert min(accepted) > 0.84
     assert p[p.accept].reason == [None] * int(p.accept.sum())
     assert he.Prediction.concat([p[:100], p[100:]]).reason == p.reason
+
+
+def test_rare_classes_that_a_half_lacks_are_told_of() -> None:
+    """The half without them sets a threshold that is too low for them."""
+    inputs, labels = joined(batches(CONFIG, 60))
+    labels = torch.where(labels == 0, 1, labels)
+    labels[0] = 0  # its only sample, which is not drawn to fit
+    data = [(inputs, labels)]
+    with pytest.warns(HydraWarning) as told_of:
+        he.calibrate(model(CONFIG), data, share=0.9)
+    assert any("no sample in the half that fits familiarity: 1," in str(one.message) for one in told_of)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        by_neighbours = he.calibrate(model(CONFIG), data, share=0.9, familiarity="knn")  # which knows no classes
+    drawn = int((np.random.default_rng(0).random(60) < 0.5).sum())
+    assert by_neighbours.metadata.familiarity.settings.samples == drawn
 
 
 def test_shares_that_thresholds_accept_go_with_the_thresholds() -> None:

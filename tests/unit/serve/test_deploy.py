@@ -101,6 +101,9 @@ def test_alerts_and_the_page_name_metrics_that_there_are() -> None:
     rules = [rule for group in document("alerts.yaml")["groups"] for rule in group["rules"]]
     assert len({rule["alert"] for rule in rules}) == len(rules)
     told = " ".join(rule["expr"] for rule in rules)
+    shares = [rule["expr"] for rule in rules if " / " in rule["expr"]]
+    assert shares
+    assert all(re.search(r" and sum\(increase\(.*\)\) > 50", share) for share in shares), "of a few answers one is many"
     assert set(re.findall(r"hydra_\w+", told)) <= known
     assert all(f'le="{edge}"' in text for edge in re.findall(r'le="([\d.]+)"', told))
     assert all(f'{name}="{value}"' in text for name, value in re.findall(r'(outcome|route)="([^"]+)"', told))
