@@ -95,8 +95,8 @@ def evaluate(
         batch_size: For data sets that are not in batches.
         num_workers: Worker processes for such data sets.
         device: Where to run, if not where the model is; it is moved back. One prepared by `optimize` cannot be moved.
-        bootstrap: Number of resamples for confidence intervals; 0 for none. Those of ECE and aECE hold the true one
-            less often than in 95 of 100 cases where a model is well calibrated; see `metrics.bootstrap`.
+        bootstrap: Number of resamples for confidence intervals; 0 for none. `metrics.bootstrap` says how often they
+            hold the true number: of few samples they are too narrow.
         gallery: How many of the inputs it was most and least sure about to keep in the evaluation, for the report.
         keep_logits: Whether the result keeps the member logits, to be saved beside it.
         output: Run folder that keeps the answers of an `Ensemble` to every batch; an evaluation that was interrupted

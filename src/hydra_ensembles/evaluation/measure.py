@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DataError
-from ..metrics.bootstrap import Interval, bootstrap_metric, bootstrap_ood
+from ..metrics.bootstrap import Interval, bootstrap_calibration, bootstrap_metric, bootstrap_ood
 from ..metrics.inputs import Convention, mean, where
 from ..metrics.ood import OodMetric, flagged, of_counts, risk_curve, roc_curve
 from ..metrics.probabilities import (
@@ -172,8 +172,8 @@ class Measure:
         interval = partial(bootstrap_metric, resamples=self.bootstrap)
         intervals = {key: interval(mean, [values]) for key, values in _per_sample(prediction, labels).items()}
         intervals |= {
-            "ece": _from_zero(interval(ece_of_confidence, [prediction.confidence, correct], method="basic")),
-            "aece": _from_zero(interval(adaptive_ece_of_confidence, [prediction.confidence, correct], method="basic")),
+            "ece": bootstrap_calibration(ece_of_confidence, prediction.confidence, correct, self.bootstrap),
+            "aece": bootstrap_calibration(adaptive_ece_of_confidence, prediction.confidence, correct, self.bootstrap),
             "aurc": interval(lambda scores, wrong: risk_curve(scores, wrong).area, [id_scores, ~correct]),
         }
         sets = {f"ood.{name}": [scores] for name, scores in ood_scores.items()}
@@ -227,11 +227,6 @@ def _per_sample(prediction: Prediction, labels: Tensor) -> dict[str, Tensor]:
         "mutual_information": prediction.epistemic,
         "disagreement": prediction.disagreement,
     }
-
-
-def _from_zero(interval: Interval) -> Interval:
-    """A basic interval of what is never negative: cut there, and drawn out to its value where that is outside."""
-    return replace(interval, low=min(max(interval.low, 0.0), interval.value), high=max(interval.high, interval.value))
 
 
 def _mean(detections: Sequence[Detection]) -> Detection:

@@ -5,14 +5,19 @@ method). A difference uses the same draws for both methods, so the luck of the d
 ID and OOD samples are drawn separately, and an unweighted mean over several OOD sets shares the ID draws.
 The draws depend on the seed and the numbers of samples alone, not on the device.
 
+Of few samples percentiles are too narrow: at 95 % those of 50 samples hold the true AURC in 84 of 100 cases and AUPR in
+88, those of 200 in 92 and 94 (simulated). Where every sample has the same, as where all answers are right, an interval
+has no width, and says nothing of how sure that is.
+
 Noise makes an ECE larger, and replicates have more noise than the samples: of a well calibrated model, percentiles
-never hold the true ECE. Its intervals are those of percentiles mirrored at the value (basic method). At 95 % they hold
-the true one in 60 to 75 of 100 cases where it is 0, and in 85 to 95 where it is 0.02 or more (simulated, 300 and 2,000
+never hold the true ECE. Its intervals (`bootstrap_calibration`) are those of percentiles mirrored at the value, which
+hold a true one of 0 in 35 to 60 of 100 cases, drawn out to 0 where chance explains the value. At 95 % they hold the
+true one in 92 to 98 of 100 cases where it is at most 0.01, in 82 to 95 where it is more (simulated, 300 and 2,000
 samples).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -99,6 +104,21 @@ def bootstrap_mean(values: Tensor, *, resamples: int = 1000, level: float = 0.95
     sizes = [min(at_once, resamples - start) for start in range(0, resamples, at_once)]
     replicates = torch.cat([_drawn(values, rows, generator).mean(1) for rows in sizes])  # [R, B] -> [R]
     return _interval(float(values.mean()), replicates.numpy(), level)
+
+
+def bootstrap_calibration(
+    metric: Callable[[Tensor, Tensor], float], confidence: Tensor, correct: Tensor, resamples: int, level: float = 0.95
+) -> Interval:
+    """Interval of a calibration error of confidences `[B]`, of which some are `correct`, `[B]` of bool.
+
+    By the basic method, from 0 on, and drawn out to its value; down to 0 also where answers that are right as often as
+    they say have an error as large by chance.
+    """
+    found = bootstrap_metric(metric, [confidence, correct], resamples=resamples, level=level, method="basic")
+    generator, sure = np.random.default_rng(0), confidence.detach().cpu()
+    by_chance = [metric(sure, torch.from_numpy(generator.random(len(sure))) < sure) for _ in range(resamples)]
+    low = 0.0 if found.value <= np.quantile(by_chance, (1 + level) / 2) else min(max(found.low, 0.0), found.value)
+    return replace(found, low=low, high=max(found.high, found.value))
 
 
 @checked

@@ -203,6 +203,8 @@ def _tiles(
             if column.better != "neither" and column.ranked and column.write(cell.value) != column.write(other.value):
                 outcome = "better" if (amount > 0) == (column.better == "higher") else "worse"
         interval = None if spread else shown.intervals.get(key)
+        if interval is not None and interval.low == interval.high:
+            interval = None  # all samples have the same, as where all are right: it says nothing
         yield {
             "title": _TILES[key],
             "number": cell.text + ("\u00a0%" if column.scale == 100 else ""),

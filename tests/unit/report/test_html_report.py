@@ -11,6 +11,7 @@ import matplotlib
 import pytest
 
 from hydra_ensembles.errors import MissingExtraError
+from hydra_ensembles.metrics import Interval
 from hydra_ensembles.report.compare import Cell, Column, Comparison, Row
 from hydra_ensembles.report.html import write_report
 from sample_evaluations import costs, evaluation, gallery, methods
@@ -123,6 +124,12 @@ def test_the_first_numbers_stand_against_the_baseline(text):
     for words in ('<tr class="focus"><th scope="row">Hydra</th>', "(msp ≤ 0.5) Hydra answers", "converted → pruned",
                   f"<td>{hydra.shift['fog'].accuracy * 100:.2f}</td>", "a batch of 4 on NVIDIA H200"):  # fmt: skip
         assert words in text
+
+
+def test_an_interval_without_width_is_not_shown(render):
+    (run, *_) = methods()
+    perfect = Interval(1.0, 1.0, 1.0, level=0.95, resamples=100)  # all right: of how many it does not say
+    assert "100.00 to 100.00" not in render([replace(run, intervals={"accuracy": perfect})])
 
 
 def test_both_thresholds_and_what_they_decline_are_said(render):
