@@ -106,6 +106,9 @@ def pytest_configure(config: pytest.Config) -> None:
             "same", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
         )
         hypothesis.settings.load_profile("same")  # the same examples everywhere, however long a busy machine takes
+        from hydra_ensembles.optimize import runner
+
+        runner.REPEATS = 1  # plans are timed to choose between them, and no test asks which is the faster one
         # what ours say, tests ask for by pytest.warns
         config.addinivalue_line("filterwarnings", "ignore::hydra_ensembles.errors.HydraWarning")
     config.addinivalue_line("filterwarnings", "ignore:a share of .* can be promised from:UserWarning")

@@ -1,11 +1,12 @@
-"""The numbers of a model in a study, from its stored columns with numpy and scikit-learn alone."""
+"""The numbers of a model in a study, from its stored columns with numpy, scipy and scikit-learn alone."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy.stats import rankdata
 from sklearn import config_context
-from sklearn.metrics import auc, average_precision_score, roc_auc_score, roc_curve
+from sklearn.metrics import auc, average_precision_score, roc_curve
 
 Columns = Mapping[str, Any]  # by `set|column`
 SCORES = {"": "msp", "entropy:": "entropy", "mahalanobis:": "mahalanobis"}
@@ -29,7 +30,7 @@ def by_other_code(stored: Columns, own: str, groups: Mapping[str, Sequence[str]]
     every = [name for names in groups.values() for name in names]
     learned = next((name for name in LEARNED if f"{own}|{name}" in columns), "msp")
     areas = {
-        score: {name: float(roc_auc_score(*_sides(columns, own, name, score))) for name in every}
+        score: {name: _auroc(*_sides(columns, own, name, score)) for name in every}
         for score in {*SCORES.values(), learned}
         if f"{own}|{score}" in columns
     }
@@ -74,6 +75,12 @@ def _ece(confidence: Any, correct: Any) -> float:
 def _sides(columns: Columns, own: str, name: str, score: str) -> tuple[Any, Any]:
     inside, outside = columns[f"{own}|{score}"], columns[f"{name}|{score}"]
     return np.repeat([0, 1], [len(inside), len(outside)]), np.concatenate([inside, outside])
+
+
+def _auroc(labels: Any, scores: Any) -> float:
+    """By the mean rank of the OOD samples (Mann and Whitney); ties count half."""
+    ranks, outside = rankdata(scores), int(labels.sum())
+    return float((ranks[labels == 1].mean() - (outside + 1) / 2) / (len(labels) - outside))
 
 
 def _false(labels: Any, scores: Any) -> float:
