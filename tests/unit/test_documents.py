@@ -90,6 +90,12 @@ def test_code_calls_what_there_is(path: Path) -> None:
             assert set(keywords) <= known_keywords(called, keywords), f"{called.__qualname__}: {keywords}"
 
 
+def test_pages_are_short() -> None:
+    """Two hundred lines, sources of numbers among them; what is longer belongs into the `tables_` of its page."""
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if not path.name.startswith(("tables_", "study_"))]
+    assert not [path.name for path in pages if len(path.read_text().splitlines()) > 200]
+
+
 def test_pictures_say_what_they_show() -> None:
     assert not [page.name for page in TEXTS if "![](" in page.read_text()]
 
