@@ -2,6 +2,7 @@
 
 import copy
 import glob
+import io
 import json
 import logging
 import os
@@ -290,6 +291,18 @@ def _write_onnx(
     _name_data(file)
 
 
+def _write_pt2(program: Any, file: Path, *_: object) -> None:
+    content = io.BytesIO()  # where a disk does not take what torch writes there itself, that ends the process
+    torch.export.save(program, content)
+    file.write_bytes(content.getbuffer())
+
+
+def _write_aoti(program: Any, file: Path, *_: object) -> None:
+    content = io.BytesIO()  # likewise
+    torch._inductor.aoti_compile_and_package(program, package_path=content)
+    file.write_bytes(content.getbuffer())
+
+
 def _name_data(file: Path) -> None:
     """Name weights that lie beside a file by what they are: a file then runs with its own, or not at all."""
     written = file.with_name(f"{file.name}{DATA}")
@@ -344,8 +357,8 @@ def _run_torch(file: Path, load: Callable[[str], Any]) -> RunFile:
 
 _WRITERS: Mapping[Format, Callable[..., object]] = {
     "onnx": _write_onnx,
-    "pt2": lambda program, file, *_: torch.export.save(program, file),
-    "aoti": lambda program, file, *_: torch._inductor.aoti_compile_and_package(program, package_path=str(file)),
+    "pt2": _write_pt2,
+    "aoti": _write_aoti,
 }
 _RUNNERS: Mapping[Format, Callable[[Path], RunFile]] = {
     "onnx": _run_onnx,

@@ -37,6 +37,8 @@ from .outputs import REASON_WORDS, columns, input_fields, output_fields
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # decoders that run nothing else, as that of EPS does
 SLIMMEST = 100  # times that one side may be the other: the shorter one is scaled up to what the model reads
+PASSES = 100  # over its pixels that a progressive JPEG may make, each of which takes a few bytes; it has ten or so
+SCAN, BY_CHANCE = b"\xff\xda", 1 << 14  # what each begins with; bytes in which other data may have it once
 BRIGHTEST = 1e4  # beyond what any preprocessing makes of a pixel
 SHOWN = 5  # most probable classes in a plain answer
 SEVERAL = {"image": "images", "text": "texts"}  # a form may have a name several times
@@ -242,6 +244,7 @@ class Service:
             try:
                 with pillow.open(io.BytesIO(content), formats=FORMATS) as image:
                     width, height = image.size
+                    passes = content.count(SCAN) - len(content) // BY_CHANCE if image.format in ("JPEG", "MPO") else 1
             except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
                 raise RequestError(f"image {index} is too large; {advice}", 413) from error
             except Exception as error:  # Pillow raises whatever a broken header leads it to
@@ -253,6 +256,8 @@ class Service:
             if pixels_left < 0 or max(width, height) > SLIMMEST * min(width, height):
                 advice = f"{advice}, and no side may be {SLIMMEST} times the other"
                 raise RequestError(f"image {index} has {width} x {height} pixels; {advice}", 413)
+            if passes > PASSES:
+                raise RequestError(f"image {index} is a JPEG of over {PASSES} passes; store it in fewer", 413)
 
     def image_size(self) -> tuple[int, int] | None:
         """The one size of images that plans are warm for."""

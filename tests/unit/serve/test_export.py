@@ -193,6 +193,16 @@ def test_an_interruption_leaves_what_was_there(point: str, monkeypatch, tmp_path
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+@pytest.mark.parametrize("format", ["pt2", "aoti"])
+def test_a_disk_that_is_full_is_no_matter_of_torch(format: Any, monkeypatch) -> None:
+    monkeypatch.setattr(torch.export, "save", lambda program, place: place.write(program))
+    package = "aoti_compile_and_package"
+    monkeypatch.setattr(torch._inductor, package, lambda program, package_path: package_path.write(program))
+    with pytest.raises(OSError, match="space"):  # torch's own writer would end the process
+        module._WRITERS[format](b"model", Path("/dev/full"))
+
+
 def test_files_of_an_earlier_export_do_not_stay_beside(monkeypatch, tmp_path: Path) -> None:
     for name, expected in (("text", True), ("image", False)):
         pretend(monkeypatch, served(name))
