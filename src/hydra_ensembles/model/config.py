@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from ..arguments import Checked, InnerShare, Range, Rate, require_number
 from ..errors import ConfigError
@@ -282,6 +282,16 @@ class Sharing:
     readout: bool = False
 
 
+_UNDROPPED: dict[str, dict[str, Any]] = {
+    "stem": {"dropout": 0.0},
+    "encoder": {
+        **dict.fromkeys(("attention_dropout", "projection_dropout", "activation_dropout", "output_dropout"), 0.0),
+        "drop_path": (),
+    },
+    "readout": {"dropout": 0.0, "hidden_dropout": 0.0},
+}
+
+
 @dataclass(frozen=True)
 class EnsembleConfig:
     """One ensemble: its transformer, its members, what they share and which heads they keep.
@@ -375,13 +385,12 @@ class EnsembleConfig:
     @property
     def undropped(self) -> "EnsembleConfig":
         """The same without dropout and stochastic depth: what answers depend on."""
-        inside = replace(self.encoder, activation_dropout=0.0, attention_dropout=0.0, drop_path=())
-        return replace(
-            self,
-            stem=replace(self.stem, dropout=0.0),
-            encoder=replace(inside, projection_dropout=0.0, output_dropout=0.0),
-            readout=replace(self.readout, dropout=0.0, hidden_dropout=0.0),
-        )
+        changed: dict[str, Any] = {}
+        for part, nothing in _UNDROPPED.items():
+            own = getattr(self, part)
+            if any(getattr(own, name) != value for name, value in nothing.items()):
+                changed[part] = replace(own, **nothing)
+        return replace(self, **changed) if changed else self
 
     def differences(self, other: "EnsembleConfig") -> list[str]:
         """Architecture fields in which two ensembles differ, as readable lines; heads and dropout do not count."""

@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from dataclasses import is_dataclass
 from typing import cast
 
 import torch
@@ -78,12 +79,15 @@ def simplified(ensemble: Ensemble) -> Ensemble:
 def _twin(ensemble: Ensemble, share: bool) -> Ensemble:
     """The same modules around the same tensors, or around copies of them; settings and metadata are shared.
 
-    It has no forward hooks: they would run in the parts that are not rewritten, and may be of what cannot be copied.
+    It has no hooks: they would run in the parts that are not rewritten, and may be of what cannot be copied.
     """
     tensors = (*ensemble.parameters(), *ensemble.buffers()) if share else ()
-    twins: dict[int, object] = {id(part): part for part in (ensemble.metadata, ensemble.config, *tensors)}
-    for module in ensemble.modules():
-        twins |= {id(hooks): OrderedDict() for hooks in (module._forward_pre_hooks, module._forward_hooks)}
+    twins: dict[int, object] = {id(part): part for part in (ensemble.metadata, *tensors)}
+    for part in (part for module in ensemble.modules() for part in vars(module).values()):
+        if isinstance(part, OrderedDict):  # hooks of every kind, and nothing else
+            twins[id(part)] = OrderedDict()
+        elif is_dataclass(part):
+            twins[id(part)] = part
     return copy.deepcopy(ensemble, twins).requires_grad_(False)
 
 
