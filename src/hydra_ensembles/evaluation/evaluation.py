@@ -214,7 +214,7 @@ class Figures:
         risk_coverage: Error among the most certain share of the in-distribution set.
         score_edges: Common bin edges of the score histograms; scores beyond the ends count in the end bins.
         agreement_id: Share of in-distribution samples on which two members predict the same class, `[M][M]`.
-        agreement_ood: The same, unweighted mean over the OOD sets; None without any.
+        agreement_ood: The same, unweighted mean over the OOD sets that are in the mean over all; None without any.
     """
 
     reliability: Reliability

@@ -134,7 +134,7 @@ class Measure:
             model=model
             or ModelInfo("callable", prediction.members, prediction.classes, calibration=self.calibration.brief),
             provenance=provenance,
-            figures=self._figures(prediction, labels, answers),
+            figures=self._figures(prediction, labels, answers, averaged.get("all", ())),
             intervals=intervals,
             gallery=tuple(gallery),
             logits=logits if self.keep_logits else None,
@@ -183,8 +183,10 @@ class Measure:
             intervals |= {f"{key}.{metric}": detection(metric, id_scores, scores) for metric in get_args(OodMetric)}
         return intervals
 
-    def _figures(self, prediction: Prediction, labels: Tensor, answers: Mapping[str, Prediction]) -> Figures:
-        """Every curve of the report; `answers` are those on the OOD sets."""
+    def _figures(
+        self, prediction: Prediction, labels: Tensor, answers: Mapping[str, Prediction], averaged: Sequence[str]
+    ) -> Figures:
+        """Every curve of the report; `answers` are those on the OOD sets, of which `averaged` are in means."""
         correct = prediction.label == labels
         id_scores = prediction.score(self.score)
         ood_scores = {name: answer.score(self.score) for name, answer in answers.items()}
@@ -202,7 +204,7 @@ class Measure:
         def histogram(scores: Tensor) -> tuple[int, ...]:
             return tuple(np.histogram(scores.double().numpy().clip(edges[0], edges[-1]), edges)[0].tolist())
 
-        foreign = [_agreement(answer) for answer in answers.values()]
+        foreign = [_agreement(answers[name]) for name in averaged]
         return Figures(
             reliability=Reliability(tuple(bins.count.tolist()), stated, right),
             risk_coverage=_thin(risk.coverage, risk.risk),

@@ -31,7 +31,7 @@ from .ood import OodMetric, cumulative_counts, joint_ranks, of_counts
 
 # Draws held in memory at once; a thousand resamples of ten thousand samples are cut into pieces of this size.
 _DRAWS_AT_ONCE = 4_000_000
-
+_CALIBRATED = 200  # draws of a calibrated model's answers, which say how large an error is by chance
 
 IntervalMethod = Literal["percentile", "basic"]
 
@@ -116,7 +116,7 @@ def bootstrap_calibration(
     """
     found = bootstrap_metric(metric, [confidence, correct], resamples=resamples, level=level, method="basic")
     generator, sure = np.random.default_rng(0), confidence.detach().cpu()
-    by_chance = [metric(sure, torch.from_numpy(generator.random(len(sure))) < sure) for _ in range(resamples)]
+    by_chance = [metric(sure, torch.from_numpy(generator.random(len(sure))) < sure) for _ in range(_CALIBRATED)]
     low = 0.0 if found.value <= np.quantile(by_chance, (1 + level) / 2) else min(max(found.low, 0.0), found.value)
     return replace(found, low=low, high=max(found.high, found.value))
 

@@ -201,13 +201,15 @@ def _svg(figure: Any, label: str) -> str:
             shape = next(value for name, value in element.items() if name.endswith("href")).removeprefix("#")
             element.tag = "path"
             element.attrib = {"d": shapes[shape], "transform": move, "style": style}
+        for name, value in element.items():  # places, to a hundredth of a pixel; numbers in texts stay as they are
+            element.attrib[name] = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", value)
     for parent in list(root.iter()):
         for definitions in parent.findall("defs"):
             parent.remove(definitions)
     root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img"}
-    text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", ElementTree.tostring(root, "unicode"))
+    text = ElementTree.tostring(root, "unicode")
     for name, ink in _INK.items():
         text = text.replace(ink, f"var(--{name})")
-    head, drawing = text.split(">", 1)  # the label comes last: no number in it is shortened, no name coloured
+    head, drawing = text.split(">", 1)  # the label comes last: no name in it is coloured
     words = html.escape(label)
     return f'{head} aria-label="{words}"><title>{words}</title>{drawing}'

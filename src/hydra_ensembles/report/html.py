@@ -20,6 +20,7 @@ from ..evaluation.atlas import Atlas
 from ..evaluation.evaluation import Evaluation
 from ..files import write_atomically
 from ..model.cost import Cost
+from ..model.metadata import ACCEPTS_ALL
 from . import figures
 from .columns import Column, columns_for
 from .compare import Comparison, Runs, compare, cost_of, group_runs
@@ -103,6 +104,7 @@ def write_report(
         title=title or f"How good is {focus}?",
         focus=focus,
         shown=shown,
+        accepts_all=ACCEPTS_ALL,
         colours={name: figures.colour(index) for index, name in enumerate(methods)},
         tiles=list(_tiles(comparison, shown, focus, baseline, spread=len(methods[focus]) > 1)),
         lead=list(lead),

@@ -80,6 +80,7 @@ def test_flat_sets_give_the_mean_over_all_only_and_apart_is_in_no_mean(evaluatio
     assert set(evaluate_logits(GOOD, TARGETS, FAR).means) == {"all"}
     grouped = evaluate_logits(GOOD, TARGETS, {**SUITE, "apart": {"twin": noise(seed=8)}}, scores=SCORES)
     assert grouped.ood["twin"].group == "apart"
+    assert grouped.figures.agreement_ood == evaluation.figures.agreement_ood
     assert grouped.means == evaluation.means
     ours, theirs = evaluation, evaluate_logits(GOOD, TARGETS, SUITE, convention="openood")
     assert ours.means["all"]["msp"].auroc == theirs.means["all"]["msp"].auroc

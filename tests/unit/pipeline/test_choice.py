@@ -96,6 +96,14 @@ def test_the_figure_is_a_file_of_its_own() -> None:
     assert not list(root.iter("{http://www.w3.org/2000/svg}use"))  # nothing refers to what is not there
 
 
+def test_numbers_on_its_axes_are_not_shortened() -> None:
+    pytest.importorskip("matplotlib")
+    close = result(row("close", 1.2, 0.898), row("closer", 1.3, 0.896))  # the given model has 0.9
+    root = ElementTree.fromstring(close.figure())
+    texts = ["".join(one.itertext()).strip() for one in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert len({*texts} & {"0.896", "0.897", "0.898", "0.899"}) >= 2
+
+
 def test_a_figure_alone_has_the_colours_of_the_page() -> None:
     page = Path(figures.__file__).with_name("style.css.j2").read_text()
     assert all(f"--{name}:{ink};" in page for name, ink in figures._LIGHT.items())

@@ -12,6 +12,7 @@ import pytest
 
 from hydra_ensembles.errors import MissingExtraError
 from hydra_ensembles.metrics import Interval
+from hydra_ensembles.model.metadata import ACCEPTS_ALL
 from hydra_ensembles.report.compare import Cell, Column, Comparison, Row
 from hydra_ensembles.report.html import write_report
 from sample_evaluations import costs, evaluation, gallery, methods
@@ -130,6 +131,12 @@ def test_an_interval_without_width_is_not_shown(render):
     (run, *_) = methods()
     perfect = Interval(1.0, 1.0, 1.0, level=0.95, resamples=100)  # all right: of how many it does not say
     assert "100.00 to 100.00" not in render([replace(run, intervals={"accuracy": perfect})])
+
+
+def test_a_threshold_that_nothing_exceeds_has_no_number(render):
+    (run, *_, hydra) = methods()
+    text = render([run, replace(hydra, selective=replace(hydra.selective, threshold=ACCEPTS_ALL))])
+    assert "(any msp) Hydra answers" in text
 
 
 def test_both_thresholds_and_what_they_decline_are_said(render):
