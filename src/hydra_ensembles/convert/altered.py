@@ -1,8 +1,9 @@
 """Models that compute something else than their class says: hooks, replaced methods, replaced or changed parts."""
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -95,6 +96,17 @@ _PARTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Encoder", "Transformer"), "encoder transformer"),
 )
 _CLASSES = {place: classes for classes, places in _PARTS for place in places.split()}
+MERGE = "merge them first: merge_and_unload() of the model of peft"
+# What to do about a part, by the beginning of the name of its class.
+_REMEDIES = {
+    ("peft.",): f"the model without adapters; {MERGE}",
+    ("torch.ao.", "torchao.", "bitsandbytes.", "optimum.", "transformers.integrations."): (
+        "the model as it was before it was quantised"
+    ),
+    ("torch.nn.utils.parametrize.",): (
+        "the model with plain weights; torch.nn.utils.parametrize.remove_parametrizations puts them there"
+    ),
+}
 # Settings that do not change an answer, or that are read off the tensors.
 _FREE = frozenset(
     [
@@ -111,9 +123,6 @@ def require_known_parts(model: nn.Module, architecture: str) -> None:
     A model of transformers is held against what its class builds from its configuration; parts of the others have to
     be of certain classes, exactly: a subclass (adapters, weights under a parametrization) may compute anything.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d):
-            _require_patches(module, name, architecture)
     if type(model).__module__.startswith("transformers."):
         try:
             with torch.device("meta"):
@@ -123,7 +132,14 @@ def require_known_parts(model: nn.Module, architecture: str) -> None:
                 f"{architecture}: by its configuration no model can be built ({error}); it was edited since"
             ) from error
         _require_alike(model, built, architecture, "by its configuration")
-        return
+    else:
+        _require_classes(model, architecture)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d):
+            _require_patches(module, name, architecture)
+
+
+def _require_classes(model: nn.Module, architecture: str) -> None:
     for name, module in model.named_modules():
         if name:
             _require_class(model, name, module, architecture)
@@ -146,7 +162,12 @@ def _require_class(model: nn.Module, name: str, module: nn.Module, architecture:
         expected = ("Identity",)
     if type(module).__module__.split(".")[0] not in _LIBRARIES or type(module).__name__ not in expected:
         shown = list(ACTIVATIONS if "GELU" in expected else expected)
-        raise refuse(architecture, f"{name} is a {qualified_name(module)} where one of {shown} is known")
+        problem = f"{name} is a {qualified_name(module)} where one of {shown} is known"
+        raise refuse(architecture, problem, _remedy(qualified_name(module)))
+
+
+def _remedy(name: str) -> str | None:
+    return next((remedy for beginnings, remedy in _REMEDIES.items() if name.startswith(beginnings)), None)
 
 
 def _require_patches(module: nn.Conv2d, name: str, architecture: str) -> None:
@@ -161,7 +182,7 @@ def _require_alike(module: nn.Module, like: nn.Module, architecture: str, says: 
     """Refuse a module that differs from another in its class, its settings or its parts."""
     for path, verb, actual, expected in _differences(module, like):
         where = ".".join(part for part in (name, path) if part) or "the model"
-        raise refuse(architecture, f"{where}{verb} {actual}, and {expected} {says}")
+        raise refuse(architecture, f"{where}{verb} {actual}, and {expected} {says}", _remedy(str(actual)))
 
 
 def _differences(module: nn.Module, like: nn.Module, path: str = "") -> Iterator[tuple[str, str, Any, Any]]:
@@ -210,3 +231,35 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str) or callable(value)
+
+
+# --- classifiers behind dropout ------------------------------------------------------------------------------
+
+
+def with_plain_classifier(model: nn.Module) -> tuple[nn.Module, list[float]]:
+    """The model with a linear classifier in place of a sequence of dropout and one, and the rates of that dropout.
+
+    So people replace the classifier of a library's model, torchvision's `heads` also by the linear layer itself. The
+    model is a copy that shares all parts; without such a classifier it is what was given.
+    """
+    if not type(model).__module__.startswith(("timm.", "torchvision.", "transformers.")) or hasattr(model, "head_dist"):
+        return model, []
+    for place in ("head", "classifier", "heads"):
+        part = model._modules.get(place)
+        if part is None:
+            continue
+        *dropouts, last = _parts(part) or [part]
+        stands_there = part._modules.get("head") if place == "heads" else part
+        plain = type(last) is nn.Linear or is_identity(last)
+        if plain and last is not stands_there and all(type(one) is nn.Dropout for one in dropouts):
+            opened = copy(model)
+            opened._modules = {**model._modules, place: nn.Sequential(OrderedDict(head=last))}
+            if place != "heads":
+                opened._modules[place] = last
+            return opened, [one.p for one in dropouts]
+    return model, []
+
+
+def _parts(module: nn.Module) -> list[Any]:
+    """What a sequence runs one after another, also inside others; of any other module itself."""
+    return [part for one in module for part in _parts(one)] if type(module) is nn.Sequential else [module]

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from os import PathLike
 from typing import Any, Protocol, overload
 
 from torch import nn
@@ -21,7 +22,7 @@ from ..model.metadata import Metadata, odd_names
 from ..model.stem_readout import Projections, linear
 from ..preprocessing import TextPreprocessing
 from . import open_clip, timm, torchvision, transformers, transformers_dual, transformers_rotary
-from .altered import require_known_parts, require_unaltered
+from .altered import MERGE, require_known_parts, require_unaltered, with_plain_classifier
 from .core import Architecture, DualArchitecture, qualified_name, require_all_used, require_finite_weights, translate
 from .declared import Declaration
 from .dropout import read_dropout
@@ -134,10 +135,12 @@ def convert(
         if num_labels is not None or labels is not None:
             raise ConversionError(f"{architecture.name} has no classifier; leave num_labels and labels out")
         return _convert_dual(architecture, model, processor, probe)
+    rates: list[float] = []
     if architecture.classes:  # of a model of the user's own, answers alone decide
+        model, rates = with_plain_classifier(model)
         require_known_parts(model, architecture.name)
     with _parts_as_known(architecture):
-        config = architecture.config(model, num_labels)
+        config = _with_dropout(architecture.config(model, num_labels), rates)
     stated = _read_metadata(architecture, config, model, processor)
     metadata = replace(
         stated if preprocessing is None else amended(stated, preprocessing, config.stem),
@@ -172,6 +175,15 @@ def convert(
             "the converted one does not: if it is to be trained, say dropout= in the declaration"
         )
     return both.ensemble if trained == config else Ensemble.from_state(trained, state, metadata)
+
+
+def _with_dropout(config: EnsembleConfig, rates: Sequence[float]) -> EnsembleConfig:
+    """The configuration with more dropout before the classifier: several in a row do what one of them all does."""
+    site = "dropout" if config.readout.hidden is None else "hidden_dropout"
+    rate = getattr(config.readout, site)
+    for more in rates:
+        rate += more - rate * more
+    return replace(config, readout=replace(config.readout, **{site: rate}))
 
 
 def as_ours(model: Any) -> Any:
@@ -265,14 +277,29 @@ def _find_architecture(
         if name in architecture.classes:
             return architecture
     if not isinstance(model, nn.Module):
-        raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}")
+        way = "load it with its library first" if isinstance(model, str | PathLike) else "give the model itself"
+        raise ConversionError(f"convert needs a live torch.nn.Module, got a {type(model).__name__}; {way}")
+    if isinstance(model, Ensemble | DualEncoder):
+        raise ConversionError(f"convert needs a model of another library, and this is a {type(model).__name__} already")
     if name.startswith("peft."):
-        raise ConversionError(f"{name} wraps a model in adapters; merge them first: model.merge_and_unload()")
+        raise ConversionError(_of_adapters(model, name))
     declaration = guessed(model, num_labels, size_of_images(processor, preprocessing))
     if declaration is not None:
         return _read_own(declaration, model)
     advice = "" if refusal(name) else _supported_inside(model)
     raise ConversionError(advice or explained(name) + beginning(model))
+
+
+def _of_adapters(model: Any, name: str) -> str:
+    """What to do with a model of peft: adapters become part of its weights, prompts cannot."""
+    configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
+    if not any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
+        return f"{name} wraps a model in adapters; {MERGE}"
+    return in_lines(
+        f"{name} puts learned tokens before every input",
+        "they are no part of the weights of a model, and cannot be merged into them",
+        "adapters that can be merged, such as LoRA, or the model fine-tuned without any",
+    )
 
 
 def _supported_inside(model: nn.Module) -> str:

@@ -372,11 +372,14 @@ def pair(size: Any) -> tuple[int, int]:
     return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-def refuse(architecture: str, variant: str) -> ConversionError:
-    """The error for a variant that has no canonical form."""
+def refuse(architecture: str, variant: str, remedy: str | None = None) -> ConversionError:
+    """The error for a variant that has no canonical form, with the nearest way that works."""
     why = "the canonical encoder cannot represent this without changing predictions"
-    remedy = "a model of this architecture without it, fine-tuned on the same data"
+    remedy = remedy or "a model of this architecture without it, fine-tuned on the same data"
     return ConversionError(in_lines(f"{architecture}: {variant}", why, remedy))
+
+
+WITHOUT_PATCH_DROPOUT = "its weights in a model that was made with a rate of 0, which answers the same"
 
 
 def require_whole_patches(image: tuple[int, int], patch: tuple[int, int], architecture: str, any_size: bool) -> None:
@@ -417,6 +420,7 @@ def number_of_classes(classes: int, num_labels: int | None, architecture: str) -
     if classes and num_labels is not None and num_labels != classes:
         raise ConversionError(
             f"{architecture}: the model already classifies {classes} classes, num_labels={num_labels} was asked for; "
-            "remove its classifier first (timm: model.reset_classifier(0)), or leave num_labels out"
+            "remove its classifier first (timm: model.reset_classifier(0); transformers: give model.base_model), or "
+            "leave num_labels out"
         )
     return classes or num_labels or 0

@@ -15,6 +15,7 @@ from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from . import timm
 from .core import (
+    WITHOUT_PATCH_DROPOUT,
     Architecture,
     DualArchitecture,
     Weights,
@@ -79,7 +80,7 @@ def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     if model.attn_pool is not None:
         raise refuse(_IMAGE, "it pools by attention (attentional_pool)")
     if not is_identity(model.patch_dropout):
-        raise refuse(_IMAGE, "it drops patches in training (patch_dropout)")
+        raise refuse(_IMAGE, "it drops patches in training (patch_dropout)", WITHOUT_PATCH_DROPOUT)
     pools: dict[str, Pool] = {"tok": "cls", "avg": "mean"}
     if model.pool_type not in pools or model.output_tokens:
         raise refuse(_IMAGE, f"pool_type is {model.pool_type!r}, output_tokens {model.output_tokens}")

@@ -29,7 +29,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "swin maxvit maxxvit coatnet pvt hiera mvit twins nest levit focalnet efficientformer efficientvit mobilevit "
         "segformer coat cvt davit edgenext fastvit gcvit poolformer metaformer pit tiny_vit nextvit dinat nat glpn "
-        "donut donut-swin swiftformer",
+        "donut donut-swin swiftformer hieradet visformer",
         "a hierarchical network",
         "tokens are merged and the width changes from stage to stage, so its heads are not those of one encoder",
         _PLAIN_VIT,
@@ -38,7 +38,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "convnext dinov3_convnext resnet resnext resnest "
         "res2net seresnet wide_resnet efficientnet regnet mobilenet mobileone densenet "
         "vgg inception xception nfnet repvgg convmixer squeezenet shufflenet alexnet googlenet mnasnet hgnet ghostnet "
-        "bit pp_lcnet textnet",
+        "bit pp_lcnet textnet byobnet cspnet dla dpn vovnet senet hrnet rexnet repvit",
         "a convolutional network",
         "it has no attention heads, of which different ones could be pruned",
         _PLAIN_VIT,
@@ -50,7 +50,7 @@ REFUSALS: tuple[Refusal, ...] = (
         _PLAIN_VIT,
     ),
     Refusal(
-        "cait xcit volo crossvit convit deit3_hybrid vit_hybrid",
+        "cait xcit volo crossvit convit tnt deit3_hybrid vit_hybrid",
         "a relative of ViT",
         "its attention is not softmax(q k) v of whole heads, or it sees the image twice",
         _PLAIN_VIT,
@@ -76,7 +76,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "beit data2vec_vision data2vec-vision modeling_data2vec_vision vision_transformer_relpos vit_relpos "
-        "vit_srelpos",
+        "vit_srelpos vision_transformer_sam samvit",
         "an image model with a relative position bias",
         "each head adds a bias of its own for every pair of positions to its scores, and attention here adds none",
         _PLAIN_VIT,

@@ -9,6 +9,7 @@ from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing, Interpolation
 from .core import (
     POOLING,
+    WITHOUT_PATCH_DROPOUT,
     Architecture,
     Source,
     Weights,
@@ -94,7 +95,7 @@ def _config(model: Any, num_labels: int | None, name: str = _VIT, distilled: boo
         norm="none" if norm is None else "tokens" if norm is model.norm else "pooled",
         norm_eps=encoder.norm_eps if norm is None else float(norm.eps),
         bias=bias,
-        dropout=dropout_rate(model.head_drop),
+        dropout=0.0 if distilled else dropout_rate(model.head_drop),  # which two classifiers do without
         map_heads=0 if pool is None else int(pool.num_heads),
         map_mlp_width=0 if pool is None else int(pool.mlp.fc1.out_features),
         map_activation="gelu" if pool is None else activation_of(pool.mlp.act, name),
@@ -110,7 +111,7 @@ def _stem(model: Any, name: str, distilled: bool) -> PatchStemConfig:
     if type(patch).__name__ != "PatchEmbed" or not is_identity(patch.norm):
         raise refuse(name, f"patches are embedded by {type(patch).__name__} with {type(patch.norm).__name__}")
     if not is_identity(model.patch_drop):
-        raise refuse(name, "it drops patches in training")
+        raise refuse(name, "it drops patches in training", WITHOUT_PATCH_DROPOUT)
     if patch.strict_img_size or patch.dynamic_img_pad:  # any other takes whole patches alone, as we do
         require_whole_patches(pair(patch.img_size), pair(patch.patch_size), name, any_size=False)
     normed = not is_identity(model.norm_pre)

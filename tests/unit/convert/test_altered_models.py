@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import hydra_ensembles as he
+from architectures import timm_model
 from architectures_clip import CONTEXT, DUAL_CASES
 from contract.all_architectures import ALL_CASES
 
@@ -78,6 +79,7 @@ BLOCK, LAYER = "blocks.1.", "encoder.layers.encoder_layer_1."
 BERT, ROBERTA, DISTIL = "bert.encoder.layer.1.", "roberta.encoder.layer.1.", "distilbert.transformer.layer.1."
 VIT, DINO, OPEN = "vit.layers.1.", "dinov2.encoder.layer.1.", "visual.transformer.resblocks.1."
 HF_IMAGE = "vision_model.encoder.layers.1."
+BEHIND_DROPOUT = nn.Sequential(nn.Dropout(0.25), nn.Linear(32, 5)).eval()
 
 # Model, change, and a token of the error; None where answers may stay as they are.
 ALTERED: list[tuple[str, Change, str | None]] = [
@@ -114,6 +116,8 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("timm", put("pool_include_prefix", True, ("global_pool", "avg")), None),
     ("timm", put("no_embed_class", True), "stem.position"),
     ("timm", put("extra", nn.Tanh()), None),
+    ("timm", put("head", BEHIND_DROPOUT), None),
+    ("timm", put("head", nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))), "head is a"),
     ("timm-scaled", put(BLOCK + "ls2", nn.Identity()), "blocks.1.ls2"),
     ("timm-scaled", put(BLOCK + "attn.q_norm.eps", 0.1), "q_norm.eps"),
     ("timm-siglip", put("attn_pool.norm.eps", 0.1), "eps"),
@@ -125,11 +129,18 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("torchvision", put("encoder.dropout", nn.Tanh()), "encoder.dropout"),
     ("torchvision", lambda model: [layer.mlp.append(nn.Tanh()) for layer in model.encoder.layers], "mlp.5"),
     ("torchvision", put("heads.extra", nn.Tanh()), "heads.extra"),
+    ("torchvision", put("heads", nn.Linear(32, 7)), None),
+    ("torchvision", put("heads", nn.Identity()), None),
+    ("torchvision", put("heads", BEHIND_DROPOUT), None),
+    ("torchvision", put("heads.head", BEHIND_DROPOUT), None),
     ("torchvision", put("encoder.layers.encoder_layer_1", nn.Identity()), "encoder_layer_1"),
     # transformers
     ("vit", put(VIT + "mlp.activation_fn", nn.ReLU()), "activation_fn"),
     ("vit", put("vit.layernorm.eps", 0.1), "vit.layernorm.eps"),
     ("vit", put("config.layer_norm_eps", 0.1), "eps"),
+    ("vit", put("classifier", BEHIND_DROPOUT), None),
+    ("bert", put("classifier", BEHIND_DROPOUT), None),
+    ("roberta", put("classifier", BEHIND_DROPOUT), "classifier is a"),
     ("dinov2", put(DINO + "layer_scale1", nn.Identity()), "layer_scale1"),
     ("dinov2", put(DINO + "drop_path", nn.Tanh()), "drop_path"),
     ("bert", put(BERT + "output.LayerNorm.eps", 0.1), "output.LayerNorm.eps"),
@@ -171,3 +182,14 @@ def test_no_altered_model_answers_otherwise(name: str, change: Change, token: st
         refused(model, re.escape(token))
         return
     alike(he.convert(model)(case.inputs())[0], case.logits(model, case.inputs()), within=1e-4)
+
+
+def test_dropout_before_a_classifier_is_that_of_the_original() -> None:
+    """Two in a row drop what one does; DeiT's two classifiers have none, whatever the rate of the model."""
+    model = changed(vit(drop_rate=0.5), "head", BEHIND_DROPOUT)
+    assert he.convert(model).config.readout.dropout == 0.5 + 0.25 - 0.5 * 0.25
+    assert model.head is BEHIND_DROPOUT
+    assert (
+        he.convert(changed(CASES["bert"].build(), "classifier", BEHIND_DROPOUT)).config.readout.hidden_dropout == 0.25
+    )
+    assert he.convert(timm_model("deit_base_distilled_patch16_224", drop_rate=0.5)).config.readout.dropout == 0.0

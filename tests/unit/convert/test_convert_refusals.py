@@ -1,5 +1,6 @@
 """What cannot be converted is refused: what it is, why, and the nearest way that works."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from convert_cases import changed, refused, vit
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import hydra_ensembles as he
 from architectures import timm_model
@@ -127,11 +129,37 @@ def half_norm() -> Any:
     return model
 
 
-DEEP = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, 5))
+def with_adapters(inside: bool) -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    settings = peft.LoraConfig(r=2, target_modules=["query", "value"])
+    return peft.inject_adapter_in_model(settings, bert()) if inside else peft.get_peft_model(bert(), settings)
+
+
+def with_prompts() -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.get_peft_model(bert(), peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2))
+
+
+def quantised() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(bert(), {nn.Linear})
+
+
+DEEP = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
 ELECTRA = "ElectraForSequenceClassification"
 VARIANTS: Rows = [
     (lambda: 3, "int"),
+    (lambda: "vit_tiny_patch16_224", "str; load it"),
+    (lambda: he.convert(vit()), "Ensemble already"),
+    (lambda: vit(patch_drop_rate=0.5), "rate of 0, which answers the same"),
+    (lambda: with_adapters(inside=True), "peft.*merge_and_unload"),
+    (lambda: with_adapters(inside=False), "peft.*merge_and_unload"),
+    (with_prompts, "cannot be merged"),
+    (quantised, "before it was quantised"),
+    (lambda: changed(vit(), "head", parametrizations.weight_norm(nn.Linear(32, 5))), "remove_parametrizations"),
+    (lambda: timm_tiny("vit_small_r26_s32_224"), "HybridEmbed"),
     (lambda: nn.Linear(2, 2), "Linear.*timm"),
     (lambda: vit(num_classes=1), "one output"),
     (lambda: with_value(float("nan")), r"1 of the 4096 values of blocks\.1\.mlp\.fc1\.weight"),
@@ -209,7 +237,7 @@ def test_images_of_broken_patches_are_told_where_the_model_takes_others() -> Non
 
 
 def test_settings_of_the_conversion_that_do_not_fit_the_model_are_refused() -> None:
-    refused(bert(), "5 classes", num_labels=3)
+    refused(bert(), r"5 classes.*model\.base_model", num_labels=3)
     other = bert(problem_type="multi_label_classification").base_model
     refused(other, "at least 2", num_labels=1)
     assert he.convert(other, num_labels=3).num_classes == 3  # what it was trained for does not matter
@@ -248,6 +276,8 @@ def test_nothing_that_is_supported_has_a_row() -> None:
         ("transformers.models.timm_wrapper.modeling_timm_wrapper.TimmWrapperForImageClassification", "of timm"),
         ("transformers.models.bit.modeling_bit.BitForImageClassification", "convolutional"),
         ("optimal.Net", None),
+        ("timm.models.vision_transformer_sam.VisionTransformerSAM", "relative position bias"),
+        ("timm.models.byobnet.ByobNet", "convolutional"),
     ],
 )
 def test_names_are_known_by_how_they_begin(name: str, token: str | None) -> None:
