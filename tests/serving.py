@@ -16,6 +16,7 @@ from PIL import Image
 
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.serve.app import make_app
+from hydra_ensembles.serve.connection import bounded_connection
 from hydra_ensembles.serve.service import ServeSettings
 from pictures import encoded
 
@@ -87,7 +88,7 @@ def listening(app: Any) -> Iterator[int]:
             await super().startup(sockets)
             started.set()
 
-    server = Server(uvicorn.Config(app, log_config=None, access_log=False))
+    server = Server(uvicorn.Config(app, http=bounded_connection(), log_config=None, access_log=False))
     thread = threading.Thread(target=server.run, args=([place],))
     thread.start()
     try:

@@ -15,6 +15,7 @@ from ..data.loading import Columns
 from ..errors import DataError, StorageError
 from ..schema import to_plain
 from ..serve.app import make_app
+from ..serve.connection import KEPT_OPEN, bounded_connection
 from ..serve.export import Format
 from ..serve.export import export as write_export
 from ..serve.scoring import SHARD, UNREADABLE, Scorer, score_archive
@@ -25,7 +26,6 @@ from .sources import USUAL_BATCH, ModelSettings, load_classifier
 from .use import find_inputs, named_columns
 
 BACKLOG = 2048  # connections that the system keeps while the server is busy
-KEPT_OPEN = 75  # seconds that an idle connection stays: longer than proxies keep theirs, or they would lose requests
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -43,7 +43,7 @@ def serve(model: ModelSettings, settings: ServeSettings) -> None:
       hydra-ensembles serve hub:me/my-hydra --uds hydra.sock
       curl -F file=@photo.jpg http://127.0.0.1:8000/v1/predict
     """
-    for name in ("fastapi", "prometheus_client", "python_multipart"):  # said before anything is loaded
+    for name in ("fastapi", "httptools", "prometheus_client", "python_multipart"):  # said before anything is loaded
         require(name, extra="serve")
     uvicorn = require("uvicorn", extra="serve")
     listener = listen(settings)
@@ -95,6 +95,7 @@ def run_server(uvicorn: Any, app: Any, listener: socket.socket, settings: ServeS
     log_to_stdout()
     config = uvicorn.Config(
         app,
+        http=bounded_connection(),
         log_config=None,
         access_log=False,
         server_header=False,

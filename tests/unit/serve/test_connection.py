@@ -1,0 +1,62 @@
+"""Connections of a server: heads have an end, and whoever sends no request is let go."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import repeat
+
+import pytest
+
+from hydra_ensembles.serve import connection
+from hydra_ensembles.serve.app import make_app
+from served_models import served
+from serving import LIMIT, listening, settings
+
+START = b"POST /v1/predict HTTP/1.1\r\nhost: here\r\n"
+CHUNKED = START + b"content-type: text/plain\r\ntransfer-encoding: chunked\r\n\r\n"
+LIVE = b"GET /v2/health/live HTTP/1.1\r\nhost: here\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with listening(make_app(served("text"), settings())) as port:
+        yield port
+
+
+def said(place: socket.socket) -> bytes:
+    """What a server says until it closes a connection."""
+    content = b""
+    with suppress(ConnectionResetError):  # where more was sent than it has read
+        while part := place.recv(1 << 16):
+            content += part
+    return content
+
+
+@pytest.mark.parametrize(
+    ("start", "more"),
+    [
+        (START + b"name: ", b"x" * 1000),
+        (START, b"name: value\r\n" * 100),
+        (b"GET /", b"x" * 1000),
+        (CHUNKED + b"5\r\nhello\r\n0\r\n", b"name: value\r\n" * 100),  # behind a body
+        (CHUNKED + b"5;", b"x" * 1000),
+    ],
+)
+def test_a_head_without_an_end_is_cut(start: bytes, more: bytes, port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), LIMIT) as place:
+        place.sendall(start)
+        with suppress(ConnectionResetError, BrokenPipeError):
+            for part in repeat(more, 16 * connection.HEAD_BYTES // len(more)):
+                place.sendall(part)
+        said(place)  # which ends
+    with socket.create_connection(("127.0.0.1", port), LIMIT) as place:  # others are answered
+        place.sendall(LIVE)
+        assert b" 200 " in place.recv(1 << 16)
+
+
+@pytest.mark.parametrize("sent", [b"", START, LIVE, LIVE + LIVE, LIVE + b"\r\n"])
+def test_whoever_sends_no_further_request_is_let_go(sent: bytes, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_WAIT", 0.2)
+    with socket.create_connection(("127.0.0.1", port), LIMIT) as place:
+        place.sendall(sent)
+        assert said(place).count(b" 200 ") == sent.count(LIVE)
