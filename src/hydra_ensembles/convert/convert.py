@@ -140,6 +140,7 @@ def convert(
         model, rates = with_plain_classifier(model)
         require_known_parts(model, architecture.name)
     with _parts_as_known(architecture):
+        _tell_of_projection(architecture, model, num_labels)
         config = _with_dropout(architecture.config(model, num_labels), rates)
     stated = _read_metadata(architecture, config, model, processor)
     metadata = replace(
@@ -175,6 +176,20 @@ def convert(
             "the converted one does not: if it is to be trained, say dropout= in the declaration"
         )
     return both.ensemble if trained == config else Ensemble.from_state(trained, state, metadata)
+
+
+def _tell_of_projection(architecture: Architecture, model: nn.Module, num_labels: int | None) -> None:
+    """Say that a tower's embedding is no classifier: to whom nothing is said, `predict` names the largest number."""
+    outputs = architecture.config(model, None).readout.num_classes if architecture.projects else 0
+    told = f"{architecture.name}: its {outputs} outputs are a projection into an embedding, not classes"
+    way = "convert the tower without it (transformers: CLIPVisionModel, CLIPTextModel; open_clip: visual.proj = None)"
+    if outputs and num_labels is not None:
+        raise ConversionError(f"{told}, and num_labels={num_labels} was asked for; {way}")
+    if outputs:
+        warn(
+            f"{told}, and predict, calibrate and evaluate would take them for such. For a classifier {way}, with "
+            "num_labels=...; for classes by their names convert the whole dual encoder (he.zero_shot)"
+        )
 
 
 def _with_dropout(config: EnsembleConfig, rates: Sequence[float]) -> EnsembleConfig:

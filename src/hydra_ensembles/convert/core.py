@@ -145,6 +145,7 @@ class Architecture:
     masks: bool = True  # whether a text model is told which tokens are padding
     advice: str = "this variant of the architecture is not supported"  # where a model does not fit the declaration
     variant: Callable[[nn.Module], Weights] = lambda model: {}  # of `weights`, those that lie elsewhere in this model
+    projects: bool = False  # whether a projection into an embedding stands for its classifier
     models: str = ""  # what users call the models of one class, where its name does not say
 
 

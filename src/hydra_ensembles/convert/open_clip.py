@@ -226,6 +226,7 @@ _IMAGES = Architecture(
     config=_image_config,
     weights=_IMAGE_WEIGHTS,
     metadata=_image_metadata,
+    projects=True,
 )
 _IMAGES_FROM_TIMM = Architecture(
     name=_TIMM,
@@ -234,6 +235,7 @@ _IMAGES_FROM_TIMM = Architecture(
     weights={**below("trunk.", timm.VISION_TRANSFORMER.weights), "readout.classifier": ("head.proj", "trunk.head")},
     metadata=_image_metadata,
     variant=_trunk_variant,
+    projects=True,
 )
 _TEXTS = Architecture(
     name=_TEXT,
@@ -241,6 +243,7 @@ _TEXTS = Architecture(
     config=_text_config,
     weights=_TEXT_WEIGHTS,
     metadata=_text_metadata,
+    projects=True,
 )
 _TEXTS_IN_CLIP = replace(
     _TEXTS,

@@ -132,6 +132,7 @@ _CLIP_IMAGES = Architecture(
     config=_clip_image_config,
     weights=_CLIP_IMAGE_WEIGHTS,
     answer=_answer,
+    projects=True,
 )
 _CLIP_CLASSIFIER = Architecture(
     name=f"{_CLIP_IMAGE} with classifier",
@@ -148,6 +149,7 @@ _CLIP_TEXTS = Architecture(
     config=_clip_text_config,
     weights=_CLIP_TEXT_WEIGHTS,
     answer=_answer,
+    projects=True,
 )
 # In the dual encoder the two towers lie side by side; each ignores what belongs to the other.
 _CLIP_CLASSES = _clip_classes("Model")
@@ -237,6 +239,7 @@ _SIGLIP_TEXTS = Architecture(
     weights=either(_SIGLIP_TEXT_TOWER, below("text_model.", _SIGLIP_TEXT_TOWER)),
     answer=_answer,
     masks=False,
+    projects=True,
 )
 _SIGLIP_DUAL = DualArchitecture(
     name="transformers SigLIP",

@@ -22,7 +22,7 @@ from architectures_clip import (
 )
 from architectures_transformers import transformers_model
 from hydra_ensembles.convert.processors import read_open_clip_tokenizer
-from hydra_ensembles.errors import ConversionError
+from hydra_ensembles.errors import ConversionError, HydraWarning
 from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing, clean_text
 from zero_shot_models import NAMES, word_tokenizer
 
@@ -199,3 +199,15 @@ def test_an_eva_inside_a_tower_of_open_clip_is_read() -> None:
     model: Any = open_clip_from_timm("vit_pe_core_tiny_patch16_384", "map", "none", heads=2)
     pixels = DualCase.pixels()
     alike(he.convert(model).encode_image(pixels, normalize=False)[0], model.encode_image(pixels))
+
+
+def test_the_embedding_of_a_tower_is_not_taken_for_classes_without_a_word() -> None:
+    tower: Any = open_clip_model().visual
+    with pytest.warns(HydraWarning, match="outputs are a projection"):
+        he.convert(tower)
+    refused(tower, r"projection.*num_labels=3 was asked for.*proj = None", num_labels=3)
+    tower.proj = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert he.convert(tower, num_labels=3).num_classes == 3
+        he.convert(open_clip_model())  # a dual encoder takes its projections for what they are
