@@ -201,7 +201,7 @@ def _tiles(
         outcome, change = "", ""
         if other.value is not None and baseline != focus:
             amount = (cell.value - other.value) * column.scale
-            change = f"{amount:+.{column.digits}f} vs {baseline}".replace("-", "−", 1)
+            change = f"{amount:+.{column.digits}f}".replace("-", "−") + f" vs {baseline}"
             if column.better != "neither" and column.ranked and column.write(cell.value) != column.write(other.value):
                 outcome = "better" if (amount > 0) == (column.better == "higher") else "worse"
         interval = None if spread else shown.intervals.get(key)

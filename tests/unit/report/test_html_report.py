@@ -127,6 +127,11 @@ def test_the_first_numbers_stand_against_the_baseline(text):
         assert words in text
 
 
+def test_a_gain_leaves_the_name_of_the_baseline_as_it_is(render):
+    single, _, hydra = methods()
+    assert "ViT−S" not in render({"ViT-S": single, "Hydra": hydra})  # a minus
+
+
 def test_an_interval_without_width_is_not_shown(render):
     (run, *_) = methods()
     perfect = Interval(1.0, 1.0, 1.0, level=0.95, resamples=100)  # all right: of how many it does not say
