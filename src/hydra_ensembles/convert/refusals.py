@@ -118,6 +118,14 @@ REFUSALS: tuple[Refusal, ...] = (
         _PLAIN_BERT,
     ),
     Refusal(
+        "altclip chinese_clip blip blip_2 clipseg align groupvit owlvit owlv2 x_clip flava vilt bridgetower tipsv2 "
+        "videoprism vision_text_dual_encoder *CoCa",
+        "a model of images and texts",
+        "what its towers are, and how they meet, is its own",
+        "a CLIP, MetaCLIP 2 or SigLIP of transformers or open_clip; or its towers, where docs/models.md lists them, "
+        "converted one by one and put together, he.DualEncoder(image, text, he.Projections(...))",
+    ),
+    Refusal(
         "timm_wrapper",
         "a wrapper around a model of timm",
         "what it holds is known by its own class",

@@ -23,7 +23,7 @@ def is_sentence_model(model: object) -> bool:
 def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Architecture, nn.Module]:
     """The encoder inside, and its declaration with the pooling of the model in place of its own.
 
-    A fresh classifier reads the pooled features before they are scaled to length one, where the model does that.
+    A fresh classifier reads the pooled features before they are scaled to length one or cut, where the model does that.
     """
     first, *behind = model.children() if isinstance(model, nn.Sequential) else (model,)
     inner: Any = getattr(first, "auto_model", None) or getattr(first, "model", None)
@@ -59,8 +59,12 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
         raise refuse(name, f"its pooling is {mode!r}, not one of {list(POOLS)}")
 
     def config(encoder: nn.Module, num_labels: int | None) -> EnsembleConfig:
-        if num_labels is None and len(behind) > 1:
-            raise refuse(name, "its embeddings are scaled to length one; for a classifier give num_labels")
+        cut = getattr(model, "truncate_dim", None)
+        if num_labels is None and (len(behind) > 1 or cut is not None):
+            change = "scaled to length one" if cut is None else f"cut to {cut} numbers (truncate_dim)"
+            raise refuse(
+                name, f"its embeddings are {change}", "a classifier on all that is pooled: give num_labels=..."
+            )
         bare = architecture.config(encoder, None)
         classes = number_of_classes(0, num_labels, name)
         last = bare.readout  # with the norm after the last block

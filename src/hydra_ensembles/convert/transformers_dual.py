@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..errors import ConversionError
 from ..model.config import EnsembleConfig, ReadoutConfig
 from .core import (
     POOLING,
@@ -95,7 +96,12 @@ def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     tables = getattr(model, "text_model", model).embeddings
     stem = text_stem(tables.token_embedding, tables.position_embedding, norm=False)
     encoder = read_encoder(config, _CLIP_TEXT, causal=True, attention_dropout=float(config.attention_dropout))
-    end = int(config.eos_token_id)
+    end, words = config.eos_token_id, tables.token_embedding.num_embeddings
+    if not isinstance(end, int) or not 0 <= end < words:
+        raise ConversionError(
+            f"{_CLIP_TEXT}: its eos_token_id, at which texts are read, is {end!r}, and there are {words} words; set "
+            "that of its tokenizer in the configuration, and build the model of it"
+        )
     readout = replace(
         _clip_readout(getattr(model, "text_projection", None), config, num_labels, _CLIP_TEXT),
         pool="eot",

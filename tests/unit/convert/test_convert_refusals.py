@@ -214,6 +214,7 @@ VARIANTS: Rows = [
     (lambda: open_clip_model(text={"scaled_cosine_attn": True}), "scale_heads"),
     (lambda: open_clip_from_timm("vit_base_patch16_224", "token", "mlp"), r"head is made of \['mlp'\]"),
     (lambda: transformers_clip({"hidden_act": "tanh"}, {}), "'tanh'"),
+    (lambda: transformers_clip({}, {"eos_token_id": 49407}), "eos_token_id.*49407"),
     (lambda: adapted(custom=False), r"no canonical place: \['adapter'\]"),
     (lambda: adapted(custom=True), r"no canonical place: \['adapter'\]"),
     (lambda: changed(open_clip_model(custom=True), "text", nn.Linear(2, 2)), "text tower is a .*Linear"),
@@ -278,6 +279,8 @@ def test_nothing_that_is_supported_has_a_row() -> None:
         ("optimal.Net", None),
         ("timm.models.vision_transformer_sam.VisionTransformerSAM", "relative position bias"),
         ("timm.models.byobnet.ByobNet", "convolutional"),
+        ("transformers.models.chinese_clip.modeling_chinese_clip.ChineseCLIPModel", "images and texts"),
+        ("open_clip.coca_model.CoCa", "images and texts"),
     ],
 )
 def test_names_are_known_by_how_they_begin(name: str, token: str | None) -> None:

@@ -49,6 +49,8 @@ def test_a_classifier_reads_features_before_they_are_scaled(folder: Path) -> Non
     inputs = base.prepare(SENTENCES)
     assert torch.equal(base.features(inputs), he.convert(plain).features(inputs))
     refused(scaled, "num_labels")
+    plain.truncate_dim = 8
+    refused(plain, "cut to 8 numbers.*num_labels")
 
 
 def test_what_is_not_known_around_the_encoder_is_refused(folder: Path) -> None:
