@@ -78,7 +78,7 @@ def require_shapes(expected: Mapping[str, torch.Size], state: Mapping[str, Tenso
         )
 
 
-@lru_cache(maxsize=256)  # asked for whenever something is made of all weights
+@lru_cache(maxsize=1024)  # asked for whenever something is made of all weights
 def shapes_of(config: EnsembleConfig) -> Mapping[str, torch.Size]:
     """Names and shapes of the parameters that an ensemble has by its configuration."""
     with outlined():
