@@ -131,7 +131,8 @@ def require_known_parts(model: nn.Module, architecture: str) -> None:
             raise ConversionError(
                 f"{architecture}: by its configuration no model can be built ({error}); it was edited since"
             ) from error
-        _require_alike(model, built, architecture, "by its configuration")
+        agreement = "the model and model.config in agreement: change the one of them that is not as it is meant"
+        _require_alike(model, built, architecture, "by its configuration", agreement)
     else:
         _require_classes(model, architecture)
     for name, module in model.named_modules():
@@ -147,7 +148,7 @@ def _require_classes(model: nn.Module, architecture: str) -> None:
         if re.fullmatch(r"(.*\.)?(blocks|resblocks|layers)", above):
             blocks = list(module.named_children())
             for name, part in blocks[1:]:
-                _require_alike(part, blocks[0][1], architecture, "in the first block", f"{above}.{name}")
+                _require_alike(part, blocks[0][1], architecture, "in the first block", name=f"{above}.{name}")
 
 
 def _require_class(model: nn.Module, name: str, module: nn.Module, architecture: str) -> None:
@@ -178,11 +179,13 @@ def _require_patches(module: nn.Conv2d, name: str, architecture: str) -> None:
         raise refuse(architecture, f"{name} embeds patches of {module.kernel_size} with {shown}")
 
 
-def _require_alike(module: nn.Module, like: nn.Module, architecture: str, says: str, name: str = "") -> None:
+def _require_alike(
+    module: nn.Module, like: nn.Module, architecture: str, says: str, remedy: str | None = None, *, name: str = ""
+) -> None:
     """Refuse a module that differs from another in its class, its settings or its parts."""
     for path, verb, actual, expected in _differences(module, like):
         where = ".".join(part for part in (name, path) if part) or "the model"
-        raise refuse(architecture, f"{where}{verb} {actual}, and {expected} {says}", _remedy(str(actual)))
+        raise refuse(architecture, f"{where}{verb} {actual}, and {expected} {says}", _remedy(str(actual)) or remedy)
 
 
 def _differences(module: nn.Module, like: nn.Module, path: str = "") -> Iterator[tuple[str, str, Any, Any]]:
@@ -198,7 +201,7 @@ def _differences(module: nn.Module, like: nn.Module, path: str = "") -> Iterator
         actual = vars(module).get(setting)
         if _function(actual) != _function(expected):
             yield f"{path}.{setting}" if path else setting, " is", repr(actual), repr(expected)
-    parts = dict(module.named_children())
+    parts = {leaf: part for leaf, part in module._modules.items() if part is not None}  # also one that is there twice
     for leaf, expected in like.named_children():
         inner = f"{path}.{leaf}" if path else leaf
         if leaf in parts:

@@ -335,7 +335,8 @@ def _supported_inside(model: nn.Module) -> str:
     return in_lines(
         f"{name} holds a {type(model.get_submodule(path)).__name__}, which is supported",
         "what a model around it computes cannot be known",
-        f"the model inside, he.convert({expression}); without a classifier in it give also num_labels=...",
+        f"the model inside, he.convert({expression}); a trained classifier around it has to be put into it first\n"
+        f"(timm: {expression}.head = ...), num_labels=... makes a new one",
     )
 
 

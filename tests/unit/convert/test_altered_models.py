@@ -151,6 +151,8 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("bert", put(BERT + "attention.self.num_attention_heads", 2), "num_attention_heads"),
     ("bert", lambda model: model.bert.embeddings.position_ids.copy_(torch.arange(23, -1, -1)[None]), "embedded"),
     ("bert", put("bert.encoder.layer.1", nn.Identity()), "bert.encoder.layer.1"),
+    ("bert", lambda model: model.bert.encoder.layer.pop(1), "model.config in agreement"),
+    ("bert", lambda model: put("bert.encoder.layer.1", model.bert.encoder.layer[0])(model), None),  # one for both
     ("roberta", put("classifier.dropout", nn.Tanh()), "classifier.dropout"),
     ("roberta", replaced("roberta.embeddings.forward"), "roberta.embeddings"),
     ("roberta", put(ROBERTA + "attention.self.is_decoder", True), "is_decoder"),

@@ -82,7 +82,7 @@ KINDS: Rows = [
     (lambda: nn.LSTM(3, 4), r"docs/models\.md.*declaration=.*own_model"),
     (lambda: timm_tiny("vit_relpos_small_patch16_224"), "relative position bias"),
     (lambda: timm_tiny("naflexvit_base_patch16_gap"), "any shape"),
-    (lambda: Around(vit()), r"he\.convert\(model\.net\)"),
+    (lambda: Around(vit()), r"he\.convert\(model\.net\).*model\.net\.head = .*a new one"),
     (lambda: nn.Sequential(vit()), r"model\.get_submodule\('0'\)"),
     (lambda: subclass_of(vit()), "subclass of VisionTransformer"),
     (lambda: without("fc_norm", timm_model(EVA02)), r"fc_norm.*timm that is.*hydra-ensembles\[timm"),
