@@ -391,9 +391,10 @@ def require_whole_patches(image: tuple[int, int], patch: tuple[int, int], archit
     if not any(side % step for side, step in zip(image, patch, strict=True)):
         return
     what = f"its image_size {image[0]}x{image[1]} is no multiple of its patch_size {patch[0]}x{patch[1]}"
-    if not any_size:
-        raise refuse(architecture, what)
     height, width = (side - side % step for side, step in zip(image, patch, strict=True))
+    if not any_size:
+        way = f"its weights in a model for images of {height}x{width}, which has the same patches"
+        raise refuse(architecture, what, f"{way} (timm: model.set_input_size(({height}, {width})))")
     warn(
         f"{architecture}: {what}. The converted model takes whole patches alone: give it images of {height}x{width}, "
         "where a preprocessing of its own makes others"

@@ -191,7 +191,7 @@ VARIANTS: Rows = [
     (lambda: hf("Dinov2ForImageClassification", VISION, image_size=(16, 64)), "not square"),
     (lambda: hf("ViTForImageClassification", VISION, image_size=36, patch_size=8), "36x36 is no multiple .* 8x8"),
     (lambda: transformers_clip({"image_size": 36, "patch_size": 8}, {}), "36x36 is no multiple .* 8x8"),
-    (lambda: vit(img_size=36, patch_size=8), "36x36 is no multiple .* 8x8"),
+    (lambda: vit(img_size=36, patch_size=8), r"36x36 is no multiple .* 8x8.*set_input_size\(\(32, 32\)\)"),
     (lambda: vit(img_size=30, patch_size=8, dynamic_img_size=True, dynamic_img_pad=True), "30x30 is no multiple"),
     (lambda: hf("ViTForImageClassification", VISION, problem_type="multi_label_classification"), "multi_label"),
     (lambda: hf("RobertaForSequenceClassification", TEXT, problem_type="regression"), "regression"),
