@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from safetensors import SafetensorError
 
+from ._utils import warn
 from .errors import CheckpointError, StorageError
 
 if sys.platform != "win32":
@@ -32,6 +33,7 @@ _BYTES_A_VALUE = 24  # of a file as large as allowed; guards against text that t
 
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT} if sys.platform != "win32" else {errno.ENOSPC, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_LOCKLESS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 _VANISHED = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
 
 
@@ -141,10 +143,10 @@ _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # a lock is written to: not to where s
 def locked(folder: Path, what: str, *, file: str | None = None, wait: bool = False) -> Iterator[None]:
     """Work alone in `folder`, which is made if need be; where systems have no such locks (Windows), without one.
 
-    The system lets go when the process ends, however it ends. Leftovers of killed work may be removed inside. The lock
-    is the file `.lock` of the folder, which goes when the work ends; where one `file` of it is worked on and the others
-    are free, `.FILE.lock`. Where another one works there, whoever does not `wait` gets a `StorageError` with the work
-    in words, `what`.
+    A disk that has none, as those of some clusters, is warned of. The system lets go when the process ends, however it
+    ends. Leftovers of killed work may be removed inside. The lock is the file `.lock` of the folder, which goes when
+    the work ends; where one `file` of it is worked on and the others are free, `.FILE.lock`. Where another one works
+    there, whoever does not `wait` gets a `StorageError` with the work in words, `what`.
     """
     path, lock = (folder, folder / LOCK) if file is None else (folder / file, folder / f".{file}{LOCK}")
     with writing(path):
@@ -160,7 +162,8 @@ def locked(folder: Path, what: str, *, file: str | None = None, wait: bool = Fal
         with writing(path, "the work itself is done"):
             lock.unlink(missing_ok=True)  # while it is held: whoever waits for it looks at the name again
             if sys.platform != "win32":
-                fcntl.flock(handle, fcntl.LOCK_UN)  # also where a child process still has it open
+                with suppress(OSError):  # where the disk has no locks
+                    fcntl.flock(handle, fcntl.LOCK_UN)  # also where a child process still has it open
             os.close(handle)
 
 
@@ -181,7 +184,7 @@ def _lock(path: Path, wait: bool) -> int | None:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINKS, 0o666)
         try:
             if sys.platform != "win32":
-                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                _flock_if_any(handle, path, wait)
             if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
                 os.ftruncate(handle, 0)
                 os.write(handle, str(os.getpid()).encode())
@@ -195,6 +198,19 @@ def _lock(path: Path, wait: bool) -> int | None:
             os.close(handle)
             raise
         os.close(handle)
+
+
+def _flock_if_any(handle: int, path: Path, wait: bool) -> None:
+    """Lock an open file; where its disk has no locks, warn."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in _LOCKLESS:
+            raise
+        warn(
+            f"the disk of {path.parent} has no locks ({error.strerror}), so nothing keeps two processes from working "
+            "there at a time: see to it that one does, or give another place"
+        )
 
 
 def _holder(path: Path) -> str:

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from hydra_ensembles.errors import CheckpointError, StorageError
+from hydra_ensembles.errors import CheckpointError, HydraWarning, StorageError
 from hydra_ensembles.files import (
     checksum,
     digest_of,
@@ -98,6 +98,16 @@ def test_a_lock_is_not_written_where_a_link_leads(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot be written"):
         locked(tmp_path / "a", "build").__enter__()
     assert (tmp_path / "precious").read_text() == "text"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_is_worked_on_and_told_of(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.warns(HydraWarning, match="no locks"), locked(tmp_path, "build", wait=True):
+        write_atomically(tmp_path / "file", b"content")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_killed_worker_holds_nothing_even_if_its_child_lives(tmp_path: Path) -> None:
