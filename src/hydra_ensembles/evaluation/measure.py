@@ -199,7 +199,9 @@ class Measure:
         rocs = {name: roc_curve(id_scores, scores) for name, scores in ood_scores.items()}
         everything = torch.cat([id_scores, *ood_scores.values()]).double().numpy()
         low, high = np.quantile(everything, (0.001, 0.999))  # what lies beyond counts in the end bins
-        edges = np.histogram_bin_edges(everything, HISTOGRAM_BINS, (low, high))
+        if high - low <= 1e-12 * abs(high):  # equal but for rounding
+            low, high = low - 0.5, high + 0.5
+        edges = np.linspace(low, high, HISTOGRAM_BINS + 1)
 
         def histogram(scores: Tensor) -> tuple[int, ...]:
             return tuple(np.histogram(scores.double().numpy().clip(edges[0], edges[-1]), edges)[0].tolist())
@@ -208,7 +210,7 @@ class Measure:
         return Figures(
             reliability=Reliability(tuple(bins.count.tolist()), stated, right),
             risk_coverage=_thin(risk.coverage, risk.risk),
-            score_edges=_rounded(edges),
+            score_edges=tuple(edges.tolist()),  # of scores that hardly differ, rounded ones would be equal
             id_scores=histogram(id_scores),
             ood_scores={name: histogram(scores) for name, scores in ood_scores.items()},
             roc={name: _thin(fpr, tpr) for name, (fpr, tpr, _) in rocs.items()},

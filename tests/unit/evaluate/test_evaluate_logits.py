@@ -239,6 +239,10 @@ def test_figures_describe_the_same_numbers(evaluation):
     assert figures.risk_coverage.y[-1] == pytest.approx(1 - evaluation.id.accuracy, abs=1e-5)
     off_diagonal = [figures.agreement_id[i][j] for i in range(3) for j in range(i)]
     assert 1 - sum(off_diagonal) / 3 == pytest.approx(evaluation.id.disagreement, abs=1e-4)
+    far_off = evaluate_logits(GOOD + 1e4, TARGETS, SUITE, score="energy").figures  # scores of -1e4, and a little
+    assert len(set(far_off.score_edges)) == len(far_off.id_scores) + 1
+    alike = evaluate_logits(GOOD.double() * 1e-16, TARGETS, score="energy").figures  # they differ by rounding alone
+    assert sum(alike.id_scores) == 200
     empty = [count == 0 for count in figures.reliability.count]
     assert [value is None for value in figures.reliability.accuracy] == empty
 
