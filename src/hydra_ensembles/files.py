@@ -34,6 +34,7 @@ _BYTES_A_VALUE = 24  # of a file as large as allowed; guards against text that t
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT} if sys.platform != "win32" else {errno.ENOSPC, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _LOCKLESS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+_UNFLUSHED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}  # said of folders by some network disks
 _VANISHED = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
 
 
@@ -123,12 +124,15 @@ def remove(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Make sure that a file, or the names in a folder, survive a power cut."""
+    """Make sure that a file, or the names in a folder, survive a power cut; of a folder, where its disk knows how."""
     if os.name == "nt" and path.is_dir():  # Windows cannot open folders
         return
     handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _UNFLUSHED or not path.is_dir():
+            raise
     finally:
         os.close(handle)
 

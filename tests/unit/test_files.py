@@ -12,6 +12,7 @@ from hydra_ensembles.errors import CheckpointError, HydraWarning, StorageError
 from hydra_ensembles.files import (
     checksum,
     digest_of,
+    flush,
     locked,
     parse_json,
     read_file,
@@ -62,6 +63,14 @@ def test_a_write_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
     write_atomically(path, b"content")
     assert path.read_bytes() == b"content"
     assert {one.name for one in tmp_path.iterdir()} == {"file", ".other.0123.tmp"}
+
+
+def test_a_disk_that_flushes_files_alone_is_good_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EINVAL, "Invalid argument")))
+    flush(tmp_path)
+    with pytest.raises(OSError, match="Invalid"):
+        flush(tmp_path / "file")
 
 
 def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
