@@ -118,7 +118,9 @@ def test_members_of_different_dtypes_or_devices_are_refused_by_number(join: Join
 @pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack, he.soup], ids=["fuse", "stack", "soup"])
 def test_members_may_have_been_trained_with_different_dropout(join: Join) -> None:
     """Fine-tunings of one model often are: it changes no answer. The first one's is kept."""
-    rates = {"attention_dropout": 0.1, "output_dropout": 0.2, "drop_path": (0.0, 0.1, 0.2)}
+    kinds = ("attention", "projection", "activation", "output")
+    rates: dict[str, Any] = {"drop_path": (0.0, 0.1, 0.2), **{f"{kind}_dropout": 0.1 for kind in kinds}}
+    rates["readout"] = {"dropout": 0.3}
     parts = [moved(small(), 1, ("mlp", "readout")), moved(small(**rates), 2, ("mlp", "readout"))]
     same = [parts[0], moved(small(), 2, ("mlp", "readout"))]
     assert torch.equal(join(parts)(IMAGES), join(same)(IMAGES))
