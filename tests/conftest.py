@@ -15,7 +15,8 @@ os.fsync = lambda handle: None  # no test takes the power away; the tests of fil
 gc.set_threshold(20_000, 50, 50)  # what is imported is much and stays: it is seldom worth a walk
 
 
-TOGETHER = ("contract", "circuit", "cli", "studies")  # folders whose files share what takes long to make
+TOGETHER = {name: name for name in ("contract", "circuit", "cli", "studies")}  # files share what takes long to make,
+TOGETHER |= dict.fromkeys(("convert", "model"), "contract")  # and these folders the models and libraries of that one
 FIRST = {*TOGETHER, "integration", "pipeline", "training"} - {"cli"}  # they take long: no worker ends with one of them,
 FIRST |= {"test_public_names", "test_checkpoint_saving", "test_every_function", "test_attack_deeds"}  # nor with these
 
@@ -78,13 +79,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give a worker whole files, and all files of a folder that share a finished study or build."""
+    """Give a worker whole files, and all files of folders that share a finished study or build, or models."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return next((folder for folder in TOGETHER if f"/{folder}/" in path), path)
+            return next((scope for folder, scope in TOGETHER.items() if f"/{folder}/" in path), path)
 
     return Scheduling(config, log)
 
