@@ -83,8 +83,8 @@ def _twin(ensemble: Ensemble, share: bool) -> Ensemble:
     """
     tensors = (*ensemble.parameters(), *ensemble.buffers()) if share else ()
     twins: dict[int, object] = {id(part): part for part in (ensemble.metadata, *tensors)}
-    for part in (part for module in ensemble.modules() for part in vars(module).values()):
-        if isinstance(part, OrderedDict):  # hooks of every kind, and nothing else
+    for name, part in (item for module in ensemble.modules() for item in vars(module).items()):
+        if "_hooks" in name:  # of every kind
             twins[id(part)] = OrderedDict()
         elif is_dataclass(part):
             twins[id(part)] = part
