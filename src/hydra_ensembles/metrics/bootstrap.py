@@ -11,8 +11,8 @@ has no width, and says nothing of how sure that is.
 
 Noise makes an ECE larger, and replicates have more noise than the samples: of a well calibrated model, percentiles
 never hold the true ECE. Its intervals (`bootstrap_calibration`) are those of percentiles mirrored at the value, which
-hold a true one of 0 in 35 to 60 of 100 cases, drawn out to 0 where chance explains the value. At 95 % they hold the
-true one in 92 to 98 of 100 cases where it is at most 0.01, in 82 to 95 where it is more (simulated, 300 and 2,000
+hold a true one of 0 in 30 to 75 of 100 cases, drawn out to 0 where chance explains the value. At 95 % they hold the
+true one in 93 to 98 of 100 cases where it is 0, in 82 to 98 where it is 0.005 to 0.05 (simulated, 300 and 2,000
 samples).
 """
 
