@@ -4,8 +4,10 @@ The values are the same for all settings. Which of them a setting takes is said 
 checks it: what it takes must be taken, and all else be refused with a clear error.
 """
 
+import atexit
 import contextlib
 import math
+import shutil
 import tempfile
 from collections.abc import Callable
 from functools import cache, partial
@@ -320,6 +322,7 @@ def _loaded(**settings: Any) -> he.Ensemble:
 @cache
 def _saved() -> Path:
     place = Path(tempfile.mkdtemp(prefix="attack-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
     model().save_pretrained(place)
     return place
 
