@@ -8,7 +8,7 @@ task, seed, rows          classifiers: data, models of a seed, every method; `cl
 dual_recipe, dual_seed, dual_rows, dual_study    the same of the zero-shot study
 paper_task                the paper's own tasks for those who have its data
 evidence, measures        what a model says about every sample; numbers from that, with intervals
-columns                   that, in files
+column_files              that, in files
 storing, stored           results: written, read, compared
 findings, dual_findings, all_tasks, gain_figure  tables and a figure of the documents
 analyses/                 analyses of the paper, and three of ours

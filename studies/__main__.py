@@ -23,7 +23,6 @@ from .findings import TABLES, paper_table, written
 from .seed import Seed
 from .sets import DataFolder
 from .stored import RESULTS, Study
-from .storing import convert as convert_columns
 from .storing import forget as forget_rows
 from .task import Task, recipe
 
@@ -213,16 +212,6 @@ def forget(
 ) -> None:
     """Take rows out of the results of a study, for a run that stores them anew; what is stored, runs do not replace."""
     forget_rows(results / name, rows.split(";"))
-
-
-@app.command()
-def convert(
-    folder: Annotated[Path, typer.Argument(help="Results, or a run folder, with all folders below it.")],
-) -> None:
-    """Make columns of before, `.npz`, the Parquet files that they are now; the old ones go once both are equal."""
-    converted = convert_columns(folder)
-    before, after = sum(size for _, size in converted), sum(path.stat().st_size for path, _ in converted)
-    print(f"converted {len(converted)} files of columns in {folder}: {before:,} bytes, now {after:,}")
 
 
 @app.command()

@@ -21,7 +21,6 @@ from .measures import Array
 
 NAME = "name"
 TYPES = {"float16": pa.float16(), "bool": pa.bool_(), "float64": pa.float64(), "string": pa.string()}
-BEFORE = ".npz"  # what columns were written as before
 ONE_PAGE = 1 << 30  # bytes, more than any file has
 
 
@@ -29,15 +28,9 @@ def read_columns(path: Path) -> dict[str, Array]:
     """All columns of a file, of the types they were given in and in the order of the file; none where there is no file.
 
     Raises:
-        DataError: There is no such file, but one of before, which is to be converted; it is damaged, or has something
-            else.
+        DataError: It is damaged, or has something else.
     """
     if not path.exists():
-        if path.with_suffix(BEFORE).exists():
-            raise DataError(
-                f"{path.with_suffix(BEFORE)} has columns as they were written before; make them {path.name} with "
-                f"`python -m studies convert {path.parent}`"
-            )
         return {}
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -99,8 +92,3 @@ def _kind(path: Path, name: str, column: Array) -> str:
             f"{', '.join(TYPES)}"
         )
     return kind
-
-
-def same_column(one: Array, other: Array) -> bool:
-    """Whether two columns are of one type and equal, bit by bit."""
-    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()

@@ -2,8 +2,7 @@
 
 Runs that share no models have a Single each. A run with all rows of a stored seed takes its place; of another, rows
 that are not stored yet are added, and `again-N-….parquet` has the Single that they are held against. Sets that a suite
-got since are shown when all rows were asked about them. `forget` takes rows out that are to be stored anew, `convert`
-makes files of before what they are now.
+got since are shown when all rows were asked about them. `forget` takes rows out that are to be stored anew.
 """
 
 import hashlib
@@ -17,12 +16,11 @@ import numpy as np
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json, read_object, write_json
 
-from .column_files import BEFORE, read_columns, same_column, write_columns
-from .measures import CALIBRATED, SHIFT, Array
+from .column_files import read_columns, write_columns
+from .measures import CALIBRATED, Array
 from .seed_folder import CHOICES, REPORT, slug
 
 FORMAT = "hydra_ensembles.study 4"
-CONVERTED = "hydra_ensembles.study 3"  # the one before, whose columns were NumPy archives
 STUDY = "study.json"
 SINGLE = "Single"  # the row with the model a user has
 
@@ -38,8 +36,7 @@ def facts_of(folder: Path) -> dict[str, Any] | None:
         return None
     facts = read_object(folder / STUDY)
     if facts.get("format") != FORMAT:
-        remedy = f"; make it that with `python -m studies convert {folder}`" if facts.get("format") == CONVERTED else ""
-        raise DataError(f"{folder} has the format {facts.get('format')!r}; this version reads {FORMAT!r}{remedy}")
+        raise DataError(f"{folder} has the format {facts.get('format')!r}; this version reads {FORMAT!r}")
     return facts
 
 
@@ -202,38 +199,3 @@ def _again_files(folder: Path, number: int) -> list[Path]:
 def same_columns(columns: Mapping[str, Array], stored: Mapping[str, Array]) -> bool:
     """Whether all of these columns are stored, with the same values."""
     return all(key in stored and np.array_equal(column, stored[key]) for key, column in columns.items())
-
-
-def convert(folder: Path) -> list[tuple[Path, int]]:
-    """Make columns that were written before, as NumPy archives, what they are now: in results, or in a run folder.
-
-    Each new file is read back and held against the old one, bit by bit, before that goes; what is left after a kill is
-    converted the next time.
-
-    Returns:
-        The new files, each with the bytes that the old one had.
-    """
-    if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder")
-    converted = []
-    for old in sorted(path for path in folder.rglob(f"*{BEFORE}") if _has_columns(path)):
-        new = old.with_suffix(".parquet")
-        with np.load(old, allow_pickle=False) as file:
-            columns = dict(file)
-        if not new.exists():
-            write_columns(new, columns)
-        now = read_columns(new)
-        if now.keys() != columns.keys() or not all(same_column(column, now[name]) for name, column in columns.items()):
-            raise DataError(f"{new} has other columns than {old}; remove the one that is wrong")
-        converted.append((new, old.stat().st_size))
-        old.unlink()
-    for path in sorted(folder.rglob(STUDY)):
-        facts = read_json(path)
-        if facts.get("format") == CONVERTED:
-            write_json(path, {**facts, "format": FORMAT})
-    return converted
-
-
-def _has_columns(file: Path) -> bool:
-    """Whether an archive is of a row, in the folder of a seed, or a stored one; corrupted images stay what they are."""
-    return file.parent.name in (REPORT, SHIFT) or file.name.startswith(("seed-", "again-", f"{SHIFT}-"))

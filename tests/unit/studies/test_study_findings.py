@@ -476,6 +476,9 @@ def test_a_study_goes_on_where_it_stopped_and_choices_stay(study: Study, tmp_pat
     write_json(tmp_path / NAME / "study.json", stored)
     with pytest.raises(DataError, match="another"):
         Study(NAME, tmp_path)
+    write_json(tmp_path / NAME / "study.json", study.facts)
+    with pytest.raises(DataError, match="lacks seed-0"):
+        Study(NAME, tmp_path).columns(HYDRA, 0)
 
 
 @pytest.mark.parametrize(
