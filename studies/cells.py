@@ -1,6 +1,6 @@
 """How tables of studies write a number: its form, whether it is beyond chance, and over which seeds it is a mean."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .measures import Difference
@@ -12,6 +12,7 @@ LOWER = ("nll", "brier", "ece", "aurc", "fpr95")  # is better
 PLAIN = ("nll", "brier")  # not in per cent
 BEYOND = "(95 % intervals over seeds and test samples, paired; from three seeds on)"
 MARKED = f"**Better** and *worse* than Single beyond chance {BEYOND}"
+PAPER = "(paper)"  # in brackets, as its numbers are: italics are for what is worse
 ACROSS = "†"  # behind what two runs are compared by
 ACROSS_TOLD = (
     f"{ACROSS} Rows of two runs: shown is what each gains over the Single of its own run; beyond chance, or a verdict, "
@@ -32,15 +33,9 @@ def gap_text(gap: Difference, key: str) -> str:
 
 
 def marked(study: Study, row: str, key: str) -> str:
-    """A mean; bold where it is better than Single's beyond chance, in italics where it is worse."""
+    """A mean; bold where it is better than Single's beyond chance, in italics where worse; where that is known."""
     text = printed(study.mean(row, key), key)
     return text if row == SINGLE else judged_text(text, study.difference(row, SINGLE, key), key)
-
-
-def shown(study: Study, row: str, key: str) -> str:
-    """A mean as `marked` has it; one without an interval as it is."""
-    has_interval = any(key in study.numbers(row, seed) for seed in study.seeds(row))
-    return marked(study, row, key) if has_interval else printed(study.plain_mean(row, key), key)
 
 
 def judged_text(text: str, gap: Difference | None, key: str) -> str:
@@ -49,6 +44,21 @@ def judged_text(text: str, gap: Difference | None, key: str) -> str:
         return text
     better = (gap.value < 0) == (key.rpartition(".")[2] in LOWER)
     return f"**{text}**" if better else f"*{text}*"
+
+
+def with_paper(
+    study: Study, columns: Sequence[Sequence[str]], more: Callable[[str], list[str]] = lambda _: []
+) -> list[list[str]]:
+    """A line of every row, `more` at its end, and the paper's below where it has one; a cell has one number or more."""
+    lines = []
+    paper = study.paper()
+    for row in study.rows:
+        numbers, end = paper.get(row, {}), more(row)
+        theirs = [" / ".join(printed(numbers.get(key), key) for key in keys) for keys in columns]
+        known = [f"({text})" if keys[0] in numbers else "" for text, keys in zip(theirs, columns, strict=True)]
+        lines.append([row, *(" / ".join(marked(study, row, key) for key in keys) for keys in columns), *end])
+        lines += [[PAPER, *known, *[""] * len(end)]] if any(known) else []
+    return lines
 
 
 def later_runs(study: Study) -> str:

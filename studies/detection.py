@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .cells import MARKED, level, printed, shown
+from .cells import MARKED, level, with_paper
 from .measures import FEWEST
 from .paper import LIKE, STANDS_FOR
 from .results import markdown
@@ -10,26 +10,11 @@ from .stored import Study
 
 METRICS = ("auroc", "fpr95", "aupr")
 TITLE = "AUROC ↑ / FPR95 ↓ / AUPR ↑"
-PAPER = "(paper)"  # in brackets, as its numbers are: italics are for what is worse
 
 
-def detected(study: Study, scopes: Sequence[str]) -> list[list[str]]:
-    """The three metrics of every row in scopes such as `near` or `ood.mnist`, and the paper's line where it has one."""
-    lines = []
-    paper = study.paper()
-    for row in study.rows:
-        numbers = paper.get(row, {})
-        cells = list[str]()
-        theirs = list[str]()
-        for scope in scopes:
-            keys = [f"{scope}.{metric}" for metric in METRICS]
-            cells.append(" / ".join(shown(study, row, key) for key in keys))
-            values = [numbers.get(key) for key in keys]
-            text = " / ".join(printed(value, key) for value, key in zip(values, keys, strict=True))
-            theirs.append("" if values[0] is None else f"({text})")
-        lines.append([row, *cells])
-        lines += [[PAPER, *theirs]] if any(theirs) else []
-    return lines
+def metrics(scopes: Sequence[str]) -> list[list[str]]:
+    """The three metrics of scopes such as `near` or `ood.mnist`, each a cell."""
+    return [[f"{scope}.{metric}" for metric in METRICS] for scope in scopes]
 
 
 def detection_table(study: Study) -> str:
@@ -37,7 +22,9 @@ def detection_table(study: Study) -> str:
     groups = [*study.facts["groups"], "all"]
     small = small_sets(study)
     left_out = f" FPR95 leaves out {', '.join(small)}: under 1,000 samples." if small else ""
-    return markdown(["row", *groups], detected(study, groups), f"Means over OOD sets: {_note(study)}{left_out}")
+    return markdown(
+        ["row", *groups], with_paper(study, metrics(groups)), f"Means over OOD sets: {_note(study)}{left_out}"
+    )
 
 
 def sets_table(study: Study) -> str:
@@ -45,7 +32,7 @@ def sets_table(study: Study) -> str:
     groups = study.facts["groups"]
     sizes = set_sizes(study)
     heads = [f"{name} ({group}, {sizes[name]:,})" for group, names in groups.items() for name in names]
-    lines = detected(study, [f"ood.{name}" for name in study.outside])
+    lines = with_paper(study, metrics([f"ood.{name}" for name in study.outside]))
     like = [f"{LIKE[name]} for {name}" for name in study.outside if name in LIKE] if study.paper() else []
     stand_ins = f" The paper's are of {', '.join(like)}." if like else ""
     note = (

@@ -1,6 +1,6 @@
 """What the documents show of the zero-shot study, made from its stored columns alone."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from statistics import mean
 from typing import Any, TypeVar, get_args
@@ -8,11 +8,11 @@ from typing import Any, TypeVar, get_args
 from hydra_ensembles.metrics.distance import LearnedName
 
 from .all_tasks import gains
-from .cells import ACROSS_TOLD, BEYOND, MARKED, later_runs, marked, measured_on, memory, printed, ratio, shown
-from .detection import PAPER, TITLE, detected
+from .cells import ACROSS_TOLD, BEYOND, MARKED, later_runs, marked, measured_on, memory, printed, ratio, with_paper
+from .detection import TITLE, metrics
 from .dual_rows import BAYES_VLM, HYDRA, NEG_LABEL, VILU
 from .findings import claim_cells, not_testable_table, tested
-from .measures import Columns, Number, numbers, plain_numbers
+from .measures import Columns, Groups, Number, further_numbers, numbers
 from .paper import Numbers, read_csv, zero_shot_numbers
 from .results import markdown
 from .stored import Study
@@ -51,27 +51,26 @@ class DualStudy(Study):
     """
 
     def numbers_of(self, columns: Columns) -> dict[str, Number]:
-        by_key: dict[str, Number] = {}
+        return self._by_task(numbers, columns, Number.mean)
+
+    def further_of(self, columns: Columns) -> dict[str, float]:
+        return self._by_task(further_numbers, columns, mean)
+
+    def _by_task(
+        self,
+        numbers: Callable[[Columns, str, Groups], Mapping[str, Value]],
+        columns: Columns,
+        average: Callable[[list[Value]], Value],
+    ) -> dict[str, Value]:
+        """Numbers of every task, and their means over the tasks that count, where all of these have the number."""
+        by_key: dict[str, Value] = {}
         for task in self.facts["tasks"]:
             of_task = numbers(of_row(task, columns), task, self.groups(task))
-            by_key |= {f"{task}.{key}": number for key, number in {**of_task, **by_own_score(of_task)}.items()}
-        return by_key | self._means(by_key, Number.mean)
-
-    def plain_of(self, columns: Columns, known: Mapping[str, Number]) -> dict[str, float]:
-        by_key: dict[str, float] = {}
-        for task in self.facts["tasks"]:
-            prefix, own_prefix = f"{task}.", f"{task}.own."
-            keys = [key for key in known if key.startswith(prefix) and not key.startswith(own_prefix)]
-            of_task = {key.removeprefix(prefix): known[key] for key in keys}
-            plain = plain_numbers(of_row(task, columns), task, self.groups(task), of_task)
-            by_key |= {f"{task}.{key}": value for key, value in {**plain, **by_own_score(plain)}.items()}
-        return by_key | self._means(by_key, mean)
-
-    def _means(self, by_key: Mapping[str, Value], average: Callable[[list[Value]], Value]) -> dict[str, Value]:
-        """Means over the tasks that count, where all of these have the number."""
+            by_key |= {f"{task}.{key}": value for key, value in {**of_task, **by_own_score(of_task)}.items()}
         keys = {key: [f"{task}.{key}" for task in self.counted] for key in MEANS}
         complete = {key: names for key, names in keys.items() if names and all(name in by_key for name in names)}
-        return {f"{UNSEEN}.{key}": average([by_key[name] for name in names]) for key, names in complete.items()}
+        means = {f"{UNSEEN}.{key}": average([by_key[name] for name in names]) for key, names in complete.items()}
+        return by_key | means
 
     def groups(self, task: str) -> dict[str, list[str]]:
         """Names of the OOD sets of a task, by group."""
@@ -113,14 +112,8 @@ def main_table(study: DualStudy) -> str:
     keys = {f"{UNSEEN}.{key}": head for key, head in CLASSIFICATION.items()} if study.counted else {}
     for task in study.detections:
         keys |= {f"{task}.own.{group}.auroc": f"{task} {group} ↑" for group in (*study.groups(task), "all")}
-    lines = []
-    paper = study.paper()
     measured = int(study.facts["costs"] is not None)  # columns of costs
-    for row in study.rows:
-        cost = study.cost(row)
-        price = [ratio(cost)] * measured
-        lines.append([row, *(shown(study, row, key) for key in keys), *price])
-        lines += _of_paper(paper.get(row, {}), keys, measured)
+    lines = with_paper(study, [[key] for key in keys], lambda row: [ratio(study.cost(row))] * measured)
     facts = study.facts
     run = next(iter(study.facts["runs"].values()))
     titles = {"avg image+text": "of both towers", "avg image": "of the image tower alone"}
@@ -154,23 +147,13 @@ def left_out(study: DualStudy) -> str:
     return f"Tasks where Single is below {least:g} times chance leave the means: {', '.join(study.left_out) or 'none'}."
 
 
-def _of_paper(numbers: Mapping[str, float], keys: Iterable[str], after: int) -> list[list[str]]:
-    """The paper's line with so many empty cells at its end; none where it gives none of these numbers."""
-    values = [(numbers.get(key), key) for key in keys]
-    cells = ["" if value is None else f"({printed(value, key)})" for value, key in values]
-    return [[PAPER, *cells, *[""] * after]] if any(cells) else []
-
-
 def tasks_table(study: DualStudy, key: str = "accuracy") -> str:
     """Table 24: a number of every task, by the score that a row brings where it has one."""
     tasks = study.facts["tasks"]
-    paper = study.paper()
     keys = [*(f"{task}.{key}" for task in tasks), *([f"{UNSEEN}.{key}"] if study.counted else [])]
-    lines = [["(chance)", *(f"({printed(1 / facts['classes'], 'accuracy')})" for facts in tasks.values())]]
-    lines = [[*lines[0], *[""] * (len(keys) - len(tasks))]] if key == "accuracy" else []
-    for row in study.rows:
-        lines.append([row, *(shown(study, row, task_key) for task_key in keys)])
-        lines += _of_paper(paper.get(row, {}), keys, 0)
+    chance = [f"({printed(1 / facts['classes'], 'accuracy')})" for facts in tasks.values()]
+    lines = [["(chance)", *chance, *[""] * (len(keys) - len(tasks))]] if key == "accuracy" else []
+    lines += with_paper(study, [[one] for one in keys])
     heads = [f"{task} ({facts['domain']}, {facts['samples']})" for task, facts in tasks.items()]
     unseen = sum(facts["domain"] == UNSEEN for facts in tasks.values())
     marks = "aECE has no interval" if key == "own.aece" else MARKED
@@ -191,7 +174,7 @@ def sets_table(study: DualStudy) -> str:
         for group, names in study.groups(task).items()
         for name in names
     ]
-    lines = detected(study, [f"{task}.own.ood.{name}" for task, _, name in sets])
+    lines = with_paper(study, metrics([f"{task}.own.ood.{name}" for task, _, name in sets]))
     heads = [f"{task}: {name} ({group})" for task, group, name in sets]
     return markdown(["row", *heads], lines, f"{TITLE}, the paper's below: textures for dtd10. {LARGE} {BY_OWN}")
 
@@ -201,10 +184,7 @@ def detection_table(study: DualStudy) -> str:
     scores = {"all.auroc": "all by MSP", "entropy:all.auroc": "all by entropy"}
     keys = {f"{task}.{key}": f"{task}, {title} ↑" for task in study.detections for key, title in scores.items()}
     scopes = [f"{task}.own.{group}" for task in study.detections for group in (*study.groups(task), "all")]
-    lines = [
-        [*line, *([""] * len(keys) if line[0] == PAPER else [marked(study, line[0], key) for key in keys])]
-        for line in detected(study, scopes)
-    ]
+    lines = with_paper(study, metrics(scopes), lambda row: [marked(study, row, key) for key in keys])
     heads = [scope.replace(".own.", " ") for scope in scopes]
     note = f"{TITLE}, means over OOD sets, the paper's below; then AUROC. {LARGE} {BY_OWN}"
     return markdown(["row", *heads, *keys.values()], lines, note)

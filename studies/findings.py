@@ -36,7 +36,7 @@ def main_table(study: Study) -> str:
     lines = []
     for row in study.rows:
         cost = study.cost(row)
-        false = printed(study.plain_mean(row, "far.fpr95"), "fpr95")
+        false = printed(study.mean(row, "far.fpr95"), "fpr95")
         cells = [marked(study, row, key) for key in MAIN]
         price = [ratio(cost), memory(cost)][: len(measured)]
         trained = [f"{study.facts['trainings'][row]:g}", str(len(study.seeds(row)))]
@@ -346,7 +346,7 @@ def paper_table(study: Study) -> str:
     """The paper's table of the task: our numbers, and the paper's in brackets."""
     theirs = paper_numbers("classifier", study.stands_for)
     lines = [
-        [row, *(f"{printed(study.plain_mean(row, key), key)} ({printed(numbers.get(key), key)})" for key in PRINTED)]
+        [row, *(f"{printed(study.mean(row, key), key)} ({printed(numbers.get(key), key)})" for key in PRINTED)]
         for row, numbers in ((row, theirs[row]) for row in study.rows if row in theirs)
     ]
     small = small_sets(study)

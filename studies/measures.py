@@ -110,8 +110,6 @@ def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
     id_columns = {name: column.astype(np.float64) for name, column in raw.items()}
     by_key = {"accuracy": _mean(id_columns["correct"], inside)}
     for prefix in ("", CALIBRATED):
-        if f"{prefix}nll" not in id_columns:  # results of before have no rows after calibration
-            continue
         by_key |= {f"{prefix}{key}": _mean(id_columns[f"{prefix}{key}"], inside) for key in ("nll", "brier")}
         by_key[f"{prefix}ece"] = _ece(1.0 - id_columns[DOUBT[prefix]], id_columns["correct"], inside)
     by_key["aurc"] = _aurc(id_columns["msp"], 1.0 - id_columns["correct"], inside)
@@ -142,22 +140,23 @@ def shift_numbers(columns: Columns) -> dict[str, Number]:
     return by_key
 
 
-def plain_numbers(
-    columns: Columns, inside: str, groups: Groups, known: Mapping[str, Number] | None = None
-) -> dict[str, float]:
-    """Every number of one model, those without influences too: adaptive ECE, AUPR, FPR95 of sets that are large.
+def plain_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, float]:
+    """Every number of one model, those without influences too."""
+    known = numbers(columns, inside, groups)
+    return {key: number.value for key, number in known.items()} | further_numbers(columns, inside, groups)
+
+
+def further_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, float]:
+    """Numbers without influences of one model: adaptive ECE, AUPR, FPR95 of sets that are large, spread of members.
 
     AUPR and FPR95 by the largest probability, and by a score that was learned (`vilu:near.fpr95`) where there is one.
-    What `numbers` gave of the same columns need not be found again.
     """
-    by_key = {key: number.value for key, number in (known or numbers(columns, inside, groups)).items()}
     correct = torch.from_numpy(columns[f"{inside}|correct"])
     learned = f"{inside}|{CONFIDENT}"
-    doubts = {prefix: columns.get(f"{inside}|{doubt}") for prefix, doubt in DOUBT.items()}
-    sure = {prefix: 1.0 - doubt.astype(np.float64) for prefix, doubt in doubts.items() if doubt is not None}
+    sure = {prefix: 1.0 - columns[f"{inside}|{doubt}"].astype(np.float64) for prefix, doubt in DOUBT.items()}
     if learned in columns:
         sure[f"{CONFIDENT}:"] = _confidence(columns[learned].astype(np.float64))
-    by_key |= {f"{key}aece": adaptive_ece_of_confidence(torch.from_numpy(p), correct) for key, p in sure.items()}
+    by_key = {f"{key}aece": adaptive_ece_of_confidence(torch.from_numpy(p), correct) for key, p in sure.items()}
     spread = {name: columns[f"{name}|{SPREAD}"] for names in groups.values() for name in names}
     means = {name: float(column.astype(np.float64).mean()) for name, column in spread.items()}
     by_key[SPREAD] = float(columns[f"{inside}|{SPREAD}"].astype(np.float64).mean())

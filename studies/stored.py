@@ -17,8 +17,8 @@ from .measures import (
     Columns,
     Difference,
     Number,
+    further_numbers,
     numbers,
-    plain_numbers,
     shift_numbers,
 )
 from .paper import Numbers, classifier_numbers
@@ -75,17 +75,20 @@ class Study(Once):
         """Numbers of what one model said about all sets."""
         return numbers(columns, self.facts["inside"], self.facts["groups"])
 
-    def plain(self, row: str) -> list[dict[str, float]]:
-        """All numbers, seed by seed."""
+    def plain(self, row: str) -> dict[int, dict[str, float]]:
+        """All numbers by seed."""
 
-        def make() -> list[dict[str, float]]:
-            return [self.plain_of(self.columns(row, seed), self.numbers(row, seed)) for seed in self.seeds(row)]
+        def make() -> dict[int, dict[str, float]]:
+            return {seed: self._all(self.columns(row, seed), self.numbers(row, seed)) for seed in self.seeds(row)}
 
         return self.once(("plain", row), make)
 
-    def plain_of(self, columns: Columns, known: Mapping[str, Number]) -> dict[str, float]:
-        """All numbers of what one model said about all sets; those with influences are known."""
-        return plain_numbers(columns, self.facts["inside"], self.facts["groups"], known)
+    def further_of(self, columns: Columns) -> dict[str, float]:
+        """Numbers without influences of what one model said about all sets."""
+        return further_numbers(columns, self.facts["inside"], self.facts["groups"])
+
+    def _all(self, columns: Columns, known: Mapping[str, Number]) -> dict[str, float]:
+        return {key: number.value for key, number in known.items()} | self.further_of(columns)
 
     def mean(self, row: str, key: str) -> float | None:
         """A number of a row on average, on the level of Single's mean over all its seeds; None where it has none.
@@ -94,21 +97,15 @@ class Study(Once):
         Single beside it, so that means of two rows differ by what they differ from it.
         """
 
-        def of(by_key: Mapping[str, Number]) -> float | None:
-            return by_key[key].value if key in by_key else None
+        def of(by_seed: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
+            return {seed: numbers[key] for seed, numbers in by_seed.items() if key in numbers}
 
-        ours = {seed: of(self.numbers(row, seed)) for seed in self.seeds(row)}
-        single = {seed: of(self.numbers(SINGLE, seed)) for seed in self.seeds(SINGLE)}
-        beside = {seed: of(self._again(seed)[row]) for seed in ours if row in self._again(seed)}
-        return _on_level(ours, single, beside)
-
-    def plain_mean(self, row: str, key: str) -> float | None:
-        """The same of any number, such as an FPR95, that `plain` has."""
-        ours, single = (
-            {seed: numbers.get(key) for seed, numbers in zip(self.seeds(name), self.plain(name), strict=True)}
-            for name in (row, SINGLE)
-        )
-        return _on_level(ours, single, {seed: self._plain_again(row, seed).get(key) for seed in ours})
+        ours, level = of(self.plain(row)), of(self.plain(SINGLE))
+        single = of({seed: self._plain_beside(row, seed) for seed in ours})
+        gaps = [value - single[seed] for seed, value in ours.items() if seed in single]
+        if gaps and level:
+            return mean(level.values()) + mean(gaps)
+        return mean(ours.values()) if ours else None
 
     def paper(self) -> Mapping[str, Numbers]:
         """The paper's numbers by row, under the keys of ours; none where its task is another than this one."""
@@ -161,7 +158,21 @@ class Study(Once):
 
     def _beside(self, row: str, seed: int) -> dict[str, Number]:
         """Numbers of the Single that was trained when a row was made."""
-        return self._again(seed).get(row) or self.numbers(SINGLE, seed)
+        single = self._again(seed).get(row)
+        if single is None:
+            return self.numbers(SINGLE, seed)
+        return self.once(("again", seed, id(single)), lambda: self.numbers_of(single))
+
+    def _plain_beside(self, row: str, seed: int) -> dict[str, float]:
+        """All numbers of that Single; those that it was not asked for are those of the first."""
+        first, single = self.plain(SINGLE).get(seed, {}), self._again(seed).get(row)
+        if single is None:
+            return first
+        return self.once(("plain again", seed, id(single)), lambda: first | self._all(single, self._beside(row, seed)))
+
+    def _again(self, seed: int) -> dict[str, dict[str, Array]]:
+        """Rows with a Single of their own, and its columns; several rows have the same one."""
+        return self.once(("singles", seed), lambda: single_of(self.folder, seed))
 
     def _number(self, numbers: Mapping[str, Number], key: str) -> Number | None:
         """A number of one model, or the mean that `all but NAME.auroc` is; None where it has not got it."""
@@ -181,25 +192,6 @@ class Study(Once):
         """Whether Single was trained again for some of the rows."""
         return any(self.folder.glob("again-*.parquet"))
 
-    def _singles(self, seed: int) -> dict[str, dict[str, Array]]:
-        """Rows with a Single of their own, and its columns; several rows have the same one."""
-        return self.once(("singles", seed), lambda: single_of(self.folder, seed))
-
-    def _again(self, seed: int) -> dict[str, dict[str, Number]]:
-        def make() -> dict[str, dict[str, Number]]:
-            singles = self._singles(seed)
-            distinct = {id(columns): columns for columns in singles.values()}
-            numbers = {key: self.numbers_of(columns) for key, columns in distinct.items()}
-            return {row: numbers[id(columns)] for row, columns in singles.items()}
-
-        return self.once(("again", seed), make)
-
-    def _plain_again(self, row: str, seed: int) -> dict[str, float]:
-        columns = self._singles(seed).get(row)
-        if columns is None:
-            return {}
-        return self.once(("plain again", seed, id(columns)), lambda: self.plain_of(columns, self._again(seed)[row]))
-
     def parameters(self, row: str) -> str:
         """Millions of parameters of a row; a dash where it has none of its own."""
         counts = [run["report"][row].get("parameters") for run in self.facts["runs"].values() if row in run["report"]]
@@ -213,17 +205,3 @@ class Study(Once):
     def cost(self, row: str) -> Mapping[str, Any]:
         """What was measured of a row's price."""
         return (self.facts["costs"] or {"rows": {}})["rows"].get(row, {})
-
-
-BySeed = Mapping[int, float | None]
-
-
-def _on_level(ours: BySeed, single: BySeed, beside: BySeed) -> float | None:
-    """Single's mean, and what is more or less than Single's of the same seed, or than that of a later run beside it."""
-    values = {seed: value for seed, value in ours.items() if value is not None}
-    level = [value for value in single.values() if value is not None]
-    against = {**single, **{seed: value for seed, value in beside.items() if value is not None}}
-    gaps = [value - other for seed, value in values.items() if (other := against.get(seed)) is not None]
-    if gaps and level:
-        return mean(level) + mean(gaps)
-    return mean(values.values()) if values else None

@@ -193,7 +193,7 @@ def of_row(row: str, columns: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _again_files(folder: Path, number: int) -> list[Path]:
-    return sorted((*folder.glob(f"again-{number}.parquet"), *folder.glob(f"again-{number}-*.parquet")))
+    return sorted(folder.glob(f"again-{number}-*.parquet"))
 
 
 def same_columns(columns: Mapping[str, Array], stored: Mapping[str, Array]) -> bool:

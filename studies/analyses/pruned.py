@@ -152,19 +152,19 @@ def shares_table(result: Result) -> str:
             who, _, count = name.partition("|")
             cells = [cell(by_seed(result, state, name, column), column) for column in columns]
             lines.append([title, count, who, *cells])
-    steps = by_seed(result, "steps")[0]
-    after = "" if steps is None else f"Trained after: {steps} steps, side by side, the classifier kept. "
-    about = f"The paper shows curves without numbers. {analysis.about(result)}"
-    note = f"Of {by_seed(result, 'heads')[0]} heads. {after}{about}"
+    heads, steps = (by_seed(result, key)[0] for key in ("heads", "steps"))
+    note = (
+        f"Of {heads} heads. Trained after: {steps} steps, side by side, the classifier kept. The paper shows curves "
+        f"without numbers. {analysis.about(result)}"
+    )
     return markdown(["", "heads removed", "chosen by", *columns.values()], lines, note, left=3)
 
 
 def shares_figure(result: Result) -> Any:
     """Figures 5 (above) and 6 (below)."""
-    states = [state for state in STATES if by_seed(result, state)[0]]
     metrics = {"accuracy": "accuracy % ↑", **{f"all.{key}": f"OOD {head}" for key, head in DETECTION.items()}}
-    drawing, axes = fields(len(states), len(metrics), 1.9, sharex=True, sharey="col")
-    for row, state in zip(axes, states, strict=True):
+    drawing, axes = fields(len(STATES), len(metrics), 1.9, sharex=True, sharey="col")
+    for row, state in zip(axes, STATES, strict=True):
         for field, metric in zip(row, metrics, strict=True):
             for who, mark in CHOOSERS.items():
                 counts = [int(name.partition("|")[2]) for name in by_seed(result, state)[0] if name.startswith(who)]

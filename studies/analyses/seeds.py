@@ -26,7 +26,7 @@ FOUND = {"accuracy": "Acc ↑", "nll": "NLL ↓", "ece": "ECE ↓"}
 def read_seeds(studies: Path, task: str) -> dict[str, Any]:
     """Numbers of every seed of a study that is stored."""
     study = Study(task, studies)
-    by_row = {row: dict(zip(map(str, study.seeds(row)), study.plain(row), strict=True)) for row in ROWS}
+    by_row = {row: {str(seed): numbers for seed, numbers in study.plain(row).items()} for row in ROWS}
     runs = study.facts["runs"]
     rows = {number: {row: numbers[number] for row, numbers in by_row.items() if number in numbers} for number in runs}
     seeds = {number: {"rows": numbers} for number, numbers in rows.items() if numbers}
