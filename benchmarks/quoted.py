@@ -43,14 +43,13 @@ from typing import Any
 
 from studies.all_tasks import intervals
 from studies.cells import LOWER, PLAIN
+from studies.claims import claims
 from studies.column_files import read_columns
-from studies.dual_findings import DualStudy
-from studies.dual_findings import claims as dual_claims
-from studies.findings import claims, foretold
+from studies.findings import foretold
 from studies.measures import FEWEST_SEEDS, LEVEL, Difference, Number, numbers
 from studies.paper import paper_numbers
 from studies.results import fixed
-from studies.stored import Study
+from studies.stored import DualStudy, Study
 from studies.storing import SINGLE, of_row
 
 COMMENT = re.compile(r"<!-- numbers:\n(.*?)\n *-->", re.DOTALL)
@@ -211,7 +210,7 @@ def holds(gap: Difference, key: str, claim: str) -> bool:
 def of_study(study: Study, rows: str, key: str) -> float | Difference:
     """A number of one row, of two, or the most or least of all."""
     if rows == CLAIMED or rows.startswith(CLAIMED_OF):
-        tested = dual_claims(study) if isinstance(study, DualStudy) else claims(study)
+        tested = claims(study)
         if rows != CLAIMED:
             metric = rows.removeprefix(CLAIMED_OF)
             tested = [claim for claim in tested if (claim["metric"], claim["is"]) == (metric, "higher")]

@@ -33,14 +33,12 @@ from studies.all_tasks import TITLES
 from studies.analyses.registry import blocks, draw, undrawn
 from studies.cells import marked, printed
 from studies.circuit_draws import draws_table
-from studies.dual_findings import DualStudy
 from studies.dual_findings import blocks as dual_blocks
 from studies.dual_recipe import ZERO_SHOT
 from studies.findings import blocks as study_blocks
-from studies.findings import stored_studies
 from studies.results import RESULTS, ROOT, load, table
 from studies.rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, SINGLE, SOUP
-from studies.stored import Study
+from studies.stored import DualStudy, Study, stored_studies
 from studies.tower_scores import tower_table
 
 COMPARED = (  # rows of the README

@@ -10,7 +10,7 @@ paper_task                the paper's own tasks for those who have its data
 evidence, measures        what a model says about every sample; numbers from that, with intervals
 column_files              that, in files
 storing, stored           results: written, read, compared
-findings, dual_findings, all_tasks, gain_figure  tables and a figure of the documents
+cells, claims, findings, dual_findings, all_tasks    tables of the documents, and a figure
 analyses/                 analyses of the paper, and three of ours
 circuit_draws, tower_scores    experiments that stand alone
 """

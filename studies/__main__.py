@@ -9,7 +9,7 @@ import typer
 
 from hydra_ensembles.errors import ConfigError, HydraError
 
-from . import dual_findings, gain_figure, paper_task
+from . import all_tasks, dual_findings, paper_task
 from .analyses import registry
 from .analyses.registry import with_analyses
 from .classifiers import CLASSIFIERS
@@ -22,7 +22,7 @@ from .fetch import prepare as prepare_set
 from .findings import TABLES, paper_table, written
 from .seed import Seed
 from .sets import DataFolder
-from .stored import RESULTS, Study
+from .stored import RESULTS, DualStudy, Study
 from .storing import forget as forget_rows
 from .task import Task, recipe
 
@@ -93,7 +93,7 @@ def tables(
 ) -> None:
     """Make every table of a study of classifiers again from its stored columns, on a CPU."""
     if figures is not None:
-        gain_figure.draw(results, figures / "gain_against_price.svg")
+        all_tasks.draw(results, figures / "gain_against_price.svg")
     print(written(Study(name, results), TABLES))
 
 
@@ -198,7 +198,7 @@ def zero_shot(
     """Run the zero-shot study: train a dual encoder, rank its heads, fix members, open the test sets, measure costs."""
     settings = load_dual_recipe(tiny, suite, model, factors)
     if from_results:
-        print(written(dual_findings.DualStudy(settings.name, results), dual_findings.TABLES))
+        print(written(DualStudy(settings.name, results), dual_findings.TABLES))
         return
     task = DualTask(settings, DataFolder(data, cifar), torch_device(device))
     run_stages(ZERO_SHOT, task, output, results, stages, rows, seeds, workers, minutes)

@@ -1,22 +1,15 @@
 """What the documents show of the zero-shot study, made from its stored columns alone."""
 
 from collections.abc import Callable, Collection, Mapping
-from functools import cached_property
 from statistics import mean
-from typing import Any, TypeVar, get_args
-
-from hydra_ensembles.metrics.distance import LearnedName
 
 from .all_tasks import gains
 from .cells import ACROSS_TOLD, BEYOND, MARKED, later_runs, marked, measured_on, memory, printed, ratio, with_paper
-from .detection import TITLE, metrics
+from .claims import claim_cells, claims, not_testable_table
 from .dual_rows import BAYES_VLM, HYDRA, NEG_LABEL, VILU
-from .findings import claim_cells, not_testable_table, tested
-from .measures import Columns, Groups, Number, further_numbers, numbers
-from .paper import Numbers, read_csv, zero_shot_numbers
+from .findings import TITLE, metrics
 from .results import markdown
-from .stored import Study
-from .storing import SINGLE, of_row
+from .stored import UNSEEN, DualStudy
 
 CLASSIFICATION = {
     "accuracy": "accuracy ↑",
@@ -27,84 +20,11 @@ CLASSIFICATION = {
     "calibrated.ece": "ECE, own temperature ↓",
     "own.aurc": "AURC ↓",
 }
-UNSEEN = "unseen"
-MEANS = ("accuracy", "nll", "brier", "ece", "aece", "calibrated.ece", "aurc", "own.ece", "own.aece", "own.aurc")
-OWN = get_args(LearnedName)  # scores that rows bring
 BY_OWN = (
     "ViLU and NegLabel answer like Single and bring a score: OOD numbers of their rows, and ECE, aECE and AURC of "
     "ViLU, are by that score, those of all other rows by the largest probability."
 )
 LARGE = "FPR95 of sets of 1,000 images or more; a dash where there is none."
-Value = TypeVar("Value")
-
-
-def by_own_score(by_key: Mapping[str, Value]) -> dict[str, Value]:
-    """The same numbers as `own.KEY`: by the score that a row brings where it has them, else as they are."""
-    prefix = next((f"{score}:" for score in OWN if any(key.startswith(f"{score}:") for key in by_key)), "")
-    return {f"own.{key}": by_key.get(f"{prefix}{key}", value) for key, value in by_key.items() if ":" not in key}
-
-
-class DualStudy(Study):
-    """The stored results of a zero-shot study: numbers of a task are `TASK.accuracy`, means `unseen.accuracy`.
-
-    `TASK.own.KEY` is by the score that a row brings, where it brings one.
-    """
-
-    def numbers_of(self, columns: Columns) -> dict[str, Number]:
-        return self._by_task(numbers, columns, Number.mean)
-
-    def further_of(self, columns: Columns) -> dict[str, float]:
-        return self._by_task(further_numbers, columns, mean)
-
-    def _by_task(
-        self,
-        numbers: Callable[[Columns, str, Groups], Mapping[str, Value]],
-        columns: Columns,
-        average: Callable[[list[Value]], Value],
-    ) -> dict[str, Value]:
-        """Numbers of every task, and their means over the tasks that count, where all of these have the number."""
-        by_key: dict[str, Value] = {}
-        for task in self.facts["tasks"]:
-            of_task = numbers(of_row(task, columns), task, self.groups(task))
-            by_key |= {f"{task}.{key}": value for key, value in {**of_task, **by_own_score(of_task)}.items()}
-        keys = {key: [f"{task}.{key}" for task in self.counted] for key in MEANS}
-        complete = {key: names for key, names in keys.items() if names and all(name in by_key for name in names)}
-        means = {f"{UNSEEN}.{key}": average([by_key[name] for name in names]) for key, names in complete.items()}
-        return by_key | means
-
-    def groups(self, task: str) -> dict[str, list[str]]:
-        """Names of the OOD sets of a task, by group."""
-        return {group: list(sets) for group, sets in self.facts["tasks"][task].get("outside", {}).items()}
-
-    @property
-    def detections(self) -> list[str]:
-        """Tasks that are held against OOD sets; the main one first."""
-        return sorted((task for task in self.facts["tasks"] if self.groups(task)), key=lambda task: task == "cifar100")
-
-    @cached_property
-    def counted(self) -> list[str]:
-        """Unseen tasks that count in means: those where Single is so many times better than chance, by the recipe."""
-        least = float(self.facts["recipe"]["least_over_chance"])
-        tasks = self.facts["tasks"]
-        counted = []
-        for task, facts in tasks.items():
-            accuracies = [self.columns(SINGLE, seed)[f"{task}|{task}|correct"].mean() for seed in self.seeds(SINGLE)]
-            if facts["domain"] == UNSEEN and mean(map(float, accuracies)) >= least / facts["classes"]:
-                counted.append(task)
-        return counted
-
-    @property
-    def left_out(self) -> list[str]:
-        """Unseen tasks that do not count."""
-        tasks = self.facts["tasks"]
-        return [task for task, facts in tasks.items() if facts["domain"] == UNSEEN and task not in self.counted]
-
-    def paper(self) -> Mapping[str, Numbers]:
-        """The paper's numbers by row, under the keys of ours; those of a row are by the score that it brings."""
-        theirs = zero_shot_numbers(list(self.facts["tasks"]), self.detections)
-        return {
-            row: {**one, **{key.replace(".", ".own.", 1): n for key, n in one.items()}} for row, one in theirs.items()
-        }
 
 
 def main_table(study: DualStudy) -> str:
@@ -202,16 +122,6 @@ def price_table(study: DualStudy) -> str:
     priced = f"Cost and memory: {measured_on(costs)}. " if costs else ""
     note = f"{priced}A dash: not measured, or Single's with a temperature. Trainings: of a text side, Single's too."
     return markdown(["row", "parameters", "cost ↓", "peak memory ↓", "trainings ↓", "seeds"], lines, note)
-
-
-def claims(study: DualStudy) -> list[dict[str, Any]]:
-    """What the paper claims, each with its margin: reproduced, not reproduced, or a tie."""
-    paper = study.paper()
-    return [
-        tested(study, {**claim, "scope": scope}, f"{scope}.{claim['metric']}", paper, "not testable")
-        for claim in read_csv("zero_shot_claims")
-        for scope in (study.detections if claim["scope"] == "each ID task" else [UNSEEN])
-    ]
 
 
 def claims_table(study: DualStudy) -> str:

@@ -1,19 +1,29 @@
 """What the documents show of the studies of classifiers, made from their stored columns alone."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from .all_tasks import gains_table, methods_table
-from .cells import ACROSS, ACROSS_TOLD, BEYOND, gap_text, level, marked, measured_on, memory, printed, ratio
-from .detection import detection_table, sets_table, small_sets
-from .measures import FEWEST_SEEDS, SEVERITIES, SHIFT, Difference
-from .paper import Numbers, paper_numbers, read_csv
+from .cells import (
+    ACROSS,
+    ACROSS_TOLD,
+    BEYOND,
+    MARKED,
+    gap_text,
+    level,
+    marked,
+    measured_on,
+    memory,
+    printed,
+    ratio,
+    with_paper,
+)
+from .claims import claims_table, not_testable_table
+from .measures import FEWEST, SEVERITIES, SHIFT
+from .paper import LIKE, STANDS_FOR, paper_numbers
 from .results import markdown
 from .rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, ROWS, SINGLE, SOUP, TUNED
-from .stored import ALL_BUT, RESULTS, Study
-from .task import recipe
+from .stored import Study
 
 MAIN = {
     "accuracy": "accuracy ↑",
@@ -26,6 +36,8 @@ MAIN = {
     "entropy:all.auroc": "entropy ↑",
     "mahalanobis:all.auroc": "Mahalanobis ↑",
 }
+METRICS = ("auroc", "fpr95", "aupr")
+TITLE = "AUROC ↑ / FPR95 ↓ / AUPR ↑"
 
 
 def main_table(study: Study) -> str:
@@ -52,6 +64,61 @@ def main_table(study: Study) -> str:
         f"Trainings: of a whole model, Single's among them.{priced} From `results/studies/{study.name}/`."
     )
     return markdown(head, lines, note)
+
+
+def metrics(scopes: Sequence[str]) -> list[list[str]]:
+    """The three metrics of scopes such as `near` or `ood.mnist`, each a cell."""
+    return [[f"{scope}.{metric}" for metric in METRICS] for scope in scopes]
+
+
+def detection_table(study: Study) -> str:
+    """Tables 15 to 17: near, far and all OOD sets."""
+    groups = [*study.facts["groups"], "all"]
+    small = small_sets(study)
+    left_out = f" FPR95 leaves out {', '.join(small)}: under 1,000 samples." if small else ""
+    return markdown(
+        ["row", *groups], with_paper(study, metrics(groups)), f"Means over OOD sets: {_note(study)}{left_out}"
+    )
+
+
+def sets_table(study: Study) -> str:
+    """Tables 18 to 23: every OOD set by itself."""
+    groups = study.facts["groups"]
+    sizes = set_sizes(study)
+    heads = [f"{name} ({group}, {sizes[name]:,})" for group, names in groups.items() for name in names]
+    lines = with_paper(study, metrics([f"ood.{name}" for name in study.outside]))
+    like = [f"{LIKE[name]} for {name}" for name in study.outside if name in LIKE] if study.paper() else []
+    stand_ins = f" The paper's are of {', '.join(like)}." if like else ""
+    note = (
+        f"{_note(study)}{stand_ins} In brackets samples of a set, which AUPR hangs on, beside "
+        f"{sizes[study.facts['inside']]:,} of the task; FPR95 of sets of 1,000 or more."
+    )
+    return markdown(["row", *heads], lines, note)
+
+
+def _note(study: Study) -> str:
+    """What the numbers are, and whose stand below them."""
+    paper = study.paper()
+    inside = study.facts["inside"]
+    missing = [row for row in paper if row not in study.rows]
+    below = f" Below, in brackets, the paper's on {STANDS_FOR[inside]} and its sets." if paper else ""
+    below += f" Rows of the paper that are not here: {', '.join(missing)}." if missing else ""
+    return (
+        f"{TITLE} by the largest probability, in per cent. {level(study, study.rows)}. {MARKED}; FPR95 and AUPR have "
+        f"no interval.{below}"
+    )
+
+
+def set_sizes(study: Study) -> dict[str, int]:
+    """Samples of the test set and of every OOD set."""
+    columns = study.columns(study.rows[0], study.seeds(study.rows[0])[0])
+    return {name: len(columns[f"{name}|msp"]) for name in (study.facts["inside"], *study.outside)}
+
+
+def small_sets(study: Study) -> list[str]:
+    """OOD sets too small for an FPR95."""
+    sizes = set_sizes(study)
+    return [name for name in study.outside if sizes[name] < FEWEST]
 
 
 def shift_table(study: Study) -> str:
@@ -123,97 +190,6 @@ def contrast_table(study: Study) -> str:
     )
     note += f" {ACROSS_TOLD}" if any(ACROSS in line[1] for line in lines) else ""
     return markdown(head, lines, note, 2)
-
-
-def claims(study: Study) -> list[dict[str, Any]]:
-    """What the paper claims of a task like this one, each with its margin: reproduced, not reproduced, or a tie."""
-    paper = paper_numbers("classifier", study.stands_for)
-    listed = [claim for claim in read_csv("classifier_claims") if study.stands_for in claim["tasks"].split(";")]
-    return [tested(study, claim, claim["metric"], paper, "not run") for claim in listed]
-
-
-def tested(
-    study: Study, claim: Mapping[str, str], key: str, paper: Mapping[str, Numbers], missing: str
-) -> dict[str, Any]:
-    """A claim about a number: the paper's difference, ours, and the verdict; `missing` where we have none."""
-    first, second = claim["first"], claim["second"]
-    theirs = [paper.get(row, {}).get(key) for row in (first, second)]
-    ours = study.difference(first, second, key)
-    verdict = missing if ours is None else judged(ours, claim["is"], float(claim["margin"]))
-    gap = None if None in theirs else theirs[0] - theirs[1]  # type: ignore[operator]
-    return {**claim, "paper": gap, "ours": ours, "verdict": verdict, "across": study.across(first, second)}
-
-
-def judged(gap: Difference, claimed: str, margin: float) -> str:
-    """Whether an interval lies on the claimed side of the margin, on the other, or on both; of few seeds, how many.
-
-    Of rows of two runs the verdict is a tie unless it is the same for the rows as they are.
-    """
-    if gap.as_they_are is not None:
-        verdicts = {judged(version, claimed, margin) for version in (replace(gap, as_they_are=None), gap.as_they_are)}
-        return verdicts.pop() if len(verdicts) == 1 else "tie"
-    if gap.seeds < FEWEST_SEEDS:
-        return "one seed" if gap.seeds == 1 else "two seeds"
-    sign = -1.0 if claimed in ("lower", "not higher") else 1.0
-    low, high = sorted((sign * (gap.value - gap.half_width), sign * (gap.value + gap.half_width)))
-    edge = 0.0 if claimed in ("lower", "higher") else -margin
-    return "reproduced" if low > edge else "not reproduced" if high < edge else "tie"
-
-
-EXPLORED = (
-    "Last column, exploratory: every one of {} OOD sets was left out in turn, after the fact; shown is what would "
-    "cross the margin or stop doing so. It is no verdict."
-)
-
-
-def claims_table(study: Study) -> str:
-    """The claims, the paper's difference beside ours, and what it would be without a set that the verdict hangs on."""
-    lines = []
-    missing = list[str]()
-    tried = claims(study)
-    for claim in tried:
-        if claim["ours"] is None:
-            first, second = claim["first"], claim["second"]
-            missing += [row for row in (first, second) if row not in study.rows] or [f"{first} beside {second}"]
-            continue
-        alone = "; ".join(f"{gap_text(gap, claim['metric'])} without {name}" for name, gap, _ in hangs_on(study, claim))
-        lines.append([*claim_cells(claim), alone])
-    wanting = f"Not tested, for want of rows: what the paper claims of {', '.join(dict.fromkeys(missing))}."
-    notes = [
-        wanting if missing else "",
-        ACROSS_TOLD if any(claim["across"] for claim in tried) else "",
-        EXPLORED.format(len(study.outside)) if any(line[-1] for line in lines) else "",
-    ]
-    head = ["claim", "margin", f"paper, {study.stands_for}", "here", "verdict", "without one set"]
-    note = " ".join(text for text in notes if text)
-    return markdown(head, lines, note) if lines else f"*{note}*"
-
-
-def hangs_on(study: Study, claim: Mapping[str, Any]) -> list[tuple[str, Difference, str]]:
-    """OOD sets without which the verdict on a claim about all of them is another: name, difference and verdict."""
-    if claim["metric"] != "all.auroc" or claim["ours"] is None or len(study.outside) < 2:
-        return []
-    decisive = []
-    for name in study.outside:
-        gap = study.difference(claim["first"], claim["second"], f"{ALL_BUT}{name}.auroc")
-        if gap is not None and (verdict := judged(gap, claim["is"], float(claim["margin"]))) != claim["verdict"]:
-            decisive.append((name, gap, verdict))
-    return decisive
-
-
-def claim_cells(claim: Mapping[str, Any]) -> list[str]:
-    """A claim in words, its margin, the paper's difference, ours, and the verdict."""
-    ours, metric = claim["ours"], claim["metric"]
-    difference = "–" if ours is None else gap_text(ours, metric)
-    margin = printed(float(claim["margin"]), metric)
-    claimed = f"{claim['first']} {claim['claim']}{f' {ACROSS}' if claim['across'] else ''}"
-    return [claimed, margin, printed(claim["paper"], metric, "+"), difference, claim["verdict"]]
-
-
-def not_testable_table(_: Study, kind: str = "classifier") -> str:
-    """Claims that these data and models cannot test."""
-    lines = [[row["claim"], row["why"]] for row in read_csv("not_testable") if row["kind"] == kind]
-    return markdown(["claim", "why it is not testable here"], lines, left=2)
 
 
 TOO_FEW = "fewer than three rows have settings that it chose, which correlate with nothing"
@@ -389,11 +365,6 @@ TABLES: Mapping[str, Callable[[Study], str]] = {
 def written(study: Study, tables: Mapping[str, Callable[[Any], str]]) -> str:
     """All tables of a study, one below the other."""
     return "\n\n".join(f"### {study.name}: {name}\n\n{table(study)}" for name, table in tables.items())
-
-
-def stored_studies(folder: Path = RESULTS) -> list[Study]:
-    """Every study of classifiers in a folder of results, in the order of the recipe."""
-    return [Study(name, folder) for name in recipe()["tasks"] if (folder / name / "study.json").exists()]
 
 
 def blocks(studies: Sequence[Study], shown: Collection[str]) -> dict[str, str]:

@@ -1,13 +1,14 @@
-"""A stored study of classifiers: its rows, seeds and columns, and what one row has over another."""
+"""Stored studies, of classifiers and zero-shot: rows, seeds and columns, and what one row has over another."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 from hydra_ensembles.errors import DataError
+from hydra_ensembles.metrics.distance import LearnedName
 
 from .column_files import read_columns
 from .measures import (
@@ -16,16 +17,22 @@ from .measures import (
     Array,
     Columns,
     Difference,
+    Groups,
     Number,
     further_numbers,
     numbers,
     shift_numbers,
 )
-from .paper import Numbers, classifier_numbers
+from .paper import Numbers, classifier_numbers, zero_shot_numbers
 from .seed_folder import Once
-from .storing import SINGLE, facts_of, of_row, single_of
+from .storing import SINGLE, STUDY, facts_of, of_row, single_of
+from .task import recipe
 
 ALL_BUT = "all but "  # of the OOD sets
+UNSEEN = "unseen"
+MEANS = ("accuracy", "nll", "brier", "ece", "aece", "calibrated.ece", "aurc", "own.ece", "own.aece", "own.aurc")
+OWN = get_args(LearnedName)  # scores that rows bring
+Value = TypeVar("Value")
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "studies"
 
 
@@ -205,3 +212,80 @@ class Study(Once):
     def cost(self, row: str) -> Mapping[str, Any]:
         """What was measured of a row's price."""
         return (self.facts["costs"] or {"rows": {}})["rows"].get(row, {})
+
+
+# --- zero-shot ------------------------------------------------------------------------------------------------------
+
+
+def by_own_score(by_key: Mapping[str, Value]) -> dict[str, Value]:
+    """The same numbers as `own.KEY`: by the score that a row brings where it has them, else as they are."""
+    prefix = next((f"{score}:" for score in OWN if any(key.startswith(f"{score}:") for key in by_key)), "")
+    return {f"own.{key}": by_key.get(f"{prefix}{key}", value) for key, value in by_key.items() if ":" not in key}
+
+
+class DualStudy(Study):
+    """The stored results of a zero-shot study: numbers of a task are `TASK.accuracy`, means `unseen.accuracy`.
+
+    `TASK.own.KEY` is by the score that a row brings, where it brings one.
+    """
+
+    def numbers_of(self, columns: Columns) -> dict[str, Number]:
+        return self._by_task(numbers, columns, Number.mean)
+
+    def further_of(self, columns: Columns) -> dict[str, float]:
+        return self._by_task(further_numbers, columns, mean)
+
+    def _by_task(
+        self,
+        numbers: Callable[[Columns, str, Groups], Mapping[str, Value]],
+        columns: Columns,
+        average: Callable[[list[Value]], Value],
+    ) -> dict[str, Value]:
+        """Numbers of every task, and their means over the tasks that count, where all of these have the number."""
+        by_key: dict[str, Value] = {}
+        for task in self.facts["tasks"]:
+            of_task = numbers(of_row(task, columns), task, self.groups(task))
+            by_key |= {f"{task}.{key}": value for key, value in {**of_task, **by_own_score(of_task)}.items()}
+        keys = {key: [f"{task}.{key}" for task in self.counted] for key in MEANS}
+        complete = {key: names for key, names in keys.items() if names and all(name in by_key for name in names)}
+        means = {f"{UNSEEN}.{key}": average([by_key[name] for name in names]) for key, names in complete.items()}
+        return by_key | means
+
+    def groups(self, task: str) -> dict[str, list[str]]:
+        """Names of the OOD sets of a task, by group."""
+        return {group: list(sets) for group, sets in self.facts["tasks"][task].get("outside", {}).items()}
+
+    @property
+    def detections(self) -> list[str]:
+        """Tasks that are held against OOD sets; the main one first."""
+        return sorted((task for task in self.facts["tasks"] if self.groups(task)), key=lambda task: task == "cifar100")
+
+    @cached_property
+    def counted(self) -> list[str]:
+        """Unseen tasks that count in means: those where Single is so many times better than chance, by the recipe."""
+        least = float(self.facts["recipe"]["least_over_chance"])
+        tasks = self.facts["tasks"]
+        counted = []
+        for task, facts in tasks.items():
+            accuracies = [self.columns(SINGLE, seed)[f"{task}|{task}|correct"].mean() for seed in self.seeds(SINGLE)]
+            if facts["domain"] == UNSEEN and mean(map(float, accuracies)) >= least / facts["classes"]:
+                counted.append(task)
+        return counted
+
+    @property
+    def left_out(self) -> list[str]:
+        """Unseen tasks that do not count."""
+        tasks = self.facts["tasks"]
+        return [task for task, facts in tasks.items() if facts["domain"] == UNSEEN and task not in self.counted]
+
+    def paper(self) -> Mapping[str, Numbers]:
+        """The paper's numbers by row, under the keys of ours; those of a row are by the score that it brings."""
+        theirs = zero_shot_numbers(list(self.facts["tasks"]), self.detections)
+        return {
+            row: {**one, **{key.replace(".", ".own.", 1): n for key, n in one.items()}} for row, one in theirs.items()
+        }
+
+
+def stored_studies(folder: Path = RESULTS) -> list[Study]:
+    """Every study of classifiers in a folder of results, in the order of the recipe."""
+    return [Study(name, folder) for name in recipe()["tasks"] if (folder / name / STUDY).exists()]

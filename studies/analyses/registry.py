@@ -10,6 +10,7 @@ from typing import Any
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.files import read_json, write_json
 
+from ..dual_recipe import ZERO_SHOT
 from ..results import save_figure, versions
 from ..samples import device_name
 from ..seed import Seed
@@ -85,8 +86,8 @@ def read_stored(name: str, task: str, studies: Path) -> dict[str, Any]:
     analysis = ANALYSES[name]
     if analysis.read is None:
         raise ConfigError(f"{name} does not read stored studies; it runs on {_where(analysis)}")
-    if (analysis is seeds.TOWERS) != (task == seeds.ZERO_SHOT):
-        fitting = f"`--task {seeds.ZERO_SHOT}`" if analysis is seeds.TOWERS else "a study of classifiers"
+    if (analysis is seeds.TOWERS) != (task == ZERO_SHOT):
+        fitting = f"`--task {ZERO_SHOT}`" if analysis is seeds.TOWERS else "a study of classifiers"
         raise ConfigError(f"{name} is of {fitting}, got the task {task!r}")
     return {**_about(name, task), "seconds": 0.0, **analysis.read(studies, task)}
 
@@ -158,7 +159,7 @@ def blocks(results: Path) -> dict[str, str]:
     """What documents show of every analysis and task, by `analysis_NAME_TASK`; without results, how to get some."""
     by_name = {}
     for name, analysis in ANALYSES.items():
-        for task in (*recipe()["tasks"], DEMO, seeds.ZERO_SHOT):
+        for task in (*recipe()["tasks"], DEMO, ZERO_SHOT):
             key = f"analysis_{name}_{task}"
             if not (results / f"{name}-{task}.json").exists():
                 by_name[key] = f"No results yet; {command(name, task)} makes them."

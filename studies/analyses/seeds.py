@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..dual_findings import DualStudy
 from ..paper import zero_shot_numbers
 from ..results import fixed, markdown
 from ..rows import DEEP, HYDRA, HYDRA_CIRC, SINGLE
-from ..stored import Study
+from ..stored import DualStudy, Study
 from .analysis import ALL, CLASSIFICATION, Analysis, Result, about, by_seed, cell, paper_task, printed, rows_table
 from .drawing import Panel, gains, panel, rows_figure, stored
 
@@ -19,7 +18,6 @@ VISION = {
     "Hydra (Circ), image tower only": "image tower",
     "Hydra (Circ), image tower only, text fine-tuned": "image tower, text fine-tuned",
 }
-ZERO_SHOT = "zero-shot"
 FOUND = {"accuracy": "Acc ↑", "nll": "NLL ↓", "ece": "ECE ↓"}
 
 

@@ -3,8 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
-from studies.dual_findings import DualStudy
-from studies.stored import RESULTS, Study
+from studies.stored import RESULTS, DualStudy, Study
 
 ZERO_SHOT = "zero-shot"
 _KNOWN: dict[str, dict[Any, Any]] = defaultdict(dict)

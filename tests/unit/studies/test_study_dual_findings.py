@@ -16,11 +16,13 @@ from typer.testing import CliRunner
 
 from hydra_ensembles.files import write_json
 from studies.__main__ import app
+from studies.claims import claims
 from studies.column_files import read_columns, write_columns
-from studies.dual_findings import CLASSIFICATION, TABLES, DualStudy, blocks, claims
+from studies.dual_findings import CLASSIFICATION, TABLES, blocks
 from studies.dual_rows import HYDRA
 from studies.measures import Columns
 from studies.seed_folder import slug
+from studies.stored import DualStudy
 from studies.storing import FORMAT, SINGLE, named, of_row, single_of, store
 
 OUTSIDE = {"near": {"a": 900}, "far": {"b": 1100, "c": 900}}

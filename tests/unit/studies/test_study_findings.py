@@ -15,26 +15,25 @@ from typer.testing import CliRunner
 from hydra_ensembles.data.corruptions import CORRUPTIONS
 from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.files import read_json, write_json
-from studies import all_tasks, cells, classifiers, findings, gain_figure, storing
+from studies import all_tasks, cells, claims, classifiers, findings, storing
 from studies import rows as study_rows
 from studies.__main__ import app
 from studies.cells import PAPER
+from studies.claims import judged
 from studies.classifiers import CLASSIFIERS
 from studies.column_files import read_columns, write_columns
-from studies.detection import METRICS
 from studies.engine import Run
-from studies.findings import judged
 from studies.measures import Difference
 from studies.results import ROOT, fixed
 from studies.rows import DEEP, HYDRA, MC_DROPOUT, PACKED, SINGLE, SOUP, SWAG
 from studies.samples import device_name
 from studies.seed import Seed
 from studies.seed_folder import slug
-from studies.stored import RESULTS, Study
+from studies.stored import RESULTS, Study, stored_studies
 from studies.task import recipe
 
 NAME = "vision-cifar100"
-STORED = [stored.name for stored in findings.stored_studies()]
+STORED = [stored.name for stored in stored_studies()]
 ROWS = [SINGLE, MC_DROPOUT, "CircAvg", "Hydra (Circ)", HYDRA, "Hydra, tuned"]
 SHIFTED = [SINGLE, HYDRA]  # asked about 75 corruptions each
 
@@ -79,7 +78,7 @@ def test_corrupted_images_are_shown_by_severity(study: Study, tmp_path: Path) ->
     fake = as_another(study, tmp_path, {SINGLE: SINGLE, "Deep Ensembles": SINGLE, "Hydra (Taylor)": HYDRA})
     (best,) = re.findall(r"^\| Hydra \(Taylor\) \| (.*\(71.65\).*) \|$", findings.shift_table(fake), re.MULTILINE)
     assert best.split(" | ")[-2].endswith("(56.50)")
-    verdicts = {one["metric"]: one for one in findings.claims(fake) if one["second"] == "Deep Ensembles"}
+    verdicts = {one["metric"]: one for one in claims.claims(fake) if one["second"] == "Deep Ensembles"}
     assert verdicts["severity 5.accuracy"]["paper"] == pytest.approx(0.0082)
     assert verdicts["severity 5.accuracy"]["ours"] == fake.difference("Hydra (Taylor)", SINGLE, "severity 5.accuracy")
     assert verdicts["severity 5.accuracy"]["verdict"] == "one seed"
@@ -131,9 +130,9 @@ def test_a_verdict_that_hangs_on_one_set_says_so(study: Study, tmp_path: Path) -
     claim = {"metric": "all.auroc", "first": HYDRA, "second": SINGLE, "is": "higher", "margin": "0", "ours": gap}
     without = study.difference(HYDRA, SINGLE, f"all but {first}.auroc")
     verdict = judged(without, "higher", 0.0)
-    assert first not in [name for name, *_ in findings.hangs_on(study, {**claim, "verdict": verdict})]
-    assert (first, without, verdict) in findings.hangs_on(study, {**claim, "verdict": "another"})
-    assert findings.hangs_on(study, {**claim, "metric": "accuracy", "verdict": "another"}) == []
+    assert first not in [name for name, *_ in claims.hangs_on(study, {**claim, "verdict": verdict})]
+    assert (first, without, verdict) in claims.hangs_on(study, {**claim, "verdict": "another"})
+    assert claims.hangs_on(study, {**claim, "metric": "accuracy", "verdict": "another"}) == []
 
 
 def test_rows_that_are_one_model_are_told(study: Study, tmp_path: Path) -> None:
@@ -146,7 +145,7 @@ def test_a_study_fills_its_blocks_as_soon_as_it_is_stored(study: Study, tmp_path
     """Every table of its page, and its column in the tables of all tasks: rows from scratch, too."""
     as_another(study, tmp_path, {SINGLE: SINGLE, MC_DROPOUT: MC_DROPOUT, HYDRA: HYDRA})
     as_another(study, tmp_path, {SINGLE: SINGLE, PACKED: HYDRA}, "vision-eurosat-scratch")
-    another, scratch = findings.stored_studies(tmp_path)
+    another, scratch = stored_studies(tmp_path)
     shown = {f"study_{one.name}_{table}" for one in (another, scratch) for table in findings.TABLES}
     made = findings.blocks([study, another, scratch], shown)
     assert set(made) == {*shown, "study_gains", "study_methods"}
@@ -300,10 +299,10 @@ def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
 def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a field the marks: price and gain of a row, filled where its time was measured; a cheap row is in it."""
     pytest.importorskip("matplotlib")
-    found = gain_figure.price_of
-    monkeypatch.setattr(gain_figure, "price_of", lambda one, row: (0.5, False) if row == "CircAvg" else found(one, row))
-    (field,) = gain_figure.figure([study]).axes
-    rows = [row for row in gain_figure.MARKS if row in study.rows]
+    found = all_tasks.price_of
+    monkeypatch.setattr(all_tasks, "price_of", lambda one, row: (0.5, False) if row == "CircAvg" else found(one, row))
+    (field,) = all_tasks.figure([study]).axes
+    rows = [row for row in all_tasks.MARKS if row in study.rows]
     marks = {row: bar.lines[0] for row, bar in zip(rows, field.containers, strict=True)}
     assert list(marks) == ["Hydra", "Hydra (Circ)", "CircAvg"]
     gain = study.difference(HYDRA, SINGLE, "all.auroc")
@@ -312,7 +311,7 @@ def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path, monkey
     assert marks[HYDRA].get_ydata() == pytest.approx(100 * gain.value)
     assert [row for row, mark in marks.items() if mark.get_markerfacecolor() != "white"] == [HYDRA]
     assert field.get_xlim()[0] < marks["CircAvg"].get_xdata()[0] == 0.5
-    assert gain_figure.draw(study.folder.parent, tmp_path / "figure.svg").stat().st_size > 0
+    assert all_tasks.draw(study.folder.parent, tmp_path / "figure.svg").stat().st_size > 0
 
 
 def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +410,7 @@ def test_rows_are_forgotten_and_stored_anew(study: Study, tmp_path: Path) -> Non
 
 def test_verdicts_are_a_closed_list(study: Study) -> None:
     known = {"reproduced", "not reproduced", "tie", "not run", "one seed", "two seeds"}
-    assert {one["verdict"] for one in findings.claims(study)} <= known
+    assert {one["verdict"] for one in claims.claims(study)} <= known
 
 
 @pytest.mark.parametrize(
@@ -448,7 +447,7 @@ def test_main_table_and_ood_sets_by_other_code(
         for table, some in places.items():
             for place, cell in zip(some, detected[table][f"| {row}"], strict=True):
                 three = cell.removesuffix(" |").split(" / ")
-                shown += [(one, f"{place}.{key}") for one, key in zip(three, METRICS, strict=True)]
+                shown += [(one, f"{place}.{key}") for one, key in zip(three, findings.METRICS, strict=True)]
         for cell, key in shown:
             level = [one[key] for one in single.values() if key in one]
             gaps = [one[key] - beside[seed][key] for seed, one in found.items() if key in one]

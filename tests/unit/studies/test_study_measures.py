@@ -9,7 +9,7 @@ import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from hydra_ensembles.metrics import aupr, aurc, ece_of_confidence, fpr95
-from studies.findings import judged
+from studies.claims import judged
 from studies.measures import Columns, Difference, Number, numbers, plain_numbers
 
 GROUPS = {"near": ["like"], "far": ["grey", "noise"]}

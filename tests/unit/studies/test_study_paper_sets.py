@@ -19,10 +19,10 @@ from hydra_ensembles.baselines import BayesVLM, published_bayes_vlm
 from hydra_ensembles.errors import DataError
 from pictures import picture
 from studies import dual_rows
-from studies.detection import METRICS
 from studies.dual_recipe import DualCounts, load_dual_recipe
 from studies.dual_rows import DualRow
 from studies.dual_seed import DualSeed, DualTask
+from studies.findings import METRICS
 from studies.paper import FOLDER, STANDS_FOR, paper_numbers, set_numbers
 from studies.samples import SampleBatches
 from studies.sets import DataFolder, NamedImages, PaperSets
