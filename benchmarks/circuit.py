@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hydra_ensembles as he
-from studies.results import hardware, load, store, table, versions
+from studies.results import hardware, load, markdown, store, versions
 
 SCORES = ("acc", "ood", "avg")
 METHODS = ("naive", "exact", "screened")
@@ -194,7 +194,7 @@ def circuit_table(name: str) -> str:
         f"{max(row['id_samples'] for row in rows)} ID and {max(row['ood_samples'] for row in rows)} OOD samples, "
         f"{rows[0]['heads']} heads, budget {rows[0]['budget']}. From `results/{name}`."
     )
-    return "\n".join([*table(HEADER, lines_of(rows), "lll"), "", about])
+    return markdown(HEADER, lines_of(rows), about, "lll")
 
 
 # --- another checkout ------------------------------------------------------------------------------------------------

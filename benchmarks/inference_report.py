@@ -12,7 +12,7 @@ from typing import Any
 import common  # noqa: F401 (finds `studies`)
 from inference_models import LABELS, MEMBERS, METHODS
 
-from studies.results import FIGURES, RESULTS, load, pyplot, save_figure, table
+from studies.results import FIGURES, RESULTS, load, markdown, pyplot, save_figure
 
 ORDER = list(LABELS)
 CLIP, CLIP_CPU = "clip-b32", "clip-b32-100"  # on a CPU fewer class names: their embeddings take minutes there
@@ -85,7 +85,7 @@ def times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}x"
 
 
-def targets_table(rows: Rows) -> list[str]:
+def targets_table(rows: Rows) -> str:
     """Each target beside what was measured."""
     lines = []
     gpu = vit(rows, mode="graphed")
@@ -100,10 +100,10 @@ def targets_table(rows: Rows) -> list[str]:
                     numbers = (f"{target:g}", f"{ratio:.2f}", f"{limit:.2f}", times(row.ratio_to_ours))
                     lines.append((row.hardware, row.label, batch, *numbers, met))
     header = ("where", "contender", "batch", "target", "measured", "arithmetic alone", "to our single", "met")
-    return table(header, lines, "llrrrrrl")
+    return markdown(header, lines, align="llrrrrrl")
 
 
-def grid(rows: Rows, column: Callable[[Row], Any], heading: Callable[[Any], str], more: str = "") -> list[str]:
+def grid(rows: Rows, column: Callable[[Row], Any], heading: Callable[[Any], str], more: str = "") -> str:
     """Latency and ratio: a line for each contender, a column for each of the values that `column` gives.
 
     `more` adds what arithmetic alone would give: once (`"limit"`), or beside each cell, with the parameters
@@ -124,10 +124,10 @@ def grid(rows: Rows, column: Callable[[Row], Any], heading: Callable[[Any], str]
         headings = ["parameters", *chain(*((title, "arithmetic alone") for title in headings))]
     elif more:
         headings.append("arithmetic alone")
-    return [*table(["contender", *headings], lines), "", source(rows)]
+    return markdown(["contender", *headings], lines, source(rows))
 
 
-def details_table(rows: Rows) -> list[str]:
+def details_table(rows: Rows) -> str:
     """Everything about each contender at each batch size."""
     header = ("batch", "contender", "plan", "latency", "inputs/s", "50,000 inputs", "to single", "to our single",
               "to pruned", "to the limit", "parameters", "peak memory")  # fmt: skip
@@ -137,10 +137,10 @@ def details_table(rows: Rows) -> list[str]:
         ratios = map(times, (row.ratio_to_single, row.ratio_to_ours, row.ratio_to_pruned, row.ratio_to_limit))
         sizes = (f"{row.parameters / 1e6:.1f} M", f"{(row.peak_memory_bytes or 0) / 1e6:,.0f} MB")
         lines.append((row.batch, row.label, row.plan, *speed, *ratios, *sizes))
-    return [*table(header, lines, "rll"), "", source(rows)]
+    return markdown(header, lines, source(rows), "rll")
 
 
-def cpu_table(rows: Rows) -> list[str]:
+def cpu_table(rows: Rows) -> str:
     """Times on a CPU, beside three models in turn."""
     header = ("hardware", "batch", "contender", "latency", "to three in turn", "arithmetic alone", "to single",
               "weights", "peak memory")  # fmt: skip
@@ -149,10 +149,10 @@ def cpu_table(rows: Rows) -> list[str]:
         ratios = map(times, (row.ratio_to_deep, row.limit / 3, row.ratio_to_single))
         sizes = (f"{size / 1e6:.0f} MB" for size in (row.weight_bytes, row.peak_memory_bytes or 0))
         lines.append((row.hardware, row.batch, row.label, f"{row.latency_ms:,.0f} ms", *ratios, *sizes))
-    return [*table(header, lines, "lrl"), "", source(rows)]
+    return markdown(header, lines, source(rows), "lrl")
 
 
-def methods_table(counts: Rows, rows: Rows) -> list[str]:
+def methods_table(counts: Rows, rows: Rows) -> str:
     """Every baseline beside a single model and Hydra Ensembles: what is stored and computed, times where measured."""
     batches = sorted({row.batch for row in rows})
     lines = []
@@ -169,7 +169,7 @@ def methods_table(counts: Rows, rows: Rows) -> list[str]:
         if rows
         else "Counted, nothing is timed. From `results/inference_counts.json`."
     )
-    return [*table(header, lines, "l" + "r" * (len(header) - 2) + "l"), "", about]
+    return markdown(header, lines, about, "l" + "r" * (len(header) - 2) + "l")
 
 
 def growth(rows: Rows) -> dict[tuple[int, str], list[Row]]:
@@ -180,7 +180,7 @@ def growth(rows: Rows) -> dict[tuple[int, str], list[Row]]:
     return {key: group for key, group in groups.items() if len(group) > 2}
 
 
-def members_table(rows: Rows) -> list[str]:
+def members_table(rows: Rows) -> str:
     """The ratio to the user's model by number of members, and what each member adds."""
     counts = sorted({row.members for row in rows})
     lines = []
@@ -190,7 +190,7 @@ def members_table(rows: Rows) -> list[str]:
         fitted = f"{intercept:.2f} + {slope:.2f} M"
         lines.append((batch, group[0].label, *(ratios.get(count, "") for count in counts), fitted))
     header = ["batch", "contender", *(f"M = {count}" for count in counts), "fitted"]
-    return [*table(header, lines, "rl"), "", source(rows)]
+    return markdown(header, lines, source(rows), "rl")
 
 
 def fitted_line(rows: Rows) -> tuple[float, float]:
@@ -216,7 +216,7 @@ FIGURE_OF = {
 }
 
 
-def trunks_table(rows: Rows) -> list[str]:
+def trunks_table(rows: Rows) -> str:
     """Multiply-adds of ViT-B/16 with three members that keep 8 of 12 heads above a trunk: counted, and as measured."""
     tokens, width, layers, members, kept = 197, 768, 12, 3, 8 / 12
     mlp = 8 * tokens * width**2
@@ -228,7 +228,7 @@ def trunks_table(rows: Rows) -> list[str]:
         (limit,) = {row.limit for row in vit(rows) if row.contender == f"hydra-k{trunk}"}
         work = around + trunk * layer + members * (layers - trunk) * pruned
         lines.append([str(trunk), f"{work / 1e9:.1f} G", f"{work / single:.2f}x", f"{limit:.2f}x"])
-    return table(["trunk", "MAdds", "work", "arithmetic alone"], lines, "r")
+    return markdown(["trunk", "MAdds", "work", "arithmetic alone"], lines, align="r")
 
 
 def tables() -> dict[str, str]:
@@ -238,10 +238,10 @@ def tables() -> dict[str, str]:
     clip = chosen(rows, shape=CLIP, dtype="bfloat16", mode="graphed-eager")
     few = [row for row in vit(rows) if row.batch in (4, 128)]
 
-    def of_batch(rows: Rows, more: str) -> list[str]:
+    def of_batch(rows: Rows, more: str) -> str:
         return grid(rows, lambda row: row.batch, lambda batch: f"batch {batch}", more)
 
-    def of_shape(rows: Rows) -> list[str]:
+    def of_shape(rows: Rows) -> str:
         return grid(rows, lambda row: (row.shape, row.dtype, row.batch), lambda key: "{}, {}, batch {}".format(*key))
 
     blocks = {
@@ -263,8 +263,8 @@ def tables() -> dict[str, str]:
         chosen(measured("inference_methods.json"), mode="graphed-eager") if timed else [],
     )
     for name, figure in FIGURE_OF.items():
-        blocks[name] += ["", figure]
-    return {f"inference_{name}": "\n".join(lines) for name, lines in blocks.items()}
+        blocks[name] += f"\n\n{figure}"
+    return {f"inference_{name}": block for name, block in blocks.items()}
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

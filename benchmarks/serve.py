@@ -38,7 +38,7 @@ from PIL import Image
 import hydra_ensembles as he
 from hydra_ensembles.demo import load_backbone, load_sample
 from hydra_ensembles.serve.outputs import columns
-from studies.results import RESULTS, hardware, load, store, table, versions
+from studies.results import RESULTS, hardware, load, markdown, store, versions
 
 RESULT = "serve.json"
 SIDE, WAIT_MS, BATCH = 256, 5.0, 16  # pixels of an upload; the server's settings
@@ -297,7 +297,7 @@ def serve_table() -> str:
     before = run["load_before"]
     busy = f" that were busy with other work (load average {before:.1f})" if before > 1 else ""
     about = f"{run['hardware']}{busy}, shared by client, server and model; {run['model']}. From `results/{RESULT}`."
-    return "\n".join([*table(["what", "measured", "beside it"], rows, "lrl"), "", about])
+    return markdown(["what", "measured", "beside it"], rows, about, "lrl")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -36,7 +36,7 @@ from studies.circuit_draws import draws_table
 from studies.dual_findings import blocks as dual_blocks
 from studies.dual_recipe import ZERO_SHOT
 from studies.findings import blocks as study_blocks
-from studies.results import RESULTS, ROOT, load, table
+from studies.results import RESULTS, ROOT, load, markdown
 from studies.rows import DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, SINGLE, SOUP
 from studies.stored import DualStudy, Study, stored_studies
 from studies.tower_scores import tower_table
@@ -121,7 +121,7 @@ def fusion_table() -> str:
         f"{result['holdout_ood']} OOD images held out, {result['prune']} of 72 heads pruned. From "
         "`results/fusion_dinov2_cifar10.json`."
     )
-    return "\n".join([*table(header, lines, "llll"), "", about])
+    return markdown(header, lines, about, "llll")
 
 
 def price_table(result: Mapping[str, Any]) -> str:
@@ -172,7 +172,7 @@ def compared_table(study: Study) -> str:
         f"than Single beyond chance (95 % intervals, paired). {fewest} to {most} seeds a row: Single's mean, and the "
         "gain over it on the seeds of the row. Work: multiply-adds. From `results/studies/`."
     )
-    return "\n".join([*table(["method", "trainings ↓", "work ↓", *GIVEN.values()], lines), "", about])
+    return markdown(["method", "trainings ↓", "work ↓", *GIVEN.values()], lines, about)
 
 
 def demo_line() -> str:
@@ -209,7 +209,7 @@ def attack_table() -> str:
     last = list(parts.values())[-1]
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
     about = f"Parts: {'; '.join(notes)}. {last['hardware']}; {versions}. From `results/attack.json`."
-    return "\n".join([*table(["what", *columns], lines), "", about])
+    return markdown(["what", *columns], lines, about)
 
 
 def conversion_line() -> str:
@@ -228,7 +228,7 @@ def takes_table() -> str:
         [library, pinned[{"open_clip": "open_clip_torch"}.get(library, library)], ", ".join(models)]
         for library, models in supported().items()
     ]
-    return "\n".join(table(["library", "tested with", "models"], rows, "lll"))
+    return markdown(["library", "tested with", "models"], rows, align="lll")
 
 
 def code(file: str, part: str) -> str:

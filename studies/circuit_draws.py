@@ -21,7 +21,7 @@ import hydra_ensembles as he
 from hydra_ensembles import data
 from hydra_ensembles.demo.embedded import FAR, NEAR, load_backbone, load_sample
 
-from .results import hardware, load, store, table, versions
+from .results import hardware, load, markdown, store, versions
 
 RESULT = "circuit_draws.json"
 ONE, BOTH, MADE = "PermanentCrop", "PermanentCrop and synthetic", "synthetic"
@@ -116,7 +116,7 @@ def draws_table() -> str:
         f"heads above layer {run['trunk'] - 1} removed by `exact` in float32; mean ± standard deviation over draws. "
         f"{run['tests']} images of each test set. The whole model: {whole}. From `results/{RESULT}`."
     )
-    return "\n".join([*table(HEADER, map(line, run["rows"]), "llll"), "", about])
+    return markdown(HEADER, map(line, run["rows"]), about, "llll")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -109,4 +109,4 @@ def claim_cells(claim: Mapping[str, Any]) -> list[str]:
 def not_testable_table(_: Study, kind: str = "classifier") -> str:
     """Claims that these data and models cannot test."""
     lines = [[row["claim"], row["why"]] for row in read_csv("not_testable") if row["kind"] == kind]
-    return markdown(["claim", "why it is not testable here"], lines, left=2)
+    return markdown(["claim", "why it is not testable here"], lines, align="ll")

@@ -135,7 +135,7 @@ def claims_table(study: DualStudy) -> str:
         "equal, not reproduced when it lies on the other, else a tie. The paper's: of ImageNet-1K for tinyimagenet, "
         "over its nine sets for unseen."
     ) + (f" {ACROSS_TOLD}" if any(claim["across"] for claim in tried) else "")
-    return markdown(["where", "claim", "margin", "paper", "here", "verdict"], lines, note, left=2)
+    return markdown(["where", "claim", "margin", "paper", "here", "verdict"], lines, note, align="ll")
 
 
 def choices_table(study: DualStudy) -> str:
@@ -149,7 +149,7 @@ def choices_table(study: DualStudy) -> str:
         cells = [f"{option[key]:g}" for key in ("steps", "learning_rate", "projection_rate")]
         lines.append([*cells, printed(option["accuracy"], "accuracy"), taken])
     head = ["steps", "rate of the text tower", "projections, over it", "accuracy on held-out names", ""]
-    return markdown(head, lines, f"{choice['measured'][0]['names']} names of which no image was learnt from.", left=0)
+    return markdown(head, lines, f"{choice['measured'][0]['names']} names of which no image was learnt from.", align="")
 
 
 def settings_table(study: DualStudy) -> str:
@@ -170,7 +170,7 @@ def settings_table(study: DualStudy) -> str:
         return "*Nothing was chosen.*"
     of_vilu = "; of ViLU, of whether Single is right" if any(row == VILU for row, _ in settings) else ""
     note = f"NLL on held-out images, of the right class{of_vilu}."
-    return markdown(["row", "setting", "NLL", "seeds that took it"], lines, note, left=2)
+    return markdown(["row", "setting", "NLL", "seeds that took it"], lines, note, align="ll")
 
 
 OFFERED = {
@@ -197,7 +197,7 @@ def methods_table(study: DualStudy) -> str:
         "far ↑; in points but for NLL; **better** and *worse* beyond chance "
         f"{BEYOND}. {BY_OWN}"
     )
-    return markdown(["method", "what it needs", "trainings", *gained, "seeds"], lines, note, left=2)
+    return markdown(["method", "what it needs", "trainings", *gained, "seeds"], lines, note, align="ll")
 
 
 TABLES: Mapping[str, Callable[[DualStudy], str]] = {

@@ -189,7 +189,7 @@ def contrast_table(study: Study) -> str:
         "Paired differences ± half a 95 % interval over seeds and test samples; bold without zero, from three seeds on."
     )
     note += f" {ACROSS_TOLD}" if any(ACROSS in line[1] for line in lines) else ""
-    return markdown(head, lines, note, 2)
+    return markdown(head, lines, note, "ll")
 
 
 TOO_FEW = "fewer than three rows have settings that it chose, which correlate with nothing"
@@ -212,7 +212,7 @@ def choices_table(study: Study) -> str:
         if correlation is not None
     ]
     note = f"Rank correlation of what held-out data said with what the test said: {', '.join(correlations) or TOO_FEW}."
-    return markdown(["row", "setting", "accuracy", "NLL", "AUROC, held-out sets", ""], lines, note, left=2)
+    return markdown(["row", "setting", "accuracy", "NLL", "AUROC, held-out sets", ""], lines, note, align="ll")
 
 
 WHAT: Mapping[str, str] = {
@@ -278,7 +278,7 @@ def recipes_table(study: Study) -> str:
     for row in study.rows:
         choice = study.facts["choices"].get(ROWS[row].like or row)
         lines.append([row, WHAT[row], "–" if choice is None else setting_text(choice["setting"])])
-    return markdown(["row", "what it is", "setting"], lines, left=3)
+    return markdown(["row", "what it is", "setting"], lines, align="lll")
 
 
 def setting_text(setting: Mapping[str, Any]) -> str:
@@ -301,7 +301,7 @@ def summary_table(study: Study) -> str:
         "and far by the largest probability, over all sets by Mahalanobis distance. From "
         f"`results/studies/{study.name}/`."
     )
-    return markdown(head, lines, note, left=2)
+    return markdown(head, lines, note, align="ll")
 
 
 PRINTED = {  # columns of Tables 1 and 2, and near and far of Tables 15 to 17

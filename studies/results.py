@@ -50,21 +50,17 @@ def hardware(device: str) -> str:
     return f"CPU {platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], align: str = "l") -> list[str]:
-    """Lines of a Markdown table; `align` has an `l` or an `r` for each column, those it does not name are numbers."""
-    rule = "".join("|---" if side == "l" else "|---:" for side in align.ljust(len(header), "r"))
-    return [f"| {' | '.join(header)} |", rule + "|", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
-
-
 def fixed(value: float, decimals: int, sign: str = "") -> str:
     """A number as documents write it: halves go up, and the last bits, which the order of sums decides, have no say."""
     exact = Decimal(repr(round(value, 9))).quantize(Decimal(10) ** -decimals, ROUND_HALF_UP)
     return f"{exact:{sign},}"
 
 
-def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], note: str = "", left: int = 1) -> str:
-    """A table, so many columns of it to the left and the others to the right; and a note below."""
-    return "\n".join([*table(header, rows, "l" * left), *(["", note] if note else [])])
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], note: str = "", align: str = "l") -> str:
+    """A table, and a note below; `align` has an `l` or an `r` for each column, those it does not name are numbers."""
+    rule = "".join("|---" if side == "l" else "|---:" for side in align.ljust(len(header), "r"))
+    lines = [f"| {' | '.join(header)} |", rule + "|", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+    return "\n".join([*lines, *(["", note] if note else [])])
 
 
 def pyplot() -> Any:

@@ -24,7 +24,7 @@ from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.taylor import CalibrationBatches, gradients_of_mean_loss, layer_scores
 from hydra_ensembles.model.dual_encoder import DEFAULT_TEMPLATES, average_templates, prompts_of
 
-from .results import FIGURES, RESULTS, hardware, load, pyplot, save_figure, store, table, versions
+from .results import FIGURES, RESULTS, hardware, load, markdown, pyplot, save_figure, store, versions
 from .samples import Prepared, SampleBatches
 from .sets import DataFolder, label_names, suite
 from .weights import load_dual
@@ -156,7 +156,7 @@ def tower_table(result: dict[str, Any]) -> str:
         f"{result['classes']} classes), {result['hardware']}, torch {result['versions']['torch']}. From "
         f"`results/{RESULT}`."
     )
-    return "\n".join([*table(header, rows, "ll"), "", compared, "", about])
+    return markdown(header, rows, f"{compared}\n\n{about}", "ll")
 
 
 def _mean(scores: list[float]) -> float:

@@ -157,7 +157,7 @@ def shares_table(result: Result) -> str:
         f"Of {heads} heads. Trained after: {steps} steps, side by side, the classifier kept. The paper shows curves "
         f"without numbers. {analysis.about(result)}"
     )
-    return markdown(["", "heads removed", "chosen by", *columns.values()], lines, note, left=3)
+    return markdown(["", "heads removed", "chosen by", *columns.values()], lines, note, align="lll")
 
 
 def shares_figure(result: Result) -> Any:
