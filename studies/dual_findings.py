@@ -6,9 +6,10 @@ from statistics import mean
 from .all_tasks import gains
 from .cells import ACROSS_TOLD, BEYOND, MARKED, later_runs, marked, measured_on, memory, printed, ratio, with_paper
 from .claims import claim_cells, claims, not_testable_table
-from .dual_rows import BAYES_VLM, HYDRA, NEG_LABEL, VILU
+from .dual_rows import BAYES_VLM, NEG_LABEL, VILU
 from .findings import TITLE, metrics
 from .results import markdown
+from .rows import HYDRA_CIRC
 from .stored import UNSEEN, DualStudy
 
 CLASSIFICATION = {
@@ -178,7 +179,7 @@ OFFERED = {
     BAYES_VLM: "pairs of images and texts, or factors that others publish",
     VILU: "labelled images, to train a small network on",
     NEG_LABEL: "a list of words",
-    HYDRA: "images of the task and foreign ones, to rank heads; three passes",
+    HYDRA_CIRC: "images of the task and foreign ones, to rank heads; three passes",
 }
 
 

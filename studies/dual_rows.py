@@ -23,11 +23,11 @@ from hydra_ensembles.metrics import nll
 from hydra_ensembles.model.metadata import Familiarity
 
 from .dual_seed import BATCH, DualSeed, DualTask, Family, ZeroSet
+from .rows import HYDRA_CIRC
 from .samples import SampleBatches
 from .seed_folder import CHOICES, slug
 from .storing import SINGLE, read_if_there
 
-HYDRA = "Hydra (Circ)"
 BAYES_VLM, VILU, NEG_LABEL = "BayesVLM", "ViLU", "NegLabel"
 PSEUDO_COUNTS = (1.0, 10.0, 100.0, 1e3, 1e4)  # 10 is the authors'
 EPOCHS = 100  # of ViLU; held-out images choose the best one
@@ -227,7 +227,7 @@ ROWS: Mapping[str, DualRow] = {
     "Taylor": DualRow(ONE_TAYLOR),
     "CircAvg": DualRow(BOTH, first=True),
     "Random heads": DualRow(RANDOM),
-    HYDRA: DualRow(BOTH),
+    HYDRA_CIRC: DualRow(BOTH),
     "Hydra (Circ) + Temperature Scaling": DualRow(BOTH, calibrated=True),
     "Hydra (Circ), six more heads pruned": DualRow(MORE),
     "Hydra (Circ), image tower only": DualRow(IMAGE),

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles.batches import move, read_batch
+from hydra_ensembles.batches import move
 from hydra_ensembles.data.corruptions import CORRUPTIONS, corrupted
 
 from ..results import markdown
+from ..samples import SampleBatches, Samples
 from ..seed import Seed
 from ..seed_folder import precise_products
 from ..sets import at_most
@@ -61,17 +62,16 @@ def run(seed: Seed) -> dict[str, Any]:
 
 def clean(task: Task) -> Batches:
     """Test samples as they are, in the order of `noisy`."""
-    chosen = asked(task, "noise")
     if task.kind == "text":
-        return placed(task, Drawn(task.inside("report"), chosen["images"]), chosen["batch"])
-    return placed(task, task.samples(*_in_turn(task, 0)), chosen["batch"])
+        return placed(task, Drawn(task.inside("report"), asked(task, "noise")["images"]))
+    return placed(task, task.samples(*_in_turn(task, 0)))
 
 
 def noisy(task: Task, seed: int) -> Batches:
     """The same samples with noise."""
     chosen = asked(task, "noise")
     if task.kind == "image":
-        return placed(task, task.samples(*_in_turn(task, chosen["severity"])), chosen["batch"])
+        return placed(task, task.samples(*_in_turn(task, chosen["severity"])))
     draws = torch.Generator().manual_seed(seed)
     return [({**inputs, "input_ids": replaced(inputs, chosen["replaced"], draws)}, y) for inputs, y in clean(task)]
 
@@ -87,16 +87,10 @@ def _in_turn(task: Task, severity: int) -> list[Any]:
     return [corrupted(part, name, severity, parameters=parameters) for part, name in pairs if len(part)]
 
 
-def placed(task: Task, samples: Any, size: int) -> Batches:
+def placed(task: Task, samples: Samples) -> Batches:
     """Samples in batches on the device of the task."""
-    rows = torch.arange(len(samples)).split(size)
-    batches = (read_batch(samples.batch(some, False)) for some in rows)
-    return [(move(inputs, task.device, torch.float32), _labels(y).to(task.device)) for inputs, y in batches]
-
-
-def _labels(labels: Tensor | None) -> Tensor:
-    assert labels is not None
-    return labels
+    batches = SampleBatches(samples, asked(task, "noise")["batch"])
+    return [(move(inputs, task.device, torch.float32), labels.to(task.device)) for inputs, labels in batches]
 
 
 def replaced(inputs: Mapping[str, Tensor], share: float, draws: torch.Generator) -> Tensor:

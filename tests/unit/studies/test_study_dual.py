@@ -41,11 +41,12 @@ from studies.captions import (
 )
 from studies.column_files import read_columns
 from studies.dual_recipe import load_dual_recipe
-from studies.dual_rows import BOTH, HYDRA, IMAGE, IMAGE_TUNED, ROWS, DualRow
+from studies.dual_rows import BOTH, IMAGE, IMAGE_TUNED, ROWS, DualRow
 from studies.dual_seed import DualTask
 from studies.dual_study import ZERO_SHOT
 from studies.engine import Run
 from studies.measures import Array
+from studies.rows import HYDRA_CIRC
 from studies.samples import MEAN, STD, ImageSamples, Prepared, SampleBatches
 from studies.sets import DataFolder
 from studies.storing import SINGLE
@@ -106,7 +107,7 @@ def test_every_row_is_asked_about_every_set(finished: Finished) -> None:
 
 def test_a_temperature_changes_no_label_and_is_the_one_that_was_fixed(finished: Finished) -> None:
     columns, place = finished.columns, "tinyimagenet|tinyimagenet"
-    for plain, row in ((SINGLE, "Temperature Scaling"), (HYDRA, f"{HYDRA} + Temperature Scaling")):
+    for plain, row in ((SINGLE, "Temperature Scaling"), (HYDRA_CIRC, f"{HYDRA_CIRC} + Temperature Scaling")):
         assert np.array_equal(columns[f"{row}|{place}|correct"], columns[f"{plain}|{place}|correct"])
         assert np.array_equal(columns[f"{row}|{place}|nll"], columns[f"{plain}|{place}|calibrated.nll"])
         fixed = finished.facts["runs"]["0"]["temperatures"]
@@ -118,7 +119,7 @@ def test_test_sets_are_opened_after_all_is_fixed(finished: Finished, tmp_path: P
     assert finished.after >= REPORTED_ONLY
     source = ManyClasses()
     with pytest.raises(DataError, match="fix"):
-        dual_study.report(dual_seed(tmp_path, source=source), HYDRA)
+        dual_study.report(dual_seed(tmp_path, source=source), HYDRA_CIRC)
     assert not source.opened
     readers = {
         f"{path.stem}.{function.name}"
@@ -141,10 +142,10 @@ def test_rows_that_come_later_are_added_to_what_is_fixed(finished: Finished, tmp
     assert (list(first["temperatures"]), list(first["heads"])) == ([SINGLE], ["single"])
     changed = {**first, "temperatures": {SINGLE: 7.0}}
     place.write_text(json.dumps(changed))
-    for row in (SINGLE, HYDRA):
+    for row in (SINGLE, HYDRA_CIRC):
         dual_study.fix(seed, row)
     found = json.loads(place.read_text())
-    assert found["temperatures"] == {SINGLE: 7.0, HYDRA: whole["temperatures"][HYDRA]}
+    assert found["temperatures"] == {SINGLE: 7.0, HYDRA_CIRC: whole["temperatures"][HYDRA_CIRC]}
     assert found["heads"] == {name: whole["heads"][name] for name in ("single", "both")}
 
 
@@ -203,7 +204,7 @@ def test_members_lose_heads_of_the_right_towers(finished: Finished) -> None:
     assert any(not torch.equal(tensor, texts[name]) for name, tensor in locked.text.state_dict().items())
 
 
-@pytest.mark.parametrize("name", [SINGLE, HYDRA, "Hydra (Circ), image tower only, text fine-tuned"])
+@pytest.mark.parametrize("name", [SINGLE, HYDRA_CIRC, "Hydra (Circ), image tower only, text fine-tuned"])
 def test_members_in_turn_are_the_one_model_whose_cost_is_measured(finished: Finished, name: str) -> None:
     seed, row = dual_seed(finished.output), ROWS[name]
     held = seed.task.held_out

@@ -19,14 +19,14 @@ from studies.__main__ import app
 from studies.claims import claims
 from studies.column_files import read_columns, write_columns
 from studies.dual_findings import CLASSIFICATION, TABLES, blocks
-from studies.dual_rows import HYDRA
 from studies.measures import Columns
+from studies.rows import HYDRA_CIRC
 from studies.seed_folder import slug
 from studies.stored import DualStudy
 from studies.storing import FORMAT, SINGLE, named, of_row, single_of, store
 
 OUTSIDE = {"near": {"a": 900}, "far": {"b": 1100, "c": 900}}
-ROWS = (SINGLE, "Temperature Scaling", "Taylor", HYDRA)
+ROWS = (SINGLE, "Temperature Scaling", "Taylor", HYDRA_CIRC)
 PLACES = {"pets": 12, "cifar100": 12, "tinyimagenet": 12}
 SEEDS = 3  # the fewest of which a difference is judged
 
@@ -119,11 +119,11 @@ def test_prices_and_scores_of_every_row_are_shown(tmp_path: Path) -> None:
         "batch": 8,
         "dtype": "float32",
         "device": "a machine",
-        "rows": {HYDRA: {"latency_ratio": 1.5, "parameters": 2e6, "peak_memory_bytes": 3 << 20}},
+        "rows": {HYDRA_CIRC: {"latency_ratio": 1.5, "parameters": 2e6, "peak_memory_bytes": 3 << 20}},
     }
-    assert f"| {HYDRA} | 2.0 M | 1.50x | 3 MiB | 1 | 3 |" in TABLES["price"](study)
+    assert f"| {HYDRA_CIRC} | 2.0 M | 1.50x | 3 MiB | 1 | 3 |" in TABLES["price"](study)
     assert f"| {SINGLE} | – | – | – | 1 | 3 |" in TABLES["price"](study)
-    told = next(line for line in TABLES["detection"](study).splitlines() if line.startswith(f"| {HYDRA}"))
+    told = next(line for line in TABLES["detection"](study).splitlines() if line.startswith(f"| {HYDRA_CIRC}"))
     own, first, second = (told.strip("| ").split(" | ")[place] for place in (3, 7, 8))
     assert first == second == own.split(" / ")[0]  # the score is the same in all columns that are made up
 
@@ -140,16 +140,16 @@ def test_rows_that_some_seeds_lack_and_circuits_that_are_not_there_are_said(tmp_
     study.facts["runs"]["2"] = {**study.facts["runs"]["2"], "report": {SINGLE: {}}}
     study.facts["runs"]["0"] = {**study.facts["runs"]["0"], "circuits": {}}
     told = TABLES["main"](study)
-    assert f"Means over 3 seeds (Temperature Scaling 2, Taylor 2, {HYDRA} 2)" in told
+    assert f"Means over 3 seeds (Temperature Scaling 2, Taylor 2, {HYDRA_CIRC} 2)" in told
     assert "Circuits: none." in told
 
 
 def test_a_row_of_a_later_run_is_held_against_the_single_of_that_run(tmp_path: Path) -> None:
-    study = made_up(tmp_path, {HYDRA: 0.9})
-    held = (("Taylor", HYDRA), (HYDRA, SINGLE))
+    study = made_up(tmp_path, {HYDRA_CIRC: 0.9})
+    held = (("Taylor", HYDRA_CIRC), (HYDRA_CIRC, SINGLE))
     before = {row: study.difference(row, against, "unseen.accuracy") for row, against in held}
     for seed in range(SEEDS):
-        single = named(SINGLE, study.columns(HYDRA, seed))  # stands for another Single
+        single = named(SINGLE, study.columns(HYDRA_CIRC, seed))  # stands for another Single
         write_columns(study.folder / f"again-{seed}-x.parquet", {"rows": np.array(["Taylor"]), **single})
     later = DualStudy("zero-shot", tmp_path)
     assert {row: later.difference(row, SINGLE, "unseen.accuracy") for row in before} == before
@@ -158,7 +158,7 @@ def test_a_row_of_a_later_run_is_held_against_the_single_of_that_run(tmp_path: P
 
 def test_numbers_are_those_of_another_library(tmp_path: Path) -> None:
     study = made_up(tmp_path, {})
-    found, columns = study.numbers(HYDRA, 1), study.columns(HYDRA, 1)
+    found, columns = study.numbers(HYDRA_CIRC, 1), study.columns(HYDRA_CIRC, 1)
     for task in PLACES:
         assert found[f"{task}.accuracy"].value == columns[f"{task}|{task}|correct"].mean()
     mean = np.mean([columns[f"{task}|{task}|correct"].mean() for task in ("pets", "cifar100")])
@@ -186,7 +186,7 @@ def test_a_row_that_brings_a_score_is_judged_and_shown_by_it(tmp_path: Path, sco
                 columns[f"Taylor|{task}|{name}|{score}"] = np.full(len(columns[f"Taylor|cifar100|{name}|msp"]), 10.0)
         write_columns(place, columns)  # and what is foreign
     again = DualStudy("zero-shot", tmp_path)
-    found, other, plain = again.numbers("Taylor", 0), again.numbers(HYDRA, 0), again.plain("Taylor")[0]
+    found, other, plain = again.numbers("Taylor", 0), again.numbers(HYDRA_CIRC, 0), again.plain("Taylor")[0]
     for key in ("near.auroc", "all.auroc", "ood.c.auroc", "far.fpr95", "ood.b.aupr"):
         best = float("fpr95" not in key)
         assert plain[f"cifar100.own.{key}"] == best != plain[f"cifar100.{key}"]
@@ -208,7 +208,7 @@ def row_of(table: str, row: str) -> list[str]:
 
 def test_the_papers_numbers_stand_below_ours_in_every_table_of_ood_sets() -> None:
     study = published_zero_shot()
-    study.rows = [HYDRA]
+    study.rows = [HYDRA_CIRC]
     for name, title, told in (
         ("main", "cifar100 near ↑", "(79.78)"),
         ("main", "aECE ↓", "(3.35)"),
@@ -229,7 +229,7 @@ def test_sets_that_a_suite_got_later_are_shown_when_all_rows_have_them(tmp_path:
         for seed in seeds:
             report = run / f"seed-{seed}" / "report"
             for row in rows:
-                columns = study.columns(row if row in ROWS else HYDRA, seed)
+                columns = study.columns(row if row in ROWS else HYDRA_CIRC, seed)
                 new = {key.replace("|c|", "|d|"): one for key, one in columns.items() if "cifar100|c|" in key}
                 write_columns(report / f"{slug(row)}.parquet", {**columns, **new})
                 write_json(report / f"{slug(row)}.json", {})
@@ -250,8 +250,8 @@ def test_rows_wait_for_the_single_that_they_are_held_against(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study, run = made_up(tmp_path, {}), tmp_path / "run" / "zero-shot"
-    for row in (HYDRA, "NegLabel"):
-        write_columns(run / "seed-0" / "report" / f"{slug(row)}.parquet", study.columns(HYDRA, 0))
+    for row in (HYDRA_CIRC, "NegLabel"):
+        write_columns(run / "seed-0" / "report" / f"{slug(row)}.parquet", study.columns(HYDRA_CIRC, 0))
         write_json(run / "seed-0" / "report" / f"{slug(row)}.json", {})
     facts = {**study.facts, "trainings": dict.fromkeys((*ROWS, "NegLabel"), 1)}
     store(run, tmp_path, facts, lambda seed: study.facts["runs"][str(seed)])
@@ -272,18 +272,18 @@ def test_tasks_near_chance_leave_the_means_by_rule(tmp_path: Path) -> None:
 
 
 def test_claims_have_their_sign_and_margin(tmp_path: Path) -> None:
-    study = made_up(tmp_path, {HYDRA: 0.9, "Taylor": 0.3})
+    study = made_up(tmp_path, {HYDRA_CIRC: 0.9, "Taylor": 0.3})
     found = {(one["scope"], one["metric"], one["first"], one["second"]): one for one in claims(study)}
-    assert found["unseen", "accuracy", HYDRA, SINGLE]["verdict"] == "reproduced"
-    assert found["unseen", "nll", HYDRA, SINGLE]["verdict"] == "reproduced"  # lower
-    assert found["tinyimagenet", "near.auroc", HYDRA, SINGLE]["verdict"] == "reproduced"
-    assert found["cifar100", "all.auroc", HYDRA, "Taylor"]["verdict"] == "reproduced"
-    assert found["unseen", "accuracy", HYDRA, "BayesVLM"]["verdict"] == "not testable"
-    assert found["unseen", "accuracy", HYDRA, SINGLE]["paper"] == pytest.approx(0.0035)
+    assert found["unseen", "accuracy", HYDRA_CIRC, SINGLE]["verdict"] == "reproduced"
+    assert found["unseen", "nll", HYDRA_CIRC, SINGLE]["verdict"] == "reproduced"  # lower
+    assert found["tinyimagenet", "near.auroc", HYDRA_CIRC, SINGLE]["verdict"] == "reproduced"
+    assert found["cifar100", "all.auroc", HYDRA_CIRC, "Taylor"]["verdict"] == "reproduced"
+    assert found["unseen", "accuracy", HYDRA_CIRC, "BayesVLM"]["verdict"] == "not testable"
+    assert found["unseen", "accuracy", HYDRA_CIRC, SINGLE]["paper"] == pytest.approx(0.0035)
 
 
 def test_tables_say_what_their_marks_and_means_are(tmp_path: Path) -> None:
-    study = made_up(tmp_path, {SINGLE: 0.6, HYDRA: 0.7}, hopeless=("cifar100",))
+    study = made_up(tmp_path, {SINGLE: 0.6, HYDRA_CIRC: 0.7}, hopeless=("cifar100",))
     for name in ("tasks", "brier", "nll", "ece"):
         assert "**Better**" in (note := TABLES[name](study).splitlines()[-1])
         assert "over 1 of 2 unseen tasks (pets)" in note
@@ -341,7 +341,7 @@ def on_level(row: str) -> list[dict[str, dict[str, float]]]:
     return found
 
 
-@pytest.mark.parametrize("rows", [[HYDRA, "ViLU"], pytest.param(None, marks=pytest.mark.slow, id="all rows")])
+@pytest.mark.parametrize("rows", [[HYDRA_CIRC, "ViLU"], pytest.param(None, marks=pytest.mark.slow, id="all rows")])
 def test_the_published_main_table_by_other_code(rows: list[str] | None) -> None:
     """Rows as they are printed: unseen tasks that count, and OOD sets of both ID tasks."""
     study = published_zero_shot()
@@ -363,7 +363,7 @@ def test_the_published_main_table_by_other_code(rows: list[str] | None) -> None:
         assert told == {"row": row, **({"cost": price} if study.facts["costs"] else {})}
 
 
-@pytest.mark.parametrize("row", [HYDRA, "ViLU"])
+@pytest.mark.parametrize("row", [HYDRA_CIRC, "ViLU"])
 def test_every_task_by_other_code(row: str) -> None:
     """A table a metric, as it is printed; beside it what the paper has of the same task."""
     study = published_zero_shot()
@@ -381,12 +381,12 @@ def test_every_task_by_other_code(row: str) -> None:
             each = [[one[place][key] for place in ([task] if task else study.counted)] for one in found]
             assert_printed(cell, [float(np.mean(one)) for one in each], key)
     paper = row_of(TABLES["aece"](study), "(paper)")[1:]
-    assert paper[tasks.index("pets")] == {HYDRA: "(2.31)", "ViLU": "(5.50)"}[row]
+    assert paper[tasks.index("pets")] == {HYDRA_CIRC: "(2.31)", "ViLU": "(5.50)"}[row]
 
 
 def test_the_published_study_has_every_row_and_task() -> None:
     study = published_zero_shot()
-    assert {SINGLE, HYDRA} <= set(study.rows)
+    assert {SINGLE, HYDRA_CIRC} <= set(study.rows)
     assert study.left_out != list(study.facts["tasks"])
     shown = TABLES["tasks"](study)
     assert all(f"| {row} |" in shown for row in study.rows)
