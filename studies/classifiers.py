@@ -26,7 +26,7 @@ from .samples import SampleBatches, alone
 from .seed import Heads, NotChosenError, Seed, Setting
 from .seed_folder import CHOICES, slug
 from .storing import STUDY, choices_in, facts_of, named, read_if_there, store, store_shift
-from .task import Stage, decisive
+from .task import Stage, Task, decisive
 
 SHIFTED = "shifted.npz"  # images of a run that all rows are asked about
 RANKINGS: Mapping[Heads, Sequence[str]] = {"circuits": CIRCUIT_ORDER, "taylor": ("taylor",), "random": ()}
@@ -84,12 +84,11 @@ def choose(seed: Seed, name: str) -> None:
     left_out: list[dict[str, Any]] = []
     for setting in options:
         try:
-            columns = all_columns(Judged(task, row.make(seed, setting)), "held_out")
+            numbers = held_out_numbers(task, row.make(seed, setting))
         except DataError as error:  # of its training, or of what is fitted to answers that are not finite
             tell_left_out(seed, name, setting, error)
             left_out.append({"setting": dict(setting), "why": str(error)})
             continue
-        numbers = plain_numbers(columns, task.suite.id.name, task.groups("held_out"))
         measured.append({"setting": dict(setting), **numbers})
     if not measured:
         raise DataError(f"no setting of {name!r} is left for {task.name}; the last: {left_out[-1]['why']}")
@@ -128,6 +127,11 @@ def shift(seed: Seed, name: str) -> None:
     if "corruptions" in task.plain and seed.number in task.settings["shift"]["seeds"] and not path.exists():
         judge = Judged(task, rows_of(task)[name].model(seed, name), familiar=False)
         write_columns(path, under_shift(judge, seed.study / SHIFTED))
+
+
+def held_out_numbers(task: Task, model: Any) -> dict[str, float]:
+    """What half B and the held-out OOD sets say of a model."""
+    return plain_numbers(all_columns(Judged(task, model), "held_out"), task.suite.id.name, task.groups("held_out"))
 
 
 def all_columns(judge: Judged, stage: Stage) -> dict[str, Array]:

@@ -7,9 +7,7 @@ from typing import Any
 
 import hydra_ensembles as he
 
-from ..classifiers import all_columns
-from ..evidence import Judged
-from ..measures import plain_numbers
+from ..classifiers import held_out_numbers
 from ..seed import Seed
 from .analysis import Analysis, Result, asked, by_seed, rows_table
 from .drawing import panel, rows_figure
@@ -42,14 +40,9 @@ def model(seed: Seed, point: str) -> he.Ensemble:
 
 def run(seed: Seed) -> dict[str, Any]:
     """Numbers of Single on half B at every point."""
-    task = seed.task
-    rows = {}
-    for point in POINTS:
-        numbers = plain_numbers(
-            all_columns(Judged(task, model(seed, point)), "held_out"), task.suite.id.name, task.groups("held_out")
-        )
-        rows[point] = {key: float(value) for key, value in numbers.items()}
-    return {"factor": asked(task, "rates")["factor"], "rows": rows}
+    by_point = {point: held_out_numbers(seed.task, model(seed, point)) for point in POINTS}
+    rows = {point: {key: float(value) for key, value in numbers.items()} for point, numbers in by_point.items()}
+    return {"factor": asked(seed.task, "rates")["factor"], "rows": rows}
 
 
 def table(result: Result) -> str:
