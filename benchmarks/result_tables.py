@@ -40,10 +40,7 @@ def price_table() -> str:
     """What an ensemble brings for its price, by the code of a138193: tasks and methods, means over seeds."""
     result = load("price.json")
     costs, settings = result["costs"], result["recipe"]
-    lines = [
-        f"| task | method | cost | {' | '.join(PRICES.values())} |",
-        "|---|---|---:|" + "---:|" * len(PRICES),
-    ]
+    lines = [f"| task | method | cost | {' | '.join(PRICES.values())} |", "|---|---|---:|" + "---:|" * len(PRICES)]
     for task, rows in result["tables"].items():
         prices = costs["tasks"][task]
         for name, row in rows.items():

@@ -68,12 +68,7 @@ def newest_costs(study: str, before: Any, measured: Any, rows: Collection[str]) 
     return before if gone else measured
 
 
-def store(
-    study: Path,
-    results: Path,
-    facts: Mapping[str, Any],
-    of_seed: Callable[[int], Mapping[str, Any]],
-) -> None:
+def store(study: Path, results: Path, facts: Mapping[str, Any], of_seed: Callable[[int], Mapping[str, Any]]) -> None:
     """Store every row and seed that is finished, beside what is stored.
 
     Args:

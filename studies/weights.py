@@ -126,6 +126,7 @@ def mean_pooled(text: Ensemble) -> Ensemble:
     return Ensemble.from_state(config, state, text.metadata)
 
 
+@torch.random.fork_rng(devices=[])
 def own_backbone(source: str, classes: tuple[str, ...], text: bool) -> Ensemble:
     """A pretrained model of the user's own, with a classifier of these classes that still has to be drawn.
 
@@ -135,12 +136,7 @@ def own_backbone(source: str, classes: tuple[str, ...], text: bool) -> Ensemble:
         classes: Names of the classes.
         text: Whether the model reads texts.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # draws what a checkpoint lacks, such as a pooler, the same in every process
-        return _own_backbone(source, classes, text)
-
-
-def _own_backbone(source: str, classes: tuple[str, ...], text: bool) -> Ensemble:
+    torch.manual_seed(0)  # draws what a checkpoint lacks, such as a pooler, the same in every process
     if source.startswith(TIMM):
         return _fresh(timm.create_model(source.removeprefix(TIMM), pretrained=True, num_classes=0), classes)
     if source.startswith(TORCHVISION):

@@ -42,12 +42,7 @@ def run(seed: Seed) -> dict[str, Any]:
     ends = {"last": order[-chosen["heads"] :][::-1], "first": order[: chosen["heads"]]}
     far = sets[FAR] if FAR in sets else next(iter(sets.values()))
     points = {
-        end: head_points(
-            base,
-            (inside, drawn_batches(task, far, chosen["samples"])),
-            heads,
-            chosen["points"],
-        )
+        end: head_points(base, (inside, drawn_batches(task, far, chosen["samples"])), heads, chosen["points"])
         for end, heads in ends.items()
     }
     return {"prune": seed.prune, "left": len(vectors["circuit"]), "rows": rows, "points": points}

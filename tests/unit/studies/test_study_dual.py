@@ -19,13 +19,7 @@ import hydra_ensembles as he
 import studies
 from hydra_ensembles import ImagePreprocessing, Prediction, Recipe
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
-from hydra_ensembles.model.config import (
-    EncoderConfig,
-    EnsembleConfig,
-    PatchStemConfig,
-    ReadoutConfig,
-    TextStemConfig,
-)
+from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig
 from hydra_ensembles.model.metadata import Metadata
 from pictures import picture
 from studies import dual_rows, dual_study
