@@ -29,7 +29,6 @@ from hydra_ensembles.report import to_markdown
 from studies.analyses.registry import blocks, draw, undrawn
 from studies.circuit_draws import draws_table
 from studies.dual_findings import blocks as dual_blocks
-from studies.dual_recipe import ZERO_SHOT
 from studies.findings import blocks as study_blocks
 from studies.findings import compared_table
 from studies.results import RESULTS, ROOT, load
@@ -44,8 +43,7 @@ def documents() -> list[Path]:
 
 def studies() -> dict[str, Study]:
     """Every stored study by name."""
-    classifiers = stored_studies(RESULTS / "studies")
-    return {**{study.name: study for study in classifiers}, ZERO_SHOT: DualStudy(ZERO_SHOT, RESULTS / "studies")}
+    return {study.name: study for study in stored_studies(RESULTS / "studies")}
 
 
 def tables(stored: Mapping[str, Study]) -> dict[str, str]:

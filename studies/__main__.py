@@ -1,6 +1,7 @@
 """Run a study, make its tables again from stored results, or hold it against the paper: `python -m studies`."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 
 from hydra_ensembles.errors import ConfigError, HydraError
 
-from . import all_tasks, dual_findings, paper_task
+from . import all_tasks, dual_findings, findings, paper_task
 from .analyses import registry
 from .analyses.registry import with_analyses
 from .classifiers import CLASSIFIERS
@@ -19,10 +20,10 @@ from .dual_study import ZERO_SHOT
 from .engine import Kind, Run
 from .fetch import SETS
 from .fetch import prepare as prepare_set
-from .findings import TABLES, paper_table, written
+from .findings import paper_table
 from .seed import Seed
 from .sets import DataFolder
-from .stored import RESULTS, DualStudy, Study
+from .stored import RESULTS, DualStudy, Study, stored_study
 from .storing import forget as forget_rows
 from .task import Task, recipe
 
@@ -87,14 +88,16 @@ def analyse(
 
 @app.command()
 def tables(
-    name: Annotated[str, typer.Argument(help="Study of classifiers.")],
+    name: Annotated[str, typer.Argument(help="Stored study.")],
     results: Folder = RESULTS,
     figures: Annotated[Path | None, typer.Option(help="Folder to draw the figure of all studies in.")] = None,
 ) -> None:
-    """Make every table of a study of classifiers again from its stored columns, on a CPU."""
+    """Make every table of a study again from its stored columns, on a CPU."""
     if figures is not None:
         all_tasks.draw(results, figures / "gain_against_price.svg")
-    print(written(Study(name, results), TABLES))
+    study = stored_study(name, results)
+    made: Mapping[str, Any] = dual_findings.TABLES if isinstance(study, DualStudy) else findings.TABLES
+    print("\n\n".join(f"### {name}: {title}\n\n{table(study)}" for title, table in made.items()))
 
 
 @app.command()
@@ -198,7 +201,7 @@ def zero_shot(
     """Run the zero-shot study: train a dual encoder, rank its heads, fix members, open the test sets, measure costs."""
     settings = load_dual_recipe(tiny, suite, model, factors)
     if from_results:
-        print(written(DualStudy(settings.name, results), dual_findings.TABLES))
+        tables(settings.name, results)
         return
     task = DualTask(settings, DataFolder(data, cifar), torch_device(device))
     run_stages(ZERO_SHOT, task, output, results, stages, rows, seeds, workers, minutes)

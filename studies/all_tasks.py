@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from .cells import BEYOND, gap_text, judged_text, measured_on, printed, ratio
-from .dual_recipe import ZERO_SHOT
 from .measures import FEWEST_SEEDS, Difference
 from .results import markdown, pyplot, save_figure
 from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, SINGLE, SOUP
 from .stored import DualStudy, Study, stored_studies
-from .storing import STUDY, same_columns
+from .storing import same_columns
 
 GAINS = ("accuracy", "calibrated.nll", "near.auroc", "far.auroc")
 LEADING = {"calibrated.nll": "NLL ↓", "near.auroc": "near ↑"}  # of them what the first page shows, a table each
@@ -214,7 +213,6 @@ def price_of(study: Study, row: str) -> tuple[float | None, bool]:
 
 def draw(results: Path, path: Path) -> Path:
     """Draw it from the studies of a folder of results that have Hydra, and know a price."""
-    fused = [study for study in stored_studies(results) if HYDRA in study.rows]
-    dual = [DualStudy(ZERO_SHOT, results)] if (results / ZERO_SHOT / STUDY).exists() else []
-    priced = [study for study in (*fused, *dual) if any(price_of(study, row)[0] for row in study.rows)]
+    studies = [study for study in stored_studies(results) if HYDRA in study.rows or isinstance(study, DualStudy)]
+    priced = [study for study in studies if any(price_of(study, row)[0] for row in study.rows)]
     return save_figure(figure(priced), path)

@@ -399,11 +399,6 @@ TABLES: Mapping[str, Callable[[Study], str]] = {
 }
 
 
-def written(study: Study, tables: Mapping[str, Callable[[Any], str]]) -> str:
-    """All tables of a study, one below the other."""
-    return "\n\n".join(f"### {study.name}: {name}\n\n{table(study)}" for name, table in tables.items())
-
-
 def blocks(studies: Sequence[Study], shown: Collection[str]) -> dict[str, str]:
     """Tables of stored studies by their names in the documents, `study_NAME_TABLE`, where shown; those of all."""
     tables = {f"study_{study.name}_{name}": (table, study) for study in studies for name, table in TABLES.items()}

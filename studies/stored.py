@@ -11,6 +11,7 @@ from hydra_ensembles.errors import DataError
 from hydra_ensembles.metrics.distance import LearnedName
 
 from .column_files import read_columns
+from .dual_recipe import ZERO_SHOT
 from .measures import (
     SEVERITIES,
     SHIFT,
@@ -286,6 +287,12 @@ class DualStudy(Study):
         }
 
 
-def stored_studies(folder: Path = RESULTS) -> list[Study]:
-    """Every study of classifiers in a folder of results, in the order of the recipe."""
-    return [Study(name, folder) for name in recipe()["tasks"] if (folder / name / STUDY).exists()]
+def stored_study(name: str, results: Path = RESULTS) -> Study:
+    """A stored study, of whichever kind it is."""
+    return (DualStudy if "tasks" in (facts_of(results / name) or {}) else Study)(name, results)
+
+
+def stored_studies(results: Path = RESULTS) -> list[Study]:
+    """Every study in a folder of results: those of classifiers in the order of the recipe, then the zero-shot study."""
+    names = (*recipe()["tasks"], ZERO_SHOT)
+    return [stored_study(name, results) for name in names if (results / name / STUDY).exists()]

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
-from studies.stored import RESULTS, DualStudy, Study
+from studies.stored import DualStudy, Study, stored_study
 
 ZERO_SHOT = "zero-shot"
 _KNOWN: dict[str, dict[Any, Any]] = defaultdict(dict)
@@ -11,7 +11,7 @@ _KNOWN: dict[str, dict[Any, Any]] = defaultdict(dict)
 
 def published(name: str) -> Study:
     """A stored study of a test's own: it may be shown other rows; what others have found of the files is known."""
-    study = DualStudy(name, RESULTS) if name == ZERO_SHOT else Study(name, RESULTS)
+    study = stored_study(name)
     study._once = _KNOWN[name]  # of rows and seeds, whatever rows are shown
     return study
 

@@ -300,6 +300,7 @@ def test_every_table_is_made_again_from_results(tmp_path: Path) -> None:
     study = made_up(tmp_path, {})
     ran = CliRunner().invoke(app, ["zero-shot", "--from-results", "--results", str(tmp_path)])
     assert ran.exit_code == 0, ran.exception
+    assert ran.stdout == CliRunner().invoke(app, ["tables", "zero-shot", "--results", str(tmp_path)]).stdout
     found = blocks(study, [f"study_zero_shot_{name}" for name in TABLES])
     assert len(found) == len(TABLES)
     for shown in found.values():
