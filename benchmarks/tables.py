@@ -26,13 +26,11 @@ from serve import serve_table
 
 from hydra_ensembles import SearchResult
 from hydra_ensembles.report import to_markdown
+from studies.all_tasks import blocks as study_blocks
 from studies.analyses.registry import blocks, draw, undrawn
 from studies.circuit_draws import draws_table
-from studies.dual_findings import blocks as dual_blocks
-from studies.findings import blocks as study_blocks
-from studies.findings import compared_table
 from studies.results import RESULTS, ROOT, load
-from studies.stored import DualStudy, Study, stored_studies
+from studies.stored import Study, stored_studies
 from studies.tower_scores import tower_table
 
 
@@ -48,8 +46,6 @@ def studies() -> dict[str, Study]:
 
 def tables(stored: Mapping[str, Study]) -> dict[str, str]:
     """Every table by name; of the studies, those that a document shows."""
-    classifiers = [study for study in stored.values() if not isinstance(study, DualStudy)]
-    zero_shot = [study for study in stored.values() if isinstance(study, DualStudy)]
     shown = {name for path in documents() for name in re.findall(r"<!-- table: ([^\n]+) -->", path.read_text())}
     return {
         "circuits": circuit_table("circuit_dinov2_cifar10.json"),
@@ -58,11 +54,9 @@ def tables(stored: Mapping[str, Study]) -> dict[str, str]:
         "tower_scores": tower_table(load("zero_shot_tower_scores.json")),
         "serve": serve_table(),
         "search": to_markdown(SearchResult.load(RESULTS / "search.json").table()),
-        "compared": compared_table(classifiers[0]),
         **result_tables.tables(),
         **inference_report.tables(),
-        **study_blocks(classifiers, shown),
-        **dual_blocks(zero_shot[0], shown),
+        **study_blocks(list(stored.values()), shown),
         **blocks(RESULTS / "analyses"),
     }
 

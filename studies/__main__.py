@@ -1,7 +1,6 @@
 """Run a study, make its tables again from stored results, or hold it against the paper: `python -m studies`."""
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 
 from hydra_ensembles.errors import ConfigError, HydraError
 
-from . import all_tasks, dual_findings, findings, paper_task
+from . import all_tasks, paper_task
 from .analyses import registry
 from .analyses.registry import with_analyses
 from .classifiers import CLASSIFIERS
@@ -23,7 +22,7 @@ from .fetch import prepare as prepare_set
 from .findings import paper_table
 from .seed import Seed
 from .sets import DataFolder
-from .stored import RESULTS, DualStudy, Study, stored_study
+from .stored import RESULTS, Study, stored_study
 from .storing import forget as forget_rows
 from .task import Task, recipe
 
@@ -96,7 +95,7 @@ def tables(
     if figures is not None:
         all_tasks.draw(results, figures / "gain_against_price.svg")
     study = stored_study(name, results)
-    made: Mapping[str, Any] = dual_findings.TABLES if isinstance(study, DualStudy) else findings.TABLES
+    made = all_tasks.tables_of(study)
     print("\n\n".join(f"### {name}: {title}\n\n{table(study)}" for title, table in made.items()))
 
 

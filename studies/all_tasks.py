@@ -1,11 +1,12 @@
-"""All studies side by side: what rows take, and what they gain over Single on every task; tables, and a figure."""
+"""All studies side by side: what rows take, and what they gain over Single on every task; what documents show."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from .cells import BEYOND, gap_text, judged_text, measured_on, printed, ratio
+from . import dual_findings, findings
+from .cells import BEYOND, gains, gap_text, judged_text, marked, measured_on, ratio
 from .measures import FEWEST_SEEDS, Difference
 from .results import markdown, pyplot, save_figure
 from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, SINGLE, SOUP
@@ -34,17 +35,28 @@ TITLES = {  # of the tasks, where several stand in one table
     "vision-eurosat-scratch": "EuroSAT, from scratch",
 }
 OFFERED = ("Single, trained as long", MC_DROPOUT, *BASELINES, SOUP, DEEP, HYDRA, HYDRA_CIRC)
+COMPARED = (  # rows of the README
+    SINGLE,
+    "Single, trained as long",
+    "Laplace (last layer)",
+    SOUP,
+    DEEP,
+    HYDRA,
+    "Single, D.2, nothing pruned",
+    HYDRA_TAYLOR,
+    HYDRA_CIRC,
+)
+GIVEN = {  # columns of the README
+    "accuracy": "accuracy ↑",
+    "calibrated.nll": "NLL ↓",
+    "aurc": "own mistakes, AURC ↓",
+    "all.auroc": "foreign, unsure ↑",
+    "mahalanobis:all.auroc": "foreign, unfamiliar ↑",
+}
 GAINED = (
     "Gain over Single: accuracy ↑ / NLL ↓ after calibration / OOD AUROC near ↑ / far ↑ by the largest probability, "
     f"in points but for NLL; **better** and *worse* beyond chance {BEYOND}."
 )
-
-
-def gains(study: Study, row: str, keys: Sequence[str] = GAINS) -> str:
-    """What a row gains over Single in a study."""
-    gaps = [(study.difference(row, SINGLE, key), key) for key in keys]
-    texts = [judged_text(printed(gap.value, key, "+"), gap, key) for gap, key in gaps if gap is not None]
-    return " / ".join(texts) or "–"
 
 
 def seeds_cell(studies: Sequence[Study], row: str) -> str:
@@ -131,7 +143,7 @@ def methods_table(studies: Sequence[Study]) -> str:
         if with_row := [study for study in studies if row in study.rows]:
             first = with_row[0]
             costs = [f"{first.facts['trainings'][row]:g}", first.parameters(row), price_cell(studies, row)]
-            lines.append([row, *costs, *(gains(study, row) for study in studies), seeds_cell(studies, row)])
+            lines.append([row, *costs, *(gains(study, row, GAINS) for study in studies), seeds_cell(studies, row)])
     singles = ", ".join(f"{TITLES[study.name]} {study.parameters(SINGLE)}" for study in studies)
     note = (
         f"A dash: not run, or not for this task; {MC_DROPOUT} has Single's parameters and takes five of its passes, "
@@ -141,6 +153,41 @@ def methods_table(studies: Sequence[Study]) -> str:
     )
     head = ["method", "trainings ↓", "parameters ↓", "price ↓", *(TITLES[study.name] for study in studies), "seeds"]
     return markdown(head, lines, note)
+
+
+def compared_table(study: Study) -> str:
+    """Of the README: what methods take and give on one task."""
+    rows = [row for row in COMPARED if row in study.rows]
+    lines = [
+        [row, f"{study.facts['trainings'][row]:g}", study.work(row), *(marked(study, row, key) for key in GIVEN)]
+        for row in rows
+    ]
+    fewest, most = (choose(len(study.seeds(row)) for row in rows) for choose in (min, max))
+    about = (
+        f"{TITLES[study.name]}, per cent but for NLL, which is after calibration; AURC and *unsure* by the largest "
+        "probability before it, *unfamiliar* by Mahalanobis distance, fitted to training data. **Better** and *worse* "
+        f"than Single beyond chance (95 % intervals, paired). {fewest} to {most} seeds a row: Single's mean, and the "
+        "gain over it on the seeds of the row. Work: multiply-adds. From `results/studies/`."
+    )
+    return markdown(["method", "trainings ↓", "work ↓", *GIVEN.values()], lines, about)
+
+
+def tables_of(study: Study) -> Mapping[str, Callable[[Any], str]]:
+    """The tables of a study by their names."""
+    return dual_findings.TABLES if isinstance(study, DualStudy) else findings.TABLES
+
+
+def blocks(studies: Sequence[Study], shown: Collection[str]) -> dict[str, str]:
+    """Tables by their names in the documents: of a study, `study_NAME_TABLE`, where shown; and those of all."""
+    tables = {
+        f"study_{study.name}_{name}".replace("zero-shot", "zero_shot"): (table, study)
+        for study in studies
+        for name, table in tables_of(study).items()
+    }
+    of_studies = {name: table(study) for name, (table, study) in tables.items() if name in shown}
+    classifiers = [study for study in studies if not isinstance(study, DualStudy)]
+    of_all = {"study_gains": gains_table(classifiers), "study_methods": methods_table(classifiers)}
+    return {**of_studies, **of_all, "compared": compared_table(classifiers[0])}
 
 
 # --- the figure -------------------------------------------------------------------------------------------------------

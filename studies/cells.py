@@ -46,6 +46,13 @@ def judged_text(text: str, gap: Difference | None, key: str) -> str:
     return f"**{text}**" if better else f"*{text}*"
 
 
+def gains(study: Study, row: str, keys: Sequence[str]) -> str:
+    """What a row gains over Single in a study."""
+    gaps = [(study.difference(row, SINGLE, key), key) for key in keys]
+    texts = [judged_text(printed(gap.value, key, "+"), gap, key) for gap, key in gaps if gap is not None]
+    return " / ".join(texts) or "–"
+
+
 def with_paper(
     study: Study, columns: Sequence[Sequence[str]], more: Callable[[str], list[str]] = lambda _: []
 ) -> list[list[str]]:

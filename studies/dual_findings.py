@@ -1,10 +1,21 @@
 """What the documents show of the zero-shot study, made from its stored columns alone."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from statistics import mean
 
-from .all_tasks import gains
-from .cells import ACROSS_TOLD, BEYOND, MARKED, later_runs, marked, measured_on, memory, printed, ratio, with_paper
+from .cells import (
+    ACROSS_TOLD,
+    BEYOND,
+    MARKED,
+    gains,
+    later_runs,
+    marked,
+    measured_on,
+    memory,
+    printed,
+    ratio,
+    with_paper,
+)
 from .claims import claim_cells, claims, not_testable_table
 from .dual_rows import BAYES_VLM, NEG_LABEL, VILU
 from .findings import TITLE, metrics
@@ -218,9 +229,3 @@ TABLES: Mapping[str, Callable[[DualStudy], str]] = {
     "not_testable": lambda study: not_testable_table(study, "dual"),
 }
 """Every table by its name in the documents."""
-
-
-def blocks(study: DualStudy, shown: Collection[str]) -> dict[str, str]:
-    """Tables of the stored study by their names in the documents, `study_zero_shot_main` and so on, where shown."""
-    tables = {f"study_zero_shot_{name}": table for name, table in TABLES.items()}
-    return {name: table(study) for name, table in tables.items() if name in shown}

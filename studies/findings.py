@@ -1,9 +1,8 @@
 """What the documents show of the studies of classifiers, made from their stored columns alone."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .all_tasks import TITLES, gains_table, methods_table
 from .cells import (
     ACROSS,
     ACROSS_TOLD,
@@ -304,43 +303,6 @@ def summary_table(study: Study) -> str:
     return markdown(head, lines, note, align="ll")
 
 
-COMPARED = (  # rows of the README
-    SINGLE,
-    "Single, trained as long",
-    "Laplace (last layer)",
-    SOUP,
-    DEEP,
-    HYDRA,
-    "Single, D.2, nothing pruned",
-    HYDRA_TAYLOR,
-    HYDRA_CIRC,
-)
-GIVEN = {  # columns of the README
-    "accuracy": "accuracy ↑",
-    "calibrated.nll": "NLL ↓",
-    "aurc": "own mistakes, AURC ↓",
-    "all.auroc": "foreign, unsure ↑",
-    "mahalanobis:all.auroc": "foreign, unfamiliar ↑",
-}
-
-
-def compared_table(study: Study) -> str:
-    """Of the README: what methods take and give on one task."""
-    rows = [row for row in COMPARED if row in study.rows]
-    lines = [
-        [row, f"{study.facts['trainings'][row]:g}", study.work(row), *(marked(study, row, key) for key in GIVEN)]
-        for row in rows
-    ]
-    fewest, most = (choose(len(study.seeds(row)) for row in rows) for choose in (min, max))
-    about = (
-        f"{TITLES[study.name]}, per cent but for NLL, which is after calibration; AURC and *unsure* by the largest "
-        "probability before it, *unfamiliar* by Mahalanobis distance, fitted to training data. **Better** and *worse* "
-        f"than Single beyond chance (95 % intervals, paired). {fewest} to {most} seeds a row: Single's mean, and the "
-        "gain over it on the seeds of the row. Work: multiply-adds. From `results/studies/`."
-    )
-    return markdown(["method", "trainings ↓", "work ↓", *GIVEN.values()], lines, about)
-
-
 PRINTED = {  # columns of Tables 1 and 2, and near and far of Tables 15 to 17
     "accuracy": "Acc ↑",
     "brier": "Brier ↓",
@@ -397,10 +359,4 @@ TABLES: Mapping[str, Callable[[Study], str]] = {
     "choices": choices_table,
     "not_testable": not_testable_table,
 }
-
-
-def blocks(studies: Sequence[Study], shown: Collection[str]) -> dict[str, str]:
-    """Tables of stored studies by their names in the documents, `study_NAME_TABLE`, where shown; those of all."""
-    tables = {f"study_{study.name}_{name}": (table, study) for study in studies for name, table in TABLES.items()}
-    of_studies = {name: table(study) for name, (table, study) in tables.items() if name in shown}
-    return {**of_studies, "study_gains": gains_table(studies), "study_methods": methods_table(studies)}
+"""Every table by its name in the documents."""

@@ -18,7 +18,7 @@ from hydra_ensembles.files import write_json
 from studies.__main__ import app
 from studies.claims import claims
 from studies.column_files import read_columns, write_columns
-from studies.dual_findings import CLASSIFICATION, TABLES, blocks
+from studies.dual_findings import CLASSIFICATION, TABLES
 from studies.measures import Columns
 from studies.rows import HYDRA_CIRC
 from studies.seed_folder import slug
@@ -301,14 +301,13 @@ def test_every_table_is_made_again_from_results(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["zero-shot", "--from-results", "--results", str(tmp_path)])
     assert ran.exit_code == 0, ran.exception
     assert ran.stdout == CliRunner().invoke(app, ["tables", "zero-shot", "--results", str(tmp_path)]).stdout
-    found = blocks(study, [f"study_zero_shot_{name}" for name in TABLES])
-    assert len(found) == len(TABLES)
+    found = {name: table(study) for name, table in TABLES.items()}
     for shown in found.values():
         assert shown in ran.stdout
         lines = [line for line in shown.splitlines() if line.startswith("|")]
         assert len({line.count("|") for line in lines}) == 1
     assert study.facts["choice"]["measured"][1]["accuracy"] == 0.2
-    assert "| 20.00 | taken |" in found["study_zero_shot_choices"]
+    assert "| 20.00 | taken |" in found["choices"]
 
 
 def by_task(columns: Columns) -> dict[str, dict[str, float]]:

@@ -147,8 +147,8 @@ def test_a_study_fills_its_blocks_as_soon_as_it_is_stored(study: Study, tmp_path
     as_another(study, tmp_path, {SINGLE: SINGLE, PACKED: HYDRA}, "vision-eurosat-scratch")
     another, scratch = stored_studies(tmp_path)
     shown = {f"study_{one.name}_{table}" for one in (another, scratch) for table in findings.TABLES}
-    made = findings.blocks([study, another, scratch], shown)
-    assert set(made) == {*shown, "study_gains", "study_methods"}
+    made = all_tasks.blocks([study, another, scratch], shown)
+    assert set(made) == {*shown, "study_gains", "study_methods", "compared"}
     assert [name for name in sorted(shown) if not made[name].startswith("| ")] == [
         f"study_{one.name}_claims"
         for one in (scratch, another)  # the paper has none of their rows but Single
@@ -158,7 +158,7 @@ def test_a_study_fills_its_blocks_as_soon_as_it_is_stored(study: Study, tmp_path
     head, *lines = (line[2:-2].split(" | ") for line in made["study_methods"].splitlines() if line.startswith("| "))
     assert head[4:] == ["CIFAR-100", "TinyImageNet-200", "EuroSAT, from scratch", "seeds"]
     told = {line[0]: line[1:] for line in lines}
-    gained = all_tasks.gains(scratch, PACKED)
+    gained = cells.gains(scratch, PACKED, all_tasks.GAINS)
     assert told[PACKED] == ["1.5", scratch.parameters(PACKED), f"({scratch.work(PACKED)})", "–", "–", gained, "–, –, 2"]
     assert told[MC_DROPOUT][-1] == "1, 1, –"
 
@@ -292,7 +292,7 @@ def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
         [HYDRA, "3", study.parameters(HYDRA), f"{study.cost(HYDRA)['latency_ratio']:.2f}x"],
         ["Hydra (Circ)", "4", study.parameters("Hydra (Circ)"), f"({study.work('Hydra (Circ)')})"],
     ]
-    assert lines[1][4].removesuffix(" |") == all_tasks.gains(study, HYDRA)
+    assert lines[1][4].removesuffix(" |") == cells.gains(study, HYDRA, all_tasks.GAINS)
     assert 1 < float(study.work(HYDRA).removesuffix("x")) < 3
 
 
