@@ -66,7 +66,7 @@ def analyse(
     settings = with_analyses()
     torch.set_float32_matmul_precision("high")
     analyses = registry.chosen(names)
-    numbers = [int(number) for number in seeds.split(",")]
+    numbers = seed_numbers(seeds)
     chosen_seeds: list[Seed] = []
     for name, analysis in analyses.items():
         if not from_results:
@@ -162,6 +162,14 @@ def torch_device(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
+def seed_numbers(seeds: str) -> list[int]:
+    """Seeds, as an option gives them."""
+    try:
+        return [int(number) for number in seeds.split(",")]
+    except ValueError:
+        raise ConfigError(f"seeds are whole numbers with commas between, as 0,1,2; got {seeds!r}") from None
+
+
 def run_stages(
     kind: Kind,
     task: Any,
@@ -174,7 +182,7 @@ def run_stages(
     minutes: float | None,
 ) -> None:
     """The stages of a study, by what the options say."""
-    numbers = [int(number) for number in seeds.split(",")] if seeds else list(task.seeds)
+    numbers = seed_numbers(seeds) if seeds else list(task.seeds)
     run = Run(task, output, results, rows.split(";") if rows else [], numbers)
     kind.run(run, stages.split(","), workers, minutes)
 

@@ -141,3 +141,22 @@ def test_of_two_runs_it_counts_both_ways(there: float, verdict: str) -> None:
     found = Difference(0.5, 0.2, 3, as_they_are=Difference(there, 0.2, 3))
     assert found.certain == (verdict == "reproduced")
     assert judged(found, "higher", 0.0) == verdict
+
+
+@pytest.mark.parametrize(
+    ("value", "half_width", "claimed", "margin", "verdict"),
+    [
+        (0.02, 0.01, "higher", 0.0, "reproduced"),
+        (0.02, 0.03, "higher", 0.0, "tie"),
+        (-0.02, 0.01, "higher", 0.0, "not reproduced"),
+        (-0.002, 0.001, "not lower", 0.005, "reproduced"),
+        (-0.004, 0.003, "not lower", 0.005, "tie"),
+        (-0.02, 0.003, "not lower", 0.005, "not reproduced"),
+        (0.002, 0.001, "not higher", 0.005, "reproduced"),
+        (0.02, 0.003, "not higher", 0.005, "not reproduced"),
+        (-0.02, 0.01, "lower", 0.0, "reproduced"),
+        (0.02, 0.01, "lower", 0.0, "not reproduced"),
+    ],
+)
+def test_a_claim_has_a_margin(value: float, half_width: float, claimed: str, margin: float, verdict: str) -> None:
+    assert judged(Difference(value, half_width, 3), claimed, margin) == verdict
