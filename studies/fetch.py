@@ -126,22 +126,15 @@ def class_folders(folder: Path) -> list[str]:
     return sorted(names, key=lambda name: (int(name) if name.isdigit() else 0, name))
 
 
-def cub_names(source: Path) -> list[str]:
-    """Without the numbers: `001.Black_footed_Albatross`."""
-    return [name.partition(".")[2].replace("_", " ") for name in class_folders(source / "test")]
+def folder_names(folder: str, readable: Callable[[str], str] = str) -> Callable[[Path], list[str]]:
+    """Names of classes by their folders, maybe made readable."""
+    return lambda source: [readable(name) for name in class_folders(source / folder)]
 
 
 def flower_names(source: Path) -> list[str]:
     """By the list of the repository; folders have numbers."""
     listed = json.loads((source / "cat_to_name.json").read_text(encoding="utf-8"))
     return [listed[name] for name in class_folders(source / "flowers" / "test")]
-
-
-def place_names(source: Path) -> list[str]:
-    """Of folders such as `a/apartment_building/outdoor`."""
-    return [
-        name[2:].replace("/", " ").replace("_", " ") for name in class_folders(source / "data" / "images" / "train")
-    ]
 
 
 # --- the others ------------------------------------------------------------------------------------------------------
@@ -248,10 +241,6 @@ def _digest_of(content: bytes, decoded: bool = False) -> bytes:
     return hashlib.sha256(identity).digest()
 
 
-def _folder_names(folder: str) -> Callable[[Path], list[str]]:
-    return lambda source: class_folders(source / folder)
-
-
 def _imagenet(_: Path) -> Sequence[str]:
     return imagenet_names()
 
@@ -260,11 +249,17 @@ SETS: Mapping[str, PublicSet] = {
     "flickr8k": PublicSet("tnagire1/flickr8k_dataset", flickr8k, None),
     "imagenet_samples": PublicSet("EliSchwartz/imagenet-sample-images", imagenet_samples, _imagenet),
     "nips2017": PublicSet("ZhengyuZhao/Targeted-Tansfer", nips2017, _imagenet),
-    "miniplaces": PublicSet(
-        "retocali/6.819-Miniplaces_Challenge", of_folders("train", 60, "data/images/train"), place_names
+    "miniplaces": PublicSet(  # in folders such as a/apartment_building/outdoor
+        "retocali/6.819-Miniplaces_Challenge",
+        of_folders("train", 60, "data/images/train"),
+        folder_names("data/images/train", lambda name: name[2:].replace("/", " ").replace("_", " ")),
     ),
-    "cars": PublicSet("cyizhuo/Stanford_Cars_dataset", of_folders("test", 10, "test"), _folder_names("test")),
-    "cub200": PublicSet("cyizhuo/CUB-200-2011-dataset", of_folders("test", 10, "test"), cub_names),
+    "cars": PublicSet("cyizhuo/Stanford_Cars_dataset", of_folders("test", 10, "test"), folder_names("test")),
+    "cub200": PublicSet(  # in folders such as 001.Black_footed_Albatross
+        "cyizhuo/CUB-200-2011-dataset",
+        of_folders("test", 10, "test"),
+        folder_names("test", lambda name: name.partition(".")[2].replace("_", " ")),
+    ),
     "flowers102": PublicSet(
         "josedab/udacity-ai-flower-image-classification",
         of_folders("test", 20, "flowers/test", "flowers/valid"),
