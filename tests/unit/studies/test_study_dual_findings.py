@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from other_code import assert_printed, by_other_code
 from published import published_zero_shot
-from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
 from hydra_ensembles.files import write_json
@@ -156,7 +155,7 @@ def test_a_row_of_a_later_run_is_held_against_the_single_of_that_run(tmp_path: P
     assert "later run" in TABLES["main"](later)
 
 
-def test_numbers_are_those_of_another_library(tmp_path: Path) -> None:
+def test_means_are_over_the_unseen_tasks_and_their_samples(tmp_path: Path) -> None:
     study = made_up(tmp_path, {})
     found, columns = study.numbers(HYDRA_CIRC, 1), study.columns(HYDRA_CIRC, 1)
     for task in PLACES:
@@ -164,12 +163,6 @@ def test_numbers_are_those_of_another_library(tmp_path: Path) -> None:
     mean = np.mean([columns[f"{task}|{task}|correct"].mean() for task in ("pets", "cifar100")])
     assert found["unseen.accuracy"].value == pytest.approx(mean)
     assert set(found["unseen.accuracy"].influences) == {"pets", "cifar100"}
-    aurocs = {}
-    for name in ("a", "b", "c"):
-        scores = [columns[f"cifar100|{one}|msp"].astype(float) for one in ("cifar100", name)]
-        aurocs[name] = roc_auc_score(np.repeat([0, 1], [len(one) for one in scores]), np.concatenate(scores))
-        assert found[f"cifar100.ood.{name}.auroc"].value == pytest.approx(aurocs[name])
-    assert found["cifar100.far.auroc"].value == pytest.approx((aurocs["b"] + aurocs["c"]) / 2)
     assert not [key for key in found if key.startswith("pets") and "auroc" in key]
 
 
