@@ -38,7 +38,7 @@ from .outputs import REASON_WORDS, columns, input_fields, output_fields
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # decoders that run nothing else, as that of EPS does
 SLIMMEST = 100  # times that one side may be the other: the shorter one is scaled up to what the model reads
 PASSES = 100  # over its pixels that a progressive JPEG may make, each of which takes a few bytes; it has ten or so
-SCAN, BY_CHANCE = b"\xff\xda", 1 << 14  # what each begins with; bytes in which other data may have it once
+SCAN = b"\xff\xda\0"  # what each begins with, and other data hardly have
 BRIGHTEST = 1e4  # beyond what any preprocessing makes of a pixel
 SHOWN = 5  # most probable classes in a plain answer
 SEVERAL = {"image": "images", "text": "texts"}  # a form may have a name several times
@@ -244,7 +244,7 @@ class Service:
             try:
                 with pillow.open(io.BytesIO(content), formats=FORMATS) as image:
                     width, height = image.size
-                    passes = content.count(SCAN) - len(content) // BY_CHANCE if image.format in ("JPEG", "MPO") else 1
+                    passes = content.count(SCAN) if image.format in ("JPEG", "MPO") else 1
             except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
                 raise RequestError(f"image {index} is too large; {advice}", 413) from error
             except Exception as error:  # Pillow raises whatever a broken header leads it to

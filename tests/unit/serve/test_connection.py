@@ -1,11 +1,16 @@
-"""Connections of a server: heads have an end, and whoever sends no request is let go."""
+"""Connections of a server: heads have an end, and whoever sends no request is let go, as is whoever reads no answer."""
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import repeat
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from hydra_ensembles.serve import connection
 from hydra_ensembles.serve.app import make_app
@@ -56,7 +61,38 @@ def test_a_head_without_an_end_is_cut(start: bytes, more: bytes, port: int) -> N
 
 @pytest.mark.parametrize("sent", [b"", START, LIVE, LIVE + LIVE, LIVE + b"\r\n"])
 def test_whoever_sends_no_further_request_is_let_go(sent: bytes, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_WAIT", 0.2)
+    monkeypatch.setattr(connection, "TURN", 0.2)
     with socket.create_connection(("127.0.0.1", port), LIMIT) as place:
         place.sendall(sent)
         assert said(place).count(b" 200 ") == sent.count(LIVE)
+
+
+def test_requests_without_number_are_cut(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), LIMIT) as place:
+        place.sendall(3 * connection.PIPELINED * LIVE)  # in one piece: no answer comes before the last is read
+        assert b" 400 " in said(place)
+
+
+def test_whoever_reads_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "TURN", 0.0)
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.Event().wait()  # it is the server's turn all the time
+
+    async def talk() -> None:
+        ended = asyncio.Event()
+        transport = Mock(asyncio.Transport, get_extra_info=lambda name: None, abort=ended.set)
+        place = connection.bounded_connection()(uvicorn.Config(answer, lifespan="off"), ServerState(), {})
+        place.connection_made(transport)
+        place.data_received(LIVE)
+        assert place.deadline is None
+        place.pause_writing()
+        place.resume_writing()
+        assert place.deadline is None
+        place.pause_writing()
+        place.data_received(LIVE)  # more requests are no reading
+        async with asyncio.timeout(LIMIT):
+            await ended.wait()
+        place.resume_writing()  # or nothing would end
+
+    asyncio.run(talk())

@@ -147,7 +147,7 @@ def test_the_nearest_class_is_that_of_the_features() -> None:
         (png(50_000, 50_000), 413, "pixels"),
         (png(9_000, 9_000), 413, "9000 x 9000"),
         (png(1, 5000, 0, bytes(10_000)), 413, "1 x 5000"),  # scaled up to what the model reads, it would be gigabytes
-        (picture(format="JPEG") + b"\xff\xda" * 200, 413, "passes"),
+        (picture(format="JPEG") + b"\xff\xda\0\x08" * 200 + bytes(10**7), 413, "passes"),
         (b"", 415, "0 bytes"),
         (b"not an image", 415, "PNG"),
         (POSTSCRIPT, 415, "PNG"),
