@@ -32,7 +32,7 @@ _PRECISION, _AT_BOUND = 1e-5, 1e-3  # of logarithms of temperatures: how well fo
 _WORTHWHILE = 1e-6  # a gain below this is rounding, and 1 stays
 _LIKELIER = 4.0  # twice the logarithm of a ratio of likelihoods, above which it is hardly chance
 _SWEEPS = 20  # over the members, when each has a temperature of its own
-_FEWER = 0.01  # share of samples of rare classes missing from those that set a threshold, above which a warning tells
+_FEWER = 0.01  # share of rare classes' samples missing among those that set a threshold, above which a warning tells
 _ROWS = 8192  # samples that are raised to float64 at a time
 _AT_COLDEST = "the answers are right far more often than they say; check that they are logits, with their scale"
 _UNFIT = "the labels do not fit the answers; check that data and model number the classes alike"
@@ -197,24 +197,25 @@ def _fitted_on_a_half(
     """
     draws = np.random.default_rng(0)
     fits = torch.from_numpy(draws.random(len(samples.labels)) < 0.5)
-    moved = 0  # by chance all samples of a rare class may be in one half
-    for label in samples.labels.unique().tolist() if score in BY_CLASS else ():
+    classes, counts = samples.labels.unique(return_counts=True)
+    for label in classes.tolist() if score in BY_CLASS else ():
         of_class = (samples.labels == label).nonzero()[:, 0]
-        if not bool(fits[of_class].any()):
+        if not bool(fits[of_class].any()):  # by chance all samples of a rare class may be in one half
             fits[of_class[0]] = True
-            moved += 1
     _, first_copy, copies = np.unique(keys, return_index=True, return_inverse=True)
     fits = fits[torch.from_numpy(first_copy[copies])]
     held_out = samples.pick(~fits)
     if len(held_out.labels) < max(samples_for(share), 1):
         few = f"a half of {len(samples.labels)} samples is too few to promise a share of {share:.4g} of familiar inputs"
         raise TooFewSamplesError(f"{few}; it takes {samples_for(share)}, or statistics fitted before (fit_familiarity)")
-    fewer = moved / (moved + len(held_out.labels))
-    if fewer > _FEWER:  # the half without them is of common classes more than new inputs are
+    left = counts / 2 - 0.5**counts  # of each class, on average, in the half that sets the threshold
+    fewer = float((counts / counts.sum() - left / left.sum()).clamp(min=0).sum()) if score in BY_CLASS else 0.0
+    if fewer > _FEWER:  # that half is of common classes more than new inputs are
         warn(
-            f"classes with no sample in the half that fits familiarity: {moved}, of each of which one was moved there. "
-            f"The threshold may accept up to {fewer:.1%} fewer familiar inputs than it promises, above all of rare "
-            "classes; calibrate on more samples of these, or fit_familiarity on training data first"
+            "familiarity is fitted on a half of the samples with one of each class at least, so that rare classes are "
+            f"rarer in the other half. The threshold that it sets may accept up to {fewer:.1%} fewer familiar inputs "
+            "than it promises, above all of rare classes; calibrate on more samples of these, or fit_familiarity on "
+            "training data first"
         )
     fitting = Fitting(ensemble, FitOptions((score,)), draws)
     for rows in fits.nonzero()[:, 0].split(_ROWS):

@@ -241,12 +241,22 @@ def test_rare_classes_that_a_half_lacks_are_told_of() -> None:
     data = [(inputs, labels)]
     with pytest.warns(HydraWarning) as told_of:
         he.calibrate(model(CONFIG), data, share=0.9)
-    assert any("no sample in the half that fits familiarity: 1," in str(one.message) for one in told_of)
+    assert any("up to 1.7% fewer familiar inputs" in str(one.message) for one in told_of)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         by_neighbours = he.calibrate(model(CONFIG), data, share=0.9, familiarity="knn")  # which knows no classes
     drawn = int((np.random.default_rng(0).random(60) < 0.5).sum())
     assert by_neighbours.metadata.familiarity.settings.samples == drawn
+
+
+def test_classes_that_are_all_as_rare_are_not_told_of() -> None:
+    """Each lacks as many samples as every other, so that the half is mixed as new inputs are."""
+    inputs, labels = joined(batches(CONFIG, 12))
+    first = (np.random.default_rng(0).random(12) < 0.5).argsort(kind="stable")  # those that are not drawn to fit
+    labels[torch.from_numpy(first)] = torch.arange(12) // 4
+    with pytest.warns(HydraWarning) as told_of:
+        he.calibrate(model(CONFIG), [(inputs, labels)], share=0.5, familiarity="mahalanobis")
+    assert not any("fewer familiar inputs" in str(one.message) for one in told_of)
 
 
 def test_shares_that_thresholds_accept_go_with_the_thresholds() -> None:
