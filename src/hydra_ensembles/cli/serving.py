@@ -199,7 +199,9 @@ def score(
         if summary.unreadable:
             print(f"{summary.unreadable} items or whole files could not be read: {unreadable} says why")
         if summary.noted:
-            print(f"{summary.noted} rows have a `note`: a text that was cut, a photograph stored on its side")
+            print(
+                f"{summary.noted} rows have a `note`, which says what was done with the input though it is hardly meant"
+            )
         if summary.ignored:
             print(f"{summary.ignored} files of other kinds were passed over")
     if summary.unreadable and not summary.rows:

@@ -183,7 +183,7 @@ class Scorer:
             if rows:
                 with noted() as remarks:
                     outputs = columns(self.ensemble.predict(inputs, check_finite=False))
-                for row in rows if remarks else ():
+                for row in rows if remarks and self.ensemble.kind == "text" else ():  # images are as prepared here
                     notes[row] = "; ".join([notes[row], *remarks] if notes[row] else remarks)
                 finite = np.isfinite(outputs["member_logits"]).all(axis=(1, 2))  # [B]
                 answered = np.asarray(rows)[finite]

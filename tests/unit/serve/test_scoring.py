@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from checkpoint_models import ensemble, map_pooled
+from hydra_ensembles import Ensemble
 from hydra_ensembles.data.loading import Columns
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, StorageError
 from hydra_ensembles.serve import scoring
@@ -104,13 +105,21 @@ def test_what_cannot_be_read_has_a_row_and_a_reason(good: list[int]) -> None:
 @pytest.mark.parametrize("broken", [None, "half \ud800"])
 def test_what_was_cut_or_turned_says_so_in_its_row(broken: str | None) -> None:
     texts = ["hello", "hello " * 500, "wörld", *([] if broken is None else [broken])]
+    of_text, of_images = Scorer(served("text")), Scorer(served("image"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = Scorer(served("text"))({"text": texts})
+        found = of_text({"text": texts})
         assert [bool(note) for note in found["note"]] == [False, True, *[False] * (len(texts) - 2)]
-        seen = Scorer(served("image"))({"image": [encoded(pictures(1)[0]), turned(), opened(turned())]})
+        seen = of_images({"image": [encoded(pictures(1)[0]), turned(), opened(turned())]})
     assert "tokens" in found["note"][1]
     assert [("EXIF" in note) for note in seen["note"]] == [False, True, True]
+
+
+def test_bright_images_that_are_prepared_here_have_no_note() -> None:
+    one, half = served("image, bare"), (0.5,) * 3
+    metadata = replace(one.metadata, preprocessing=replace(one.metadata.preprocessing, mean=half, std=half))
+    grey = Ensemble.from_state(one.config, one.state_dict(), metadata)
+    assert Scorer(grey)({"image": [Image.fromarray(np.uint8([[[140] * 3, [250] * 3]]))]})["note"].tolist() == [""]
 
 
 def test_an_archive_counts_the_rows_that_have_a_note(output: Path, tmp_path: Path) -> None:
