@@ -208,7 +208,7 @@ def test_bootstrap_intervals_hold_the_numbers():
 def test_intervals_of_ece_hold_that_of_calibrated_models():
     """Percentiles of replicates never do, and mirrored at the value hardly every other: they have their own noise."""
     held = list[bool]()
-    for seed in range(12):
+    for seed in range(6):
         g = torch.Generator().manual_seed(seed)
         confidence = 0.5 + torch.rand(300, generator=g, dtype=torch.float64) / 2
         wrong = torch.rand(300, generator=g, dtype=torch.float64) > confidence
@@ -217,7 +217,7 @@ def test_intervals_of_ece_hold_that_of_calibrated_models():
             interval = found.intervals[key]
             assert 0 <= interval.low <= interval.value <= interval.high
             held.append(0 in interval)
-    assert sum(held) >= 22  # of 24
+    assert sum(held) >= 11  # of 12
     overconfident = evaluate_logits(
         torch.stack([confidence, 1 - confidence], dim=1).log() * 3, wrong.long(), bootstrap=60
     )
