@@ -291,16 +291,15 @@ def _write_onnx(
     _name_data(file)
 
 
-def _write_pt2(program: Any, file: Path, *_: object) -> None:
-    content = io.BytesIO()  # where a disk does not take what torch writes there itself, that ends the process
-    torch.export.save(program, content)
-    file.write_bytes(content.getbuffer())
+def _through_memory(write: Callable[[Any, io.BytesIO], object]) -> Callable[..., None]:
+    """A writer of torch's, to a file: where a disk does not take what torch writes there itself, the process ends."""
 
+    def written(program: Any, file: Path, *_: object) -> None:
+        content = io.BytesIO()
+        write(program, content)
+        file.write_bytes(content.getbuffer())
 
-def _write_aoti(program: Any, file: Path, *_: object) -> None:
-    content = io.BytesIO()  # likewise
-    torch._inductor.aoti_compile_and_package(program, package_path=content)
-    file.write_bytes(content.getbuffer())
+    return written
 
 
 def _name_data(file: Path) -> None:
@@ -357,8 +356,10 @@ def _run_torch(file: Path, load: Callable[[str], Any]) -> RunFile:
 
 _WRITERS: Mapping[Format, Callable[..., object]] = {
     "onnx": _write_onnx,
-    "pt2": _write_pt2,
-    "aoti": _write_aoti,
+    "pt2": _through_memory(lambda program, content: torch.export.save(program, content)),
+    "aoti": _through_memory(
+        lambda program, content: torch._inductor.aoti_compile_and_package(program, package_path=content)
+    ),
 }
 _RUNNERS: Mapping[Format, Callable[[Path], RunFile]] = {
     "onnx": _run_onnx,
