@@ -9,14 +9,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
 
 from hydra_ensembles.serve import connection
 from hydra_ensembles.serve.app import make_app
 from served_models import served
 from serving import LIMIT, listening, settings
 
+uvicorn = pytest.importorskip("uvicorn")
 START = b"POST /v1/predict HTTP/1.1\r\nhost: here\r\n"
 CHUNKED = START + b"content-type: text/plain\r\ntransfer-encoding: chunked\r\n\r\n"
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nhost: here\r\n\r\n"
@@ -82,7 +81,9 @@ def test_whoever_reads_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> N
     async def talk() -> None:
         ended = asyncio.Event()
         transport = Mock(asyncio.Transport, get_extra_info=lambda name: None, abort=ended.set)
-        place = connection.bounded_connection()(uvicorn.Config(answer, lifespan="off"), ServerState(), {})
+        place = connection.bounded_connection()(
+            uvicorn.Config(answer, lifespan="off"), uvicorn.server.ServerState(), {}
+        )
         place.connection_made(transport)
         place.data_received(LIVE)
         assert place.deadline is None
