@@ -96,8 +96,20 @@ def bootstrap_metric(
     return _interval(value, drawn if method == "percentile" else 2 * value - drawn, level)
 
 
-def bootstrap_mean(values: Tensor, *, resamples: int = 1000, level: float = 0.95, seed: int = 0) -> Interval:
-    """Interval of the mean of values `[B]`: that of `bootstrap_metric`, by the same draws, many at once."""
+def bootstrap_mean(
+    values: Tensor, *, unseen: float | None = None, resamples: int = 1000, level: float = 0.95, seed: int = 0
+) -> Interval:
+    """Interval of the mean of values `[B]`: that of `bootstrap_metric`, by the same draws, many at once.
+
+    `unseen` is a value that is rare and far from the others, so that samples may lack it or have too few. The interval
+    is drawn out to where it ends with one more sample of that value; a draw has it up to three or four times.
+    """
+    if unseen is not None:
+        plain, more = (
+            bootstrap_mean(some, resamples=resamples, level=level, seed=seed)
+            for some in (values, torch.cat([values, values.new_tensor([unseen])]))
+        )
+        return replace(plain, low=min(plain.low, more.low), high=max(plain.high, more.high))
     values = values.detach().cpu()
     generator = np.random.default_rng(seed)
     at_once = max(1, _DRAWS_AT_ONCE // len(values))

@@ -26,7 +26,6 @@ from ..files import remove
 from ..fingerprints import data_fingerprint, model_fingerprint
 from ..fuse import fuse, soup
 from ..heads.members import random_members
-from ..metrics.bootstrap import bootstrap_mean
 from ..metrics.distance import FamiliarityName
 from ..model.cost import measure_costs
 from ..model.dual_encoder import DEFAULT_TEMPLATES
@@ -35,7 +34,7 @@ from ..report.compare import to_markdown
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
 from ..training.recipe import Recipe
-from .chain import Chain, calibrated, model_identity, right_and_nll
+from .chain import Chain, Paired, calibrated, model_identity
 from .choice import DEEP, FORMAT, FUSED, SOUP, YOURS, Price, SearchResult, SearchRow, dominates
 from .material import (
     BuildData,
@@ -321,9 +320,8 @@ class _Search:
         if decided.choice == YOURS:
             return decided
         others = sum(row.state == "judged" for row in decided.rows) - 1
-        nll, nll_before = (right_and_nll(self._final(name), self.judges["ID"])[1] for name in (decided.choice, YOURS))
-        level = 1 - 0.05 / others
-        rise = bootstrap_mean(nll - nll_before, resamples=RESAMPLES, level=level, seed=self.settings.seed)
+        pair = Paired.of(self._final(decided.choice), self._final(YOURS), self.judges["ID"])
+        rise = pair.rise(resamples=RESAMPLES, level=1 - 0.05 / others, seed=self.settings.seed)
         interval = f"{rise.value:+.4f}, paired bootstrap for {others} candidates {rise.low:+.4f} to {rise.high:+.4f}"
         chance = f"{'beyond' if rise.high < 0 else 'within'} chance ({interval})"
         if rise.high >= 0:

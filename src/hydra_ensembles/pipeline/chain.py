@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from ..fuse import fuse
 from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
 from ..heads.ranking import Head, HeadRanking
 from ..heads.taylor import taylor
-from ..metrics.bootstrap import bootstrap_mean
+from ..metrics.bootstrap import Interval, bootstrap_mean
 from ..metrics.distance import FamiliarityName
 from ..metrics.probabilities import at_labels
 from ..model.dual_encoder import DEFAULT_TEMPLATES, Templates
@@ -187,19 +187,19 @@ def held_against_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadB
 
     Beyond chance, that is: the whole 95 % interval of the difference, by a paired bootstrap over the samples.
     """
-    (right, nll), (right_before, nll_before) = (right_and_nll(model, validation) for model in (ensemble, base))
-    gain, rise = bootstrap_mean(right - right_before, seed=seed), bootstrap_mean(nll - nll_before, seed=seed)
+    pair = Paired.of(ensemble, base, validation)
+    gain, rise = bootstrap_mean(pair.right - pair.right_before, seed=seed), pair.rise(seed=seed)
     chance = "of the model itself, beyond chance"
     lines = []
     if gain.high < 0:
         lines.append(
-            f"held-out accuracy {right.mean():.1%} is below the {right_before.mean():.1%} {chance} "
-            f"({gain.value:+.1%}, paired bootstrap {gain.low:+.1%} to {gain.high:+.1%}, {len(right)} samples)"
+            f"held-out accuracy {pair.right.mean():.1%} is below the {pair.right_before.mean():.1%} {chance} "
+            f"({gain.value:+.1%}, paired bootstrap {gain.low:+.1%} to {gain.high:+.1%}, {len(pair.right)} samples)"
         )
     if rise.low > 0:
         lines.append(
-            f"held-out NLL {nll.mean():.3f} is above the {nll_before.mean():.3f} {chance} "
-            f"({rise.value:+.3f}, paired bootstrap {rise.low:+.3f} to {rise.high:+.3f}, {len(nll)} samples)"
+            f"held-out NLL {pair.nll.mean():.3f} is above the {pair.nll_before.mean():.3f} {chance} "
+            f"({rise.value:+.3f}, paired bootstrap {rise.low:+.3f} to {rise.high:+.3f}, {len(pair.nll)} samples)"
         )
     if not lines:
         return ensemble
@@ -208,12 +208,38 @@ def held_against_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadB
     return ensemble.with_metadata(history=(*ensemble.metadata.history, *lines))
 
 
-def right_and_nll(model: Ensemble, batches: list[ReadBatch]) -> tuple[Tensor, Tensor]:
-    """Of each sample, 1 where the model's label is that of the data, else 0, and its NLL: `[n]` both."""
-    answers = [(model.predict(inputs), labels) for inputs, labels in batches if labels is not None]
-    right = [(answer.label.cpu() == labels.cpu()).double() for answer, labels in answers]
-    nll = [-at_labels(answer.log_probs.double().cpu(), labels.cpu().long()) for answer, labels in answers]
-    return torch.cat(right), torch.cat(nll)
+class Paired(NamedTuple):
+    """A model beside the one before, on the same samples: 1 where it is right, else 0, and its NLL, `[n]` each."""
+
+    right: Tensor
+    right_before: Tensor
+    nll: Tensor
+    nll_before: Tensor
+    mistake: float  # how much more a mistake costs (NLL), on average over those that the one before expects of itself
+
+    @classmethod
+    def of(cls, model: Ensemble, before: Ensemble, batches: list[ReadBatch]) -> "Paired":
+        """What both say of labelled batches."""
+        parts: list[tuple[Tensor, ...]] = []
+        costs = torch.zeros(2, dtype=torch.float64)  # of mistakes, and what they weigh
+        for inputs, labels in ((inputs, labels.cpu().long()) for inputs, labels in batches if labels is not None):
+            ours, theirs = (one.predict(inputs).log_probs.double().cpu() for one in (model, before))  # [B, C] each
+            expected = theirs.exp().scatter(1, theirs.argmax(1, keepdim=True), 0.0)  # of labels that it does not name
+            costs += torch.stack([(expected * (theirs - ours)).sum(), expected.sum()])
+            who_is_right = [(answer.argmax(1) == labels).double() for answer in (ours, theirs)]
+            parts.append((*who_is_right, -at_labels(ours, labels), -at_labels(theirs, labels)))
+        cost, weight = costs.tolist()
+        right, right_before, nll, nll_before = (torch.cat(part) for part in zip(*parts, strict=True))
+        return cls(right, right_before, nll, nll_before, mistake=cost / weight if weight else 0.0)
+
+    def rise(self, *, resamples: int = 1000, level: float = 0.95, seed: int) -> Interval:
+        """How much higher the NLL is than before, with an interval that allows for a mistake more than was seen.
+
+        Mistakes are rare and cost much. Of a model that is merely surer, samples with none of them, or too few, say
+        that its NLL is lower, each of them, and no draw from these samples knows better.
+        """
+        rises = self.nll - self.nll_before
+        return bootstrap_mean(rises, unseen=self.mistake, resamples=resamples, level=level, seed=seed)
 
 
 @dataclass(frozen=True)

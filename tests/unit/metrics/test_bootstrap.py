@@ -73,6 +73,18 @@ def test_mean_of_paired_differences_is_the_difference_of_means(monkeypatch, coun
         assert (other.value, other.low, other.high) == pytest.approx((one.value, one.low, one.high), abs=1e-15)
 
 
+def test_a_rare_loss_that_no_sample_has_is_allowed_for():
+    """One in a hundred loses what the others gain, and more: of fifty samples without one, the mean looks positive."""
+    gains, held = torch.full((50,), 1.0), []
+    assert bootstrap_mean(gains).low == 1
+    assert bootstrap_mean(gains, unseen=-150.0).low < -0.5  # the true mean: 0.99 - 1.5
+    assert bootstrap_mean(gains, unseen=-150.0).high == 1
+    for seed in range(40):
+        lost = torch.rand(50, generator=torch.Generator().manual_seed(seed)) < 0.01
+        held.append(-0.51 in bootstrap_mean(torch.where(lost, -150.0, 1.0), unseen=-150.0, resamples=200))
+    assert np.mean(held) > 0.9
+
+
 def test_intervals_cover_the_truth_about_as_often_as_they_say():
     truth = 0.5 * (1 + torch.erf(T(0.5)).item())  # AUROC of unit Gaussians one apart: P(N(1, 2) > 0)
     hits = [truth in bootstrap_ood("auroc", *gaussian_scores(seed), resamples=150, level=0.8) for seed in range(100)]

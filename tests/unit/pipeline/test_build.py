@@ -15,6 +15,7 @@ import hydra_ensembles as he
 from architectures import VISION_CASES
 from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, SameMembersError
+from hydra_ensembles.metrics.bootstrap import bootstrap_mean
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.pipeline import chain, material
 from hydra_ensembles.pipeline.settings import Strategy
@@ -270,3 +271,14 @@ def test_a_result_whose_likelihood_alone_is_below_its_model_is_warned_of() -> No
         told = chain.held_against_base(shy, base, held_out, seed=0)
     assert len(told.metadata.history) == len(base.metadata.history) + 1
     assert chain.held_against_base(base, shy, held_out, seed=0) is base
+
+
+def test_samples_without_a_mistake_do_not_say_that_a_surer_model_has_a_lower_nll() -> None:
+    """Each of them does so by itself; on new ones, a mistake of the surer model costs more than all of them gain."""
+    base = image_model()
+    sure, surer = (base.with_metadata(calibration=Calibration((degrees,))) for degrees in (0.05, 0.02))
+    pair = chain.Paired.of(surer, sure, right(base, 60))
+    assert bool((pair.nll <= pair.nll_before).all())
+    seen, allowed = bootstrap_mean(pair.nll - pair.nll_before, seed=0), pair.rise(seed=0)
+    assert seen.high < 0 < allowed.high
+    assert (allowed.value, allowed.low) == (seen.value, seen.low)

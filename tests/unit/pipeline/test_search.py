@@ -106,8 +106,9 @@ def test_every_candidate_is_judged_beside_the_given_model_and_the_choice_is_read
 def test_the_reason_says_whether_chance_could_choose_so(
     gain: float, chance: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nll = {YOURS: torch.zeros(100), "other": torch.randn(100, generator=torch.Generator().manual_seed(0)) - gain}
-    monkeypatch.setattr(searching, "right_and_nll", lambda name, _: (None, nll[name]))
+    right, nll = torch.ones(100), torch.randn(100, generator=torch.Generator().manual_seed(0)) - gain
+    pair = searching.Paired(right, right, nll, torch.zeros(100), mistake=0.0)
+    monkeypatch.setattr(searching.Paired, "of", lambda *_: pair)
     rows = (SearchRow(YOURS, 1.0, "judged"), SearchRow("other", 1.2, "judged"), SearchRow("third", 1.2, "judged"))
     decided = he.SearchResult(rows, 1.5, "latency", (), {}, choice="other", why="it is so")
     work: Any = SimpleNamespace(judges={"ID": []}, settings=SimpleNamespace(seed=0), _final=lambda name: name)
