@@ -27,6 +27,17 @@ def same_names(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
     return by_name | {place: place for place in in_place}
 
 
+def why_not_exclusive(model: object) -> str | None:
+    """Why a softmax makes no sense of what a model of transformers answers; None where nothing says so."""
+    problem = getattr(getattr(model, "config", None), "problem_type", None)
+    if problem in (None, "single_label_classification"):
+        return None
+    return (
+        f"problem_type is {problem!r}, and the probabilities here are a softmax over classes that exclude each other; "
+        "supported are None and 'single_label_classification'"
+    )
+
+
 def spelled(name: str) -> str:
     """A name without regard to capitals, spaces around it, and how its accents are stored (Macs store them apart)."""
     return unicodedata.normalize("NFKC", name).strip().casefold()

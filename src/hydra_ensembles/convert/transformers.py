@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..classes import why_not_exclusive
 from ..errors import ConversionError
 from ..model.config import (
     EncoderConfig,
@@ -85,12 +86,9 @@ def patch_stem(
 def read_classes(model: Any, classifier: Any, num_labels: int | None, architecture: str) -> tuple[int, bool]:
     """Number of classes and whether they have a bias; refuses classifiers not trained to choose one of the classes."""
     classes, bias = read_classifier(classifier, num_labels, architecture)
-    problem = getattr(model.config, "problem_type", None)
-    if isinstance(classifier, nn.Linear) and problem not in (None, "single_label_classification"):
-        raise ConversionError(
-            f"{architecture}: problem_type is {problem!r}, and the probabilities here are a softmax over classes that "
-            "exclude each other; supported are None and 'single_label_classification'"
-        )
+    why = why_not_exclusive(model)
+    if isinstance(classifier, nn.Linear) and why is not None:
+        raise ConversionError(f"{architecture}: {why}")
     return classes, bias
 
 

@@ -15,7 +15,7 @@ from .._distributed import current_ranks
 from .._utils import require_device, unwrapped
 from ..arguments import Count, Whole, checked
 from ..batches import Batches
-from ..classes import in_order
+from ..classes import in_order, why_not_exclusive
 from ..data.batching import BatchLoader, Preprocess
 from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
@@ -123,6 +123,8 @@ def evaluate(
     if not callable(ensemble):
         raise ConfigError(f"evaluate takes an Ensemble, or a function of inputs, got a {type(ensemble).__name__}")
     inner = unwrapped(ensemble) if isinstance(ensemble, nn.Module) else ensemble
+    if (why := why_not_exclusive(inner)) is not None:
+        raise ConfigError(f"this {type(inner).__name__} cannot be evaluated: {why}")
     if isinstance(inner, Ensemble) and (
         inner.verified_metadata().familiarity is not None or not hasattr(ensemble, "metadata")
     ):

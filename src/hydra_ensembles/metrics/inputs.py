@@ -17,6 +17,7 @@ Convention = Literal["torch-uncertainty", "openood"]
 _ROW_SUM_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _CONFIDENCE = 1e-3  # how far beyond 0 and 1 rounding may take one
 _SUMS_TO_ONE = 3e-3  # how far a softmax is from it at most: bfloat16 rounds each part by 1/512 of it
+_END, _AT_ENDS = 0.02, 0.05  # how near sigmoids are to 0 and, largest of a row, to 1; and how many, if trained
 
 
 def where(name: str | None) -> str:
@@ -48,16 +49,21 @@ def check_finite(values: Tensor, quantity: str, name: str | None = None) -> None
 
 
 def warn_of_probabilities(logits: Tensor, name: str | None = None) -> None:
-    """Say so where all rows of what is taken for logits sum to one, and none is negative.
+    """Say so where what is taken for logits is from 0 to 1, and all rows sum to one or much of it is at the ends.
 
-    A single row may do so by chance: look at a whole set, or at what a caller gives, not at the answers of a model.
+    The former comes of a softmax, the latter of sigmoids. A single row may be so by chance: look at a whole set, or at
+    what a caller gives, not at the answers of a model.
     """
     logits = at_least_float32(logits.detach())
-    if logits.numel() and bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < _SUMS_TO_ONE).all()):
-        warn(
-            f"{where(name)}the answers look like probabilities, and are taken for logits: give what is before the "
-            "softmax, or probabilities.log()"
-        )
+    if not logits.numel() or not bool(((logits >= 0) & (logits <= 1 + _SUMS_TO_ONE)).all()):
+        return
+    if bool(((logits.sum(-1) - 1).abs() < _SUMS_TO_ONE).all()):
+        advice = "give what is before the softmax, or probabilities.log()"
+    elif min(mean(logits < _END), mean(logits.amax(-1) > 1 - _END)) >= _AT_ENDS:
+        advice = "give what is before the sigmoids, of classes of which one alone is right"
+    else:
+        return
+    warn(f"{where(name)}the answers look like probabilities, and are taken for logits: {advice}")
 
 
 def check_same_length(lengths: dict[str, int], name: str | None = None) -> int:

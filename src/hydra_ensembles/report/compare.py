@@ -3,6 +3,7 @@
 import csv
 import io
 import itertools
+import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -323,7 +324,11 @@ def _data_note(evaluation: Evaluation) -> str:
     for name, result in evaluation.ood.items():
         groups.setdefault("OOD" if result.group == "ungrouped" else result.group, []).append(name)
     sets = "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items())
-    text = f"In distribution: {evaluation.id_name} ({evaluation.id.samples:,} samples)."
+    samples = evaluation.id.samples
+    share = (samples * evaluation.id.accuracy + 2) / (samples + 4)  # Agresti and Coull: not 1 where all are right
+    margin = 196 * math.sqrt(share * (1 - share) / (samples + 4))
+    text = f"In distribution: {evaluation.id_name} ({samples:,} samples), which tell accuracy to ±{margin:.2g} points"
+    text += " (95 %)."
     if not sets:
         return text
     return f"{text} Out of distribution, {sets}. Score: {evaluation.score}; convention: {evaluation.convention}."

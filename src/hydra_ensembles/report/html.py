@@ -198,15 +198,16 @@ def _tiles(
         column, cell, other = entries[key]
         if cell.value is None:
             continue
+        interval = None if spread else shown.intervals.get(key)
+        if interval is not None and interval.low == interval.high:
+            interval = None  # all samples have the same, as where all are right: it says nothing
         outcome, change = "", ""
         if other.value is not None and baseline != focus:
             amount = (cell.value - other.value) * column.scale
             change = f"{amount:+.{column.digits}f}".replace("-", "−") + f" vs {baseline}"
-            if column.better != "neither" and column.ranked and column.write(cell.value) != column.write(other.value):
+            within = column.write(cell.value) == column.write(other.value) or (interval and other.value in interval)
+            if column.better != "neither" and column.ranked and not within:
                 outcome = "better" if (amount > 0) == (column.better == "higher") else "worse"
-        interval = None if spread else shown.intervals.get(key)
-        if interval is not None and interval.low == interval.high:
-            interval = None  # all samples have the same, as where all are right: it says nothing
         yield {
             "title": _TILES[key],
             "number": cell.text + ("\u00a0%" if column.scale == 100 else ""),

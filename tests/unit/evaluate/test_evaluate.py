@@ -301,10 +301,23 @@ def test_probabilities_in_place_of_logits_are_warned_of():
     logits, labels = torch.randn(3, 8, 4), torch.arange(8) % 4
     with pytest.warns(HydraWarning, match="softmax"):
         evaluate_logits(logits.softmax(-1), labels)
+    trained = 8 * torch.nn.functional.one_hot(labels, 4) - 4 + logits
+    with pytest.warns(HydraWarning, match="sigmoids"):
+        evaluate_logits(trained.sigmoid(), labels)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        evaluate_logits(logits.abs(), labels)
-        evaluate_logits(logits.log_softmax(-1), labels)
+        for quiet in (logits.abs(), logits.log_softmax(-1), trained, torch.rand(3, 8, 4)):
+            evaluate_logits(quiet, labels)
+
+
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
+def test_a_model_that_does_not_choose_one_class_is_refused(problem):
+    model = torch.nn.Linear(4, 3)
+    model.config = SimpleNamespace(problem_type=problem)
+    with pytest.raises(ConfigError, match=problem):
+        evaluate(model, [(torch.randn(6, 4), torch.arange(6) % 3)], progress=False)
+    model.config.problem_type = "single_label_classification"
+    assert evaluate(model, [(torch.randn(6, 4), torch.arange(6) % 3)], progress=False).id.samples == 6
 
 
 @pytest.mark.parametrize(("settings", "token"), [({"scores": ("energy", "doubt")}, "doubt"), ({"gallery": -1}, "-1")])

@@ -49,6 +49,13 @@ def test_numbers_are_written_as_the_paper_writes_them(comparison):
         assert words in comparison.notes[0]
 
 
+@pytest.mark.parametrize(("samples", "right", "points"), [(12, 12, "16"), (160, 80, "7.7"), (10_000, 9_500, "0.43")])
+def test_the_first_note_says_how_well_so_many_samples_tell_accuracy(samples, right, points):
+    few = evaluation(ood=False)
+    few = replace(few, id=replace(few.id, samples=samples, accuracy=right / samples), traces={})
+    assert f"({samples:,} samples), which tell accuracy to ±{points} points" in compare([few]).notes[0]
+
+
 def test_other_columns_can_be_asked_for():
     assert cells(compare(methods(), columns=DIVERSITY), "Hydra")["all.disagreement"].value > 0
     keys = [column.key for column in compare([evaluation(ood=False)]).columns]

@@ -114,6 +114,15 @@ def test_one_evaluation_of_many_members_without_sets_makes_a_report(render):
     assert Page(render([evaluation(ood=False, shift=False)])).figures()["headmap"] == 1
 
 
+def test_a_change_within_the_interval_has_no_colour(render):
+    """The baseline's number may be the true one of the method that is shown."""
+    single, hydra = (evaluation(name, seed=seed, ood=False, bootstrap=50) for name, seed in (("Single", 1), ("H", 2)))
+    change = f"{(hydra.id.accuracy - single.id.accuracy) * 100:+.2f}".replace("-", "−")
+    assert single.id.accuracy in hydra.intervals["accuracy"]
+    assert single.id.accuracy != hydra.id.accuracy
+    assert f'<span class="">{change} vs Single</span>' in render([single, hydra])
+
+
 def test_the_first_numbers_stand_against_the_baseline(text):
     single, _, hydra = methods()
     header = text[text.index("<header>") : text.index("</header>")]
