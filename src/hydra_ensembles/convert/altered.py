@@ -22,13 +22,13 @@ _HARMLESS_HOOKS = ("accelerate.", "transformers.", "torch.nn.parallel.", "timm.m
 _HARMLESS_WRAPPERS = ("accelerate.", "torch.")
 
 
-def require_unaltered(wrapped: nn.Module, model: nn.Module, architecture: str) -> None:
+def require_unaltered(wrapped: nn.Module, model: nn.Module) -> None:
     """Refuse a model, as it was given and as it lies inside wrappers, that a hook or a replaced method may change."""
     for name, module in wrapped.named_modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not _origin(hook).startswith(_HARMLESS_HOOKS):
                 raise ConversionError(
-                    f"{architecture}: {name or 'the model'} ({type(module).__name__}) has the forward hook "
+                    f"{name or 'the model'} ({type(module).__name__}) has the forward hook "
                     f"{getattr(hook, '__qualname__', hook)} of {_origin(hook)}, which a converted model would not run; "
                     "remove it first with the remove() of the handle that registering it returned"
                 )
@@ -37,9 +37,8 @@ def require_unaltered(wrapped: nn.Module, model: nn.Module, architecture: str) -
             original = getattr(type(module), method, None)
             if callable(original) and not _is_method(attribute, original):
                 raise ConversionError(
-                    f"{architecture}: {method} of {name or 'the model'} ({type(module).__name__}) was replaced on the "
-                    f"object, and a converted model would compute what its class does; delete it first "
-                    f"(del module.{method})"
+                    f"{method} of {name or 'the model'} ({type(module).__name__}) was replaced on the object, and a "
+                    f"converted model would compute what its class does; delete it first (del module.{method})"
                 )
 
 
@@ -117,7 +116,7 @@ _FREE = frozenset(
 )
 
 
-def require_known_parts(model: nn.Module, architecture: str) -> None:
+def require_known_parts(model: nn.Module) -> None:
     """Refuse a model with a part that is not of the class this library knows there, or whose blocks are not alike.
 
     A model of transformers is held against what its class builds from its configuration; parts of the others have to
@@ -129,29 +128,29 @@ def require_known_parts(model: nn.Module, architecture: str) -> None:
                 built = type(model)(deepcopy(model.config))
         except Exception as error:  # the library raises whatever it meets
             raise ConversionError(
-                f"{architecture}: by its configuration no model can be built ({error}); it was edited since"
+                f"by its configuration no model can be built ({error}); it was edited since"
             ) from error
         agreement = "the model and model.config in agreement: change the one of them that is not as it is meant"
-        _require_alike(model, built, architecture, "by its configuration", agreement)
+        _require_alike(model, built, "by its configuration", agreement)
     else:
-        _require_classes(model, architecture)
+        _require_classes(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d):
-            _require_patches(module, name, architecture)
+            _require_patches(module, name)
 
 
-def _require_classes(model: nn.Module, architecture: str) -> None:
+def _require_classes(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if name:
-            _require_class(model, name, module, architecture)
+            _require_class(model, name, module)
     for above, module in model.named_modules():
         if re.fullmatch(r"(.*\.)?(blocks|resblocks|layers)", above):
             blocks = list(module.named_children())
             for name, part in blocks[1:]:
-                _require_alike(part, blocks[0][1], architecture, "in the first block", name=f"{above}.{name}")
+                _require_alike(part, blocks[0][1], "in the first block", name=f"{above}.{name}")
 
 
-def _require_class(model: nn.Module, name: str, module: nn.Module, architecture: str) -> None:
+def _require_class(model: nn.Module, name: str, module: nn.Module) -> None:
     above, _, leaf = name.rpartition(".")
     holder = model.get_submodule(above)
     place = f"{above.rpartition('.')[2]}.{leaf}" if leaf.isdigit() else leaf
@@ -164,28 +163,26 @@ def _require_class(model: nn.Module, name: str, module: nn.Module, architecture:
     if type(module).__module__.split(".")[0] not in _LIBRARIES or type(module).__name__ not in expected:
         shown = list(ACTIVATIONS if "GELU" in expected else expected)
         problem = f"{name} is a {qualified_name(module)} where one of {shown} is known"
-        raise refuse(architecture, problem, _remedy(qualified_name(module)))
+        raise refuse(problem, _remedy(qualified_name(module)))
 
 
 def _remedy(name: str) -> str | None:
     return next((remedy for beginnings, remedy in _REMEDIES.items() if name.startswith(beginnings)), None)
 
 
-def _require_patches(module: nn.Conv2d, name: str, architecture: str) -> None:
+def _require_patches(module: nn.Conv2d, name: str) -> None:
     """Refuse a convolution that does not cut an image into patches side by side."""
     settings = module.stride, module.dilation, module.groups
     if settings != (module.kernel_size, (1, 1), 1) or module.padding not in ((0, 0), "valid"):
         shown = f"stride {module.stride}, padding {module.padding}, dilation {module.dilation}, {module.groups} groups"
-        raise refuse(architecture, f"{name} embeds patches of {module.kernel_size} with {shown}")
+        raise refuse(f"{name} embeds patches of {module.kernel_size} with {shown}")
 
 
-def _require_alike(
-    module: nn.Module, like: nn.Module, architecture: str, says: str, remedy: str | None = None, *, name: str = ""
-) -> None:
+def _require_alike(module: nn.Module, like: nn.Module, says: str, remedy: str | None = None, *, name: str = "") -> None:
     """Refuse a module that differs from another in its class, its settings or its parts."""
     for path, verb, actual, expected in _differences(module, like):
         where = ".".join(part for part in (name, path) if part) or "the model"
-        raise refuse(architecture, f"{where}{verb} {actual}, and {expected} {says}", _remedy(str(actual)) or remedy)
+        raise refuse(f"{where}{verb} {actual}, and {expected} {says}", _remedy(str(actual)) or remedy)
 
 
 def _differences(module: nn.Module, like: nn.Module, path: str = "") -> Iterator[tuple[str, str, Any, Any]]:

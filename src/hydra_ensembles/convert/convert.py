@@ -23,7 +23,15 @@ from ..model.stem_readout import Projections, linear
 from ..preprocessing import TextPreprocessing
 from . import open_clip, timm, torchvision, transformers, transformers_dual, transformers_rotary
 from .altered import MERGE, require_known_parts, require_unaltered, with_plain_classifier
-from .core import Architecture, DualArchitecture, qualified_name, require_all_used, require_finite_weights, translate
+from .core import (
+    Architecture,
+    DualArchitecture,
+    qualified_name,
+    require_all_used,
+    require_finite_weights,
+    said_of,
+    translate,
+)
 from .declared import Declaration
 from .dropout import read_dropout
 from .guess import beginning, guessed, require_proof
@@ -127,7 +135,8 @@ def convert(
         architecture, model = opened(model, _find_classifier)
     else:
         architecture = _find_architecture(model, num_labels, processor, preprocessing)
-    require_unaltered(wrapped, model, architecture.name)
+    with said_of(architecture.name):
+        require_unaltered(wrapped, model)
     probe = probe and not any(parameter.is_meta for parameter in model.parameters())  # without values, no answers
     if isinstance(architecture, DualArchitecture):
         if preprocessing is not None:
@@ -136,10 +145,10 @@ def convert(
             raise ConversionError(f"{architecture.name} has no classifier; leave num_labels and labels out")
         return _convert_dual(architecture, model, processor, probe)
     rates: list[float] = []
-    if architecture.classes:  # of a model of the user's own, answers alone decide
-        model, rates = with_plain_classifier(model)
-        require_known_parts(model, architecture.name)
     with _parts_as_known(architecture):
+        if architecture.classes:  # of a model of the user's own, answers alone decide
+            model, rates = with_plain_classifier(model)
+            require_known_parts(model)
         _tell_of_projection(architecture, model, num_labels)
         config = _with_dropout(architecture.config(model, num_labels), rates)
     stated = _read_metadata(architecture, config, model, processor)
@@ -181,14 +190,15 @@ def convert(
 def _tell_of_projection(architecture: Architecture, model: nn.Module, num_labels: int | None) -> None:
     """Say that a tower's embedding is no classifier: to whom nothing is said, `predict` names the largest number."""
     outputs = architecture.config(model, None).readout.num_classes if architecture.projects else 0
-    told = f"{architecture.name}: its {outputs} outputs are a projection into an embedding, not classes"
+    told = f"its {outputs} outputs are a projection into an embedding, not classes"
     way = "convert the tower without it (transformers: CLIPVisionModel, CLIPTextModel; open_clip: visual.proj = None)"
     if outputs and num_labels is not None:
         raise ConversionError(f"{told}, and num_labels={num_labels} was asked for; {way}")
     if outputs:
         warn(
-            f"{told}, and predict, calibrate and evaluate would take them for such. For a classifier {way}, with "
-            "num_labels=...; for classes by their names convert the whole dual encoder (he.zero_shot)"
+            f"{architecture.name}: {told}, and predict, calibrate and evaluate would take them for such. For a "
+            f"classifier {way}, with num_labels=...; for classes by their names convert the whole dual encoder "
+            "(he.zero_shot)"
         )
 
 
@@ -240,7 +250,8 @@ def _read_metadata(architecture: Architecture, config: EnsembleConfig, model: nn
 def _parts_as_known(architecture: Architecture) -> Iterator[None]:
     """Refuse a model whose parts are not those that its declaration knows, as releases of its library differ."""
     try:
-        yield
+        with said_of(architecture.name):
+            yield
     except AttributeError as error:
         if not architecture.classes:  # a declaration of the user's own
             raise
@@ -392,15 +403,16 @@ def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, prob
     """Both towers with their projections, scale and bias."""
     towers = _find_tower(dual, "image", model), _find_tower(dual, "text", model)
     paths = tuple(f"{path}." for path, _, _ in towers if path)
-    if len(paths) == len(towers):  # the declaration of a tower without a place of its own looks at the whole model
-        unused = [name for name in model.state_dict() if not name.startswith((*paths, *_SCALES))]
-        require_all_used((), unused, replace(towers[0][2], name=dual.name))
-    scale, bias = (getattr(model, name, None) for name in _SCALES)
-    if scale is None:
-        raise ConversionError(f"{dual.name}: the model has no logit_scale")
-    for name, value in zip(_SCALES, (scale, bias), strict=True):
-        if value is not None:
-            require_finite_weights(value.detach(), name, dual.name)
+    with said_of(dual.name):
+        if len(paths) == len(towers):  # the declaration of a tower without a place of its own looks at the whole model
+            unused = [name for name in model.state_dict() if not name.startswith((*paths, *_SCALES))]
+            require_all_used((), unused, towers[0][2].advice)
+        scale, bias = (getattr(model, name, None) for name in _SCALES)
+        if scale is None:
+            raise ConversionError("the model has no logit_scale")
+        for name, value in zip(_SCALES, (scale, bias), strict=True):
+            if value is not None:
+                require_finite_weights(value.detach(), name)
     processors = [] if processor is None else list(processor) if isinstance(processor, list | tuple) else [processor]
     origin = Metadata(source=f"{dual.name} ({qualified_name(model)})", history=(f"converted from {dual.name}",))
     (image, image_projection), (text, text_projection) = (
@@ -434,8 +446,8 @@ def _convert_tower(
     architecture: Architecture, tower: nn.Module, origin: Metadata, processors: Sequence[Any]
 ) -> tuple[Ensemble, GroupedLinear | None]:
     """One tower without classifier, and the projection that its declaration calls one."""
-    require_known_parts(tower, architecture.name)
     with _parts_as_known(architecture):
+        require_known_parts(tower)
         config = architecture.config(tower, None)
         state, _ = translate(architecture, tower, config)
     for_images = isinstance(config.stem, PatchStemConfig)

@@ -208,14 +208,14 @@ def translate(
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if 0 < len(empty) < sum(1 for _ in model.parameters()):
         raise ConversionError(
-            f"{architecture.name}: {len(empty)} parameters, such as {empty[0]}, are on the meta device and have no "
-            "values, others have them; load the whole model, without offloading, and convert it then"
+            f"{len(empty)} parameters, such as {empty[0]}, are on the meta device and have no values, others have "
+            "them; load the whole model, without offloading, and convert it then"
         )
     strange = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.dtype not in _DTYPES})
     if strange:
         raise ConversionError(
-            f"{architecture.name}: parameters are {strange}, quantised numbers, as it seems; convert the model as it "
-            f"was before that, in one of {[str(dtype) for dtype in _DTYPES]}"
+            f"parameters are {strange}, quantised numbers, as it seems; convert the model as it was before that, in "
+            f"one of {[str(dtype) for dtype in _DTYPES]}"
         )
     stored = model.state_dict()
     foreign = {name: tensor.detach() for name, tensor in {**dict(model.named_buffers()), **stored}.items()}
@@ -238,19 +238,19 @@ def translate(
             continue
         used.update(source.names)
         for path in source.names:
-            require_finite_weights(foreign[path], path, architecture.name)
+            require_finite_weights(foreign[path], path)
         try:
             state[name] = source.read([foreign[path] for path in source.names], shape).reshape(shape)
         except RuntimeError as error:
             misfits.append(f"{list(source.names)} cannot become the canonical parameter {name} {list(shape)}: {error}")
     unused = [name for name in stored if name not in used and not name.startswith(architecture.ignored)]
     problems = [f"no tensor {path} for {name}{perhaps_meant(path, unused)}" for path, name in missing.items()] + misfits
-    require_all_used(problems, unused, architecture)
+    require_all_used(problems, unused, architecture.advice)
     dtypes = sorted({str(tensor.dtype) for tensor in state.values()})
     if len(dtypes) > 1:
         raise ConversionError(
-            f"{architecture.name}: the parameters have different types {dtypes}; convert the model to one of them "
-            "first, for example model.float() or model.bfloat16()"
+            f"the parameters have different types {dtypes}; convert the model to one of them first, for example "
+            "model.float() or model.bfloat16()"
         )
     return state, fresh
 
@@ -265,7 +265,7 @@ def block_name(architecture: Architecture, model: nn.Module, layer: int) -> str:
     return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, zip(*names, strict=False)))
 
 
-def require_all_used(problems: Sequence[str], unused: Sequence[str], architecture: Architecture) -> None:
+def require_all_used(problems: Sequence[str], unused: Sequence[str], advice: str) -> None:
     """Refuse a model that does not fit its declaration, with all that is wrong at once."""
     faults = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else [])]
     if unused:
@@ -276,7 +276,7 @@ def require_all_used(problems: Sequence[str], unused: Sequence[str], architectur
         more = f" and {len(unused) - len(shown)} more" if len(unused) > len(shown) else ""
         faults.append(f"the model has parameters that have no canonical place: {shown}{more}")
     if faults:
-        raise ConversionError(f"{architecture.name}: " + "; ".join([*faults, architecture.advice]))
+        raise ConversionError("; ".join([*faults, advice]))
 
 
 def perhaps_meant(name: str, known: Collection[str]) -> str:
@@ -285,13 +285,13 @@ def perhaps_meant(name: str, known: Collection[str]) -> str:
     return f" (did you mean {similar[0]}?)" if similar else ""
 
 
-def require_finite_weights(tensor: Tensor, name: str, architecture: str) -> None:
+def require_finite_weights(tensor: Tensor, name: str) -> None:
     """Refuse values that no trained model has and that would turn every prediction into NaN."""
     if not tensor.is_meta and not tensor.isfinite().all():
         broken = int((~tensor.isfinite()).sum())
         raise ConversionError(
-            f"{architecture}: {broken} of the {tensor.numel()} values of {name} are NaN or infinite; load weights of "
-            "a training that did not diverge, and in a type whose range holds them"
+            f"{broken} of the {tensor.numel()} values of {name} are NaN or infinite; load weights of a training that "
+            "did not diverge, and in a type whose range holds them"
         )
 
 
@@ -326,7 +326,7 @@ ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
 }
 
 
-def activation_of(module: Any, architecture: str) -> Activation:
+def activation_of(module: Any) -> Activation:
     """The activation that a module or function computes, or that a string names."""
     name = module if isinstance(module, str) else getattr(module, "__name__", type(module).__name__)
     if name == "GELU" and getattr(module, "approximate", "none") == "tanh":
@@ -334,7 +334,7 @@ def activation_of(module: Any, architecture: str) -> Activation:
     for activation, names in ACTIVATIONS.items():
         if name in names:
             return activation
-    raise ConversionError(f"{architecture}: the activation {name!r} is not supported; known are {list(ACTIVATIONS)}")
+    raise ConversionError(f"the activation {name!r} is not supported; known are {list(ACTIVATIONS)}")
 
 
 def dropout_rate(module: Any) -> float:
@@ -347,25 +347,25 @@ def is_identity(module: Any) -> bool:
     return module is None or type(module) is nn.Identity
 
 
-def first_of(blocks: Sequence[Any], architecture: str) -> Any:
+def first_of(blocks: Sequence[Any]) -> Any:
     """The block that stands for all."""
     if not blocks:
-        raise refuse(architecture, "it has no blocks")
+        raise refuse("it has no blocks")
     return blocks[0]
 
 
-def norm_eps(block: nn.Module, architecture: str) -> float:
+def norm_eps(block: nn.Module) -> float:
     """The epsilon of all norms of a block."""
     epsilons = {name: float(module.eps) for name, module in block.named_modules() if hasattr(module, "eps")}
     if len(set(epsilons.values())) != 1:
-        raise refuse(architecture, f"the norms of a block differ in eps ({epsilons})")
+        raise refuse(f"the norms of a block differ in eps ({epsilons})")
     return next(iter(epsilons.values()))
 
 
-def require_usual_scale(attention: Any, architecture: str) -> None:
+def require_usual_scale(attention: Any) -> None:
     """Refuse attention whose scores are not divided by the root of the width of a head."""
     if abs(float(attention.scale) * float(attention.head_dim) ** 0.5 - 1) > 1e-6:
-        raise refuse(architecture, f"its attention has scale {attention.scale} for heads of width {attention.head_dim}")
+        raise refuse(f"its attention has scale {attention.scale} for heads of width {attention.head_dim}")
 
 
 def pair(size: Any) -> tuple[int, int]:
@@ -373,17 +373,26 @@ def pair(size: Any) -> tuple[int, int]:
     return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-def refuse(architecture: str, variant: str, remedy: str | None = None) -> ConversionError:
-    """The error for a variant that has no canonical form, with the nearest way that works."""
+def refuse(variant: str, remedy: str | None = None) -> ConversionError:
+    """The error for a variant that has no canonical form, with the nearest way that works; see `said_of`."""
     why = "the canonical encoder cannot represent this without changing predictions"
     remedy = remedy or "a model of this architecture without it, fine-tuned on the same data"
-    return ConversionError(in_lines(f"{architecture}: {variant}", why, remedy))
+    return ConversionError(in_lines(variant, why, remedy))
+
+
+@contextmanager
+def said_of(name: str) -> Iterator[None]:
+    """What is refused inside is said of the architecture of this name: whoever reads a model need not know it."""
+    try:
+        yield
+    except ConversionError as error:
+        raise type(error)(f"{name}: {error}") from error.__cause__
 
 
 WITHOUT_PATCH_DROPOUT = "its weights in a model that was made with a rate of 0, which answers the same"
 
 
-def require_whole_patches(image: tuple[int, int], patch: tuple[int, int], architecture: str, any_size: bool) -> None:
+def require_whole_patches(image: tuple[int, int], patch: tuple[int, int], any_size: bool) -> None:
     """Refuse a model whose images are no whole patches: the canonical encoder takes none of them.
 
     One that answers other sizes (`any_size`) is converted, and a warning says which images it is to be given.
@@ -394,35 +403,35 @@ def require_whole_patches(image: tuple[int, int], patch: tuple[int, int], archit
     height, width = (side - side % step for side, step in zip(image, patch, strict=True))
     if not any_size:
         way = f"its weights in a model for images of {height}x{width}, which has the same patches"
-        raise refuse(architecture, what, f"{way} (timm: model.set_input_size(({height}, {width})))")
+        raise refuse(what, f"{way} (timm: model.set_input_size(({height}, {width})))")
     warn(
-        f"{architecture}: {what}. The converted model takes whole patches alone: give it images of {height}x{width}, "
+        f"of the model, {what}. The converted one takes whole patches alone: give it images of {height}x{width}, "
         "where a preprocessing of its own makes others"
     )
 
 
-def read_classifier(module: Any, num_labels: int | None, architecture: str) -> tuple[int, bool]:
+def read_classifier(module: Any, num_labels: int | None) -> tuple[int, bool]:
     """Number of classes and whether they have a bias, of a linear classifier, or of the fresh one in place of none."""
     if is_identity(module):
-        return number_of_classes(0, num_labels, architecture), True
+        return number_of_classes(0, num_labels), True
     if type(module) is not nn.Linear:
-        raise refuse(architecture, f"the classifier is a {qualified_name(module)}, not an nn.Linear")
-    return number_of_classes(module.out_features, num_labels, architecture), module.bias is not None
+        raise refuse(f"the classifier is a {qualified_name(module)}, not an nn.Linear")
+    return number_of_classes(module.out_features, num_labels), module.bias is not None
 
 
-def number_of_classes(classes: int, num_labels: int | None, architecture: str) -> int:
+def number_of_classes(classes: int, num_labels: int | None) -> int:
     """Number of classes: the model's own, or `num_labels` when it has no classifier."""
     if num_labels is not None and num_labels < 2:
         raise ConversionError(f"num_labels must be at least 2, got {num_labels}")
     if classes == 1:
         raise ConversionError(
-            f"{architecture}: the classifier has one output (regression, or one probability by a sigmoid); "
-            "the probabilities here are a softmax, which needs at least two"
+            "the classifier has one output (regression, or one probability by a sigmoid); the probabilities here are "
+            "a softmax, which needs at least two"
         )
     if classes and num_labels is not None and num_labels != classes:
         raise ConversionError(
-            f"{architecture}: the model already classifies {classes} classes, num_labels={num_labels} was asked for; "
-            "remove its classifier first (timm: model.reset_classifier(0); transformers: give model.base_model), or "
-            "leave num_labels out"
+            f"the model already classifies {classes} classes, num_labels={num_labels} was asked for; remove its "
+            "classifier first (timm: model.reset_classifier(0); transformers: give model.base_model), or leave "
+            "num_labels out"
         )
     return classes or num_labels or 0

@@ -36,9 +36,6 @@ from .core import (
 )
 from .processors import read_open_clip_tokenizer
 
-_IMAGE = "open_clip image transformer"
-_TIMM = "open_clip image tower from timm"
-_TEXT = "open_clip text transformer"
 _MEAN = (0.48145466, 0.4578275, 0.40821073)  # what open_clip normalises with unless a model says otherwise
 _STD = (0.26862954, 0.26130258, 0.27577711)
 _VOCABULARY = 49408  # size of the vocabulary that OpenAI's CLIP and its successors share
@@ -78,12 +75,12 @@ _TEXT_WEIGHTS: Weights = {
 
 def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     if model.attn_pool is not None:
-        raise refuse(_IMAGE, "it pools by attention (attentional_pool)")
+        raise refuse("it pools by attention (attentional_pool)")
     if not is_identity(model.patch_dropout):
-        raise refuse(_IMAGE, "it drops patches in training (patch_dropout)", WITHOUT_PATCH_DROPOUT)
+        raise refuse("it drops patches in training (patch_dropout)", WITHOUT_PATCH_DROPOUT)
     pools: dict[str, Pool] = {"tok": "cls", "avg": "mean"}
     if model.pool_type not in pools or model.output_tokens:
-        raise refuse(_IMAGE, f"pool_type is {model.pool_type!r}, output_tokens {model.output_tokens}")
+        raise refuse(f"pool_type is {model.pool_type!r}, output_tokens {model.output_tokens}")
     normed = not is_identity(model.ln_pre)
     stem = PatchStemConfig(
         patch_size=pair(model.patch_size),
@@ -94,11 +91,11 @@ def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         norm=normed,
         norm_eps=float(model.ln_pre.eps) if normed else 1e-5,
     )
-    encoder = _encoder(model.transformer, _IMAGE, causal=False)
+    encoder = _encoder(model.transformer, causal=False)
     classes = 0 if model.proj is None else int(model.proj.shape[1])
     readout = ReadoutConfig(
         pool=pools[model.pool_type],
-        num_classes=number_of_classes(classes, num_labels, _IMAGE),
+        num_classes=number_of_classes(classes, num_labels),
         norm="pooled" if model.final_ln_after_pool else "tokens",
         norm_eps=float(model.ln_post.eps),
         bias=model.proj is None,
@@ -120,19 +117,19 @@ def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     head = dict(model.head.named_children())
     architecture = next((entry for entry in _TRUNKS if qualified_name(trunk) in entry.classes), None)
     if architecture is None:
-        raise refuse(_TIMM, f"its trunk is a {qualified_name(trunk)}")
+        raise refuse(f"its trunk is a {qualified_name(trunk)}")
     if head.keys() - {"drop", "proj"}:
-        raise refuse(_TIMM, f"its head is made of {sorted(head)}; linear and no projection are supported")
+        raise refuse(f"its head is made of {sorted(head)}; linear and no projection are supported")
     config = architecture.config(trunk, None)
     if "proj" not in head:
-        classes = number_of_classes(config.readout.num_classes, num_labels, _TIMM)
+        classes = number_of_classes(config.readout.num_classes, num_labels)
         return replace(config, readout=replace(config.readout, num_classes=classes))
     dropout = dropout_rate(head.get("drop"))
     if config.readout.num_classes or (dropout and config.readout.dropout):
-        raise refuse(_TIMM, "both its trunk and its head project, or have dropout")
+        raise refuse("both its trunk and its head project, or have dropout")
     readout = replace(
         config.readout,
-        num_classes=number_of_classes(int(head["proj"].out_features), num_labels, _TIMM),
+        num_classes=number_of_classes(int(head["proj"].out_features), num_labels),
         bias=head["proj"].bias is not None,
         dropout=dropout or config.readout.dropout,
     )
@@ -143,23 +140,23 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """A `TextTransformer`, or a `CLIP`, which carries the parts of one itself."""
     positions, width = model.positional_embedding.shape
     if getattr(model, "cls_emb", None) is not None or positions != model.context_length:
-        raise refuse(_TEXT, "a class token is appended to the text (embed_cls)")
+        raise refuse("a class token is appended to the text (embed_cls)")
     if getattr(model, "use_pad_mask", False) or getattr(model, "output_tokens", False):
-        raise refuse(_TEXT, "it masks padding by itself, or answers with tokens (use_pad_mask, output_tokens)")
+        raise refuse("it masks padding by itself, or answers with tokens (use_pad_mask, output_tokens)")
     pool = getattr(model, "text_pool_type", None) or model.pool_type
     pools: dict[str, Pool] = {"first": "cls", "last": "last", "argmax": "eot", "eos": "eot"}
     if pool not in pools:
-        raise refuse(_TEXT, f"pool_type is {pool!r}")
+        raise refuse(f"pool_type is {pool!r}")
     end = model.text_eos_id if hasattr(model, "text_eos_id") else model.eos_id
     vocabulary = int(model.token_embedding.num_embeddings)
     stem = TextStemConfig(vocabulary, positions=int(positions), embedding_width=int(width), norm=False)
-    encoder = _encoder(model.transformer, _TEXT, causal=model.attn_mask is not None)
+    encoder = _encoder(model.transformer, causal=model.attn_mask is not None)
     projection = model.text_projection
     linear = isinstance(projection, nn.Linear)
     outputs = 0 if projection is None else int(projection.out_features if linear else projection.shape[1])
     readout = ReadoutConfig(
         pool=pools[pool],
-        num_classes=number_of_classes(outputs, num_labels, _TEXT),
+        num_classes=number_of_classes(outputs, num_labels),
         norm="tokens",
         norm_eps=float(model.ln_final.eps),
         bias=projection is None or (linear and projection.bias is not None),
@@ -168,16 +165,16 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-def _encoder(transformer: Any, name: str, causal: bool) -> EncoderConfig:
+def _encoder(transformer: Any, causal: bool) -> EncoderConfig:
     blocks = list(transformer.resblocks)
-    first = first_of(blocks, name)  # the others are known to be like it
+    first = first_of(blocks)  # the others are known to be like it
     if not is_identity(getattr(first, "ln_attn", None)) or not is_identity(getattr(first.mlp, "ln", None)):
-        raise refuse(name, "attention or MLP has a norm of its own (scale_attn, scale_fc)")
+        raise refuse("attention or MLP has a norm of its own (scale_attn, scale_fc)")
     extras = ("ln_inner", "head_scale", "logit_scale")
     if not all(is_identity(getattr(first.attn, extra, None)) for extra in extras):
-        raise refuse(name, "its attention is scaled (scaled_cosine_attn, scale_heads, scale_attn_inner)")
+        raise refuse("its attention is scaled (scaled_cosine_attn, scale_heads, scale_attn_inner)")
     if hasattr(first.attn, "scale"):
-        require_usual_scale(first.attn, name)
+        require_usual_scale(first.attn)
     mlp = first.mlp
     query_norm: Any = getattr(first.attn, "ln_q", None)
     return EncoderConfig(
@@ -186,8 +183,8 @@ def _encoder(transformer: Any, name: str, causal: bool) -> EncoderConfig:
         heads=int(first.attn.num_heads),
         head_dim=int(first.attn.head_dim),
         mlp_width=int(mlp.c_fc.out_features),
-        activation=activation_of(mlp.gelu, name),
-        norm_eps=norm_eps(first, name),
+        activation=activation_of(mlp.gelu),
+        norm_eps=norm_eps(first),
         qk_norm=not is_identity(query_norm),
         layer_scale=not is_identity(first.ls_1),
         causal=causal,
@@ -221,7 +218,7 @@ def _text_metadata(model: Any) -> Metadata:
 
 
 _IMAGES = Architecture(
-    name=_IMAGE,
+    name="open_clip image transformer",
     classes=("open_clip.transformer.VisionTransformer",),
     config=_image_config,
     weights=_IMAGE_WEIGHTS,
@@ -229,7 +226,7 @@ _IMAGES = Architecture(
     projects=True,
 )
 _IMAGES_FROM_TIMM = Architecture(
-    name=_TIMM,
+    name="open_clip image tower from timm",
     classes=("open_clip.timm_model.TimmModel",),
     config=_timm_config,
     weights={**below("trunk.", timm.VISION_TRANSFORMER.weights), "readout.classifier": ("head.proj", "trunk.head")},
@@ -238,7 +235,7 @@ _IMAGES_FROM_TIMM = Architecture(
     projects=True,
 )
 _TEXTS = Architecture(
-    name=_TEXT,
+    name="open_clip text transformer",
     classes=("open_clip.transformer.TextTransformer",),
     config=_text_config,
     weights=_TEXT_WEIGHTS,

@@ -31,6 +31,7 @@ from .core import (
     perhaps_meant,
     refuse,
     require_all_used,
+    said_of,
 )
 from .declared import IN_BLOCK, Declaration, Part, Place, called, is_masked, paths, unknown_arguments
 
@@ -82,7 +83,8 @@ def read_declaration(declaration: Declaration, model: nn.Module) -> Architecture
         ConversionError: Names that the model does not have, parts that are missing, shapes that do not go together and
             tensors that nothing reads, all at once.
     """
-    return _Reading(declaration, model).architecture()
+    with said_of(type(model).__name__):
+        return _Reading(declaration, model).architecture()
 
 
 class _Reading:
@@ -116,7 +118,7 @@ class _Reading:
         used = {name.replace("{i}", str(i)) for name in names for i in range(self.layers)}
         stored = self.model.state_dict()
         unused = [name for name in stored if name not in used and not name.startswith(self.frame.ignored)]
-        require_all_used([*self._unmatched(unused), *self._misfits()], unused, self.frame)
+        require_all_used([*self._unmatched(unused), *self._misfits()], unused, ADVICE)
         return replace(self.frame, weights=weights)
 
     # --- where things lie ------------------------------------------------------------------------------------
@@ -135,13 +137,13 @@ class _Reading:
             parts = {"attention": "self_attn", "norm1": "norm1", "norm2": "norm2", "up": "linear1", "down": "linear2"}
             names |= {part: f"{block}.{path}" for part, path in parts.items()}  # type: ignore[misc]
             settings["norm_first"] = bool(layer.norm_first)
-            settings["activation"] = activation_of(layer.activation, self.frame.name)
+            settings["activation"] = activation_of(layer.activation)
             rates = {"activation": "dropout", "projection": "dropout1", "output": "dropout2"}
             self.rates = {f"{site}_dropout": dropout_rate(getattr(layer, part)) for site, part in rates.items()}
         if (attention := names.pop("attention", None)) is not None:
             module = self._module("attention", attention, nn.MultiheadAttention)
             if module.bias_k is not None or module.add_zero_attn:
-                raise refuse(self.frame.name, f"{attention} adds keys of its own")
+                raise refuse(f"{attention} adds keys of its own")
             names |= {"qkv": f"{attention}.in_proj_weight", "out": f"{attention}.out_proj"}
             settings["heads"] = int(module.num_heads)
             self.rates["attention_dropout"] = float(module.dropout)
@@ -158,7 +160,7 @@ class _Reading:
             actual = f"is a {type(modules[path]).__name__}" if path in modules else missing
             alike = [name.replace(".0", ".{i}") for name, module in modules.items() if isinstance(module, kind)]
             hint = f"; the model has {alike[:4]}" if alike else "; name its parts one by one"
-            raise ConversionError(f"{self.frame.name}: {part} {path} must be an nn.{kind.__name__}, and {actual}{hint}")
+            raise ConversionError(f"{part} {path} must be an nn.{kind.__name__}, and {actual}{hint}")
         return modules[path]
 
     def _weight(self, path: str, layer: int = 0) -> str | None:
@@ -377,7 +379,7 @@ class _Reading:
         if len(epsilons) != 1 or len(kinds) != 1:
             problem = f"have the eps {sorted(epsilons)} and are of the kinds {sorted(kinds)}; these must be the same"
             problem = problem if epsilons else "do not say their eps; give norm_eps="
-            raise ConversionError(f"{self.frame.name}: the norms {', '.join(parts)} {problem}")
+            raise ConversionError(f"the norms {', '.join(parts)} {problem}")
         return kinds.pop(), epsilons.pop()
 
     def _text_stem(self) -> TextStemConfig:
@@ -385,9 +387,9 @@ class _Reading:
         most = None if position is None else position.numel() // position.shape[-1]
         rows = self.declared.max_tokens or most
         if rows is None:
-            raise ConversionError(f"{self.frame.name}: nothing says how long a text may be; give max_tokens=")
+            raise ConversionError("nothing says how long a text may be; give max_tokens=")
         if most is not None and rows > most:
-            raise ConversionError(f"{self.frame.name}: max_tokens is {rows}, and there are {most} positions; lower it")
+            raise ConversionError(f"max_tokens is {rows}, and there are {most} positions; lower it")
         kind, eps = self._norm(("embedding_norm",)) if "embedding_norm" in self.names else ("layer", 1e-12)
         return TextStemConfig(
             vocabulary=words.shape[0],
@@ -410,20 +412,20 @@ class _Reading:
         kind, eps = self._norm(("embedding_norm",)) if "embedding_norm" in self.names else ("layer", 1e-5)
         if image is None:
             if position is None:
-                raise ConversionError(f"{self.frame.name}: nothing says how large images are; give image_size=")
+                raise ConversionError("nothing says how large images are; give image_size=")
             prefixes = [n for n in range(min(prefix, rows - 1), -1, -1) if math.isqrt(rows - n) ** 2 == rows - n]
             if not prefixes:
                 problem = f"{rows} positions are for no square of patches and up to {prefix} tokens before it"
-                raise ConversionError(f"{self.frame.name}: {problem}; give image_size=(height, width)")
+                raise ConversionError(f"{problem}; give image_size=(height, width)")
             grid = (math.isqrt(rows - prefixes[0]),) * 2
         else:
             grid = pair(image)[0] // size[0], pair(image)[1] // size[1]
             if (grid[0] * size[0], grid[1] * size[1]) != pair(image):
                 problem = f"image_size is {pair(image)}, which patches of {size} do not fill"
-                raise ConversionError(f"{self.frame.name}: {problem}; give a multiple")
+                raise ConversionError(f"{problem}; give a multiple")
         spare = rows - grid[0] * grid[1]
         if spare < 0 and position is not None:
-            raise ConversionError(f"{self.frame.name}: {rows} positions are too few for {grid[0]}x{grid[1]} patches")
+            raise ConversionError(f"{rows} positions are too few for {grid[0]}x{grid[1]} patches")
         return PatchStemConfig(
             patch_size=size,
             grid=grid,
@@ -463,17 +465,17 @@ class _Reading:
         sides = [math.isqrt(numbers // channels) for channels in (3, 1) if numbers % channels == 0]
         side = next((side for side in sides if numbers in (3 * side**2, side**2)), None)
         if side is None:
-            raise refuse(self.frame.name, f"a patch of {numbers} numbers is no square of 1 or 3 channels")
+            raise refuse(f"a patch of {numbers} numbers is no square of 1 or 3 channels")
         return side, side
 
     def _readout(self, num_labels: int | None) -> ReadoutConfig:
         classifier = self.tensor("classifier")
-        classes = number_of_classes(0 if classifier is None else len(classifier), num_labels, self.frame.name)
+        classes = number_of_classes(0 if classifier is None else len(classifier), num_labels)
         kind, eps = self._norm(("norm",)) if "norm" in self.names else (None, 1e-6)
         blocks = self._norm(("norm1",))[0]
         if kind not in (None, blocks):
             problem = f"norm is of the kind {kind!r} and those of the blocks are of {blocks!r}"
-            raise refuse(self.frame.name, f"{problem}, and the norm behind the blocks is always of their kind")
+            raise refuse(f"{problem}, and the norm behind the blocks is always of their kind")
         return ReadoutConfig(
             pool=self.declared.pool,
             pool_prefix=self.declared.pool_prefix,

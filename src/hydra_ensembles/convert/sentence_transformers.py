@@ -1,6 +1,6 @@
 """sentence-transformers: the encoder of transformers inside, with the pooling around it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..errors import ConversionError
 from ..model.config import EnsembleConfig, Pool, ReadoutConfig
 from ..model.metadata import Metadata
-from .core import Architecture, NamedTensors, number_of_classes, refuse, run
+from .core import Architecture, NamedTensors, number_of_classes, refuse, run, said_of
 from .processors import read_processor
 
 POOLS: dict[str, Pool] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
@@ -34,17 +34,8 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
         )
     architecture = find(inner)
     name = f"sentence-transformers, {architecture.name}"
-    prompt = (getattr(model, "prompts", None) or {}).get(getattr(model, "default_prompt_name", None))
-    if prompt:
-        raise ConversionError(
-            f"{name}: it puts the prompt {prompt!r} before every text, which the converted model would not; set "
-            "model.default_prompt_name = None, and put the prompt before the texts that you give"
-        )
-    if getattr(first, "do_lower_case", False):
-        raise refuse(name, "it lower-cases texts before its tokenizer does anything (do_lower_case)")
-    kinds = [type(part).__name__ for part in behind]
-    if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):
-        raise refuse(name, f"behind the encoder there are {kinds}")
+    with said_of(name):
+        _require_plain(model, first, behind)
 
     def metadata(encoder: nn.Module) -> Metadata:
         tokenizer = read_processor(first.tokenizer, architecture.config(encoder, None).stem)
@@ -54,21 +45,17 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
     if not behind:
         return replace(architecture, name=name, metadata=metadata), inner
     pooling: Any = behind[0]
-    mode = getattr(pooling, "pooling_mode", None) or pooling.get_pooling_mode_str()
-    if mode not in POOLS:
-        raise refuse(name, f"its pooling is {mode!r}, not one of {list(POOLS)}")
+    pool = POOLS[_mode(pooling)]
 
     def config(encoder: nn.Module, num_labels: int | None) -> EnsembleConfig:
         cut = getattr(model, "truncate_dim", None)
         if num_labels is None and (len(behind) > 1 or cut is not None):
             change = "scaled to length one" if cut is None else f"cut to {cut} numbers (truncate_dim)"
-            raise refuse(
-                name, f"its embeddings are {change}", "a classifier on all that is pooled: give num_labels=..."
-            )
+            raise refuse(f"its embeddings are {change}", "a classifier on all that is pooled: give num_labels=...")
         bare = architecture.config(encoder, None)
-        classes = number_of_classes(0, num_labels, name)
+        classes = number_of_classes(0, num_labels)
         last = bare.readout  # with the norm after the last block
-        return replace(bare, readout=ReadoutConfig(POOLS[mode], classes, norm=last.norm, norm_eps=last.norm_eps))
+        return replace(bare, readout=ReadoutConfig(pool, classes, norm=last.norm, norm_eps=last.norm_eps))
 
     def answer(encoder: nn.Module, inputs: NamedTensors, fresh: bool) -> Tensor:
         tokens = run(encoder, **inputs).last_hidden_state  # [B, T, d]
@@ -81,3 +68,24 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
     ignored = (*architecture.ignored, "pooler.")
     declared = replace(architecture, name=name, config=config, weights=weights, ignored=ignored)
     return replace(declared, answer=answer, metadata=metadata), inner
+
+
+def _require_plain(model: Any, first: Any, behind: Sequence[Any]) -> None:
+    """Refuse what a model does to texts before its encoder, or to tokens behind it, and the converted one would not."""
+    prompt = (getattr(model, "prompts", None) or {}).get(getattr(model, "default_prompt_name", None))
+    if prompt:
+        raise ConversionError(
+            f"it puts the prompt {prompt!r} before every text, which the converted model would not; set "
+            "model.default_prompt_name = None, and put the prompt before the texts that you give"
+        )
+    if getattr(first, "do_lower_case", False):
+        raise refuse("it lower-cases texts before its tokenizer does anything (do_lower_case)")
+    kinds = [type(part).__name__ for part in behind]
+    if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):
+        raise refuse(f"behind the encoder there are {kinds}")
+    if behind and _mode(behind[0]) not in POOLS:
+        raise refuse(f"its pooling is {_mode(behind[0])!r}, not one of {list(POOLS)}")
+
+
+def _mode(pooling: Any) -> str:
+    return str(getattr(pooling, "pooling_mode", None) or pooling.get_pooling_mode_str())

@@ -29,10 +29,6 @@ from .core import (
     require_whole_patches,
 )
 
-_VIT = "timm VisionTransformer"
-_DISTILLED = "timm VisionTransformerDistilled"
-_EVA = "timm Eva"
-
 _LAYERS: Weights = below(
     "blocks.{i}.",
     {
@@ -68,27 +64,27 @@ _WEIGHTS: Weights = {
 }
 
 
-def _config(model: Any, num_labels: int | None, name: str = _VIT, distilled: bool = False) -> EnsembleConfig:
-    encoder = _encoder(model, name)
+def _config(model: Any, num_labels: int | None, distilled: bool = False) -> EnsembleConfig:
+    encoder = _encoder(model)
     pools = {"token": "distilled"} if distilled else {"token": "cls", "avg": "mean", "map": "map"}
     if model.global_pool not in pools:
-        raise refuse(name, f"global_pool is {model.global_pool!r}")
+        raise refuse(f"global_pool is {model.global_pool!r}")
     takes_prefix = bool(getattr(model, "pool_include_prefix", model.attn_pool is not None))  # Eva has no such setting
     heads = (model.head, model.head_dist) if distilled else (model.head,)
-    (classes, bias), *_ = [read_classifier(head, num_labels, name) for head in heads]
+    (classes, bias), *_ = [read_classifier(head, num_labels) for head in heads]
     if distilled and not classes:
-        raise refuse(name, "it has two classifiers without classes")
+        raise refuse("it has two classifiers without classes")
     norms = [norm for norm in (model.norm, model.fc_norm) if not is_identity(norm)]
     if len(norms) > 1:
-        raise refuse(name, "it has a norm before and one after pooling")
+        raise refuse("it has a norm before and one after pooling")
     norm = norms[0] if norms else None
     pool = model.attn_pool
     if pool is not None and (pool.pos_embed is not None or pool.latent_len != 1 or not is_identity(pool.q_norm)):
-        raise refuse(name, "its attention pooling has positions, several queries or a query norm")
+        raise refuse("its attention pooling has positions, several queries or a query norm")
     if pool is not None and (norm is None or pool.norm.eps != norm.eps):
-        raise refuse(name, "the norms of its attention pooling and before it differ in eps")
+        raise refuse("the norms of its attention pooling and before it differ in eps")
     if pool is not None:
-        require_usual_scale(pool, name)
+        require_usual_scale(pool)
     readout = ReadoutConfig(
         pool=pools[model.global_pool],  # type: ignore[arg-type]
         num_classes=classes,
@@ -98,22 +94,22 @@ def _config(model: Any, num_labels: int | None, name: str = _VIT, distilled: boo
         dropout=0.0 if distilled else dropout_rate(model.head_drop),  # which two classifiers do without
         map_heads=0 if pool is None else int(pool.num_heads),
         map_mlp_width=0 if pool is None else int(pool.mlp.fc1.out_features),
-        map_activation="gelu" if pool is None else activation_of(pool.mlp.act, name),
+        map_activation="gelu" if pool is None else activation_of(pool.mlp.act),
         pool_prefix=takes_prefix and bool(model.num_prefix_tokens) and model.global_pool != "token",
     )
-    return EnsembleConfig(_stem(model, name, distilled), encoder, readout, encoder.all_heads())
+    return EnsembleConfig(_stem(model, distilled), encoder, readout, encoder.all_heads())
 
 
-def _stem(model: Any, name: str, distilled: bool) -> PatchStemConfig:
+def _stem(model: Any, distilled: bool) -> PatchStemConfig:
     patch = model.patch_embed
     if model.pos_embed is None and getattr(model, "rope", None) is None:
-        raise refuse(name, "the model has no position embedding")
+        raise refuse("the model has no position embedding")
     if type(patch).__name__ != "PatchEmbed" or not is_identity(patch.norm):
-        raise refuse(name, f"patches are embedded by {type(patch).__name__} with {type(patch.norm).__name__}")
+        raise refuse(f"patches are embedded by {type(patch).__name__} with {type(patch.norm).__name__}")
     if not is_identity(model.patch_drop):
-        raise refuse(name, "it drops patches in training", WITHOUT_PATCH_DROPOUT)
+        raise refuse("it drops patches in training", WITHOUT_PATCH_DROPOUT)
     if patch.strict_img_size or patch.dynamic_img_pad:  # any other takes whole patches alone, as we do
-        require_whole_patches(pair(patch.img_size), pair(patch.patch_size), name, any_size=False)
+        require_whole_patches(pair(patch.img_size), pair(patch.patch_size), any_size=False)
     normed = not is_identity(model.norm_pre)
     return PatchStemConfig(
         patch_size=pair(patch.patch_size),
@@ -133,39 +129,39 @@ def _stem(model: Any, name: str, distilled: bool) -> PatchStemConfig:
     )
 
 
-def _encoder(model: Any, name: str) -> EncoderConfig:
+def _encoder(model: Any) -> EncoderConfig:
     blocks = list(model.blocks)  # known to be alike, but for stochastic depth
-    first = first_of(blocks, name)
+    first = first_of(blocks)
     attn, mlp = first.attn, first.mlp
-    kinds = ("EvaAttention", "AttentionRope") if name == _EVA else ("Attention",)
+    kinds = ("EvaAttention", "AttentionRope") if type(model).__name__ == "Eva" else ("Attention",)
     if type(attn).__name__ not in kinds or not is_identity(getattr(attn, "gate", None)):
-        raise refuse(name, f"the attention is a {type(attn).__name__}, or its output is gated")
+        raise refuse(f"the attention is a {type(attn).__name__}, or its output is gated")
     if not is_identity(getattr(attn, "norm", None)):
-        raise refuse(name, "one norm spans all heads of a layer (scale_norm): without one head, the others change")
+        raise refuse("one norm spans all heads of a layer (scale_norm): without one head, the others change")
     if getattr(attn, "num_kv_groups", 1) != 1:
-        raise refuse(name, "several queries share keys and values (num_kv_heads)")
+        raise refuse("several queries share keys and values (num_kv_heads)")
     scaled = [not is_identity(getattr(first, f"ls{at}", getattr(first, f"gamma_{at}", None))) for at in (1, 2)]
     if len(set(scaled)) > 1:
-        raise refuse(name, "attention and MLP do not both have a LayerScale")
-    require_usual_scale(attn, name)
+        raise refuse("attention and MLP do not both have a LayerScale")
+    require_usual_scale(attn)
     gated = type(mlp).__name__ in ("GluMlp", "SwiGLU")
     if type(mlp).__name__ not in ("Mlp", "GluMlp", "SwiGLU") or getattr(mlp, "gate_last", False):
-        raise refuse(name, f"the MLP is a {type(mlp).__name__}")
+        raise refuse(f"the MLP is a {type(mlp).__name__}")
     if type(first.norm1) is not type(first.norm2) or is_identity(first.norm1):
-        raise refuse(name, f"the norms are a {type(first.norm1).__name__} and a {type(first.norm2).__name__}")
+        raise refuse(f"the norms are a {type(first.norm1).__name__} and a {type(first.norm2).__name__}")
     for index, block in enumerate(blocks):
         if dropout_rate(block.drop_path1) != dropout_rate(block.drop_path2):
-            raise refuse(name, f"attention and MLP of block {index} have different rates of stochastic depth")
+            raise refuse(f"attention and MLP of block {index} have different rates of stochastic depth")
     return EncoderConfig(
         width=int(model.embed_dim),
         layers=len(blocks),
         heads=int(attn.num_heads),
         head_dim=int(attn.head_dim),
         mlp_width=int(mlp.fc2.in_features),
-        activation=activation_of(mlp.act, name),
+        activation=activation_of(mlp.act),
         gated=gated,
         norm=_norm_kind(first.norm1),
-        norm_eps=norm_eps(first, name),
+        norm_eps=norm_eps(first),
         qk_norm=not is_identity(attn.q_norm),
         qkv_bias=_biases(attn)[0],
         key_bias=_biases(attn) != (True, False),
@@ -173,7 +169,7 @@ def _encoder(model: Any, name: str) -> EncoderConfig:
         mlp_bias=mlp.fc2.bias is not None,
         mlp_norm=not is_identity(mlp.norm),
         layer_scale=scaled[0],
-        rotary=_rotary(model, name),
+        rotary=_rotary(model),
         attention_dropout=dropout_rate(attn.attn_drop),
         projection_dropout=dropout_rate(attn.proj_drop),
         activation_dropout=dropout_rate(mlp.drop1),
@@ -196,21 +192,21 @@ def _biases(attn: Any) -> tuple[bool, bool]:
     return apart or attn.qkv.bias is not None, attn.qkv.bias is not None
 
 
-def _rotary(model: Any, name: str) -> RotaryConfig | None:
+def _rotary(model: Any) -> RotaryConfig | None:
     rope = getattr(model, "rope", None)
     if rope is None:
         return None
     kind = type(rope).__name__
     base = float(getattr(rope, "temperature", 0.0))
-    if _halves(first_of(model.blocks, name).attn) != _halves(rope):
-        raise refuse(name, "its rotary embedding and its attention pair the numbers of a head in different ways")
+    if _halves(first_of(model.blocks).attn) != _halves(rope):
+        raise refuse("its rotary embedding and its attention pair the numbers of a head in different ways")
     if kind == "RotaryEmbeddingCat" and not rope.in_pixels:
         reference = None if rope.ref_feat_shape is None else pair(tuple(rope.ref_feat_shape))
         return RotaryConfig(base, offset=float(rope.grid_offset), reference=reference)
     if kind == "RotaryEmbeddingDinoV3" and (rope.normalize_coords, rope.grid_offset) == ("separate", 0.0):
         shift, jitter, rescale = rope.shift_coords or 0.0, rope.jitter_coords or 1.0, rope.rescale_coords or 1.0
         return RotaryConfig(base, centred=True, shift=float(shift), jitter=float(jitter), rescale=float(rescale))
-    raise refuse(name, f"its rotary embedding is a {kind} with settings of its own")
+    raise refuse(f"its rotary embedding is a {kind} with settings of its own")
 
 
 def _halves(part: Any) -> bool:
@@ -281,7 +277,7 @@ def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...] | 
 
 
 VISION_TRANSFORMER = Architecture(
-    name=_VIT,
+    name="timm VisionTransformer",
     classes=("timm.models.vision_transformer.VisionTransformer",),
     config=_config,
     weights=_WEIGHTS,
@@ -289,17 +285,17 @@ VISION_TRANSFORMER = Architecture(
     models="ViT, AugReg, DeiT, DeiT-3, DINOv2 with and without registers, SwiGLU, CLIP and SigLIP image towers",
 )
 DISTILLED = Architecture(
-    name=_DISTILLED,
+    name="timm VisionTransformerDistilled",
     classes=("timm.models.deit.VisionTransformerDistilled",),
-    config=partial(_config, name=_DISTILLED, distilled=True),
+    config=partial(_config, distilled=True),
     weights={**_WEIGHTS, "stem.distillation_token": "dist_token", "readout.distillation_classifier": "head_dist"},
     metadata=_metadata,
     models="DeiT with a teacher",
 )
 EVA = Architecture(
-    name=_EVA,
+    name="timm Eva",
     classes=("timm.models.eva.Eva",),
-    config=partial(_config, name=_EVA),
+    config=_config,
     weights=_WEIGHTS,
     metadata=_metadata,
     variant=_eva_attention,

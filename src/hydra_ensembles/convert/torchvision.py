@@ -8,22 +8,21 @@ from ..model.metadata import Metadata
 from ..preprocessing import ImagePreprocessing
 from .core import Architecture, activation_of, attention, dropout_rate, first_of, norm_eps, read_classifier, refuse
 
-_NAME = "torchvision VisionTransformer"
 _LAYER = "encoder.layers.encoder_layer_{i}"
 
 
 def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
     if type(model.conv_proj).__name__ != "Conv2d":
-        raise refuse(_NAME, "patches are embedded by a stack of convolutions")
+        raise refuse("patches are embedded by a stack of convolutions")
     if hasattr(model.heads, "pre_logits"):
-        raise refuse(_NAME, "the classifier has a hidden layer (representation_size)")
+        raise refuse("the classifier has a hidden layer (representation_size)")
     blocks = list(model.encoder.layers)
-    first = first_of(blocks, _NAME)  # the others are known to be like it
+    first = first_of(blocks)  # the others are known to be like it
     heads, mlp = first.self_attention, first.mlp
     if len(mlp) != 5:
-        raise refuse(_NAME, f"its MLP has {len(mlp)} parts")
+        raise refuse(f"its MLP has {len(mlp)} parts")
     if heads.bias_k is not None or heads.add_zero_attn or heads.in_proj_weight is None:
-        raise refuse(_NAME, "its MultiheadAttention has extra keys or separate projections")
+        raise refuse("its MultiheadAttention has extra keys or separate projections")
     grid = int(model.image_size) // int(model.patch_size)
     stem = PatchStemConfig(
         patch_size=(int(model.patch_size),) * 2,
@@ -37,8 +36,8 @@ def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
         heads=int(heads.num_heads),
         head_dim=int(heads.head_dim),
         mlp_width=int(mlp[0].out_features),
-        activation=activation_of(mlp[1], _NAME),
-        norm_eps=norm_eps(first, _NAME),
+        activation=activation_of(mlp[1]),
+        norm_eps=norm_eps(first),
         qkv_bias=heads.in_proj_bias is not None,
         out_bias=heads.out_proj.bias is not None,
         attention_dropout=float(heads.dropout),
@@ -46,7 +45,7 @@ def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
         activation_dropout=dropout_rate(mlp[2]),
         output_dropout=dropout_rate(mlp[4]),
     )
-    classes, bias = read_classifier(getattr(model.heads, "head", None), num_labels, _NAME)
+    classes, bias = read_classifier(getattr(model.heads, "head", None), num_labels)
     readout = ReadoutConfig(num_classes=classes, norm_eps=float(model.encoder.ln.eps), bias=bias)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
@@ -64,7 +63,7 @@ def _metadata(model: Any) -> Metadata:
 
 
 VISION_TRANSFORMER = Architecture(
-    name=_NAME,
+    name="torchvision VisionTransformer",
     classes=("torchvision.models.vision_transformer.VisionTransformer",),
     config=_config,
     weights={

@@ -40,29 +40,29 @@ from .core import (
 # --- what all of them share, CLIP's towers too ---------------------------------------------------------------
 
 
-def read_encoder(config: Any, architecture: str, **settings: Any) -> EncoderConfig:
+def read_encoder(config: Any, **settings: Any) -> EncoderConfig:
     """The blocks that a configuration describes, with what a family reads in its own way as settings.
 
     Refuses configurations whose blocks are more, or less, than self-attention and an MLP.
     """
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise refuse(architecture, "the model is a decoder (is_decoder or add_cross_attention)")
+        raise refuse("the model is a decoder (is_decoder or add_cross_attention)")
     positions = getattr(config, "position_embedding_type", None) or "absolute"
     if positions != "absolute":
-        raise refuse(architecture, f"its position embedding is {positions!r}, not 'absolute'")
+        raise refuse(f"its position embedding is {positions!r}, not 'absolute'")
     if getattr(config, "pruned_heads", None):
-        raise refuse(architecture, f"heads were pruned by transformers (pruned_heads={config.pruned_heads})")
+        raise refuse(f"heads were pruned by transformers (pruned_heads={config.pruned_heads})")
     width, heads = int(config.hidden_size), int(config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None)
     if not head_dim and width % heads:
-        raise refuse(architecture, f"its width {width} is not a multiple of its {heads} heads")
+        raise refuse(f"its width {width} is not a multiple of its {heads} heads")
     shared = {
         "width": width,
         "layers": int(config.num_hidden_layers),
         "heads": heads,
         "head_dim": int(head_dim or width // heads),
         "mlp_width": int(settings.get("mlp_width") or config.intermediate_size),
-        "activation": settings.get("activation") or activation_of(config.hidden_act, architecture),
+        "activation": settings.get("activation") or activation_of(config.hidden_act),
         "norm_eps": float(settings.get("norm_eps") or config.layer_norm_eps),
     }
     if "attention_dropout" not in settings:
@@ -70,25 +70,23 @@ def read_encoder(config: Any, architecture: str, **settings: Any) -> EncoderConf
     return EncoderConfig(**{**shared, **settings})
 
 
-def patch_stem(
-    config: Any, resample: Resample, architecture: str, any_size: bool = False, **settings: Any
-) -> PatchStemConfig:
+def patch_stem(config: Any, resample: Resample, any_size: bool = False, **settings: Any) -> PatchStemConfig:
     """The stem that a configuration describes, with what a family reads in its own way as settings.
 
     A family that answers images of `any_size` may have one in its configuration that is no whole patches.
     """
     patch, image = pair(config.patch_size), pair(config.image_size)
-    require_whole_patches(image, patch, architecture, any_size)
+    require_whole_patches(image, patch, any_size)
     grid = image[0] // patch[0], image[1] // patch[1]
     return PatchStemConfig(patch, grid, channels=int(config.num_channels), resample=resample, **settings)
 
 
-def read_classes(model: Any, classifier: Any, num_labels: int | None, architecture: str) -> tuple[int, bool]:
+def read_classes(model: Any, classifier: Any, num_labels: int | None) -> tuple[int, bool]:
     """Number of classes and whether they have a bias; refuses classifiers not trained to choose one of the classes."""
-    classes, bias = read_classifier(classifier, num_labels, architecture)
+    classes, bias = read_classifier(classifier, num_labels)
     why = why_not_exclusive(model)
     if isinstance(classifier, nn.Linear) and why is not None:
-        raise ConversionError(f"{architecture}: {why}")
+        raise ConversionError(why)
     return classes, bias
 
 
@@ -149,7 +147,7 @@ def declare(
     classifier = Architecture(
         name=f"transformers {name} classifier",
         classes=tuple(path + ending for ending in classifiers),
-        config=partial(config, name=f"transformers {name}"),
+        config=config,
         weights={**below(f"{inside}.", encoder), **readout},
         ignored=tuple(f"{inside}.{beginning}" for beginning in ignored),
         metadata=metadata_of_classifier,
@@ -158,7 +156,7 @@ def declare(
     bare = Architecture(
         name=f"transformers {name} encoder",
         classes=(f"{path}Model",),
-        config=classifier.config,
+        config=config,
         weights={**encoder, **readout},
         ignored=ignored,
         answer=answer,
@@ -221,18 +219,18 @@ _DINOV2: Weights = {**_PATCHES, **below("encoder.layer.{i}.", DINO_LAYER)}
 
 
 def _vit_config(
-    model: Any, num_labels: int | None, name: str, distilled: bool = False, class_token: bool = True
+    model: Any, num_labels: int | None, distilled: bool = False, class_token: bool = True
 ) -> EnsembleConfig:
     config = model.config
     dropout = float(config.hidden_dropout_prob)
     tokens = {"class_token": class_token, "distillation_token": distilled}
-    stem = patch_stem(config, "bicubic", name, position_prefix=sum(tokens.values()), dropout=dropout, **tokens)
+    stem = patch_stem(config, "bicubic", position_prefix=sum(tokens.values()), dropout=dropout, **tokens)
     rates = {"projection_dropout": dropout, "output_dropout": dropout}
-    encoder = read_encoder(config, name, qkv_bias=bool(config.qkv_bias), **rates)
+    encoder = read_encoder(config, qkv_bias=bool(config.qkv_bias), **rates)
     teacher = getattr(model, "cls_classifier", None)
     classifier = getattr(model, "classifier", teacher)
     pool: Pool = "distilled" if teacher is not None else "cls" if class_token else "mean"
-    readout = _image_readout(model, name, num_labels, classifier, pool)
+    readout = _image_readout(model, num_labels, classifier, pool)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
@@ -242,18 +240,17 @@ def _mean_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
     return output.logits if hasattr(output, "logits") else output.last_hidden_state.mean(1)
 
 
-def _dinov2_config(model: Any, num_labels: int | None, name: str, resample: Resample = "bicubic") -> EnsembleConfig:
+def _dinov2_config(model: Any, num_labels: int | None, resample: Resample = "bicubic") -> EnsembleConfig:
     config = model.config
     registers = int(getattr(config, "num_register_tokens", 0))
     dropout = float(config.hidden_dropout_prob)
-    stem = patch_stem(config, resample, name, any_size=True, position_prefix=1, registers=registers, dropout=dropout)
+    stem = patch_stem(config, resample, any_size=True, position_prefix=1, registers=registers, dropout=dropout)
     if stem.grid[0] != stem.grid[1]:
-        raise refuse(name, f"its image_size {config.image_size} is not square, but its position embedding is read so")
+        raise refuse(f"its image_size {config.image_size} is not square, but its position embedding is read so")
     gated = bool(config.use_swiglu_ffn)
     hidden = int(config.hidden_size * config.mlp_ratio)
     encoder = read_encoder(
         config,
-        name,
         mlp_width=(int(hidden * 2 / 3) + 7) // 8 * 8 if gated else hidden,  # as the library rounds SwiGLU
         gated=gated,
         qkv_bias=bool(config.qkv_bias),
@@ -263,20 +260,20 @@ def _dinov2_config(model: Any, num_labels: int | None, name: str, resample: Resa
     )
     classifier = getattr(model, "classifier", None)
     bare_features = num_labels is None and classifier is None
-    readout = _image_readout(model, name, num_labels, classifier, "cls" if bare_features else "cls_mean")
+    readout = _image_readout(model, num_labels, classifier, "cls" if bare_features else "cls_mean")
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-def _image_readout(model: Any, name: str, num_labels: int | None, classifier: Any, pool: Pool) -> ReadoutConfig:
-    classes, bias = read_classes(model, classifier, num_labels, name)
+def _image_readout(model: Any, num_labels: int | None, classifier: Any, pool: Pool) -> ReadoutConfig:
+    classes, bias = read_classes(model, classifier, num_labels)
     pooler = getattr(model, "pooler", None)
     hidden: HiddenActivation | None = None
     if not classes and pool == "distilled":
-        raise refuse(name, "it has two classifiers without classes; convert its encoder instead (model.deit)")
+        raise refuse("it has two classifiers without classes; convert its encoder instead (model.deit)")
     if not classes and pooler is not None:
         hidden = cast(HiddenActivation, model.config.pooler_act)
         if hidden not in ("tanh", "relu", "gelu") or pooler.dense.out_features != model.config.hidden_size:
-            raise refuse(name, f"its pooler has the activation {hidden!r} and the width {pooler.dense.out_features}")
+            raise refuse(f"its pooler has the activation {hidden!r} and the width {pooler.dense.out_features}")
     norm_eps = float(model.config.layer_norm_eps)
     return ReadoutConfig(pool=pool, num_classes=classes, norm_eps=norm_eps, hidden=hidden, bias=bias)
 
@@ -337,7 +334,6 @@ _ALBERT: Weights = {
 def _bert_config(
     model: Any,
     num_labels: int | None,
-    name: str,
     hidden: HiddenActivation = "tanh",
     drops_first_token: bool = True,
     counts_after_padding: bool = False,
@@ -354,37 +350,36 @@ def _bert_config(
         project=hasattr(model.base_model, "embeddings_project"),
         dropout=dropout,
     )
-    encoder = read_encoder(config, name, norm_first=False, projection_dropout=dropout, output_dropout=dropout)
+    encoder = read_encoder(config, norm_first=False, projection_dropout=dropout, output_dropout=dropout)
     rate = dropout if config.classifier_dropout is None else float(config.classifier_dropout)
-    readout = text_readout(model, num_labels, name, hidden, rate, drops_first_token)
+    readout = text_readout(model, num_labels, hidden, rate, drops_first_token)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-def _distilbert_config(model: Any, num_labels: int | None, name: str) -> EnsembleConfig:
+def _distilbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     config, eps = model.config, 1e-12  # written in the library's code, not in its configuration
     dropout = float(config.dropout)
     tables = model.base_model.embeddings
     stem = text_stem(tables.word_embeddings, tables.position_embeddings, norm_eps=eps, dropout=dropout)
     encoder = read_encoder(
         config,
-        name,
         norm_first=False,
         mlp_width=int(config.hidden_dim),
         norm_eps=eps,
-        activation=activation_of(config.activation, name),  # its own names: a stray `hidden_act` means nothing
+        activation=activation_of(config.activation),  # its own names: a stray `hidden_act` means nothing
         attention_dropout=float(config.attention_dropout),
         output_dropout=dropout,
     )
-    readout = text_readout(model, num_labels, name, "relu", float(config.seq_classif_dropout), False)
+    readout = text_readout(model, num_labels, "relu", float(config.seq_classif_dropout), False)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-def _albert_config(model: Any, num_labels: int | None, name: str) -> EnsembleConfig:
+def _albert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """ALBERT, whose layers are one: the canonical encoder has a copy of it for each."""
     config = model.config
     groups = int(config.num_hidden_groups), int(config.inner_group_num)
     if groups != (1, 1):
-        raise refuse(name, f"it has {groups[0]} groups of {groups[1]} layers, not one layer for all")
+        raise refuse(f"it has {groups[0]} groups of {groups[1]} layers, not one layer for all")
     dropout = float(config.hidden_dropout_prob)
     embeddings = model.base_model.embeddings
     stem = text_stem(
@@ -395,8 +390,8 @@ def _albert_config(model: Any, num_labels: int | None, name: str) -> EnsembleCon
         project=True,
         dropout=dropout,
     )
-    encoder = read_encoder(config, name, norm_first=False, projection_dropout=dropout)
-    readout = text_readout(model, num_labels, name, "tanh", float(config.classifier_dropout_prob), False)
+    encoder = read_encoder(config, norm_first=False, projection_dropout=dropout)
+    readout = text_readout(model, num_labels, "tanh", float(config.classifier_dropout_prob), False)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
@@ -411,11 +406,11 @@ def text_stem(words: Any, positions: Any, **settings: Any) -> TextStemConfig:
 
 
 def text_readout(
-    model: Any, num_labels: int | None, name: str, hidden: HiddenActivation, rate: float, drops_first_token: bool
+    model: Any, num_labels: int | None, hidden: HiddenActivation, rate: float, drops_first_token: bool
 ) -> ReadoutConfig:
     """The first token through a pooler or a hidden layer; of an encoder without classes, through the pooler it has."""
     head = getattr(model, "classifier", None)
-    classes, bias = read_classes(model, getattr(head, "out_proj", head), num_labels, name)
+    classes, bias = read_classes(model, getattr(head, "out_proj", head), num_labels)
     if not classes:
         pooled = getattr(model, "pooler", None) is not None
         return ReadoutConfig(norm="none", hidden="tanh" if pooled else None)

@@ -30,8 +30,6 @@ from .transformers import metadata_of_classifier, patch_stem, read_classes, read
 
 # --- CLIP and MetaCLIP 2 ---------------------------------------------------------------------------------------------
 
-_CLIP_IMAGE = "transformers CLIP image tower"
-_CLIP_TEXT = "transformers CLIP text tower"
 _FAMILIES = ("clip.modeling_clip.CLIP", "metaclip_2.modeling_metaclip_2.MetaClip2")
 _LEGACY_EOS = 2  # configurations with this id pool at the highest id of the vocabulary instead
 
@@ -76,18 +74,16 @@ def _clip_classes(*names: str) -> tuple[str, ...]:
 
 def _clip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     config = getattr(model.config, "vision_config", model.config)
-    stem = patch_stem(
-        config, "bicubic", _CLIP_IMAGE, patch_bias=False, norm=True, norm_eps=float(config.layer_norm_eps)
-    )
-    encoder = read_encoder(config, _CLIP_IMAGE, attention_dropout=float(config.attention_dropout))
-    readout = _clip_readout(getattr(model, "visual_projection", None), config, num_labels, _CLIP_IMAGE)
+    stem = patch_stem(config, "bicubic", patch_bias=False, norm=True, norm_eps=float(config.layer_norm_eps))
+    encoder = read_encoder(config, attention_dropout=float(config.attention_dropout))
+    readout = _clip_readout(getattr(model, "visual_projection", None), config, num_labels)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 def _clip_classifier_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """`CLIPForImageClassification` reads the mean patch, before the final norm."""
     config = _clip_image_config(model, num_labels)
-    classes, bias = read_classes(model, model.classifier, num_labels, _CLIP_IMAGE)
+    classes, bias = read_classes(model, model.classifier, num_labels)
     return replace(config, readout=replace(config.readout, pool="mean", norm="none", num_classes=classes, bias=bias))
 
 
@@ -95,15 +91,15 @@ def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     config = getattr(model.config, "text_config", model.config)
     tables = getattr(model, "text_model", model).embeddings
     stem = text_stem(tables.token_embedding, tables.position_embedding, norm=False)
-    encoder = read_encoder(config, _CLIP_TEXT, causal=True, attention_dropout=float(config.attention_dropout))
+    encoder = read_encoder(config, causal=True, attention_dropout=float(config.attention_dropout))
     end, words = config.eos_token_id, tables.token_embedding.num_embeddings
     if not isinstance(end, int) or not 0 <= end < words:
         raise ConversionError(
-            f"{_CLIP_TEXT}: its eos_token_id, at which texts are read, is {end!r}, and there are {words} words; set "
-            "that of its tokenizer in the configuration, and build the model of it"
+            f"its eos_token_id, at which texts are read, is {end!r}, and there are {words} words; set that of its "
+            "tokenizer in the configuration, and build the model of it"
         )
     readout = replace(
-        _clip_readout(getattr(model, "text_projection", None), config, num_labels, _CLIP_TEXT),
+        _clip_readout(getattr(model, "text_projection", None), config, num_labels),
         pool="eot",
         eot_token=None if end == _LEGACY_EOS and type(model).__name__.startswith("CLIP") else end,
         norm="tokens",
@@ -111,9 +107,9 @@ def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
-def _clip_readout(projection: nn.Linear | None, config: Any, num_labels: int | None, name: str) -> ReadoutConfig:
+def _clip_readout(projection: nn.Linear | None, config: Any, num_labels: int | None) -> ReadoutConfig:
     return ReadoutConfig(
-        num_classes=number_of_classes(0 if projection is None else projection.out_features, num_labels, name),
+        num_classes=number_of_classes(0 if projection is None else projection.out_features, num_labels),
         norm="pooled",
         norm_eps=float(config.layer_norm_eps),
         bias=projection is None or projection.bias is not None,
@@ -133,7 +129,7 @@ def _clip_dual_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
 
 
 _CLIP_IMAGES = Architecture(
-    name=_CLIP_IMAGE,
+    name="transformers CLIP image tower",
     classes=_clip_classes("VisionModel", "VisionModelWithProjection"),
     config=_clip_image_config,
     weights=_CLIP_IMAGE_WEIGHTS,
@@ -141,7 +137,7 @@ _CLIP_IMAGES = Architecture(
     projects=True,
 )
 _CLIP_CLASSIFIER = Architecture(
-    name=f"{_CLIP_IMAGE} with classifier",
+    name="transformers CLIP image tower with classifier",
     classes=_clip_classes("ForImageClassification"),
     config=_clip_classifier_config,
     weights=_CLIP_IMAGE_WEIGHTS,
@@ -150,7 +146,7 @@ _CLIP_CLASSIFIER = Architecture(
     answer=_answer,
 )
 _CLIP_TEXTS = Architecture(
-    name=_CLIP_TEXT,
+    name="transformers CLIP text tower",
     classes=_clip_classes("TextModel", "TextModelWithProjection"),
     config=_clip_text_config,
     weights=_CLIP_TEXT_WEIGHTS,
@@ -174,8 +170,6 @@ _CLIP_DUAL = DualArchitecture(
 # --- SigLIP and SigLIP 2 ---------------------------------------------------------------------------------------------
 
 _SIGLIP_MODULE = "transformers.models.siglip.modeling_siglip.Siglip"
-_SIGLIP_IMAGE, _SIGLIP_TEXT = "transformers SigLIP image tower", "transformers SigLIP text tower"
-
 
 _SIGLIP_IMAGE_TOWER: Weights = {
     **_CLIP_IMAGE_TOWER,
@@ -191,21 +185,21 @@ _SIGLIP_TEXT_TOWER: Weights = {**_CLIP_TEXT_TOWER, "readout.classifier": "head"}
 
 def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     config = getattr(model.config, "vision_config", model.config)
-    stem = patch_stem(config, "bicubic", _SIGLIP_IMAGE, any_size=True, class_token=False, position_prefix=0)
-    encoder = read_encoder(config, _SIGLIP_IMAGE, attention_dropout=float(config.attention_dropout))
+    stem = patch_stem(config, "bicubic", any_size=True, class_token=False, position_prefix=0)
+    encoder = read_encoder(config, attention_dropout=float(config.attention_dropout))
     if hasattr(model, "classifier"):  # which reads the mean patch: the attention that pools takes no part
-        classes, bias = read_classes(model, model.classifier, num_labels, _SIGLIP_IMAGE)
+        classes, bias = read_classes(model, model.classifier, num_labels)
         mean = ReadoutConfig(pool="mean", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
         return EnsembleConfig(stem, encoder, mean, encoder.all_heads())
     if not getattr(config, "vision_use_head", True):
-        raise refuse(_SIGLIP_IMAGE, "it has no attention that pools an image (vision_use_head): it has no features")
+        raise refuse("it has no attention that pools an image (vision_use_head): it has no features")
     readout = ReadoutConfig(
         pool="map",
-        num_classes=number_of_classes(0, num_labels, _SIGLIP_IMAGE),
+        num_classes=number_of_classes(0, num_labels),
         norm_eps=encoder.norm_eps,
         map_heads=encoder.heads,
         map_mlp_width=encoder.mlp_width,
-        map_activation=activation_of(config.hidden_act, _SIGLIP_IMAGE),
+        map_activation=activation_of(config.hidden_act),
     )
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
@@ -215,15 +209,15 @@ def _siglip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     model = getattr(model, "text_model", model)  # releases of transformers 5 differ, here and in their classes
     config = model.config
     stem = text_stem(model.embeddings.token_embedding, model.embeddings.position_embedding, norm=False)
-    encoder = read_encoder(config, _SIGLIP_TEXT, attention_dropout=float(config.attention_dropout))
-    classes = number_of_classes(model.head.out_features, num_labels, _SIGLIP_TEXT)
+    encoder = read_encoder(config, attention_dropout=float(config.attention_dropout))
+    classes = number_of_classes(model.head.out_features, num_labels)
     bias = model.head.bias is not None
     readout = ReadoutConfig(pool="final", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 _SIGLIP_IMAGES = Architecture(
-    name=_SIGLIP_IMAGE,
+    name="transformers SigLIP image tower",
     classes=(f"{_SIGLIP_MODULE}VisionModel", f"{_SIGLIP_MODULE}VisionTransformer"),
     config=_siglip_image_config,
     weights=either(_SIGLIP_IMAGE_TOWER, below("vision_model.", _SIGLIP_IMAGE_TOWER)),
@@ -239,7 +233,7 @@ _SIGLIP_CLASSIFIER = Architecture(
     answer=_answer,
 )
 _SIGLIP_TEXTS = Architecture(
-    name=_SIGLIP_TEXT,
+    name="transformers SigLIP text tower",
     classes=(f"{_SIGLIP_MODULE}TextModel", f"{_SIGLIP_MODULE}TextTransformer"),
     config=_siglip_text_config,
     weights=either(_SIGLIP_TEXT_TOWER, below("text_model.", _SIGLIP_TEXT_TOWER)),

@@ -19,18 +19,17 @@ from .transformers import (
 )
 
 
-def _base(parameters: Any, name: str) -> float:
+def _base(parameters: Any) -> float:
     """The base of rotary positions in their plain form."""
     kind = parameters.get("rope_type", "default")
     part = parameters.get("partial_rotary_factor") or 1.0
     if kind != "default" or part != 1.0:
-        raise refuse(name, f"its rotary positions are of the type {kind!r} and turn a share of {part} of each head")
+        raise refuse(f"its rotary positions are of the type {kind!r} and turn a share of {part} of each head")
     return float(parameters["rope_theta"])
 
 
 # --- images --------------------------------------------------------------------------------------------------
 
-_DINOV3_NAME = "transformers DINOv3"
 _DINOV3_LAYER: Weights = {
     **DINO_LAYER,
     "encoder.layers.{i}.attention.qkv_bias": (
@@ -42,17 +41,14 @@ _DINOV3_LAYER: Weights = {
 
 
 def _dinov3_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    config, name = model.config, _DINOV3_NAME
+    config = model.config
     registers = int(config.num_register_tokens)
-    stem = patch_stem(
-        config, "bicubic", name, any_size=True, position_prefix=0, registers=registers, learned_positions=False
-    )
+    stem = patch_stem(config, "bicubic", any_size=True, position_prefix=0, registers=registers, learned_positions=False)
     biases = bool(config.query_bias), bool(config.key_bias), bool(config.value_bias)
     if biases[0] != biases[2] or biases[1] > biases[0]:
-        raise refuse(name, f"of query, key and value only some have a bias ({biases})")
+        raise refuse(f"of query, key and value only some have a bias ({biases})")
     encoder = read_encoder(
         config,
-        name,
         gated=bool(config.use_gated_mlp),
         qkv_bias=biases[0],
         key_bias=biases != (True, False, True),
@@ -69,13 +65,13 @@ def _dinov3_config(model: Any, num_labels: int | None) -> EnsembleConfig:
             rescale=float(config.pos_embed_rescale or 1.0),
         ),
     )
-    classes, _ = read_classes(model, None, num_labels, name)
+    classes, _ = read_classes(model, None, num_labels)
     readout = ReadoutConfig(num_classes=classes, norm_eps=float(config.layer_norm_eps))
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
 _DINOV3 = Architecture(
-    name=f"{_DINOV3_NAME} encoder",
+    name="transformers DINOv3 encoder",
     classes=("transformers.models.dinov3_vit.modeling_dinov3_vit.DINOv3ViTModel",),
     config=_dinov3_config,
     weights={
@@ -110,9 +106,7 @@ _ROTARY_BERT: Weights = {
 }
 
 
-def _rotary_bert_config(
-    model: Any, num_labels: int | None, name: str, drops_first_token: bool = False
-) -> EnsembleConfig:
+def _rotary_bert_config(model: Any, num_labels: int | None, drops_first_token: bool = False) -> EnsembleConfig:
     """Nomic BERT, GTE and Jina embeddings, which differ in gates, biases and the readout."""
     config = model.config
     embeddings = model.base_model.embeddings
@@ -130,7 +124,6 @@ def _rotary_bert_config(
     )
     encoder = read_encoder(
         config,
-        name,
         norm_first=False,
         gated=gated,
         qkv_bias=layer.self_attn.q_proj.bias is not None,
@@ -140,10 +133,10 @@ def _rotary_bert_config(
         projection_dropout=dropout,
         activation_dropout=dropout if hasattr(mlp, "dropout") else 0.0,
         output_dropout=dropout,
-        rotary=RotaryConfig(_base(config.rope_parameters, name)),
+        rotary=RotaryConfig(_base(config.rope_parameters)),
     )
     rate = dropout if config.classifier_dropout is None else float(config.classifier_dropout)
-    readout = text_readout(model, num_labels, name, "tanh", rate, drops_first_token)
+    readout = text_readout(model, num_labels, "tanh", rate, drops_first_token)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
 
 
@@ -166,18 +159,17 @@ _MODERNBERT: Weights = {
 }
 
 
-def _modernbert_config(model: Any, num_labels: int | None, name: str) -> EnsembleConfig:
+def _modernbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     config = model.config
     eps = float(model.config.norm_eps)
     kind: NormKind = "layer" if config.norm_bias else "layer_no_bias"
     local = tuple(layer_type == "sliding_attention" for layer_type in config.layer_types)
-    base, local_base = (_base(config.rope_parameters[f"{reach}_attention"], name) for reach in ("full", "sliding"))
+    base, local_base = (_base(config.rope_parameters[f"{reach}_attention"]) for reach in ("full", "sliding"))
     tables = model.base_model.embeddings.tok_embeddings, int(config.max_position_embeddings)
     stem = text_stem(*tables, norm_eps=eps, norm_kind=kind, dropout=float(config.embedding_dropout))
     encoder = read_encoder(
         config,
-        name,
-        activation=activation_of(config.hidden_activation, name),
+        activation=activation_of(config.hidden_activation),
         gated=True,
         norm=kind,
         norm_eps=eps,
@@ -193,12 +185,12 @@ def _modernbert_config(model: Any, num_labels: int | None, name: str) -> Ensembl
         window=int(config.local_attention) // 2 if any(local) else None,
     )
     head = getattr(model, "head", None)
-    classes, bias = read_classes(model, getattr(model, "classifier", None), num_labels, name)
+    classes, bias = read_classes(model, getattr(model, "classifier", None), num_labels)
     readout = ReadoutConfig(num_classes=classes, norm_eps=eps, bias=bias)
     if head is not None:
         hidden = cast(HiddenActivation, config.classifier_activation)
         if hidden not in ("tanh", "relu", "gelu"):
-            raise refuse(name, f"its classifier has the activation {hidden!r}")
+            raise refuse(f"its classifier has the activation {hidden!r}")
         readout = ReadoutConfig(
             pool=config.classifier_pooling,
             num_classes=classes,
