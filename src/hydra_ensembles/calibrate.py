@@ -110,7 +110,7 @@ def calibrate(
         torch.Size([3])
     """
     weights = getattr(ensemble, "_orig_mod", ensemble)  # compiled ones are let through
-    require_ensemble(weights, "calibrate")
+    require_ensemble(weights, "calibrate", classifies=True)
     require_members_for(score, ensemble.num_members)
     metadata = weights.kept_metadata("calibrated")
     parts, known_by = list[Answered](), list[Keys]()

@@ -108,7 +108,7 @@ def fit_familiarity(
         >>> bool(answer.score("knn")[1] > answer.score("knn")[0])  # clothes are further off than fields
         True
     """
-    weights = require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity")
+    weights = require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity", classifies=True)
     before = weights.kept_metadata("fitted")
     names = (score,) if isinstance(score, str) else tuple(score)
     options = FitOptions(names, shrinkage, neighbours, principal, stored)
@@ -204,8 +204,6 @@ def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> 
     Each of several processes reads them all.
     """
     check_unsharded(batches, name)
-    if not ensemble.num_classes:
-        raise ConfigError("this ensemble has no classifier (num_classes is 0); convert the model with num_labels=")
     if labelled:
         batches = in_order({name: batches}, ensemble.metadata.labels, ensemble.num_classes)[name]
     with dropping(False), torch.no_grad():

@@ -254,14 +254,18 @@ def read_file(path: Path, most: int | None = MAX_BYTES) -> bytes:
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(f"{path} cannot be read ({reason}); check the path and its permissions") from error
-    if most is not None and len(content) > most:
-        raise CheckpointError(f"{path} has more than {most} bytes, which is the limit for such a file")
+    _require_size(len(content), path, most)
     return content
 
 
-def read_json(path: Path, most: int = MAX_BYTES) -> Any:
+def _require_size(size: int, name: object, most: int | None) -> None:
+    if most is not None and size > most:
+        raise CheckpointError(f"{name} has more than {most} bytes, which is the limit for such a file")
+
+
+def read_json(path: Path) -> Any:
     """The plain data in a JSON file, by the rules of `parse_json`."""
-    return parse_json(read_file(path, most), str(path), most=most)
+    return parse_json(read_file(path), str(path))
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -296,8 +300,7 @@ def parse_json(content: bytes, name: str, *, most: int = MAX_BYTES, foreign: boo
 
 def require_limits(content: bytes, name: str, most: int, *, foreign: bool = False) -> None:
     """Refuse JSON text of more than so many bytes, or of so many values that reading it would take memory for long."""
-    if len(content) > most:
-        raise CheckpointError(f"{name} has more than {most} bytes, which is the limit for such a file")
+    _require_size(len(content), name, most)
     values = sum(map(content.count, (b",", b"[", b"{")))
     accepted = most // (8 if foreign else _BYTES_A_VALUE)
     if values > accepted:
@@ -351,8 +354,7 @@ def _check(value: Any) -> None:
 def checksum(path: Path, most: int | None = None) -> str:
     """SHA-256 of a file of at most so many bytes, in hexadecimal; None for any number."""
     with path.open("rb") as file:
-        if most is not None and os.fstat(file.fileno()).st_size > most:
-            raise CheckpointError(f"{path} has more than {most} bytes, which is the limit for such a file")
+        _require_size(os.fstat(file.fileno()).st_size, path, most)
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -57,8 +57,7 @@ class ImagePreprocessing(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std):
-            raise ConfigError(f"mean and std must have one or three entries each; got {self.mean}, {self.std}")
+        require_channels(self.mean, self.std)
 
     def __call__(self, images: "Image | Sequence[Image]") -> Tensor:
         """Turn PIL images into a tensor `[B, channels, height, width]`, ready for the model."""
@@ -196,6 +195,12 @@ class TextPreprocessing(Checked):
                 advice = 'read the file as UTF-8, or replace it: text.encode("utf-8", "replace").decode()'
                 raise DataError(f"text {index} has half of a surrogate pair, which is no character; {advice}")
         return (first, second[0]) if second else first
+
+
+def require_channels(mean: Sequence[float], std: Sequence[float]) -> None:
+    """Refuse a normalisation that is neither for grey images nor for RGB."""
+    if len(mean) not in (1, 3) or len(mean) != len(std):
+        raise ConfigError(f"mean and std must have one or three entries each; got {mean}, {std}")
 
 
 def is_raw(inputs: Any) -> bool:

@@ -11,7 +11,7 @@ from .._utils import derive_seed, own_precision
 from ..arguments import Checked, PositiveShare, Seed, Share, Whole, checked
 from ..errors import ConfigError, DataError
 from ..familiarity import with_score
-from ..model.dual_encoder import Templates, checked_templates, class_embeddings, text_tower
+from ..model.dual_encoder import Templates, checked_templates, class_embeddings, text_side_of, text_tower
 from ..model.ensemble import Ensemble
 from ..model.metadata import Familiarity, FamiliaritySettings, TextSide
 from .start import embedding_statistics
@@ -64,20 +64,13 @@ def embed_words(ensemble: Ensemble, words: Sequence[str], templates: Templates |
         ConfigError: An ensemble without its text side.
         DataError: No words.
     """
-    side = _text_side(ensemble)
+    embedding_statistics(ensemble, "embed_words")  # refuses what is no zero-shot classifier
+    side = text_side_of(ensemble)
     sentences = side.settings.templates if templates is None else checked_templates(templates)
     distinct = tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
     if not distinct:
         raise DataError("there are no words to embed; give a large list of them, such as WordNet's nouns")
     return EmbeddedWords(distinct, sentences, _embedded(side, distinct, sentences, ensemble.device))
-
-
-def _text_side(ensemble: object) -> TextSide:
-    embedding_statistics(ensemble, "neg_label")  # refuses what is no zero-shot classifier
-    side = ensemble.metadata.text_side if isinstance(ensemble, Ensemble) else None
-    if side is None:
-        raise ConfigError("this ensemble kept no text towers; make it again with zero_shot(..., keep_text=True)")
-    return side
 
 
 def _embedded(side: TextSide, words: Sequence[str], sentences: Sequence[str], device: torch.device) -> Tensor:
@@ -109,8 +102,8 @@ def neg_label(
         ConfigError: An ensemble without its text side.
         DataError: Too few words for the groups.
     """
-    side = _text_side(ensemble)
     statistics = embedding_statistics(ensemble, "neg_label")
+    side = text_side_of(ensemble)
     vocabulary = words if isinstance(words, EmbeddedWords) else embed_words(ensemble, words, templates)
     if vocabulary is words:
         _require_own(vocabulary, side, templates, ensemble.device)

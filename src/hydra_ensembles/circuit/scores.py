@@ -210,16 +210,20 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.where(labels < 0, 0.0, loss.nan_to_num(posinf=_LARGEST_LOG_ODDS).clamp(0, _LARGEST_LOG_ODDS))
 
 
+NO_HEAD = Head(-1, -1)  # stands for the head of a result with no further head off
+
+
 def require_finite(finite: Tensor, samples: CircuitData, head: Head) -> None:
     """Raise where a sample `[n]` has logits that are not finite, naming its batch."""
     if not finite.all():
         source, batch = samples.origin[int((~finite).nonzero()[0, 0])]
-        state = "" if head == NO_HEAD else f" with head {head} switched off"
-        where = f"batch {batch} of {list(samples.sources)[source]}"
-        raise DataError(f"{where} gives logits that are NaN or infinite{state}; check its inputs, or use a wider dtype")
+        raise not_finite(f"batch {batch} of {list(samples.sources)[source]}", head)
 
 
-NO_HEAD = Head(-1, -1)  # stands for the head of a result with no further head off
+def not_finite(where: str, head: Head) -> DataError:
+    """What is said of a batch whose logits are no numbers, with this head off."""
+    state = "" if head == NO_HEAD else f" with head {head} switched off"
+    return DataError(f"{where} gives logits that are NaN or infinite{state}; check its inputs, or use a wider dtype")
 
 
 class Result(NamedTuple):

@@ -1,7 +1,6 @@
 """`hydra-ensembles build` and `search`: an ensemble from one trained model, or the best one for a price."""
 
 import os
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from . import sources as source
 from .command import Json, Quiet, command, emit, emit_json, option, parse_yaml, read_recipe, write_settings
 from .evaluations import grouped_specs
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
-from .use import preprocessing_of
+from .use import next_commands, preprocessing_of
 
 # sets a command may be given
 LABELLED = ("id", "train", "validation", "judge_id")
@@ -54,8 +53,6 @@ class BuildSources(DataSettings, ModelSettings):
     def __post_init__(self) -> None:
         """Check what can be checked without loading anything."""
         super().__post_init__()
-        if not self.output:
-            raise ConfigError("output is empty; name the folder that the build goes to")
         if SYNTHETIC in self.ood and len(self.ood) > 1:
             raise DataError(f"ood is {SYNTHETIC} data, or data that you give; got {', '.join(self.ood)}")
         foreign = [("ood", data) for _, data in ood_sources(self.ood)]
@@ -89,7 +86,7 @@ def build(sources: BuildSources, hydra: HydraConfig, quiet: Quiet = False, as_js
       hydra-ensembles build my-bert/ --id val.csv --strategy taylor --prune 12 --shared-layers 0 -o run
       hydra-ensembles build --config run/config.yaml
     """
-    folder = Path(sources.output).expanduser()
+    folder = source.output_folder(sources.output)
     fitted = replace(hydra, recipe=in_batches_of(hydra.recipe, sources.batch_size))
     model, sets, size = model_and_sets(sources, fitted, folder, "build")
     written = {**to_plain(replace(sources, batch_size=size)), **to_plain(hydra)}
@@ -100,10 +97,7 @@ def build(sources: BuildSources, hydra: HydraConfig, quiet: Quiet = False, as_js
         return
     print(f"{ensemble.describe()}\npreprocessing  {preprocessing_of(ensemble)}")
     print(f"\nThe ensemble is in {folder / RESULT}, how it was made in {folder / SUMMARY}. Next:")
-    quoted = shlex.quote(str(folder))
-    print(f"  hydra-ensembles info {quoted}")
-    print(f"  hydra-ensembles predict {quoted} {'IMAGE...' if ensemble.kind == 'image' else '--text TEXT'}")
-    print(f"  hydra-ensembles evaluate {quoted} --id DATA --ood near:NAME=DATA")
+    print(next_commands(folder, ensemble.kind, "predict", "evaluate"))
 
 
 # --- search ----------------------------------------------------------------------------------------------------------
@@ -144,8 +138,6 @@ class SearchSources(DataSettings, ModelSettings):
     def __post_init__(self) -> None:
         """Check what can be checked without loading anything."""
         super().__post_init__()
-        if not self.output:
-            raise ConfigError("output is empty; name the folder that the search goes to")
         if (SYNTHETIC in self.ood and len(self.ood) > 1) or SYNTHETIC in self.judge_ood:
             raise ConfigError(
                 f"ood is {', '.join(self.ood) or SYNTHETIC}, judge_ood {', '.join(self.judge_ood) or 'not given'}: "
@@ -174,7 +166,7 @@ def search(
       hydra-ensembles search my-vit/ --id val/ --ood other/ --candidates candidates.yaml --output search --dry-run
       hydra-ensembles search my-vit/ --id val/ --ood other/ --models seed-1/ --models seed-2/ --cost 3 -o search
     """
-    folder = Path(sources.output).expanduser()
+    folder = source.output_folder(sources.output)
     training: Any = None if sources.train is None else "together"
     hydra = HydraConfig(training=training, recipe=sources.recipe if training else None, seed=sources.seed)
     fitted = in_batches_of(hydra.recipe, sources.batch_size)
@@ -210,8 +202,7 @@ def search(
     if not dry_run:
         print(f"\nThe choice is in {folder / RESULT}, the front in {folder / 'front.svg'}, all numbers in "
               f"{folder / 'search.json'}. Next:")  # fmt: skip
-        print(f"  hydra-ensembles info {shlex.quote(str(folder))}")
-        print(f"  hydra-ensembles evaluate {shlex.quote(str(folder))} --id DATA --ood near:NAME=DATA")
+        print(next_commands(folder, model.kind, "evaluate"))
 
 
 def _read_candidates(settings: DataSettings, file: str) -> list[dict[str, Any]]:
@@ -266,14 +257,11 @@ def model_and_sets(
     The settings have a field for each set, of those in `LABELLED` and `FOREIGN`. The folder is where the command of
     this name writes to: one of its own, and none that it reads from.
     """
-    begun = (folder / IDENTITY).exists()
     require_own_folder(folder, f"a {name}")
-    specs = [(role, getattr(sources, role, None)) for role in LABELLED]
-    specs += [(role, data) for role in FOREIGN for _, data in ood_sources(getattr(sources, role, ()))]
-    for role, spec in specs:  # before anything is written
-        data, _ = source.existing_path(spec or "")
-        if data is not None and not begun and folder.resolve().is_relative_to(data.resolve()):
-            raise DataError(f"output is {folder}, which is among the {role} data of {data}; name a folder outside it")
+    if not (folder / IDENTITY).exists():  # before anything is written
+        specs = [(role, getattr(sources, role, None)) for role in LABELLED]
+        specs += [(role, data) for role in FOREIGN for _, data in ood_sources(getattr(sources, role, ()))]
+        source.output_folder(sources.output, *specs)
     model = source.load_classifier(sources)
     if hydra.recipe is not None:
         hydra.recipe.check_kind(model.kind)

@@ -1,6 +1,5 @@
 """`hydra-ensembles calibrate` and `fuse`: a trained model that says when not to answer, and several made one."""
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +9,7 @@ import typer
 from ..arguments import Checked, Count, NotNegative, PositiveShare
 from ..calibrate import calibrate as calibrate_ensemble
 from ..data.batching import batches
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError
 from ..fuse import Fusion, StemFusion
 from ..fuse import fuse as fuse_models
 from ..metrics.distance import FamiliarityChoice
@@ -19,6 +18,7 @@ from ..prediction import ScoreName
 from . import sources as source
 from .command import command, option
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
+from .use import next_commands
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,7 @@ def calibrate(settings: CalibrateSettings) -> None:
         batches(data, transform, size, num_workers=settings.workers),
         **{name: getattr(settings, name) for name in names},
     )
-    _save(calibrated, folder)
-    inputs = "IMAGE..." if calibrated.kind == "image" else "--text TEXT"
-    print(f"  hydra-ensembles predict {shlex.quote(str(folder))} {inputs}")
-    print(f"  hydra-ensembles evaluate {shlex.quote(str(folder))} --id DATA --ood near:NAME=DATA")
+    _save(calibrated, folder, "predict", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -113,25 +110,19 @@ def fuse(
     models = [model, *(source.load_further(one, model.metadata.labels) for one in further)]
     names = ("stem", "mlp", "norms", "readout", "trunk", "average")
     fused: Ensemble = fuse_models(models, **{name: getattr(fusion, name) for name in names})
-    _save(fused, folder)
-    print(f"  hydra-ensembles calibrate {shlex.quote(str(folder))} --id DATA --output FOLDER")
+    _save(fused, folder, "calibrate")
 
 
 def _new_folder(output: str, data: str | None = None) -> Path:
     """Where a model is written to: a folder that has nothing in it yet, and is not among the data."""
-    if not output:
-        raise ConfigError("output is empty; name the folder that the model goes to")
-    folder = Path(output).expanduser()
+    folder = source.output_folder(output, ("id", data))
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"output is {folder}, where something is already; name a new folder")
-    data_path, _ = source.existing_path(data or "")
-    if data_path is not None and folder.resolve().is_relative_to(data_path.resolve()):
-        raise DataError(f"output is {folder}, which is among the data of {data_path}; name a folder outside it")
     return folder
 
 
-def _save(model: Ensemble, folder: Path) -> None:
-    """Save a model, and say what it is, what was done last, and where it lies."""
+def _save(model: Ensemble, folder: Path, *commands: str) -> None:
+    """Save a model, and say what it is, what was done last, where it lies, and which commands may follow."""
     model.save_pretrained(folder)
     print(f"{model.describe()}\n{model.metadata.history[-1]}\n\nThe model is in {folder}. Next:")
-    print(f"  hydra-ensembles info {shlex.quote(str(folder))}")
+    print(next_commands(folder, model.kind, *commands))

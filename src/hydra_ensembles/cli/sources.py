@@ -341,6 +341,18 @@ def existing_path(spec: str) -> tuple[Path | None, str | None]:
     return None, None
 
 
+def output_folder(output: str, *data: tuple[str, str | None]) -> Path:
+    """The folder that a command writes to, which lies in none of the data that it reads, each with its role."""
+    if not output:
+        raise ConfigError("output is empty; name the folder to write to")
+    folder = Path(output).expanduser()
+    for role, spec in data:
+        path, _ = existing_path(spec or "")
+        if path is not None and folder.resolve().is_relative_to(path.resolve()):
+            raise DataError(f"output is {folder}, which is among the {role} data of {path}; name a folder outside it")
+    return folder
+
+
 def full_name_of_data(spec: str) -> str:
     """The name of data that means the same wherever one stands, and that two names of the same data have in common."""
     path, split = existing_path(spec)

@@ -1,6 +1,7 @@
 """`hydra-ensembles predict`, `info` and `bench`: what a model answers, what is in it, and what it costs."""
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -187,6 +188,14 @@ def _formatted(answers: Sequence[dict[str, Any]], format: OutputFormat) -> str |
 
 def _short(text: str) -> str:
     return text if len(text) <= LONGEST else f"…{text[-LONGEST:]}" if "/" in text else f"{text[:LONGEST]}…"
+
+
+def next_commands(folder: Path, kind: str, *commands: str) -> str:
+    """How to go on with a model that was written to a folder, and reads this kind: `info`, and some other commands."""
+    arguments = {"info": "", "calibrate": " --id DATA --output FOLDER", "evaluate": " --id DATA --ood near:NAME=DATA"}
+    arguments["predict"] = " IMAGE..." if kind == "image" else " --text TEXT"
+    place = shlex.quote(str(folder))
+    return "\n".join(f"  hydra-ensembles {name} {place}{arguments[name]}" for name in ("info", *commands))
 
 
 # --- info ------------------------------------------------------------------------------------------------------------

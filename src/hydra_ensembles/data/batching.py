@@ -15,7 +15,7 @@ from .._utils import require
 from ..arguments import Checked, Positive, PositiveShare, Share, Whole
 from ..classes import some
 from ..errors import ConfigError, DataError
-from ..preprocessing import ImagePreprocessing, Interpolation, to_grey, to_rgb
+from ..preprocessing import ImagePreprocessing, Interpolation, require_channels, to_grey, to_rgb
 from ..training.recipe import RandAugment
 from .dataset import Dataset, Items, hash_key, keyed_order
 
@@ -175,8 +175,7 @@ class TrainTransform(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std):
-            raise ConfigError(f"mean and std must have one or three entries each; got {self.mean}, {self.std}")
+        require_channels(self.mean, self.std)
         if self.crop_scale[0] > self.crop_scale[1]:
             raise ConfigError(f"crop_scale must be 0 < smallest <= largest <= 1, got {self.crop_scale}")
 

@@ -5,13 +5,6 @@ from .gains import Answers, Gains, gains
 from .run import DemoSettings, run_demo
 
 __all__ = [
-    "Answers",
-    "DemoSample",
-    "DemoSettings",
-    "Gains",
-    "gains",
-    "load_answers",
-    "load_backbone",
-    "load_sample",
+    "Answers", "DemoSample", "DemoSettings", "Gains", "gains", "load_answers", "load_backbone", "load_sample",
     "run_demo",
-]
+]  # fmt: skip

@@ -17,8 +17,8 @@ from ..batches import Batches, Inputs, changed, iterate, length_of, require_labe
 from ..classes import in_order
 from ..data.batching import Preprocess
 from ..data.dataset import Dataset
-from ..errors import ConfigError, DataError
-from ..files import DIGEST, write_sealed
+from ..errors import DataError
+from ..files import write_sealed
 from ..heads.masking import working_copy
 from ..metrics.inputs import mean
 from ..metrics.ood import auroc
@@ -29,7 +29,7 @@ from ..overlap import Keys, require_unlike, sample_keys, warn_if_fitted
 from ..prediction import AnyScore
 from ..schema import from_plain, to_plain
 from .evaluate import Data, batched, fitted_sets, read_groups, require_different, set_name
-from .evaluation import ModelInfo, Provenance, read_saved
+from .evaluation import ModelInfo, Provenance, of_format, read_saved
 from .kept import Kept
 from .measure import Measure
 from .running import describe_model, provenance_of, shown
@@ -181,12 +181,7 @@ class Atlas:
             DataError: The file is missing, was changed, or is no atlas, or one of a newer version.
             ConfigError: A field does not hold what it should.
         """
-        data = read_saved(path, "a saved atlas")
-        if data.get("format") != FORMAT or data.get("version") != VERSION:
-            got = f"format {data.get('format')!r}, version {data.get('version')!r}"
-            raise DataError(f"{path} is not an atlas that this library reads: it has {got}, not {FORMAT!r}, {VERSION}")
-        parts = {key: value for key, value in data.items() if key not in ("format", "version", DIGEST)}
-        return from_plain(cls, parts, str(path))
+        return from_plain(cls, of_format(read_saved(path, "a saved atlas"), FORMAT, VERSION, path), str(path))
 
 
 # --- how it is found -----------------------------------------------------------------------------------------
@@ -247,9 +242,7 @@ def atlas(
         >>> len(he.Atlas.load("atlas.json").heads), sorted(found.whole.numbers)
         (6, ['accuracy', 'auroc', 'log_likelihood'])
     """
-    require_ensemble(ensemble, "atlas")
-    if not ensemble.num_classes:
-        raise ConfigError("this ensemble has no classifier to look at; convert the model with num_labels=")
+    require_ensemble(ensemble, "atlas", classifies=True)
     metadata = ensemble.verified_metadata()
     name, id_name = name or "model", id_name or set_name(id_data)
     preprocess = preprocess or metadata.preprocessing

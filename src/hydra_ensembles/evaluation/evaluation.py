@@ -439,12 +439,7 @@ class Evaluation:
     @classmethod
     def from_dict(cls, data: Any, path: str = "evaluation") -> "Evaluation":
         """Build an evaluation from what `to_dict` gave, checked field by field."""
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            raise DataError(f'{path} is not a saved evaluation: it lacks "format": "{FORMAT}"')
-        if data.get("version") != VERSION:
-            raise DataError(f"{path} has version {data.get('version')!r} and this library reads {VERSION}; update it")
-        parts = {key: value for key, value in data.items() if key not in ("format", "version")}
-        return from_plain(cls, parts, path)
+        return from_plain(cls, of_format(data, FORMAT, VERSION, path), path)
 
     @checked
     def save(self, path: str | Path) -> None:
@@ -467,7 +462,7 @@ class Evaluation:
             ConfigError: A field does not hold what it should.
         """
         data = read_saved(path, "a saved evaluation")
-        evaluation = cls.from_dict({key: value for key, value in data.items() if key != DIGEST}, str(path))
+        evaluation = cls.from_dict(data, str(path))
         if not with_logits:
             return evaluation
         file = logits_path(Path(path))
@@ -489,6 +484,15 @@ def read_saved(path: str | Path, kind: str) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{path} cannot be read as {kind}: {error}") from error
     return plain
+
+
+def of_format(data: Any, format: str, version: int, path: str | Path) -> dict[str, Any]:
+    """The fields of a saved object of this format and version, without these and its digest."""
+    if not isinstance(data, Mapping) or data.get("format") != format:
+        raise DataError(f'{path} was saved as something else: it lacks "format": "{format}"')
+    if data.get("version") != version:
+        raise DataError(f"{path} has version {data.get('version')!r} and this library reads {version}; update it")
+    return {key: value for key, value in data.items() if key not in ("format", "version", DIGEST)}
 
 
 def logits_path(path: Path) -> Path:

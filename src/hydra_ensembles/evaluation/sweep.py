@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..batches import Inputs
+from ..circuit.scores import NO_HEAD, not_finite
 from ..circuit.timing import in_words, say
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError
 from ..heads.masking import checked_layers, masked
 from ..heads.ranking import Head
 from ..metrics.probabilities import at_labels
@@ -86,11 +87,7 @@ class Sweep:
             finite.append(prediction.member_logits.isfinite().all() & score.isfinite().all())
         good = torch.stack(finite).cpu()
         if not good.all():
-            row = int((~good).nonzero()[0, 0])
-            state = f" with head {self.heads[row - 1]} switched off" if row else ""
-            raise DataError(
-                f"{where} gives logits that are NaN or infinite{state}; check its inputs, or use a wider dtype"
-            )
+            raise not_finite(where, [NO_HEAD, *self.heads][int((~good).nonzero()[0, 0])])
         return Swept(*(torch.stack(part).cpu() for part in zip(*rows, strict=True)))
 
     def _predictions(self, inputs: Inputs, bar: Any) -> Iterator[Prediction]:

@@ -248,21 +248,24 @@ def _numbers(values: float | Tensor, like: Ensemble) -> nn.Parameter:
     return nn.Parameter(tensor.detach().clone().reshape(-1))
 
 
-def require_ensemble(model: object, caller: str) -> Ensemble:
-    """The model, refused where it is not an `Ensemble` with weights; `caller` is the function that takes one."""
+def require_ensemble(model: object, caller: str, classifies: bool = False) -> Ensemble:
+    """The model, refused where it is not an `Ensemble` with weights, or, where it has to classify, has no classes.
+
+    `caller` is the function that takes one.
+    """
     if not isinstance(model, Ensemble):
         raise ConfigError(f"{caller} takes an Ensemble, got {_with_advice(model)}")
     require_values(next(model.parameters(), None))
+    if classifies and not model.num_classes:
+        raise ConfigError(f"{caller} takes a classifier, this ensemble has none; convert the model with num_labels=")
     return model
 
 
 def require_single(model: object, caller: str, classifies: bool = True) -> None:
     """Refuse what is not an `Ensemble` with one member, or, where it has to classify, has no classes."""
-    ensemble = require_ensemble(model, caller)
-    if ensemble.num_members != 1:
-        raise ConfigError(f"{caller} takes a single model, got {ensemble.num_members} members; give ensemble.member(i)")
-    if classifies and not ensemble.num_classes:
-        raise ConfigError(f"{caller} takes a classifier, but this ensemble has none (num_classes is 0)")
+    members = require_ensemble(model, caller, classifies).num_members
+    if members != 1:
+        raise ConfigError(f"{caller} takes a single model, got {members} members; give ensemble.member(i)")
 
 
 def require_model(model: object, caller: str) -> None:
@@ -288,6 +291,14 @@ Templates = str | Sequence[str]
 LABEL = "{label}"
 DEFAULT_TEMPLATES: Templates = ("A photo of a {label}.",)
 _PROMPTS_AT_ONCE = 256
+
+
+def text_side_of(ensemble: Ensemble) -> TextSide:
+    """The text towers that a zero-shot ensemble has kept, to embed other words."""
+    side = ensemble.metadata.text_side
+    if side is None:
+        raise ConfigError("this ensemble kept no text towers; make it again with zero_shot(..., keep_text=True)")
+    return side
 
 
 def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
@@ -430,10 +441,7 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
         >>> he.retarget(classifier, ["house", "boat", "green tree"]).num_classes
         3
     """
-    require_ensemble(ensemble, "retarget")
-    side = ensemble.metadata.text_side
-    if side is None:
-        raise ConfigError("this ensemble kept no text towers; make it again with zero_shot(..., keep_text=True)")
+    side = text_side_of(require_ensemble(ensemble, "retarget"))
     names = checked_names(class_names)
     sentences = side.settings.templates if templates is None else checked_templates(templates)
     side = TextSide(replace(side.settings, templates=sentences), side.state)

@@ -240,10 +240,8 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
                 f"{name!r} with {run.score!r} and {run.convention!r}; their numbers do not compare"
             )
         if run.samples != first.samples:
-            note = f"{name} was evaluated on {run.samples}, {first_name} on {first.samples}"
-            if not allow_mismatch:
-                raise DataError(f"{note}; evaluate both on the same data, or allow the mismatch")
-            notes.append(f"Not the same data: {note}.")
+            other = f"{name} was evaluated on {run.samples}, {first_name} on {first.samples}"
+            notes.append(_mismatch(other, allow_mismatch))
     notes += _sample_notes(everything, allow_mismatch)
     if any(len(runs) > 1 for runs in methods.values()):
         counts = ", ".join(f"{name}: {len(runs)}" for name, runs in methods.items())
@@ -261,10 +259,8 @@ def _sample_notes(everything: Sequence[tuple[str, Evaluation]], allow_mismatch: 
         same = [key for key, count in run.samples.items() if first.samples.get(key) == count]
         differing = unlike(run.traces, first.traces, same)
         if differing.labels:
-            note = f"the labels of {_listed(differing.labels)} are others for {name} than for {first_name}"
-            if not allow_mismatch:
-                raise DataError(f"{note}; evaluate both on the same data, or allow the mismatch")
-            notes.append(f"Not the same data: {note}.")
+            other = f"the labels of {_listed(differing.labels)} are others for {name} than for {first_name}"
+            notes.append(_mismatch(other, allow_mismatch))
         if differing.inputs:
             why = "other samples, or the same prepared in another way"
             notes.append(f"{name} was given other inputs than {first_name} in {_listed(differing.inputs)}: {why}.")
@@ -274,6 +270,13 @@ def _sample_notes(everything: Sequence[tuple[str, Evaluation]], allow_mismatch: 
         how = "sizes were compared, and labels where both have a trace of them"
         notes.append(f"Whether {', '.join(unknown)} saw the same samples as {first_name} is not known: {how}.")
     return notes
+
+
+def _mismatch(what: str, allowed: bool) -> str:
+    """The note on data that are not the same, where such may be compared."""
+    if not allowed:
+        raise DataError(f"{what}; evaluate both on the same data, or allow the mismatch")
+    return f"Not the same data: {what}."
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from .._utils import derive_seed, evaluation_mode, torch_seeded
 from ..arguments import Count, Whole
 from ..batches import Batches, Inputs, changed, labelled, read_batch, require_labels, size_of
 from ..classes import class_names_in, in_order, warn_of_other_classes
-from ..errors import ConfigError, DataError
+from ..errors import DataError
 from ..metrics.probabilities import log_mean_probs
 from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
@@ -233,7 +233,7 @@ def finetune(
         >>> tuned.metadata.history[-1].startswith("fine-tuned")
         True
     """
-    require_ensemble(member, "finetune")
+    require_ensemble(member, "finetune", classifies=True)
     run: TrainOptions = {"output": output, "progress": progress, "device": device, "checkpoint_every": checkpoint_every}
     job = Job(recipe, train, validation, index=index, **run)
     result = train_classifier(partial(EnsembleLearner, member, recipe, index=index), member, job)
@@ -243,8 +243,6 @@ def finetune(
 
 def train_classifier(make_learner: Callable[[Runtime], Learner[LabelledBatch]], start: Ensemble, job: Job) -> RunResult:
     """`train_best` of an ensemble that classifies, once recipe, model and data are known to fit together."""
-    if not start.num_classes:
-        raise ConfigError("fine-tuning needs a classifier, but this ensemble has none (num_classes is 0)")
     job.recipe.check(start, job.train, job.validation)
     sets = {"train": job.train, "validation": job.validation}
     job = replace(job, **in_order(sets, start.metadata.labels, start.num_classes))

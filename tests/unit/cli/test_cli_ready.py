@@ -123,7 +123,7 @@ def test_what_cannot_work_is_refused_in_a_line_and_nothing_is_written(tunings, h
     for arguments, token in (
         (("--output", new), "id"),
         (("--id", held_out, "--share", 0, "--output", new), "share"),
-        (("--id", held_out, "--output", held_out / "ready"), "among the data"),
+        (("--id", held_out, "--output", held_out / "ready"), "among the id data"),
         (("--id", world / "stripes", "--output", new), "stripes"),
         (("--id", held_out, "--output", world), "new folder"),
     ):
