@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hydra_ensembles import DualEncoder, Recipe, tune_text
 from hydra_ensembles.data.suites import SetRef
-from hydra_ensembles.model.dual_encoder import DEFAULT_TEMPLATES, LABEL, class_embeddings
+from hydra_ensembles.model.zero_shot import DEFAULT_TEMPLATES, LABEL, class_embeddings
 from hydra_ensembles.training.text import image_features
 
 from .dual_recipe import PairSet

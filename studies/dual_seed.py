@@ -18,7 +18,8 @@ from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.files import read_json
 from hydra_ensembles.heads.members import CIRCUIT_ORDER, Members, Score, circuit_members, random_members
 from hydra_ensembles.heads.ranking import Head
-from hydra_ensembles.model.dual_encoder import DEFAULT_TEMPLATES, Tower, class_embeddings
+from hydra_ensembles.model.dual_encoder import Tower
+from hydra_ensembles.model.zero_shot import DEFAULT_TEMPLATES, class_embeddings
 from hydra_ensembles.schema import from_plain, to_plain
 
 from .captions import (

@@ -22,7 +22,7 @@ from hydra_ensembles.batches import Batches
 from hydra_ensembles.data.dataset import subset
 from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.taylor import CalibrationBatches, gradients_of_mean_loss, layer_scores
-from hydra_ensembles.model.dual_encoder import DEFAULT_TEMPLATES, average_templates, prompts_of
+from hydra_ensembles.model.zero_shot import DEFAULT_TEMPLATES, average_templates, prompts_of
 
 from .results import FIGURES, RESULTS, hardware, load, markdown, pyplot, save_figure, store, versions
 from .samples import Prepared, SampleBatches

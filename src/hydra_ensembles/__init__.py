@@ -23,9 +23,11 @@ from .heads.masking import masked
 from .heads.ranking import Head, HeadRanking
 from .heads.taylor import taylor
 from .model.config import RotaryConfig
-from .model.dual_encoder import DualEncoder, load, retarget, zero_shot
+from .model.dual_encoder import DualEncoder
 from .model.ensemble import Ensemble
+from .model.kinds import load
 from .model.stem_readout import Projections
+from .model.zero_shot import retarget, zero_shot
 from .pipeline.candidates import search
 from .pipeline.chain import build
 from .pipeline.choice import SearchResult

@@ -24,8 +24,8 @@ from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_normalised, is_relative
 from .metrics.inputs import check_finite
 from .model.dropping import dropping
-from .model.dual_encoder import require_ensemble
 from .model.ensemble import Ensemble
+from .model.kinds import require_ensemble
 from .model.metadata import Familiarity, FamiliaritySettings, Metadata
 from .overlap import Keys, about, marked, mostly_fitted, names_of, sample_keys, share_fitted, told_share, warn_of_copies
 

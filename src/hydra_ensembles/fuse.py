@@ -14,9 +14,10 @@ from .convert.convert import as_ours
 from .errors import ConfigError
 from .heads.masking import Model
 from .model.config import KeptHeads, Sharing
-from .model.dual_encoder import DualEncoder, require_model, require_single
+from .model.dual_encoder import DualEncoder
 from .model.ensemble import Ensemble, singles
 from .model.given import require_values
+from .model.kinds import require_model, require_single
 from .model.layers import GroupedLinear
 from .model.states import (
     common_layers,

@@ -9,8 +9,9 @@ from .arguments import checked
 from .errors import HeadError
 from .heads.masking import Model, tower_of, towers_of
 from .heads.ranking import Head, HeadLike, as_heads
-from .model.dual_encoder import DualEncoder, require_model
+from .model.dual_encoder import DualEncoder
 from .model.ensemble import Ensemble
+from .model.kinds import require_model
 from .model.states import head_axis
 
 

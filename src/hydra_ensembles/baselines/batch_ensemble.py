@@ -11,8 +11,8 @@ from ..arguments import END, Checked, NotNegative, Positive, Range, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import Sharing
-from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_single
 from ..model.states import copies_of, place_of
 from ..schema import to_plain
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised

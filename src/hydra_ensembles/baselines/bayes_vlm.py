@@ -22,20 +22,19 @@ from ..batches import Batches, Inputs
 from ..errors import CheckpointError, ConfigError, DataError
 from ..model.config import Sharing
 from ..model.dropping import dropping
-from ..model.dual_encoder import (
+from ..model.dual_encoder import DualEncoder, embed
+from ..model.ensemble import Ensemble
+from ..model.layers import GroupedLinear
+from ..model.metadata import PROJECTION, Metadata, TextSide
+from ..model.zero_shot import (
     DEFAULT_TEMPLATES,
-    DualEncoder,
     Templates,
     average_templates,
     checked_names,
     checked_templates,
-    embed,
     prompts_of,
     zero_shot,
 )
-from ..model.ensemble import Ensemble
-from ..model.layers import GroupedLinear
-from ..model.metadata import PROJECTION, Metadata, TextSide
 from ..training.text import features_of, read_pairs
 from .start import View, joined
 

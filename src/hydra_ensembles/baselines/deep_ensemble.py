@@ -5,8 +5,8 @@ from typing import Unpack
 
 from ..arguments import Whole
 from ..batches import Batches
-from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_single
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe

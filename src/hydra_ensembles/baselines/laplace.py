@@ -13,8 +13,8 @@ from ..errors import ConfigError, DataError
 from ..metrics.inputs import check_finite
 from ..model.config import Sharing
 from ..model.dropping import dropping
-from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_single
 from .start import joined
 
 Structure = Literal["kron", "diag", "full"]

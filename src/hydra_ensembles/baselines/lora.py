@@ -12,8 +12,8 @@ from ..arguments import Checked, Positive, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import Sharing
-from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_single
 from ..schema import to_plain
 from ..training.finetune import CLASSIFIERS, Parametrised, train_parametrised
 from ..training.loop import Job, TrainOptions, trains

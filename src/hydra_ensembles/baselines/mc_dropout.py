@@ -9,8 +9,8 @@ from torch import Tensor
 from ..arguments import Rate, Seed, Whole, checked
 from ..model.config import EnsembleConfig
 from ..model.dropping import dropping
-from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, built_around
+from ..model.kinds import require_ensemble
 from .start import View
 
 

@@ -12,8 +12,8 @@ from ..arguments import END, Checked, Range, Share, Whole
 from ..batches import Batches, Inputs, move
 from ..errors import ConfigError, DataError
 from ..model.config import PatchStemConfig, Sharing
-from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_single
 from ..model.metadata import Metadata
 from ..schema import to_plain
 from ..training.finetune import EnsembleLearner, LabelledBatch, train_classifier, trained_metadata

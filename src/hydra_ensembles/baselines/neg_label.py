@@ -11,9 +11,9 @@ from .._utils import derive_seed, own_precision
 from ..arguments import Checked, PositiveShare, Seed, Share, Whole, checked
 from ..errors import ConfigError, DataError
 from ..familiarity import with_score
-from ..model.dual_encoder import Templates, checked_templates, class_embeddings, text_side_of, text_tower
 from ..model.ensemble import Ensemble
 from ..model.metadata import Familiarity, FamiliaritySettings, TextSide
+from ..model.zero_shot import Templates, checked_templates, class_embeddings, text_side_of, text_tower
 from .start import embedding_statistics
 
 

@@ -21,8 +21,8 @@ from ..classes import in_order
 from ..errors import ConfigError, DataError
 from ..fingerprints import model_fingerprint, source_fingerprint
 from ..model.dropping import dropping
-from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_single
 from ..model.states import place_of
 from ..schema import to_plain
 from ..training.finetune import Parametrised, train_parametrised

@@ -9,8 +9,8 @@ from ..arguments import Checked, Positive, Whole
 from ..batches import Batches
 from ..errors import ConfigError
 from ..model.config import EnsembleConfig, TextStemConfig
-from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_single
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe

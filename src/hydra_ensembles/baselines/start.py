@@ -14,8 +14,8 @@ from ..errors import ConfigError
 from ..fuse import twins
 from ..model.config import GROUPS, EnsembleConfig, Sharing
 from ..model.dropping import OurModel
-from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble, singles
+from ..model.kinds import require_ensemble
 from ..model.metadata import Calibration, Metadata
 from ..model.states import join_states, place_of
 from ..prediction import Prediction

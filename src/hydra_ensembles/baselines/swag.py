@@ -12,8 +12,8 @@ from .._utils import derive_seed
 from ..arguments import END, Checked, NotNegative, Range, Whole
 from ..batches import Batches
 from ..errors import ConfigError
-from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_single
 from ..training.finetune import finetune
 from ..training.loop import TrainOptions, trains
 from ..training.recipe import Recipe

@@ -22,17 +22,10 @@ from ..files import resumable
 from ..fingerprints import model_fingerprint
 from ..heads.masking import ONE_TOWER, checked_layers, may_go, most_to_go, off_and_left, towers_of, working_copy
 from ..heads.ranking import Head, HeadLike, HeadRanking, require_budget
-from ..model.dual_encoder import (
-    DEFAULT_TEMPLATES,
-    DualEncoder,
-    Templates,
-    Tower,
-    checked_names,
-    checked_templates,
-    require_model,
-    zero_shot,
-)
+from ..model.dual_encoder import DualEncoder, Tower
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_model
+from ..model.zero_shot import DEFAULT_TEMPLATES, Templates, checked_names, checked_templates, zero_shot
 from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size, forward_cost
 from .exact import Exact, Naive
 from .joint import JointExact, JointNaive, Texts, of_tower, read_texts

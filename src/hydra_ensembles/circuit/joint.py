@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from ..errors import ConfigError
 from ..heads.masking import working_copy
 from ..heads.ranking import Head
-from ..model.dual_encoder import DualEncoder, average_templates, prompts_of
+from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.stem_readout import compose
+from ..model.zero_shot import average_templates, prompts_of
 from .cache import CachedTower
 from .exact import Exact, Naive, Tell, run_without, silent
 from .scores import CircuitData, IntArray, Result, SampleAnswers, SampleGroup, Tally, to_device

@@ -22,8 +22,9 @@ from ..data.loading import load as load_set
 from ..data.suites import SetRef, suite
 from ..errors import CheckpointError, ConfigError, ConversionError, DataError
 from ..files import parse_json, plain_file, read_file
-from ..model.dual_encoder import DualEncoder, load
+from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
+from ..model.kinds import load
 from ..preprocessing import Interpolation
 from ..run_folder import IDENTITY, RESULT
 from ..schema import from_plain

@@ -22,8 +22,8 @@ from ..files import write_sealed
 from ..heads.masking import working_copy
 from ..metrics.inputs import mean
 from ..metrics.ood import auroc
-from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_ensemble
 from ..model.metadata import Calibration
 from ..overlap import Keys, require_unlike, sample_keys, warn_if_fitted
 from ..prediction import AnyScore

@@ -27,8 +27,8 @@ from ..batches import (
 from ..classes import in_order
 from ..errors import DataError, HeadError
 from ..fingerprints import DataFingerprint, model_fingerprint
-from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_single
 from .masking import (
     ONE_TOWER,
     attention_of,

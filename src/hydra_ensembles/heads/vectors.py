@@ -12,8 +12,8 @@ from ..batches import Batches, iterate
 from ..errors import DataError
 from ..metrics.inputs import check_finite
 from ..model.dropping import dropping
-from ..model.dual_encoder import require_single
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_single
 from ..model.layers import Block, Context
 from .masking import attention_of, existing_heads
 from .ranking import Head

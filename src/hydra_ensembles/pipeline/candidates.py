@@ -28,8 +28,8 @@ from ..fuse import fuse, soup
 from ..heads.members import random_members
 from ..metrics.distance import FamiliarityName
 from ..model.cost import measure_costs
-from ..model.dual_encoder import DEFAULT_TEMPLATES
 from ..model.ensemble import Ensemble
+from ..model.zero_shot import DEFAULT_TEMPLATES
 from ..report.compare import to_markdown
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain

@@ -31,8 +31,8 @@ from ..heads.taylor import taylor
 from ..metrics.bootstrap import Interval, bootstrap_mean
 from ..metrics.distance import FamiliarityName
 from ..metrics.probabilities import at_labels
-from ..model.dual_encoder import DEFAULT_TEMPLATES, Templates
 from ..model.ensemble import Ensemble
+from ..model.zero_shot import DEFAULT_TEMPLATES, Templates
 from ..overlap import mostly_fitted, sample_keys
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain

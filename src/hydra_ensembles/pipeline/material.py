@@ -32,9 +32,10 @@ from ..errors import ConfigError, DataError
 from ..fingerprints import data_fingerprint, source_fingerprint
 from ..heads.masking import existing_heads, most_to_go, towers_of
 from ..heads.ranking import Head
-from ..model.dual_encoder import DualEncoder, Templates, checked_names, checked_templates, zero_shot
+from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.states import place_of
+from ..model.zero_shot import Templates, checked_names, checked_templates, zero_shot
 from ..overlap import Known, keys_at_hand, require_unlike, sample_keys, warn_if_shared
 from ..prune import prune
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .._utils import __version__, require
 from ..errors import DataError, RequestError
-from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_ensemble
 from ..model.metadata import Calibration
 from ..schema import short
 from . import protocol

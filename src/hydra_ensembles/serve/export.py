@@ -24,8 +24,8 @@ from ..errors import ConfigError, ConversionError, DataError
 from ..files import checksum, flush, json_bytes, locked, remove, writing
 from ..model.config import PatchStemConfig
 from ..model.dropping import dropping
-from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_ensemble
 from ..preprocessing import TextPreprocessing
 from ..schema import to_plain
 from .outputs import REASON_WORDS, Answering, Arrays, Field, held_out, input_fields, output_fields

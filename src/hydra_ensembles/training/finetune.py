@@ -21,8 +21,8 @@ from ..batches import Batches, Inputs, changed, labelled, read_batch, require_la
 from ..classes import class_names_in, in_order, warn_of_other_classes
 from ..errors import DataError
 from ..metrics.probabilities import log_mean_probs
-from ..model.dual_encoder import require_ensemble
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_ensemble
 from ..model.metadata import Metadata
 from ..overlap import Known, warn_if_shared
 from .loop import Job, Learner, RunResult, Runtime, TrainOptions, train_best, trains

@@ -1,0 +1,93 @@
+"""Models of either kind: one is loaded whichever it is, and a function says which one it takes."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..arguments import checked
+from ..checkpoint import Stored, load_checkpoint
+from ..errors import ConfigError
+from .contents import DUAL_ENCODER, ENSEMBLE
+from .dual_encoder import DualEncoder
+from .ensemble import Ensemble
+from .given import require_values
+
+
+@checked
+def load(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    token: str | None = None,
+) -> Ensemble | Any:
+    """The saved model in a folder or on the hub, ready to answer: an `Ensemble` or a `DualEncoder`.
+
+    `he.load("my-hydra").predict(inputs)` gives answers and `he.load("my-hydra")(inputs)` member logits, of tensors, and
+    of texts and pictures where the preprocessing was saved. To type checkers it is an `Ensemble`, unless `isinstance`
+    says otherwise; `DualEncoder.from_pretrained` reads the other kind alone.
+
+    Args:
+        source: The folder that `save_pretrained` wrote, or a name on the hub, `owner/name` or `hub:owner/name`.
+        revision: Branch, tag or commit of the hub.
+        device: Where the weights go; None is the CPU.
+        dtype: Floating type of the weights; None is that of the file.
+        token: For private models of the hub.
+
+    Raises:
+        CheckpointError: There is no such model, or its files are damaged or do not fit together.
+
+    Examples:
+        >>> import torch, hydra_ensembles as he
+        >>> from hydra_ensembles.demo import load_backbone
+        >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
+        >>> base.save_pretrained("my-model")
+        >>> again = he.load("my-model")  # a folder, or "hub:owner/name"
+        >>> images = torch.randn(2, 3, 64, 64)
+        >>> torch.equal(again(images), base(images))
+        True
+    """
+    kinds: dict[str, Any] = {ENSEMBLE: Ensemble, DUAL_ENCODER: DualEncoder}
+
+    def restored(stored: Stored) -> Any:
+        return kinds[stored.record.kind]._restored(stored, device, dtype)
+
+    return load_checkpoint(source, kinds, restored, revision=revision, token=token)
+
+
+def require_ensemble(model: object, caller: str, classifies: bool = False) -> Ensemble:
+    """The model, refused where it is not an `Ensemble` with weights, or, where it has to classify, has no classes.
+
+    `caller` is the function that takes one.
+    """
+    if not isinstance(model, Ensemble):
+        raise ConfigError(f"{caller} takes an Ensemble, got {_with_advice(model)}")
+    require_values(next(model.parameters(), None))
+    if classifies and not model.num_classes:
+        raise ConfigError(f"{caller} takes a classifier, this ensemble has none; convert the model with num_labels=")
+    return model
+
+
+def require_single(model: object, caller: str, classifies: bool = True) -> None:
+    """Refuse what is not an `Ensemble` with one member, or, where it has to classify, has no classes."""
+    members = require_ensemble(model, caller, classifies).num_members
+    if members != 1:
+        raise ConfigError(f"{caller} takes a single model, got {members} members; give ensemble.member(i)")
+
+
+def require_model(model: object, caller: str) -> None:
+    """Refuse what is neither an `Ensemble` nor a `DualEncoder`."""
+    if not isinstance(model, Ensemble | DualEncoder):
+        raise ConfigError(f"{caller} takes an Ensemble or a DualEncoder, got {_with_advice(model)}")
+
+
+def _with_advice(model: object) -> str:
+    """The type of something that was given, and what to do about it."""
+    advice = "give what he.convert(model) returns"
+    if isinstance(model, DualEncoder):
+        advice = "make a classifier of it first: he.zero_shot(model, class_names)"
+    elif isinstance(model, str | Path):
+        advice = f"load it first: he.load({str(model)!r})"
+    return f"{type(model).__name__}; {advice}"

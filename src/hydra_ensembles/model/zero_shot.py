@@ -1,0 +1,243 @@
+"""Zero-shot classifiers: an image tower, and the names of classes that the text tower embeds once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .._utils import own_precision
+from ..arguments import checked
+from ..errors import ConfigError, DataError
+from ..preprocessing import TextPreprocessing
+from .config import CosineConfig, EnsembleConfig, Sharing
+from .dropping import dropping
+from .dual_encoder import DualEncoder, embed
+from .ensemble import Ensemble, built_around
+from .given import require_values
+from .kinds import require_ensemble
+from .layers import GroupedLinear
+from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, odd_names, text_state
+from .states import copies_of, head_axis, place_of
+from .stem_readout import compose, linear, projection_config
+
+Templates = str | Sequence[str]
+
+LABEL = "{label}"
+DEFAULT_TEMPLATES: Templates = ("A photo of a {label}.",)
+_PROMPTS_AT_ONCE = 256
+
+
+def text_side_of(ensemble: Ensemble) -> TextSide:
+    """The text towers that a zero-shot ensemble has kept, to embed other words."""
+    side = ensemble.metadata.text_side
+    if side is None:
+        raise ConfigError("this ensemble kept no text towers; make it again with zero_shot(..., keep_text=True)")
+    return side
+
+
+def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
+    """Class names, at least two and all different."""
+    names = tuple(class_names)
+    blank, twice = odd_names(names)
+    if blank is not None:
+        raise DataError(f"class_names[{blank}] is {names[blank]!r}; every class needs a name")
+    if len(names) < 2 or twice:
+        raise DataError(f"class_names has {len(names)} names, twice {twice[:5]}; give at least two, all different")
+    return names
+
+
+def checked_templates(templates: Templates) -> tuple[str, ...]:
+    """Templates, at least one; each has a place for the name."""
+    sentences = (templates,) if isinstance(templates, str) else tuple(templates)
+    if not sentences:
+        raise DataError("templates is empty; give at least one sentence such as 'A photo of a {label}.'")
+    for index, sentence in enumerate(sentences):
+        if not isinstance(sentence, str) or LABEL not in sentence:
+            raise DataError(f"templates[{index}] is {sentence!r}; it must have {LABEL} where the class name goes")
+    if len(set(sentences)) < len(sentences):
+        raise DataError("templates lists a sentence twice; leave it out")
+    return sentences
+
+
+def prompts_of(names: Sequence[str], templates: Sequence[str]) -> list[str]:
+    """Every class in every template, one class after another."""
+    return [template.replace(LABEL, name) for name in names for template in templates]
+
+
+@torch.no_grad()
+def class_embeddings(
+    tower: Ensemble, projection: GroupedLinear | None, names: Sequence[str], templates: Sequence[str]
+) -> Tensor:
+    """Embeddings `[G, C, e]` of length one; G is 1, or the number of members that differ in tower or projection."""
+    prompts = prompts_of(names, templates)
+    with dropping(False):
+        batches = (prompts[start : start + _PROMPTS_AT_ONCE] for start in range(0, len(prompts), _PROMPTS_AT_ONCE))
+        embedded = torch.cat([embed(tower, projection, batch, normalize=True) for batch in batches], dim=1)
+    return average_templates(embedded, len(templates))
+
+
+def require_distinct(tower: Ensemble, names: Sequence[str], templates: Sequence[str]) -> None:
+    """Refuse class names that become the same tokens, naming two: no member can tell them apart."""
+    ids = tower.unpack(tower.prepare(prompts_of(names, templates)))[0]  # [C·templates, T]
+    by_tokens: dict[bytes, str] = {}
+    for name, tokens in zip(names, ids.cpu().unflatten(0, (len(names), -1)), strict=True):
+        earlier = by_tokens.setdefault(tokens.numpy().tobytes(), name)
+        if earlier != name:
+            raise DataError(
+                f"the classes {earlier!r} and {name!r} are the same tokens: the tokenizer does not know the words in "
+                "which they differ, or cuts them off; use words it knows, and templates that are short enough"
+            )
+
+
+def average_templates(embedded: Tensor, templates: int) -> Tensor:
+    """One embedding per class, `[G, C, e]`, out of those of its prompts, `[G, C·templates, e]`, of length one."""
+    return embedded if templates == 1 else F.normalize(embedded.unflatten(1, (-1, templates)).mean(2), dim=-1)
+
+
+# --- zero-shot classifiers -------------------------------------------------------------------------------
+
+_CLASSIFIER, _PROJECTION, _CLASSES = "readout.classifier.", "readout.projection.", "readout.class_embeddings."
+
+
+@checked
+@own_precision()
+def zero_shot(
+    dual: DualEncoder, class_names: Sequence[str], templates: Templates = DEFAULT_TEMPLATES, keep_text: bool = True
+) -> Ensemble:
+    """An image classifier out of a dual encoder and the names of its classes; nothing is trained.
+
+    Each member's text tower embeds the names once, here; the result is an ensemble like any other.
+
+    Args:
+        dual: One member or several; it is not changed. Its text tower must have a tokenizer.
+        class_names: One per class, in the order of the logits.
+        templates: Sentences with `{label}` where the name goes. With several, the embeddings of a class are
+            averaged: each scaled to length one, and their mean again.
+        keep_text: Keep text towers and tokenizer, also in `save_pretrained`, so that `retarget` can set other
+            classes. They stay on the CPU and take no part in inference.
+
+    Raises:
+        HydraError: Names or templates that are missing, empty or listed twice, classes that become the same tokens, a
+            dual encoder without tokenizer, or an image tower that has no single feature vector.
+
+    Examples:
+        `dual` is a CLIP of transformers or open_clip, made one of ours by `convert(model, processor=...)`:
+
+        >>> import torch, hydra_ensembles as he
+        >>> classifier = he.zero_shot(dual, ["cat", "dog", "red bus"], "a photo of the {label}")
+        >>> classifier.predict(torch.randn(2, 3, 32, 32)).class_names
+        ('cat', 'dog', 'red bus')
+    """
+    if not isinstance(dual, DualEncoder):
+        raise ConfigError(f"zero_shot takes a DualEncoder, got {type(dual).__name__}; convert a CLIP model")
+    if dual.image.readout.config.cosine is not None:
+        raise ConfigError("the image tower must end in one feature vector, not in class embeddings; convert it again")
+    require_values(dual.logit_scale)
+    names = checked_names(class_names)
+    sentences = checked_templates(templates)
+    side = _text_side(dual, sentences)
+    classes = _class_state(side, names, dual.device)
+    projection = compose(dual.image.readout.classifier, dual.projections.image)
+    config = _config(dual, projection, classes)
+    state = {name: tensor for name, tensor in dual.image.state_dict().items() if not name.startswith(_CLASSIFIER)}
+    if projection is not None:
+        state |= {_PROJECTION + name: tensor.to(dual.dtype) for name, tensor in projection.state_dict().items()}
+    state |= {name: tensor.to(dual.device, dual.dtype) for name, tensor in classes.items()}
+    for name in [name for name in state if place_of(name)[0] == "readout"]:
+        by_heads = head_axis(config, name) is not None
+        copies = copies_of(dual.image.config, name) if by_heads else len(state[name])
+        times = copies_of(config, name) // copies
+        state[name] = state[name].repeat(times, *[1] * (state[name].dim() - 1))
+    images, texts = dual.image.metadata.history, dual.text.metadata.history
+    history = (*images, *(f"text tower: {line}" for line in texts if line not in images))
+    weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in side.state.items() if keep_text}
+    text_side = TextSide(side.settings, weights) if keep_text else None
+    line = f"zero-shot classifier of {len(names)} classes, {len(sentences)} templates"
+    metadata = replace(dual.image.metadata, history=history).after(line, labels=names, text_side=text_side)
+    return Ensemble.from_state(config, state, metadata)
+
+
+@checked
+@own_precision()
+def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Templates | None = None) -> Ensemble:
+    """The same zero-shot ensemble for other classes, by the text towers it kept; the calibration does not carry over.
+
+    Args:
+        ensemble: Made by `zero_shot` with `keep_text`, perhaps pruned, fused, saved and loaded since.
+        class_names: The new classes.
+        templates: The new templates; None for those it was made with.
+
+    Examples:
+        `dual` is a CLIP of transformers or open_clip, made one of ours by `convert(model, processor=...)`:
+
+        >>> import hydra_ensembles as he
+        >>> classifier = he.zero_shot(dual, ["cat", "dog"])
+        >>> he.retarget(classifier, ["house", "boat", "green tree"]).num_classes
+        3
+    """
+    side = text_side_of(require_ensemble(ensemble, "retarget"))
+    names = checked_names(class_names)
+    sentences = side.settings.templates if templates is None else checked_templates(templates)
+    side = TextSide(replace(side.settings, templates=sentences), side.state)
+    classes = _class_state(side, names, ensemble.device)
+    copies = ensemble.config.copies("readout")
+    if copies < len(classes[_CLASSES + "weight"]):  # fused with readout="mean"
+        classes = {name: tensor.mean(0, keepdim=True) for name, tensor in classes.items()}
+    state = {name: tensor for name, tensor in ensemble.state_dict().items() if not name.startswith(_CLASSES)}
+    for name, tensor in classes.items():
+        state[name] = tensor.to(ensemble.device, ensemble.dtype).expand(copies, *tensor.shape[1:])
+    readout = replace(ensemble.config.readout, num_classes=len(names), bias=_CLASSES + "bias" in classes)
+    line = f"re-targeted to {len(names)} classes, {len(sentences)} templates"
+    metadata = ensemble.metadata.after(line, labels=names, text_side=side)
+    return Ensemble.from_state(replace(ensemble.config, readout=readout), state, metadata)
+
+
+def text_tower(side: TextSide, device: torch.device) -> tuple[Ensemble, GroupedLinear | None]:
+    """The tower and the projection of a text side, on a device."""
+    settings, parts = side.settings, (side.part(TOWER), side.part(PROJECTION))
+    weights, maps = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
+    tower = built_around(lambda: Ensemble(settings.tower, Metadata(preprocessing=settings.preprocessing)), weights)
+    return tower, linear(maps["weight"], maps.get("bias")) if maps else None
+
+
+def _class_state(side: TextSide, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+    """The readout's weights: class embeddings times the logit scale `[G, C, e]`, and a bias for each class `[G, C]`."""
+    settings, (tower, projection) = side.settings, text_tower(side, device)
+    require_distinct(tower, names, settings.templates)
+    classes = class_embeddings(tower, projection, names, settings.templates)
+    dtype = torch.promote_types(classes.dtype, torch.float32)  # the scale is large: half precision would round it
+    weight = classes * torch.tensor(settings.logit_scale, dtype=dtype, device=device).exp()[:, None, None]
+    if settings.logit_bias is None:
+        return {_CLASSES + "weight": weight}
+    bias = torch.tensor(settings.logit_bias, dtype=dtype, device=device)[:, None]
+    return {_CLASSES + "weight": weight, _CLASSES + "bias": bias.expand(weight.shape[:2])}
+
+
+def _config(dual: DualEncoder, projection: GroupedLinear | None, classes: Mapping[str, Tensor]) -> EnsembleConfig:
+    """The image tower's configuration with as many members as the dual encoder has, and its new readout."""
+    image = dual.image.config
+    shape = projection_config(projection)
+    weight = classes[_CLASSES + "weight"]
+    cosine = CosineConfig() if shape is None else CosineConfig(shape.outputs, shape.bias)
+    readout = replace(image.readout, num_classes=weight.shape[1], bias=_CLASSES + "bias" in classes, cosine=cosine)
+    if dual.num_members == 1:
+        return replace(image, readout=readout)
+    once = max(weight.shape[0], image.copies("readout"), 1 if shape is None else shape.copies) == 1
+    if image.members == dual.num_members:
+        return replace(image, readout=readout, sharing=replace(image.sharing, readout=once))
+    all_but_readout = Sharing(stem=True, attention=True, mlp=True, norms=True, readout=once)
+    heads = image.heads * dual.num_members
+    return replace(image, readout=readout, heads=heads, sharing=all_but_readout, trunk=0)
+
+
+def _text_side(dual: DualEncoder, templates: tuple[str, ...]) -> TextSide:
+    """The text side of a dual encoder, around its own weights."""
+    preprocessing, projection = dual.text.metadata.preprocessing, dual.projections.text
+    if not isinstance(preprocessing, TextPreprocessing):
+        raise DataError("the text tower has no tokenizer; convert the model with processor=")
+    scale = tuple(dual.logit_scale.double().tolist())
+    bias = None if dual.logit_bias is None else tuple(dual.logit_bias.double().tolist())
+    settings = TextSettings(dual.text.config, projection_config(projection), scale, bias, templates, preprocessing)
+    return TextSide(settings, text_state(dual.text.state_dict(), {} if projection is None else projection.state_dict()))
