@@ -74,16 +74,16 @@ def fitting(config: EnsembleConfig, arguments: Arguments, preprocessing: object)
         if tensor is not None and tensor.layout is not torch.strided:
             raise DataError(f"the inputs hold a tensor of layout {tensor.layout}; give dense ones: tensor.to_dense()")
     if isinstance(config.stem, PatchStemConfig):
-        fitting_images(config.stem, arguments[0])
+        require_images(config.stem, arguments[0])
         return arguments[0], None, None
     ids, mask, segments = fitting_tokens(config.stem, *arguments)
     warn_of_untold_padding(ids, mask, preprocessing)
     if config.readout.pool == "cls":
-        fitting_first_tokens(mask, config.encoder.window)
+        require_first_tokens(mask, config.encoder.window)
     return ids, mask, segments
 
 
-def fitting_images(config: PatchStemConfig, images: Tensor) -> None:
+def require_images(config: PatchStemConfig, images: Tensor) -> None:
     """Refuse images that a stem of this configuration cannot cut into patches."""
     channels, patch = config.channels, config.patch_size
     if not images.is_floating_point():
@@ -175,7 +175,7 @@ def warn_of_untold_padding(ids: Tensor, mask: Tensor | None, preprocessing: obje
         )
 
 
-def fitting_first_tokens(mask: Tensor | None, window: int | None) -> None:
+def require_first_tokens(mask: Tensor | None, window: int | None) -> None:
     """Warn, where it can be seen, of texts whose first token is padding, for models that read the first one alone.
 
     With local attention (`window`) such a token may see no other, and what is read off it is nobody's answer: refused.
