@@ -24,6 +24,7 @@ from ..model.config import Sharing
 from ..model.dropping import dropping
 from ..model.dual_encoder import DualEncoder, embed
 from ..model.ensemble import Ensemble
+from ..model.kinds import require_dual_encoder
 from ..model.layers import GroupedLinear
 from ..model.metadata import PROJECTION, Metadata, TextSide
 from ..model.zero_shot import (
@@ -385,10 +386,9 @@ class ProbitClassifier(View):
 # --- both sides of a dual encoder ------------------------------------------------------------------------
 
 
-def _projections(dual: object) -> tuple[GroupedLinear, GroupedLinear]:
+def _projections(model: object) -> tuple[GroupedLinear, GroupedLinear]:
     """The maps of images and texts, of a dual encoder that has one member."""
-    if not isinstance(dual, DualEncoder):
-        raise ConfigError(f"BayesVLM takes a DualEncoder, got {type(dual).__name__}; convert a CLIP model")
+    dual = require_dual_encoder(model, "BayesVLM")
     if dual.num_members != 1:
         raise ConfigError(f"BayesVLM takes a single dual encoder, got {dual.num_members} members; give dual.member(i)")
     image, text = dual.projections.image, dual.projections.text

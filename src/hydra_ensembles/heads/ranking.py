@@ -65,10 +65,10 @@ def _as_scores(values: Iterable[float]) -> tuple[float, ...]:
         raise HeadError(f"scores are a list of numbers, one for each head, got {short(values)} ({error})") from error
 
 
-def require_budget(budget: object, candidates: int) -> None:
-    """Refuse to remove a number of heads that is no whole number, or more than there are."""
-    if isinstance(budget, bool) or not isinstance(budget, Integral) or not 1 <= int(budget) <= candidates:
-        raise HeadError(f"budget is {budget!r}; there are {candidates} heads to choose from, at least one must go")
+def require_budget(budget: int, candidates: int) -> None:
+    """Refuse to remove no head, or more than there are."""
+    if not 1 <= budget <= candidates:
+        raise HeadError(f"budget is {budget}; there are {candidates} heads to choose from, at least one must go")
 
 
 @dataclass(frozen=True)

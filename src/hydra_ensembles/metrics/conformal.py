@@ -8,7 +8,7 @@ one is within the threshold with at least the share asked for. Of inputs from el
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -121,6 +121,7 @@ class LabelSets:
         return chosen.scatter(-1, probs.argmax(dim=-1, keepdim=True), True)
 
 
+@checked
 def label_scores(probs: Tensor, kind: SetKind = "lac", penalty: float = 0.1, free_ranks: int = 1) -> Tensor:
     """How strange each label would be, `[B, C]` to `[B, C]`.
 
@@ -128,8 +129,6 @@ def label_scores(probs: Tensor, kind: SetKind = "lac", penalty: float = 0.1, fre
     * `aps`: the probability of all labels that are at least as probable, its own included.
     * `raps`: the same, plus `penalty` for each rank beyond `free_ranks`.
     """
-    if kind not in get_args(SetKind):
-        raise ConfigError(f"kind={kind!r} is not known; choose one of {', '.join(get_args(SetKind))}")
     return _label_scores(check_rows(probs), kind, penalty, free_ranks)
 
 

@@ -77,6 +77,13 @@ def require_single(model: object, caller: str, classifies: bool = True) -> None:
         raise ConfigError(f"{caller} takes a single model, got {members} members; give ensemble.member(i)")
 
 
+def require_dual_encoder(model: object, caller: str) -> DualEncoder:
+    """The model, refused where it is not a `DualEncoder`."""
+    if not isinstance(model, DualEncoder):
+        raise ConfigError(f"{caller} takes a DualEncoder, got {type(model).__name__}; convert a CLIP model")
+    return model
+
+
 def require_model(model: object, caller: str) -> None:
     """Refuse what is neither an `Ensemble` nor a `DualEncoder`."""
     if not isinstance(model, Ensemble | DualEncoder):
