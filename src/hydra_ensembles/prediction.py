@@ -118,16 +118,26 @@ class Prediction:
             reference: Held-out scores for p-values.
             unfamiliarity: Scores of features, of the same samples.
         """
-        about = (class_names, check_finite, calibrates, reference, unfamiliarity)
-        prediction = cls.of(member_logits, temperature, threshold, score, *about)
+        settings = (temperature, threshold, score, class_names, check_finite, calibrates, reference, unfamiliarity)
+        prediction = cls.of(member_logits, *settings)
         if check_finite:
             inputs.warn_of_probabilities(member_logits)
         return prediction
 
     @classmethod
-    def of(cls, member_logits: Tensor, temperature: Temperature | None, /, *settings: Any) -> "Prediction":
-        """The same, all settings in that order, for logits of this library's models and settings known to be right."""
-        threshold, score, class_names, check_finite, calibrates, reference, unfamiliarity = settings
+    def of(
+        cls,
+        member_logits: Tensor,
+        temperature: Temperature | None,
+        threshold: float | None,
+        score: ScoreName,
+        class_names: Sequence[str] | None,
+        check_finite: bool,
+        calibrates: Calibrates,
+        reference: Reference | None,
+        unfamiliarity: Unfamiliarity | None,
+    ) -> "Prediction":
+        """The same of logits of this library's models, and settings known to be right: these are not checked."""
         of_probs: tuple[float, ...] = (1.0,)
         if calibrates == "probs" and temperature is not None:
             of_probs = _temperatures(temperature, member_logits)

@@ -76,8 +76,17 @@ class Calibration(Checked):
     ) -> Prediction:
         """What member logits `[M, B, C]` say, with this calibration applied."""
         temperature = self.temperature if len(self.temperature) > 1 else self.temperature[0]
-        abstaining, fitted = (self.threshold, self.score), (self.calibrates, self.reference)
-        return Prediction.of(member_logits, temperature, *abstaining, class_names, check_finite, *fitted, unfamiliarity)
+        return Prediction.of(
+            member_logits,
+            temperature,
+            threshold=self.threshold,
+            score=self.score,
+            class_names=class_names,
+            check_finite=check_finite,
+            calibrates=self.calibrates,
+            reference=self.reference,
+            unfamiliarity=unfamiliarity,
+        )
 
 
 @dataclass(frozen=True)
