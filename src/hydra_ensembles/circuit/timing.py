@@ -26,11 +26,7 @@ _PASSES = 3  # that are timed; the fastest counts
 
 
 def seconds_of(
-    towers: Sequence[tuple[Ensemble, CircuitData]],
-    left: Sequence[Head],
-    steps: int,
-    objective: Objective,
-    speed: float,
+    towers: Sequence[tuple[Ensemble, CircuitData]], left: Sequence[Head], steps: int, objective: Objective, speed: float
 ) -> dict[Method, float]:
     """About how many seconds the steps would take by each method; speeds are multiply-adds a second of all ranks.
 

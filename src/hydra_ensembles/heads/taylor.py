@@ -15,15 +15,7 @@ from tqdm import tqdm
 
 from .._utils import own_precision, require_device, torch_seeded
 from ..arguments import Seed, Whole, checked
-from ..batches import (
-    Batches,
-    Inputs,
-    begin_epoch,
-    borrowed,
-    length_of,
-    read_batch,
-    require_labels,
-)
+from ..batches import Batches, Inputs, begin_epoch, borrowed, length_of, read_batch, require_labels
 from ..classes import in_order
 from ..errors import DataError, HeadError
 from ..fingerprints import DataFingerprint, model_fingerprint

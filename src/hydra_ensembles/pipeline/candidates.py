@@ -36,15 +36,7 @@ from ..schema import from_plain, to_plain
 from ..training.recipe import Recipe
 from .chain import Chain, Paired, calibrated, model_identity
 from .choice import DEEP, FORMAT, FUSED, SOUP, YOURS, Price, SearchResult, SearchRow, dominates
-from .material import (
-    BuildData,
-    Judges,
-    StartingModel,
-    read_for_search,
-    samples_in,
-    starting_model,
-    with_upper_layers,
-)
+from .material import BuildData, Judges, StartingModel, read_for_search, samples_in, starting_model, with_upper_layers
 from .settings import LARGEST_SEED, HydraConfig, usual_trunk
 
 DEPTHS = (5 / 6, 2 / 3, 1 / 2)  # of the layers: the trunks that are tried where nothing is asked for
