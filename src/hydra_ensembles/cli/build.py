@@ -51,8 +51,8 @@ class BuildSources(DataSettings, ModelSettings):
     validation: str | None = option(None, "Held-out labelled data for calibration; half of `id` if not given.")
 
     def __post_init__(self) -> None:
-        """Check what can be checked without loading anything."""
         super().__post_init__()
+        source.output_folder(self.output)
         if SYNTHETIC in self.ood and len(self.ood) > 1:
             raise DataError(f"ood is {SYNTHETIC} data, or data that you give; got {', '.join(self.ood)}")
         foreign = [("ood", data) for _, data in ood_sources(self.ood)]
@@ -136,8 +136,8 @@ class SearchSources(DataSettings, ModelSettings):
     seed: int = option(0, "Draws halves, batches and members.")
 
     def __post_init__(self) -> None:
-        """Check what can be checked without loading anything."""
         super().__post_init__()
+        source.output_folder(self.output)
         if (SYNTHETIC in self.ood and len(self.ood) > 1) or SYNTHETIC in self.judge_ood:
             raise ConfigError(
                 f"ood is {', '.join(self.ood) or SYNTHETIC}, judge_ood {', '.join(self.judge_ood) or 'not given'}: "

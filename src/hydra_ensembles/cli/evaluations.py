@@ -152,7 +152,6 @@ class AtlasSettings(MeasuredSettings):
     layers: tuple[int, ...] = option((), "Only the heads of these layers, as 0,1,11.")
 
     def __post_init__(self) -> None:
-        """Check what is written."""
         super().__post_init__()
         if self.page.suffix != ".html":
             raise ConfigError(f"output is the page, a name that ends in .html, got {self.output!r}")

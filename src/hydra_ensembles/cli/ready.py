@@ -77,7 +77,6 @@ class FuseSettings(Checked):
     trunk: Count | None = option(None, "At most so many equal first layers are stored once; all of them if not given.")
 
     def __post_init__(self) -> None:
-        """Check what can be checked without loading anything."""
         super().__post_init__()
         if isinstance(self.average, float) and self.average >= 1:  # as fuse has it: 1 is one layer, 1.0 a share
             raise ConfigError(

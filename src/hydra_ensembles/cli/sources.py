@@ -59,7 +59,6 @@ class ModelSettings(Checked):
     max_length: int | None = option(None, "Longest text, in tokens.")
 
     def __post_init__(self) -> None:
-        """Check what can be checked without loading anything."""
         super().__post_init__()
         if not self.model:
             raise ConfigError("model is empty; name a folder, timm:NAME or hub:OWNER/NAME")

@@ -23,15 +23,7 @@ from ..model.stem_readout import Projections, linear
 from ..preprocessing import TextPreprocessing
 from . import open_clip, timm, torchvision, transformers, transformers_dual, transformers_rotary
 from .altered import MERGE, require_known_parts, require_unaltered, with_plain_classifier
-from .core import (
-    Architecture,
-    DualArchitecture,
-    qualified_name,
-    require_all_used,
-    require_finite_weights,
-    said_of,
-    translate,
-)
+from .core import Architecture, DualArchitecture, qualified_name, require_all_used, require_finite_weights, translate
 from .declared import Declaration
 from .dropout import read_dropout
 from .guess import beginning, guessed, require_proof
@@ -39,7 +31,7 @@ from .own import warn_of_padding
 from .probe import Both, require_same_answers
 from .processors import amended, is_for_images, size_of_images, with_processor
 from .reading import read_declaration, with_size
-from .refusals import explained, in_lines, refusal
+from .refusals import explained, in_lines, refusal, said_of
 from .sentence_transformers import is_sentence_model, opened
 
 ARCHITECTURES: tuple[Architecture, ...] = (

@@ -380,15 +380,6 @@ def refuse(variant: str, remedy: str | None = None) -> ConversionError:
     return ConversionError(in_lines(variant, why, remedy))
 
 
-@contextmanager
-def said_of(name: str) -> Iterator[None]:
-    """What is refused inside is said of the architecture of this name: whoever reads a model need not know it."""
-    try:
-        yield
-    except ConversionError as error:
-        raise type(error)(f"{name}: {error}") from error.__cause__
-
-
 WITHOUT_PATCH_DROPOUT = "its weights in a model that was made with a rate of 0, which answers the same"
 
 

@@ -118,7 +118,6 @@ class Declaration:
     masked: bool | None = None
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a model."""
         for part, place in self.names.items():
             if part not in PARTS:
                 raise ConfigError(

@@ -31,9 +31,9 @@ from .core import (
     perhaps_meant,
     refuse,
     require_all_used,
-    said_of,
 )
 from .declared import IN_BLOCK, Declaration, Part, Place, called, is_masked, paths, unknown_arguments
+from .refusals import said_of
 
 NEEDED: tuple[Part, ...] = ("position", "norm1", "qkv", "out", "norm2", "up", "down")
 ADVICE = "correct the table of names; docs/how-to/own_model.md has every part"
@@ -275,7 +275,7 @@ class _Reading:
 
         def stored(name: str, gate_name: str | None) -> Source:
             if part in ("query_norm", "key_norm"):
-                return Source((name,), self._of_a_head)
+                return Source((name,), lambda tensors, shape: tensors[0][..., self._order(shape[-1])].reshape(shape))
             return as_stored(name) if gate_name is None else concatenated(gate_name, name)
 
         yield f"{_WITH_BIAS[part]}.weight", stored(weight, gates[0])
@@ -298,9 +298,6 @@ class _Reading:
             factor = self.declared.attention_scale * shape[2] ** 0.5
             heads = torch.cat([heads[:, :1] * factor, heads[:, 1:]], dim=1)
         return torch.cat([heads[:, :2, self._order(shape[2])], heads[:, 2:]], dim=1)  # the value is not rotated
-
-    def _of_a_head(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        return tensors[0][..., self._order(shape[-1])].reshape(shape)
 
     def _order(self, head_dim: int) -> list[int]:
         """How the numbers of queries and keys are read, so that pairs that rotate together are halves of a head."""

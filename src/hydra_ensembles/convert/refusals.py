@@ -1,7 +1,11 @@
 """What cannot be converted, why, and the nearest way that works: one table, for Python and for the command line."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from ..errors import ConversionError
 
 HOW_TO = "docs/how-to/own_model.md"
 
@@ -193,3 +197,12 @@ def explained(*names: str) -> str:
 def in_lines(what: str, why: str, way: str) -> str:
     """The lines of every refusal."""
     return f"{what}.\nIt does not fit: {why}.\nThe nearest way that works: {way}."
+
+
+@contextmanager
+def said_of(name: str) -> Iterator[None]:
+    """What is refused inside is said of the architecture of this name: whoever reads a model need not know it."""
+    try:
+        yield
+    except ConversionError as error:
+        raise type(error)(f"{name}: {error}") from error.__cause__

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from ..errors import ConversionError
 from ..model.config import EnsembleConfig, Pool, ReadoutConfig
 from ..model.metadata import Metadata
-from .core import Architecture, NamedTensors, number_of_classes, refuse, run, said_of
+from .core import Architecture, NamedTensors, number_of_classes, refuse, run
 from .processors import read_processor
+from .refusals import said_of
 
 POOLS: dict[str, Pool] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 

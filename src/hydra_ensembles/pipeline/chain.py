@@ -317,8 +317,8 @@ class Chain:
         config = self.config
         count = range(self.config.members)
         if config.training == "together":
-            fused = fuse([self._pruned(index) for index in count], **config.fusions, trunk=config.trunk)
-            return self._trained(fused, 0)
+            pruned = [self._named(self.start.pruned(heads), index) for index, (_, heads) in enumerate(self.choices)]
+            return self._trained(fuse(pruned, **config.fusions, trunk=config.trunk), 0)
         members = [
             self.run.ensemble(f"members/{index}", lambda index=index: self._member(index))  # type: ignore[misc]
             for index in count
@@ -333,9 +333,6 @@ class Chain:
             return ensemble
         folder = self.run.place("finetune")
         return finetune(ensemble, train, recipe, validation, output=folder, progress=self.progress, index=index)
-
-    def _pruned(self, index: int) -> Ensemble:
-        return self._named(self.start.pruned(self.choices[index][1]), index)
 
     def _member(self, index: int) -> Ensemble:
         """One member, pruned and fine-tuned; the whole one beside others from pretrained layers is the model itself."""

@@ -129,7 +129,6 @@ class Recipe(Checked):
     ours: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check every setting, and that they fit together."""
         super().__post_init__()
         require_number("Recipe.warmup", self.warmup, Range(0) if isinstance(self.warmup, int) else Range(0, below=1))
         for name, other in (("learning_rate", "grid"), ("steps", "epochs")):
