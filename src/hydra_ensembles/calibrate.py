@@ -22,7 +22,7 @@ from .metrics.probabilities import log_mean_exp, log_mean_probs
 from .model.ensemble import Ensemble
 from .model.kinds import require_ensemble
 from .model.metadata import ACCEPTS_ALL, Calibration, Familiarity
-from .overlap import Keys, about, marked, names_of, sample_keys, share_fitted, warn_of_copies
+from .overlap import Keys, about, marked, names_of, sample_keys, share_fitted, told_share, warn_of_copies
 from .prediction import ScoreName, require_members_for, scale_logits
 
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures searched
@@ -120,6 +120,12 @@ def calibrate(
     samples = Answered.join(parts)
     keys = np.concatenate(known_by)
     warn_of_copies("validation", len(keys), len(np.unique(keys)), "thresholds promise their share for such data alone")
+    if share_fitted(keys, metadata.trained_set):
+        warn(
+            f"{told_share(keys, metadata.trained_set)} of the validation samples trained this ensemble, which is surer "
+            "of them, and more often right, than of new ones: so the temperature makes it too sure, and thresholds "
+            "accept fewer new inputs than they promise; calibrate on held-out data"
+        )
     settings: dict[str, Any] = {"share": share, "score": score, "per_member": per_member, "temperature": temperature}
     fit = fit_calibration(samples.logits, samples.labels, **settings)
     degrees = ", ".join(f"{value:.4g}" for value in fit.calibration.temperature)

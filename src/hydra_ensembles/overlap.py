@@ -6,7 +6,7 @@ were trained on are predicted well. What cannot be meant is refused, the rest is
 A set that is gone is known again by its marks: names of a few of its samples, which travel with what was fitted on it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import NoneType
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
 
-from ._utils import warn
+from ._utils import all_seeded, warn
 from .batches import Batches, Inputs, read_batch
 from .errors import DataError
 
@@ -26,6 +26,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers as wide as 
 _COPIES = 0.05  # share of samples that may be copies of others, as short texts are, without a word
 _ROWS = 256  # samples whose values are multiplied at a time
 MARKS = 1024  # samples of a set that it is known again by; in files of before, 64
+_LOOKED_AT, _AT_ONCE = 256, 32  # items of training data that are read again to be marked, and how many together
 FITTED_MOST = 0.5  # share of the samples that set a threshold that may have fitted the statistics, with a warning
 _ENOUGH = 3  # marks that are known again, from which on their number is hardly chance
 
@@ -87,6 +88,17 @@ class FittedSet(NamedTuple):
 
     marks: tuple[str, ...]
     samples: int
+
+
+def together(sets: Sequence[FittedSet]) -> FittedSet:
+    """What is kept of sets that fitted one thing: marks of all of them as of one, and how many different samples.
+
+    Of the first when mixed of all samples, each set has its share of all, which tells their number (a min-hash).
+    """
+    names = np.array([int(name, 16) for name in {name for one in sets for name in one.marks}], dtype=np.uint64)
+    marks = tuple(names_of(marked(names.view(np.int64))))
+    shares = [(one.samples, len(set(marks).intersection(one.marks)) / len(marks)) for one in sets if one.marks]
+    return FittedSet(marks, max((round(samples / share) for samples, share in shares if share), default=0))
 
 
 def share_fitted(keys: Keys, fitted: FittedSet) -> float:
@@ -176,6 +188,27 @@ def keys_at_hand(batches: Batches | None) -> Keys | None:
     data = _read_whole(batches)
     in_memory = type(batches) is DataLoader and type(data) is TensorDataset and len(data)
     return sample_keys(data.tensors[0]) if in_memory else None
+
+
+def trained_set(batches: Batches) -> FittedSet:
+    """What is kept of training data: marks of those in memory, or of some items of a data set that is read whole.
+
+    Nothing of other sources. Images that a loader changes at random are others in every pass, and not known again.
+    """
+    keys, data = keys_at_hand(batches), _read_whole(batches)
+    if keys is not None:
+        return FittedSet(tuple(names_of(marked(keys))), len(keys))
+    preprocess, collate = (getattr(batches, name, None) for name in ("preprocess", "collate_fn"))
+    if _places(data) is None or not (preprocess or collate):
+        return FittedSet((), 0)
+    rows = np.unique(np.linspace(0, len(data) - 1, _LOOKED_AT).astype(int)).tolist()
+    parts: list[Keys] = []
+    with all_seeded(0, torch.device("cpu")):
+        for start in range(0, len(rows), _AT_ONCE):
+            items = [data[row] for row in rows[start : start + _AT_ONCE]]
+            batch = collate(items) if collate else (preprocess([item for item, _ in items]),)  # type: ignore[misc]
+            parts.append(sample_keys(read_batch(batch, "train", labelled=False)[0]))
+    return FittedSet(tuple(names_of(marked(np.concatenate(parts)))), len(data))
 
 
 def _read_whole(batches: Any) -> Any:

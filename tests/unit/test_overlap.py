@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -414,3 +415,36 @@ def test_calibrated_on_the_same_samples_again_halves_them_again(calibrated: he.E
     assert fresh.settings.marks == calibrated.metadata.familiarity.settings.marks  # others set the threshold anew
     with pytest.raises(DataError, match="too few"):  # the threshold of before is not left there
         he.calibrate(calibrated, FIT, share=0.999)
+
+
+class Rows(Dataset[Any]):
+    """A data set of one's own, of which nothing is known but its items."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.images, self.labels = (torch.cat(part) for part in zip(*batches, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.images[row], self.labels[row]
+
+
+@pytest.mark.parametrize("source", [ID, DataLoader(Rows(ID), 4, shuffle=True)], ids=["in memory", "a loader"])
+def test_samples_that_trained_a_model_are_told_when_they_calibrate_it(source: Any, tmp_path: Path) -> None:
+    """Also in another call, and of what was made of the model since."""
+    trained = he.finetune(MODEL, source, he.Recipe(learning_rate=1e-4, steps=1), progress=False)
+    assert trained.metadata.trained_set.samples == 16
+    trained.save_pretrained(tmp_path)
+    once_more = he.finetune(he.prune(trained, [(0, 0)]), OOD, he.Recipe(learning_rate=1e-4, steps=1), progress=False)
+    settings: dict[str, Any] = {"share": 0.5, "familiarity": None}
+    for model in (trained, he.load(tmp_path), once_more, he.Ensemble.stack([trained, MODEL])):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            he.calibrate(model, copied(ID), **settings)
+        assert any(re.match("about 100 % .* trained this ensemble", str(warning.message)) for warning in caught)
+    assert once_more.metadata.trained_set.samples == 28
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        he.calibrate(trained, OOD, **settings)
+    assert not any("trained this" in str(warning.message) for warning in caught)  # no word of others

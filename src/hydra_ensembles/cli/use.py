@@ -224,7 +224,7 @@ def _facts(ensemble: Ensemble) -> dict[str, Any]:
     fitted, calibration = ensemble.metadata.familiarity, ensemble.metadata.calibration
     calibration = calibration and calibration.brief
     description = ensemble.describe()
-    metadata = to_plain(replace(ensemble.metadata.plain, calibration=calibration))
+    metadata = to_plain(replace(ensemble.metadata.plain, calibration=calibration, train_marks=()))
     if isinstance(ensemble.metadata.preprocessing, TextPreprocessing):
         metadata["preprocessing"]["tokenizer"] = bool(metadata["preprocessing"]["tokenizer"])  # not all its words
     return {

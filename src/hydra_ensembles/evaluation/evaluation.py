@@ -43,6 +43,7 @@ class Classification:
         disagreement: Share of member pairs that predict different classes, mean over samples.
         aurc: Area under the risk-coverage curve, ordered by the evaluation's score.
         risk_at_coverage: Error that remains when this share of the samples is answered.
+        commonest: Share of the most frequent class, which is the accuracy of naming it always; None in files of before.
     """
 
     samples: int
@@ -55,10 +56,12 @@ class Classification:
     disagreement: float
     aurc: float
     risk_at_coverage: Mapping[str, float]
+    commonest: float | None = field(default=None, metadata=ADDED_LATER)
 
     def numbers(self) -> dict[str, float]:
         """Every metric under a flat name."""
-        metrics = {key: value for key, value in vars(self).items() if key not in ("samples", "risk_at_coverage")}
+        apart = ("samples", "risk_at_coverage", "commonest")
+        metrics = {key: value for key, value in vars(self).items() if key not in apart}
         return metrics | {f"risk@{coverage}": risk for coverage, risk in self.risk_at_coverage.items()}
 
 

@@ -156,6 +156,7 @@ class Measure:
             aece=adaptive_ece_of_confidence(prediction.confidence, correct),
             aurc=curve.area,
             risk_at_coverage={f"{coverage:.2f}": curve.at(coverage) for coverage in COVERAGES},
+            commonest=int(labels.bincount().max()) / len(labels),
         )
 
     def _detection(self, id_scores: Tensor, ood_scores: Tensor) -> Detection:

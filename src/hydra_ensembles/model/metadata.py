@@ -14,7 +14,7 @@ from ..arguments import Checked, Count, PositiveShare
 from ..errors import ConfigError
 from ..metrics.conformal import Reference
 from ..metrics.distance import BY_CLASS, FittedName, Statistics, is_relative, nearest_class, ready, unfamiliarity
-from ..overlap import FittedSet
+from ..overlap import FittedSet, together
 from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature, require_members_for
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import ADDED_LATER, require_types
@@ -233,6 +233,8 @@ class Metadata:
         text_side: Of a zero-shot ensemble, the text towers it can be re-targeted with; None where there are none.
         familiarity: What says how familiar an input is; None where nothing was fitted.
         preprocessing_from: Where the preprocessing was taken from, in words; empty when unknown.
+        train_marks: Digests of some samples that trained it here: `calibrate` tells where it is given them.
+        train_samples: How many samples trained it here.
     """
 
     source: str = ""
@@ -244,6 +246,13 @@ class Metadata:
     text_side: "TextSide | None" = field(default=None, metadata=ADDED_LATER)
     familiarity: Familiarity | None = field(default=None, metadata=ADDED_LATER)
     preprocessing_from: str = field(default="", metadata=ADDED_LATER)
+    train_marks: tuple[str, ...] = field(default=(), repr=False, metadata=ADDED_LATER)
+    train_samples: int = field(default=0, metadata=ADDED_LATER)
+
+    @property
+    def trained_set(self) -> FittedSet:
+        """What is kept of the samples that trained it."""
+        return FittedSet(self.train_marks, self.train_samples)
 
     @property
     def plain(self) -> "Metadata":
@@ -310,7 +319,9 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
     history = tuple(dict.fromkeys(line for member in members for line in member.history))
     labels = members[0].labels if len(named) == len(members) else ()
     side = join_text_sides([member.text_side for member in members])
+    marks, samples = together([member.trained_set for member in members])
     common: dict[str, Any] = {"labels": labels, "history": history, "text_side": side}
+    common |= {"train_marks": marks, "train_samples": samples}
     return replace(members[0], calibration=None, familiarity=None, metrics={}, **common)
 
 

@@ -140,7 +140,8 @@ def build(
 
 def model_identity(start: StartingModel) -> dict[str, Any]:
     """What long work depends on in the model it starts from."""
-    metadata = replace(start.base.metadata.plain, preprocessing_from="")  # words: nothing is computed from them
+    # without what nothing is computed from: words, and marks of samples
+    metadata = replace(start.base.metadata.plain, preprocessing_from="", train_marks=(), train_samples=0)
     content = json.dumps(to_plain(metadata), sort_keys=True).encode()
     digest = hashlib.sha256(content).hexdigest()
     model: dict[str, Any] = {"weights": model_fingerprint(start.ranked), "metadata": digest}

@@ -327,11 +327,12 @@ def _data_note(evaluation: Evaluation) -> str:
     for name, result in evaluation.ood.items():
         groups.setdefault("OOD" if result.group == "ungrouped" else result.group, []).append(name)
     sets = "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items())
-    samples = evaluation.id.samples
-    share = (samples * evaluation.id.accuracy + 2) / (samples + 4)  # Agresti and Coull: not 1 where all are right
-    margin = 196 * math.sqrt(share * (1 - share) / (samples + 4))
-    text = f"In distribution: {evaluation.id_name} ({samples:,} samples), which tell accuracy to ±{margin:.2g} points"
-    text += " (95 %)."
+    samples, right, common = evaluation.id.samples, evaluation.id.accuracy, evaluation.id.commonest
+    share = (samples * right + 2) / (samples + 4)  # Agresti and Coull: not 1 where all are right
+    known = f"accuracy to ±{196 * math.sqrt(share * (1 - share) / (samples + 4)):.2g} points (95 %)"
+    text = f"In distribution: {evaluation.id_name} ({samples:,} samples), which tell {known}."
+    if common is not None and 1 - right >= (1 - common) / 2:  # half the mistakes of a model that has learned nothing
+        text += f" To name the most frequent class always is right on {100 * common:.4g} %."
     if not sets:
         return text
     return f"{text} Out of distribution, {sets}. Score: {evaluation.score}; convention: {evaluation.convention}."

@@ -24,7 +24,7 @@ from ..metrics.probabilities import log_mean_probs
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_ensemble
 from ..model.metadata import Metadata
-from ..overlap import Known, warn_if_shared
+from ..overlap import Known, together, trained_set, warn_if_shared
 from .loop import Job, Learner, RunResult, Runtime, TrainOptions, train_best, trains
 from .recipe import Recipe, trainable_state
 
@@ -254,14 +254,16 @@ def train_classifier(make_learner: Callable[[Runtime], Learner[LabelledBatch]], 
 
 
 def trained_metadata(start: Ensemble, train: Batches, result: RunResult, line: str) -> Metadata:
-    """Metadata after training: a line of history, the validation it was chosen by; no calibration of before.
+    """Metadata after training: a line of history, the validation it was chosen by, marks of the data; no calibration.
 
     A model without names of its classes takes those of the data: other data may count the classes otherwise.
     """
     best = result.best
     metrics = {} if best is None else {"validation/accuracy": best.accuracy, "validation/nll": best.nll}
     labels = start.metadata.labels or class_names_in(train, start.num_classes)
-    return replace(start.metadata.after(line), metrics=metrics, labels=labels)
+    marks, samples = together([start.metadata.trained_set, trained_set(train)])
+    after = replace(start.metadata.after(line), metrics=metrics, labels=labels)
+    return replace(after, train_marks=marks, train_samples=samples)
 
 
 def train_parametrised(

@@ -134,7 +134,8 @@ def test_files_of_the_first_version_stay_readable(evaluation):
         old[part] = {key: plain[part][key] for key in written[part].split()}
     set_keys = ("group", "samples", "detection", "mutual_information", "disagreement", "abstained")
     old["ood"] = {name: {key: one[key] for key in set_keys} for name, one in plain["ood"].items()}
-    assert Evaluation.from_dict(old) == evaluation
+    before = dataclasses.replace(evaluation.id, commonest=None)
+    assert Evaluation.from_dict(old) == dataclasses.replace(evaluation, id=before)
     old["selective"] = {"score": "msp", "threshold": 0.3, "accepted": 0.9, "risk": 0.1}
     for one in old["ood"].values():
         one["abstained"] = 0.5

@@ -14,6 +14,7 @@ from rich.console import Console
 
 import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.report.compare import (
     CLASSIFICATION,
@@ -54,6 +55,16 @@ def test_the_first_note_says_how_well_so_many_samples_tell_accuracy(samples, rig
     few = evaluation(ood=False)
     few = replace(few, id=replace(few.id, samples=samples, accuracy=right / samples), traces={})
     assert f"({samples:,} samples), which tell accuracy to ±{points} points" in compare([few]).notes[0]
+
+
+@pytest.mark.parametrize(("accuracy", "told"), [(0.985, True), (0.99, True), (0.996, False)])
+def test_accuracy_that_one_class_explains_is_told_as_such(accuracy, told):
+    """Of 99 in 100 samples of one class, 99 % is what a model has that never looks."""
+    labels = (torch.arange(1000) % 100 == 0).long()
+    wrong = torch.arange(1000) < 1000 - round(1000 * accuracy)
+    found = evaluate_logits(torch.nn.functional.one_hot(labels ^ wrong, 2)[None] * 3.0, labels)
+    assert (found.id.accuracy, found.id.commonest) == (accuracy, 0.99)
+    assert ("most frequent class always is right on 99 %" in compare([found]).notes[0]) is told
 
 
 def test_other_columns_can_be_asked_for():

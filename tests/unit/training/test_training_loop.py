@@ -240,7 +240,7 @@ def test_wherever_a_run_stops_it_goes_on_exactly(tmp_path, kind, precision, stop
     held = batches(12, 4)  # 3 batches
     data = held if kind == "list" else data_batches(list(zip(*samples(12), strict=True)), noisy, 4, shuffle=True)
     recipe = replace(RECIPE, schedule="cosine", dropout=0.1, patience=3, precision=precision)
-    expected = train(data, recipe, held)
+    expected = train(Stopping(data), recipe, held)
     for fatal in stops:
         options = {"output": tmp_path / str(fatal), "checkpoint_every": 2}
         with pytest.raises(KeyboardInterrupt):
