@@ -13,7 +13,7 @@ from ._utils import own_precision, warn
 from .arguments import PositiveShare, checked
 from .batches import Batches
 from .errors import DataError, TooFewSamplesError
-from .familiarity import OF_BOTH, Answered, FitOptions, Fitting, answers, beside, require_fresh
+from .familiarity import FEWER, OF_BOTH, Answered, FitOptions, Fitting, answers, beside, missing_of_rare, require_fresh
 from .metrics.conformal import Reference, conformal_threshold, samples_for
 from .metrics.distance import BY_CLASS, FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean, warn_of_probabilities
@@ -32,7 +32,6 @@ _PRECISION, _AT_BOUND = 1e-5, 1e-3  # of logarithms of temperatures: how well fo
 _WORTHWHILE = 1e-6  # a gain below this is rounding, and 1 stays
 _LIKELIER = 4.0  # twice the logarithm of a ratio of likelihoods, above which it is hardly chance
 _SWEEPS = 20  # over the members, when each has a temperature of its own
-_FEWER = 0.01  # share of rare classes' samples missing among those that set a threshold, above which a warning tells
 _ROWS = 8192  # samples that are raised to float64 at a time
 _AT_COLDEST = "the answers are right far more often than they say; check that they are logits, with their scale"
 _UNFIT = "the labels do not fit the answers; check that data and model number the classes alike"
@@ -214,9 +213,8 @@ def _fitted_on_a_half(
     if len(held_out.labels) < max(samples_for(share), 1):
         few = f"a half of {len(samples.labels)} samples is too few to promise a share of {share:.4g} of familiar inputs"
         raise TooFewSamplesError(f"{few}; it takes {samples_for(share)}, or statistics fitted before (fit_familiarity)")
-    left = counts / 2 - 0.5**counts  # of each class, on average, in the half that sets the threshold
-    fewer = float((counts / counts.sum() - left / left.sum()).clamp(min=0).sum()) if score in BY_CLASS else 0.0
-    if fewer > _FEWER:  # that half is of common classes more than new inputs are
+    fewer = missing_of_rare(counts, 0.5) if score in BY_CLASS else 0.0
+    if fewer > FEWER:
         warn(
             "familiarity is fitted on a half of the samples with one of each class at least, so that rare classes are "
             f"rarer in the other half. The threshold that it sets may accept up to {fewer:.1%} fewer familiar inputs "

@@ -32,6 +32,7 @@ from .overlap import Keys, about, marked, mostly_fitted, names_of, sample_keys, 
 FEW_A_CLASS = 20  # samples a class below which the covariance is shrunk more
 SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # of the mean eigenvalue, added to each
 HELD_OUT_MOST = 4096  # samples held out for p-values
+FEWER = 0.01  # share of rare classes' samples missing among those held out, above which a warning tells
 OF_BOTH = ("validation/sure_share", "validation/familiar_share")  # metrics of two thresholds, each by itself
 OF_ACCEPTED = ("validation/accepted_share", "validation/risk_of_accepted")  # of all thresholds there are
 _NULL = 1e-10  # of the largest eigenvalue: directions in which nothing varies
@@ -123,6 +124,10 @@ def fit_familiarity(
         fitting.mark(known_by[-1][~drawn.numpy()])
         fitting.add(waiting.offer(samples.pick(drawn)))
     held = waiting.samples()
+    fewer = 0.0
+    if held is not None and options.labelled and fitting.sums:
+        counts = fitting.counts + held.labels.bincount(minlength=len(fitting.counts))
+        fewer = missing_of_rare(counts, len(held.labels) / float(counts.sum()))
     for label in fitting.missing():  # a class whose only samples were held out
         if held is not None and bool((held.labels == label).any()):
             row = int((held.labels == label).nonzero()[0])
@@ -135,6 +140,12 @@ def fit_familiarity(
     if held is not None and len(held.labels):
         scores = familiarity.scores(held.features, held.logits)[0].mean(dim=0)
         familiarity = Familiarity(replace(familiarity.settings, reference=Reference.of(scores)), familiarity.state)
+    if fewer > FEWER:
+        warn(
+            "familiarity is fitted on one sample of each class at least, so that rare classes are rarer among those "
+            f"held out. Of familiar inputs, up to {fewer:.1%} more than they say have low p-values, above all of rare "
+            "classes; give more samples of these, or calibrate on other data, which p-values then come from"
+        )
     line = f"familiarity ({', '.join(options.scores)}) fitted on {familiarity.settings.samples} samples"
     metadata = _refitted(before, beside(familiarity, before.familiarity), line)
     return Ensemble.from_state(weights.config, weights.state_dict(), metadata)
@@ -214,6 +225,16 @@ def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> 
             if labelled:
                 labels = require_labels(targets, ensemble.num_classes, name, index).cpu()
             yield inputs, Answered(features.float().cpu(), logits.float().cpu(), labels)
+
+
+def missing_of_rare(counts: Tensor, held: float) -> float:
+    """Which share of all samples is missing, on average, among those held out where each class keeps one to be fitted.
+
+    Of classes that have so many samples each, `counts`, a share `held` is held out at random. What is held out is then
+    of common classes more than new inputs are; where all classes are as rare, nothing is missing.
+    """
+    left = held * counts - held**counts
+    return float((counts / counts.sum() - left / left.sum()).clamp(min=0).sum())
 
 
 def require_fresh(familiarity: Familiarity, keys: Keys) -> float:
@@ -335,11 +356,16 @@ class Fitting:
         """Remember some of the samples that were added."""
         self.marks = marked(np.concatenate([self.marks, keys]))
 
+    @property
+    def counts(self) -> Tensor:
+        """Samples of each class `[C]`, where labels count and there are some."""
+        return next(iter(self.sums.values())).count
+
     def missing(self) -> list[int]:
         """Classes without a sample, where labels count."""
         if not self.options.labelled or not self.sums:
             return []
-        return (next(iter(self.sums.values())).count == 0).nonzero()[:, 0].tolist()
+        return (self.counts == 0).nonzero()[:, 0].tolist()
 
     def finish(self) -> Familiarity:
         """The statistics, in float32."""
@@ -372,10 +398,8 @@ class Fitting:
         """How much to shrink covariances; refuses samples too few for any covariance, and warns where they are few."""
         if not self.options.labelled:
             return 0.0
-        sums = next(iter(self.sums.values()))
         missing = self.missing()
-        classes = len(sums.count)
-        width = sums.shift.shape[1]
+        classes = len(self.counts)
         if missing:
             listed = f"{missing[:8]}{' and more' if len(missing) > 8 else ''}"
             problem = f"classes {listed} have no samples, so nothing is familiar there"
@@ -385,16 +409,16 @@ class Fitting:
                 f"{self.samples} samples of {classes} classes are too few for a covariance; give two a class at least, "
                 f"better {FEW_A_CLASS}, or use score='knn'"
             )
-        if self.options.shrinkage == 0.0 and self.samples - classes < width:
+        if self.options.shrinkage == 0.0 and self.samples - classes < self.width:
             raise TooFewSamplesError(
-                f"{self.samples} samples of {classes} classes leave some of the {width} directions of the features "
-                f"unknown; give {width + classes} or more, or leave shrinkage=0 out"
+                f"{self.samples} samples of {classes} classes leave some of the {self.width} directions of the "
+                f"features unknown; give {self.width + classes} or more, or leave shrinkage=0 out"
             )
         few = self.samples < FEW_A_CLASS * classes
         if few and self.options.shrinkage is None:
             warn(
-                f"few samples a class: {self.samples / classes:.3g} on average, {int(sums.count.min())} of the rarest; "
-                f"below {FEW_A_CLASS} the covariance is shrunk by {SHRINKAGE_OF_FEW}, and distances are rough"
+                f"few samples a class: {self.samples / classes:.3g} on average, {int(self.counts.min())} of the "
+                f"rarest; below {FEW_A_CLASS} the covariance is shrunk by {SHRINKAGE_OF_FEW}, and distances are rough"
             )
         return self.options.shrinkage if self.options.shrinkage is not None else (SHRINKAGE, SHRINKAGE_OF_FEW)[few]
 

@@ -249,6 +249,20 @@ def test_rare_classes_that_a_half_lacks_are_told_of() -> None:
     assert by_neighbours.metadata.familiarity.settings.samples == drawn
 
 
+def test_rare_classes_that_are_never_held_out_are_told_of() -> None:
+    """A class of one sample is fitted by it, so that p-values come of samples among which there is none such."""
+    inputs, labels = joined(batches(CONFIG, 60))
+    labels = torch.where(labels == 0, 1, labels)
+    labels[0] = 0
+    with pytest.warns(HydraWarning, match=r"up to 1\.7% more than they say have low p-values"):
+        fit_familiarity(model(CONFIG), [(inputs, labels)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit_familiarity(model(CONFIG), [(inputs, labels)], "knn")
+        fit_familiarity(model(CONFIG), [(inputs, labels)], held_out=0.0)  # no p-values
+        fit_familiarity(model(CONFIG), batches(CONFIG, 90))
+
+
 def test_classes_that_are_all_as_rare_are_not_told_of() -> None:
     """Each lacks as many samples as every other, so that the half is mixed as new inputs are."""
     inputs, labels = joined(batches(CONFIG, 12))
