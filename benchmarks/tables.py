@@ -22,6 +22,7 @@ import inference_report
 import quoted
 import result_tables
 from circuit import circuit_table
+from coverage import coverage_table
 from serve import serve_table
 
 from hydra_ensembles import SearchResult
@@ -53,6 +54,7 @@ def tables(stored: Mapping[str, Study]) -> dict[str, str]:
         "circuit_draws": draws_table(),
         "tower_scores": tower_table(load("zero_shot_tower_scores.json")),
         "serve": serve_table(),
+        "coverage": coverage_table(),
         "search": to_markdown(SearchResult.load(RESULTS / "search.json").table()),
         **result_tables.tables(),
         **inference_report.tables(),

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 import circuit  # noqa: E402
+import coverage  # noqa: E402
 import inference  # noqa: E402
 import inference_models  # noqa: E402
 import inference_report  # noqa: E402
@@ -65,6 +66,17 @@ def test_a_conversion_is_timed(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     assert found["shape"] == "tiny"
     assert 0 < found["convert_seconds"] > found["comparison_seconds"]
+
+
+def test_intervals_are_asked_whether_they_hold_what_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "ALL", 2000)
+    path = tmp_path / "coverage.json"
+    shape = ["--draws", "4", "--resamples", "20", "--samples", "40", "--of-calibration", "60"]
+    coverage.main([*shape, "--output", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["metric"] for row in rows} == {"accuracy", "aurc", "auroc", "fpr95", "aupr", "ece"}
+    assert {row["true"] for row in rows if row["metric"] == "ece"} == set(coverage.ERRORS)
+    assert 0.5 < sum(row["held"] for row in rows) / len(rows) <= 1
 
 
 def test_figures_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,15 +5,13 @@ method). A difference uses the same draws for both methods, so the luck of the d
 ID and OOD samples are drawn separately, and an unweighted mean over several OOD sets shares the ID draws.
 The draws depend on the seed and the numbers of samples alone, not on the device.
 
-Of few samples percentiles are too narrow: at 95 % those of 50 samples hold the true AURC in 84 of 100 cases and AUPR in
-88, those of 200 in 92 and 94 (simulated). Where every sample has the same, as where all answers are right, an interval
-has no width, and says nothing of how sure that is.
+Of few samples percentiles are too narrow, most of all those of AURC where hardly an answer is wrong. Where every sample
+has the same, as where all answers are right, an interval has no width, and says nothing of how sure that is.
 
 Noise makes an ECE larger, and replicates have more noise than the samples: of a well calibrated model, percentiles
-never hold the true ECE. Its intervals (`bootstrap_calibration`) are those of percentiles mirrored at the value, which
-hold a true one of 0 in 30 to 75 of 100 cases, drawn out to 0 where chance explains the value. At 95 % they hold the
-true one in 93 to 98 of 100 cases where it is 0, in 82 to 98 where it is 0.005 to 0.05 (simulated, 300 and 2,000
-samples).
+never hold the true ECE. Its intervals (`bootstrap_calibration`) are those of percentiles mirrored at the value, drawn
+out to 0 where chance explains the value; they are still too narrow where the error is not 0. How often intervals hold
+the true value: `benchmarks/coverage.py`.
 """
 
 from collections.abc import Callable, Sequence
