@@ -12,7 +12,7 @@ from attack.targets import TARGETS
 from hydra_ensembles.errors import CheckpointError
 
 IMAGES, EVERY_DAY = 0, 7  # the first target, and how many are quick: checkpoints, ranking and evaluation
-SAMPLE = 8  # edits of each target with its digests, and as many with digests written anew
+SAMPLE = 5  # edits of each target with its digests, and as many with digests written anew
 
 
 def test_edits_are_those_of_the_seed_and_change_something(tmp_path: Path) -> None:

@@ -339,14 +339,6 @@ def test_calibrate_without_familiarity_or_with_another() -> None:
         he.calibrate(one, data, familiarity="cosine")  # type: ignore[arg-type]
 
 
-def test_what_fitted_the_statistics_sets_no_threshold() -> None:
-    data = batches(CONFIG, 200)
-    fitted = fit_familiarity(model(CONFIG), data)
-    with pytest.raises(DataError, match="other data"):
-        he.calibrate(fitted, data)
-    assert he.calibrate(fitted, data, familiarity=None).metadata.familiarity == fitted.metadata.familiarity
-
-
 # --- few and bad data -----------------------------------------------------------------------------------------------
 
 

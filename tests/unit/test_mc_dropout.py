@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_ensembles.baselines.mc_dropout import MCDropout, mc_dropout
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
@@ -117,8 +117,3 @@ def test_data_of_the_same_classes_in_another_order_are_refused():
         data.classes = names
         with pytest.raises(DataError, match="'b'") if refused else nullcontext():
             evaluate(view, DataLoader(data, 3), progress=False)
-
-
-def test_a_view_is_not_saved(tmp_path):
-    with pytest.raises(ConfigError, match="save its ensemble"):
-        mc_dropout(tiny(), 0.1, 2).save_pretrained(tmp_path)

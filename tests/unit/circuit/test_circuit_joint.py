@@ -17,8 +17,7 @@ from processes import by_two_ranks
 from zero_shot_models import NAMES, TEMPLATES, dual_of
 
 CASES = {case.name: case for case in DUAL_CASES}
-VARIED = ("transformers-quickgelu", "open_clip-nonscalar", "open_clip-custom-siglip-text")
-VARIED += ("open_clip-no-text-projection", "open_clip-timm-siglip")
+VARIED = ("open_clip-custom-siglip-text", "open_clip-no-text-projection", "open_clip-timm-siglip")
 HALF = [(layer, head, tower) for layer in range(2) for head in (0, 2) for tower in ("image", "text")]  # of all heads
 KNOWN, ODD = 14, 9  # samples
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -56,12 +55,9 @@ def extract(
     ("name", "settings"),
     [
         *((name, {"budget": 1}) for name in VARIED),
-        ("open_clip-nonscalar", {"score": "acc", "budget": 2}),
-        ("open_clip-nonscalar", {"score": "ood", "budget": 2, "several": True, "ties": "order"}),
+        ("open_clip-nonscalar", {"score": "acc", "budget": 2, "towers": ("text",)}),
         ("open_clip-nonscalar", {"score": "ood", "budget": 2, "several": True, "max_accuracy_loss": 0.2}),
-        ("open_clip-nonscalar", {"budget": 2, "towers": ("image",)}),
-        ("open_clip-nonscalar", {"budget": 2, "towers": ("text",)}),
-        ("open_clip-nonscalar", {"budget": 2, "towers": ("image",), "removed": [(0, 1, "text")]}),
+        ("open_clip-nonscalar", {"budget": 2, "towers": ("image",), "removed": [(0, 1, "text")], "ties": "order"}),
         ("transformers-quickgelu", {"budget": 8, "removed": HALF, "batch_size": 5, "max_memory": 20000}),  # to the last
     ],
     ids=str,

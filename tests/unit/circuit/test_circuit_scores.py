@@ -91,7 +91,7 @@ def test_the_loss_of_labels_is_that_of_torch_and_never_negative() -> None:
 
 
 @pytest.mark.parametrize("score", SCORES)
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_integers_only_grow_as_samples_come_in(score: Score, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -165,7 +165,6 @@ VARIANTS: Rows = [
     (lambda: with_value(float("nan")), r"1 of the 4096 values of blocks\.1\.mlp\.fc1\.weight"),
     (lambda: with_value(float("inf")), r"1 of the 4096 values of blocks\.1\.mlp\.fc1\.weight"),
     (lambda: changed(vit(), "blocks.1.mlp.fc1", nn.Linear(32, 100)), r"blocks\.1\.mlp\.fc1\.weight.*100"),
-    (lambda: changed(vit(), "head", DEEP), "Sequential"),
     (lambda: changed(vit(), "head", nn.Linear(32, 5).to(torch.float8_e4m3fn)), "float8_e4m3fn.*quantised"),
     (lambda: changed(vit(), "blocks.1", vit().blocks[1].to("meta")), r"blocks\.1\..* meta device"),
     (parallel_blocks, "ParallelScalingBlock.*nearest way"),
