@@ -50,7 +50,7 @@ from studies.measures import FEWEST_SEEDS, LEVEL, Difference, Number, numbers
 from studies.paper import paper_numbers
 from studies.results import fixed
 from studies.stored import DualStudy, Study
-from studies.storing import SINGLE, of_row
+from studies.storing import SINGLE, in_rows
 
 COMMENT = re.compile(r"<!-- numbers:\n(.*?)\n *-->", re.DOTALL)
 NUMBER = re.compile(r"(?<![\w./,-])([+−-]?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?=x?(?![\w/-]|\.\d|,\d))")  # 8x, too
@@ -291,7 +291,7 @@ def difference(study: Study, first: str, second: str, key: str) -> Difference | 
 @cache
 def again(study: Study, row: str, seed: int) -> dict[str, Number]:
     """Numbers of a row that the second part made once more."""
-    columns = of_row(row, read_columns(study.folder / f"again-{seed}.parquet"))
+    columns = in_rows(read_columns(study.folder / f"again-{seed}.parquet"))[row]
     return numbers(columns, study.facts["inside"], study.facts["groups"])
 
 

@@ -26,7 +26,7 @@ from .measures import (
 )
 from .paper import Numbers, classifier_numbers, zero_shot_numbers
 from .seed_folder import Once
-from .storing import SINGLE, STUDY, facts_of, of_row, single_of
+from .storing import SINGLE, STUDY, facts_of, in_rows, single_of
 from .task import recipe
 
 ALL_BUT = "all but "  # of the OOD sets
@@ -60,21 +60,21 @@ class Study(Once):
 
     def columns(self, row: str, seed: int) -> dict[str, Array]:
         """Columns of a row, by `set|column`."""
-        return self.once(("columns", row, seed), lambda: of_row(row, self._file(f"seed-{seed}.parquet")))
+        return self.once(("columns", row, seed), lambda: self._rows(f"seed-{seed}.parquet").get(row, {}))
 
-    def _file(self, name: str) -> Mapping[str, Array]:
+    def _rows(self, name: str) -> Mapping[str, dict[str, Array]]:
         if not (self.folder / name).exists():
             raise DataError(
                 f"{self.folder} lacks {name}, whose rows `study.json` names; take it from where it was made"
             )
-        return self.once(name, lambda: read_columns(self.folder / name))
+        return self.once(name, lambda: in_rows(read_columns(self.folder / name)))
 
     def numbers(self, row: str, seed: int) -> dict[str, Number]:
         """Numbers with influences, on corrupted images too where they were asked about."""
 
         def make() -> dict[str, Number]:
             shifted = f"{SHIFT}-{seed}.parquet"
-            corrupted = of_row(row, self._file(shifted)) if (self.folder / shifted).exists() else {}
+            corrupted = self._rows(shifted).get(row, {}) if (self.folder / shifted).exists() else {}
             return self.numbers_of(self.columns(row, seed)) | shift_numbers(corrupted)
 
         return self.once(("numbers", row, seed), make)
@@ -244,8 +244,9 @@ class DualStudy(Study):
     ) -> dict[str, Value]:
         """Numbers of every task, and their means over the tasks that count, where all of these have the number."""
         by_key: dict[str, Value] = {}
+        asked = in_rows(columns)
         for task in self.facts["tasks"]:
-            of_task = numbers(of_row(task, columns), task, self.groups(task))
+            of_task = numbers(asked.get(task, {}), task, self.groups(task))
             by_key |= {f"{task}.{key}": value for key, value in {**of_task, **by_own_score(of_task)}.items()}
         keys = {key: [f"{task}.{key}" for task in self.counted] for key in MEANS}
         complete = {key: names for key, names in keys.items() if names and all(name in by_key for name in names)}

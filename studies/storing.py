@@ -172,7 +172,7 @@ def single_of(folder: Path, number: int) -> dict[str, dict[str, Array]]:
     singles: dict[str, dict[str, Array]] = {}
     for file in _again_files(folder, number):
         columns = read_columns(file)
-        singles |= dict.fromkeys(columns["rows"].tolist(), of_row(SINGLE, columns))
+        singles |= dict.fromkeys(columns["rows"].tolist(), in_rows(columns)[SINGLE])
     return singles
 
 
@@ -181,10 +181,13 @@ def named(row: str, columns: Mapping[str, Array]) -> dict[str, Array]:
     return {f"{row}|{key}": column for key, column in columns.items()}
 
 
-def of_row(row: str, columns: Mapping[str, Array]) -> dict[str, Array]:
-    """The columns of a row by itself."""
-    prefix = f"{row}|"
-    return {key.removeprefix(prefix): columns[key] for key in columns if key.startswith(prefix)}
+def in_rows(columns: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+    """Rows or sets, each with its columns by themselves."""
+    rows: dict[str, dict[str, Array]] = {}
+    for key, column in columns.items():
+        row, _, name = key.partition("|")
+        rows.setdefault(row, {})[name] = column
+    return rows
 
 
 def _again_files(folder: Path, number: int) -> list[Path]:

@@ -22,7 +22,7 @@ from studies.measures import Columns
 from studies.rows import HYDRA_CIRC
 from studies.seed_folder import slug
 from studies.stored import DualStudy
-from studies.storing import FORMAT, SINGLE, named, of_row, single_of, store
+from studies.storing import FORMAT, SINGLE, in_rows, named, single_of, store
 
 OUTSIDE = {"near": {"a": 900}, "far": {"b": 1100, "c": 900}}
 ROWS = (SINGLE, "Temperature Scaling", "Taylor", HYDRA_CIRC)
@@ -306,7 +306,8 @@ def test_every_table_is_made_again_from_results(tmp_path: Path) -> None:
 def by_task(columns: Columns) -> dict[str, dict[str, float]]:
     """Numbers of the published study by task, by other code."""
     study = published_zero_shot()
-    return {task: by_other_code(of_row(task, columns), task, study.groups(task)) for task in study.facts["tasks"]}
+    tasks = in_rows(columns)
+    return {task: by_other_code(tasks[task], task, study.groups(task)) for task in study.facts["tasks"]}
 
 
 @cache

@@ -87,8 +87,8 @@ def test_corrupted_images_are_shown_by_severity(study: Study, tmp_path: Path) ->
 def as_another(study: Study, results: Path, rows: dict[str, str], name: str = "vision-tinyimagenet") -> Study:
     """The stored study as one of another task, whose rows have the columns of rows of this one."""
     for file in study.folder.glob("*.parquet"):
-        columns = read_columns(file)
-        taken = {row: storing.of_row(like, columns) for row, like in rows.items()}
+        stored = storing.in_rows(read_columns(file))
+        taken = {row: stored.get(like, {}) for row, like in rows.items()}
         write_columns(
             results / name / file.name,
             {key: one for row, own in taken.items() for key, one in storing.named(row, own).items()},
