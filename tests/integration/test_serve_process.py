@@ -117,11 +117,7 @@ def test_a_socket_left_by_a_killed_server_is_taken_over(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("options", "token"),
-    [
-        (["--host", "no.such.host.invalid"], "listen"),
-        (["--api-key", "short"], "key"),
-    ],
+    ("options", "token"), [(["--host", "no.such.host.invalid"], "listen"), (["--api-key", "short"], "key")]
 )
 def test_settings_are_refused_before_anything_is_loaded(options: list[Any], token: str) -> None:
     assert token in fail("serve", "no-such-folder", *options)

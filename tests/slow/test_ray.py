@@ -143,10 +143,7 @@ def test_a_replica_dies_under_load_with_a_batch_in_its_hands(address: str, order
                 order.touch()
         return answer
 
-    with (
-        httpx.Client(base_url=address, headers=KEY, timeout=LIMIT) as client,
-        ThreadPoolExecutor(CLIENTS) as pool,
-    ):
+    with httpx.Client(base_url=address, headers=KEY, timeout=LIMIT) as client, ThreadPoolExecutor(CLIENTS) as pool:
         answers = list(pool.map(one, range(REQUESTS)))
     assert not order.exists()  # it was carried out
     assert [answer.status_code for answer in answers] == [200] * REQUESTS

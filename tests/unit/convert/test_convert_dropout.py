@@ -94,11 +94,7 @@ BLOCKS = {f"encoder.{one}_dropout": 0.1 for one in ("attention", "projection", "
     [
         (DroppingText, None, {**BLOCKS, "stem.dropout": 0.2, "readout.dropout": 0.3}),
         (DroppingText, ENCODER_TEXT, {**BLOCKS, "stem.dropout": 0.2, "readout.dropout": 0.3}),
-        (
-            DroppingViT,
-            None,
-            {**BLOCKS, "encoder.attention_dropout": 0.15, "encoder.activation_dropout": 0.05},
-        ),
+        (DroppingViT, None, {**BLOCKS, "encoder.attention_dropout": 0.15, "encoder.activation_dropout": 0.05}),
         (ByHandViT, OWN_VIT, {"encoder.attention_dropout": 0.25, "encoder.projection_dropout": 0.25}),
         (OwnViT, OWN_VIT, {}),
     ],

@@ -37,9 +37,7 @@ def random_probs(seed: int, max_samples: int = 80, max_classes: int = 12) -> tup
     sharpness = 10 * torch.rand((), generator=g)
     probs = (torch.randn(samples, classes, generator=g) * sharpness).softmax(-1)
     labels = torch.where(
-        torch.rand(samples, generator=g) < 0.7,
-        probs.argmax(-1),
-        torch.randint(0, classes, (samples,), generator=g),
+        torch.rand(samples, generator=g) < 0.7, probs.argmax(-1), torch.randint(0, classes, (samples,), generator=g)
     )
     return probs, labels
 

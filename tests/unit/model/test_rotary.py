@@ -15,10 +15,7 @@ from random_ensembles import ALL_SHAPES, encoder, random_batches, random_ensembl
 
 def test_tables_give_what_is_computed_also_for_other_sizes() -> None:
     like = torch.zeros(1, dtype=torch.float64)
-    for shape, native, sizes in (
-        ("image-rotary", (2, 3), [(2, 3), (4, 1)]),
-        ("text-rotary-local", (8,), [(8,), (3,)]),
-    ):
+    for shape, native, sizes in (("image-rotary", (2, 3), [(2, 3), (4, 1)]), ("text-rotary-local", (8,), [(8,), (3,)])):
         rotary = Rotary(ALL_SHAPES[shape])
         frozen = FrozenRotary(rotary, native, like)
         for size in sizes:

@@ -243,13 +243,7 @@ def test_memory_counts_what_plans_share_once() -> None:
     assert uneven.optimize(plans=["loop", "batched"]).memory_bytes > uneven.optimize(plans=["loop"]).memory_bytes
 
 
-@pytest.mark.parametrize(
-    ("options", "token"),
-    [
-        ({"dtype": torch.int8}, "floating"),
-        ({"graphs": True}, "CUDA"),
-    ],
-)
+@pytest.mark.parametrize(("options", "token"), [({"dtype": torch.int8}, "floating"), ({"graphs": True}, "CUDA")])
 def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], token: str) -> None:
     with pytest.raises(ConfigError, match=token):
         hydra().optimize(**options)

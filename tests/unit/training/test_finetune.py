@@ -150,11 +150,7 @@ def test_text_trains_with_masks_in_a_mapping():
 
 
 @pytest.mark.parametrize(
-    ("changes", "token"),
-    [
-        ({"data": iter(batches())}, "only once"),
-        ({"validation": []}, "validation"),
-    ],
+    ("changes", "token"), [({"data": iter(batches())}, "only once"), ({"validation": []}, "validation")]
 )
 def test_bad_requests_are_refused(changes, token):
     with pytest.raises(DataError, match=token):
