@@ -170,7 +170,8 @@ def soup(models: Iterable[nn.Module]) -> Ensemble:
     """One model with the mean of the weights of several fine-tunings of one model: at the price of one.
 
     Models that do not come from one start have no mean that means anything; a `HydraWarning` says so. Those
-    that do may have been trained with different dropout, as in `fuse`.
+    that do may have been trained with different dropout, as in `fuse`. Calibrate it (`calibrate`): the mean of weights
+    may be far too unsure of its answers.
 
     Args:
         models: At least one; models that `convert` takes, or ensembles with one member, all alike.
