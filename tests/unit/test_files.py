@@ -8,22 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from hydra_ensembles import files
 from hydra_ensembles.errors import CheckpointError, HydraWarning, StorageError
-from hydra_ensembles.files import (
-    checksum,
-    digest_of,
-    flush,
-    locked,
-    parse_json,
-    read_file,
-    read_json,
-    read_sealed,
-    sealed,
-    unsealed,
-    write_atomically,
-    write_json,
-    write_sealed,
-)
 from processes import in_a_child
 
 
@@ -42,7 +28,7 @@ def test_what_the_disk_refuses_is_an_error_of_ours(
     (tmp_path / "file").write_bytes(b"old")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(number, os.strerror(number))))
     with pytest.raises(StorageError, match=token):
-        write_atomically(tmp_path / "file", b"new")
+        files.write_atomically(tmp_path / "file", b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
 
 
@@ -56,11 +42,11 @@ def test_a_write_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
 
     def meanwhile(*arguments: object) -> None:
         monkeypatch.setattr(os, moment, act)
-        write_atomically(path, b"of another writer")
+        files.write_atomically(path, b"of another writer")
         act(*arguments)
 
     monkeypatch.setattr(os, moment, meanwhile)
-    write_atomically(path, b"content")
+    files.write_atomically(path, b"content")
     assert path.read_bytes() == b"content"
     assert {one.name for one in tmp_path.iterdir()} == {"file", ".other.0123.tmp"}
 
@@ -68,34 +54,34 @@ def test_a_write_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
 def test_a_disk_that_flushes_files_alone_is_good_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EINVAL, "Invalid argument")))
-    flush(tmp_path)
+    files.flush(tmp_path)
     with pytest.raises(OSError, match="Invalid"):
-        flush(tmp_path / "file")
+        files.flush(tmp_path / "file")
 
 
 def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # as a device: whoever may write there must not take it away
     with pytest.raises(StorageError, match="not a plain file"):
-        write_atomically(tmp_path / "pipe", b"content")
+        files.write_atomically(tmp_path / "pipe", b"content")
     assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_file_in_the_way_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="file"):
-        write_atomically(tmp_path / "file/inside", b"")
+        files.write_atomically(tmp_path / "file/inside", b"")
     with pytest.raises(StorageError, match="file"):
-        locked(tmp_path / "file", "build").__enter__()
+        files.locked(tmp_path / "file", "build").__enter__()
 
 
 def test_the_second_worker_is_told_and_the_lock_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "a/b"
-    with locked(folder, "build"), locked(tmp_path, "build"), locked(folder, "run", file="a"):
+    with files.locked(folder, "build"), files.locked(tmp_path, "build"), files.locked(folder, "run", file="a"):
         for file in (None, "a"):
             with pytest.raises(StorageError, match=f"another build works in .*process {os.getpid()}"):
-                locked(folder, "build", file=file).__enter__()
+                files.locked(folder, "build", file=file).__enter__()
         assert {path.name for path in folder.iterdir()} == {".lock", ".a.lock"}
-    with pytest.raises(KeyboardInterrupt), locked(folder, "build", wait=True):
+    with pytest.raises(KeyboardInterrupt), files.locked(folder, "build", wait=True):
         raise KeyboardInterrupt
     assert not list(folder.iterdir())
 
@@ -105,7 +91,7 @@ def test_a_lock_is_not_written_where_a_link_leads(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/.lock").symlink_to(tmp_path / "precious")
     with pytest.raises(StorageError, match="cannot be written"):
-        locked(tmp_path / "a", "build").__enter__()
+        files.locked(tmp_path / "a", "build").__enter__()
     assert (tmp_path / "precious").read_text() == "text"
 
 
@@ -114,8 +100,8 @@ def test_a_disk_without_locks_is_worked_on_and_told_of(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, os.strerror(number))))
-    with pytest.warns(HydraWarning, match="no locks"), locked(tmp_path, "build", wait=True):
-        write_atomically(tmp_path / "file", b"content")
+    with pytest.warns(HydraWarning, match="no locks"), files.locked(tmp_path, "build", wait=True):
+        files.write_atomically(tmp_path / "file", b"content")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -124,7 +110,7 @@ def test_a_killed_worker_holds_nothing_even_if_its_child_lives(tmp_path: Path) -
     read, write = os.pipe()
 
     def work() -> None:
-        with locked(tmp_path, "build"):
+        with files.locked(tmp_path, "build"):
             if os.fork() == 0:  # a child, as loaders of data have them, that outlives its killed parent
                 os.close(write)
                 os.write(born, b"1")  # by now it has let go of what its parent holds
@@ -135,7 +121,7 @@ def test_a_killed_worker_holds_nothing_even_if_its_child_lives(tmp_path: Path) -
 
     assert in_a_child(work) == 9
     assert (tmp_path / ".lock").exists()
-    with locked(tmp_path, "build"):
+    with files.locked(tmp_path, "build"):
         pass
     assert not list(tmp_path.iterdir())
     for end in (write, read, lives, born):  # the first of which ends the grandchild
@@ -145,7 +131,7 @@ def test_a_killed_worker_holds_nothing_even_if_its_child_lives(tmp_path: Path) -
 def test_those_who_wait_come_one_at_a_time(tmp_path: Path) -> None:
     def work() -> None:
         for _ in range(100):
-            with locked(tmp_path, "save", wait=True):
+            with files.locked(tmp_path, "save", wait=True):
                 count = int((tmp_path / "count").read_text())
                 (tmp_path / "count").write_text(str(count + 1))
 
@@ -174,46 +160,46 @@ def test_those_who_wait_come_one_at_a_time(tmp_path: Path) -> None:
 )
 def test_text_that_is_not_strictly_json(content: bytes, token: str) -> None:
     with pytest.raises(CheckpointError, match=token):
-        parse_json(content, "file")
+        files.parse_json(content, "file")
 
 
 def test_json_comes_back_and_files_are_read_within_limits(tmp_path: Path) -> None:
     path = tmp_path / "new/file.json"
     value = {"lists": [[0, 1], [], [3]], "empty": {}, "deep": {"words": ["word " * 12] * 3}, "ü": None}
-    write_json(path, value)
+    files.write_json(path, value)
     for bad in (float("nan"), {1, 2}, "\ud800"):
         with pytest.raises(CheckpointError, match="file"):
-            write_json(path, [bad])
-    assert read_json(path) == value
+            files.write_json(path, [bad])
+    assert files.read_json(path) == value
     with pytest.raises(CheckpointError, match=path.name):
-        read_file(path, 4)
+        files.read_file(path, 4)
     for wrong in (tmp_path / "new", tmp_path / "none.json", Path("/dev/zero")):
-        for read in (read_file, read_json):
+        for read in (files.read_file, files.read_json):
             with pytest.raises(CheckpointError, match=wrong.name):
                 read(wrong)
     os.truncate(path, 1 << 40)  # a hole, which takes no place on the disk
     with pytest.raises(CheckpointError, match="limit"):
-        checksum(path, 1 << 20)
+        files.checksum(path, 1 << 20)
 
 
 def test_a_seal_shows_every_change_of_content_and_none_of_layout() -> None:
     plain = {"a": 1.5, "b": [1, None, "ü"], "c": {"d": True}}
-    seal = sealed(plain)
-    assert unsealed(dict(reversed(seal.items())), "file") == plain
-    assert unsealed(plain, "file", required=False) == plain
+    seal = files.sealed(plain)
+    assert files.unsealed(dict(reversed(seal.items())), "file") == plain
+    assert files.unsealed(plain, "file", required=False) == plain
     changes: list[dict[str, object]] = [{"a": 1.25}, {"b": [1, "ü"]}, {"c": {"d": 1}}, {"digest": "0"}, {"e": 0}]
     for changed in ({**seal, **change} for change in changes):
         for required in (True, False):
             with pytest.raises(CheckpointError, match="digest"):
-                unsealed(changed, "file", required=required)
+                files.unsealed(changed, "file", required=required)
     with pytest.raises(CheckpointError, match="digest"):
-        digest_of([float("inf")])
+        files.digest_of([float("inf")])
 
 
 @pytest.mark.parametrize("content", ["[1]", '{"a": 1, "digest": "0"}', '{"a": 1}'])
 def test_a_sealed_file_is_an_object_with_its_digest(tmp_path: Path, content: str) -> None:
-    write_sealed(tmp_path / "file", {"a": 1})
-    assert read_sealed(tmp_path / "file", required=True) == {"a": 1}
+    files.write_sealed(tmp_path / "file", {"a": 1})
+    assert files.read_sealed(tmp_path / "file", required=True) == {"a": 1}
     (tmp_path / "file").write_text(content)
     with pytest.raises(CheckpointError, match="file"):
-        read_sealed(tmp_path / "file", required=True)
+        files.read_sealed(tmp_path / "file", required=True)

@@ -3,13 +3,7 @@
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_ensembles.fingerprints import (
-    data_fingerprint,
-    model_fingerprint,
-    source_fingerprint,
-    tensors_digest,
-    weights_digest,
-)
+from hydra_ensembles import fingerprints
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.overlap import names_of, sample_keys
 from random_ensembles import SHAPES
@@ -32,19 +26,19 @@ def test_stored_values_are_those_of_earlier_releases() -> None:
     odd = {"b": torch.tensor(3.0), "a": torch.arange(6).view(2, 3).T, "none": torch.zeros(0, 2)}
     dataset = TensorDataset(IMAGES, LABELS)
     assert {
-        "image": model_fingerprint(image),
-        "text": model_fingerprint(text),
-        "images": data_fingerprint([(IMAGES[:3], LABELS[:3]), (IMAGES[3:], LABELS[3:])]),
-        "texts": data_fingerprint([TEXTS]),
-        "tensors": tensors_digest(odd),
+        "image": fingerprints.model_fingerprint(image),
+        "text": fingerprints.model_fingerprint(text),
+        "images": fingerprints.data_fingerprint([(IMAGES[:3], LABELS[:3]), (IMAGES[3:], LABELS[3:])]),
+        "texts": fingerprints.data_fingerprint([TEXTS]),
+        "tensors": fingerprints.tensors_digest(odd),
         "weights": [
-            weights_digest(image.parameters()),
-            weights_digest(text.parameters()),
-            weights_digest(odd.values()),
+            fingerprints.weights_digest(image.parameters()),
+            fingerprints.weights_digest(text.parameters()),
+            fingerprints.weights_digest(odd.values()),
         ],
-        "list": source_fingerprint([(IMAGES, LABELS)], "train", 0),
-        "loader": source_fingerprint(DataLoader(dataset, batch_size=2), "train", 0),
-        "mapping": source_fingerprint([{**TEXTS, "labels": torch.tensor([1, 0])}], "train", 0),
+        "list": fingerprints.source_fingerprint([(IMAGES, LABELS)], "train", 0),
+        "loader": fingerprints.source_fingerprint(DataLoader(dataset, batch_size=2), "train", 0),
+        "mapping": fingerprints.source_fingerprint([{**TEXTS, "labels": torch.tensor([1, 0])}], "train", 0),
         "samples": [name for inputs in (IMAGES[:2], TEXTS) for name in names_of(sample_keys(inputs))],
     } == {
         "image": "77febbf65488e9cddbc1f5282c78676733e209d07812247015e30cdbb562e29f",
@@ -58,4 +52,4 @@ def test_stored_values_are_those_of_earlier_releases() -> None:
         "mapping": "3df0548b7fa62109",
         "samples": ["9abcb74914e00000", "38624a8f69100000", "cdb40ee251e796a1", "756f72aef4519099"],
     }
-    assert weights_digest([torch.zeros(2, device="meta")]) is None
+    assert fingerprints.weights_digest([torch.zeros(2, device="meta")]) is None

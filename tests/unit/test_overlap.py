@@ -16,22 +16,12 @@ from torchvision.datasets import ImageFolder
 
 import hydra_ensembles as he
 from checkpoint_models import ensemble, single, text
+from hydra_ensembles import overlap
 from hydra_ensembles.data import ImageDataset, batches
 from hydra_ensembles.errors import DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.metadata import Calibration, Metadata
-from hydra_ensembles.overlap import (
-    MARKS,
-    FittedSet,
-    keys_at_hand,
-    marked,
-    mostly_fitted,
-    names_of,
-    sample_keys,
-    share_fitted,
-    told_share,
-)
 from hydra_ensembles.pipeline.material import read_data
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from hydra_ensembles.schema import from_plain
@@ -188,17 +178,17 @@ def test_members_that_are_equal() -> None:
 
 def test_a_key_is_of_values_and_their_places() -> None:
     ids = torch.tensor([[3, 1, 2, 0], [3, 2, 1, 0], [0, 2, 0, 0], [1, 0, 1, 0]])  # the last two: same sum, same moment
-    assert len(np.unique(sample_keys(ids))) == 4
+    assert len(np.unique(overlap.sample_keys(ids))) == 4
     padded = {"input_ids": torch.cat([ids, torch.full((4, 3), 9)], 1), "attention_mask": torch.ones(4, 7).long()}
     padded["attention_mask"][:, 4:] = 0
-    assert np.array_equal(sample_keys({"input_ids": ids}), sample_keys(padded))
+    assert np.array_equal(overlap.sample_keys({"input_ids": ids}), overlap.sample_keys(padded))
     for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.complex64):
         values = torch.tensor([[1, 0], [0, 1]]).to(dtype)
-        assert len(set(sample_keys({"pixel_values": values}).tolist())) == 2
+        assert len(set(overlap.sample_keys({"pixel_values": values}).tolist())) == 2
     many = torch.randn(600, 3, 4)
-    assert np.array_equal(sample_keys(many)[500:], sample_keys(many[500:].clone()))
-    assert keys_at_hand(iter(())) is None
-    assert keys_at_hand([]) is None
+    assert np.array_equal(overlap.sample_keys(many)[500:], overlap.sample_keys(many[500:].clone()))
+    assert overlap.keys_at_hand(iter(())) is None
+    assert overlap.keys_at_hand([]) is None
 
 
 # --- what something was fitted on, known again ------------------------------------------------------------------------
@@ -330,11 +320,13 @@ def test_texts_are_known_in_batches_of_other_lengths() -> None:
 
 def test_marks_are_drawn_evenly_and_from_parts_as_from_the_whole() -> None:
     keys = np.arange(10_000, dtype=np.int64)
-    found = marked(keys)
-    assert np.array_equal(found, marked(np.concatenate([marked(keys[:3000]), marked(np.repeat(keys[::-1], 2))])))
-    assert len(found) == MARKS
+    found = overlap.marked(keys)
+    assert np.array_equal(
+        found, overlap.marked(np.concatenate([overlap.marked(keys[:3000]), overlap.marked(np.repeat(keys[::-1], 2))]))
+    )
+    assert len(found) == overlap.MARKS
     assert 3500 < found.mean() < 6500
-    assert np.array_equal(np.sort(marked(keys[:5])), keys[:5])
+    assert np.array_equal(np.sort(overlap.marked(keys[:5])), keys[:5])
 
 
 @pytest.mark.parametrize(("fitted", "new"), [(700, 250), (6_000, 1_000), (40, 30), (300, 300), (500, 2_000)])
@@ -345,42 +337,45 @@ def test_the_share_of_the_new_set_is_estimated(fitted: int, new: int, known: flo
     shares = []
     for start in range(0, 40 * 10_000, 10_000):  # 40 draws, as keys in another place are mixed otherwise
         keys = np.arange(start, start + fitted, dtype=np.int64)
-        kept = FittedSet(tuple(names_of(marked(keys))), fitted)
-        shares.append(share_fitted(np.arange(start + fitted - common, start + fitted - common + new), kept))
+        kept = overlap.FittedSet(tuple(overlap.names_of(overlap.marked(keys))), fitted)
+        shares.append(overlap.share_fitted(np.arange(start + fitted - common, start + fitted - common + new), kept))
     assert max(shares) <= 1
     assert np.mean(shares) == pytest.approx(common / new, abs=0.08 if known < 1 else 0.15)  # none is above 1
     assert np.mean(np.array(shares) > 0.5) > 0.9 or common < new
-    assert share_fitted(np.repeat(np.arange(3), 5), FittedSet(tuple(names_of(np.arange(2))), 2)) == 2 / 3  # copies
-    assert share_fitted(np.arange(3), FittedSet((), 0)) == 0.0
+    assert (
+        overlap.share_fitted(np.repeat(np.arange(3), 5), overlap.FittedSet(tuple(overlap.names_of(np.arange(2))), 2))
+        == 2 / 3
+    )  # copies
+    assert overlap.share_fitted(np.arange(3), overlap.FittedSet((), 0)) == 0.0
 
 
-def fitted_set(keys: Any, marks: int) -> FittedSet:
+def fitted_set(keys: Any, marks: int) -> overlap.FittedSet:
     """What files keep that were written with so many marks."""
-    return FittedSet(tuple(names_of(marked(keys)[:marks])), len(keys))
+    return overlap.FittedSet(tuple(overlap.names_of(overlap.marked(keys)[:marks])), len(keys))
 
 
 def test_a_small_part_of_a_large_set_is_known_again() -> None:
     told = []
     for start in range(0, 20 * 100_000, 100_000):
-        kept = fitted_set(np.arange(start, start + 50_000, dtype=np.int64), MARKS)
-        told.append(mostly_fitted(np.arange(start, start + 1_000), kept))
-        assert not mostly_fitted(np.arange(start + 49_950, start + 50_950), kept)  # 5 % of it
+        kept = fitted_set(np.arange(start, start + 50_000, dtype=np.int64), overlap.MARKS)
+        told.append(overlap.mostly_fitted(np.arange(start, start + 1_000), kept))
+        assert not overlap.mostly_fitted(np.arange(start + 49_950, start + 50_950), kept)  # 5 % of it
     assert np.mean(told) >= 0.95
 
 
-@pytest.mark.parametrize("marks", [64, MARKS])
+@pytest.mark.parametrize("marks", [64, overlap.MARKS])
 def test_one_sample_that_is_known_again_refuses_nothing(marks: int) -> None:
     keys = np.arange(50_000, dtype=np.int64)
     kept = fitted_set(keys, marks)
     fresh = np.arange(50_000, 51_000)
     hits = np.array([int(name, 16) for name in kept.marks])
     one, three = (np.concatenate([hits[:count], fresh[count:]]) for count in (1, 3))
-    assert not mostly_fitted(one, kept)
-    assert share_fitted(one, kept) == pytest.approx(50 / marks)  # by the number that the file has
-    assert "told by 1 of them alone" in told_share(one, kept)
-    assert mostly_fitted(three, kept) == (marks == 64)  # three stand for 2,344 samples, or for 146
-    assert "told by" not in told_share(three, kept)
-    assert mostly_fitted(hits[:2], kept)  # a set of two, both of which are known
+    assert not overlap.mostly_fitted(one, kept)
+    assert overlap.share_fitted(one, kept) == pytest.approx(50 / marks)  # by the number that the file has
+    assert "told by 1 of them alone" in overlap.told_share(one, kept)
+    assert overlap.mostly_fitted(three, kept) == (marks == 64)  # three stand for 2,344 samples, or for 146
+    assert "told by" not in overlap.told_share(three, kept)
+    assert overlap.mostly_fitted(hits[:2], kept)  # a set of two, both of which are known
 
 
 def test_all_of_a_small_set_was_fitted_on() -> None:
