@@ -17,7 +17,7 @@ from hydra_ensembles.pipeline import chain
 from hydra_ensembles.schema import from_plain, to_plain
 
 ROOT = Path(__file__).resolve().parents[3]
-FEW: dict[str, Any] = {"limit": 28, "share": 0.8, "epochs": 1, "shared_layers": 5, "draws": 2}
+FEW: dict[str, Any] = {"limit": 28, "share": 0.8, "epochs": 2, "shared_layers": 5, "draws": 2}
 FEW |= {"latency_repeats": 1, "latency_batch": 2}
 
 
