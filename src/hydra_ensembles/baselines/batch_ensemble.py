@@ -74,6 +74,8 @@ def batch_ensemble(
 
     The scales are multiplied into the weights in the end, or folded into norms: the result needs no other forward pass.
     Where weights are scaled on both sides, it is as large as that many copies of the layers above the trunk.
+    The loss is the sum over members, as of `finetune`; published code takes their mean, so that with SGD its rates are
+    as many times too high here as there are members, for what they share and for their scales.
 
     Args:
         model: A classifier with one member; it is not changed.
