@@ -1,5 +1,6 @@
 """Which head goes next: by trying every one, or by branch and bound."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,8 +21,32 @@ def silent(_: int) -> None:
     """Tell nobody."""
 
 
+class Search(ABC):
+    """A way to find the head that goes next; `result` is that of the model as it is."""
+
+    tell: Tell = staticmethod(silent)
+
+    @abstractmethod
+    def choose(self, candidates: Sequence[Head]) -> Result:
+        """The candidate whose removal leaves the best score."""
+
+    @abstractmethod
+    def remove(self, head: Head) -> None:
+        """Take a head out for good."""
+
+    def take(self, candidates: Sequence[Head], audited: bool) -> tuple[Result, int | None]:
+        """Choose a candidate and remove it, unless too many errors are left; what is left without it.
+
+        Of an approximate choice that is `audited`, also by how much it misses the best.
+        """
+        choice = self.choose(candidates)
+        if not choice.over:
+            self.remove(choice.head)
+        return choice, None
+
+
 @dataclass(eq=False)
-class Naive:
+class Naive(Search):
     """Evaluates each candidate from the inputs to the logits, on all samples: the reference."""
 
     model: Ensemble
@@ -90,15 +115,13 @@ _TOGETHER = {"cuda": 16, "cpu": 4}  # candidates advanced at once, at least
 _PAIRS = {"cuda": 1024, "cpu": 32}  # pairs of candidate and sample that are worth a sweep
 
 
-class Exact:
+class Exact(Search):
     """Branch and bound over the candidates of this rank, in step with the other ranks.
 
     All candidates see the samples in one order, hardest first. The integers of a candidate on the samples it has seen
     are a lower bound of its result; one whose bound is above a complete result need not go on, and neither need one
     that makes more errors than it may.
     """
-
-    tell: Tell = staticmethod(silent)
 
     def __init__(self, tower: CachedTower, objective: Objective, ranks: Ranks) -> None:
         self.tower, self.objective, self.ranks = tower, objective, ranks

@@ -369,21 +369,11 @@ class Extraction:
         search.tell = shown.tell
         with closing(shown.bar):
             for index in range(len(done), self.budget):
-                free = may_go(self.model, left)
-                choice = search.choose(free)
-                if choice.over and isinstance(search, Screened):  # by estimates alone: measurements have the last word
-                    choice = search.exact.choose(free)
-                excess = None
+                choice, excess = search.take(may_go(self.model, left), audited=index in self.audited)
                 if choice.over:
                     self._warn_of_end(journal)
                     return
-                if isinstance(search, Screened) and index in self.audited:
-                    measured = search.exact.choose([choice.head])
-                    excess = measured.value - search.exact.choose(free, known=measured).value
-                search.remove(choice.head)
                 left.remove(choice.head)
-                if isinstance(search, Screened):  # it chose by estimates; what is left says what it is
-                    choice = search.result._replace(head=choice.head)
                 work = self.ranks.gather((self.work["layer_evaluations"], self.work["multiply_adds"]))
                 blocks, products = (sum(column) for column in zip(*work, strict=True))  # so far, over all ranks
                 spent = (blocks - counted[0], products - counted[1])

@@ -20,7 +20,7 @@ from ..model.ensemble import Ensemble
 from ..model.stem_readout import compose
 from ..model.zero_shot import average_templates, prompts_of
 from .cache import CachedTower
-from .exact import Exact, Naive, Tell, run_without, silent
+from .exact import Exact, Naive, Search, run_without
 from .scores import CircuitData, IntArray, Result, SampleAnswers, SampleGroup, Tally, to_device
 
 
@@ -90,10 +90,8 @@ class JointNaive(Naive):
         return super().answers(of_tower(off, text=False))
 
 
-class JointExact:
+class JointExact(Search):
     """Branch and bound in the image tower; in the text tower (`tower`, without its removed heads) all candidates."""
-
-    tell: Tell = staticmethod(silent)
 
     def __init__(self, images: Exact, texts: Texts, tower: CachedTower) -> None:
         self.images, self.texts, self.tower = images, texts, tower

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..heads.ranking import Head
 from .cache import CachedTower
-from .exact import Exact, Tell, silent
+from .exact import Exact, Search
 from .scores import IntArray, Result, SampleAnswers, judge, log_odds_of, parts, quantum, require_finite, to_device
 
 AFRESH = 8  # steps after which all that is remembered is forgotten; a resumed run repeats at most as many
@@ -34,14 +34,12 @@ def fast_products(device: torch.device, fast: bool = True) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-class Screened:
+class Screened(Search):
     """Measures the candidates that are expected to be good; for the accuracy, all of them in fast products.
 
     `exact` keeps nothing of candidates. At most `size` are measured in a step, twice as many where nothing is
     remembered; `step` is the number of greedy steps taken so far, a multiple of `AFRESH`.
     """
-
-    tell: Tell = staticmethod(silent)
 
     def __init__(self, exact: Exact, size: int, step: int) -> None:
         self.exact = exact
@@ -71,6 +69,19 @@ class Screened:
                 self.shifts.predict(candidates, self._hardest(1.0 if afresh else _HARD))
             size = min(len(candidates), 2 * self.size if afresh else self.size)
             return self._first_measured(candidates, most=size, least=size if afresh else 1)
+
+    def take(self, candidates: Sequence[Head], audited: bool) -> tuple[Result, int | None]:
+        """As of any search; the result is what was measured without the head, not what it was chosen by."""
+        choice, excess = self.choose(candidates), None
+        if choice.over:  # by estimates alone: measurements have the last word
+            choice = self.exact.choose(candidates)
+        if choice.over:
+            return choice, None
+        if audited:
+            measured = self.exact.choose([choice.head])
+            excess = measured.value - self.exact.choose(candidates, known=measured).value
+        self.remove(choice.head)
+        return self.result._replace(head=choice.head), excess
 
     def _first_measured(self, candidates: Sequence[Head], most: int, least: int) -> Result:
         """The first candidate that is ahead of all others and was measured in this step."""
