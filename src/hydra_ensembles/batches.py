@@ -234,6 +234,13 @@ def epoch_of(batches: Batches, epoch: int, seed: int, device: torch.device) -> I
         yield
 
 
+@contextmanager
+def first_epoch(batches: Batches, seed: int) -> Iterator[None]:
+    """Read a source from its start, on the CPU, in the order of a seed; afterwards it is as it came."""
+    with borrowed(batches), epoch_of(batches, 0, seed, torch.device("cpu")):
+        yield
+
+
 def begin_epoch(batches: Batches, epoch: int, seed: int) -> None:
     """Set what a source has of its own (not the global generators) to the start of an epoch of the stream `seed`."""
     for part in parts_of(batches):

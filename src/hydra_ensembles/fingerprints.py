@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from .batches import Batches, Inputs, all_parts, borrowed, epoch_of, iterate, length_of
+from .batches import Batches, Inputs, all_parts, first_epoch, iterate, length_of
 from .errors import DataError
 from .overlap import Keys
 from .schema import to_plain
@@ -125,7 +125,7 @@ def source_fingerprint(batches: Batches, name: str, seed: int) -> str:
     in all of this have the same name.
     """
     digest = hashlib.sha256(f"{length_of(batches)}".encode())
-    with borrowed(batches), epoch_of(batches, 0, seed, torch.device("cpu")):
+    with first_epoch(batches, seed):
         at_hand = dict(_at_hand(batches))
         first_batch = next(iter(batches), None)
     if first_batch is None:

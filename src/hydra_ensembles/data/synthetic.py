@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._utils import derive_seed
 from ..arguments import Seed, checked
-from ..batches import Batches, Inputs, borrowed, epoch_of, iterate
+from ..batches import Batches, Inputs, first_epoch, iterate
 from ..errors import DataError
 from ..model.config import TextStemConfig
 from ..model.ensemble import Ensemble
@@ -57,7 +57,7 @@ def synthetic_ood(id_batches: Batches, *, seed: Seed = 0, model: Ensemble | None
         >>> [list(images.shape) for (images,) in data.synthetic_ood(familiar)]
         [[4, 3, 64, 64]]
     """
-    with borrowed(id_batches), epoch_of(id_batches, 0, derive_seed(seed, "synthetic"), torch.device("cpu")):
+    with first_epoch(id_batches, derive_seed(seed, "synthetic")):
         batches = [inputs for inputs, _ in iterate(id_batches, "id_batches", labelled=False)]
     tensors = [_main(inputs, index) for index, inputs in enumerate(batches)]
     images = {key.dim() == 4 for _, key in tensors}

@@ -15,9 +15,8 @@ from ..batches import (
     Batches,
     Inputs,
     Sources,
-    borrowed,
     changed,
-    epoch_of,
+    first_epoch,
     iterate,
     named_sources,
     require_labels,
@@ -156,8 +155,7 @@ class BuildData:
         """The model can read a sample of every set; a wrong size or a wrong key shows before the long work."""
         first = {name: data[0][0] for name, data in self.held_out.items() if data is not None}
         if self.train is not None:
-            order = epoch_of(self.train, 0, derive_seed(self.seed, "train"), torch.device("cpu"))
-            with borrowed(self.train), order:
+            with first_epoch(self.train, derive_seed(self.seed, "train")):
                 first["train"], labels = next(iterate(self.train, "train"))
             require_labels(labels, base.num_classes, "train")
         for name, inputs in first.items():
@@ -278,7 +276,7 @@ def read_all(batches: Batches, name: str, seed: int, classes: int | None = None)
     Labels are read where there are classes that they must fit.
     """
     in_memory: list[ReadBatch] = []
-    with borrowed(batches), epoch_of(batches, 0, derive_seed(seed, name), torch.device("cpu")):
+    with first_epoch(batches, derive_seed(seed, name)):
         for index, (inputs, labels) in enumerate(iterate(batches, name, labelled=classes is not None)):
             sizes = {} if isinstance(inputs, Tensor) else {key: len(part) for key, part in inputs.items()}
             if len(set(sizes.values())) > 1:
