@@ -136,6 +136,26 @@ def convert(
         if num_labels is not None or labels is not None:
             raise ConversionError(f"{architecture.name} has no classifier; leave num_labels and labels out")
         return _convert_dual(architecture, model, processor, probe)
+    both = _converted(architecture, model, num_labels, labels, processor, preprocessing)
+    if probe and declaration is not None:
+        require_proof(declaration, model, num_labels, both.ensemble.metadata)
+    elif probe:
+        require_same_answers(both)
+    if not probe or not both.own:
+        return both.ensemble
+    warn_of_padding(both)
+    return both.ensemble if declaration is not None and declaration.dropout is not None else _with_own_dropout(both)
+
+
+def _converted(
+    architecture: Architecture,
+    model: nn.Module,
+    num_labels: int | None,
+    labels: Sequence[str] | None,
+    processor: Any,
+    preprocessing: Mapping[str, Any] | None,
+) -> Both:
+    """A model, with a plain classifier, and what it becomes; nothing is compared yet."""
     rates: list[float] = []
     with _parts_as_known(architecture):
         if architecture.classes:  # of a model of the user's own, answers alone decide
@@ -161,22 +181,20 @@ def convert(
             f"{architecture.name}: the classifier is as it was drawn (no bias, weights of the usual spread), on layers "
             "that are trained: its answers mean nothing before it is trained, too, by he.finetune or elsewhere"
         )
-    if probe and declaration is not None:
-        require_proof(declaration, model, num_labels, metadata)
-    elif probe:
-        require_same_answers(both)
-    if not probe or not both.own:
-        return both.ensemble
-    warn_of_padding(both)
-    if declaration is not None and declaration.dropout is not None:
-        return both.ensemble
-    trained, complete = read_dropout(both)
+    return both
+
+
+def _with_own_dropout(both: Both) -> Ensemble:
+    """The converted model with the dropout that can be read off a model of the user's own, as it runs."""
+    config, complete = read_dropout(both)
     if not complete:
         warn(
-            f"{architecture.name}: in training the model drops something at random that could not be read off it, and "
-            "the converted one does not: if it is to be trained, say dropout= in the declaration"
+            f"{both.architecture.name}: in training the model drops something at random that could not be read off it, "
+            "and the converted one does not: if it is to be trained, say dropout= in the declaration"
         )
-    return both.ensemble if trained == config else Ensemble.from_state(trained, state, metadata)
+    if config == both.ensemble.config:
+        return both.ensemble
+    return Ensemble.from_state(config, both.ensemble.state_dict(), both.ensemble.metadata)
 
 
 def _tell_of_projection(architecture: Architecture, model: nn.Module, num_labels: int | None) -> None:
