@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._distributed import current_ranks
-from .._utils import require_device, unwrapped
+from .._utils import require_device, unwrapped, warn
 from ..arguments import Count, Whole, checked
 from ..batches import Batches
 from ..classes import in_order, why_not_exclusive
@@ -21,6 +21,7 @@ from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
 from ..fingerprints import trace_sets
+from ..metrics.conformal import chance_of_fewer
 from ..metrics.inputs import Convention, check_labels, warn_of_probabilities
 from ..model.ensemble import Ensemble
 from ..model.metadata import Calibration, Familiarity, Metadata
@@ -42,6 +43,7 @@ from .measure import Measure
 from .running import Pass, Runner, describe_model, member_logits, provenance_of, running
 
 Data = Batches | Dataset[Any]
+_CHANCE = 0.001  # how unlikely fewer accepted samples are where a warning tells
 
 
 @checked
@@ -106,8 +108,9 @@ def evaluate(
     Raises:
         DataError: A set is empty, has one class, holds NaN, does not fit the model, or is given twice, also under
             another name; the message names it. A `HydraWarning` tells of OOD sets with some ID samples, or one sample;
-            of shifted sets with samples that are not shifted; and of sets with samples that fitted calibration or
-            familiarity, with their share of the set, as up to 1,024 of the fitted ones tell.
+            of shifted sets with samples that are not shifted; of sets with samples that fitted calibration or
+            familiarity, with their share of the set, as up to 1,024 of the fitted ones tell; and of thresholds that
+            accept fewer of the in-distribution set than they promise, beyond chance.
         ConfigError: A setting is not known.
 
     Examples:
@@ -176,6 +179,7 @@ def evaluate(
         gallery=[item for each in (id_pass, *ood_passes.values()) for item in each.gallery],
         unfamiliarity={key: set_pass.unfamiliarity for key, set_pass in passes.items()},
     )
+    warn_of_broken_promises(title, evaluation, applied, fitted)
     labels = {key: set_pass.answers.labels for key, set_pass in passes.items()}
     traces = trace_sets(labels, {key: set_pass.keys for key, set_pass in passes.items()})
     return replace(evaluation, reused=reused, traces=traces)
@@ -196,6 +200,29 @@ def _held_against(
         shifted = Known(None, set_pass.keys)
         warn_if_shared(title, Known(None, id_pass.keys), f"set {key!r}", shifted, "of these nothing is shifted")
     return reused
+
+
+def warn_of_broken_promises(
+    title: str, evaluation: Evaluation, calibration: Calibration, familiarity: Familiarity | None
+) -> None:
+    """Warn where a threshold accepts fewer samples of the in-distribution set than it promises, beyond chance."""
+    found, samples = evaluation.selective, evaluation.id.samples
+    if found is None:
+        return
+    settings = calibration if familiarity is None else familiarity.settings
+    thresholds = {
+        "sure": (found.sure, calibration.accepted_share, calibration.reference),
+        "familiar": (found.familiar, settings.accepted_share, settings.reference),
+    }
+    for word, (share, promised, reference) in thresholds.items():
+        if share is None or reference is None:
+            continue
+        if chance_of_fewer(round(share * samples), samples, promised, reference.samples) < _CHANCE:
+            warn(
+                f"{100 * share:.4g} % of the {samples:,} samples of {title} are {word} enough to be accepted, where "
+                f"{100 * promised:.4g} % are promised of inputs like the {reference.samples:,} that set the threshold. "
+                "Beyond chance, these are other inputs, or those trained the model; calibrate on data like these"
+            )
 
 
 @checked

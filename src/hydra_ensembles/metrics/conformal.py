@@ -43,6 +43,25 @@ def conformal_threshold(scores: Tensor, share: PositiveShare) -> float:
     return math.inf if rank > len(ordered) else ordered[rank - 1].item()
 
 
+def chance_of_fewer(accepted: int, samples: int, share: float, held_out: int) -> float:
+    """How likely a threshold for `share`, set on so many held-out samples, accepts so many new ones of all, or fewer.
+
+    Of new samples like those: what it accepts is then beta-binomial, exactly, and more where scores are equal.
+    """
+    rank = rank_for(share, held_out)
+    if rank > held_out:
+        return float(accepted >= samples)
+    counts = torch.arange(accepted + 1, dtype=torch.float64)
+    more, fewer = torch.tensor([rank, held_out + 1 - rank], dtype=torch.float64)
+
+    def log_beta(one: Tensor, other: Tensor) -> Tensor:
+        return torch.lgamma(one) + torch.lgamma(other) - torch.lgamma(one + other)
+
+    choices = -log_beta(counts + 1, samples - counts + 1) - math.log(samples + 1)  # of so many among the new ones
+    logs = choices + log_beta(counts + more, samples - counts + fewer) - log_beta(more, fewer)
+    return min(1.0, math.exp(float(logs.logsumexp(0))))
+
+
 @checked
 def p_values(reference: Tensor, scores: Tensor) -> Tensor:
     """How many held-out scores `[n]` are at least as high as each score `[B]`: (1 + that many) / (n + 1), `[B]`.

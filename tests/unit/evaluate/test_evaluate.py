@@ -22,6 +22,7 @@ from hydra_ensembles.evaluation.evaluate import evaluate, evaluate_logits
 from hydra_ensembles.evaluation.kept import Kept
 from hydra_ensembles.evaluation.running import Runner, running
 from hydra_ensembles.familiarity import fit_familiarity
+from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.overlap import sample_keys
 from processes import by_two_ranks, count_calls
@@ -308,6 +309,22 @@ def test_probabilities_in_place_of_logits_are_warned_of():
         warnings.simplefilter("error")
         for quiet in (logits.abs(), logits.log_softmax(-1), trained, torch.rand(3, 8, 4)):
             evaluate_logits(quiet, labels)
+
+
+def test_thresholds_that_accept_fewer_than_they_promise_are_told():
+    """As where the data that set them were easier, or trained the model; with so few samples, chance may do it."""
+    reference = Reference.of(torch.linspace(0, 0.2, 200))  # scores of inputs that it was sure of
+    calibration = Calibration(threshold=0.19, reference=reference)
+    batches = [(torch.randn(60, 4), torch.arange(60) % 3)]
+    sure, unsure = (
+        lambda inputs, scale=scale: scale * torch.eye(3)[torch.arange(len(inputs)) % 3] for scale in (9, 1.5)
+    )
+    with pytest.warns(HydraWarning, match=r"^0 % of the 60 samples .* sure enough .* 95 % are promised"):
+        evaluate(unsure, batches, calibration=calibration, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate(sure, batches, calibration=calibration, progress=False)
+        evaluate(unsure, [(torch.randn(2, 4), torch.arange(2))], calibration=calibration, progress=False)
 
 
 @pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])

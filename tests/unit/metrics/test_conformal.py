@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.metrics import LabelSets, Reference, conformal_threshold, fit_sets, label_scores, p_values
-from hydra_ensembles.metrics.conformal import KEPT, rank_for, samples_for
+from hydra_ensembles.metrics.conformal import KEPT, chance_of_fewer, rank_for, samples_for
 
 KINDS = ["lac", "aps", "raps"]
 
@@ -146,3 +146,15 @@ def test_what_cannot_be_used_is_named(call, error, token) -> None:
 def test_sets_are_plain_settings() -> None:
     assert LabelSets((0.5,))(torch.tensor([[0.6, 0.4], [0.5, 0.5]])).tolist() == [[True, False], [True, True]]
     assert LabelSets((0.5,))(torch.empty(0, 2)).shape == (0, 2)
+
+
+@pytest.mark.parametrize(("share", "held_out", "samples"), [(0.9, 30, 20), (0.95, 19, 5), (0.5, 8, 40)])
+def test_how_many_new_samples_are_accepted_is_known_exactly(share, held_out, samples):
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.rand(held_out + samples, generator=generator) for _ in range(3000)]
+    accepted = torch.tensor([int((d[held_out:] <= conformal_threshold(d[:held_out], share)).sum()) for d in draws])
+    for count in range(samples + 1):
+        found = float((accepted <= count).double().mean())
+        assert chance_of_fewer(count, samples, share, held_out) == pytest.approx(found, abs=0.035)
+    assert chance_of_fewer(samples, samples, share, held_out) == pytest.approx(1)
+    assert (chance_of_fewer(4, 5, 0.95, 18), chance_of_fewer(5, 5, 0.95, 18)) == (0, 1)  # too few to refuse any
