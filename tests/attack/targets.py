@@ -20,10 +20,11 @@ from torch import nn
 
 import hydra_ensembles as he
 from checkpoint_models import ensemble, inputs_for, metadata_for, text, tiny
-from hydra_ensembles.evaluation.evaluation import Evaluation, LabelledLogits, MemberLogits
+from hydra_ensembles.evaluation.evaluation import Evaluation
+from hydra_ensembles.evaluation.logits import LabelledLogits, MemberLogits
 from hydra_ensembles.heads.ranking import HeadRanking
 from hydra_ensembles.model.metadata import Calibration, Metadata
-from hydra_ensembles.report.compare import to_markdown
+from hydra_ensembles.report.table import to_markdown
 from hydra_ensembles.schema import to_plain
 from random_ensembles import random_batches, random_ensemble
 from sample_evaluations import evaluation, gallery

@@ -20,7 +20,7 @@ from ..pipeline.candidates import search as run_search
 from ..pipeline.chain import build as build_ensemble
 from ..pipeline.choice import Price
 from ..pipeline.settings import HydraConfig
-from ..report.compare import to_markdown, to_rich
+from ..report.table import to_markdown, to_rich
 from ..run_folder import IDENTITY, RESULT, SETTINGS, require_own_folder
 from ..schema import to_plain
 from ..training.recipe import Recipe

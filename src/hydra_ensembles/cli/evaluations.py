@@ -26,8 +26,9 @@ from ..prediction import AnyScore
 from ..report.columns import columns_for
 from ..report.compare import FORMAT as COSTS
 from ..report.compare import compare as compare_evaluations
-from ..report.compare import load_costs, to_csv, to_latex, to_markdown, to_rich
+from ..report.compare import load_costs
 from ..report.html import write_atlas, write_report
+from ..report.table import to_csv, to_latex, to_markdown, to_rich
 from ..schema import to_plain
 from . import sources as source
 from .command import Json, Quiet, command, emit, emit_json, option, parse_yaml, write_settings

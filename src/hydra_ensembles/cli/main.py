@@ -11,7 +11,7 @@ from rich.console import Console
 from .._utils import __version__
 from ..demo import DemoSettings, run_demo
 from ..files import write_atomically
-from ..report.compare import to_rich
+from ..report.table import to_rich
 from .build import build, search
 from .command import command, described
 from .evaluations import atlas, compare, evaluate, report

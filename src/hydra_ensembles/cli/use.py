@@ -27,7 +27,8 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import ACCEPTS_ALL, Calibration
 from ..prediction import Prediction
 from ..preprocessing import TextPreprocessing
-from ..report.compare import csv_text, save_costs
+from ..report.compare import save_costs
+from ..report.table import csv_text
 from ..schema import from_plain, to_plain
 from .command import Json, NamedColumns, assign, command, did_you_mean, emit, emit_json
 from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model

@@ -22,7 +22,7 @@ from ..metrics.inputs import mean
 from ..metrics.probabilities import at_labels, ece_of_confidence
 from ..prediction import Prediction
 from ..report.columns import Column
-from ..report.compare import Cell, Comparison, Row
+from ..report.table import Cell, Comparison, Row
 
 SINGLE, BRANCHES, DEEP = "Single", "Pruned branches", "Deep Ensemble*"
 FAMILIAR = "familiar"  # the name of the labelled set

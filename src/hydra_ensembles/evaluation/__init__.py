@@ -9,14 +9,13 @@ from .evaluation import (
     Evaluation,
     Figures,
     GalleryItem,
-    LabelledLogits,
-    MemberLogits,
     ModelInfo,
     OodSet,
     Provenance,
     Reliability,
     Selective,
 )
+from .logits import LabelledLogits, MemberLogits
 
 __all__ = [
     "Atlas", "AtlasInput", "Changed", "Classification", "Curve", "Detection", "Evaluation", "Figures",

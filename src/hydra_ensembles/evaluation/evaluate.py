@@ -37,8 +37,9 @@ from ..overlap import (
     warn_of_one_sample,
 )
 from ..prediction import AnyScore, ScoreName
-from .evaluation import UNNAMED, Evaluation, LabelledLogits, MemberLogits, ModelInfo, OodGroup, Provenance
+from .evaluation import UNNAMED, Evaluation, ModelInfo, OodGroup, Provenance
 from .kept import Kept
+from .logits import LabelledLogits, MemberLogits
 from .measure import Measure
 from .running import Pass, Runner, describe_model, member_logits, provenance_of, running
 

@@ -1,28 +1,22 @@
 """What an evaluation found: every number, saved and read as JSON."""
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
-
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
-from torch import Tensor
+from typing import Any, Literal, get_args
 
 from ..arguments import checked
 from ..errors import DataError
-from ..files import DIGEST, parse_json, read_object, unsealed, write_atomically, write_sealed
-from ..fingerprints import SetTrace, tensors_digest
+from ..files import DIGEST, read_object, unsealed, write_sealed
+from ..fingerprints import SetTrace
 from ..metrics.bootstrap import Interval
 from ..metrics.distance import FittedName
-from ..metrics.inputs import Convention, at_least_float32
+from ..metrics.inputs import Convention
 from ..model.config import KeptHeads
 from ..model.metadata import Calibration
 from ..prediction import AnyScore
 from ..schema import ADDED_LATER, from_plain, to_plain
+from .logits import MemberLogits
 
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
 MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}  # groups that each mean is over
@@ -230,105 +224,6 @@ class Figures:
     agreement_ood: tuple[tuple[float, ...], ...] | None
 
 
-class LabelledLogits(NamedTuple):
-    """Member logits `[M, B, C]` of a set with labels `[B]`."""
-
-    logits: Tensor
-    labels: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class MemberLogits:
-    """The member logits of every set of one evaluation, before any temperature; OOD sets by group and name."""
-
-    id: LabelledLogits
-    ood: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    shift: Mapping[str, LabelledLogits] = field(default_factory=dict)
-
-    def save(self, path: str | Path, dtype: torch.dtype = torch.float16) -> str:
-        """Write one safetensors file, with logits in `dtype`, or as they are where they are too large for it.
-
-        Half precision moves a metric in about its fourth digit. Gives the digest of the content, which is in the file.
-        """
-        tensors = {"id/logits": self.id.logits, "id/labels": self.id.labels}
-        for group, sets in self.ood.items():
-            tensors |= {f"ood/{group}/{name}": logits for name, logits in sets.items()}
-        for name, (logits, labels) in self.shift.items():
-            tensors |= {f"shift/logits/{name}": logits, f"shift/labels/{name}": labels}
-        order = json.dumps(list(tensors))  # the format itself keeps no order, and tables should
-        stored = {key: _stored(tensor, dtype) for key, tensor in tensors.items()}
-        digest = tensors_digest(stored)
-        write_atomically(Path(path), to_bytes(stored, metadata={"order": order, "digest": digest}))
-        return digest
-
-    @classmethod
-    def load(cls, path: str | Path) -> "MemberLogits":
-        """Read what `save` wrote: half precision comes back as float32, float64 as it is.
-
-        Raises:
-            DataError: The file is missing, was changed, or holds something else.
-        """
-        return cls._read(Path(path))[0]
-
-    @classmethod
-    def _read(cls, path: Path, most: float = math.inf) -> tuple["MemberLogits", str]:
-        """What a file of at most so many bytes holds, and the digest of it."""
-        try:
-            if not path.is_file():
-                raise DataError("there is no such file")
-            if path.stat().st_size > most:
-                raise DataError(f"it has {path.stat().st_size} bytes, the samples of the evaluation need {most}")
-            with safe_open(path, framework="pt") as file:
-                header = file.metadata() or {}
-                order = parse_json(header.get("order", "[]").encode(), "the order of its tensors")
-                listed = order if isinstance(order, list) else []
-                keys = sorted(file.keys(), key=lambda key: listed.index(key) if key in listed else len(listed))
-                tensors = {key: file.get_tensor(key) for key in keys}
-            digest = tensors_digest(tensors)
-            if header.get("digest", digest) != digest:  # files of before have none
-                raise DataError("it was changed after it was written; evaluate again with keep_logits=True")
-            return cls._of_tensors(tensors), digest
-        except (OSError, ValueError, SafetensorError, MemoryError, RuntimeError) as error:  # torch maps the file
-            raise DataError(f"{path} cannot be read as stored member logits: {error}") from error
-
-    @classmethod
-    def _of_tensors(cls, tensors: Mapping[str, Tensor]) -> "MemberLogits":
-        """The sets of a file, by the names that `save` gives them."""
-
-        def logits_of(key: str) -> Tensor:
-            logits = tensors.get(key)
-            if logits is None or logits.ndim != 3 or not logits.is_floating_point():
-                fault = "missing" if logits is None else f"{logits.dtype} {list(logits.shape)}, not logits [M, B, C]"
-                raise DataError(f"{key!r} is {fault}; it has {sorted(tensors)}")
-            return at_least_float32(logits)
-
-        def labelled(key: str, labels: str) -> LabelledLogits:
-            logits = logits_of(key)
-            targets = tensors.get(labels)
-            if targets is None or targets.shape != logits.shape[1:2] or targets.is_floating_point():
-                raise DataError(f"{labels!r} is no whole number for each of the {logits.shape[1]} samples of {key!r}")
-            return LabelledLogits(logits, targets)
-
-        ood: dict[str, dict[str, Tensor]] = {}
-        shift: dict[str, LabelledLogits] = {}
-        id_set = labelled("id/logits", "id/labels")
-        for key in tensors:
-            part, _, path = key.partition("/")
-            group, _, name = path.partition("/")  # a name may hold slashes
-            if part == "ood":
-                ood.setdefault(group, {})[name] = logits_of(key)
-            elif part == "shift" and group == "logits":
-                shift[name] = labelled(key, f"shift/labels/{name}")
-        return cls(id_set, ood, shift)
-
-
-def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Logits in `dtype` where it can hold them, and labels; with memory of their own, as the format wants it."""
-    smaller = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    stored = smaller if bool(torch.isfinite(smaller).all()) else tensor
-    return stored.cpu().clone(memory_format=torch.contiguous_format)
-
-
 FORMAT = "hydra_ensembles.evaluation"
 VERSION = 1
 
@@ -382,7 +277,8 @@ class Evaluation:
     traces: Mapping[str, SetTrace] = field(default_factory=dict, compare=False, repr=False, metadata=ADDED_LATER)
 
     def __str__(self) -> str:
-        from ..report.compare import compare, to_markdown  # a table is made of evaluations
+        from ..report.compare import compare  # a table is made of evaluations
+        from ..report.table import to_markdown
 
         return to_markdown(compare({self.name: self}))
 
@@ -470,7 +366,7 @@ class Evaluation:
             return evaluation
         file = logits_path(Path(path))
         numbers = (evaluation.model.members * evaluation.model.classes + 1) * sum(evaluation.samples.values())
-        logits, digest = MemberLogits._read(file, 8 * numbers + (1 << 20))  # float64, labels, room for names
+        logits, digest = MemberLogits.read(file, 8 * numbers + (1 << 20))  # float64, labels, room for names
         if DIGEST in data and digest != evaluation.logits_digest:  # files of before do not know their logits
             raise DataError(
                 f"{file} has not the logits that {path} was saved with: they belong to another evaluation, or a save "

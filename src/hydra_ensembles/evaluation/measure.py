@@ -31,7 +31,6 @@ from .evaluation import (
     Evaluation,
     Figures,
     GalleryItem,
-    MemberLogits,
     ModelInfo,
     OodGroup,
     OodSet,
@@ -39,6 +38,7 @@ from .evaluation import (
     Reliability,
     Selective,
 )
+from .logits import MemberLogits
 
 COVERAGES = (0.8, 0.9, 0.95)  # shares of the inputs answered at which the remaining risk is reported
 POINTS = 160  # most that a stored curve has

@@ -31,8 +31,9 @@ from ..optimize.runner import OptimizedEnsemble
 from ..overlap import Keys, sample_keys
 from ..prediction import Prediction
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
-from .evaluation import GalleryItem, LabelledLogits, ModelInfo, Provenance, Shelf
+from .evaluation import GalleryItem, ModelInfo, Provenance, Shelf
 from .kept import Kept
+from .logits import LabelledLogits
 from .measure import Measure
 
 THUMBNAIL = 96  # longest side of an embedded image, in pixels

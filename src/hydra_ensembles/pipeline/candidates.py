@@ -30,7 +30,7 @@ from ..metrics.distance import FamiliarityName
 from ..model.cost import measure_costs
 from ..model.ensemble import Ensemble
 from ..model.zero_shot import DEFAULT_TEMPLATES
-from ..report.compare import to_markdown
+from ..report.table import to_markdown
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
 from ..training.recipe import Recipe

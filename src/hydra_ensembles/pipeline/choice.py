@@ -10,8 +10,8 @@ from ..errors import CheckpointError
 from ..files import read_sealed, write_sealed
 from ..model.ensemble import Ensemble
 from ..report.columns import Column
-from ..report.compare import Cell, Comparison, tabulated
 from ..report.figures import Front, draw_fronts
+from ..report.table import Cell, Comparison, tabulated
 from ..schema import from_plain, to_plain
 from .settings import HydraConfig
 

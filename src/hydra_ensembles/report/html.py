@@ -23,7 +23,8 @@ from ..model.cost import Cost
 from ..model.metadata import ACCEPTS_ALL
 from . import figures
 from .columns import Column, columns_for
-from .compare import Comparison, Runs, compare, cost_of, group_runs
+from .compare import Runs, compare, cost_of, group_runs
+from .table import Comparison
 
 ONE_TABLE = 12  # most columns the results may have before they are shown as two tables
 FIRST_RUNS = "Figures, and the numbers beside them, are of the first run of each method."

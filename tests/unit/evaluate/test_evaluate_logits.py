@@ -15,7 +15,8 @@ from torch.nn.functional import one_hot
 from hydra_ensembles import metrics
 from hydra_ensembles.errors import DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
-from hydra_ensembles.evaluation.evaluation import Evaluation, MemberLogits, Selective
+from hydra_ensembles.evaluation.evaluation import Evaluation, Selective
+from hydra_ensembles.evaluation.logits import MemberLogits
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.prediction import Prediction
 

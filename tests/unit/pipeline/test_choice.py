@@ -7,7 +7,7 @@ import pytest
 
 from hydra_ensembles.pipeline.choice import YOURS, SearchResult, SearchRow, dominates
 from hydra_ensembles.report import figures
-from hydra_ensembles.report.compare import to_markdown
+from hydra_ensembles.report.table import to_markdown
 
 SCORES = ("all.auroc", "mahalanobis:all.auroc")
 
