@@ -16,10 +16,8 @@ from ..fingerprints import unlike
 from ..model.cost import Cost
 from ..overlap import about
 from ..schema import from_plain, to_plain
-from .columns import CLASSIFICATION, COLUMNS, COST, DIVERSITY, OOD, Column, columns_for, promise, set_columns
+from .columns import Column, columns_for, promise
 from .table import Cell, Comparison, tabulated
-
-__all__ = ["CLASSIFICATION", "COLUMNS", "COST", "DIVERSITY", "OOD", "Column", "set_columns"]  # also found here
 
 _BY_TEMPERATURE = ("brier", "nll", "ece", "aece")  # numbers that a calibration changes
 

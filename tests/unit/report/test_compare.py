@@ -16,7 +16,8 @@ import hydra_ensembles as he
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.model.metadata import Calibration
-from hydra_ensembles.report.compare import CLASSIFICATION, COLUMNS, DIVERSITY, Column, compare
+from hydra_ensembles.report.columns import CLASSIFICATION, COLUMNS, DIVERSITY, Column
+from hydra_ensembles.report.compare import compare
 from hydra_ensembles.report.table import Cell, rank_cells, to_csv, to_latex, to_markdown, to_rich
 from sample_evaluations import cells, costs, evaluation, methods
 

@@ -13,7 +13,7 @@ import pytest
 from hydra_ensembles.errors import MissingExtraError
 from hydra_ensembles.metrics import Interval
 from hydra_ensembles.model.metadata import ACCEPTS_ALL
-from hydra_ensembles.report.compare import Column
+from hydra_ensembles.report.columns import Column
 from hydra_ensembles.report.html import write_report
 from hydra_ensembles.report.table import Cell, Comparison, Row
 from sample_evaluations import costs, evaluation, gallery, methods
