@@ -127,6 +127,11 @@ class Ranks:
             )
             yield
 
+    def common(self, fingerprint: T, batches: Any) -> T:
+        """What stands for batches on all ranks: of a loader that is split already, the fingerprint of rank 0's part."""
+        first = self.gather(fingerprint)[0]
+        return first if is_sharded(batches) else fingerprint
+
     def smallest(self, item: T | None) -> T:
         """The smallest item of all ranks; None stands for none."""
         return min(candidate for candidate in self.gather(item) if candidate is not None)  # type: ignore[type-var]
@@ -225,6 +230,6 @@ def check_unsharded(data: object, name: str) -> None:
     """Refuse a loader that gives each process its own batches already, where all of them are to be read."""
     if is_sharded(data) and launched():
         raise ConfigError(
-            f"set {name!r} comes from a loader that is already split between processes, by a DistributedSampler or by "
+            f"{name} comes from a loader that is already split between processes, by a DistributedSampler or by "
             "accelerate, so that a part of it would be taken for the whole; give every process the plain DataLoader"
         )

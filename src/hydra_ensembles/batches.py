@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ._distributed import check_unsharded
 from ._utils import all_seeded, derive_seed
 from .errors import DataError
 from .schema import short
@@ -120,8 +121,15 @@ def _is_text(value: Any) -> bool:
     return isinstance(first, str | bytes) or (isinstance(value, np.ndarray) and value.dtype.kind in "US")
 
 
-def iterate(batches: Batches, name: str = "data", labelled: bool = True) -> Iterator[tuple[Inputs, Tensor | None]]:
-    """Read all batches as `read_batch` does; an empty source is an error that names it."""
+def iterate(
+    batches: Batches, name: str = "data", labelled: bool = True, whole: bool = True
+) -> Iterator[tuple[Inputs, Tensor | None]]:
+    """Read all batches as `read_batch` does; an empty source is an error that names it.
+
+    So is one of which every process has a part of its own, where the `whole` is asked for.
+    """
+    if whole:
+        check_unsharded(batches, name)
     try:
         pairs = enumerate(batches)
     except TypeError as error:
@@ -135,9 +143,9 @@ def iterate(batches: Batches, name: str = "data", labelled: bool = True) -> Iter
         raise DataError(f"{name} has no batches; check the loader, or that it was not consumed before")
 
 
-def labelled(batches: Batches, classes: int, name: str = "data") -> Iterator[tuple[Inputs, Tensor]]:
+def labelled(batches: Batches, classes: int, name: str = "data", whole: bool = True) -> Iterator[tuple[Inputs, Tensor]]:
     """All batches as `iterate` reads them, whose labels are there and fit the number of classes."""
-    for index, (inputs, labels) in enumerate(iterate(batches, name)):
+    for index, (inputs, labels) in enumerate(iterate(batches, name, whole=whole)):
         yield inputs, require_labels(labels, classes, name, index)
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._distributed import check_unsharded
 from ._utils import own_precision, warn
 from .arguments import NotNegative, Rate, Seed, Whole, checked
 from .batches import Batches, Inputs, iterate, require_labels
@@ -214,7 +213,6 @@ def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> 
 
     Each of several processes reads them all.
     """
-    check_unsharded(batches, name)
     if labelled:
         batches = in_order({name: batches}, ensemble.metadata.labels, ensemble.num_classes)[name]
     with dropping(False), torch.no_grad():

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -402,11 +403,20 @@ def test_what_overflows_is_fitted_batch_by_batch(monkeypatch: pytest.MonkeyPatch
     assert len(added) <= 2 * len(data)
 
 
-@pytest.mark.parametrize("fit", [fit_familiarity, he.calibrate])
-def test_a_loader_that_is_split_between_processes_is_refused(fit: Any) -> None:
+READERS = {
+    "fit_familiarity": fit_familiarity,
+    "calibrate": he.calibrate,
+    "taylor": partial(he.taylor, budget=1, scope="global"),
+    "atlas": partial(he.atlas, progress=False),
+    "build": lambda ensemble, data: he.build(ensemble, he.HydraConfig(strategy="random"), id=data, progress=False),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_loader_that_is_split_between_processes_is_refused(name: str) -> None:
     data = TensorDataset(*joined(batches(CONFIG)))
     split = DataLoader(data, 16, sampler=DistributedSampler(data, 2, 0))
-    for refused in by_two_ranks(lambda rank: fit(model(CONFIG), split)):
+    for refused in by_two_ranks(lambda rank: READERS[name](model(CONFIG), split)):
         with pytest.raises(ConfigError, match="split between processes"):
             refused.result()
 

@@ -210,7 +210,7 @@ def pruned_masks(
                 for name, weight in weights.items():
                     weight *= masks[name]
             with epoch_of(train, step, seed, runtime.device):
-                batches = islice(labelled(train, copy.num_classes, "train"), settings.batches)
+                batches = islice(labelled(train, copy.num_classes, "train", whole=False), settings.batches)
                 curved = ranks.together(partial(curvature, copy, batches, weights))
             if is_sharded(train):
                 curved = {name: ranks.total(values) for name, values in curved.items()}

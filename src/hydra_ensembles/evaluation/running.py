@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .._distributed import check_unsharded, current_ranks
+from .._distributed import current_ranks
 from .._utils import __version__, require, unwrapped
 from ..baselines.start import View
 from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, size_of
@@ -72,7 +72,6 @@ class Runner:
         A set that is empty, whose labels do not fit, or whose members or classes are not those of `like`, member
         logits of another set, is a `DataError`. One of which every process has a part of its own is refused.
         """
-        check_unsharded(batches, name)
         ranks = current_ranks()
         pieces: list[tuple[int, Tensor, Tensor, Keys, torch.dtype, Tensor | None]] = []
         gallery: list[GalleryItem] = []

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
+from .._distributed import check_unsharded
 from .._utils import own_precision, require_device, torch_seeded
 from ..arguments import Seed, Whole, checked
 from ..batches import Batches, Inputs, begin_epoch, borrowed, length_of, read_batch, require_labels
@@ -218,6 +219,7 @@ class CalibrationBatches:
     """
 
     def __init__(self, source: Batches, count: int | None, seed: int, classes: int) -> None:
+        check_unsharded(source, NAME)
         self._source, self._count, self._seed, self._classes = source, count, seed, classes
         self.indices: list[int] = []  # positions in the source of the batches read
         self.fingerprint = DataFingerprint()

@@ -156,7 +156,7 @@ class BuildData:
         first = {name: data[0][0] for name, data in self.held_out.items() if data is not None}
         if self.train is not None:
             with first_epoch(self.train, derive_seed(self.seed, "train")):
-                first["train"], labels = next(iterate(self.train, "train"))
+                first["train"], labels = next(iterate(self.train, "train", whole=False))
             require_labels(labels, base.num_classes, "train")
         for name, inputs in first.items():
             try:

@@ -276,14 +276,18 @@ def train_best(
 
     One of several rates that diverges is told of and left out; where all do, it is an error.
     """
-    if job.folder is not None:
-        seed = derive_seed(job.recipe.seed, "fingerprint")
-        sources = {"train": job.train, "validation": job.validation}
-        data = {name: x if x is None else source_fingerprint(x, name, seed) for name, x in sources.items()}
-        job = replace(job, identity={**job.identity, **data, "model": model_fingerprint(start)})
     with borrowed(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
         ranks = runtime.ranks
+        if job.folder is not None or ranks.size > 1:
+            seed = derive_seed(job.recipe.seed, "fingerprint")
+            sources = {"train": job.train, "validation": job.validation}
+            data = {name: x if x is None else source_fingerprint(x, name, seed) for name, x in sources.items()}
+            data["train"] = ranks.common(data["train"], job.train)
+            job = replace(job, identity={**job.identity, **data, "model": model_fingerprint(start)})
         shared = replace(job, train=ranks.share_batches(job.train))
+        # ranks that take other steps would wait for each other without end, or end with other weights
+        steps = to_plain(job.recipe), job.index, job.checkpoint_every, length_of(shared.train)
+        ranks.require_same((job.identity, *steps), "model, recipe or data")
         folder = None if job.folder is None or _only_read(job.folder, job.recipe.rates) else job.folder
         with nullcontext() if folder is None else ranks.locked(folder, "training"), resumable(folder):
             if folder is not None and ranks.rank == 0:

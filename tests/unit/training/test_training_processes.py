@@ -22,7 +22,7 @@ from training_cases import batches, pairs, shuffled, tiny, tiny_dual
 
 from hydra_ensembles._distributed import Ranks
 from hydra_ensembles.baselines.lora import LoRA, lora_ensemble
-from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
+from hydra_ensembles.errors import ConfigError, DataError, HydraError, HydraWarning
 from hydra_ensembles.training.finetune import finetune
 from hydra_ensembles.training.recipe import Recipe
 from hydra_ensembles.training.text import tune_text
@@ -100,8 +100,36 @@ def test_validation_that_is_split_already_is_refused():
     data = shuffled(28, 4).dataset
     split = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0))
     for refused in by_two_ranks(lambda rank: finetune(tiny(), batches(8, 4), RECIPE, split, progress=False)):
-        with pytest.raises(ConfigError, match=r"'validation' .* split between processes"):
+        with pytest.raises(ConfigError, match=r"^validation .* split between processes"):
             refused.result()
+
+
+@pytest.mark.parametrize("other", ["model", "recipe", "data", "batches"])
+def test_processes_that_were_given_different_things_say_so(other):
+    """They would wait for each other without end, or give other weights without a word."""
+
+    def work(rank):
+        changed = {other} if rank else ()
+        model = tiny(seed=1) if "model" in changed else tiny()
+        recipe = replace(RECIPE, learning_rate=0.1) if "recipe" in changed else RECIPE
+        data = [(images + 1, labels) for images, labels in batches(32, 4)] if "data" in changed else batches(32, 4)
+        return finetune(model, data[:-4] if "batches" in changed else data, recipe, device="cpu", progress=False)
+
+    for refused in by_two_ranks(work):
+        with pytest.raises(HydraError, match="rank 1 has other model, recipe or data"):
+            refused.result()
+
+
+def test_a_training_on_a_loader_that_is_split_already_goes_on_in_its_folder(tmp_path):
+    """Each process has another part of the data; the folder knows the training by the part of the first."""
+
+    def work():
+        data = shuffled(32, 4).dataset
+        split = DataLoader(data, 4, sampler=DistributedSampler(data, 2, int(os.environ["RANK"])))
+        for _ in range(2):
+            finetune(tiny(), split, RECIPE, output=tmp_path, device="cpu", progress=False)
+
+    assert launch(work) == [0, 0]
 
 
 @pytest.fixture(scope="module")
