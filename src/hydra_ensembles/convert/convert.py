@@ -266,7 +266,7 @@ def _parts_as_known(architecture: Architecture) -> Iterator[None]:
         if not architecture.classes:  # a declaration of the user's own
             raise
         library = architecture.name.rpartition(", ")[2].partition(" ")[0]  # also inside sentence-transformers
-        extra = "timm" if library == "torchvision" else library
+        extra = "timm" if library == "torchvision" else library.replace("_", "-")
         release = getattr(sys.modules.get(library), "__version__", "of another kind")
         raise ConversionError(
             in_lines(
