@@ -226,6 +226,7 @@ class _Server:
     ) -> "Callable[[Request], Awaitable[Response]]":
         """A route that asks for the key, keeps limits and the deadline, and turns errors into answers."""
         from fastapi import Request, Response
+        from python_multipart.exceptions import FormParserError
         from starlette.exceptions import HTTPException
         from starlette.requests import ClientDisconnect
 
@@ -248,6 +249,8 @@ class _Server:
                 response = self.refusal(RequestError(limit, 504))
             except HTTPException as error:  # a form that cannot be parsed
                 response = self.refusal(RequestError(f"the form cannot be read: {error.detail}", error.status_code))
+            except FormParserError as error:  # the same, of earlier releases of Starlette
+                response = self.refusal(RequestError(f"the form cannot be read: {error}", 400))
             except ClientDisconnect:
                 response = _response(b"", CLOSED_BY_CLIENT)
             except Exception as error:
