@@ -140,18 +140,14 @@ class TextPreprocessing(Checked):
     def __call__(self, texts: "str | Sequence[str | tuple[str, str]]") -> dict[str, Tensor]:
         """Turn strings (or pairs of strings) into `input_ids` and what else the model takes, `[B, T]` each."""
         batch = _items(texts, str)
-        encoded, cut = self.encode(batch)
-        if cut:
-            warn(f"{'the text' if len(batch) == 1 else f'text {cut[0]}'} {self.when_cut}")
+        encoded, remarks = self.encode(batch)
+        for remark in dict.fromkeys(remarks.values()):
+            first = next(index for index, other in remarks.items() if other == remark)
+            warn(f"{'the text' if len(batch) == 1 else f'text {first}'} {remark}")
         return encoded
 
-    @property
-    def when_cut(self) -> str:
-        """What is said of a text that is cut."""
-        return f"is longer than the {self.max_length} tokens that are read: what comes after has no say"
-
-    def encode(self, batch: "Sequence[str | tuple[str, str]]") -> tuple[dict[str, Tensor], list[int]]:
-        """What calling this gives, and which of the texts were cut, without a word of it."""
+    def encode(self, batch: "Sequence[str | tuple[str, str]]") -> tuple[dict[str, Tensor], dict[int, str]]:
+        """What calling this gives, and what is to be said of some of the texts, by their place."""
         if not batch:
             raise DataError("got no texts; give at least one")
         for index, text in enumerate(batch):
@@ -172,10 +168,17 @@ class TextPreprocessing(Checked):
                 encoded["attention_mask"] = torch.tensor([encoding.attention_mask for encoding in encodings])
             if self.segments:
                 encoded["token_type_ids"] = torch.tensor([encoding.type_ids for encoding in encodings])
+        remarks: dict[int, str] = {}
         for index, encoding in enumerate(encodings):
             if 1 not in encoding.attention_mask:  # a tokenizer that adds nothing of its own
                 raise DataError(f"text {index} is {cleaned[index]!r}, which has no tokens; leave it out")
-        return encoded, [index for index, encoding in enumerate(encodings) if encoding.overflowing]
+            if encoding.overflowing:
+                remarks[index] = (
+                    f"is longer than the {self.max_length} tokens that are read: what comes after has no say"
+                )
+            elif 0 not in encoding.special_tokens_mask:  # those that the tokenizer adds, and padding
+                remarks[index] = "has no word in it, and is answered all the same, as every empty one: leave it out"
+        return encoded, remarks
 
     def require_tokenizer(self) -> None:
         """Refuse a tokenizer that cannot be parsed; without the library for it, this is found out at first use."""

@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 
 from checkpoint_models import TOKENIZER
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
@@ -91,6 +95,18 @@ def test_texts_that_are_cut_are_warned_of(words: int, said: bool) -> None:
         tokens = replace(word_tokenizer(mask=True), max_length=8)(["a cat", " ".join(["cat"] * words)])
     assert tokens["input_ids"].shape[1] <= 8
     assert ["text 1" in str(one.message) for one in caught] == [True] * said
+
+
+def test_texts_without_a_word_are_warned_of() -> None:
+    """A tokenizer that puts tokens around every text makes something of nothing, and models answer it."""
+    words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "cat": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    words.post_processor = TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", 2)])
+    prepare = TextPreprocessing(max_length=2, tokenizer=words.to_str())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert prepare(["cat", " ", "", "cat cat"])["input_ids"].tolist() == [[2, 3], [2, 0], [2, 0], [2, 3]]
+    assert [str(one.message)[:20] for one in caught] == ["text 1 has no word i", "text 3 is longer tha"]
 
 
 @pytest.mark.parametrize(("orientation", "said"), [(6, True), (1, False), (None, False), (b"broken", False)])

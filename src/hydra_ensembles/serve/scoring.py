@@ -234,9 +234,9 @@ class Scorer:
         padded = preprocess.attention_mask or preprocess.pad_to_max
 
         def encode(rows: list[int]) -> dict[str, Tensor]:
-            encoded, cut = preprocess.encode([texts[row] for row in rows])
-            for index in cut:
-                notes[rows[index]] = f"the text {preprocess.when_cut}"
+            encoded, remarks = preprocess.encode([texts[row] for row in rows])
+            for index, remark in remarks.items():
+                notes[rows[index]] = f"the text {remark}"
             return cast(dict[str, Tensor], encoded)
 
         if padded:
