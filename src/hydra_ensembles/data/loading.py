@@ -164,7 +164,7 @@ class _Table:
     data: Any
     where: str  # what error messages call it
     title: str  # what the data set is called
-    folder: Path = Path()  # where images lie that the table names by path
+    folder: Path = Path()  # where images lie that the table names by path; absolute, for they are read later
     labels_as_written: bool = False  # whether they are letters, of which numbers are to be made, as in CSV
 
     def __len__(self) -> int:
@@ -261,7 +261,7 @@ def _read_tables(files: Sequence[Path], title: str, columns: Columns) -> _Table:
             letters = (columns.text, columns.text_pair, columns.label)
             strings = {name: arrow.string() for name in letters if "." not in name}
             parts = [_read_delimited(file, strings) for file in files]
-        return _Table(arrow.concat_tables(parts), where, title, files[0].parent, suffix in DELIMITERS)
+        return _Table(arrow.concat_tables(parts), where, title, files[0].parent.absolute(), suffix in DELIMITERS)
     except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:
         kind = {".parquet": "Parquet", **dict.fromkeys(DELIMITERS, "a table with a header line")}
         raise DataError(f"{where} cannot be read as {kind.get(suffix, 'one JSON object a line')}: {error}") from error
@@ -440,7 +440,7 @@ def _read_list(list_file: Path, images: Path) -> _Table:
 def _table_of_files(listed: Sequence[tuple[str, str | int | None]], where: Path, title: str, folder: Path) -> _Table:
     paths = [{"bytes": None, "path": path} for path, _ in listed]
     table = require("pyarrow", extra="data").table({"image": paths, "label": [label for _, label in listed]})
-    return _Table(table, str(where), title, folder)
+    return _Table(table, str(where), title, folder.absolute())
 
 
 # --- torchvision -------------------------------------------------------------------------------------------

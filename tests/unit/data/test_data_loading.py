@@ -267,6 +267,19 @@ def test_a_class_for_each_subfolder(tmp_path: Path) -> None:
         load(folder)[3]
 
 
+def test_images_are_those_of_the_folder_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read later, perhaps when the process works in another folder, which may have the same names."""
+    make_classes(tmp_path / "animals", {"dog": 2})
+    make_classes(tmp_path / "later" / "animals", {"cat": 5, "dog": 2})
+    (tmp_path / "list.txt").write_text("animals/dog/1.png 0\n")
+    monkeypatch.chdir(tmp_path)
+    sets = load("animals").select([1]), load("list.txt")
+    expected = [data[0][0] for data in sets]
+    picture(9).save(tmp_path / "later" / "animals" / "dog" / "1.png")
+    monkeypatch.chdir(tmp_path / "later")
+    assert all(same_image(data[0][0], image) for data, image in zip(sets, expected, strict=True))
+
+
 def test_subfolders_without_images_and_images_without_subfolders(tmp_path: Path) -> None:
     folder = make_classes(tmp_path / "animals", {"dog": 1, "zzz": 0})
     with pytest.raises(DataError, match=r"\['zzz'\].* class_names="):
