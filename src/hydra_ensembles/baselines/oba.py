@@ -97,7 +97,7 @@ def oba(
         recipe.check(model, train, validation)
     output = run.get("output")
     seed = derive_seed(0 if recipe is None else recipe.seed, "oba")
-    folder = None if output is None else Path(output) / "pruning"
+    folder = None if output is None else Path(output).expanduser() / "pruning"
     masks = pruned_masks(model, train, settings, seed, folder, run.get("device"))
     zeros = sum(int((~mask).sum()) for mask in masks.values())
     share = 1 - zeros / sum(parameter.numel() for parameter in model.parameters())

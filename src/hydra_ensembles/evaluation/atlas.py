@@ -170,7 +170,7 @@ class Atlas:
     @checked
     def save(self, path: str | Path) -> None:
         """Write a JSON file."""
-        write_sealed(Path(path), {"format": FORMAT, "version": VERSION, **to_plain(self)})
+        write_sealed(Path(path).expanduser(), {"format": FORMAT, "version": VERSION, **to_plain(self)})
 
     @classmethod
     @checked

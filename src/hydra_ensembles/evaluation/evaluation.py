@@ -347,8 +347,9 @@ class Evaluation:
         Both have digests, and the first knows that of the second. An evaluation without logits leaves alone those
         beside the file: it may have been read without them.
         """
-        digest = self.logits_digest if self.logits is None else self.logits.save(logits_path(Path(path)))
-        write_sealed(Path(path), replace(self, logits_digest=digest).to_dict())
+        file = Path(path).expanduser()
+        digest = self.logits_digest if self.logits is None else self.logits.save(logits_path(file))
+        write_sealed(file, replace(self, logits_digest=digest).to_dict())
 
     @classmethod
     @checked
@@ -364,7 +365,7 @@ class Evaluation:
         evaluation = cls.from_dict(data, str(path))
         if not with_logits:
             return evaluation
-        file = logits_path(Path(path))
+        file = logits_path(Path(path).expanduser())
         numbers = (evaluation.model.members * evaluation.model.classes + 1) * sum(evaluation.samples.values())
         logits, digest = MemberLogits.read(file, 8 * numbers + (1 << 20))  # float64, labels, room for names
         if DIGEST in data and digest != evaluation.logits_digest:  # files of before do not know their logits
@@ -378,7 +379,7 @@ class Evaluation:
 def read_saved(path: str | Path, kind: str) -> dict[str, Any]:
     """The JSON object in a file, unchanged where it has a digest; or a `DataError` that says what it should be."""
     try:
-        plain = read_object(Path(path))
+        plain = read_object(Path(path).expanduser())
         unsealed(plain, "the file", required=False)
     except ValueError as error:
         raise DataError(f"{path} cannot be read as {kind}: {error}") from error

@@ -46,7 +46,7 @@ class MemberLogits:
         order = json.dumps(list(tensors))  # the format itself keeps no order, and tables should
         stored = {key: _stored(tensor, dtype) for key, tensor in tensors.items()}
         digest = tensors_digest(stored)
-        write_atomically(Path(path), to_bytes(stored, metadata={"order": order, "digest": digest}))
+        write_atomically(Path(path).expanduser(), to_bytes(stored, metadata={"order": order, "digest": digest}))
         return digest
 
     @classmethod
@@ -56,7 +56,7 @@ class MemberLogits:
         Raises:
             DataError: The file is missing, was changed, or holds something else.
         """
-        return cls.read(Path(path))[0]
+        return cls.read(Path(path).expanduser())[0]
 
     @classmethod
     def read(cls, path: Path, most: float = math.inf) -> tuple["MemberLogits", str]:

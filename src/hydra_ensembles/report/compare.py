@@ -257,7 +257,7 @@ FORMAT = "hydra_ensembles.costs"
 
 def save_costs(path: str | Path, costs: Iterable[Cost]) -> None:
     """Write the rows of `measure_costs` as JSON, with its digest."""
-    write_sealed(Path(path), {"format": FORMAT, "costs": to_plain(tuple(costs))})
+    write_sealed(Path(path).expanduser(), {"format": FORMAT, "costs": to_plain(tuple(costs))})
 
 
 def load_costs(path: str | Path) -> tuple[Cost, ...]:

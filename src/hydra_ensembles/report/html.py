@@ -100,7 +100,7 @@ def write_report(
     runs = {name: group[0] for name, group in methods.items()}
     shown = runs[focus]
     return _write_page(
-        Path(path),
+        Path(path).expanduser(),
         "report.html.j2",
         title=title or f"How good is {focus}?",
         focus=focus,
@@ -149,7 +149,7 @@ def write_atlas(path: str | Path, atlas: Atlas, *, title: str | None = None) -> 
     kept: Sequence[Any] = atlas.model.heads or ((),)
     costs = [atlas.cost(head) for head in atlas.heads]
     return _write_page(
-        Path(path),
+        Path(path).expanduser(),
         "atlas.html.j2",
         title=title or f"What are the heads of {atlas.name} for?",
         atlas=atlas,

@@ -226,7 +226,7 @@ class Job:
     @property
     def folder(self) -> Path | None:
         """Where checkpoints lie."""
-        return None if self.output is None else Path(self.output) / self.subfolder.format(self.index)
+        return None if self.output is None else Path(self.output).expanduser() / self.subfolder.format(self.index)
 
     def __post_init__(self) -> None:
         """Check what `Recipe.check` does not."""
