@@ -52,12 +52,12 @@ def gathered(
     if twice:
         raise DataError(f"{twice} are given twice, inside the inputs and as arguments; give each once")
     tensors = tensors_of({**mapping, **arguments}, "the inputs")
-    for name, tensor in tensors.items():
-        if name not in (main, *beside, *PASSED_OVER) and (tensor.dim() > 1 or looks_like_input(name)):
-            raise DataError(_not_read(name, kind))
     if main not in tensors:
         received = sorted(map(str, {**mapping, **arguments}))
         raise DataError(f"expected a tensor or a mapping with {main!r}, got {received or 'nothing'}")
+    for name, tensor in tensors.items():
+        if name not in (main, *beside, *PASSED_OVER) and (tensor.dim() > 1 or looks_like_input(name)):
+            raise DataError(_not_read(name, kind))
     mask, segments = (tensors.get(name) if name in beside else None for name in ("attention_mask", "token_type_ids"))
     return tensors[main], mask, segments
 

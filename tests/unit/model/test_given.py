@@ -246,6 +246,11 @@ def test_images_that_do_not_fit_are_refused_everywhere(images: Any, token: str) 
             run(one, images)
 
 
+def test_inputs_under_another_name_are_told_the_name_that_is_read() -> None:
+    with pytest.raises(DataError, match=r"mapping with 'pixel_values', got \['image'\]"):
+        model(IMAGE).predict({"image": PIXELS})
+
+
 def test_segments_of_a_model_that_has_none_are_refused_unless_they_say_nothing() -> None:
     one = random_ensemble("text-post-norm", dtype=torch.float32)
     assert torch.equal(one(IDS, MASK, torch.zeros_like(IDS)), one(IDS, MASK))
