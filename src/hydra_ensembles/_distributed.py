@@ -66,7 +66,7 @@ class Ranks:
         if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
             return EveryNth(batches, self.rank, self.size)
         sampler: Any = EveryNth(loader.batch_sampler, self.rank, self.size)
-        return DataLoader(loader.dataset, batch_sampler=sampler, **{name: getattr(loader, name) for name in _LOADING})
+        return drawing(loader, sampler)
 
     def gather(self, item: T, error: Exception | None = None) -> list[T]:
         """The items of all ranks, in their order; where one failed and says so with its error, the others stop too."""
@@ -213,6 +213,11 @@ def all_ranks(device: torch.device) -> Iterator[Ranks]:
         yield current_ranks()
     finally:
         dist.destroy_process_group()
+
+
+def drawing(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
+    """A loader that reads the same data in the same way, in batches of these rows."""
+    return DataLoader(loader.dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in _LOADING})
 
 
 def is_sharded(data: object) -> bool:

@@ -6,7 +6,7 @@ were trained on are predicted well. What cannot be meant is refused, the rest is
 A set that is gone is known again by its marks: names of a few of its samples, which travel with what was fitted on it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import NoneType
 from typing import Any, NamedTuple
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
 
-from ._utils import all_seeded, warn
-from .batches import Batches, Inputs, read_batch
+from ._distributed import drawing
+from ._utils import warn
+from .batches import Batches, Inputs, first_epoch, read_batch
 from .errors import DataError
 
 Keys = npt.NDArray[np.int64]
@@ -193,22 +194,33 @@ def keys_at_hand(batches: Batches | None) -> Keys | None:
 def trained_set(batches: Batches) -> FittedSet:
     """What is kept of training data: marks of those in memory, or of some items of a data set that is read whole.
 
-    Nothing of other sources. Images that a loader changes at random are others in every pass, and not known again.
+    Nothing of other sources, nor where these items cannot be read: a training that did not need them is not lost for
+    it. Images that a loader changes at random are others in every pass, and not known again.
     """
     keys, data = keys_at_hand(batches), _read_whole(batches)
     if keys is not None:
         return FittedSet(tuple(names_of(marked(keys))), len(keys))
-    preprocess, collate = (getattr(batches, name, None) for name in ("preprocess", "collate_fn"))
-    if _places(data) is None or not (preprocess or collate):
+    if _places(data) is None:
         return FittedSet((), 0)
     rows = np.unique(np.linspace(0, len(data) - 1, _LOOKED_AT).astype(int)).tolist()
-    parts: list[Keys] = []
-    with all_seeded(0, torch.device("cpu")):
-        for start in range(0, len(rows), _AT_ONCE):
-            items = [data[row] for row in rows[start : start + _AT_ONCE]]
-            batch = collate(items) if collate else (preprocess([item for item, _ in items]),)  # type: ignore[misc]
-            parts.append(sample_keys(read_batch(batch, "train", labelled=False)[0]))
-    return FittedSet(tuple(names_of(marked(np.concatenate(parts)))), len(data))
+    turns = [rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE)]
+    try:
+        with first_epoch(batches, 0):
+            drawn = (read_batch(batch, "train", labelled=False)[0] for batch in _drawn(batches, data, turns))
+            read = list(map(sample_keys, drawn))
+    except Exception:  # whatever somebody's data may raise
+        return FittedSet((), 0)
+    if not read:
+        return FittedSet((), 0)
+    return FittedSet(tuple(names_of(marked(np.concatenate(read)))), len(data))
+
+
+def _drawn(batches: Any, data: Any, turns: list[list[int]]) -> Iterator[Any]:
+    """Batches of these rows, made as a source makes its own (where it has workers, by them); none of unknown ones."""
+    if isinstance(batches, DataLoader):
+        yield from drawing(batches, turns) if batches.batch_sampler is not None else ()
+    elif preprocess := getattr(batches, "preprocess", None):
+        yield from ((preprocess([data[row][0] for row in turn]),) for turn in turns)
 
 
 def _read_whole(batches: Any) -> Any:

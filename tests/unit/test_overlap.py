@@ -443,3 +443,44 @@ def test_samples_that_trained_a_model_are_told_when_they_calibrate_it(source: An
         warnings.simplefilter("always")
         he.calibrate(trained, OOD, **settings)
     assert not any("trained this" in str(warning.message) for warning in caught)  # no word of others
+
+
+class Whole(Dataset[Any]):
+    """A data set whose items are batches; or samples, the last of which cannot be read."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, row: int) -> Any:
+        if self.items[row] is None:
+            raise OSError("a broken picture")
+        return self.items[row]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [DataLoader(Whole(ID), batch_size=None), DataLoader(Whole([*Rows(ID), None]), 4)],
+    ids=["batches as items", "an item that cannot be read"],
+)
+def test_a_training_is_not_lost_for_the_marks_of_its_data(source: Any) -> None:
+    trained = he.finetune(MODEL, source, he.Recipe(learning_rate=1e-4, steps=1), progress=False)
+    assert trained.metadata.trained_set == overlap.FittedSet((), 0)
+
+
+def test_training_data_are_marked_by_the_workers_that_read_them() -> None:
+    """Files that a data set opens when it is first read must not be open in this process when others are forked."""
+    opened: list[int] = []
+
+    class Opening(Rows):
+        def __getitem__(self, row: int) -> Any:
+            opened.append(row)
+            return super().__getitem__(row)
+
+    loader = DataLoader(Opening(ID), 4, num_workers=1, generator=torch.Generator().manual_seed(3))
+    before = loader.generator.get_state()
+    assert overlap.trained_set(loader) == overlap.trained_set(ID)
+    assert not opened
+    assert torch.equal(loader.generator.get_state(), before)
