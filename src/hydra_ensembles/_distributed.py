@@ -127,10 +127,16 @@ class Ranks:
             )
             yield
 
-    def common(self, fingerprint: T, batches: Any) -> T:
-        """What stands for batches on all ranks: of a loader that is split already, the fingerprint of rank 0's part."""
-        first = self.gather(fingerprint)[0]
-        return first if is_sharded(batches) else fingerprint
+    def common(self, read: Callable[[], T], batches: Any) -> T:
+        """What stands for batches on all ranks, as read off them: of a loader that is split already, off rank 0's part.
+
+        So it is of batches that are others whenever they are read, as by random changes that no seed reaches.
+        """
+        own = read()
+        parts = self.gather(own)
+        if all(part == parts[0] for part in parts):
+            return own
+        return parts[0] if any(self.gather(is_sharded(batches) or read() != own)) else own
 
     def smallest(self, item: T | None) -> T:
         """The smallest item of all ranks; None stands for none."""

@@ -127,9 +127,7 @@ def build(
     data = read_data(config.seed, start.base.num_classes, train, id, ood, validation, start.base)
     config.check(start, data)
     with all_ranks(start.base.device) as ranks, ExitStack() as alone:  # one process group for circuits and fine-tuning
-        contents = data.fingerprints()
-        contents["train"] = ranks.common(contents["train"], train)
-        sources = {"model": model_identity(start), "data": contents}
+        sources = {"model": model_identity(start), "data": data.fingerprints(ranks)}
         identity = {"format": FORMAT, "config": to_plain(config), **sources}
         ranks.require_same(identity, "model, data or settings")
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .._distributed import local_device
+from .._distributed import ALONE, Ranks, local_device
 from .._utils import derive_seed, require_device
 from ..batches import (
     Batches,
@@ -141,11 +141,14 @@ class BuildData:
         """What Taylor rankings read."""
         return self.ranking if self.train is None else self.train
 
-    def fingerprints(self) -> dict[str, str | None]:
-        """What the sets contain; of the training data only what is at hand, see `fingerprint`."""
+    def fingerprints(self, ranks: Ranks = ALONE) -> dict[str, str | None]:
+        """What the sets contain; of the training data only what is at hand, see `source_fingerprint`."""
         names = {name: None if data is None else data_fingerprint(data, name) for name, data in self.held_out.items()}
-        train = None if self.train is None else source_fingerprint(self.train, "train", derive_seed(self.seed, "train"))
-        return {"train": train, **names}
+        return {"train": ranks.common(self._train_fingerprint, self.train), **names}
+
+    def _train_fingerprint(self) -> str | None:
+        seed = derive_seed(self.seed, "train")
+        return None if self.train is None else source_fingerprint(self.train, "train", seed)
 
     def samples(self) -> dict[str, int | None]:
         """Number of samples in each held-out set."""

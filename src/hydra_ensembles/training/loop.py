@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import monotonic
@@ -280,9 +281,9 @@ def train_best(
         ranks = runtime.ranks
         if job.folder is not None or ranks.size > 1:
             seed = derive_seed(job.recipe.seed, "fingerprint")
-            sources = {"train": job.train, "validation": job.validation}
-            data = {name: x if x is None else source_fingerprint(x, name, seed) for name, x in sources.items()}
-            data["train"] = ranks.common(data["train"], job.train)
+            held_out = None if job.validation is None else source_fingerprint(job.validation, "validation", seed)
+            train = ranks.common(partial(source_fingerprint, job.train, "train", seed), job.train)
+            data = {"train": train, "validation": held_out}
             job = replace(job, identity={**job.identity, **data, "model": model_fingerprint(start)})
         shared = replace(job, train=ranks.share_batches(job.train))
         # ranks that take other steps would wait for each other without end, or end with other weights

@@ -120,6 +120,20 @@ def test_processes_that_were_given_different_things_say_so(other):
             refused.result()
 
 
+def test_processes_whose_data_are_others_in_every_reading_train_together():
+    """Random changes that no seed reaches, as by a generator of one's own, are no other data."""
+
+    class Changing(list):
+        readings = 0
+
+        def __iter__(self):
+            self.readings += 1
+            changed = self.readings / 1000 + int(os.environ["RANK"])
+            return ((images + changed, labels) for images, labels in super().__iter__())
+
+    assert launch(lambda: finetune(tiny(), Changing(batches(32, 4)), RECIPE, device="cpu", progress=False)) == [0, 0]
+
+
 def test_a_training_on_a_loader_that_is_split_already_goes_on_in_its_folder(tmp_path):
     """Each process has another part of the data; the folder knows the training by the part of the first."""
 
