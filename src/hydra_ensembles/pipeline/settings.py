@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
+from .._distributed import check_unsharded
 from .._utils import warn
 from ..arguments import Checked, PositiveShare, Range, Share
 from ..batches import length_of
@@ -258,6 +259,8 @@ class HydraConfig(Checked):
             )
         if self.strategy == "taylor" and data.for_taylor is None:
             raise DataError("strategy='taylor' reads labelled batches; give train= or id=")
+        if self.strategy == "taylor":
+            check_unsharded(data.train, "train, which strategy='taylor' ranks heads by,")
         if self.recipe is not None and data.train is None:
             raise DataError("the config has a recipe for fine-tuning, which needs train=")
         if self.calibrate and data.validation is None:

@@ -10,6 +10,7 @@ import torch
 from build_cases import HEADS, LAYERS, batches, image_model, recipe, same, samples, sets, text_model, text_sets
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hydra_ensembles as he
 from architectures import VISION_CASES
@@ -20,6 +21,7 @@ from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.pipeline import chain, material
 from hydra_ensembles.pipeline.settings import Strategy
 from hydra_ensembles.schema import from_plain, to_plain
+from processes import by_two_ranks
 
 # One head of each layer for Taylor; on a model this small, the slowest way to find circuits is the quickest.
 QUICK: dict[str, Any] = {"prune": LAYERS, "shared_layers": 0, "calibration_batches": 1, "method": "naive"}
@@ -206,6 +208,15 @@ def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path, monkeyp
     with pytest.raises(error, match=message):
         he.build(image_model(), config(**settings), output=tmp_path, **sets(**data))
     assert not list(tmp_path.iterdir())
+
+
+def test_taylor_refuses_training_data_that_are_split_between_processes_by_their_name() -> None:
+    inputs, labels = (torch.cat(part) for part in zip(*batches(12), strict=True))
+    data = TensorDataset(inputs, labels)
+    split = DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0))
+    for refused in by_two_ranks(lambda rank: he.build(image_model(), config(strategy="taylor"), **sets(train=split))):
+        with pytest.raises(ConfigError, match=r"^train, .*split between processes"):
+            refused.result()
 
 
 def test_nothing_is_calibrated_where_nobody_asks_for_it() -> None:
