@@ -94,7 +94,9 @@ class FittedSet(NamedTuple):
 def together(sets: Sequence[FittedSet]) -> FittedSet:
     """What is kept of sets that fitted one thing: marks of all of them as of one, and how many different samples.
 
-    Of the first when mixed of all samples, each set has its share of all, which tells their number (a min-hash).
+    Of the first when mixed of all samples, each set has its share of all, which tells their number (a min-hash). Where
+    one has marks of a smaller part of its samples than another, that number, and so the share of a new set, is too
+    large rather than too small.
     """
     names = np.array([int(name, 16) for name in {name for one in sets for name in one.marks}], dtype=np.uint64)
     marks = tuple(names_of(marked(names.view(np.int64))))
