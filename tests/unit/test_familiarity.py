@@ -416,7 +416,8 @@ READERS = {
 def test_a_loader_that_is_split_between_processes_is_refused(name: str) -> None:
     data = TensorDataset(*joined(batches(CONFIG)))
     split = DataLoader(data, 16, sampler=DistributedSampler(data, 2, 0))
-    for refused in by_two_ranks(lambda rank: READERS[name](model(CONFIG), split)):
+    one = model(CONFIG)
+    for refused in by_two_ranks(lambda rank: READERS[name](one, split)):
         with pytest.raises(ConfigError, match="split between processes"):
             refused.result()
 

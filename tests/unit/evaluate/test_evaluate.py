@@ -347,8 +347,10 @@ def test_unknown_settings_are_refused_before_the_run(settings, token):
 
 
 def test_two_processes_give_the_numbers_of_one():
+    model, data = tiny_ensemble(), image_batches()
+
     def run(rank):
-        return evaluate(tiny_ensemble(), image_batches(), OOD, progress=False, gallery=4)
+        return evaluate(model, data, OOD, progress=False, gallery=4)
 
     alone = run(0)
     for found in (one.result() for one in by_two_ranks(run)):

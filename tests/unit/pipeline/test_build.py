@@ -214,7 +214,8 @@ def test_taylor_refuses_training_data_that_are_split_between_processes_by_their_
     inputs, labels = (torch.cat(part) for part in zip(*batches(12), strict=True))
     data = TensorDataset(inputs, labels)
     split = DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0))
-    for refused in by_two_ranks(lambda rank: he.build(image_model(), config(strategy="taylor"), **sets(train=split))):
+    model, given = image_model(), sets(train=split)
+    for refused in by_two_ranks(lambda rank: he.build(model, config(strategy="taylor"), **given)):
         with pytest.raises(ConfigError, match=r"^train, .*split between processes"):
             refused.result()
 

@@ -99,7 +99,8 @@ def test_ranks_load_only_their_own_batches():
 def test_validation_that_is_split_already_is_refused():
     data = shuffled(28, 4).dataset
     split = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0))
-    for refused in by_two_ranks(lambda rank: finetune(tiny(), batches(8, 4), RECIPE, split, progress=False)):
+    model, train = tiny(), batches(8, 4)
+    for refused in by_two_ranks(lambda rank: finetune(model, train, RECIPE, split, progress=False)):
         with pytest.raises(ConfigError, match=r"^validation .* split between processes"):
             refused.result()
 
@@ -107,15 +108,15 @@ def test_validation_that_is_split_already_is_refused():
 @pytest.mark.parametrize("other", ["model", "recipe", "data", "batches"])
 def test_processes_that_were_given_different_things_say_so(other):
     """They would wait for each other without end, or give other weights without a word."""
-
-    def work(rank):
-        changed = {other} if rank else ()
-        model = tiny(seed=1) if "model" in changed else tiny()
-        recipe = replace(RECIPE, learning_rate=0.1) if "recipe" in changed else RECIPE
-        data = [(images + 1, labels) for images, labels in batches(32, 4)] if "data" in changed else batches(32, 4)
-        return finetune(model, data[:-4] if "batches" in changed else data, recipe, device="cpu", progress=False)
-
-    for refused in by_two_ranks(work):
+    model, data, recipe = tiny(), batches(32, 4), RECIPE  # made by one thread: all of them share one generator
+    others = {
+        "model": (tiny(seed=1), data, recipe),
+        "recipe": (model, data, replace(recipe, learning_rate=0.1)),
+        "data": (model, [(images + 1, labels) for images, labels in data], recipe),
+        "batches": (model, data[:-4], recipe),
+    }
+    given = (model, data, recipe), others[other]
+    for refused in by_two_ranks(lambda rank: finetune(*given[rank], device="cpu", progress=False)):
         with pytest.raises(HydraError, match="rank 1 has other model, recipe or data"):
             refused.result()
 
