@@ -37,7 +37,7 @@ from ..model.zero_shot import (
     zero_shot,
 )
 from ..training.text import features_of, read_pairs
-from .start import View, joined
+from .start import View, joined, taken_apart, with_bias, with_one
 
 _ROWS = 1024  # samples whose similarities to all others are computed at once
 _PROMPTS = 256
@@ -82,8 +82,8 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
     device = dual.device if dual.device.type == "cuda" else torch.device("cpu")  # other devices lack float64
     with torch.no_grad():
         biased = [projection.bias is not None for projection in projections]
-        features = [_augmented(part, bias) for part, bias in zip((images, texts), biased, strict=True)]
-        means = [_matrix(projection) for projection in projections]
+        features = [with_one(part, bias) for part, bias in zip((images, texts), biased, strict=True)]
+        means = [with_bias(projection) for projection in projections]
         embedded = [part @ mean.T for part, mean in zip(features, means, strict=True)]
         sides = []
         for side, other in ((0, 1), (1, 0)):
@@ -113,7 +113,7 @@ def published_bayes_vlm(
     """
     sides = []
     for side, (tag, projection) in enumerate(zip(("img", "txt"), _projections(dual), strict=True)):
-        mean = _matrix(projection)
+        mean = with_bias(projection)
         factors = []
         for letter, size in (("A", mean.shape[1]), ("B", mean.shape[0])):
             path = Path(folder) / f"{letter}_{tag}_analytic.pt"
@@ -282,9 +282,9 @@ class VLMPosterior:
         """
         base = zero_shot(self.dual, class_names, templates, keep_text)
         image, text = _projections(self.dual)
-        of_image = _weights(self.image.draw(members, derive_seed(seed, "image")), image)
+        of_image = taken_apart(self.image.draw(members, derive_seed(seed, "image")), image)
         maps = self.text.draw(members, derive_seed(seed, "text"))  # [S, e, d (+ 1)]
-        of_text = _weights(maps, text)
+        of_text = taken_apart(maps, text)
         names = checked_names(class_names)
         sentences = checked_templates(templates)
         text_features = self._texts(prompts_of(names, sentences))  # [C·templates, d]
@@ -322,7 +322,7 @@ class VLMPosterior:
         with dropping(False):
             parts = [prompts[start : start + _PROMPTS] for start in range(0, len(prompts), _PROMPTS)]
             features = torch.cat([embed(self.dual.text, None, list(batch), normalize=False)[0] for batch in parts])
-        return _augmented(features.double().cpu(), _projections(self.dual)[1].bias is not None)
+        return with_one(features.double().cpu(), _projections(self.dual)[1].bias is not None)
 
 
 class ProbitClassifier(View):
@@ -362,7 +362,7 @@ class ProbitClassifier(View):
             features = embed(self.model, None, inputs, normalize=False)[0].double()
         self.terms = {name: tensor.to(features.device) for name, tensor in self.terms.items()}  # they stay there
         terms = self.terms
-        augmented = _augmented(features, self.biased)
+        augmented = with_one(features, self.biased)
         # h [B, e], [B]
         embedded = augmented @ terms["projection"].T
         spread = (augmented @ terms["inputs"] * augmented).sum(-1)
@@ -417,22 +417,3 @@ def _inputs_of_projections(dual: DualEncoder, pairs: Batches) -> tuple[Tensor, T
         if not bool(side.isfinite().all()):
             raise DataError(f"the features of some {name} are not finite; look for bad values in the pairs")
     return cast(tuple[Tensor, Tensor], features)
-
-
-def _augmented(features: Tensor, biased: bool) -> Tensor:
-    """Inputs with a one at the end where the projection has a bias, which is its weight."""
-    return features if not biased else torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
-
-
-def _matrix(projection: GroupedLinear) -> Tensor:
-    """The whole map `[e, d]`, a bias as its last column, in float64 on the CPU, a copy."""
-    weight = projection.weight[0].detach().to("cpu", torch.float64, copy=True)
-    bias = projection.bias
-    return weight if bias is None else torch.cat([weight, bias[0].detach().double().cpu()[:, None]], dim=1)
-
-
-def _weights(maps: Tensor, projection: GroupedLinear) -> dict[str, Tensor]:
-    """Weight `[S, e, d]`, and bias `[S, e]` where there is one, of whole maps `[S, e, d (+ 1)]`."""
-    if projection.bias is None:
-        return {"weight": maps}
-    return {"weight": maps[..., :-1], "bias": maps[..., -1]}

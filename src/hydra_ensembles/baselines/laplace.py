@@ -15,10 +15,9 @@ from ..model.config import Sharing
 from ..model.dropping import dropping
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_single
-from .start import joined
+from .start import joined, taken_apart, with_bias, with_one
 
 Structure = Literal["kron", "diag", "full"]
-WEIGHT, BIAS = "readout.classifier.weight", "readout.classifier.bias"
 MOST_FULL = 20_000  # parameters of a full covariance: 3.2 GB in float64
 
 
@@ -71,7 +70,8 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
     require_single(model, "laplace")
     if model.readout.classifier is None or model.readout.distillation_classifier is not None:
         raise ConfigError("laplace takes a model with one linear classifier, not class embeddings or two classifiers")
-    mean = _augmented(model)
+    classifier = model.readout.classifier
+    mean = with_bias(classifier)
     if settings.structure == "full" and mean.numel() > MOST_FULL:
         raise ConfigError(
             f"a full covariance of {mean.numel()} parameters is too large (at most {MOST_FULL}); use structure='kron'"
@@ -93,10 +93,8 @@ def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) ->
     sharing = Sharing(stem=True, attention=True, mlp=True, norms=True)
     many = joined([model] * settings.members, sharing)
     state = many.state_dict()
-    width = model.readout.features
-    state[WEIGHT] = classifiers[..., :width].to(state[WEIGHT])
-    if BIAS in state:
-        state[BIAS] = classifiers[..., width].to(state[BIAS])
+    drawn = {f"readout.classifier.{name}": tensor for name, tensor in taken_apart(classifiers, classifier).items()}
+    state |= {name: tensor.to(state[name]) for name, tensor in drawn.items()}
     line = (
         f"{settings.members} classifiers of a last-layer Laplace approximation ({settings.structure}, prior precision "
         f"{posterior.prior:.4g}, {settings.samples or curvature.samples} samples)"
@@ -120,8 +118,7 @@ class Curvature:
     def add(self, features: Tensor, logits: Tensor) -> None:
         """Add samples: inputs of the classifier `[B, d]`, and logits `[B, C]`."""
         self.samples += len(features)
-        if self.inputs.shape[0] > features.shape[1]:
-            features = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
+        features = with_one(features, self.inputs.shape[0] > features.shape[1])
         probs = logits.softmax(-1)
         if self.structure == "diag":
             self.sums += (probs * (1 - probs)).T @ features.square()
@@ -190,10 +187,3 @@ class Posterior:
         else:
             moved = self.axes[0] @ scaled.unflatten(1, self.mean.shape) @ self.axes[1].T
         return self.mean + moved
-
-
-def _augmented(model: Ensemble) -> Tensor:
-    """Weight and bias of the classifier in one matrix `[C, d (+ 1)]`, in float64 on the CPU."""
-    state = model.state_dict()
-    parts = [state[WEIGHT][0], *([state[BIAS][0][:, None]] if BIAS in state else [])]
-    return torch.cat(parts, dim=1).double().cpu()

@@ -10,11 +10,10 @@ from torch.nn import functional as F
 from .._utils import derive_seed, own_precision
 from ..arguments import Checked, PositiveShare, Seed, Share, Whole, checked
 from ..errors import ConfigError, DataError
-from ..familiarity import with_score
 from ..model.ensemble import Ensemble
-from ..model.metadata import Familiarity, FamiliaritySettings, TextSide
+from ..model.metadata import TextSide
 from ..model.zero_shot import Templates, checked_templates, class_embeddings, text_side_of, text_tower
-from .start import embedding_statistics
+from .start import embedding_statistics, scale_of, scored
 
 
 @dataclass(frozen=True)
@@ -122,21 +121,12 @@ def neg_label(
     order = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(settings.seed, "neglabel")))
     chosen = chosen[order.to(chosen.device)]
     members = ensemble.num_members
-    scale = rows.norm(dim=-1).mean(dim=-1)[:, None, None]  # all rows have one length
-    picked = (embedded[:, chosen] * scale).expand(members, -1, -1).unflatten(1, (settings.groups, -1))
+    picked = (embedded[:, chosen] * scale_of(rows)[:, None, None]).expand(members, -1, -1)
     bias = readout.get("readout.class_embeddings.bias")
     offset = torch.zeros(members) if bias is None else bias.float().mean(dim=-1).expand(members)
-    state = statistics | {"words": picked, "offset": offset}
-    fitted = FamiliaritySettings(
-        ("neglabel",),
-        ensemble.readout.features,
-        count,
-        embedding=statistics["shift"].shape[1],
-        words=(settings.groups, count // settings.groups),
-    )
-    tensors = {f"neglabel.{name}": tensor.cpu().clone().contiguous() for name, tensor in state.items()}
+    state = statistics | {"words": picked.unflatten(1, (settings.groups, -1)), "offset": offset}
     line = f"NegLabel: {count} of {len(others)} words in {settings.groups} groups"
-    return with_score(ensemble, Familiarity(fitted, tensors), line)
+    return scored(ensemble, "neglabel", state, count, line, words=(settings.groups, count // settings.groups))
 
 
 def _require_own(words: EmbeddedWords, side: TextSide, templates: Templates | None, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """What a method starts from, and ends with: members that are copies of one model, fresh weights, or a view."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,15 @@ from torch import Tensor
 from .._utils import torch_seeded, warn
 from ..batches import Inputs
 from ..errors import ConfigError
+from ..familiarity import with_score
 from ..fuse import twins
+from ..metrics.distance import FittedName
 from ..model.config import GROUPS, EnsembleConfig, Sharing
 from ..model.dropping import OurModel
 from ..model.ensemble import Ensemble, singles
 from ..model.kinds import require_ensemble
-from ..model.metadata import Calibration, Metadata
+from ..model.layers import GroupedLinear
+from ..model.metadata import Calibration, Familiarity, FamiliaritySettings, Metadata
 from ..model.states import join_states, place_of
 from ..prediction import Prediction
 from ..training.recipe import Recipe, trainable_state
@@ -74,23 +77,17 @@ def trained_apart(model: Ensemble, recipe: Recipe) -> tuple[Sharing, int]:
 
 
 def in_full(model: Ensemble) -> Ensemble:
-    """The model, or a copy in float32 of one in half precision, for trainings that go on from each other.
+    """The model, in float32 where it is in half precision, for trainings that go on from each other.
 
     Rounded between them, weights would lose every update below their spacing. `in_dtypes_of` rounds in the end.
     """
-    state = trainable_state(model, model.device)
-    if all(tensor.dtype == state[name].dtype for name, tensor in model.state_dict().items()):
-        return model
-    return Ensemble.from_state(model.config, state, model.metadata)
+    return Ensemble.from_state(model.config, trainable_state(model, model.device), model.metadata)
 
 
 def in_dtypes_of(model: Ensemble, trained: Ensemble) -> Ensemble:
     """What was trained from `in_full(model)`, rounded once to the dtypes of the model."""
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    state = trained.state_dict()
-    if all(tensor.dtype == dtypes[name] for name, tensor in state.items()):
-        return trained
-    rounded = {name: tensor.to(dtypes[name]) for name, tensor in state.items()}
+    rounded = {name: tensor.to(dtypes[name]) for name, tensor in trained.state_dict().items()}
     return Ensemble.from_state(trained.config, rounded, trained.metadata)
 
 
@@ -123,12 +120,42 @@ def embedding_statistics(model: object, caller: str) -> dict[str, Tensor]:
     if readout.hidden is not None:
         raise ConfigError(f"{caller} takes models whose features are projected at once; this one has a hidden layer")
     members, width = ensemble.num_members, readout.features
-    if readout.projection is None:
-        return {
-            "projection": torch.eye(width).expand(members, -1, -1).contiguous(),
-            "shift": torch.zeros(members, width),
-        }
-    weight = readout.projection.weight.detach().float().cpu()
-    bias = readout.projection.bias
-    shift = torch.zeros(len(weight), weight.shape[1]) if bias is None else bias.detach().float().cpu()
+    weight, bias = torch.eye(width)[None], None
+    if readout.projection is not None:
+        weight, bias = readout.projection.weight.detach().float().cpu(), readout.projection.bias
+    shift = torch.zeros(1, weight.shape[1]) if bias is None else bias.detach().float().cpu()
     return {"projection": weight.expand(members, -1, -1).contiguous(), "shift": shift.expand(members, -1).contiguous()}
+
+
+def scale_of(rows: Tensor) -> Tensor:
+    """The logit scale `[G]` in class embeddings `[G, C, e]`, which all have one length."""
+    return rows.norm(dim=-1).mean(dim=-1)
+
+
+def scored(
+    ensemble: Ensemble, name: FittedName, state: Mapping[str, Tensor], samples: int, line: str, **more: Any
+) -> Ensemble:
+    """A copy of a zero-shot ensemble with a score of its embeddings, whose tensors have no prefix yet."""
+    embedding = state["shift"].shape[1]
+    fitted = FamiliaritySettings((name,), ensemble.readout.features, samples, embedding=embedding, **more)
+    tensors = {f"{name}.{part}": tensor.float().cpu().clone().contiguous() for part, tensor in state.items()}
+    return with_score(ensemble, Familiarity(fitted, tensors), line)
+
+
+# --- a linear map with its bias --------------------------------------------------------------------------------------
+
+
+def with_one(features: Tensor, biased: bool) -> Tensor:
+    """Inputs `[B, d]` of a linear map, with a one at the end where it has a bias, which is then one more weight."""
+    return torch.cat([features, torch.ones_like(features[:, :1])], dim=1) if biased else features
+
+
+def with_bias(linear: GroupedLinear) -> Tensor:
+    """The whole map `[e, d (+ 1)]` of one member, a bias as its last column, in float64 on the CPU, a copy."""
+    weight = linear.weight[0].detach().to("cpu", torch.float64, copy=True)
+    return weight if linear.bias is None else torch.cat([weight, linear.bias[0].detach().to(weight)[:, None]], dim=1)
+
+
+def taken_apart(maps: Tensor, linear: GroupedLinear) -> dict[str, Tensor]:
+    """Weight `[S, e, d]`, and bias `[S, e]` where there is one, of whole maps `[S, e, d (+ 1)]`."""
+    return {"weight": maps} if linear.bias is None else {"weight": maps[..., :-1], "bias": maps[..., -1]}

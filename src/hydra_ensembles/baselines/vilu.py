@@ -16,15 +16,14 @@ from .._utils import derive_seed
 from ..arguments import Checked, Whole
 from ..batches import Batches
 from ..errors import ConfigError, DataError
-from ..familiarity import answers, with_score
+from ..familiarity import answers
 from ..metrics.distance import log_odds
 from ..model.ensemble import Ensemble
-from ..model.metadata import Familiarity, FamiliaritySettings
 from ..overlap import Keys, marked, names_of, sample_keys
 from ..schema import to_plain
 from ..training.loop import Job, Learner, Runtime, TrainOptions, train_best, trains
 from ..training.recipe import Recipe
-from .start import embedding_statistics
+from .start import embedding_statistics, scale_of, scored
 
 
 @dataclass(frozen=True)
@@ -92,20 +91,12 @@ def vilu(
     job = Job(recipe, cached, held, subfolder="vilu", identity=identity, **run)
     recipe.check(ensemble, cached, held)
     result = train_best(partial(ViLULearner, rows, settings, recipe), ensemble, job)
-    fitted = FamiliaritySettings(
-        ("vilu",),
-        ensemble.readout.features,
-        len(cached.dataset),  # type: ignore[arg-type]
-        marks=tuple(names_of(keys)),
-        embedding=statistics["shift"].shape[1],
-        hidden=settings.hidden,
-        projected=settings.projections,
-    )
     if settings.projections:
         statistics["scale"] = scale_of(rows)
-    state = {**statistics, **result.weights}
-    tensors = {f"vilu.{name}": tensor.float().cpu().contiguous() for name, tensor in state.items()}
-    return with_score(ensemble, Familiarity(fitted, tensors), f"ViLU: {result.described(recipe, 'a network')}")
+    fitted: dict[str, Any] = {"hidden": settings.hidden, "projected": settings.projections}
+    line, samples = f"ViLU: {result.described(recipe, 'a network')}", len(cached.dataset)  # type: ignore[arg-type]
+    state = statistics | result.weights
+    return scored(ensemble, "vilu", state, samples, line, marks=tuple(names_of(keys)), **fitted)
 
 
 def cache(
@@ -187,11 +178,6 @@ class ViLULearner(Learner[tuple[Tensor, ...]]):
             loss += float(F.binary_cross_entropy_with_logits(odds, right.float(), reduction="sum"))
             count += right.numel()
         return correct / count, loss / count
-
-
-def scale_of(rows: Tensor) -> Tensor:
-    """The logit scale `[M]` in class embeddings `[M, C, e]`, which all have one length."""
-    return rows.norm(dim=-1).mean(dim=-1)
 
 
 def mistakes_weigh(right: Tensor) -> Tensor:

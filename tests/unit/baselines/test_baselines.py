@@ -201,6 +201,7 @@ def zero_shot(**options):
 
 
 HEAD = replace(QUICK, train_groups=("readout",))
+SIGLIP = next(one for one in DUAL_CASES if one.name.endswith("siglip"))
 WORDS = [f"{one} {two}" for one in ("cat", "dog", "red") for two in ("tree", "bus", "of")]
 
 
@@ -209,11 +210,7 @@ WORDS = [f"{one} {two}" for one in ("cat", "dog", "red") for two in ("tree", "bu
     [
         *((lambda name=name: trained(name, two()), ConfigError, "single") for name in METHODS),
         (lambda: baselines.laplace(two(), some(single())), ConfigError, "single"),
-        (
-            lambda: trained("lora", single(), recipe=replace(QUICK, train_groups=("readout",))),
-            ConfigError,
-            "train_groups",
-        ),
+        (lambda: trained("lora", single(), recipe=HEAD), ConfigError, "train_groups"),
         (lambda: trained("batch", single("text-post-norm"), scales="inputs"), ConfigError, "norm"),  # it comes after
         (lambda: trained("mimo", single("text-post-norm")), ConfigError, "image"),
         (lambda: trained("mimo", single(), some(single(), (1, 6))), DataError, "members"),
@@ -225,6 +222,7 @@ WORDS = [f"{one} {two}" for one in ("cat", "dog", "red") for two in ("tree", "bu
             "single",
         ),
         (lambda: baselines.bayes_vlm(tiny_dual().image, pairs()), ConfigError, "DualEncoder"),
+        (lambda: baselines.bayes_vlm(dual_of(SIGLIP), pairs()), ConfigError, "projections"),  # it has none of images
         (lambda: baselines.bayes_vlm(tiny_dual(), []), DataError, "two"),
         (lambda: baselines.bayes_vlm(tiny_dual(), [(x * torch.nan, t) for x, t, _ in pairs()]), DataError, "finite"),
         (lambda: baselines.neg_label(tiny(), WORDS), ConfigError, "zero-shot"),

@@ -1,6 +1,7 @@
 """BatchEnsemble: multiplied into weights, or folded into norms, scales answer as layers that apply them."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from hydra_ensembles.baselines.batch_ensemble import BatchEnsemble, Scaled, batc
 from hydra_ensembles.baselines.start import joined
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.states import member_state
-from hydra_ensembles.training.recipe import Recipe, make_optimizer
+from hydra_ensembles.training.finetune import EnsembleLearner
+from hydra_ensembles.training.loop import Runtime
+from hydra_ensembles.training.recipe import Recipe
 
 SMALL = BatchEnsemble(members=2, deviation=0.3)
 ALL, NORMS = Sharing(stem=True, norms=True), Sharing(stem=True, attention=True, mlp=True)
@@ -123,18 +126,20 @@ def test_training_moves_scales_shared_weights_and_own_biases(kind, tmp_path):
 def test_folded_members_train_and_share_attention_and_mlp(tmp_path):
     base = single()
     found = train(base, replace(SMALL, scales="inputs"))
-    assert (found.config.sharing.attention, found.config.sharing.mlp, found.config.sharing.norms) == (True, True, False)
+    assert found.config.sharing == NORMS
     assert_an_ensemble(found, base, tmp_path / "saved")
 
 
-def test_scales_never_decay_and_learn_at_their_own_rate():
-    scaled = Scaled(joined([single()] * 2, ALL), replace(SMALL, rate=2.0), RECIPE, seed=0)
-    trained = {name: one for name, one in scaled.named_parameters() if one.requires_grad}
-    groups = make_optimizer(trained, replace(RECIPE, weight_decay=0.1), scaled.rates, scaled.spared).param_groups
+def test_scales_never_decay_and_learn_at_their_own_rate_as_classifiers_do():
+    recipe, start = replace(RECIPE, weight_decay=0.1, classifier_rate=4.0), joined([single()] * 2, ALL)
+    faster = partial(Scaled, settings=replace(SMALL, rate=2.0), recipe=recipe, seed=0)
+    learner = EnsembleLearner(start, recipe, Runtime(torch.device("cpu")), 0, faster)
+    groups = learner.optimizer.param_groups
     found = {id(one): (group["weight_decay"], group["share"]) for group in groups for one in group["params"]}
-    for name, one in trained.items():
+    for name, one in learner.trained.items():
         own = name.startswith(("inputs.", "outputs."))
-        assert found[id(one)] == (0.0 if own or name.endswith("bias") or "norm" in name else 0.1, 2.0 if own else 1.0)
+        decay = 0.0 if own or name.endswith("bias") or "norm" in name else 0.1
+        assert found[id(one)] == (decay, 2.0 if own else 4.0 if "classifier" in name else 1.0), name
 
 
 def test_a_zero_classifier_stays_one_weight_for_all():

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_ensembles as he
-from architectures_clip import DUAL_CASES
 from hydra_ensembles.baselines.bayes_vlm import (
     BayesVLM,
     ProjectionPosterior,
@@ -20,11 +19,10 @@ from hydra_ensembles.baselines.bayes_vlm import (
     published_bayes_vlm,
     published_prior,
 )
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.model.dual_encoder import DualEncoder, Projections
 from hydra_ensembles.training.text import image_features
 from unit.training.training_cases import NAMES, pair_samples, pairs, tiny_dual
-from zero_shot_models import dual_of
 
 IMAGES = pair_samples(5, seed=7)[0].double()
 SURE = BayesVLM(prior_precision=1e12)
@@ -273,10 +271,3 @@ def test_code_in_a_file_of_factors_is_not_run(tmp_path):
     with pytest.raises(CheckpointError, match="A_img"):
         published_bayes_vlm(dual(), tmp_path)
     assert not (tmp_path / "made").exists()
-
-
-def test_siglip_has_no_projection_of_images():
-    """Its published factors are of a map inside the pooling head."""
-    siglip = next(one for one in DUAL_CASES if one.name.endswith("siglip"))
-    with pytest.raises(ConfigError, match="projections"):
-        bayes_vlm(dual_of(siglip), double_pairs())

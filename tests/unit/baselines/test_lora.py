@@ -31,42 +31,46 @@ PATHS = {  # where transformers has the four projections
 }
 
 
+def adapters(model, case, count):
+    """The model with adapters of peft on its four projections, and the layers that have them, as `LowRank` calls them."""
+    peft, paths = pytest.importorskip("peft"), PATHS[case]
+    wanted = [one for one, _ in model.named_modules() if "attention" in one and one.endswith(tuple(paths.values()))]
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=wanted)
+    adapted = peft.get_peft_model(model, config, "0")
+    for number in range(1, count):
+        adapted.add_adapter(str(number), config)
+    layers = {}
+    for name, part in adapted.named_modules():
+        if hasattr(part, "lora_A"):
+            layer = next(int(piece) for piece in name.split(".") if piece.isdigit())
+            layers[f"{layer}_{next(key for key, path in paths.items() if name.endswith(path))}"] = part
+    return adapted.eval(), layers
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_merged_updates_are_the_adapters_of_peft(case):
-    peft = pytest.importorskip("peft")
     model = transformers_model(*CASES[case]).eval()
     base = he.convert(model)
     inputs = token_batch(0, segments=True) if case == "bert" else {"pixel_values": torch.randn(3, 3, 32, 32)}
     ours = LowRank(base, LoRA(members=1, rank=3, alpha=6.0), Recipe(learning_rate=1.0, steps=1), seed=0)
-    paths = PATHS[case]
-    wanted = [
-        name
-        for name, part in model.named_modules()
-        if isinstance(part, torch.nn.Linear) and "attention" in name and name.endswith(tuple(paths.values()))
-    ]
-    assert len(wanted) == 4 * base.num_layers
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=6, target_modules=wanted))
+    adapted, layers = adapters(model, case, 1)
+    assert len(layers) == 4 * base.num_layers
     generator = torch.Generator().manual_seed(1)
-    layers = {name: part for name, part in adapted.named_modules() if hasattr(part, "lora_A")}
-    assert len(layers) == len(wanted)
     with torch.no_grad():
-        for name, part in layers.items():
-            layer = next(int(piece) for piece in name.split(".") if piece.isdigit())
-            projection = next(key for key, path in paths.items() if name.endswith(path))
+        for key, part in layers.items():
             for mine, theirs in ((ours.down, part.lora_A), (ours.up, part.lora_B)):
-                values = torch.randn(theirs["default"].weight.shape, generator=generator)
-                theirs["default"].weight.copy_(values)
-                mine[f"{layer}_{projection}"].copy_(values[None])
-        expected = adapted.eval()(**inputs).logits
+                values = torch.randn(theirs["0"].weight.shape, generator=generator)
+                theirs["0"].weight.copy_(values)
+                mine[key].copy_(values[None])
+        expected = adapted(**inputs).logits
         assert (expected - base(inputs)[0]).abs().max() > 1e-2
-        torch.testing.assert_close(ours(inputs)[0], expected, rtol=1e-4, atol=1e-4)
         merged = he.Ensemble.from_state(base.config, ours.whole())
-        torch.testing.assert_close(merged(inputs)[0], expected, rtol=1e-4, atol=1e-4)
+        for answer in (ours(inputs)[0], merged(inputs)[0]):
+            torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("training", ["apart", "together"])
 def test_members_of_a_trained_ensemble_are_adapters_of_one_model_of_peft(training, monkeypatch):
-    peft = pytest.importorskip("peft")
     model = transformers_model(*CASES["vit"]).eval()
     base, images = he.convert(model), torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     merged, whole = list[LowRank](), LowRank.whole
@@ -76,21 +80,15 @@ def test_members_of_a_trained_ensemble_are_adapters_of_one_model_of_peft(trainin
     found = lora_ensemble(base, [(images, torch.arange(3))], recipe, settings, progress=False)
     members = [(one, index) for one in merged for index in range(one.num_members)]  # trained one by one, or as one
     assert len(members) == 2
-    suffixes = PATHS["vit"]
-    wanted = [one for one, _ in model.named_modules() if "attention" in one and one.endswith(tuple(suffixes.values()))]
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=6, target_modules=wanted), "0")
-    adapted.add_adapter("1", peft.LoraConfig(r=3, lora_alpha=6, target_modules=wanted))
+    adapted, layers = adapters(model, "vit", 2)
     for number, (one, index) in enumerate(members):
-        for name, part in adapted.named_modules():
-            if hasattr(part, "lora_A"):
-                layer = next(int(piece) for piece in name.split(".") if piece.isdigit())
-                key = f"{layer}_{next(own for own, path in suffixes.items() if name.endswith(path))}"
-                part.lora_A[str(number)].weight.data.copy_(one.down[key][index])
-                part.lora_B[str(number)].weight.data.copy_(one.up[key][index])
+        for key, part in layers.items():
+            part.lora_A[str(number)].weight.data.copy_(one.down[key][index])
+            part.lora_B[str(number)].weight.data.copy_(one.up[key][index])
     with torch.no_grad():
         for number, logits in enumerate(found(images)):
             adapted.set_adapter(str(number))
-            torch.testing.assert_close(adapted.eval()(pixel_values=images).logits, logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(adapted(pixel_values=images).logits, logits, rtol=1e-4, atol=1e-4)
             assert (logits - base(images)[0]).abs().max() > 1e-2
         assert (found(images)[0] - found(images)[1]).abs().max() > 1e-3
 
