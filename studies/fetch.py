@@ -241,14 +241,10 @@ def _digest_of(content: bytes, decoded: bool = False) -> bytes:
     return hashlib.sha256(identity).digest()
 
 
-def _imagenet(_: Path) -> Sequence[str]:
-    return imagenet_names()
-
-
 SETS: Mapping[str, PublicSet] = {
     "flickr8k": PublicSet("tnagire1/flickr8k_dataset", flickr8k, None),
-    "imagenet_samples": PublicSet("EliSchwartz/imagenet-sample-images", imagenet_samples, _imagenet),
-    "nips2017": PublicSet("ZhengyuZhao/Targeted-Tansfer", nips2017, _imagenet),
+    "imagenet_samples": PublicSet("EliSchwartz/imagenet-sample-images", imagenet_samples, lambda _: imagenet_names()),
+    "nips2017": PublicSet("ZhengyuZhao/Targeted-Tansfer", nips2017, lambda _: imagenet_names()),
     "miniplaces": PublicSet(  # in folders such as a/apartment_building/outdoor
         "retocali/6.819-Miniplaces_Challenge",
         of_folders("train", 60, "data/images/train"),

@@ -6,25 +6,26 @@ leaves it; or, for texts, on the Hugging Face hub. The validation set and the OO
 settings, for the paper has no others; half A and half B are the same here. `recipes/paper.yaml` says what is ours.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 import hydra_ensembles as he
-from hydra_ensembles.data import Columns, Suite
-from hydra_ensembles.data.dataset import AnyDataset, ImageDataset
+from hydra_ensembles.data import Columns, Suite, TrainTransform, batches
+from hydra_ensembles.data.dataset import AnyDataset
 from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.errors import CheckpointError, DataError
-from hydra_ensembles.preprocessing import ImagePreprocessing
+from hydra_ensembles.training.recipe import Recipe
 
 from .dual_recipe import FOLDER
 from .paper import paper_numbers
 from .rows import rows_of
-from .samples import FileImages, Prepared, Samples
+from .samples import Prepared, Samples
 from .sets import DataFolder, at_most, given
 from .task import Stage, Task
 from .task import recipe as classifiers_recipe
@@ -122,17 +123,29 @@ class PaperTask(Task):
     def inputs(self, sets: Sequence[AnyDataset]) -> Samples:
         """A set by the model's own preprocessing; images are cut as the paper cuts them."""
         (dataset,) = sets
+        if self.kind == "text":
+            return Prepared(dataset, replace(self.preprocessing, max_length=self.plain["input_size"]))
+        return Prepared(dataset, replace(self.preprocessing, crop_fraction=self.plain["crop"], resize_mode="squash"))
+
+    @property
+    def preprocessing(self) -> Any:
+        """How the model takes its inputs."""
         prepare = self.backbone.metadata.preprocessing
         if prepare is None:
             raise CheckpointError(
                 f"{self.plain['backbone']} does not say how inputs are prepared; convert the model in Python with "
                 "processor=, save it with save_pretrained, and give that folder"
             )
-        if not isinstance(dataset, ImageDataset):
-            return Prepared(dataset, replace(prepare, max_length=self.plain["input_size"]))
-        assert isinstance(prepare, ImagePreprocessing)
-        cut = replace(prepare, crop_fraction=self.plain["crop"], resize_mode="squash")
-        return FileImages(dataset, cut, self.device)
+        return prepare
+
+    def lessons(self, training: Recipe) -> Any:
+        """Batches to train on by a recipe; images are cropped, mirrored and changed by several processes."""
+        if self.kind == "text":
+            return super().lessons(training)
+        change = TrainTransform.matching(self.preprocessing, rand_augment=training.rand_augment)
+        workers = os.cpu_count() or 0 if self.device.type == "cuda" else 0
+        images = cast(Prepared, self.train).dataset
+        return batches(images, change, training.batch_size or 128, shuffle=True, num_workers=workers, drop_last=True)
 
     @cached_property
     def _inside(self) -> dict[str, Samples]:

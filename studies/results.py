@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import platform
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ import torch
 
 import hydra_ensembles
 from hydra_ensembles._utils import require
+from hydra_ensembles.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -26,11 +26,8 @@ def load(name: str) -> Any:
 
 
 def store(path: Path, content: Any) -> None:
-    """Write a result file in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(partial, path)
+    """Write a result file in one step; it may have numbers that are none."""
+    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -5,8 +5,8 @@ import hashlib
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -14,20 +14,18 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from hydra_ensembles.data.dataset import AnyDataset, ImageDataset, TextDataset
-from hydra_ensembles.preprocessing import ImagePreprocessing, TextPreprocessing
+from hydra_ensembles.preprocessing import TextPreprocessing
 from hydra_ensembles.training.recipe import RandAugment
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 SMALLEST_CROP = 0.7  # of the side, in training
 CIRCUIT_MEMORY = 4e9  # bytes that a circuit may take, so that several processes fit on a GPU
-AREA = 0.08  # of an image, in training by the paper's recipes: the smallest part
 ALIKE = 8  # images of a batch that RandAugment changes alike
 
 Augment = bool | RandAugment
@@ -51,9 +49,6 @@ class Samples(ABC):
     def batch(self, rows: Tensor, augment: Augment) -> Any:
         """One batch, as models and trainings of the library take it."""
 
-    def ahead(self, rows: Tensor) -> None:  # noqa: B027 (most have nothing to read)
-        """Told which batch will be asked for next, to begin reading it."""
-
 
 class SampleBatches:
     """Batches of samples: all in order as they are, or shuffled by torch's CPU generator and augmented for training.
@@ -71,11 +66,8 @@ class SampleBatches:
     def __iter__(self) -> Iterator[Any]:
         count = len(self.samples)
         order = torch.randperm(count) if self.training else torch.arange(count)
-        batches = order.split(self.batch_size)[: len(self)]
-        for index, rows in enumerate(batches):
-            batch = self.samples.batch(rows, self.training)
-            self.samples.ahead(batches[index + 1] if index + 1 < len(batches) else order[:0])
-            yield batch
+        for rows in order.split(self.batch_size)[: len(self)]:
+            yield self.samples.batch(rows, self.training)
 
 
 def kept(
@@ -168,61 +160,6 @@ def normalised(images: Tensor) -> Tensor:
     return (images.clamp(0, 1) - mean) / std
 
 
-class FileImages(Samples):
-    """Images of any size, read when a batch is asked for and the next one's meanwhile, so that sets of any size fit.
-
-    In training each image is cut as torchvision's RandomResizedCrop does, maybe mirrored, and then changed by
-    RandAugment; what is drawn comes from torch's CPU generator, whichever thread cuts.
-    """
-
-    def __init__(self, dataset: ImageDataset, prepare: ImagePreprocessing, device: torch.device) -> None:
-        self.dataset, self.prepare, self.device = dataset, prepare, device
-        self.labels = torch.from_numpy(dataset.labels.copy())
-        self.pool = ThreadPoolExecutor(os.cpu_count())
-        self.coming: dict[int, Future[Any]] = {}
-
-    def ahead(self, rows: Tensor) -> None:
-        self.coming = {row: self._read(row) for row in rows.tolist()}
-
-    def _read(self, row: int) -> Future[Any]:
-        return self.pool.submit(lambda: self.dataset[row][0])
-
-    def batch(self, rows: Tensor, augment: Augment) -> tuple[Tensor, Tensor]:
-        """Inputs `[B, 3, h, w]` on the device and labels `[B]` on the CPU."""
-        images = [self.coming.pop(row) if row in self.coming else self._read(row) for row in rows.tolist()]
-        if not augment:
-            prepared = self.pool.map(lambda image: self.prepare([image.result()]), images)
-            return torch.cat(list(prepared)).to(self.device), self.labels[rows]
-        height, width = self.prepare.size
-        drawn = torch.rand(len(images), 5).tolist()
-        cut = self.pool.map(lambda image, chances: random_part(image.result(), chances, (width, height)), images, drawn)
-        pixels = torch.from_numpy(np.stack(list(cut))).permute(0, 3, 1, 2).to(self.device)  # [B, 3, h, w], eight bits
-        changed = randomly_changed(pixels, augment) if isinstance(augment, RandAugment) else pixels
-        mean, std = (
-            torch.tensor(stat, device=self.device).view(1, -1, 1, 1) for stat in (self.prepare.mean, self.prepare.std)
-        )
-        return (changed.float() / 255 - mean) / std, self.labels[rows]
-
-
-def random_part(image: Image.Image, chances: Sequence[float], size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-    """A part of an image at this width and height, `[h, w, 3]`: 8 % to all of its area, 3:4 to 4:3, maybe mirrored.
-
-    `chances` are five numbers in 0 to 1: of area, shape, place from the left and the top, and mirroring.
-    """
-    area, shape, across, down, mirror = chances
-    area = AREA + (1 - AREA) * area
-    shape = (3 / 4) ** (1 - 2 * shape)
-    whole_width, whole_height = image.size
-    width = min(whole_width, (area * whole_width * whole_height * shape) ** 0.5)
-    height = min(whole_height, (area * whole_width * whole_height / shape) ** 0.5)
-    left = across * (whole_width - width)
-    top = down * (whole_height - height)
-    box = (left, top, min(left + width, whole_width), min(top + height, whole_height))
-    part = image.convert("RGB").resize(size, Image.Resampling.BICUBIC, box)
-    pixels = np.asarray(part)
-    return pixels[:, ::-1] if mirror < 0.5 else pixels
-
-
 class TextSamples(Samples):
     """Labelled texts, tokenised once: each of `inputs` is `[N, T]` on a device, a batch as wide as its longest text."""
 
@@ -260,4 +197,6 @@ class Prepared(Samples):
 
     def batch(self, rows: Tensor, augment: Augment) -> tuple[Any, Tensor]:
         """What the preprocessing makes of the rows, and labels `[B]`; no augmentation."""
-        return self.prepare([self.dataset[row][0] for row in rows.tolist()]), self.labels[rows]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            items = list(pool.map(lambda row: self.dataset[row][0], rows.tolist()))
+        return self.prepare(items), self.labels[rows]

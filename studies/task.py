@@ -4,7 +4,7 @@ import copy
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -34,12 +34,7 @@ Stage = Literal["held_out", "report"]
 
 
 def recipe() -> dict[str, Any]:
-    """The settings of the studies of classifiers: a copy, which whoever asks may change."""
-    return copy.deepcopy(_written())
-
-
-@cache
-def _written() -> dict[str, Any]:
+    """The settings of the studies of classifiers, which whoever asks may change."""
     return cast(dict[str, Any], yaml.safe_load(RECIPE.read_text(encoding="utf-8")))
 
 

@@ -10,7 +10,6 @@ from hydra_ensembles.errors import ConfigError, DataError, SameMembersError
 from hydra_ensembles.files import read_json
 from studies.engine import COSTS, Here, Job, Kind, Plan, Run, do_all, write_costs
 from studies.storing import newest_costs
-from studies.task import recipe
 
 
 class Numbers:
@@ -122,8 +121,3 @@ def test_unknown_rows_and_stages_are_refused_before_anything_runs(
     with pytest.raises(ConfigError, match=token):
         KIND.run(Run(Numbers(), tmp_path, tmp_path, rows, [0]), ["double", *stages])
     assert not list(tmp_path.iterdir())
-
-
-def test_settings_that_somebody_changes_are_his_own() -> None:
-    recipe()["tasks"].clear()
-    assert recipe()["tasks"]

@@ -1,6 +1,7 @@
 """The paper's tables with data and a model of one's own: from stand-in files to the table, and what is refused."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from paper_files import save, write_lists
-from PIL import Image
 
-import hydra_ensembles as he
 from architectures import timm_model
 from architectures_transformers import TEXT, save_tokenizer, transformers_model
 from datasets_stand_in import stand_in_hub
-from hydra_ensembles.data import ImageDataset, suite
+from hydra_ensembles.data import suite
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.files import read_json
 from hydra_ensembles.training.recipe import RandAugment
@@ -24,7 +23,7 @@ from pictures import encoded, picture
 from studies import __main__ as command
 from studies import paper_task
 from studies.paper_task import PaperFolder, PaperTask, recipe, rows_of_table
-from studies.samples import FileImages, SampleBatches, random_part
+from studies.sets import given
 from studies.stored import Study
 from studies.weights import own_backbone
 
@@ -166,33 +165,18 @@ def test_the_recipe_is_the_papers(name: str, steps: int | None, heads: int, seed
     assert (task.recovery(learning_rate=0.1).rand_augment is not None) == (name == "imagenet")
 
 
-def test_images_are_read_ahead_and_cut_the_same_by_any_thread() -> None:
-    images = [picture(number, size=10 + number) for number in range(7)]
-    data = ImageDataset(images, np.arange(7) % 2, ("a", "b"), "x")  # type: ignore[arg-type]
-    prepare = he.ImagePreprocessing((8, 8), crop_fraction=0.5, resize_mode="squash")
-    samples = FileImages(data, prepare, CPU)
-    whole = torch.cat([inputs for inputs, _ in SampleBatches(samples, 3)])
-    assert torch.equal(whole, prepare(images))
-    assert not samples.coming
-    for augment in (True, RandAugment(2, 12)):
-        drawn = []
-        for _ in range(2):
-            torch.manual_seed(5)
-            drawn.append(next(iter(SampleBatches(samples, 7, augment)))[0])
-        assert torch.equal(*drawn)
-        assert not torch.equal(drawn[0], whole)
-
-
-def test_a_random_part_is_inside_the_image_and_of_the_area_that_was_drawn() -> None:
-    ramp = Image.fromarray(np.tile(np.arange(64, dtype=np.uint8)[None, :, None], (48, 1, 3)))
-    all_of_it = random_part(ramp, (1.0, 1.0, 0.3, 0.3, 0.9), (64, 48))
-    assert np.array_equal(all_of_it, np.asarray(ramp))
-    mirrored = random_part(ramp, (1.0, 1.0, 0.3, 0.3, 0.1), (64, 48))
-    assert np.array_equal(mirrored, all_of_it[:, ::-1])
-    smallest = random_part(ramp, (0.0, 0.5, 1.0, 0.0, 0.9), (16, 16)).astype(int)
-    width = (0.08 * 64 * 48) ** 0.5
-    assert smallest.min() >= 64 - width - 2
-    assert smallest.max() >= 62
+def test_images_are_cut_as_the_paper_does(vit: Path, tmp_path: Path) -> None:
+    """All of them squashed to be asked about; in training parts of them, changed at random where the recipe says so."""
+    write_images(tmp_path)
+    task = PaperTask("paper-cifar100", shortened(str(vit)), PaperFolder(tmp_path), CPU)
+    inputs, _ = task.train.batch(torch.arange(24), True)
+    pictures = [task.source.load(given(task.suite, "train"))[row][0] for row in range(24)]
+    expected = replace(task.preprocessing, crop_fraction=task.plain["crop"], resize_mode="squash")
+    assert torch.equal(inputs, expected(pictures))
+    for changed in (None, RandAugment(2, 12)):
+        lessons = task.lessons(replace(task.recovery(learning_rate=0.1), rand_augment=changed))
+        assert (len(lessons), lessons.preprocess.rand_augment) == (3, changed)
+        assert next(iter(lessons))[0].shape == (8, 3, 16, 16)
 
 
 def test_models_of_ones_own(vit: Path, bert: Path, tmp_path: Path) -> None:
