@@ -8,7 +8,7 @@
 A data file holds the tensors `inputs`, preprocessed, and `labels`. A model forward is one pass of the whole model over
 all samples. The naive method may be measured on its first steps only (`--naive-steps`), and on some heads only
 (`--naive-heads`), and extrapolated by the number of heads evaluated; such numbers are marked. `--scaling` does both.
-With `--against`, a process for each checkout extracts the same circuits, in turn; they must be equal.
+With `--against`, processes of both checkouts extract the same circuits in turn; they must be equal.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import checkouts, serve, synchronize, take_turns
+from common import by_turns, synchronize
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -200,33 +200,23 @@ def circuit_table(name: str) -> str:
 # --- another checkout ------------------------------------------------------------------------------------------------
 
 
-def work(options: argparse.Namespace) -> None:
-    """Be one of two checkouts: extract a circuit when asked to."""
-    (case,) = cases_of(options)
-
-    def extract(score: str, method: str) -> dict[str, Any]:
-        seconds, ranking = timed(case, score, method, options.budget, options)
-        return {"seconds": seconds, "heads": [str(head) for head in ranking.heads]}
-
-    serve({"extract": extract})
-
-
 def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Extract the same circuits with this checkout and with another, which take turns; a line for each circuit."""
-    about = {"benchmark": "circuit, two checkouts", "hardware": hardware(options.device)}
+    stored = by_turns(__file__, options.against, arguments, options.turns, "results")
     rows = []
-    print(f"{'score':6}{'method':10}{'new s':>9}{'old s':>9}{'new/old':>9}  same heads", flush=True)
-    with checkouts(__file__, options.against, arguments) as workers:
-        for score, method in product(options.scores, options.methods):
-            answers = take_turns(workers, options.turns + 1, "extract", score=score, method=method)
-            same = all(turn["heads"] == answers[0][0]["heads"] for turns in answers for turn in turns)
-            times = [[turn["seconds"] for turn in turns[1:]] for turns in answers]  # in the first turn libraries load
-            new, old = map(statistics.median, times)
-            row = {"score": score, "method": method, "new_s": new, "old_s": old, "ratio": new / old}
-            rows.append(row | {"same_heads": same, "times": times})
-            print(f"{score:6}{method:10}{new:9.3f}{old:9.3f}{new / old:9.3f}  {same}", flush=True)
-            if options.output:
-                store(options.output, {**about, "rows": rows})
+    print(f"{'score':6}{'method':10}{'new s':>9}{'old s':>9}{'new/old':>9}  same heads")
+    for circuits in zip(*stored[0], *stored[1], strict=True):  # of all turns
+        times = [[one["seconds"] for one in turns] for turns in (circuits[: options.turns], circuits[options.turns :])]
+        new, old = map(statistics.median, times)
+        score, method = circuits[0]["score"], circuits[0]["method"]
+        same = all(one["removed"] == circuits[0]["removed"] for one in circuits)
+        row = {"score": score, "method": method, "new_s": new, "old_s": old, "ratio": new / old}
+        rows.append(row | {"same_heads": same, "times": times})
+        print(f"{score:6}{method:10}{new:9.3f}{old:9.3f}{new / old:9.3f}  {same}")
+    if options.output:
+        store(
+            options.output, {"benchmark": "circuit, two checkouts", "hardware": hardware(options.device), "rows": rows}
+        )
 
 
 # --- command ---------------------------------------------------------------------------------------------------------
@@ -255,7 +245,6 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--output", type=Path, help="JSON file")
     add("--against", type=Path, help="folder of another checkout, to be timed side by side with this one")
     add("--turns", type=int, default=3, help="of each checkout")
-    add("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.naive_steps and options.naive_steps < 2:
         parser.error("--naive-steps must be at least 2, or 0 for all: the first step includes what is done once")
@@ -275,9 +264,6 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     options = read_options(argv)
-    if options.worker:
-        work(options)
-        return
     if options.against:
         compare(options, argv)
         return

@@ -14,7 +14,7 @@
 Every contender is timed in turn with the user's own model, in the same mode. Modes: `eager`; `compiled`
 (`torch.compile` for that batch size); `graphed` (compiled, then recorded as a CUDA graph: the best the user's model
 can get); `graphed-eager` (recorded, not compiled). Rows that the output file has already are skipped, unless `--again`.
-With `--against`, a process for each checkout makes the same contenders, and the two take turns on the clock.
+With `--against`, processes of both checkouts measure the same contenders in turn.
 `--conversion` times `convert` instead, with and without its comparison of answers. `--counts` times nothing: parameters
 and arithmetic follow from shapes.
 """
@@ -28,12 +28,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import checkouts, serve, synchronize, take_turns
+from common import by_turns, synchronize
 from inference_models import (
     MEMBERS,
     METHODS,
@@ -57,7 +56,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 GROWTH_CONTENDERS = ("single", "hydra-k0", "hydra-k8", "hydra-joint", "deep-in-turn", "deep-stacked")
 TEST_SET = 50_000  # images of ImageNet's validation set, as in the paper's whole-test times
 TOLERANCE = 0.1  # relative; answers in bfloat16 differ by about a hundredth, wrong ones by about one
-BLOCKS = 8  # turns that each of two checkouts gets
 
 Row = dict[str, Any]
 KEY = ("hardware", "shape", "dtype", "mode", "batch", "contender", "members")  # what tells rows apart
@@ -330,43 +328,26 @@ def release() -> None:
 # --- another checkout ------------------------------------------------------------------------------------------------
 
 
-def work(options: argparse.Namespace) -> None:
-    """Be one of two checkouts: make a contender, then time it together with the user's model, as asked."""
-    benchmark = Benchmark(options)
-    current: dict[str, Any] = {}
-
-    def make(mode: str, batch: int, name: str, members: int) -> dict[str, Any]:
-        current.clear()
-        release()
-        reference, mine = benchmark.pair(batch, name, members)
-        current.update(runs=[reference.run(mode), mine.run(mode)], inputs=mine.inputs)
-        rounds = options.repeats or rounds_for(current["runs"], mine.inputs, options.seconds / BLOCKS)
-        return {"plan": mine.contender.plan, "error": mine.error(mode), "rounds": rounds}
-
-    serve({"make": make, "time": lambda rounds: times(current["runs"], current["inputs"], rounds)})
-
-
 def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Time the same contenders with this checkout and with another, which take turns; a line for each cell."""
-    about = {"hardware": hardware(options.device), "shape": options.shape, "dtype": options.dtype}
-    header = ("new ms", "old ms", "new/old", "x single", "old x", "singles")
-    print(f"{'contender':<14}{'mode':<14}{'batch':>5}", *(f"{title:>9}" for title in header), " plans", flush=True)
+    stored = by_turns(__file__, options.against, arguments, options.turns, "rows")
+    sides = [[{key_of(row): row for row in rows} for rows in turns] for turns in stored]
+    header = ("new ms", "x single", "old ms", "x single", "new/old")
+    print(f"{'contender':<14}{'mode':<14}{'batch':>5}", *(f"{title:>9}" for title in header), " plans")
     rows: list[Row] = []
-    with checkouts(__file__, options.against, arguments) as workers:
-        for batch, name, members in cells(options):
-            for mode in options.modes:
-                answers = [worker.ask("make", mode=mode, batch=batch, name=name, members=members) for worker in workers]
-                blocks = take_turns(workers, BLOCKS, "time", rounds=min(answer["rounds"] for answer in answers))
-                medians = [[statistics.median(chain(*spent)) for spent in zip(*turns, strict=True)] for turns in blocks]
-                (new_single, new), (old_single, old) = medians  # of each checkout: the user's model, the contender
-                row = {"contender": name, "members": members, "mode": mode, "batch": batch, "new_ms": new}
-                row |= {"old_ms": old, "ratio": new / old, "new_to_single": new / new_single}
-                row |= {"old_to_single": old / old_single, "singles": new_single / old_single}
-                numbers = [f"{row[key]:>9.3f}" for key in list(row)[4:]]
-                rows.append(row | {f"{key}s": [answer[key] for answer in answers] for key in ("plan", "error")})
-                print(f"{name:<14}{mode:<14}{batch:>5}", *numbers, "", rows[-1]["plans"], flush=True)
-                if options.output:
-                    store(options.output, {"benchmark": "inference, two checkouts", **about, "rows": rows})
+    for cell in (cell for cell in sides[0][0] if cell in sides[1][0]):
+        measured = [[turn[cell] for turn in turns if cell in turn] for turns in sides]
+        numbers: dict[str, float] = {}
+        for side, own in zip(("new", "old"), measured, strict=True):
+            numbers[f"{side}_ms"] = statistics.median(row["latency_ms"] for row in own)
+            numbers[f"{side}_to_single"] = statistics.median(row["ratio_to_single"] for row in own)
+        numbers["ratio"] = numbers["new_ms"] / numbers["old_ms"]
+        row = dict(zip(KEY, cell, strict=True)) | numbers
+        rows.append(row | {f"{key}s": [own[0][key] for own in measured] for key in ("plan", "error")})
+        shown = [f"{number:>9.3f}" for number in numbers.values()]
+        print(f"{row['contender']:<14}{row['mode']:<14}{row['batch']:>5}", *shown, "", rows[-1]["plans"])
+    if options.output:
+        store(options.output, {"benchmark": "inference, two checkouts", "rows": rows})
 
 
 def conversion(options: argparse.Namespace) -> None:
@@ -424,7 +405,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--against", type=Path, help="folder of another checkout, to be timed side by side with this one")
     add("--conversion", action="store_true", help="time `convert` instead")
     add("--counts", action="store_true", help="count parameters and multiply-adds instead")
-    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    add("--turns", type=int, default=3, help="of each of two checkouts")
     options = parser.parse_args(arguments)
     on_gpu = torch.device(options.device).type == "cuda"
     options.modes = options.modes or (["graphed"] if on_gpu else ["eager"])
@@ -448,9 +429,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(options.threads)
     limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # many models, each for its shapes
     with torch._dynamo.config.patch(limits):
-        if options.worker:
-            work(options)
-        elif options.conversion:
+        if options.conversion:
             conversion(options)
         elif options.counts:
             counts(options)

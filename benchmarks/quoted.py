@@ -17,18 +17,16 @@ Lines, their parts with ` | ` between (several on a line have ` ; ` between them
 
 - `STUDY | ROW | KEY`, `STUDY | ROW - ROW | KEY`: a mean, a paired difference (`± KEY`: half its interval), of a stored
   study; `cost`, `work`, `parameters`, `trainings`, `seeds` of `ROW`, or of `ROW / ROW`. `most`, `least` in place of
-  a row: of all rows; `KEY & KEY` of a row: their mean. `ROW again`: of the second part of a study that was run in two;
-  `ROW @ 0`: of that seed alone; `ROW @ all`: of all its seeds as they are, without regard to Single's.
+  a row: of all rows; `KEY & KEY` of a row: their mean. `ROW @ 0`: of that seed alone; `ROW @ all`: of all its seeds as
+  they are, without regard to Single's.
 - `STUDY | claims | VERDICT`: how many of the paper's claims have it; `STUDY | claims of all.auroc | VERDICT`: of those
   that this number is higher.
-- `STUDY | told | KEY`, `STUDY | compared | KEY`: how many rows differ from Single beyond chance, of how many.
 - `intervals | TABLE`: how many intervals a table of all studies has (`gains`, `methods`); `| certain`: that leave out
   zero; `| by chance`: that would where nothing differs.
 - `STUDY | foretold | KEY`: rank correlation of what held-out data said of chosen settings with what the test said.
 - `FILE | PATH`: of a JSON file, in per cent with ` | %`; `*` in the path is each entry there, and the number is their
   mean, or `most`, `least` (`~1` is a `/` in a name). A step `batch=4,mode=graphed` is each entry of a list with these
   values. `PATH - PATH` and `PATH / PATH` are what they say.
-- `paper | TASK | ROW | KEY`: what the paper prints.
 - `given 3 0.5`: numbers, just these, that are no results: settings, definitions, sizes of sets.
 """
 
@@ -44,13 +42,10 @@ from typing import Any
 from studies.all_tasks import intervals
 from studies.cells import LOWER, PLAIN
 from studies.claims import claims
-from studies.column_files import read_columns
 from studies.findings import foretold
-from studies.measures import FEWEST_SEEDS, LEVEL, Difference, Number, numbers
-from studies.paper import paper_numbers
+from studies.measures import FEWEST_SEEDS, LEVEL, Difference
 from studies.results import fixed
 from studies.stored import DualStudy, Study
-from studies.storing import SINGLE, in_rows
 
 COMMENT = re.compile(r"<!-- numbers:\n(.*?)\n *-->", re.DOTALL)
 NUMBER = re.compile(r"(?<![\w./,-])([+−-]?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?(?=x?(?![\w/-]|\.\d|,\d))")  # 8x, too
@@ -60,12 +55,11 @@ NO_PROSE = re.compile(  # code, targets of links, generated parts, tables, headi
     re.DOTALL | re.MULTILINE,
 )
 A_NUMBER = next(NUMBER.finditer("+0.0"))  # a place that takes any
-GIVEN, AGAIN, AT, ALL = "given", " again", " @ ", "all"
+GIVEN, AT, ALL = "given", " @ ", "all"
 OF_ALL: Mapping[str, Callable[[Sequence[float]], float]] = {"most": max, "least": min}
 BETWEEN: Mapping[str, Callable[[float, float], float]] = {" - ": operator.sub, " / ": operator.truediv}
 PRICES = ("cost", "work", "parameters", "trainings", "seeds")
 VERDICTS = ("reproduced", "not reproduced", "tie", "not run", "not testable", "one seed", "two seeds")
-COUNTED = ("told", "compared")
 CLAIMED, CLAIMED_OF = "claims", "claims of "
 CLAIMS = ("better", "worse", "chance", "higher", "lower")
 
@@ -166,9 +160,6 @@ def number_of(source: str, studies: Mapping[str, Study], results: Path) -> float
     origin, *rest = (part.strip() for part in source.split(" | "))
     if origin == GIVEN:
         return rest[0]
-    if origin == "paper":
-        task, row, key = rest
-        return scaled(paper_numbers("classifier", task)[row][key], key)
     if origin.endswith(".json"):
         return of_file(results / origin, rest)
     if origin == "intervals":
@@ -179,8 +170,6 @@ def number_of(source: str, studies: Mapping[str, Study], results: Path) -> float
         if (correlation := foretold(studies[origin], key)) is None:
             raise UnbackedError(f"{origin} has too few settings that were chosen")
         return correlation[0]
-    if rows in COUNTED:
-        return float(sum(rows == "compared" or gap.certain for gap in beside_single(studies[origin], key)))
     value = of_study(studies[origin], rows, key)
     if isinstance(value, Difference):
         if claim and not holds(value, key, claim):
@@ -219,7 +208,7 @@ def of_study(study: Study, rows: str, key: str) -> float | Difference:
         return OF_ALL[rows]([value for row in study.rows if (value := study.mean(row, key)) is not None])
     if " - " in rows:
         first, second = rows.split(" - ")
-        gap = difference(study, first, second, key.removeprefix("± "))
+        gap = study.difference(first, second, key.removeprefix("± "))
         if gap is None:
             raise UnbackedError(f"{study.name} has no {key} of {rows}")
         return gap
@@ -238,12 +227,6 @@ def of_study(study: Study, rows: str, key: str) -> float | Difference:
     if value is None:
         raise UnbackedError(f"{study.name} has no {key} of {rows}")
     return value
-
-
-def beside_single(study: Study, key: str) -> list[Difference]:
-    """What every row of enough seeds has over Single."""
-    gaps = [study.difference(row, SINGLE, key) for row in study.rows if row != SINGLE]
-    return [gap for gap in gaps if gap is not None and gap.seeds >= FEWEST_SEEDS]
 
 
 def counted(studies: Sequence[Study], table: str, kind: str = "") -> float:
@@ -269,30 +252,6 @@ def price(study: Study, row: str, key: str) -> float:
         case "trainings":
             return float(study.facts["trainings"][row])
     return len(study.seeds(row))
-
-
-def difference(study: Study, first: str, second: str, key: str) -> Difference | None:
-    """First less second, either or both of them of the second part."""
-    if AGAIN not in first + second:
-        return study.difference(first, second, key)
-    seeds = [
-        seed for seed in study.seeds(first.removesuffix(AGAIN)) if (study.folder / f"again-{seed}.parquet").exists()
-    ]
-    ours, theirs = (
-        [
-            (again(study, row.removesuffix(AGAIN), seed) if row.endswith(AGAIN) else study.numbers(row, seed))[key]
-            for seed in seeds
-        ]
-        for row in (first, second)
-    )
-    return Difference.of(ours, theirs) if seeds else None
-
-
-@cache
-def again(study: Study, row: str, seed: int) -> dict[str, Number]:
-    """Numbers of a row that the second part made once more."""
-    columns = in_rows(read_columns(study.folder / f"again-{seed}.parquet"))[row]
-    return numbers(columns, study.facts["inside"], study.facts["groups"])
 
 
 def of_file(path: Path, rest: Sequence[str]) -> float:

@@ -40,17 +40,15 @@ def price_table() -> str:
     """What an ensemble brings for its price, by the code of a138193: tasks and methods, means over seeds."""
     result = load("price.json")
     costs, settings = result["costs"], result["recipe"]
-    lines = [f"| task | method | cost | {' | '.join(PRICES.values())} |", "|---|---|---:|" + "---:|" * len(PRICES)]
+    lines = []
     for task, rows in result["tables"].items():
         prices = costs["tasks"][task]
         for name, row in rows.items():
             means = [printed(row[key]["mean"], key) for key in PRICES]
-            lines.append(
-                f"| {task} | {name} | {prices.get(name, prices['Single'])['ratio']:.2f}x | {' | '.join(means)} |"
-            )
+            lines.append([task, name, f"{prices.get(name, prices['Single'])['ratio']:.2f}x", *means])
         gains = [(rows["Hydra"][key], key) for key in PRICES]
         cells = [f"{printed(gain['difference'], key, '+')} ± {printed(gain['half_width'], key)}" for gain, key in gains]
-        lines.append(f"| {task} | *Hydra less Single* | | {' | '.join(cells)} |")
+        lines.append([task, "*Hydra less Single*", "", *cells])
     counts = {task: len(settings["tasks"][task].get("seeds", settings["seeds"])) for task in result["tables"]}
     seeds = ", ".join(f"{count} on {task}" for task, count in counts.items())
     about = (
@@ -59,7 +57,7 @@ def price_table() -> str:
         f"held-out data. AUROC: the mean over the OOD sets of a task. Cost: a batch of {costs['batch']} on an "
         f"{costs['device']}, bfloat16, against Single compiled. From `results/price.json`."
     )
-    return "\n".join([*lines, "", about])
+    return markdown(["task", "method", "cost", *PRICES.values()], lines, about, "ll")
 
 
 def demo_table() -> str:

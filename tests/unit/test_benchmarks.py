@@ -155,8 +155,6 @@ def test_numbers_of_sentences_are_written_from_results(tmp_path: Path, monkeypat
         ("9.0", "51.0", "small | B | accuracy & other.accuracy"),
         ("9.0 of 3", "52.0 of 3", f"small | B | accuracy ; given 3 ; ! {gap} | better"),  # several on a line
         ("9 are ties, 9", "2 are ties, 1", "small | claims | tie", "small | claims of all.auroc | tie"),
-        ("9 of 9", "1 of 3", "small | told | accuracy", "small | compared | accuracy"),
-        ("9", "92", "paper | CIFAR-100 | Single | accuracy"),
         ("9.0 and 9.0", "50.0 and 45.0", "small | B @ 1 | accuracy", "small | B @ all | accuracy"),  # of seeds
         ("+9.00", "+0.48", "small | foretold | calibrated.nll"),
     ):

@@ -32,7 +32,7 @@ PATHS = {  # where transformers has the four projections
 
 
 def adapters(model, case, count):
-    """The model with adapters of peft on its four projections, and the layers that have them, as `LowRank` calls them."""
+    """The model with adapters of peft on its four projections, and the layers that have them, by names of `LowRank`."""
     peft, paths = pytest.importorskip("peft"), PATHS[case]
     wanted = [one for one, _ in model.named_modules() if "attention" in one and one.endswith(tuple(paths.values()))]
     config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=wanted)
