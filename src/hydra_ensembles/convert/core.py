@@ -79,17 +79,23 @@ def out_by_head(name: str) -> Source:
     return Source((name,), lambda tensors, shape: tensors[0].t().reshape(shape))
 
 
-def qkv_by_head(*names: str, order: Order | None = None) -> Source:
-    """Queries, keys and values of all heads, or biases of queries and values alone, in one tensor or in several."""
+def qkv_by_head(*names: str, order: Order | None = None, layout: str = "qkv h d") -> Source:
+    """Queries, keys and values of all heads, or biases of queries and values alone, in one tensor or in several.
+
+    `layout` is the order of the rows, outermost first; several tensors, or a layout without `qkv`, have one after the
+    other.
+    """
 
     def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        count = shape[1]
-        head_shape = (shape[0], *shape[2:])
-        separate = len(tensors) == count
-        parts = [part.reshape(head_shape) for part in (tensors if separate else torch.cat(list(tensors)).chunk(count))]
-        if order is not None:  # the value, which is the last, is not rotated
-            parts[:-1] = [part[:, order(shape[2])] for part in parts[:-1]]
-        return torch.stack(parts, dim=1)  # [H, P, d_k, …]
+        sizes = {"h": shape[0], "qkv": shape[1], "d": shape[2]}
+        axes = layout.split()
+        if len(tensors) > 1 or "qkv" not in axes:
+            axes = ["qkv", *(axis for axis in axes if axis != "qkv")]
+        rows = torch.cat(list(tensors)).unflatten(0, [sizes[axis] for axis in axes])
+        heads = rows.movedim([axes.index(axis) for axis in sizes], (0, 1, 2))  # [H, P, d_k, …]
+        if order is None:
+            return heads
+        return torch.cat([heads[:, :-1, order(shape[2])], heads[:, -1:]], dim=1)  # the value is not rotated
 
     return Source(names, read)
 

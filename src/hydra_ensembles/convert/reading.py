@@ -29,6 +29,7 @@ from .core import (
     out_by_head,
     pair,
     perhaps_meant,
+    qkv_by_head,
     refuse,
     require_all_used,
 )
@@ -36,6 +37,7 @@ from .declared import IN_BLOCK, Declaration, Part, Place, called, is_masked, pat
 from .refusals import said_of
 
 NEEDED: tuple[Part, ...] = ("position", "norm1", "qkv", "out", "norm2", "up", "down")
+_MATRICES: tuple[Part, ...] = ("patch", "words", "position", "out", "up", "down", "classifier")
 ADVICE = "correct the table of names; docs/how-to/own_model.md has every part"
 _BLOCK = "encoder.layers.{i}"
 _WITH_BIAS = {  # linear layers and norms
@@ -58,30 +60,14 @@ _TENSORS = {
     "scale1": f"{_BLOCK}.attention.scale",
     "scale2": f"{_BLOCK}.mlp.scale",
 }
-# Axes of the parts, as letters that mean the same everywhere: d is the width, a that of all heads, m of the MLP.
-_AXES = {
-    **dict.fromkeys(("norm1", "norm2", "norm", "class_token", "scale1", "scale2"), "d"),
-    "out": "d a",
-    "up": "u d",
-    "gate": "u d",
-    "down": "d m",
-    "embedding_norm": "e",
-    "embedding_projection": "d e",
-    "words": "v e",
-    "segments": "s e",
-    "query_norm": "k",
-    "key_norm": "k",
-    "pooler": "f f",
-    "classifier": "c f",
-}
 
 
 def read_declaration(declaration: Declaration, model: nn.Module) -> Architecture:
     """A declaration for this very model, as the converters of libraries have theirs.
 
     Raises:
-        ConversionError: Names that the model does not have, parts that are missing, shapes that do not go together and
-            tensors that nothing reads, all at once.
+        ConversionError: Names that the model does not have, parts that are missing and tensors that nothing reads, all
+            at once. Shapes that do not go together are said by `translate`.
     """
     with said_of(type(model).__name__):
         return _Reading(declaration, model).architecture()
@@ -118,7 +104,7 @@ class _Reading:
         used = {name.replace("{i}", str(i)) for name in names for i in range(self.layers)}
         stored = self.model.state_dict()
         unused = [name for name in stored if name not in used and not name.startswith(self.frame.ignored)]
-        require_all_used([*self._unmatched(unused), *self._misfits()], unused, ADVICE)
+        require_all_used(list(self._unmatched(unused)), unused, ADVICE)
         return replace(self.frame, weights=weights)
 
     # --- where things lie ------------------------------------------------------------------------------------
@@ -203,35 +189,15 @@ class _Reading:
         if unknown:
             hint = "" if "patch" in self.names else ", or masked=False if it is never told of padding"
             yield f"forward takes {', '.join(unknown)} too: say with answer= how the model is called{hint}"
-        if self.declared.heads is None:
+        for part in _MATRICES:
+            tensor = self.tensor(part)
+            if tensor is not None and tensor.dim() < 2:
+                yield f"{part} is a tensor {list(tensor.shape)}, where a matrix is expected"
+        heads, out = self.declared.heads, self.tensor("out")
+        if heads is None:
             yield "the number of heads is not said: give heads="
-
-    def _misfits(self) -> Iterator[str]:
-        """Parts whose sizes contradict each other."""
-        sizes: dict[str, tuple[int, str]] = {}
-        for part in ("norm1", *(name for name in _AXES if name != "norm1")):
-            tensor = self.tensor(part)  # type: ignore[arg-type]
-            if tensor is None:
-                continue
-            axes = _AXES[part].split()
-            shape = [size for size in tensor.shape if size != 1]
-            if len(axes) != len(shape) and tensor.numel() > 1:
-                yield f"{part} is a tensor {list(tensor.shape)}, where one of {len(axes)} axes is expected"
-                continue
-            for axis, size in zip(axes, shape, strict=False):
-                expected, by = sizes.setdefault(axis, (size, part))
-                if expected != size:
-                    yield f"{part} is {list(tensor.shape)}, but by {by} there should be {expected} where it has {size}"
-        width = sizes.get("d", (0, ""))[0]
-        for part in ("patch", "position", "registers"):
-            tensor = self.tensor(part)  # type: ignore[arg-type]
-            columns = sizes.get("e", (width, ""))[0] if "words" in self.names else width
-            if tensor is not None and tensor.shape[0 if part == "patch" else -1] != columns:
-                yield f"{part} is {list(tensor.shape)}, where an axis should have {columns}"
-        heads = self.declared.heads
-        inner_width = sizes.get("a", (0, ""))[0]
-        if heads is not None and (heads < 1 or inner_width % heads):
-            yield f"heads is {heads}, and the {inner_width} columns of out cannot be divided among them"
+        elif out is not None and (heads < 1 or out.shape[-1] % heads):
+            yield f"heads is {heads}, and the {out.shape[-1]} columns of out cannot be divided among them"
 
     # --- what is made of it ----------------------------------------------------------------------------------
 
@@ -293,28 +259,17 @@ class _Reading:
 
     def _heads(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
         """Query, key and value of every head, `[H, 3, d_k, …]`, from rows in the declared order."""
-        heads = self._split(tensors, shape)
-        if self.declared.attention_scale is not None:  # queries have it in them
-            factor = self.declared.attention_scale * shape[2] ** 0.5
-            heads = torch.cat([heads[:, :1] * factor, heads[:, 1:]], dim=1)
-        return torch.cat([heads[:, :2, self._order(shape[2])], heads[:, 2:]], dim=1)  # the value is not rotated
+        heads = qkv_by_head(order=self._order, layout=self.declared.head_layout).read(tensors, shape)
+        if self.declared.attention_scale is None:
+            return heads
+        factor = self.declared.attention_scale * shape[2] ** 0.5  # queries have it in them
+        return torch.cat([heads[:, :1] * factor, heads[:, 1:]], dim=1)
 
     def _order(self, head_dim: int) -> list[int]:
         """How the numbers of queries and keys are read, so that pairs that rotate together are halves of a head."""
         if self.declared.rotary is None or self.declared.rotary_pairs == "halves":
             return [*range(head_dim)]
         return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
-
-    def _split(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        axes = self.declared.head_layout.split()
-        sizes = {"qkv": 3, "h": shape[0], "d": shape[2]}
-        if len(tensors) == 3 or "qkv" not in axes:
-            parts = tensors if len(tensors) == 3 else tensors[0].chunk(3)
-            head_axes = [axis for axis in axes if axis != "qkv"]
-            split = [part.unflatten(0, [sizes[axis] for axis in head_axes]) for part in parts]
-            return torch.stack([part if head_axes[0] == "h" else part.transpose(0, 1) for part in split], dim=1)
-        rows = tensors[0].unflatten(0, [sizes[axis] for axis in axes])
-        return rows.movedim([axes.index(axis) for axis in ("h", "qkv", "d")], (0, 1, 2))
 
     def _biases(self, weights: Sequence[str], biases: Sequence[str | None]) -> Source:
         """The biases of query, key and value; one that is not there is zero."""
@@ -335,7 +290,7 @@ class _Reading:
         rotary = self.declared.rotary
         kind, eps = self._norm(("norm1", "norm2", "query_norm", "key_norm"))
         encoder = EncoderConfig(
-            width=down.shape[0],
+            width=self._needed("norm1").numel(),
             layers=self.layers,
             heads=heads,
             head_dim=out.shape[1] // heads,
@@ -387,18 +342,13 @@ class _Reading:
             raise ConversionError("nothing says how long a text may be; give max_tokens=")
         if most is not None and rows > most:
             raise ConversionError(f"max_tokens is {rows}, and there are {most} positions; lower it")
-        kind, eps = self._norm(("embedding_norm",)) if "embedding_norm" in self.names else ("layer", 1e-12)
         return TextStemConfig(
             vocabulary=words.shape[0],
             positions=rows,
-            learned_positions=position is not None,
             embedding_width=words.shape[1],
             segments=0 if segments is None else segments.shape[0],
-            norm="embedding_norm" in self.names,
-            norm_eps=eps,
-            norm_kind=kind,
             project="embedding_projection" in self.names,
-            dropout=self.declared.dropout or 0.0,
+            **self._embedded(),
         )
 
     def _patch_stem(self) -> PatchStemConfig:
@@ -406,7 +356,6 @@ class _Reading:
         position = self.tensor("position")
         image = self.declared.image_size
         (rows, prefix), size = self._rows(), self._patch_size(patch)
-        kind, eps = self._norm(("embedding_norm",)) if "embedding_norm" in self.names else ("layer", 1e-5)
         if image is None:
             if position is None:
                 raise ConversionError("nothing says how large images are; give image_size=")
@@ -432,12 +381,16 @@ class _Reading:
             registers=prefix - int("class_token" in self.names),
             position_prefix=max(0, min(spare, prefix)),
             resample=self.declared.resample,
-            learned_positions=position is not None,
-            norm="embedding_norm" in self.names,
-            norm_eps=eps,
-            norm_kind=kind,
-            dropout=self.declared.dropout or 0.0,
+            **self._embedded(),
         )
+
+    def _embedded(self) -> dict[str, Any]:
+        """What stems of images and texts have in common."""
+        common = {"learned_positions": "position" in self.names, "dropout": self.declared.dropout or 0.0}
+        if "embedding_norm" not in self.names:
+            return {**common, "norm": False}
+        kind, eps = self._norm(("embedding_norm",))
+        return {**common, "norm": True, "norm_kind": kind, "norm_eps": eps}
 
     def _rows(self) -> tuple[int, int]:
         """Number of positions, and of tokens before the patches."""
@@ -486,6 +439,8 @@ class _Reading:
 
 def _first_rows(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
     """As many rows of a table as are read, whatever axes of length one it has."""
+    if tensors[0].shape[-1:] != shape[-1:]:
+        raise RuntimeError(f"shape {list(tensors[0].shape)} is not [..., {shape[-1]}]")
     return tensors[0].reshape(-1, shape[-1])[: shape[-2]].reshape(shape)
 
 

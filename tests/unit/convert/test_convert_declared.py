@@ -139,12 +139,16 @@ def test_answers_and_gradients_are_those_of_the_original(name: str) -> None:
 
 
 def test_all_that_does_not_fit_is_said_at_once_with_the_nearest_name() -> None:
-    wrong = but(OWN_VIT, None, qkv="layers.{i}.qkv", down="layers.{i}.wide", class_token=None, norm2="layers.{i}.norm")
+    wrong = but(OWN_VIT, None, qkv="layers.{i}.qkv", class_token=None, norm2="layers.{i}.norm")
     with pytest.raises(ConversionError) as caught:
         he.convert(own(OwnViT), declaration=wrong)
     text = str(caught.value)
-    for token in ("layers.0.qkv", "did you mean layers.0.to_qkv", "layers.0.norm,", "down is [64, 32]", "'token'"):
+    for token in ("layers.0.qkv", "did you mean layers.0.to_qkv", "layers.0.norm,", "'token'"):
         assert token in text, text
+    swapped = but(OWN_VIT, None, up="layers.{i}.narrow", down="layers.{i}.wide")
+    refused(own(OwnViT), r"layers\.0\.wide\.weight.*mlp\.down\.weight.*shape \[64, 32\] is not", declaration=swapped)
+    vector = but(OWN_VIT, None, down="layers.{i}.after_mlp", norm2="layers.{i}.narrow")
+    refused(own(OwnViT), r"down is a tensor \[32\]", declaration=vector)
 
 
 @pytest.mark.parametrize(
