@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import ConversionError
-from .core import ACTIVATIONS, is_identity, qualified_name, refuse
+from .core import is_identity, qualified_name, refuse
 
 # --- hooks and methods ---------------------------------------------------------------------------------------
 
@@ -65,36 +65,7 @@ def _origin(function: Callable[..., Any]) -> str:
 
 # --- parts ---------------------------------------------------------------------------------------------------
 
-_LIBRARIES = ("torch", "timm", "torchvision", "open_clip")
-_NORMS = ("LayerNorm", "LayerNormFp32", "LayerNormFast", "RmsNorm", "RmsNormFast", "RMSNorm", "Identity")
-# What timm, torchvision and open_clip put in which place: classes, and the names of places ("#" is a number).
-_PARTS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (
-        ("Linear", "NonDynamicallyQuantizableLinear"),
-        "qkv q_proj k_proj v_proj fc1 fc2 fc1_g fc1_x q kv c_fc c_proj out_proj text_projection",
-    ),
-    (("Linear", "Conv2d"), "proj mlp.0 mlp.3"),
-    (("Linear", "Identity"), "head head_dist"),
-    (("Sequential",), "TimmModel.head"),
-    (("Conv2d",), "conv1 conv_proj"),
-    (("Embedding",), "token_embedding"),
-    (_NORMS, "norm norm1 norm2 norm_pre fc_norm q_norm k_norm ln ln_1 ln_2 ln_pre ln_post ln_final ln_q ln_k"),
-    (("Dropout", "Identity"), "pos_drop attn_drop proj_drop drop drop1 drop2 head_drop out_drop dropout mlp.2 mlp.4"),
-    (("DropPath", "Identity"), "drop_path1 drop_path2"),
-    (("LayerScale", "Identity"), "ls1 ls2 ls_1 ls_2"),
-    (tuple(name for names in ACTIVATIONS.values() for name in names), "act gelu mlp.1"),
-    (("Block", "EvaBlock"), "blocks.#"),
-    (("RotaryEmbeddingCat", "RotaryEmbeddingDinoV3"), "rope"),
-    (("ResidualAttentionBlock", "CustomResidualAttentionBlock"), "resblocks.#"),
-    (("EncoderBlock",), "encoder_layer_#"),
-    (("Attention", "EvaAttention", "AttentionRope", "MultiheadAttention"), "attn self_attention"),
-    (("Mlp", "GluMlp", "SwiGLU", "MLPBlock", "Sequential"), "mlp"),
-    (("Sequential", "ModuleList"), "blocks resblocks layers heads"),
-    (("PatchEmbed",), "patch_embed"),
-    (("AttentionPoolLatent", "AttentionalPooler"), "attn_pool"),
-    (("Encoder", "Transformer"), "encoder transformer"),
-)
-_CLASSES = {place: classes for classes, places in _PARTS for place in places.split()}
+_LIBRARIES = ("torch.nn.modules.", "timm.", "torchvision.", "open_clip.")
 MERGE = "merge them first: merge_and_unload() of the model of peft"
 # What to do about a part, by the beginning of the name of its class.
 _REMEDIES = {
@@ -117,10 +88,11 @@ _FREE = frozenset(
 
 
 def require_known_parts(model: nn.Module) -> None:
-    """Refuse a model with a part that is not of the class this library knows there, or whose blocks are not alike.
+    """Refuse a model with a part of somebody's own, one that is not as its class builds it, or blocks that differ.
 
-    A model of transformers is held against what its class builds from its configuration; parts of the others have to
-    be of certain classes, exactly: a subclass (adapters, weights under a parametrization) may compute anything.
+    A model of transformers is held against what its class builds from its configuration. Those of other libraries have
+    no such thing: their parts have to be of a library's classes, exactly (a subclass, as of adapters, or weights under
+    a parametrization may compute anything), and all blocks like the first. What they compute then, answers show.
     """
     if type(model).__module__.startswith("transformers."):
         try:
@@ -132,50 +104,19 @@ def require_known_parts(model: nn.Module) -> None:
             ) from error
         agreement = "the model and model.config in agreement: change the one of them that is not as it is meant"
         _require_alike(model, built, "by its configuration", agreement)
-    else:
-        _require_classes(model)
+        return
     for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d):
-            _require_patches(module, name)
-
-
-def _require_classes(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if name:
-            _require_class(model, name, module)
-    for above, module in model.named_modules():
-        if re.fullmatch(r"(.*\.)?(blocks|resblocks|layers)", above):
+        kind = qualified_name(module)
+        if not kind.startswith(_LIBRARIES):
+            raise refuse(f"{name} is a {kind}, and what that computes is not known", _remedy(kind))
+        if re.fullmatch(r"(?!patch_embed)(.*\.)?(blocks|resblocks|layers)", name):
             blocks = list(module.named_children())
-            for name, part in blocks[1:]:
-                _require_alike(part, blocks[0][1], "in the first block", name=f"{above}.{name}")
-
-
-def _require_class(model: nn.Module, name: str, module: nn.Module) -> None:
-    above, _, leaf = name.rpartition(".")
-    holder = model.get_submodule(above)
-    place = f"{above.rpartition('.')[2]}.{leaf}" if leaf.isdigit() else leaf
-    places = f"{type(holder).__name__}.{leaf}", place, re.sub(r"\d+$", "#", place)
-    expected = next((_CLASSES[key] for key in places if key in _CLASSES), None)
-    if expected is None:
-        if not isinstance(holder, nn.Sequential) or is_identity(module):
-            return  # a name that none of these classes reads; only a sequence runs whatever lies in it
-        expected = ("Identity",)
-    if type(module).__module__.split(".")[0] not in _LIBRARIES or type(module).__name__ not in expected:
-        shown = list(ACTIVATIONS if "GELU" in expected else expected)
-        problem = f"{name} is a {qualified_name(module)} where one of {shown} is known"
-        raise refuse(problem, _remedy(qualified_name(module)))
+            for leaf, part in blocks[1:]:
+                _require_alike(part, blocks[0][1], "in the first block", name=f"{name}.{leaf}")
 
 
 def _remedy(name: str) -> str | None:
     return next((remedy for beginnings, remedy in _REMEDIES.items() if name.startswith(beginnings)), None)
-
-
-def _require_patches(module: nn.Conv2d, name: str) -> None:
-    """Refuse a convolution that does not cut an image into patches side by side."""
-    settings = module.stride, module.dilation, module.groups
-    if settings != (module.kernel_size, (1, 1), 1) or module.padding not in ((0, 0), "valid"):
-        shown = f"stride {module.stride}, padding {module.padding}, dilation {module.dilation}, {module.groups} groups"
-        raise refuse(f"{name} embeds patches of {module.kernel_size} with {shown}")
 
 
 def _require_alike(module: nn.Module, like: nn.Module, says: str, remedy: str | None = None, *, name: str = "") -> None:

@@ -132,6 +132,8 @@ def _stem(model: Any, distilled: bool) -> PatchStemConfig:
 def _encoder(model: Any) -> EncoderConfig:
     blocks = list(model.blocks)  # known to be alike, but for stochastic depth
     first = first_of(blocks)
+    if type(first).__name__ not in ("Block", "EvaBlock"):
+        raise refuse(f"a block is a {type(first).__name__}")
     attn, mlp = first.attn, first.mlp
     kinds = ("EvaAttention", "AttentionRope") if type(model).__name__ == "Eva" else ("Attention",)
     if type(attn).__name__ not in kinds or not is_identity(getattr(attn, "gate", None)):
