@@ -25,7 +25,7 @@ from . import open_clip, timm, torchvision, transformers, transformers_dual, tra
 from .altered import MERGE, require_known_parts, require_unaltered, with_plain_classifier
 from .core import Architecture, DualArchitecture, qualified_name, require_all_used, require_finite_weights, translate
 from .declared import Declaration
-from .dropout import read_dropout
+from .dropout import with_read_dropout
 from .guess import beginning, guessed, require_proof
 from .own import warn_of_padding
 from .probe import Both, require_same_answers
@@ -124,7 +124,7 @@ def convert(
         declaration = with_size(declaration, model, size_of_images(processor, preprocessing))
         architecture: Architecture | DualArchitecture = _read_own(declaration, model)
     elif is_sentence_model(model):
-        architecture, model = opened(model, _find_classifier)
+        architecture, model = opened(model, ARCHITECTURES)
     else:
         architecture = _find_architecture(model, num_labels, processor, preprocessing)
     with said_of(architecture.name):
@@ -144,7 +144,7 @@ def convert(
     if not probe or not both.own:
         return both.ensemble
     warn_of_padding(both)
-    return both.ensemble if declaration is not None and declaration.dropout is not None else _with_own_dropout(both)
+    return both.ensemble if declaration is not None and declaration.dropout is not None else with_read_dropout(both)
 
 
 def _converted(
@@ -182,19 +182,6 @@ def _converted(
             "that are trained: its answers mean nothing before it is trained, too, by he.finetune or elsewhere"
         )
     return both
-
-
-def _with_own_dropout(both: Both) -> Ensemble:
-    """The converted model with the dropout that can be read off a model of the user's own, as it runs."""
-    config, complete = read_dropout(both)
-    if not complete:
-        warn(
-            f"{both.architecture.name}: in training the model drops something at random that could not be read off it, "
-            "and the converted one does not: if it is to be trained, say dropout= in the declaration"
-        )
-    if config == both.ensemble.config:
-        return both.ensemble
-    return Ensemble.from_state(config, both.ensemble.state_dict(), both.ensemble.metadata)
 
 
 def _tell_of_projection(architecture: Architecture, model: nn.Module, num_labels: int | None) -> None:
@@ -318,24 +305,13 @@ def _find_architecture(
     if isinstance(model, Ensemble | DualEncoder):
         raise ConversionError(f"convert needs a model of another library, and this is a {type(model).__name__} already")
     if name.startswith("peft."):
-        raise ConversionError(_of_adapters(model, name))
+        prompts = "Learned prompts cannot be merged: give the model fine-tuned without them"
+        raise ConversionError(f"{name} wraps a model in adapters; {MERGE}. {prompts}")
     declaration = guessed(model, num_labels, size_of_images(processor, preprocessing))
     if declaration is not None:
         return _read_own(declaration, model)
     advice = "" if refusal(name) else _supported_inside(model)
     raise ConversionError(advice or explained(name) + beginning(model))
-
-
-def _of_adapters(model: Any, name: str) -> str:
-    """What to do with a model of peft: adapters become part of its weights, prompts cannot."""
-    configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
-    if not any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
-        return f"{name} wraps a model in adapters; {MERGE}"
-    return in_lines(
-        f"{name} puts learned tokens before every input",
-        "they are no part of the weights of a model, and cannot be merged into them",
-        "adapters that can be merged, such as LoRA, or the model fine-tuned without any",
-    )
 
 
 def _supported_inside(model: nn.Module) -> str:
@@ -369,14 +345,6 @@ def _read_own(declaration: Declaration, model: nn.Module) -> Architecture:
             "image_size= in the declaration, or give the preprocessing"
         )
     return read_declaration(declaration, model)
-
-
-def _find_classifier(model: nn.Module) -> Architecture:
-    """The declaration for an encoder or classifier that lies inside another model."""
-    architecture = _find_architecture(model, None)
-    if isinstance(architecture, DualArchitecture):
-        raise ConversionError(f"{architecture.name} is no encoder of texts; convert it by itself")
-    return architecture
 
 
 def _labels(labels: Sequence[str] | None, metadata: Metadata, classes: int) -> tuple[str, ...]:

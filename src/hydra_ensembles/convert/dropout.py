@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._utils import torch_seeded
+from .._utils import torch_seeded, warn
 from ..model.config import EnsembleConfig
 from ..model.dropping import Dropout
+from ..model.ensemble import Ensemble
 from .core import NamedTensors
 from .probe import Both, difference, our_tokens
 
@@ -37,8 +38,8 @@ class _Call:
     input: Tensor
 
 
-def read_dropout(both: Both) -> tuple[EnsembleConfig, bool]:
-    """The configuration with every rate that can be read, and whether in training the original drops nothing else.
+def with_read_dropout(both: Both) -> Ensemble:
+    """The converted model with every rate that can be read; says so where in training the original drops more.
 
     A module that drops is known by its input: it is that of one of ours, in every layer. To be called for models whose
     answers agree.
@@ -51,7 +52,15 @@ def read_dropout(both: Both) -> tuple[EnsembleConfig, bool]:
             tokens, context = our_tokens(both.ensemble, inputs)  # all of them, as in the original
             both.ensemble.readout(tokens[-1][None], context.key_mask, next(iter(inputs.values())))
         config, explained = _matched(both.ensemble.config, theirs, ours)
-        return config, _is_certain(both, config, explained, inputs)
+        complete = _is_certain(both, config, explained, inputs)
+    if not complete:
+        warn(
+            f"{both.architecture.name}: in training the model drops something at random that could not be read off it, "
+            "and the converted one does not: if it is to be trained, say dropout= in the declaration"
+        )
+    if config == both.ensemble.config:
+        return both.ensemble
+    return Ensemble.from_state(config, both.ensemble.state_dict(), both.ensemble.metadata)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from numbers import Integral, Real
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -228,19 +228,14 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
 
 _SIMPLE_TOKENIZER = "open_clip.tokenizer.SimpleTokenizer"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
-_CLEANINGS: dict[str, TextCleaning] = {
-    "_clean_lower": "lower",
-    "_clean_whitespace": "whitespace",
-    "_clean_canonicalize": "canonicalize",
-}
 
 
 def _cleaning(tokenizer: Any) -> TextCleaning:
     """How a tokenizer of open_clip cleans texts: as `clean_text` does, except for the repair of mojibake."""
-    name = tokenizer.clean_fn.__name__
-    if name not in _CLEANINGS:
-        raise ConversionError(f"this tokenizer cleans with {name}; supported are {sorted(_CLEANINGS)}")
-    return _CLEANINGS[name]
+    name: Any = tokenizer.clean_fn.__name__.removeprefix("_clean_")
+    if name not in get_args(TextCleaning):
+        raise ConversionError(f"this tokenizer cleans with {name}; supported are {list(get_args(TextCleaning))}")
+    return cast(TextCleaning, name)
 
 
 def _read_wrapped_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:

@@ -42,15 +42,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "convnext dinov3_convnext resnet resnext resnest "
         "res2net seresnet wide_resnet efficientnet regnet mobilenet mobileone densenet "
         "vgg inception xception nfnet repvgg convmixer squeezenet shufflenet alexnet googlenet mnasnet hgnet ghostnet "
-        "bit pp_lcnet textnet byobnet cspnet dla dpn vovnet senet hrnet rexnet repvit",
-        "a convolutional network",
-        "it has no attention heads, of which different ones could be pruned",
-        _PLAIN_VIT,
-    ),
-    Refusal(
+        "bit pp_lcnet textnet byobnet cspnet dla dpn vovnet senet hrnet rexnet repvit "
         "mixer mlp_mixer gmixer gmlp resmlp",
-        "an MLP network",
-        "it has no attention heads that could be pruned",
+        "a network of MLPs or a convolutional network",
+        "it has no attention heads, of which different ones could be pruned",
         _PLAIN_VIT,
     ),
     Refusal(
@@ -143,21 +138,12 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "detr deformable_detr yolos sam mask2former maskformer oneformer dpt "
-        "*ForObjectDetection *ForSemanticSegmentation *ForDepthEstimation",
-        "a model that answers with boxes, masks or maps",
-        "an ensemble here gives one class to an input",
-        _ENCODER,
-    ),
-    Refusal(
+        "*ForObjectDetection *ForSemanticSegmentation *ForDepthEstimation "
+        "*ForTokenClassification *ForQuestionAnswering *ForMultipleChoice *ForNextSentencePrediction "
         "*ForMaskedLM *ForPreTraining *LMHeadModel *ForCausalLM *WithLMHeadModel *ForMaskedImageModeling",
-        "a model with a head for pre-training",
-        "it predicts masked words or patches, not a class",
-        _ENCODER,
-    ),
-    Refusal(
-        "*ForTokenClassification *ForQuestionAnswering *ForMultipleChoice *ForNextSentencePrediction",
         "a model with a head for another task",
-        "it answers for each token, or chooses among texts; an ensemble here gives one class to an input",
+        "it answers with boxes, masks or maps, for each token, or with masked words or patches; an ensemble here gives "
+        "one class to an input",
         _ENCODER,
     ),
 )

@@ -1,6 +1,6 @@
 """sentence-transformers: the encoder of transformers inside, with the pooling around it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from ..errors import ConversionError
 from ..model.config import EnsembleConfig, Pool, ReadoutConfig
 from ..model.metadata import Metadata
-from .core import Architecture, NamedTensors, number_of_classes, refuse, run
+from .core import Architecture, NamedTensors, number_of_classes, qualified_name, refuse, run
 from .processors import read_processor
-from .refusals import said_of
+from .refusals import explained, said_of
 
 POOLS: dict[str, Pool] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 
@@ -21,7 +21,7 @@ def is_sentence_model(model: object) -> bool:
     return type(model).__module__.startswith("sentence_transformers.") and isinstance(model, nn.Module)
 
 
-def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Architecture, nn.Module]:
+def opened(model: Any, architectures: Sequence[Architecture]) -> tuple[Architecture, nn.Module]:
     """The encoder inside, and its declaration with the pooling of the model in place of its own.
 
     A fresh classifier reads the pooled features before they are scaled to length one or cut, where the model does that.
@@ -33,7 +33,9 @@ def opened(model: Any, find: Callable[[nn.Module], Architecture]) -> tuple[Archi
             f"sentence-transformers: a {type(first).__name__} holds no encoder of transformers; give the whole "
             "SentenceTransformer, one that begins with a Transformer module"
         )
-    architecture = find(inner)
+    architecture = next((one for one in architectures if qualified_name(inner) in one.classes), None)
+    if architecture is None:
+        raise ConversionError(f"sentence-transformers: {explained(qualified_name(inner))}")
     name = f"sentence-transformers, {architecture.name}"
     with said_of(name):
         _require_plain(model, first, behind)
