@@ -17,7 +17,7 @@ from .._utils import own_precision, require_device, warn
 from ..arguments import Count, Range, Seed, Share, Whole, checked
 from ..batches import Batches, Sources
 from ..classes import in_order
-from ..errors import ConfigError, DataError, HydraError
+from ..errors import ConfigError, DataError
 from ..files import resumable
 from ..fingerprints import model_fingerprint
 from ..heads.masking import ONE_TOWER, checked_layers, may_go, most_to_go, off_and_left, towers_of, working_copy
@@ -29,7 +29,7 @@ from ..model.zero_shot import DEFAULT_TEMPLATES, Templates, checked_names, check
 from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_batch_size, forward_cost
 from .exact import Exact, Naive
 from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
-from .journal import FORMAT, Journal, Step, read_journal, resumed
+from .journal import FORMAT, Journal, Step, resumed, stored_journal
 from .scores import CircuitData, Distance, Method, Objective, OODScore, Score, Ties, read_samples
 from .screened import AFRESH, Screened
 from .timing import MINUTES, CandidateBar, in_words, say, seconds_of, speed_of
@@ -178,12 +178,13 @@ def extract_circuit(
             batch_size=batch_size or fitting_batch_size(model, samples),
             max_memory=None if max_memory is None else int(max_memory),  # bytes are written as 2e9
         )
-        run.settle_method(path)
-        identity = identity_of(run, ensemble, scope, screen_size)
-        ranks.require_same((identity, budget), "model, data or settings")
         alone = nullcontext() if path is None else ranks.locked(path.parent, "circuit extraction", path.name)
         with alone, resumable(path):
-            record = resumed(identity, path, ranks, candidates)
+            stored = stored_journal(path, ranks)
+            run.settle_method(stored)
+            identity = identity_of(run, ensemble, scope, screen_size)
+            ranks.require_same((identity, budget), "model, data or settings")
+            record = identity if path is None or stored is None else resumed(identity, stored, path, candidates)
             run.take_steps(record, path if ranks.rank == 0 else None, progress)
     provenance = {"seed": seed, "device": device.type, "layers": scope.layers, "dtype": str(dtype), "asked": method}
     provenance |= {"ties": ties} | ({} if distance is None else {"ood_score": ood_score})
@@ -309,17 +310,11 @@ class Extraction:
         audits = min(self.audit_steps, self.budget) if self.method == "screened" else 0
         return {index * self.budget // audits for index in range(audits)}
 
-    def settle_method(self, journal: Path | None) -> None:
+    def settle_method(self, journal: Journal | None) -> None:
         """Decide how "auto" is meant: as in the journal, else by the time it takes."""
         if self.asked != "auto":
             return
-        stored, problem = None, None
-        if self.ranks.rank == 0 and journal is not None and journal.exists():
-            try:
-                stored = read_journal(journal).settings.get("method")
-            except HydraError as error:
-                problem = error
-        stored = self.ranks.gather(stored, problem)[0]
+        stored = None if journal is None else journal.settings.get("method")
         estimated = self.texts is None and self.distance is None
         slow = estimated and self._seconds(self.candidates)["exact"] > MINUTES
         self.method = cast(Method, stored) if stored in get_args(Method) else "screened" if slow else "exact"

@@ -7,7 +7,7 @@ from typing import Any
 
 from .._distributed import Ranks
 from .._utils import require_same_run
-from ..errors import CheckpointError, HydraError
+from ..errors import CheckpointError
 from ..files import read_sealed, write_sealed
 from ..heads.masking import ONE_TOWER
 from ..heads.ranking import Head
@@ -56,30 +56,28 @@ class Journal:
             write_sealed(path, to_plain(self))
 
 
-def resumed(journal: Journal, path: Path | None, ranks: Ranks, candidates: Sequence[Head]) -> Journal:
-    """A journal with the steps of its file, if any, read by rank 0; all ranks stop where that is of another run."""
-    problem = None
-    if path is not None and ranks.rank == 0 and path.exists():
+def stored_journal(path: Path | None, ranks: Ranks) -> Journal | None:
+    """The journal of a file, read by rank 0 for all; None where there is no file. What is no journal is refused."""
+
+    def read() -> Journal | None:
+        if path is None or ranks.rank or not path.exists():
+            return None
         try:
-            stored = read_journal(path)
-            expected = {**vars(journal), "start": stored.start, "steps": stored.steps}
-            require_same_run(vars(stored), expected, path, "the journal of a circuit")
-            if len(set(stored.heads) & set(candidates)) < len(stored.heads):  # of before: without a digest
-                raise CheckpointError(f"{path} has a head twice, or one that is no candidate; delete it to start anew")
-            journal = stored
-        except HydraError as error:
-            problem = error
-    return ranks.gather(journal, problem)[0]
+            journal = from_plain(Journal, read_sealed(path), "journal")
+            if journal.steps and (journal.start is None or journal.start.keys() != {"errors", "discordance"}):
+                raise CheckpointError("it does not say what the model was before the first step")
+            return journal
+        except ValueError as error:
+            problem = f"{path} is not a journal of a circuit extraction ({error})"
+            raise CheckpointError(f"{problem}; delete it to start anew, or give another path") from error
+
+    return ranks.gather(ranks.together(read))[0]
 
 
-def read_journal(path: Path) -> Journal:
-    """The journal in a file; refuses what is none."""
-    try:
-        journal = from_plain(Journal, read_sealed(path), "journal")
-        if journal.steps and (journal.start is None or journal.start.keys() != {"errors", "discordance"}):
-            raise CheckpointError("it does not say what the model was before the first step")
-        return journal
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} is not a journal of a circuit extraction ({error}); delete it to start anew, or give another path"
-        ) from error
+def resumed(journal: Journal, stored: Journal, path: Path, candidates: Sequence[Head]) -> Journal:
+    """The stored journal, refused where it is of another run than `journal`, which has no steps yet."""
+    expected = {**vars(journal), "start": stored.start, "steps": stored.steps}
+    require_same_run(vars(stored), expected, path, "the journal of a circuit")
+    if len(set(stored.heads) & set(candidates)) < len(stored.heads):  # of before: without a digest
+        raise CheckpointError(f"{path} has a head twice, or one that is no candidate; delete it to start anew")
+    return stored
