@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from .._utils import free_memory
 from ..heads.masking import working_copy
 from ..heads.ranking import Head
-from ..model.config import EncoderConfig, PatchStemConfig
+from ..model.config import PatchStemConfig
+from ..model.cost import attention_cost, mlp_cost
 from ..model.ensemble import Ensemble
 from ..model.layers import Attention, Block, Context, Read, asked_by, read_tokens
 from ..model.stem_readout import MapPool, Readout
@@ -138,9 +139,11 @@ class WorkingModel:
         queries = tokens
         if layer == self.layers - 1:
             queries = read_tokens(tokens, self._last_read) if self.ensemble.readout.map is None else 1
-        few = self._has_few_queries(layer)
-        products = inputs * attention_cost(encoder, len(self.kept[layer]), tokens, queries, few)
-        products += outputs * mlp_cost(encoder, queries)
+        heads = len(self.kept[layer])
+        attention = attention_cost(encoder, heads, tokens, queries)
+        if self._has_few_queries(layer):
+            attention = heads * queries * encoder.width * (4 * encoder.head_dim + 2 * tokens)
+        products = inputs * attention + outputs * mlp_cost(encoder, queries)
         products += heads_off * queries * encoder.head_dim * encoder.width  # the output projection of one head each
         self.work["layer_evaluations"] += outputs + (inputs if heads_off else 0)
         self.work["multiply_adds"] += products
@@ -182,18 +185,6 @@ def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking
     mixed = (scores.softmax(-1) @ x).unflatten(1, (-1, heads))  # [B, T', H, d]
     z = torch.einsum("bqhd,hkd->bqhk", mixed, to_value)
     return z if biases is None else z + biases[:, 2]
-
-
-def attention_cost(encoder: EncoderConfig, heads: int, tokens: int, queries: int, few: bool = False) -> int:
-    """Multiply-adds of attention with some heads over all tokens, for some queries; `few`, as `few_queries` does it."""
-    if few:
-        return heads * queries * encoder.width * (4 * encoder.head_dim + 2 * tokens)
-    return 2 * heads * encoder.head_dim * (encoder.width * (queries + tokens) + queries * tokens)
-
-
-def mlp_cost(encoder: EncoderConfig, queries: int) -> int:
-    """Multiply-adds of the MLP on some tokens."""
-    return queries * encoder.width * encoder.mlp_width * (3 if encoder.gated else 2)
 
 
 def forward_cost(model: Ensemble, samples: CircuitData) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..arguments import Count, Whole, checked
 from ..batches import changed
 from ..errors import ConfigError, DataError
-from .config import EnsembleConfig, KeptHeads, PatchStemConfig
+from .config import EncoderConfig, EnsembleConfig, KeptHeads, PatchStemConfig
 from .dropping import evaluating
 from .given import Given
 
@@ -69,29 +69,35 @@ def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
     that the readout looks at) is left out, so that the figure compares with those of other libraries.
     """
     encoder, stem = config.encoder, config.stem
-    width = encoder.width
     total = 0
     branches = config.copies("stem")
     if isinstance(stem, PatchStemConfig):
         patches = tokens - stem.prefix_tokens
-        total += branches * patches * width * stem.channels * stem.patch_size[0] * stem.patch_size[1]
+        total += branches * patches * encoder.width * stem.channels * stem.patch_size[0] * stem.patch_size[1]
     elif stem.project:
-        total += branches * tokens * stem.embedding_width * width
-    mlp = tokens * width * encoder.mlp_width * (3 if encoder.gated else 2)
+        total += branches * tokens * stem.embedding_width * encoder.width
     for layer in range(encoder.layers):
         if branches == 1 and config.copies("norms", layer) > 1 and encoder.norm_first and (layer or encoder.first_norm):
             branches = config.members
         copies = max(branches, config.copies("attention", layer))
         heads = sum(len(config.heads[member][layer]) for member in range(copies))
-        total += heads * encoder.head_dim * (4 * tokens * width + 2 * tokens * tokens)
         branches = max(copies, config.copies("norms", layer), config.copies("mlp", layer))
-        total += branches * mlp
+        total += attention_cost(encoder, heads, tokens, tokens) + branches * mlp_cost(encoder, tokens)
     if (pooling := config.pooling) is not None:
         branches = max(branches, config.copies("readout"), config.attention_copies(encoder.layers))
         heads = sum(len(config.heads[member][-1]) for member in range(branches))
-        total += heads * pooling.head_dim * (2 * width + 2 * tokens * width + 2 * tokens)
-        total += branches * 2 * width * pooling.mlp_width
+        total += attention_cost(pooling, heads, tokens, 1) + branches * mlp_cost(pooling, 1)
     return total + max(branches, config.copies("readout")) * _readout(config)
+
+
+def attention_cost(encoder: EncoderConfig, heads: int, tokens: int, queries: int) -> int:
+    """Multiply-adds of attention with some heads over all tokens, for some queries."""
+    return 2 * heads * encoder.head_dim * (encoder.width * (queries + tokens) + queries * tokens)
+
+
+def mlp_cost(encoder: EncoderConfig, tokens: int) -> int:
+    """Multiply-adds of the MLP on some tokens."""
+    return tokens * encoder.width * encoder.mlp_width * (3 if encoder.gated else 2)
 
 
 def _readout(config: EnsembleConfig) -> int:
