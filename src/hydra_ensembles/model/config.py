@@ -1,7 +1,7 @@
 """What a model is made of, as frozen settings that check themselves."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from ..arguments import Checked, InnerShare, Range, Rate, require_number
@@ -110,10 +110,6 @@ class EncoderConfig(Checked):
     def all_heads(self, members: int = 1) -> "KeptHeads":
         """Head lists of `members` members that keep every head."""
         return ((tuple(range(self.heads)),) * self.layers,) * members
-
-    def window_of(self, layer: int) -> int | None:
-        """How far the tokens of a layer see to each side; None where they see all."""
-        return self.window if self.local and self.local[layer] else None
 
 
 Resample = Literal["bicubic", "bicubic_antialias", "bicubic_align_corners", "bilinear"]
@@ -282,16 +278,6 @@ class Sharing:
     readout: bool = False
 
 
-_UNDROPPED: dict[str, dict[str, Any]] = {
-    "stem": {"dropout": 0.0},
-    "encoder": {
-        **dict.fromkeys(("attention_dropout", "projection_dropout", "activation_dropout", "output_dropout"), 0.0),
-        "drop_path": (),
-    },
-    "readout": {"dropout": 0.0, "hidden_dropout": 0.0},
-}
-
-
 @dataclass(frozen=True)
 class EnsembleConfig:
     """One ensemble: its transformer, its members, what they share and which heads they keep.
@@ -385,12 +371,11 @@ class EnsembleConfig:
     @property
     def undropped(self) -> "EnsembleConfig":
         """The same without dropout and stochastic depth: what answers depend on."""
-        changed: dict[str, Any] = {}
-        for part, nothing in _UNDROPPED.items():
-            own = getattr(self, part)
-            if any(getattr(own, name) != value for name, value in nothing.items()):
-                changed[part] = replace(own, **nothing)
-        return replace(self, **changed) if changed else self
+
+        def without(part: Any) -> Any:
+            return replace(part, **{rate.name: rate.default for rate in fields(part) if "drop" in rate.name})
+
+        return replace(self, stem=without(self.stem), encoder=without(self.encoder), readout=without(self.readout))
 
     def differences(self, other: "EnsembleConfig") -> list[str]:
         """Architecture fields in which two ensembles differ, as readable lines; heads and dropout do not count."""

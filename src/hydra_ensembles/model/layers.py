@@ -140,7 +140,8 @@ class Attention(nn.Module):
         super().__init__()
         self.sizes = sizes  # heads of each copy; K is their sum
         self.causal = config.causal
-        self.window = config.window_of(layer)  # how far a token sees to each side; None where it sees all
+        local = bool(config.local) and config.local[layer]
+        self.window = config.window if local else None  # how far a token sees to each side; None where it sees all
         rotary = config.rotary  # `turn`: which of the turns of the context are those of this layer
         self.turn = None if rotary is None else int(self.window is not None and rotary.local_base is not None)
         self.dropout = config.attention_dropout
@@ -217,10 +218,17 @@ class Attention(nn.Module):
         if start == stop:  # no head is left: nothing to attend with
             return x.new_zeros(x.shape[0] * x.shape[1], read_tokens(x.shape[2], read), 0, self.out.shape[1])
         if read is None:
-            q, k, v = self._into_heads(x, start, stop, slice(0, 3)).unbind(3)  # each [R, T, H, d_k]
+            parts = self._into_heads(x, start, stop, slice(0, 3)).unbind(3)
         else:
-            q = self._into_heads(asked_by(x, read), start, stop, slice(0, 1))[:, :, :, 0]
-            k, v = self._into_heads(x, start, stop, slice(1, 3)).unbind(3)
+            queries = self._into_heads(asked_by(x, read), start, stop, slice(0, 1))
+            parts = queries.unbind(3) + self._into_heads(x, start, stop, slice(1, 3)).unbind(3)
+        return self.heads_mixed(parts, context, read, x.shape[0], copy)
+
+    def heads_mixed(
+        self, parts: tuple[Tensor, ...], context: Context, read: Read, repeats: int, copy: int | None = None
+    ) -> Tensor:
+        """Outputs `[R, T', H, d_k]` of all heads, or those of one copy, of query, key and value `[R, T, H, d_k]`."""
+        q, k, v = parts
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm.of_heads(q, self.sizes, copy), self.key_norm.of_heads(k, self.sizes, copy)
         if self.turn is not None:
@@ -228,7 +236,7 @@ class Attention(nn.Module):
             q, k = turned(q, context.turns[self.turn], places), turned(k, context.turns[self.turn])
         rule = self.dropout > 0.0 and drops(self)
         mask = context.seen(self.window is not None, read)
-        return attend(q, k, v, mask, x.shape[0], self.causal, self.dropout, rule)
+        return attend(q, k, v, mask, repeats, self.causal, self.dropout, rule)
 
     def _into_heads(self, x: Tensor, start: int, stop: int, parts: slice) -> Tensor:
         """Project `[N, B, T, d]` to `[R, T, H, P, d_k]` for the chosen parts of (query, key, value)."""

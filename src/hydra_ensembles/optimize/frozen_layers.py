@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..model.layers import Attention, Context, Read, asked_by, attend, head_ranges, into_heads, out_of_heads
-from ..model.rotary import turned
+from ..model.layers import Attention, Context, Read, asked_by, head_ranges, into_heads, out_of_heads
 from ..model.stem_readout import PatchStem
 
 Plan = Literal["batched", "loop", "grouped"]
@@ -19,19 +18,18 @@ after another; or in one grouped product whatever their sizes. The result is the
 Parts = tuple[Tensor, ...]  # those of query, key and value that were asked for, each [R, T, H, d_k]
 
 
-class FrozenAttention(nn.Module):
-    """Computes what an `Attention` with folded biases computes, by one of the plans.
+class FrozenAttention(Attention):
+    """Computes what an `Attention` with folded biases computes, by one of the plans, from weights laid out for it.
 
     Where all heads see one input (`one_input`), or there is one copy of them, a plain product with all of them does.
     """
 
-    distinct: Tensor | None
     head_ends: Tensor | None  # [M] of int32, where each member's heads end on the axis of all; for the plan "grouped"
 
     def __init__(self, source: Attention, one_input: bool, reads_few: bool) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # its weights are those of the source, under other names
         self.sizes, self.causal, self.one_input = source.sizes, source.causal, one_input
-        self.window, self.turn = source.window, source.turn
+        self.window, self.turn, self.dropout = source.window, source.turn, 0.0
         self.plan: Plan = "loop"
         self.query_norm, self.key_norm = source.query_norm, source.key_norm
         biased = {0, 1} if sees_key_bias(source) else {0}  # of query, key, value; the rest is folded away
@@ -47,7 +45,7 @@ class FrozenAttention(nn.Module):
         if plan == "grouped":
             ends = [stop for _, stop in head_ranges(self.sizes)]
             self.head_ends = torch.tensor(ends, dtype=torch.int32, device=self.out.device)
-        if plan == "batched" and not self.one_input and len(set(self.sizes)) > 1:
+        if plan == "batched" and not self.one_input and not self.even:
             for projection in self.into:
                 cast(IntoHeads, projection).pad(self.sizes)
             self.out = _padded_heads(self.out, self.sizes)
@@ -65,15 +63,15 @@ class FrozenAttention(nn.Module):
         ends = self.head_ends
         if ends is not None:
             parts = self._parts(x, asked_by(x, read), lambda into, tokens: into.grouped(tokens, ends))
-            return self._out_of_members(self._attend(parts, context, read, 1))
+            return self._out_of_members(self.heads_mixed(parts, context, read, 1))
         parts = self._parts(x, asked_by(x, read), lambda into, tokens: into.batched(tokens, copies))
-        z = self._attend(parts, context, read, copies)  # [M·B, T', h, d_k]
+        z = self.heads_mixed(parts, context, read, copies)  # [M·B, T', h, d_k]
         return self._with_bias(out_of_heads(z, self.out, copies))
 
     def _all_at_once(self, x: Tensor, context: Context, read: Read) -> Tensor:
         """One product with all heads."""
         parts = self._parts(x.flatten(0, 1), asked_by(x, read).flatten(0, 1), IntoHeads.plain)
-        z = self._attend(parts, context, read, x.shape[0])  # [N·B, T', H, d_k]
+        z = self.heads_mixed(parts, context, read, x.shape[0])  # [N·B, T', H, d_k]
         if len(self.sizes) == 1:
             return self._out_of_copy(0, z).unflatten(0, (x.shape[0], -1))  # [N, B, T', d]
         return self._out_of_members(z if self.distinct is None else z.index_select(2, self.distinct))
@@ -87,7 +85,7 @@ class FrozenAttention(nn.Module):
                 z = x.new_zeros(*asking.shape[1:3], 0, self.out.shape[1])
             else:
                 parts = self._parts(x[member], asking[member], partial(IntoHeads.plain, start=start, stop=stop))
-                z = self._attend(parts, context, read, 1, member)  # [B, T', h, d_k]
+                z = self.heads_mixed(parts, context, read, 1, member)  # [B, T', h, d_k]
             results.append(self._out_of_copy(member, z))
         return torch.stack(results)  # [M, B, T', d]
 
@@ -98,17 +96,6 @@ class FrozenAttention(nn.Module):
             return product(projections[0], x)
         return product(projections[0], asking) + product(projections[1], x)
 
-    def _attend(self, parts: Parts, context: Context, read: Read, repeats: int, member: int | None = None) -> Tensor:
-        """Attention of query, key and value, of all heads or those of one member, to `[R, T', H, d_k]`."""
-        q, k, v = parts
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm.of_heads(q, self.sizes, member), self.key_norm.of_heads(k, self.sizes, member)
-        if self.turn is not None:
-            places = read if isinstance(read, slice) else None
-            q, k = turned(q, context.turns[self.turn], places), turned(k, context.turns[self.turn])
-        mask = context.seen(self.window is not None, read)
-        return attend(q, k, v, mask, repeats, self.causal)
-
     def _out_of_members(self, z: Tensor) -> Tensor:
         """Output projections of heads side by side, `[B, T', K, d_k]` to `[M, B, T', d]`."""
         copies = len(self.sizes)
@@ -116,7 +103,7 @@ class FrozenAttention(nn.Module):
             ends = self.head_ends * self.out.shape[1]
             rows = z.flatten(2).flatten(0, 1)  # [B·T', K·d_k]
             y = F.grouped_mm(rows, self.out.flatten(0, 1), offs=ends)  # [M, B·T', d]
-        elif self.plan == "batched" and len(set(self.sizes)) == 1:
+        elif self.plan == "batched" and self.even:
             rows = z.flatten(0, 1).unflatten(1, (copies, -1)).flatten(2).transpose(0, 1)  # [M, B·T', h·d_k]
             y = torch.bmm(rows, self.out.reshape(copies, -1, self.out.shape[2]))
         else:
@@ -205,7 +192,7 @@ class FrozenPatchStem(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Embed images `[B, channels, H, W]` as `[G, B, T, d]`."""
         config, source = self.config, self.source
-        if images.dim() != 4 or images.shape[1:] != (config.channels, *config.image_size):
+        if images.shape[1:] != (config.channels, *config.image_size):
             return source(images)
         (rows, columns), (height, width) = config.grid, config.patch_size
         copies = source.patch.shape[0]

@@ -31,8 +31,8 @@ REPEATS = 5  # how often each plan is run to choose between them
 _MADE_ANEW = ("choices", "_lock", "_stream", "_pool", "_plain", "_compiled")
 
 Run = Callable[..., tuple[Tensor, ...]]  # member logits, and scores of features where the ensemble gives some
-RunArguments = tuple[Tensor | None, ...]
-Key = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+RunArguments = tuple[Tensor | None, ...]  # the first is always there
+Key = tuple[tuple[tuple[int, ...], torch.dtype | None], ...]  # of each argument; no shape and no type where it is None
 
 
 class OptimizedEnsemble:
@@ -188,7 +188,7 @@ class OptimizedEnsemble:
         """Settings, memory, and for every input shape seen so far the plan and the times it was chosen by."""
         lines = [repr(self)]
         for key, choice in self.choices.items():
-            lines.append(f"  {' and '.join(str(list(entry[0])) for entry in key if entry is not None)}: {choice}")
+            lines.append(f"  {' and '.join(str(list(shape)) for shape, _ in key if shape)}: {choice}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -209,7 +209,7 @@ class OptimizedEnsemble:
         if len(self._plain) == 1:
             choice = Choice(next(iter(self._plain)))
         elif len(self.choices) >= MEASURED_SHAPES:
-            nearest = min(self.choices, key=lambda other: abs(_batch_size(other) - _batch_size(key)))
+            nearest = min(self.choices, key=lambda other: abs(other[0][0][0] - key[0][0][0]))  # first axis of the first
             choice = Choice(self.choices[nearest].plan, note="plan of the nearest batch size")
         else:
             choice = fastest(self._plain, arguments, self.device)
@@ -320,11 +320,7 @@ def fastest(runs: Mapping[Plan, Run], arguments: RunArguments, device: torch.dev
 
 def shape_key(arguments: RunArguments) -> Key:
     """What a recorded graph depends on: shapes and dtypes of the arguments."""
-    return tuple(None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in arguments)
-
-
-def _batch_size(key: Key) -> int:
-    return 0 if key[0] is None else key[0][0][0]
+    return tuple(((), None) if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in arguments)
 
 
 class GraphCache:
