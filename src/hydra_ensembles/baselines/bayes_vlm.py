@@ -24,7 +24,7 @@ from ..model.config import Sharing
 from ..model.dropping import dropping
 from ..model.dual_encoder import DualEncoder, embed
 from ..model.ensemble import Ensemble
-from ..model.kinds import require_dual_encoder
+from ..model.kinds import require_model
 from ..model.layers import GroupedLinear
 from ..model.metadata import PROJECTION, Metadata, TextSide
 from ..model.zero_shot import (
@@ -388,7 +388,7 @@ class ProbitClassifier(View):
 
 def _projections(model: object) -> tuple[GroupedLinear, GroupedLinear]:
     """The maps of images and texts, of a dual encoder that has one member."""
-    dual = require_dual_encoder(model, "BayesVLM")
+    dual: DualEncoder = require_model(model, "BayesVLM", DualEncoder)
     if dual.num_members != 1:
         raise ConfigError(f"BayesVLM takes a single dual encoder, got {dual.num_members} members; give dual.member(i)")
     image, text = dual.projections.image, dual.projections.text

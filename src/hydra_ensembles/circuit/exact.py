@@ -17,14 +17,10 @@ from .scores import NO_HEAD, CircuitData, Distance, IntArray, Objective, Result,
 Tell = Callable[[int], None]  # takes the number of candidates of this rank that are decided so far in a step
 
 
-def silent(_: int) -> None:
-    """Tell nobody."""
-
-
 class Search(ABC):
     """A way to find the head that goes next; `result` is that of the model as it is."""
 
-    tell: Tell = staticmethod(silent)
+    tell: Tell = staticmethod(lambda decided: None)
 
     @abstractmethod
     def choose(self, candidates: Sequence[Head]) -> Result:
@@ -56,7 +52,6 @@ class Naive(Search):
     work: Work
     batch_size: int
     off: Sequence[Head]  # removed so far
-    tell: Tell = field(default=silent, kw_only=True)
     distance: Distance | None = field(default=None, kw_only=True)
 
     @property

@@ -6,7 +6,6 @@ Heads are always addressed by the index they had before any pruning; where one l
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -89,34 +88,25 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
                     _switch_on(attention, row, mask)
 
 
-@dataclass(frozen=True)
-class _Off:
-    """A head that is off: the values it had, and the masks that keep it off."""
-
-    values: Tensor
-    masks: set[object] = field(default_factory=set)
-
-
 _ONE_AT_A_TIME = threading.Lock()
-_OFF: "WeakKeyDictionary[Attention, dict[int, _Off]]" = WeakKeyDictionary()  # by row of the output projection
+Off = dict[int, tuple[Tensor, set[object]]]  # by row of the output projection: its values, and the masks on it
+_OFF: "WeakKeyDictionary[Attention, Off]" = WeakKeyDictionary()
 
 
 def _switch_off(attention: Attention, row: int, mask: object) -> None:
     off = _OFF.setdefault(attention, {})
     if row not in off:
-        off[row] = _Off(attention.out[row].clone())
-    off[row].masks.add(mask)
+        off[row] = attention.out[row].clone(), set()
+    off[row][1].add(mask)
     attention.out[row].zero_()
 
 
 def _switch_on(attention: Attention, row: int, mask: object) -> None:
     """Undo what a mask did, also where it was interrupted; a head that no mask keeps off any more gets its values."""
-    off = _OFF.get(attention, {}).get(row)
-    if off is None:
-        return
-    off.masks.discard(mask)
-    if not off.masks:
-        attention.out[row].copy_(off.values)
+    values, masks = _OFF.get(attention, {}).get(row, (None, {mask}))
+    masks.discard(mask)
+    if values is not None and not masks:
+        attention.out[row].copy_(values)
         del _OFF[attention][row]
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..arguments import Seed, checked
+from ..arguments import Seed, Whole, checked
 from ..errors import ConfigError, HeadError, SameMembersError
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
@@ -26,7 +26,7 @@ TAYLOR_DRAWS = 4  # rankings made per member before giving up on members that di
 
 @checked
 def circuit_members(
-    rankings: Mapping[str, HeadRanking], prune: int, members: int, pool: int | None = None, seed: Seed = 0
+    rankings: Mapping[str, HeadRanking], prune: Whole, members: Whole, pool: int | None = None, seed: Seed = 0
 ) -> Members:
     """The circuits for both goals, for accuracy and for OOD detection, in this order; then draws from the first.
 
@@ -39,7 +39,6 @@ def circuit_members(
         pool: The pool is the first `pool` heads of the `"avg"` ranking; None for the whole of it.
         seed: Draws the members after the third.
     """
-    _require_counts(prune, members)
     needed = CIRCUIT_ORDER[:members]
     for score in needed:
         if score not in rankings:
@@ -68,13 +67,13 @@ def circuit_members(
     return tuple(chosen)
 
 
-def distinct_taylor(rank: Callable[[int], HeadRanking], prune: int, members: int) -> list[tuple[int, HeadRanking]]:
+@checked
+def distinct_taylor(rank: Callable[[int], HeadRanking], prune: Whole, members: Whole) -> list[tuple[int, HeadRanking]]:
     """Taylor rankings with the number of their draw, one a member, no two of which remove the same `prune` heads.
 
     `rank` makes the ranking of a draw, 0, 1, 2, …, each with its own seed. A draw that repeats an earlier member is
     passed over; `TAYLOR_DRAWS` a member without enough different ones raise a `SameMembersError`.
     """
-    _require_counts(prune, members)
     distinct: dict[frozenset[Head], tuple[int, HeadRanking]] = {}
     for draw in range(members * TAYLOR_DRAWS):
         ranking = rank(draw)
@@ -88,7 +87,7 @@ def distinct_taylor(rank: Callable[[int], HeadRanking], prune: int, members: int
 
 
 @checked
-def sampled_members(ranking: HeadRanking, prune: int, pool: int, members: int, seed: Seed = 0) -> Members:
+def sampled_members(ranking: HeadRanking, prune: Whole, pool: int, members: Whole, seed: Seed = 0) -> Members:
     """Members that each lose `prune` heads drawn at random from the first `pool` of one ranking.
 
     Args:
@@ -98,13 +97,12 @@ def sampled_members(ranking: HeadRanking, prune: int, pool: int, members: int, s
         members: Number of members.
         seed: The pruning seed.
     """
-    _require_counts(prune, members)
     return tuple(_draw_distinct(ranking.first(pool), prune, members, seed, "pool"))
 
 
 @checked
 def random_members(
-    model: Ensemble | DualEncoder, prune: int, members: int, seed: Seed = 0, layers: Iterable[int] | None = None
+    model: Ensemble | DualEncoder, prune: Whole, members: Whole, seed: Seed = 0, layers: Iterable[int] | None = None
 ) -> Members:
     """Members that lose `prune` heads drawn from all heads: the control every ranking has to beat.
 
@@ -115,7 +113,6 @@ def random_members(
         seed: Draws the heads.
         layers: Layers to draw from (of each tower); None for all of them.
     """
-    _require_counts(prune, members)
     if model.num_members != 1:
         raise ConfigError(f"random_members takes one model, got {model.num_members} members; give model.member(i)")
     _, heads = off_and_left(model, towers_of(model), layers)
@@ -156,8 +153,3 @@ def _draw_distinct(
             subsets.add(frozenset(subset))
             drawn.append(subset)
     return drawn
-
-
-def _require_counts(prune: int, members: int) -> None:
-    if prune < 1 or members < 1:
-        raise HeadError(f"at least one member must lose at least one head, got members={members}, prune={prune}")

@@ -419,10 +419,9 @@ class Ensemble(Saved, Watched):
         current = self.verified_metadata()
         new = changes.get("preprocessing")
         if current.measured and None not in (new, current.preprocessing) and new != current.preprocessing:
-            dropped: dict[str, Any] = {"calibration": None, "familiarity": None, "metrics": {}}
-            if dropped.keys() - changes.keys():  # those that are given are the caller's word
+            if {"calibration", "familiarity", "metrics"} - changes.keys():  # those given are the caller's word
                 warn(f"what was measured saw inputs through another preprocessing: {DROPPED}")
-            changes = {**dropped, **changes}
+            current = current.unmeasured
         metadata = replace(current, **changes)
         metadata.check(self.config)
         return built_around(lambda: Ensemble(self.config, metadata), self.state_dict())

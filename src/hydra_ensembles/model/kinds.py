@@ -57,17 +57,27 @@ def load(
     return load_checkpoint(source, kinds, restored, revision=revision, token=token)
 
 
-def require_ensemble(model: object, caller: str, classifies: bool = False) -> Ensemble:
-    """The model, refused where it is not an `Ensemble` with weights, or, where it has to classify, has no classes.
+def require_model(model: object, caller: str, *kinds: type) -> Any:
+    """The model, refused where it is of none of these kinds (none given: of ours); `caller` is what takes one."""
+    kinds = kinds or (Ensemble, DualEncoder)
+    if isinstance(model, kinds):
+        return model
+    advice = "give what he.convert(model) returns" if Ensemble in kinds else "convert a CLIP model"
+    if isinstance(model, DualEncoder):
+        advice = "make a classifier of it first: he.zero_shot(model, class_names)"
+    elif isinstance(model, str | Path):
+        advice = f"load it first: he.load({str(model)!r})"
+    takes = " or ".join(f"{'an' if kind is Ensemble else 'a'} {kind.__name__}" for kind in kinds)
+    raise ConfigError(f"{caller} takes {takes}, got {type(model).__name__}; {advice}")
 
-    `caller` is the function that takes one.
-    """
-    if not isinstance(model, Ensemble):
-        raise ConfigError(f"{caller} takes an Ensemble, got {_with_advice(model)}")
-    require_values(next(model.parameters(), None))
-    if classifies and not model.num_classes:
+
+def require_ensemble(model: object, caller: str, classifies: bool = False) -> Ensemble:
+    """The model, refused where it is not an `Ensemble` with weights, or, where it has to classify, has no classes."""
+    ensemble: Ensemble = require_model(model, caller, Ensemble)
+    require_values(next(ensemble.parameters(), None))
+    if classifies and not ensemble.num_classes:
         raise ConfigError(f"{caller} takes a classifier, this ensemble has none; convert the model with num_labels=")
-    return model
+    return ensemble
 
 
 def require_single(model: object, caller: str, classifies: bool = True) -> None:
@@ -75,26 +85,3 @@ def require_single(model: object, caller: str, classifies: bool = True) -> None:
     members = require_ensemble(model, caller, classifies).num_members
     if members != 1:
         raise ConfigError(f"{caller} takes a single model, got {members} members; give ensemble.member(i)")
-
-
-def require_dual_encoder(model: object, caller: str) -> DualEncoder:
-    """The model, refused where it is not a `DualEncoder`."""
-    if not isinstance(model, DualEncoder):
-        raise ConfigError(f"{caller} takes a DualEncoder, got {type(model).__name__}; convert a CLIP model")
-    return model
-
-
-def require_model(model: object, caller: str) -> None:
-    """Refuse what is neither an `Ensemble` nor a `DualEncoder`."""
-    if not isinstance(model, Ensemble | DualEncoder):
-        raise ConfigError(f"{caller} takes an Ensemble or a DualEncoder, got {_with_advice(model)}")
-
-
-def _with_advice(model: object) -> str:
-    """The type of something that was given, and what to do about it."""
-    advice = "give what he.convert(model) returns"
-    if isinstance(model, DualEncoder):
-        advice = "make a classifier of it first: he.zero_shot(model, class_names)"
-    elif isinstance(model, str | Path):
-        advice = f"load it first: he.load({str(model)!r})"
-    return f"{type(model).__name__}; {advice}"

@@ -173,17 +173,24 @@ class FamiliaritySettings(Checked):
 
 
 @dataclass(frozen=True, eq=False)
-class Familiarity:
-    """Fitted statistics, in float32 on the CPU, by the names that the settings say; never changed once made."""
+class _WithTensors:
+    """Settings and the tensors they speak of; never changed once made."""
 
-    settings: FamiliaritySettings
+    settings: Any
     state: Mapping[str, Tensor] = field(repr=False)
-    _placed: dict[torch.device, dict[str, Statistics]] = field(default_factory=dict, repr=False)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Familiarity) or self.settings != other.settings:
+        if type(other) is not type(self) or self.settings != other.settings:
             return False
         return self.state.keys() == other.state.keys() and not unequal([self.state, other.state])
+
+
+@dataclass(frozen=True, eq=False)
+class Familiarity(_WithTensors):
+    """Fitted statistics, in float32 on the CPU, by the names that the settings say."""
+
+    settings: FamiliaritySettings
+    _placed: dict[torch.device, dict[str, Statistics]] = field(default_factory=dict, repr=False)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -264,6 +271,11 @@ class Metadata:
         """Whether something here was found with the weights as they are, and says nothing of others."""
         return self.calibration is not None or self.familiarity is not None or bool(self.metrics)
 
+    @property
+    def unmeasured(self) -> "Metadata":
+        """The same without what was found with the weights as they were."""
+        return replace(self, calibration=None, familiarity=None, metrics={})
+
     def __post_init__(self) -> None:
         require_types(self)
 
@@ -287,13 +299,13 @@ class Metadata:
 
     def after(self, line: str, **changes: Any) -> "Metadata":
         """Metadata once the model was changed: one more line of history; what was measured does not carry over."""
-        return replace(self, calibration=None, familiarity=None, metrics={}, history=(*self.history, line), **changes)
+        return replace(self.unmeasured, history=(*self.history, line), **changes)
 
 
 def member_metadata(metadata: Metadata, index: int, members: int) -> Metadata:
     """Metadata of one of so many members on its own; calibration and metrics of several together are not its own."""
     if members > 1:
-        metadata = replace(metadata, calibration=None, familiarity=None, metrics={})
+        metadata = metadata.unmeasured
     return metadata if metadata.text_side is None else replace(metadata, text_side=metadata.text_side.member(index))
 
 
@@ -320,9 +332,8 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
     labels = members[0].labels if len(named) == len(members) else ()
     side = join_text_sides([member.text_side for member in members])
     marks, samples = together([member.trained_set for member in members])
-    common: dict[str, Any] = {"labels": labels, "history": history, "text_side": side}
-    common |= {"train_marks": marks, "train_samples": samples}
-    return replace(members[0], calibration=None, familiarity=None, metrics={}, **common)
+    common = replace(members[0].unmeasured, labels=labels, history=history, text_side=side)
+    return replace(common, train_marks=marks, train_samples=samples)
 
 
 def odd_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
@@ -365,19 +376,10 @@ class TextSettings:
 
 
 @dataclass(frozen=True, eq=False)
-class TextSide:
-    """A text tower with its projection, scale, templates and tokenizer; never changed once it is made.
-
-    The weights in `state` are named `tower.…`, as in an ensemble, and `projection.…`.
-    """
+class TextSide(_WithTensors):
+    """A text tower (weights `tower.…`, as in an ensemble) with its projection (`projection.…`), scale and tokenizer."""
 
     settings: TextSettings
-    state: Mapping[str, Tensor] = field(repr=False)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TextSide) or self.settings != other.settings:
-            return False
-        return self.state.keys() == other.state.keys() and not unequal([self.state, other.state])
 
     def part(self, prefix: str) -> dict[str, Tensor]:
         """The weights of the tower (`TOWER`) or the projection (`PROJECTION`), by their names in there."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from numbers import Integral
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -125,17 +125,13 @@ def member_index(index: object, members: int) -> int:
     return int(index) % members
 
 
-def are_several(members: object) -> TypeGuard[Iterable[Any]]:
-    """Whether something is a collection of models; modules, paths and mappings are not, though some have items."""
-    scalar = getattr(members, "ndim", 1) == 0
-    return isinstance(members, Iterable) and not scalar and not isinstance(members, str | nn.Module | Mapping)
-
-
 def listed(members: Iterable[Any], caller: str) -> list[Any]:
-    """Members from any iterable, at least one; `caller` is the function that takes them."""
-    models = list(members) if are_several(members) else []
+    """Members from any iterable, at least one; modules, paths and mappings are none, though some have items."""
+    scalar = getattr(members, "ndim", 1) == 0
+    several = isinstance(members, Iterable) and not scalar and not isinstance(members, str | nn.Module | Mapping)
+    models = list(members) if several else []
     if not models:
-        received = "none" if are_several(members) else f"a single {type(members).__name__}"
+        received = "none" if several else f"a single {type(members).__name__}"
         raise ConfigError(f"{caller} takes a list of at least one member, got {received}; give [model, ...]")
     return models
 

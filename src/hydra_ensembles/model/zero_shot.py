@@ -16,7 +16,7 @@ from .dropping import dropping
 from .dual_encoder import DualEncoder, embed
 from .ensemble import Ensemble, built_around
 from .given import require_values
-from .kinds import require_dual_encoder, require_ensemble
+from .kinds import require_ensemble, require_model
 from .layers import GroupedLinear
 from .metadata import PROJECTION, TOWER, Metadata, TextSettings, TextSide, odd_names, text_state
 from .states import copies_of, head_axis, place_of
@@ -130,7 +130,7 @@ def zero_shot(
         >>> classifier.predict(torch.randn(2, 3, 32, 32)).class_names
         ('cat', 'dog', 'red bus')
     """
-    require_dual_encoder(dual, "zero_shot")
+    require_model(dual, "zero_shot", DualEncoder)
     if dual.image.readout.config.cosine is not None:
         raise ConfigError("the image tower must end in one feature vector, not in class embeddings; convert it again")
     require_values(dual.logit_scale)

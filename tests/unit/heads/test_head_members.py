@@ -106,7 +106,7 @@ class TestSampled:
             ({"pool": 48}, "leaves 1 different"),
             ({"pool": 47}, "prune is 48, but there are 47 heads"),
             ({"pool": 145}, "the ranking has 144"),
-            ({"prune": 0}, "prune=0"),
+            ({"prune": 0}, "prune"),
         ):
             with pytest.raises((HeadError, ConfigError), match=token):
                 sampled_members(ranking(EVERY), **({"prune": 48, "pool": 100, "members": 3} | change))
@@ -125,7 +125,7 @@ class TestTaylor:
         with pytest.raises(SameMembersError, match="calibration_batches"):
             distinct_taylor(rank, 3, 2)
         assert rank.call_count == 2 * TAYLOR_DRAWS
-        with pytest.raises(HeadError, match="members=0"):
+        with pytest.raises(ConfigError, match="members"):
             distinct_taylor(rank, 3, 0)
 
 
