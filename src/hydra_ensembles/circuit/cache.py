@@ -56,11 +56,12 @@ class WorkingModel:
 
         With gates `[B, heads]`, the output of each head is multiplied by its gate.
         """
-        self._count(layer, x.shape[2], inputs=x.shape[1], outputs=x.shape[1])
+        self._count(layer, x, outputs=x.shape[1])
         z = self._mix(layer, x, context)  # [B, T', H, d_k]
         if gates is not None:
             z = z * gates[:, None, :, None].to(z.dtype)
-        return self._finish(layer, self._asking(layer, x), self.blocks[layer].attention.project(z, 1))
+        asking = asked_by(x, self._read(layer, x))
+        return self._finish(layer, asking, self.blocks[layer].attention.project(z, 1))
 
     def block_without(
         self, layer: int, x: Tensor, context: Context, rows: Tensor, heads: Sequence[tuple[int, slice]]
@@ -71,14 +72,15 @@ class WorkingModel:
         of each run; `heads` are original indices with the runs that go without them, and cover all P. Returns
         `[1, P, T', d]`.
         """
-        self._count(layer, x.shape[2], inputs=x.shape[1], outputs=len(rows), heads_off=len(rows))
+        self._count(layer, x, outputs=len(rows), heads_off=len(rows))
         attention = self.blocks[layer].attention
         z = self._mix(layer, x, context)  # [S, T', H, d_k]
         attended = attention.project(z, 1)[0].index_select(0, rows)  # [S, T', d] -> [P, T', d]
         for head, runs in heads:
             position = self.kept[layer].index(head)
             attended[runs] -= z[:, :, position].index_select(0, rows[runs]) @ attention.out[position]
-        return self._finish(layer, self._asking(layer, x).index_select(1, rows), attended[None])
+        asking = asked_by(x, self._read(layer, x))
+        return self._finish(layer, asking.index_select(1, rows), attended[None])
 
     def pool(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
         """Pooled features `[B, d]` from what the last block gives (`[B, 2, d]` where two tokens are read)."""
@@ -111,37 +113,31 @@ class WorkingModel:
             return block.query(x)
         return self._last_read if layer == self.layers - 1 else None
 
-    def _asking(self, layer: int, x: Tensor) -> Tensor:
-        return asked_by(x, self._read(layer, x))  # [1, B, T', d]
-
     def _mix(self, layer: int, x: Tensor, context: Context) -> Tensor:
         """Outputs of the single heads of a block, `[B, T', H, d_k]`."""
-        block = self.blocks[layer]
+        block, read = self.blocks[layer], self._read(layer, x)
         x = block.attention_input(x)
-        if self._has_few_queries(layer):
-            return few_queries(block.attention, x[0], context.key_mask, self._asking(layer, x)[0])
-        return block.attention.mix(x, context, self._read(layer, x))
+        if self._has_few_queries(layer, read):
+            return few_queries(block.attention, x[0], context.key_mask, asked_by(x, read)[0])
+        return block.attention.mix(x, context, read)
 
     def _finish(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
         scale = self.blocks[layer].attention.scale
         return self.blocks[layer].finish(residual, attended if scale is None else attended * scale[:, None, None, :])
 
-    def _has_few_queries(self, layer: int) -> bool:
+    def _has_few_queries(self, layer: int, read: Read) -> bool:
         """Whether the block has queries of one or two tokens that see all keys, and keys linear in its input."""
         attention = self.blocks[layer].attention
         linear = attention.key_norm is None and attention.turn is None and bool(self.kept[layer])
-        few = isinstance(self.blocks[layer], PoolingBlock) or (layer == self.layers - 1 and self._last_read is not None)
-        return few and linear and not attention.causal and attention.window is None
+        return read is not None and linear and not attention.causal and attention.window is None
 
-    def _count(self, layer: int, tokens: int, inputs: int, outputs: int, heads_off: int = 0) -> None:
-        """Count a block with attention for `inputs` samples and an MLP for `outputs`."""
-        encoder = self.sizes[layer]
-        queries = tokens
-        if layer == self.layers - 1:
-            queries = read_tokens(tokens, self._last_read) if self.ensemble.readout.map is None else 1
-        heads = len(self.kept[layer])
+    def _count(self, layer: int, x: Tensor, outputs: int, heads_off: int = 0) -> None:
+        """Count a block with attention for the samples of `[1, B, T, d]` and an MLP for `outputs`."""
+        encoder, read, heads = self.sizes[layer], self._read(layer, x), len(self.kept[layer])
+        _, inputs, tokens, _ = x.shape
+        queries = asked_by(x, read).shape[2]
         attention = attention_cost(encoder, heads, tokens, queries)
-        if self._has_few_queries(layer):
+        if self._has_few_queries(layer, read):
             attention = heads * queries * encoder.width * (4 * encoder.head_dim + 2 * tokens)
         products = inputs * attention + outputs * mlp_cost(encoder, queries)
         products += heads_off * queries * encoder.head_dim * encoder.width  # the output projection of one head each

@@ -34,122 +34,103 @@ def circuits() -> dict[str, HeadRanking]:
     return {score: ranking(order, score) for score, order in orders.items()}
 
 
-class TestCircuits:
-    def test_order_is_avg_acc_ood(self) -> None:
-        rankings = circuits()
-        expected = tuple(rankings[score].first(48) for score in CIRCUIT_ORDER)
-        for members in (1, 2, 3):
-            assert circuit_members(rankings, 48, members) == expected[:members]
-
-    def test_further_members_come_from_the_pool_of_avg(self) -> None:
-        rankings = circuits()
-        chosen = circuit_members(rankings, 48, 6, pool=100, seed=5)
-        assert chosen[:3] == circuit_members(rankings, 48, 3)
-        assert len({frozenset(member) for member in chosen}) == 6
-        assert all(set(member) <= set(EVERY[:100]) and len(member) == 48 for member in chosen[3:])
-        assert chosen[3:] != circuit_members(rankings, 48, 6, pool=100, seed=6)[3:]
-        assert chosen[:5] == circuit_members(rankings, 48, 5, pool=100, seed=5)  # one more member changes no other
-
-    def test_a_draw_never_repeats_a_circuit(self) -> None:
-        heads = EVERY[:3]
-        orders = {"avg": heads, "acc": heads[1:], "ood": EVERY[7:9]}
-        rankings = {score: ranking(order, score) for score, order in orders.items()}
-        for seed in range(20):  # of the three pairs of the pool, only one is left
-            assert circuit_members(rankings, 2, 4, seed=seed)[3] == (heads[0], heads[2])
-        with pytest.raises(HeadError, match="leaves 1 different"):
-            circuit_members(rankings, 2, 5)
-
-    def test_circuits_that_agree(self) -> None:
-        rankings = circuits() | {"ood": ranking(EVERY[1::-1] + EVERY[2:], "ood")}  # the first two in other order
-        assert circuit_members(rankings, 2, 3)[2] == (EVERY[1], EVERY[2])  # its last head gives way to the next
-        rankings["ood"] = ranking(EVERY[1::-1], "ood")
-        with pytest.raises(HeadError, match=r"'avg' and 'ood' remove the same 2 heads"):
-            circuit_members(rankings, 2, 3)
-
-    def test_refused(self) -> None:
-        rankings = circuits()
-        other = {"avg": ranking(EVERY, "avg", model="one"), "acc": ranking(EVERY[::-1], "acc", model="two")}
-        for given_rankings, members, token in (
-            ({"avg": rankings["avg"]}, 4, "'acc', 'ood'"),
-            (rankings | {"acc": rankings["ood"]}, 2, "swap"),
-            (other, 2, "one model"),
-        ):
-            with pytest.raises(HeadError, match=token):
-                circuit_members(given_rankings, 48, members)
+OF_TWO_MODELS = {"avg": ranking(EVERY, "avg", model="one"), "acc": ranking(EVERY[::-1], "acc", model="two")}
 
 
-class TestSampled:
-    def test_48_out_of_100_three_times(self) -> None:
-        chosen, other = (sampled_members(ranking(EVERY), prune=48, pool=100, members=3, seed=seed) for seed in (0, 1))
-        assert [len(member) for member in chosen] == [48, 48, 48]
-        for member in chosen:
-            assert set(member) <= set(EVERY[:100])
-            assert list(member) == sorted(member, key=EVERY.index)  # removal order
-        assert len({*chosen, *other}) == 6
-
-    def test_the_draw_of_a_seed_never_changes(self) -> None:
-        """The keys of PCG64(42) are 0.77 0.44 0.86 0.70 0.09 0.98, then 0.76 0.79 0.13 0.45 0.37 0.93, and so on."""
-        chosen = sampled_members(ranking(EVERY[:6]), prune=2, pool=6, members=3, seed=42)
-        assert [[str(head) for head in member] for member in chosen] == [["0.1", "0.4"], ["0.2", "0.4"], ["0.3", "0.5"]]
-
-    @given(st.integers(1, 6), st.integers(0, 10_000))
-    def test_all_subsets_can_be_had(self, prune: int, seed: int) -> None:
-        """As many members as there are subsets: collisions are drawn again until none is left out."""
-        count, few = math.comb(6, prune), ranking(EVERY[:8])
-        chosen = sampled_members(few, prune, pool=6, members=count, seed=seed)
-        assert len({frozenset(member) for member in chosen}) == count
-        with pytest.raises(HeadError, match="`pool`"):
-            sampled_members(few, prune, pool=6, members=count + 1, seed=seed)
-
-    def test_impossible(self) -> None:
-        for change, token in (
-            ({"pool": 48}, "leaves 1 different"),
-            ({"pool": 47}, "prune is 48, but there are 47 heads"),
-            ({"pool": 145}, "the ranking has 144"),
-            ({"prune": 0}, "prune"),
-        ):
-            with pytest.raises((HeadError, ConfigError), match=token):
-                sampled_members(ranking(EVERY), **({"prune": 48, "pool": 100, "members": 3} | change))
+def test_circuits_come_in_the_order_avg_acc_ood_and_further_members_from_the_pool_of_avg() -> None:
+    rankings = circuits()
+    expected = tuple(rankings[score].first(48) for score in CIRCUIT_ORDER)
+    for members in (1, 2, 3):
+        assert circuit_members(rankings, 48, members) == expected[:members]
+    chosen, other = (circuit_members(rankings, 48, 6, pool=100, seed=seed) for seed in (5, 6))
+    assert chosen[:3] == expected
+    assert len({frozenset(member) for member in chosen}) == 6
+    assert all(set(member) <= set(EVERY[:100]) and len(member) == 48 for member in chosen[3:])
+    assert chosen[3:] != other[3:]
+    assert chosen[:5] == circuit_members(rankings, 48, 5, pool=100, seed=5)  # one more member changes no other
 
 
-class TestTaylor:
-    def test_draws_that_repeat_a_member_are_passed_over(self) -> None:
-        orders = [EVERY[:3], EVERY[2::-1], EVERY[1:4], EVERY[:3], EVERY[2:5], EVERY[3:6]]
-        rank = Mock(side_effect=[ranking(order, "taylor") for order in orders])
-        kept = distinct_taylor(rank, 3, 3)
-        assert [(draw, one.heads) for draw, one in kept] == [(draw, tuple(orders[draw])) for draw in (0, 2, 4)]
-        assert [call.args for call in rank.call_args_list] == [(draw,) for draw in range(5)]
-
-    def test_draws_that_never_differ(self) -> None:
-        rank = Mock(return_value=ranking(EVERY[:3], "taylor"))
-        with pytest.raises(SameMembersError, match="calibration_batches"):
-            distinct_taylor(rank, 3, 2)
-        assert rank.call_count == 2 * TAYLOR_DRAWS
-        with pytest.raises(ConfigError, match="members"):
-            distinct_taylor(rank, 3, 0)
+def test_no_circuit_and_no_draw_repeats_a_circuit() -> None:
+    heads = EVERY[:3]
+    orders = {"avg": heads, "acc": heads[1:], "ood": EVERY[7:9]}
+    rankings = {score: ranking(order, score) for score, order in orders.items()}
+    for seed in range(20):  # of the three pairs of the pool, only one is left
+        assert circuit_members(rankings, 2, 4, seed=seed)[3] == (heads[0], heads[2])
+    with pytest.raises(HeadError, match="leaves 1 different"):
+        circuit_members(rankings, 2, 5)
+    rankings = circuits() | {"ood": ranking(EVERY[1::-1] + EVERY[2:], "ood")}  # the first two in other order
+    assert circuit_members(rankings, 2, 3)[2] == (EVERY[1], EVERY[2])  # its last head gives way to the next
+    rankings["ood"] = ranking(EVERY[1::-1], "ood")
+    with pytest.raises(HeadError, match=r"'avg' and 'ood' remove the same 2 heads"):
+        circuit_members(rankings, 2, 3)
 
 
-class TestRandom:
-    def test_control(self) -> None:
-        chosen, again, other = (random_members(random_ensemble(), prune=5, members=4, seed=seed) for seed in (3, 3, 4))
-        assert len(set(chosen)) == 4
-        assert all(len(set(member)) == 5 and list(member) == sorted(member) for member in chosen)
-        assert chosen == again != other
+def test_members_are_sampled_from_a_pool_and_the_draw_of_a_seed_never_changes() -> None:
+    """The keys of PCG64(42) are 0.77 0.44 0.86 0.70 0.09 0.98, then 0.76 0.79 0.13 0.45 0.37 0.93, and so on."""
+    chosen, other = (sampled_members(ranking(EVERY), prune=48, pool=100, members=3, seed=seed) for seed in (0, 1))
+    for member in chosen:
+        assert len(member) == 48
+        assert set(member) <= set(EVERY[:100])
+        assert list(member) == sorted(member, key=EVERY.index)  # removal order
+    assert len({*chosen, *other}) == 6
+    few = sampled_members(ranking(EVERY[:6]), prune=2, pool=6, members=3, seed=42)
+    assert [[str(head) for head in member] for member in few] == [["0.1", "0.4"], ["0.2", "0.4"], ["0.3", "0.5"]]
 
-    def test_only_heads_that_are_left(self) -> None:
-        pruned = without_heads(random_ensemble(), {(0, 0), (1, 1), (1, 2)})
-        chosen = random_members(pruned, prune=2, members=10, layers=[1, 0])  # all pairs
-        drawn = {head for member in chosen for head in member}
-        assert drawn == {Head(0, 1), Head(0, 2), Head(0, 3), Head(1, 0), Head(1, 3)}
 
-    def test_impossible(self) -> None:
-        ensemble = random_ensemble()
-        for prune, members, layers, token in (
-            (4, 2, [1], "`layers`"),
-            (13, 1, None, "prune is 13"),
-            (1, 1, [9], "from 0 to 2"),
-        ):
-            with pytest.raises(HeadError, match=token):
-                random_members(ensemble, prune, members, layers=layers)
-        with pytest.raises(ConfigError, match="2 members"):
-            random_members(joined([ensemble, ensemble], Sharing()), prune=1, members=1)
+@given(st.integers(1, 6), st.integers(0, 10_000))
+def test_all_subsets_can_be_had(prune: int, seed: int) -> None:
+    """As many members as there are subsets: collisions are drawn again until none is left out."""
+    count, few = math.comb(6, prune), ranking(EVERY[:8])
+    chosen = sampled_members(few, prune, pool=6, members=count, seed=seed)
+    assert len({frozenset(member) for member in chosen}) == count
+    with pytest.raises(HeadError, match="`pool`"):
+        sampled_members(few, prune, pool=6, members=count + 1, seed=seed)
+
+
+def test_draws_that_repeat_a_member_are_passed_over_and_enough_of_them_end_it() -> None:
+    orders = [EVERY[:3], EVERY[2::-1], EVERY[1:4], EVERY[:3], EVERY[2:5], EVERY[3:6]]
+    rank = Mock(side_effect=[ranking(order, "taylor") for order in orders])
+    kept = distinct_taylor(rank, 3, 3)
+    assert [(draw, one.heads) for draw, one in kept] == [(draw, tuple(orders[draw])) for draw in (0, 2, 4)]
+    assert [call.args for call in rank.call_args_list] == [(draw,) for draw in range(5)]
+    rank = Mock(return_value=ranking(EVERY[:3], "taylor"))
+    with pytest.raises(SameMembersError, match="calibration_batches"):
+        distinct_taylor(rank, 3, 2)
+    assert rank.call_count == 2 * TAYLOR_DRAWS
+
+
+def test_random_members_are_drawn_from_the_heads_that_are_left() -> None:
+    chosen, again, other = (random_members(random_ensemble(), prune=5, members=4, seed=seed) for seed in (3, 3, 4))
+    assert len(set(chosen)) == 4
+    assert all(len(set(member)) == 5 and list(member) == sorted(member) for member in chosen)
+    assert chosen == again != other
+    pruned = without_heads(random_ensemble(), {(0, 0), (1, 1), (1, 2)})
+    chosen = random_members(pruned, prune=2, members=10, layers=[1, 0])  # all pairs
+    drawn = {head for member in chosen for head in member}
+    assert drawn == {Head(0, 1), Head(0, 2), Head(0, 3), Head(1, 0), Head(1, 3)}
+
+
+ONE = random_ensemble()
+SOME = {"ranking": ranking(EVERY), "prune": 48, "pool": 100, "members": 3}
+
+
+@pytest.mark.parametrize(
+    ("choose", "options", "token"),
+    [
+        (circuit_members, {"rankings": {"avg": circuits()["avg"]}, "prune": 48, "members": 4}, "'acc', 'ood'"),
+        (circuit_members, {"rankings": circuits() | {"acc": circuits()["ood"]}, "prune": 48, "members": 2}, "swap"),
+        (circuit_members, {"rankings": OF_TWO_MODELS, "prune": 48, "members": 2}, "one model"),
+        (sampled_members, SOME | {"pool": 48}, "leaves 1 different"),
+        (sampled_members, SOME | {"pool": 47}, "prune is 48, but there are 47 heads"),
+        (sampled_members, SOME | {"pool": 145}, "the ranking has 144"),
+        (sampled_members, SOME | {"prune": 0}, "prune"),
+        (distinct_taylor, {"rank": Mock(), "prune": 3, "members": 0}, "members"),
+        (random_members, {"model": ONE, "prune": 4, "members": 2, "layers": [1]}, "`layers`"),
+        (random_members, {"model": ONE, "prune": 13, "members": 1}, "prune is 13"),
+        (random_members, {"model": ONE, "prune": 1, "members": 1, "layers": [9]}, "from 0 to 2"),
+        (random_members, {"model": joined([ONE, ONE], Sharing()), "prune": 1, "members": 1}, "2 members"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(choose: Any, options: dict[str, Any], token: str) -> None:
+    with pytest.raises((HeadError, ConfigError), match=token):
+        choose(**options)

@@ -100,19 +100,15 @@ def test_what_is_no_raw_input_is_told_a_way(config: Any, preprocessing: Any, inp
             predictor.predict(inputs)
 
 
-def test_a_column_of_images_is_a_list_of_them() -> None:
-    model = ensemble(single()).with_metadata(preprocessing=IMAGES)
-    column = np.empty(2, dtype=object)
-    column[:] = [Image.fromarray(PIXELS), Image.fromarray(PIXELS + 90)]
-    assert torch.equal(model.predict(column).probs, model.predict(list(column)).probs)
-
-
 def test_a_saved_model_is_loaded_and_called_with_pictures(tmp_path: Path) -> None:
     ensemble(single()).with_metadata(preprocessing=IMAGES).save_pretrained(tmp_path / "vit")
     he.DualEncoder(ensemble(single()), ensemble(text()), Projections.fresh(*WIDTHS, 4)).save_pretrained(
         tmp_path / "clip"
     )
     picture, loaded = Image.fromarray(np.arange(300, dtype=np.uint8).reshape(10, 10, 3)), he.load(tmp_path / "vit")
+    column = np.empty(2, dtype=object)  # a list of pictures, too
+    column[:] = [picture, picture.rotate(90)]
+    assert torch.equal(loaded.predict(column).probs, loaded.predict(list(column)).probs)
     with torch.no_grad():
         for given in (picture, [picture, picture]):
             assert torch.equal(loaded(given), loaded(loaded.prepare(given)))
@@ -354,22 +350,18 @@ def test_what_is_made_with_heads_masked_keeps_the_mask_and_no_calibration(made: 
         assert f"{deed} with heads masked" in made(plain, tmp_path / "b").metadata.history
 
 
-MAKING: list[Any] = [
-    lambda one: one.member(0),
-    lambda one: he.prune(one, [(0, 0)]),
-    lambda one: he.fuse([one, noisy_copy(one)]),
-    lambda one: he.soup([one, noisy_copy(one)]),
-    lambda one: he.Ensemble.stack([one, noisy_copy(one)]),
-    lambda one: one.optimize(),
-]
-
-
-def noisy_copy(one: he.Ensemble) -> he.Ensemble:
-    state = measured().state_dict()
-    return he.Ensemble.from_state(one.config, {**state, "readout.norm.weight": state["readout.norm.weight"] + 0.01})
-
-
-@pytest.mark.parametrize("make", MAKING)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda one: one.member(0),
+        lambda one: he.prune(one, [(0, 0)]),
+        lambda one: he.fuse([one, measured(1)], stem="separate"),
+        lambda one: he.soup([one, measured(1)]),
+        lambda one: he.Ensemble.stack([one, measured(1)]),
+        lambda one: one.optimize(),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*one start:hydra_ensembles.HydraWarning")
 def test_what_is_made_of_weights_alone_tells_of_hooks_and_refuses_other_weights(make: Any) -> None:
     """It runs no hook, and it has no place for weights that are computed (parametrised, or pruned by torch)."""
     hooked, computed = measured(), measured()
@@ -385,22 +377,18 @@ def test_what_is_made_of_weights_alone_tells_of_hooks_and_refuses_other_weights(
         he.Ensemble.from_state(measured().config, computed.state_dict())
 
 
-def test_one_member_cannot_decide_by_how_members_differ() -> None:
-    by_members = Calibration((1.0,), 0.1, "mutual_information")
+def test_what_was_measured_with_other_members_is_refused() -> None:
+    """One member cannot decide by how members differ."""
+    single, both, by_members = measured(), (measured(), measured(1)), Calibration((1.0,), 0.1, "mutual_information")
+    known = he.fit_familiarity(single, [(IMAGES_24, torch.arange(24) % 3)], "knn").metadata.familiarity
     with pytest.raises(ConfigError, match="single member"):
-        measured().with_metadata(calibration=by_members)
-    two = he.Ensemble.stack([measured(), measured(1)]).with_metadata(calibration=by_members)
-    assert two.predict(IMAGES_24).threshold == 0.1
+        single.with_metadata(calibration=by_members)
+    with pytest.raises(ConfigError, match="another model"):
+        he.Ensemble.stack(both).with_metadata(familiarity=known)
+    assert single.with_metadata(familiarity=known).metadata.familiarity is known
+    assert he.Ensemble.stack(both).with_metadata(calibration=by_members).predict(IMAGES_24).threshold == 0.1
     with pytest.raises(ConfigError, match="single member"):
         he.Prediction.from_logits(torch.randn(1, 4, 3), threshold=0.1, score="mutual_information")
-
-
-def test_familiarity_of_another_model_is_refused() -> None:
-    single, images = measured(), torch.randn(24, 3, 8, 8)
-    known = he.fit_familiarity(single, [(images, torch.arange(24) % 3)], "knn").metadata.familiarity
-    with pytest.raises(ConfigError, match="another model"):
-        he.Ensemble.stack([single, measured(1)]).with_metadata(familiarity=known)
-    assert single.with_metadata(familiarity=known).metadata.familiarity is known
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
