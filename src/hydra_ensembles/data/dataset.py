@@ -54,7 +54,6 @@ class Rows(Generic[Item]):
 
     count: int
     read: Callable[[int], Item]
-    place: tuple[str, ...] = ()  # files and columns that are read: two sources of the same place give the same items
     stored: Callable[[int], bytes | Path | None] | None = None  # an item as it is stored, where that is known
 
     def __len__(self) -> int:
@@ -126,12 +125,6 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
     def labelled(self) -> bool:
         """Whether every item has a label."""
         return bool((self.labels >= 0).all())
-
-    def same_items(self, other: "Dataset[Any]") -> bool:
-        """Whether both show the same rows of one source, in whatever order; no item is read."""
-        place = getattr(self._source, "place", ())
-        same_place = bool(place) and place == getattr(other._source, "place", ())
-        return (self._source is other._source or same_place) and np.array_equal(np.sort(self.rows), np.sort(other.rows))
 
     def shared_with(self, other: "Dataset[Any]") -> tuple[int, int]:
         """How many of so many items, some of all, lie in another set, too, as they are stored; no image is decoded.

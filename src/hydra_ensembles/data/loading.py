@@ -328,17 +328,15 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
     if twice:
         raise DataError(f"{table.where} has several columns called {twice[0]!r}; rename all but the one that is meant")
     labels, names = _read_labels(table, columns.label, policy, class_names)
-    origin = (table.where, str(table.folder))
     if table.has(columns.image):
-        read, stored = partial(table.image, columns.image), partial(table.stored, columns.image)
-        images = Rows(len(table), read, (*origin, columns.image), stored)
+        images = Rows(len(table), partial(table.image, columns.image), partial(table.stored, columns.image))
         return ImageDataset(images, labels, names, table.title)
     texts = (columns.text, columns.text_pair) if table.has(columns.text_pair) else (columns.text,)
     missing = [name for name in columns.needed("text") if name not in texts]
     if missing:
         problem = f"{table.where} has no column {missing[0]!r}; it has {table.data.column_names}"
         raise DataError(f"{problem}. Name the right one with columns=Columns(text_pair=...), or leave text_pair out")
-    return TextDataset(Rows(len(table), partial(table.text, texts), (*origin, *texts)), labels, names, table.title)
+    return TextDataset(Rows(len(table), partial(table.text, texts)), labels, names, table.title)
 
 
 def _read_labels(

@@ -1,11 +1,12 @@
 """A head atlas: what every head of an ensemble is good for, found by switching it off and nothing else."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,26 +15,29 @@ from tqdm import tqdm
 
 from ..arguments import Count, Range, Whole, checked
 from ..batches import Batches, Inputs, changed, iterate, length_of, require_labels, size_of
+from ..circuit.scores import NO_HEAD, not_finite
+from ..circuit.timing import in_words, say
 from ..classes import in_order
 from ..data.batching import Preprocess
 from ..data.dataset import Dataset
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..files import write_sealed
-from ..heads.masking import working_copy
+from ..heads.masking import checked_layers, masked, working_copy
+from ..heads.ranking import Head
 from ..metrics.inputs import mean
 from ..metrics.ood import auroc
+from ..metrics.probabilities import at_labels
+from ..model.cost import times_in_turn
 from ..model.ensemble import Ensemble
 from ..model.kinds import require_ensemble
 from ..model.metadata import Calibration
 from ..overlap import Keys, require_unlike, sample_keys, warn_if_fitted
-from ..prediction import AnyScore
+from ..prediction import AnyScore, Prediction
 from ..schema import from_plain, to_plain
-from .evaluate import Data, batched, fitted_sets, read_groups, require_different, set_name
+from .evaluate import Data, batched, fitted_sets, read_groups, set_name
 from .evaluation import ModelInfo, Provenance, of_format, read_saved
-from .kept import Kept
 from .measure import Measure
-from .running import describe_model, provenance_of, shown
-from .sweep import Sweep, Swept, heads_of
+from .running import Kept, describe_model, provenance_of, shown
 
 FORMAT, VERSION = "hydra_ensembles.atlas", 1
 MOST_INPUTS = 16  # shown for a head, of either kind: more make a page that no browser likes
@@ -248,46 +252,137 @@ def atlas(
     preprocess = preprocess or metadata.preprocessing
     calibration = metadata.calibration or Calibration()
     measure = Measure(name, id_name, score, (), "torch-uncertainty", calibration, 0, False, metadata.familiarity)
-    title = f"set {id_name!r}"
-    id_data = in_order({title: id_data}, metadata.labels, ensemble.num_classes)[title]
-    foreign = {key: data for group, sets in read_groups(ood).items() if group != "apart" for key, data in sets.items()}
+    groups = read_groups(ood, id_data).items()
+    foreign = {key: data for group, sets in groups if group != "apart" for key, data in sets.items()}
     if id_name in foreign:
         raise DataError(f"the in-distribution set and an OOD set are both called {id_name!r}; give id_name another")
-    sets = {id_name: id_data, **foreign}
-    titles = {id_name: f"the in-distribution set {id_name!r}", **{key: f"OOD set {key!r}" for key in foreign}}
-    require_different({titles[key]: data for key, data in sets.items()}, preprocess)
+    title = f"the in-distribution set {id_name!r}"
+    sets = {id_name: in_order({title: id_data}, metadata.labels, ensemble.num_classes)[title], **foreign}
     sweep = Sweep(ensemble, working_copy(ensemble, None, None), heads_of(ensemble, layers), measure)
     shown_as = metadata.preprocessing or preprocess
-    seen = {key: SetAnswers(key, len(sweep.heads), inputs, key == id_name, shown_as) for key in sets}
+    seen = {key: SetAnswers(key, inputs, key == id_name, shown_as) for key in sets}
     batches = {key: batched(data, key, preprocess, batch_size, num_workers) for key, data in sets.items()}
     sweep_all(sweep, seen, batches, partial(inputs_of, sets.values()), output, progress)
-    id_keys, *ood_keys = (np.concatenate(answers.keys) for answers in seen.values())
-    id_title, *ood_titles = titles.values()
-    require_unlike(id_title, id_keys, dict(zip(ood_titles, ood_keys, strict=True)))
-    warn_if_fitted(id_title, id_keys, fitted_sets(calibration, metadata.familiarity))
-    whole, effects, shown_inputs = assembled(sweep, list(seen.values()), inputs)
-    return Atlas(
-        name,
-        id_name,
-        {key: len(keys) for key, keys in zip(sets, (id_keys, *ood_keys), strict=True)},
-        score,
-        whole,
-        effects,
-        shown_inputs,
-        describe_model(ensemble, ensemble.num_members, ensemble.num_classes, metadata.calibration),
-        provenance_of(ensemble.device, ensemble.dtype),
-    )
+    keys = {key: np.concatenate(answers.keys) for key, answers in seen.items()}
+    require_unlike(title, keys[id_name], {f"OOD set {key!r}": keys[key] for key in foreign})
+    warn_if_fitted(title, keys[id_name], fitted_sets(calibration, metadata.familiarity))
+    model = describe_model(ensemble, ensemble.num_members, ensemble.num_classes, metadata.calibration)
+    found = assembled(sweep, list(seen.values()), inputs)
+    samples = {key: len(of_set) for key, of_set in keys.items()}
+    return Atlas(name, id_name, samples, score, *found, model, provenance_of(ensemble.device, ensemble.dtype))
+
+
+def heads_of(ensemble: Ensemble, layers: Sequence[int] | None) -> list[Head]:
+    """The heads that some member keeps in some layers (None: in all), first layer first."""
+    heads = []
+    for layer in checked_layers(ensemble.config, layers):
+        kept = {head for member in ensemble.config.heads for head in member[layer]}
+        heads += [Head(layer, head) for head in sorted(kept)]
+    if not heads:
+        raise ConfigError("there is no head left in these layers that could be switched off; give other layers")
+    return heads
+
+
+class Swept(NamedTuple):
+    """What the ensemble says of B inputs with all heads, first row, and without each of K; all `[1 + K, B]`.
+
+    `moved` is the share of the probability that went to other classes, `likelihood` the logarithm of the probability
+    of the label, zero where there is none.
+    """
+
+    label: Tensor
+    confidence: Tensor
+    score: Tensor
+    moved: Tensor
+    likelihood: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence["Swept"]) -> "Swept":
+        """Those of consecutive batches."""
+        return cls(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The ensemble, a private copy of it to switch heads off in, and what is made of its logits."""
+
+    ensemble: Ensemble
+    copy: Ensemble
+    heads: Sequence[Head]
+    measure: Measure
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are run on each batch."""
+        layers = self.ensemble.num_layers
+        return layers + sum(layers - head.layer for head in self.heads)
+
+    def say_how_long(self, prepared: Inputs, size: int, total: int | None) -> None:
+        """Time a pass over a batch of this size, and say how long so many inputs take, where their number is known."""
+        *_, warm = times_in_turn({"pass": partial(self.copy, prepared)}, 2, self.ensemble.device)["pass"]
+        seconds = self.blocks / self.ensemble.num_layers * warm
+        words = "" if total is None else f": {in_words(seconds * total / size)}"
+        say(f"{len(self.heads)} heads, each switched off by itself{words}")
+
+    def answers(self, inputs: Inputs, labels: Tensor | None, where: str, bar: Any) -> Swept:
+        """Answers to one batch; on a GPU they are waited for once."""
+        rows, finite, whole = [], [], None
+        for prediction in self._predictions(inputs, bar):
+            whole = prediction if whole is None else whole
+            likelihood = torch.zeros_like(prediction.confidence)
+            if labels is not None:
+                likelihood = at_labels(prediction.log_probs, labels.to(likelihood.device))
+            moved = (prediction.probs - whole.probs).abs().sum(dim=-1) / 2
+            score = prediction.score(self.measure.score)
+            rows.append((prediction.label, prediction.confidence, score, moved, likelihood))
+            finite.append(prediction.member_logits.isfinite().all() & score.isfinite().all())
+        good = torch.stack(finite).cpu()
+        if not good.all():
+            raise not_finite(where, [NO_HEAD, *self.heads][int((~good).nonzero()[0, 0])])
+        return Swept(*(torch.stack(part).cpu() for part in zip(*rows, strict=True)))
+
+    def _predictions(self, inputs: Inputs, bar: Any) -> Iterator[Prediction]:
+        """The prediction of the ensemble, then those without each head, each from the input of its block on."""
+        copy = self.copy
+        arguments = self.copy.unpack(inputs)
+        blocks = list(copy.encoder.layers)
+        tokens = copy.readout.tokens_read()
+        x, context = copy.embed(*arguments)
+        levels = [x]  # what enters each block, and then the readout, [N, B, T, d]
+        for block in blocks[:-1]:
+            levels.append(block(levels[-1], context))
+        levels.append(blocks[-1](levels[-1], context, tokens))
+
+        def predicted(layer: int) -> Prediction:
+            x = levels[layer]
+            for block in blocks[layer:]:
+                x = block(x, context, tokens if block is blocks[-1] else None)
+            pooled = copy.readout.pool(x, context.key_mask, arguments[0])
+            logits = copy.readout.classify(pooled)  # [N, B, C]
+            logits = logits.expand(copy.num_members, *logits.shape[1:])
+            fitted, scores = self.measure.familiarity, None
+            if fitted is not None and self.measure.score in fitted.settings.scores:
+                features = pooled.flatten(2)
+                scores = fitted.scores(features.expand(copy.num_members, *features.shape[1:]), logits)
+            return self.measure.predict(logits, scores)
+
+        step = len(arguments[0]) / self.blocks  # of the bar, which counts inputs
+        yield predicted(len(blocks))
+        bar.update(step * len(blocks))
+        for head in self.heads:
+            with masked(copy, [head]):
+                yield predicted(head.layer)
+            bar.update(step * (len(blocks) - head.layer))
 
 
 @dataclass(eq=False)
 class SetAnswers:
     """What was found in one set, batch by batch: answers, keys and labels, and the inputs that heads matter most for.
 
-    For each of `heads` heads, the `most` inputs whose answers change most when it is off; ties go to the earlier one.
+    For each head, the `most` inputs whose answers change most when it is off; ties go to the earlier one.
     """
 
     name: str
-    heads: int
     most: int
     labelled: bool  # the in-distribution one
     preprocessing: object  # what its inputs went through
@@ -295,9 +390,7 @@ class SetAnswers:
     keys: list[Keys] = field(default_factory=list)
     labels: list[Tensor] = field(default_factory=list)
     inputs: dict[int, AtlasInput] = field(default_factory=dict)  # those that are shown, by position in the set
-
-    def __post_init__(self) -> None:
-        self.changes: list[list[Changed]] = [[] for _ in range(self.heads)]  # of each head, most first
+    changes: dict[int, list[Changed]] = field(default_factory=lambda: defaultdict(list))  # of each head, most first
 
     def put(self, answers: Swept, inputs: Inputs, keys: Keys, labels: Tensor | None) -> None:
         """Take in the next batch."""
@@ -310,9 +403,9 @@ class SetAnswers:
             rows = enumerate(zip(*changes, strict=True), first)
             new = [Changed(position, *change) for position, change in rows if change[0] > 0]
             self.changes[head] = sorted([*self.changes[head], *new], key=lambda one: -one.moved)[: self.most]
-        positions = dict.fromkeys(change.input for changes in self.changes for change in changes)
+        positions = {change.input for changes in self.changes.values() for change in changes}
         self.inputs = {position: item for position, item in self.inputs.items() if position in positions}
-        for position in positions.keys() - self.inputs.keys():
+        for position in positions - self.inputs.keys():
             row = position - first
             kind, content = shown(changed(inputs, itemgetter(row)), self.preprocessing)
             answer = int(answers.label[0, row]), float(answers.confidence[0, row])
@@ -332,9 +425,8 @@ def sweep_all(
     """Every batch of every set through the ensemble, or from a folder; `total_of` a batch size says how many inputs."""
     ensemble, measure = sweep.ensemble, sweep.measure
     heads = [str(head) for head in sweep.heads]
-    calibration = to_plain(measure.calibration)
-    keeping = Kept(output, ensemble, {"heads": heads, "score": measure.score, "calibration": calibration}, "an atlas")
-    announced = not progress
+    settings = {"heads": heads, "score": measure.score, "calibration": to_plain(measure.calibration)}
+    announced, keeping = not progress, Kept(output, ensemble, settings, "an atlas")
     with keeping as kept, tqdm(desc="atlas", bar_format=_BAR, disable=not progress) as bar:
         for key, answers_of in seen.items():
             name, labelled = f"set {key!r}", answers_of.labelled
@@ -343,17 +435,16 @@ def sweep_all(
                 labels = require_labels(targets, ensemble.num_classes, name, index) if labelled else None
                 samples = sample_keys(inputs)
                 batch = kept.key(inputs, samples, labels)
-                stored = kept.get(batch)
-                if stored is None and not announced:
-                    announced = True
-                    bar.total = total_of(size_of(inputs))
-                    sweep.say_how_long(prepared, size_of(inputs), bar.total)
-                if stored is None:
-                    answers = sweep.answers(prepared, labels, f"batch {index} of {name}", bar)
-                    kept.put(batch, answers._asdict())
-                else:
+                if (stored := kept.get(batch)) is not None:
                     answers = Swept(**stored)
                     bar.update(size_of(inputs))
+                else:
+                    if not announced:
+                        announced = True
+                        bar.total = total_of(size_of(inputs))
+                        sweep.say_how_long(prepared, size_of(inputs), bar.total)
+                    answers = sweep.answers(prepared, labels, f"batch {index} of {name}", bar)
+                    kept.put(batch, answers._asdict())
                 answers_of.put(answers, inputs, samples, labels)
         bar.total = bar.n  # what was guessed where batches are not alike
         bar.refresh()
@@ -375,21 +466,19 @@ def assembled(
         for row in range(len(right))
     )
     config, effects = sweep.ensemble.config, []
-    inputs: list[AtlasInput] = []
-    places: dict[tuple[str, int], int] = {}  # among them, by set and position there
+    places: dict[AtlasInput, int] = {}  # of the inputs to show
     for index, (head, quality, now_right) in enumerate(zip(sweep.heads, without, right[1:], strict=True)):
         keepers = tuple(m for m, layers in enumerate(config.heads) if head.head in layers[head.layer])
         shared = config.members > 1 and config.attention_copies(head.layer) == 1
         lost, gained = int((right[0] & ~now_right).sum()), int((~right[0] & now_right).sum())
         changes = []
         for kind in ([inside], outside):
-            found = [(one, change) for one in kind for change in one.changes[index]]
-            for one, change in sorted(found, key=lambda pair: -pair[1].moved)[:most]:
-                place = places.setdefault((one.name, change.input), len(places))
-                inputs += [one.inputs[change.input]] if place == len(inputs) else []
+            found = [(one.inputs[change.input], change) for one in kind for change in one.changes[index]]
+            for shown_input, change in sorted(found, key=lambda pair: -pair[1].moved)[:most]:
+                place = places.setdefault(shown_input, len(places))
                 changes.append(replace(change, input=place))
         effects.append(HeadEffect(head.layer, head.head, keepers, shared, quality, lost, gained, tuple(changes)))
-    return whole, tuple(effects), tuple(inputs)
+    return whole, tuple(effects), tuple(places)
 
 
 def inputs_of(sets: Collection[Data], batch: int) -> int | None:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -16,7 +15,7 @@ from .._utils import require_device, unwrapped, warn
 from ..arguments import Count, Whole, checked
 from ..batches import Batches
 from ..classes import in_order, why_not_exclusive
-from ..data.batching import BatchLoader, Preprocess
+from ..data.batching import Preprocess
 from ..data.batching import batches as make_batches
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
@@ -38,10 +37,9 @@ from ..overlap import (
 )
 from ..prediction import AnyScore, ScoreName
 from .evaluation import UNNAMED, Evaluation, ModelInfo, OodGroup, Provenance
-from .kept import Kept
 from .logits import LabelledLogits, MemberLogits
 from .measure import Measure
-from .running import Pass, Runner, describe_model, member_logits, provenance_of, running
+from .running import Kept, Pass, Runner, describe_model, member_logits, provenance_of, running
 
 Data = Batches | Dataset[Any]
 _CHANCE = 0.001  # how unlikely fewer accepted samples are where a warning tells
@@ -143,10 +141,9 @@ def evaluate(
     measure = Measure(name or UNNAMED, id_name, score, scores, convention, applied, bootstrap, keep_logits, fitted)
     if isinstance(ensemble, Ensemble | OptimizedEnsemble) and not ensemble.num_classes:
         raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
-    groups = read_groups(ood)
+    groups = read_groups(ood, id_data)
     foreign = {key: data for sets in groups.values() for key, data in sets.items()}
     title = f"the in-distribution set {id_name!r}"
-    require_different({title: id_data, **{f"OOD set {key!r}": data for key, data in foreign.items()}}, preprocess)
     known = ensemble.num_classes if isinstance(ensemble, Ensemble | OptimizedEnsemble) else None
     shifted = {f"set {key!r}": data for key, data in (shift or {}).items()}
     id_data, *shifted_data = in_order({title: id_data, **shifted}, metadata.labels, known).values()
@@ -291,19 +288,20 @@ def fitted_sets(calibration: Calibration, familiarity: Familiarity | None) -> di
     return sets if familiarity is None else {**sets, "familiarity": familiarity.settings.fitted_set}
 
 
-def read_groups(ood: Mapping[str, Any] | None) -> dict[OodGroup, dict[str, Any]]:
-    """OOD sets by group and name, from a nested or a flat mapping; `{}` for None."""
+def read_groups(ood: Mapping[str, Any] | None, id_data: object = None) -> dict[OodGroup, dict[str, Any]]:
+    """OOD sets by group and name, from a nested or a flat mapping; `{}` for None. The ID data itself is refused."""
     ood = ood or {}
-    nested = [isinstance(value, Mapping) for value in ood.values()]
-    if not any(nested):
-        return {"ungrouped": dict(ood)} if ood else {}
-    accepted = get_args(OodGroup)
-    if not all(nested) or not set(ood) <= set(accepted):
-        raise DataError(f"ood has the keys {list(ood)}; give groups of sets, among {list(accepted)}, or {{name: data}}")
-    counts = Counter(name for sets in ood.values() for name in sets)
-    twice = sorted(name for name, count in counts.items() if count > 1)
+    if not any(isinstance(value, Mapping) for value in ood.values()):
+        ood = {"ungrouped": ood}
+    elif not all(isinstance(value, Mapping) for value in ood.values()) or not set(ood) <= set(get_args(OodGroup)):
+        accepted = list(get_args(OodGroup))
+        raise DataError(f"ood has the keys {list(ood)}; give groups of sets, among {accepted}, or {{name: data}}")
+    sets = [(name, data) for group in ood.values() for name, data in group.items()]
+    twice = sorted(name for name, count in Counter(name for name, _ in sets).items() if count > 1)
     if twice:
         raise DataError(f"OOD sets {twice} occur in more than one group; give each set one name in one group")
+    if same := [name for name, data in sets if data is id_data]:  # whose samples may be others in every pass
+        raise DataError(f"OOD set {same[0]!r} is the in-distribution set; OOD detection needs different data")
     return {cast(OodGroup, group): dict(sets) for group, sets in ood.items() if sets}
 
 
@@ -314,23 +312,6 @@ def batched(data: Data, key: str, preprocess: Preprocess | None, batch_size: int
     if preprocess is None:
         raise ConfigError(f"set {key!r} holds raw items; pass preprocess=, or give batches (a DataLoader)")
     return make_batches(data, preprocess, batch_size, num_workers=num_workers)
-
-
-def require_different(sets: Mapping[str, object], preprocess: Preprocess | None) -> None:
-    """Refuse sets that are surely the same. Loaders that are not ours may choose and change what they read."""
-
-    def read(data: object) -> tuple[object, Preprocess | None]:
-        return (data.dataset, data.preprocess) if isinstance(data, BatchLoader) else (data, preprocess)
-
-    for (first, data), (second, other) in combinations(sets.items(), 2):
-        (mine, my_way), (theirs, their_way) = read(data), read(other)
-        same = data is other
-        if isinstance(mine, Dataset) and isinstance(theirs, Dataset):
-            same = my_way == their_way and mine.same_items(theirs)
-        if same:
-            raise DataError(
-                f"{second} has the same samples as {first}; OOD detection needs different data: leave it out"
-            )
 
 
 def set_name(data: object) -> str:

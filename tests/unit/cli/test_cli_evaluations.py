@@ -13,10 +13,9 @@ import yaml
 from cli_cases import fail, run, save_images, succeed, vit_flags
 from hydra_ensembles.cli.evaluations import EvaluateSettings, accepted_in_words
 from hydra_ensembles.data.suites import SetRef, Suite, all_suites
-from hydra_ensembles.evaluation.atlas import Atlas
+from hydra_ensembles.evaluation.atlas import Atlas, Sweep
 from hydra_ensembles.evaluation.evaluation import Evaluation, Selective
 from hydra_ensembles.evaluation.running import Runner
-from hydra_ensembles.evaluation.sweep import Sweep
 from hydra_ensembles.report.compare import save_costs
 from processes import count_calls
 from sample_evaluations import costs, evaluation, methods

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_ensembles.data import TextDataset, only_classes, split, subset, without_classes
-from hydra_ensembles.data.dataset import Rows, cut_position, hash_key, keyed_order
+from hydra_ensembles.data.dataset import cut_position, hash_key, keyed_order
 from hydra_ensembles.errors import DataError
 
 seeds = st.integers(min_value=-(2**70), max_value=2**70)
@@ -43,15 +43,6 @@ def test_select_keeps_the_order_given_and_remembers_source_rows(letters: TextDat
     assert list(pickle.loads(pickle.dumps(twice))) == [("b", 1), ("f", 2)]
     with pytest.raises(DataError, match=r"0\.\.1, got 0\.\.2"):
         twice.select([0, 2])
-
-
-def test_the_same_items_are_known_by_their_source(letters: TextDataset) -> None:
-    assert letters.select([2, 0]).same_items(letters.select([0, 2]))
-    assert not letters.select([2, 0]).same_items(letters.select([0, 1]))
-    assert not letters.same_items(TextDataset(list("abcdef"), [0] * 6))
-    one, same, other = (TextDataset(Rows(3, str, (place,)), [0, 0, 0]) for place in ("here", "here", "there"))
-    assert one.same_items(same)
-    assert not one.same_items(other)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import torch
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HeadError
-from hydra_ensembles.evaluation.atlas import Atlas, atlas
-from hydra_ensembles.evaluation.sweep import Sweep
+from hydra_ensembles.evaluation.atlas import Atlas, Sweep, atlas
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.report.html import write_atlas
 from processes import count_calls

@@ -17,10 +17,9 @@ from hydra_ensembles.calibrate import calibrate
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraWarning
-from hydra_ensembles.evaluation import kept
+from hydra_ensembles.evaluation import running as running_module
 from hydra_ensembles.evaluation.evaluate import evaluate, evaluate_logits
-from hydra_ensembles.evaluation.kept import Kept
-from hydra_ensembles.evaluation.running import Runner, running
+from hydra_ensembles.evaluation.running import Kept, Runner, running
 from hydra_ensembles.familiarity import fit_familiarity
 from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.model.metadata import Calibration
@@ -63,7 +62,7 @@ def test_answers_of_another_neighbour_or_precision_are_not_taken(tmp_path):
 def test_answers_are_written_as_time_goes_by(tmp_path, monkeypatch):
     """A kill loses no more than the last seconds: what is written is there before the work ends."""
     now = [0.0]
-    monkeypatch.setattr(kept, "monotonic", lambda: now[0])
+    monkeypatch.setattr(running_module, "monotonic", lambda: now[0])
     model, (inputs, _) = tiny_ensemble(), image_batches()[0]
     with Kept(tmp_path, model, {}, "a test") as keeping:
         for at, seen in ((10.0, 0), (31.0, 1), (40.0, 1)):
@@ -239,7 +238,7 @@ def test_loaders_over_one_data_set_may_read_different_things_but_one_loader_does
     data = TensorDataset(*whole(image_batches()))
     loader, other = DataLoader(data, batch_size=9, sampler=range(18)), DataLoader(data, sampler=range(18, 27))
     assert evaluate(tiny_ensemble(), loader, {"rest": other}, progress=False).ood["rest"].samples == 9
-    with pytest.raises(DataError, match=r"'b'.*'id'"):
+    with pytest.raises(DataError, match="'b'"):
         evaluate(tiny_ensemble(), loader, {"b": loader}, progress=False)
 
 
