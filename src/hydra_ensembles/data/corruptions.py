@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,6 @@ Random = np.random.Generator
 Corruption = Callable[..., PixelArray]
 Published = dict[str, dict[ParameterSet, list[list[float]]]]
 
-PARAMETER_SETS: tuple[ParameterSet, ...] = get_args(ParameterSet)
 SEVERITIES = (1, 2, 3, 4, 5)
 
 _pillow = partial(require, "PIL.Image", extra="data")
@@ -73,29 +72,21 @@ def corrupted(
     and cropping to 224 for ImageNet-C.
     """
     _values(name, severity, parameters)
-    read = partial(_read_corrupted, dataset, (name, severity, parameters), seed, prepare)
+    read = partial(_read_corrupted, dataset, name, severity, parameters, (seed, CORRUPTIONS.index(name)), prepare)
     title = f"{dataset.name} [{name} {severity}]"
     return ImageDataset(Rows(len(dataset), read), dataset.labels, dataset.class_names, title)
 
 
 def _read_corrupted(
-    dataset: ImageDataset,
-    corruption: tuple[str, int, ParameterSet],
-    seed: int,
-    prepare: "Callable[[Image], Image] | None",
-    position: int,
+    dataset: ImageDataset, name: str, severity: int, parameters: ParameterSet, key: Any, prepare: Any, position: int
 ) -> "Image":
-    (image, _), (name, severity, parameters) = dataset[position], corruption
-    seed = hash_key(seed, CORRUPTIONS.index(name), int(dataset.rows[position]))
+    image, seed = dataset[position][0], hash_key(*key, int(dataset.rows[position]))
     return corrupt(image if prepare is None else prepare(image), name, severity, seed, parameters)
 
 
 def _values(name: str, severity: int, parameters: ParameterSet) -> list[float]:
-    for setting, value, choices in (
-        ("corruption", name, CORRUPTIONS),
-        ("severity", severity, SEVERITIES),
-        ("parameter set", parameters, PARAMETER_SETS),
-    ):
+    accepted = {"corruption": CORRUPTIONS, "severity": SEVERITIES, "parameter set": get_args(ParameterSet)}
+    for value, (setting, choices) in zip((name, severity, parameters), accepted.items(), strict=True):
         if value not in choices:
             raise DataError(f"no {setting} {value!r}; choose one of {', '.join(map(str, choices))}")
     return published_numbers()[name][parameters][severity - 1]

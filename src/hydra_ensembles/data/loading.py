@@ -189,15 +189,12 @@ class _Table:
 
     def image(self, column: str, row: int) -> Picture:
         """Decode a cell `{bytes, path}`, or of plain bytes."""
-        stored = self.stored(column, row)
-        where = f"row {row} of {self.where}"
-        if isinstance(stored, bytes):
-            return decode_image(stored, where)
-        if stored is not None:
-            return read_image(stored, f"{where} ({stored})")
-        got = type(self.cell(column, row)).__name__
-        problem = f"{where} has no image in column {column!r} (a {got}, expected bytes or {{bytes, path}})"
-        raise DataError(f"{problem}; remove or fill it, or name the column with columns=Columns(image=...)")
+        stored, where = self.stored(column, row), f"row {row} of {self.where}"
+        if stored is None:
+            got = type(self.cell(column, row)).__name__
+            problem = f"{where} has no image in column {column!r} (a {got}, expected bytes or {{bytes, path}})"
+            raise DataError(f"{problem}; remove or fill it, or name the column with columns=Columns(image=...)")
+        return decode_image(stored, where) if isinstance(stored, bytes) else read_image(stored, f"{where} ({stored})")
 
     def stored(self, column: str, row: int) -> bytes | Path | None:
         """An image as it is stored: its bytes, or its file."""
@@ -294,8 +291,7 @@ def _read_delimited(file: Path, strings: dict[str, Any]) -> Any:
     suffix = file.suffix.lower()
     quoted = suffix == ".csv"
     one_block = csv.ReadOptions(block_size=max(1 << 20, file.stat().st_size + 1))  # a long text cannot straddle two
-    quote = '"' if quoted else False
-    quoting = csv.ParseOptions(delimiter=DELIMITERS[suffix], quote_char=quote, newlines_in_values=quoted)
+    quoting = csv.ParseOptions(DELIMITERS[suffix], quote_char='"' if quoted else False, newlines_in_values=quoted)
     return csv.read_csv(file, one_block, quoting, csv.ConvertOptions(strings_can_be_null=False, column_types=strings))
 
 
@@ -404,14 +400,11 @@ def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) 
 
     A class may well be called `train`; then it is the only such name, and has images of its own.
     """
-    nested_only = [
-        split for split in splits if _subfolders(folder / split) and not any(map(is_image, (folder / split).iterdir()))
-    ]
-    doubtful = splits if len(splits) > 1 else nested_only
-    if doubtful:
-        others = sorted(set(below).difference(doubtful))
+    alone = folder / splits[0] if len(splits) == 1 else None
+    if splits and (alone is None or (_subfolders(alone) and not any(map(is_image, alone.iterdir())))):
+        others = sorted(set(below).difference(splits))
         raise DataError(
-            f"{folder} has {doubtful}, which look like splits, beside {others}; choose one with split=..., "
+            f"{folder} has {splits}, which look like splits, beside {others}; choose one with split=..., "
             "or pass class_names= with all of them if they are classes"
         )
 
@@ -422,11 +415,8 @@ def _read_list(list_file: Path, images: Path) -> _Table:
         lines = [line.strip() for line in list_file.read_text(encoding="utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
         raise DataError(f"{list_file} is not text in UTF-8 ({error}); save it as that") from error
-    matches = [match for line in lines if (match := _LISTED.fullmatch(line))]
-    labels = (
-        match["label"] and as_number(int(match["label"]), {}, f"{list_file}, {match['path']},") for match in matches
-    )
-    listed = [(match["path"], label) for match, label in zip(matches, labels, strict=True)]
+    listed = [(match["path"], match["label"]) for line in lines if (match := _LISTED.fullmatch(line))]
+    listed = [(path, label and as_number(int(label), {}, f"{list_file}, {path},")) for path, label in listed]
     if not listed:
         raise DataError(f"{list_file} lists no images")
     if not (images / listed[0][0]).exists():

@@ -90,17 +90,14 @@ class SetRef:
         unnamed = None in (self.split, other.split) and not self.source.startswith("torchvision:")
         if self.split != other.split and not unnamed:
             return False
-        (start, stop), (begin, end) = self.share or (0.0, 1.0), other.share or (0.0, 1.0)
-        shares_apart = stop <= begin or end <= start
-        rows = [ref.rows or (None, None) for ref in (self, other)]
-        return not (shares_apart or _ends_before(rows[0], rows[1]) or _ends_before(rows[1], rows[0]))
+        return not (self._ends_before(other) or other._ends_before(self))
 
-
-def _ends_before(rows: tuple[int | None, int | None], later: tuple[int | None, int | None]) -> bool:
-    """Whether rows end before others begin, for sure."""
-    stop = rows[1]
-    start = later[0] or 0
-    return stop is not None and (stop < 0) == (start < 0) and stop <= start
+    def _ends_before(self, later: "SetRef") -> bool:
+        """Whether this part ends before another begins, for sure."""
+        if (self.share or (0.0, 1.0))[1] <= (later.share or (0.0, 1.0))[0]:
+            return True
+        stop, start = (self.rows or (None, None))[1], (later.rows or (None, None))[0] or 0
+        return stop is not None and (stop < 0) == (start < 0) and stop <= start
 
 
 @dataclass(frozen=True)
@@ -132,17 +129,11 @@ class Suite:
         if len(set(names)) != len(names):
             raise DataError(f"suite {self.name!r} names a set twice: {names}")
         sealed = [ref.name for ref in (self.id, *reported, *self.tasks) if ref.may_share_rows(self.circuit_ood)]
-        if sealed:
-            raise DataError(
-                f"suite {self.name!r} reports {sealed}, which may have rows on which its circuits are chosen; report "
-                "others, or give rows or shares that do not meet"
-            )
         used = [ref.name for ref in (self.train, self.validation) if ref is not None and ref.may_share_rows(self.id)]
-        if used:
-            raise DataError(
-                f"suite {self.name!r} tests on {self.id.name}, which may have rows of {used}; give rows or shares "
-                "that do not meet"
-            )
+        if sealed or used:
+            both = f"reports {sealed}, which may have rows on which its circuits are chosen"
+            both = both if sealed else f"tests on {self.id.name}, which may have rows of {used}"
+            raise DataError(f"suite {self.name!r} {both}; give others, or rows or shares that do not meet")
         if not self.near or not self.far:
             raise DataError(f"suite {self.name!r} needs at least one near and one far set")
 

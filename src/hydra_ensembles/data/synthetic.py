@@ -4,6 +4,7 @@ Every sample is spoilt in one of a few ways, which take turns, so that all of th
 the ID data, but of the same shapes, types and, roughly, values: a model can read it, and should be unsure about it.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ _NOISE = 2.0  # standard deviation of the noise, of that of each channel
 _REPLACED = 0.5  # share of the words of a text
 
 Spoil = Callable[[Tensor, Tensor, torch.Generator], Tensor]  # an image [C, H, W], another one, random numbers
+Draws = Iterator[tuple[int, torch.Generator]]  # of each sample: its number, and random numbers of its own
 
 
 @checked
@@ -63,10 +65,9 @@ def synthetic_ood(id_batches: Batches, *, seed: Seed = 0, model: Ensemble | None
     images = {key.dim() == 4 for _, key in tensors}
     if len(images) > 1:
         raise DataError("id_batches has images [B, C, H, W] in some batches and token ids [B, T] in others; give one")
-    samples = sum(len(key) for _, key in tensors)
-    draws = (torch.Generator().manual_seed(derive_seed(seed, number)) for number in range(samples))
+    draws = ((number, torch.Generator().manual_seed(derive_seed(seed, number))) for number in itertools.count())
     if images == {True}:
-        spoilt = _spoilt_images([key for _, key in tensors], draws)
+        spoilt = list(_spoilt_images([key for _, key in tensors], draws))
     else:
         masks = [_mask(inputs, ids) for inputs, (_, ids) in zip(batches, tensors, strict=True)]
         spoilt = _spoilt_texts([ids for _, ids in tensors], masks, draws, model)
@@ -90,24 +91,22 @@ def _main(inputs: Inputs, index: int) -> tuple[str, Tensor]:
 # --- images ----------------------------------------------------------------------------------------------------------
 
 
-def _spoilt_images(batches: Iterable[Tensor], draws: Iterator[torch.Generator]) -> Iterator[Tensor]:
+def _spoilt_images(batches: Iterable[Tensor], draws: Draws) -> Iterator[Tensor]:
     """Batches `[B, C, H, W]` with every image spoilt."""
-    ways = tuple(IMAGE_WAYS.values())
-    number = 0
     previous = torch.empty(0)
     for batch in batches:
-        spoilt = []
-        for image in batch.cpu():  # [C, H, W]
-            precise = image if image.dtype == torch.float64 else image.float()
+        spoilt = batch.cpu().clone()
+        for image in spoilt:  # [C, H, W]
+            number, draw = next(draws)
+            precise = image.to(torch.float64 if image.dtype == torch.float64 else torch.float32, copy=True)
             before = previous if previous.shape == precise.shape else precise.flip(-1)
-            changed = ways[number % len(ways)](precise, before, next(draws))
+            changed = IMAGE_WAYS[number % len(IMAGE_WAYS)](precise, before, draw)
             if not image.is_floating_point():
                 limits = torch.iinfo(image.dtype)
                 changed = changed.round().clamp(limits.min, limits.max)
-            spoilt.append(changed.to(image.dtype))
-            number = number + 1
+            image.copy_(changed)
             previous = precise
-        yield (torch.stack(spoilt) if spoilt else batch.cpu()).to(batch.device)
+        yield spoilt.to(batch.device)
 
 
 def shuffle_patches(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
@@ -147,13 +146,7 @@ def paste(image: Tensor, other: Tensor, draw: torch.Generator) -> Tensor:
     return _joined(image, patches)
 
 
-IMAGE_WAYS: Mapping[str, Spoil] = {
-    "patches": shuffle_patches,
-    "phases": scramble_phases,
-    "blur": blur,
-    "noise": add_noise,
-    "pasted": paste,
-}
+IMAGE_WAYS: tuple[Spoil, ...] = (shuffle_patches, scramble_phases, blur, add_noise, paste)
 """How images are spoilt, in their turn."""
 
 
@@ -193,15 +186,10 @@ def _mask(inputs: Inputs, ids: Tensor) -> Tensor:
     return torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.bool().cpu()
 
 
-def _spoilt_texts(
-    batches: list[Tensor], masks: list[Tensor], draws: Iterator[torch.Generator], model: Ensemble | None
-) -> Iterator[Tensor]:
+def _spoilt_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, model: Ensemble | None) -> list[Tensor]:
     """Batches `[B, T]` with every text spoilt."""
-    samples = [
-        (ids, is_token)
-        for pair in zip(batches, masks, strict=True)
-        for ids, is_token in zip(*map(Tensor.cpu, pair), strict=True)
-    ]
+    spoilt = [batch.cpu().clone() for batch in batches]
+    samples = [pair for both in zip(spoilt, masks, strict=True) for pair in zip(*both, strict=True)]
     texts, padding = [ids[is_token] for ids, is_token in samples], [ids[~is_token] for ids, is_token in samples]
     special = _special(texts, model) | {int(token) for token in torch.cat(padding).unique()}
     size = 1 + max((int(text.max()) for text in texts if len(text)), default=0)
@@ -217,22 +205,17 @@ def _spoilt_texts(
         raise DataError(f"all {size} tokens of the vocabulary are special; there are no others to replace words by")
     foreign = unseen.nonzero()[:, 0] if unseen.any() else anything
     fixed = torch.tensor(sorted(special), dtype=torch.long)
-    number = 0
-    for batch, mask in zip(batches, masks, strict=True):
-        spoilt = batch.cpu().clone()
-        for ids, is_token in zip(spoilt, mask, strict=True):
-            draw = next(draws)
-            way = TEXT_WAYS[number % len(TEXT_WAYS)]
-            positions = (is_token & ~torch.isin(ids, fixed)).nonzero()[:, 0]  # of words
-            order = positions[torch.randperm(len(positions), generator=draw)]
-            if way == "shuffled" and not torch.equal(ids[positions], ids[order]):
-                ids[positions] = ids[order]
-            else:  # also a text that is the same in any order
-                words = foreign if way == "foreign" else anything
-                count = len(order) if way == "foreign" else math.ceil(_REPLACED * len(order))
-                ids[order[:count]] = words[torch.randint(len(words), (count,), generator=draw)].to(ids.dtype)
-            number += 1
-        yield spoilt.to(batch.device)
+    for (ids, is_token), (number, draw) in zip(samples, draws, strict=False):
+        way = TEXT_WAYS[number % len(TEXT_WAYS)]
+        positions = (is_token & ~torch.isin(ids, fixed)).nonzero()[:, 0]  # of words
+        order = positions[torch.randperm(len(positions), generator=draw)]
+        if way == "shuffled" and not torch.equal(ids[positions], ids[order]):
+            ids[positions] = ids[order]
+        else:  # also a text that is the same in any order
+            words = foreign if way == "foreign" else anything
+            count = len(order) if way == "foreign" else math.ceil(_REPLACED * len(order))
+            ids[order[:count]] = words[torch.randint(len(words), (count,), generator=draw)].to(ids.dtype)
+    return [new.to(batch.device) for new, batch in zip(spoilt, batches, strict=True)]
 
 
 def _special(texts: list[Tensor], model: Ensemble | None) -> set[int]:

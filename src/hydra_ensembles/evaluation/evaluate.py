@@ -131,39 +131,38 @@ def evaluate(
         inner.verified_metadata().familiarity is not None or not hasattr(ensemble, "metadata")
     ):
         ensemble = inner  # what is around it passes logits on, and neither calibration nor features
+    own = ensemble if isinstance(ensemble, Ensemble | OptimizedEnsemble) else None
     stored = getattr(ensemble, "metadata", None)
     metadata = stored if isinstance(stored, Metadata) else Metadata()
     calibration = calibration or metadata.calibration
     preprocess = preprocess or metadata.preprocessing
     id_name = id_name or set_name(id_data)
-    applied = calibration or Calibration()
-    fitted = metadata.familiarity if isinstance(ensemble, Ensemble | OptimizedEnsemble) else None
+    applied, fitted = calibration or Calibration(), None if own is None else metadata.familiarity
     measure = Measure(name or UNNAMED, id_name, score, scores, convention, applied, bootstrap, keep_logits, fitted)
-    if isinstance(ensemble, Ensemble | OptimizedEnsemble) and not ensemble.num_classes:
+    known = None if own is None else own.num_classes
+    if known == 0:
         raise ConfigError("this ensemble has no classifier to evaluate; convert the model with num_labels=")
     groups = read_groups(ood, id_data)
     foreign = {key: data for sets in groups.values() for key, data in sets.items()}
     title = f"the in-distribution set {id_name!r}"
-    known = ensemble.num_classes if isinstance(ensemble, Ensemble | OptimizedEnsemble) else None
     shifted = {f"set {key!r}": data for key, data in (shift or {}).items()}
     id_data, *shifted_data = in_order({title: id_data, **shifted}, metadata.labels, known).values()
-
-    def ready(data: Data, key: str) -> Batches:
-        return batched(data, key, preprocess, batch_size, num_workers)
-
     model_ready = running(ensemble, None if device is None else require_device(device))
     with Kept(output, ensemble, {}, "an evaluation") as kept, model_ready as (home, dtype):
-        run = Runner(ensemble, home, dtype, measure, gallery, metadata.preprocessing or preprocess, progress, kept).run
-        id_pass = run(ready(id_data, id_name), id_name, labelled=True)
+        runner = Runner(ensemble, home, dtype, measure, gallery, metadata.preprocessing or preprocess, progress, kept)
+
+        def run(data: Data, key: str, labelled: bool, like: Tensor | None = None) -> Pass:
+            return runner.run(batched(data, key, preprocess, batch_size, num_workers), key, labelled, like)
+
+        id_pass = run(id_data, id_name, labelled=True)
         like = id_pass.answers.logits  # [M, B, C]
         if known is None:
             in_order({title: id_data}, metadata.labels, like.shape[2])  # of a function they are known now
-        ood_passes = {key: run(ready(data, key), key, False, like) for key, data in foreign.items()}
-        shifted_sets = zip(shift or {}, shifted_data, strict=True)
-        shift_passes = {key: run(ready(data, key), key, True, like) for key, data in shifted_sets}
+        ood_passes = {key: run(data, key, False, like) for key, data in foreign.items()}
+        shift_passes = {key: run(data, key, True, like) for key, data in zip(shift or {}, shifted_data, strict=True)}
     passes = {id_name: id_pass, **{f"ood.{key}": set_pass for key, set_pass in ood_passes.items()}}
     passes |= {f"shift.{key}": set_pass for key, set_pass in shift_passes.items()}
-    reused = _held_against(id_name, id_pass, ood_passes, shift_passes, fitted_sets(applied, fitted))
+    reused = _held_against(title, id_pass, ood_passes, shift_passes, fitted_sets(applied, fitted))
     members, _, classes = like.shape
     logits = MemberLogits(
         id_pass.answers,
@@ -184,20 +183,20 @@ def evaluate(
 
 
 def _held_against(
-    id_name: str, id_pass: Pass, ood: Mapping[str, Pass], shift: Mapping[str, Pass], known_sets: Mapping[str, FittedSet]
+    title: str, id_pass: Pass, ood: Mapping[str, Pass], shift: Mapping[str, Pass], known_sets: Mapping[str, FittedSet]
 ) -> float | None:
     """Warn of samples that are in sets where they should not be; the share of the ID set that fitted the model."""
-    title = f"the in-distribution set {id_name!r}"
-    for key, set_pass in ((id_name, id_pass), *ood.items(), *shift.items()):
-        why = "numbers and intervals are of more samples than there are"
-        warn_of_copies(f"set {key!r}", len(set_pass.keys), len(np.unique(set_pass.keys)), why)
-    require_unlike(title, id_pass.keys, {f"OOD set {key!r}": set_pass.keys for key, set_pass in ood.items()})
-    reused = warn_if_fitted(title, id_pass.keys, known_sets)
-    for key, set_pass in shift.items():
-        warn_if_fitted(f"set {key!r}", set_pass.keys, known_sets)
-        shifted = Known(None, set_pass.keys)
-        warn_if_shared(title, Known(None, id_pass.keys), f"set {key!r}", shifted, "of these nothing is shifted")
-    return reused
+    inside, foreign = id_pass.keys, {f"OOD set {key!r}": set_pass.keys for key, set_pass in ood.items()}
+    shifted = {f"set {key!r}": set_pass.keys for key, set_pass in shift.items()}
+    for name, keys in {title: inside, **foreign, **shifted}.items():
+        warn_of_copies(
+            name, len(keys), len(np.unique(keys)), "numbers and intervals are of more samples than there are"
+        )
+    require_unlike(title, inside, foreign)
+    for name, keys in shifted.items():
+        warn_if_fitted(name, keys, known_sets)
+        warn_if_shared(title, Known(None, inside), name, Known(None, keys), "of these nothing is shifted")
+    return warn_if_fitted(title, inside, known_sets)
 
 
 def warn_of_broken_promises(
@@ -207,12 +206,9 @@ def warn_of_broken_promises(
     found, samples = evaluation.selective, evaluation.id.samples
     if found is None:
         return
-    settings = calibration if familiarity is None else familiarity.settings
-    thresholds = {
-        "sure": (found.sure, calibration.accepted_share, calibration.reference),
-        "familiar": (found.familiar, settings.accepted_share, settings.reference),
-    }
-    for word, (share, promised, reference) in thresholds.items():
+    fitted = calibration if familiarity is None else familiarity.settings
+    for word, share, settings in (("sure", found.sure, calibration), ("familiar", found.familiar, fitted)):
+        promised, reference = settings.accepted_share, settings.reference
         if share is None or reference is None:
             continue
         if chance_of_fewer(round(share * samples), samples, promised, reference.samples) < _CHANCE:
@@ -258,17 +254,17 @@ def evaluate_logits(
         warn_of_probabilities(logits, key)
         return logits
 
-    id_members = read(id_logits, id_name)
-
-    def labelled(logits: Tensor, targets: Tensor, key: str) -> LabelledLogits:
+    def labelled(raw: Tensor, targets: Tensor, key: str, like: Tensor | None = None) -> LabelledLogits:
+        logits = read(raw, key, like)
         _, samples, classes = logits.shape
         return LabelledLogits(logits, check_labels(torch.as_tensor(targets).cpu(), samples, classes, key))
 
-    groups = read_groups(ood).items()
+    id_set = labelled(id_logits, labels, id_name)
+    id_members, groups = id_set.logits, read_groups(ood).items()
     logits = MemberLogits(
-        labelled(id_members, labels, id_name),
+        id_set,
         {group: {key: read(raw, key, id_members) for key, raw in sets.items()} for group, sets in groups},
-        {key: labelled(read(raw, key, id_members), targets, key) for key, (raw, targets) in (shift or {}).items()},
+        {key: labelled(raw, targets, key, id_members) for key, (raw, targets) in (shift or {}).items()},
     )
     for sets in logits.ood.values():
         for key, foreign in sets.items():

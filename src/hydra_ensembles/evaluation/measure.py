@@ -91,30 +91,24 @@ class Measure:
         """Everything that `evaluate` reports; scores of features `[S, M, B]` by the name of each set in `samples`."""
         prediction = self.predict(logits.id.logits, unfamiliarity.get(self.id_name))
         labels = logits.id.labels
-        answers = {
-            key: self.predict(member_logits, unfamiliarity.get(f"ood.{key}"))
-            for sets in logits.ood.values()
-            for key, member_logits in sets.items()
-        }
+        answers: dict[str, Prediction] = {}
+        ood: dict[str, OodSet] = {}
         scores = tuple(dict.fromkeys((self.score, *self.scores, *self._fitted)))
         id_scores = {score: prediction.score(score) for score in scores}
-        ood = {
-            key: OodSet(
-                group=cast(OodGroup, group),
-                samples=len(answers[key]),
-                detection={score: self._detection(id_scores[score], answers[key].score(score)) for score in scores},
-                mutual_information=mean(answers[key].epistemic),
-                disagreement=mean(answers[key].disagreement),
-                **_declined(answers[key]),
-            )
-            for group, sets in logits.ood.items()
-            for key in sets
-        }
+        for group, sets in logits.ood.items():
+            for key, foreign in sets.items():
+                answers[key] = answer = self.predict(foreign, unfamiliarity.get(f"ood.{key}"))
+                passed = {"abstained": answer.accept, **answer.passed()}
+                ood[key] = OodSet(
+                    group=cast(OodGroup, group),
+                    samples=len(answer),
+                    detection={score: self._detection(id_scores[score], answer.score(score)) for score in scores},
+                    mutual_information=mean(answer.epistemic),
+                    disagreement=mean(answer.disagreement),
+                    **{share: None if accepted is None else mean(~accepted) for share, accepted in passed.items()},
+                )
         averaged = {name: [key for key in ood if ood[key].group in groups] for name, groups in MEANS.items()}
         averaged = {name: keys for name, keys in averaged.items() if keys}
-        intervals = {}
-        if self.bootstrap:
-            intervals = self._intervals(prediction, labels, answers, averaged)
         return Evaluation(
             name=self.name,
             id_name=self.id_name,
@@ -135,7 +129,7 @@ class Measure:
             or ModelInfo("callable", prediction.members, prediction.classes, calibration=self.calibration.brief),
             provenance=provenance,
             figures=self._figures(prediction, labels, answers, averaged.get("all", ())),
-            intervals=intervals,
+            intervals=self._intervals(prediction, labels, answers, averaged) if self.bootstrap else {},
             gallery=tuple(gallery),
             logits=logits if self.keep_logits else None,
         )
@@ -239,12 +233,6 @@ def _mean(detections: Sequence[Detection]) -> Detection:
     return Detection(**{key: sum(getattr(x, key) for x in detections) / len(detections) for key in get_args(OodMetric)})
 
 
-def _declined(prediction: Prediction) -> dict[str, float | None]:
-    """Shares of a set that are declined: by any threshold, and by each."""
-    passed = {"abstained": prediction.accept, **prediction.passed()}
-    return {key: None if accepted is None else mean(~accepted) for key, accepted in passed.items()}
-
-
 def _selective(prediction: Prediction, labels: Tensor) -> Selective | None:
     """What calibrated thresholds do on a labelled set; None without any."""
     if (accept := prediction.accept) is None:
@@ -275,8 +263,7 @@ def _thin(x: Tensor, y: Tensor) -> Curve:
         length = torch.cat([torch.zeros(1).double(), (x.diff().abs() + y.diff().abs()).cumsum(dim=0)])
         positions = torch.linspace(0, float(length[-1]), POINTS, dtype=torch.float64)
         chosen = torch.searchsorted(length, positions).unique()
-        x = x[chosen]
-        y = y[chosen]
+        x, y = x[chosen], y[chosen]
     return Curve(_rounded(x), _rounded(y))
 
 

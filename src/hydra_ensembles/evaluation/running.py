@@ -207,20 +207,19 @@ class Runner:
         """The answer to a batch: as it was given before an interruption, or now."""
         key = self.kept.key(inputs, keys)
         stored = self.kept.get(key)
-        if stored is not None:
-            return stored["logits"], stored["dtype"].dtype, stored.get("scores")
-        logits, dtype, scores = self._answer(inputs, name, index)
-        tensors = {"logits": logits, "dtype": torch.empty(0, dtype=dtype)}
-        self.kept.put(key, tensors if scores is None else {**tensors, "scores": scores})
-        return logits, dtype, scores
+        if stored is None:
+            stored = self._answer(inputs, name, index)
+            self.kept.put(key, stored)
+        return stored["logits"], stored["dtype"].dtype, stored.get("scores")
 
-    def _answer(self, inputs: Inputs, name: str, index: int) -> tuple[Tensor, torch.dtype, Tensor | None]:
-        """Member logits `[M, B, C]` of one batch, the dtype they came in, and scores of features `[S, M, B]`."""
+    def _answer(self, inputs: Inputs, name: str, index: int) -> dict[str, Tensor]:
+        """Member logits `[M, B, C]` of one batch, a tensor of the dtype they had, scores of features `[S, M, B]`."""
         answer: Any
         model: Any = self.model
-        scores = None
+        scores: dict[str, Tensor] = {}
         if isinstance(self.model, Ensemble | OptimizedEnsemble) and self.measure.familiarity is not None:
-            answer, scores = self.model.answers(self.model.prepare(inputs))
+            answer, by_features = self.model.answers(self.model.prepare(inputs))
+            scores = {} if by_features is None else {"scores": by_features.cpu()}
         elif isinstance(self.model, Ensemble | OptimizedEnsemble | View):
             answer = self.model(self.model.prepare(inputs))
         else:
@@ -233,7 +232,7 @@ class Runner:
                 f"{where(name)}the model answered batch {index} of {size_of(inputs)} inputs with logits "
                 f"{list(answer.shape)}; expected [M, B, C] (members, inputs, classes)"
             )
-        return logits, answer.dtype, None if scores is None else scores.cpu()
+        return {"logits": logits, "dtype": torch.empty(0, dtype=answer.dtype), **scores}
 
     def _takes_names(self, inputs: Inputs) -> TypeGuard[Mapping[str, Tensor]]:
         """Whether a module of another library takes these as keywords, as those of transformers do."""

@@ -150,14 +150,11 @@ def bootstrap_ood(
     """
     value, replicates = ood_replicates(metric, id_scores, ood_scores, convention, resamples, seed)
     if minus is not None:
-        lengths, theirs = (
-            [len(scores) for side in pair for scores in _as_list(side)] for pair in ((id_scores, ood_scores), minus)
-        )
+        lengths, theirs = ([len(scores) for scores in (a, *_as_list(b))] for a, b in ((id_scores, ood_scores), minus))
         if lengths != theirs:
             raise DataError(f"the methods have {lengths} and {theirs} scores; paired differences need the same samples")
         other_value, other_replicates = ood_replicates(metric, *minus, convention, resamples, seed)
-        value = value - other_value
-        replicates = replicates - other_replicates
+        value, replicates = value - other_value, replicates - other_replicates
     return _interval(value, replicates, level)
 
 

@@ -195,9 +195,7 @@ def roc_curve(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Te
     if len(fp) > 2:
         bends = (fp.diff(n=2) != 0) | (tp.diff(n=2) != 0)
         kept = torch.cat([torch.ones(1), bends, torch.ones(1)]).bool()
-        fp = fp[kept]
-        tp = tp[kept]
-        thresholds = thresholds[kept]
+        fp, tp, thresholds = fp[kept], tp[kept], thresholds[kept]
     zero = torch.zeros(1).double()
     return torch.cat([zero, fp / fp[-1]]), torch.cat([zero, tp / tp[-1]]), torch.cat([zero + torch.inf, thresholds])
 

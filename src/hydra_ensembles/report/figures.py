@@ -137,8 +137,7 @@ def draw_fronts(prices: Mapping[str, float], fronts: Sequence[Front], *, chosen:
             axes.scatter([price], [values[name]], s=size, color=ink, zorder=4)
         for name in dict.fromkeys((given, chosen)):
             point = (prices[name], values[name])
-            shift = (8, 7)
-            axes.annotate(name, point, shift, textcoords="offset points", fontsize=10.5, color=_INK["ink"])
+            axes.annotate(name, point, (8, 7), textcoords="offset points", fontsize=10.5, color=_INK["ink"])
         axes.margins(x=0.12, y=0.18)
         axes.xaxis.set_major_formatter(lambda price, _: f"{price:g}×")
         axes.locator_params(nbins=6, steps=[1, 2, 2.5, 5, 10])

@@ -191,7 +191,7 @@ def test_what_lies_around_an_ensemble_takes_nothing_from_it(around):
 
 
 def test_samples_that_are_drawn_several_times_are_said():
-    with pytest.warns(HydraWarning, match="27 of the 54 samples of set 'id'"):
+    with pytest.warns(HydraWarning, match="27 of the 54 samples of the in-distribution set 'id'"):
         evaluate(tiny_ensemble(), [whole(image_batches())] * 2, progress=False)
 
 
