@@ -140,7 +140,7 @@ def test_held_out_data_that_are_trained_on_and_read_from_disk(make: Any, shared:
     for name in ("id", "validation"):
         sets = {"id": None, "validation": None, name: held_out}
         with pytest.warns(HydraWarning, match=f"{shared} samples of {name} .* samples of train, too"):
-            read_data(0, cases.CLASSES, train, **sets, ood=None)
+            read_data(0, cases.image_model(), train, **sets, ood=None)
     with pytest.warns(HydraWarning, match=f"{shared} samples of validation"):
         he.finetune(MODEL, train, cases.recipe(steps=1), held_out, progress=False)
 
@@ -151,14 +151,14 @@ def test_parts_that_samplers_choose_are_not_taken_for_the_whole() -> None:
     chosen = DataLoader(data, batch_sampler=[[0, 1], [2, 3]])
     with warnings.catch_warnings(action="error"):
         for other in (held_out, chosen):
-            read_data(0, cases.CLASSES, train, other, None, None)
+            read_data(0, cases.image_model(), train, other, None, None)
 
 
 @pytest.mark.parametrize("imgs", [[f"{row}.png" for row in range(16)], list(np.zeros((16, 2)))])
 def test_what_others_call_imgs_is_not_taken_for_files(imgs: Any) -> None:
     train, held_out = (DataLoader(Pictures(imgs), 4) for _ in range(2))
     with warnings.catch_warnings(action="error"):
-        read_data(0, cases.CLASSES, train, held_out, None, None)
+        read_data(0, cases.image_model(), train, held_out, None, None)
 
 
 def test_members_that_are_equal() -> None:

@@ -345,7 +345,7 @@ class _Search:
                 losses[row.name] = planned.losses(self._numbers(path, partial(self._built, path, short, start)))
             except (SameMembersError, DivergedError) as error:
                 yield replace(row, state="not possible", note=str(error))
-            self._remove(path)
+            remove(cast(Path, self.run.place(path)))
             bar.update()
         tried = [row for row in rivals if row.name in losses]
         for row in tried:
@@ -366,14 +366,10 @@ class _Search:
             bar.update()
             return replace(row, state="not possible", note=str(error))
         price = self._price(f"prices/{slug}", self._final(YOURS), lambda: self._final(row.name))
-        self._remove(*(f"candidates/{slug}/{name}" for name in WORK))
+        for name in WORK:
+            remove(cast(Path, self.run.place(f"candidates/{slug}/{name}")))
         bar.update()
         return replace(row, state="judged", numbers=numbers, price=price)
-
-    def _remove(self, *paths: str) -> None:
-        """Take away what is no more needed."""
-        for path in paths:
-            remove(cast(Path, self.run.place(path)))
 
     def _numbers(self, name: str, make: Callable[[], Ensemble]) -> Mapping[str, float]:
         """What held-out data say of an ensemble."""

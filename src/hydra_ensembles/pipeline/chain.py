@@ -124,7 +124,7 @@ def build(
     if config.extracts_circuits and any(source is batches for source in foreign for batches in (train, id, validation)):
         raise DataError("ood= is the very data given as train=, id= or validation=; give data unlike the training data")
     train, ood = train if config.reads_train else None, ood if config.extracts_circuits else None
-    data = read_data(config.seed, start.base.num_classes, train, id, ood, validation, start.base)
+    data = read_data(config.seed, start.base, train, id, ood, validation)
     config.check(start, data)
     with all_ranks(start.base.device) as ranks, ExitStack() as alone:  # one process group for circuits and fine-tuning
         sources = {"model": model_identity(start), "data": data.fingerprints(ranks)}
@@ -318,20 +318,14 @@ class Chain:
 
     def _fused(self) -> Ensemble:
         config = self.config
-        count = range(self.config.members)
         if config.training == "together":
             pruned = [self._named(self.start.pruned(heads), index) for index, (_, heads) in enumerate(self.choices)]
             return self._trained(fuse(pruned, **config.fusions, trunk=config.trunk), 0)
-        members = [
-            self.run.ensemble(f"members/{index}", lambda index=index: self._member(index))  # type: ignore[misc]
-            for index in count
-        ]
+        members = [self.run.ensemble(f"members/{i}", partial(self._member, i)) for i in range(config.members)]
         return fuse(members, **config.fusions, average=config.trunk if config.average_trunk else 0)
 
     def _trained(self, ensemble: Ensemble, index: int) -> Ensemble:
-        recipe = self.config.training_recipe(self.start)
-        train = self.data.train
-        validation = self.data.validation
+        recipe, train, validation = self.config.training_recipe(self.start), self.data.train, self.data.validation
         if recipe is None or train is None:
             return ensemble
         folder = self.run.place("finetune")
@@ -400,46 +394,24 @@ class Chain:
             return circuit_members(rankings, lost, count, self.pool, self.config.seed)
 
     def _circuit(self, score: Score, budget: int, suffix: str = "") -> HeadRanking:
-        ranking, start = self.data.ranking, self.start
+        config, start, ranking = self.config, self.start, self.data.ranking
         assert ranking is not None  # the check has seen to it
-        names = {} if start.dual is None else {"class_names": start.names, "templates": start.templates}
-
-        def extract(journal: Path | None) -> HeadRanking:
-            return extract_circuit(
-                start.ranked,
-                ranking,
-                self.data.ood,
-                score=score,
-                budget=budget,
-                method=self.config.method,
-                ties=self.config.ties,
-                max_accuracy_loss=self.config.max_accuracy_loss if score == "ood" else None,
-                layers=self.layers,
-                journal=journal,
-                progress=self.progress,
-                **names,  # type: ignore[arg-type]
-            )
-
-        lost = f"-{self.config.max_accuracy_loss}" if score == "ood" else ""
-        return self._ranking(f"{score}{suffix}", budget, f"{self.config.method}-{self.config.ties}{lost}", extract)
+        settings: dict[str, Any] = {"method": config.method, "ties": config.ties}
+        if score == "ood":
+            settings["max_accuracy_loss"] = config.max_accuracy_loss
+        name = f"{score}{suffix}", budget, "-".join(map(str, settings.values()))
+        settings |= {"score": score, "budget": budget, "layers": self.layers, "progress": self.progress}
+        settings |= {} if start.dual is None else {"class_names": start.names, "templates": start.templates}
+        extract = partial(extract_circuit, start.ranked, ranking, self.data.ood, **settings)
+        return self._ranking(*name, lambda journal: extract(journal=journal))
 
     def _taylor(self, seed: int) -> HeadRanking:
         config, source = self.config, self.data.for_taylor
         assert source is not None  # the check has seen to it
-
-        def rank(_: Path | None) -> HeadRanking:
-            return taylor(
-                self.start.base,
-                source,
-                budget=config.lost,
-                scope=config.taylor_scope,
-                layers=self.layers,
-                seed=seed,
-                calibration_batches=config.calibration_batches,
-                progress=self.progress,
-            )
-
-        return self._ranking(f"taylor-{seed}", config.lost, f"{config.taylor_scope}-{config.calibration_batches}", rank)
+        settings: dict[str, Any] = {"scope": config.taylor_scope, "calibration_batches": config.calibration_batches}
+        name = f"taylor-{seed}", config.lost, "-".join(map(str, settings.values()))
+        settings |= {"budget": config.lost, "seed": seed, "layers": self.layers, "progress": self.progress}
+        return self._ranking(*name, lambda _: taylor(self.start.base, source, **settings))
 
     def _ranking(self, name: str, budget: int, how: str, make: Callable[[Path | None], HeadRanking]) -> HeadRanking:
         """A ranking from this run, or from the folder that it has in common with others, where its name says it all."""

@@ -171,22 +171,20 @@ class BuildData:
 
 def read_data(
     seed: int,
-    classes: int,
+    model: Ensemble,
     train: Batches | None,
     id: Batches | None,
     ood: Sources | Literal["synthetic"] | None,
     validation: Batches | None,
-    model: Ensemble | None = None,
 ) -> BuildData:
     """Read and check the held-out sets, and hold them against each other.
 
     Without `validation`, half of `id` ranks and half validates, whatever the strategy: builds that differ in
-    nothing else are then calibrated on the same samples. Synthetic OOD data is made from the half that ranks; `model`
-    knows the vocabulary of texts.
+    nothing else are then calibrated on the same samples. Synthetic OOD data is made from the half that ranks.
     """
     if train is not None:
         require_rereadable(train, "train")
-    labels = () if model is None else model.metadata.labels
+    labels, classes = model.metadata.labels, model.num_classes
     train, id, validation = in_order({"train": train, "id": id, "validation": validation}, labels, classes).values()
     checked = None if validation is None else read_all(validation, "validation", seed, classes)
     ranking = None if id is None else read_all(id, "id", seed, classes)
@@ -268,7 +266,7 @@ def _foreign(sources: Any, name: str, seed: int) -> dict[str, list[ReadBatch]]:
     return {key: read_all(batches, key, seed) for key, batches in named_sources(sources, name).items()}
 
 
-def made_foreign(batches: list[ReadBatch], seed: int, model: Ensemble | None) -> list[ReadBatch]:
+def made_foreign(batches: list[ReadBatch], seed: int, model: Ensemble) -> list[ReadBatch]:
     """OOD data made from ID data, of as many samples."""
     return [(inputs, None) for (inputs,) in synthetic_ood(batches, seed=seed, model=model)]
 

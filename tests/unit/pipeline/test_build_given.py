@@ -78,7 +78,7 @@ def test_ood_data_comes_from_one_source_from_several_or_from_the_id_data() -> No
     known, few, many = (batches(count, seed=seed) for count, seed in ((20, 1), (5, 2), (8, 3)))
 
     def read(ood: Any, seed: int = 0, id: Any = known) -> BuildData:
-        return read_data(seed, 3, train=None, id=id, ood=ood, validation=None)
+        return read_data(seed, image_model(), train=None, id=id, ood=ood, validation=None)
 
     several, one = read({"few": few, "many": many}), read(few)
     assert several.samples() == {"ranking": 10, "validation": 10, "ood['few']": 5, "ood['many']": 8}
@@ -100,12 +100,12 @@ def test_ood_data_comes_from_one_source_from_several_or_from_the_id_data() -> No
 
 def test_validation_replaces_the_second_half() -> None:
     with pytest.raises(DataError, match="at least 2"):
-        read_data(0, 3, train=None, id=numbered([1]), ood=None, validation=None)
+        read_data(0, image_model(), train=None, id=numbered([1]), ood=None, validation=None)
     one = [(torch.zeros(6, 3, 8, 8), torch.arange(6) % 3)]
     other, held = ([(one[0][0] + shift, one[0][1])] for shift in (1, 2))
-    both = read_data(0, 3, train=None, id=iter(one), ood=iter(other), validation=None)
+    both = read_data(0, image_model(), train=None, id=iter(one), ood=iter(other), validation=None)
     assert both.samples() == {"ranking": 3, "validation": 3, "ood": 6}
-    given_ = read_data(0, 3, train=None, id=one, ood=list(other), validation=held)
+    given_ = read_data(0, image_model(), train=None, id=one, ood=list(other), validation=held)
     assert given_.samples() == {"ranking": 6, "validation": 6, "ood": 6}
 
 
