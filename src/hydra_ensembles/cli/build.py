@@ -11,7 +11,6 @@ import typer
 
 from .._distributed import launched_rank
 from ..data.batching import TrainTransform, batches
-from ..data.dataset import AnyDataset
 from ..errors import ConfigError, DataError
 from ..files import locked, read_file, read_json, write_atomically
 from ..metrics.distance import FamiliarityName
@@ -53,15 +52,15 @@ class BuildSources(DataSettings, ModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         source.output_folder(self.output)
-        if SYNTHETIC in self.ood and len(self.ood) > 1:
-            raise DataError(f"ood is {SYNTHETIC} data, or data that you give; got {', '.join(self.ood)}")
         foreign = [("ood", data) for _, data in ood_sources(self.ood)]
         for name in ("id", "train", "validation"):
             source.require_different_sources((name, getattr(self, name)), *foreign)
 
 
 def ood_sources(specs: tuple[str, ...]) -> list[tuple[str | None, str]]:
-    """Name (None: the data's own) and data of each OOD source that is given."""
+    """Name (None: the data's own) and data of each OOD source that is given; `synthetic` stands alone, for none."""
+    if SYNTHETIC in specs and len(specs) > 1:
+        raise DataError(f"{SYNTHETIC} stands alone as ood, in place of data that you give; got {', '.join(specs)}")
     paths = [(None, spec) for spec in specs if source.existing_path(spec)[0] is not None]  # also one with "="
     others = [spec for spec in specs if spec != SYNTHETIC and (None, spec) not in paths]
     return [*paths, *((name, data) for _, name, data in grouped_specs(others))]
@@ -138,10 +137,9 @@ class SearchSources(DataSettings, ModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         source.output_folder(self.output)
-        if (SYNTHETIC in self.ood and len(self.ood) > 1) or SYNTHETIC in self.judge_ood:
+        if SYNTHETIC in self.judge_ood:
             raise ConfigError(
-                f"ood is {', '.join(self.ood) or SYNTHETIC}, judge_ood {', '.join(self.judge_ood) or 'not given'}: "
-                f"{SYNTHETIC} stands alone as ood; other data are given"
+                f"judge_ood is {SYNTHETIC}; that stands alone as ood, which judges where judge_ood is not given"
             )
         labelled = [(name, getattr(self, name)) for name in ("id", "train", "judge_id")]
         foreign = [("ood", data) for _, data in (*ood_sources(self.ood), *ood_sources(self.judge_ood))]
@@ -258,14 +256,18 @@ def model_and_sets(
     this name writes to: one of its own, and none that it reads from.
     """
     require_own_folder(folder, f"a {name}")
+    specs = {role: getattr(sources, role, None) for role in LABELLED}
+    foreign = {role: ood_sources(getattr(sources, role, ())) for role in FOREIGN}
     if not (folder / IDENTITY).exists():  # before anything is written
-        specs = [(role, getattr(sources, role, None)) for role in LABELLED]
-        specs += [(role, data) for role in FOREIGN for _, data in ood_sources(getattr(sources, role, ()))]
-        source.output_folder(sources.output, *specs)
+        every = [(role, data) for role, listed in foreign.items() for _, data in listed]
+        source.output_folder(sources.output, *specs.items(), *every)
     model = source.load_classifier(sources)
-    if hydra.recipe is not None:
-        hydra.recipe.check_kind(model.kind)
-    sets, foreign = _load_sets(sources, hydra)
+    recipe = hydra.recipe
+    if recipe is not None:
+        recipe.check_kind(model.kind)
+    if not hydra.reads_train:
+        del specs["train"]
+    sets = {role: source.load_data(spec, sources) for role, spec in specs.items() if spec is not None}
     if "id" in sets:
         model = source.with_labels_of(model, sets["id"])
     size, train_size = _batch_sizes(sources, hydra, {role: len(data) for role, data in sets.items()})
@@ -274,35 +276,23 @@ def model_and_sets(
     workers = sources.workers
     train = sets.pop("train", None)
     by_role: dict[str, Any] = {role: batches(data, transform, size, num_workers=workers) for role, data in sets.items()}
-    for role, sets_of_role in foreign.items():
-        fit = {key: source.fit_to_model(data, model, sources, labelled=False) for key, data in sets_of_role.items()}
-        loaded = {key: batches(data, transform, size, num_workers=workers) for key, data in fit.items()}
+    for role, listed in foreign.items() if hydra.extracts_circuits else ():
+        loaded = {}
+        for key, spec in listed:
+            data = source.fit_to_model(source.load_data(spec, sources, False), model, sources, labelled=False)
+            if (key or data.name) in loaded:
+                raise DataError(f"two OOD sources are called {key or data.name!r}; name them apart, as NAME={spec}")
+            loaded[key or data.name] = batches(data, transform, size, num_workers=workers)
         if loaded:
             by_role[role] = loaded if len(loaded) > 1 else next(iter(loaded.values()))
         elif SYNTHETIC in getattr(sources, role, ()):
             by_role[role] = SYNTHETIC
     if train is not None:
-        if hydra.recipe is not None and hydra.recipe.changes_images:
-            transform = TrainTransform.matching(transform, rand_augment=hydra.recipe.rand_augment)
+        if recipe is not None and recipe.changes_images:
+            transform = TrainTransform.matching(transform, rand_augment=recipe.rand_augment)
         by_role["train"] = batches(train, transform, train_size, shuffle=True, seed=hydra.seed, num_workers=workers)
-    recipe_decides = train is not None and hydra.recipe is not None and hydra.recipe.batch_size is not None
+    recipe_decides = train is not None and recipe is not None and recipe.batch_size is not None
     return model, by_role, sources.batch_size if recipe_decides else size
-
-
-def _load_sets(sources: Any, hydra: HydraConfig) -> tuple[dict[str, AnyDataset], dict[str, dict[str, AnyDataset]]]:
-    """The sets that are given and that there is a use for: labelled ones by role, OOD sources by role and name."""
-    specs = {role: getattr(sources, role, None) for role in LABELLED if role != "train" or hydra.reads_train}
-    sets = {role: source.load_data(spec, sources) for role, spec in specs.items() if spec is not None}
-    foreign: dict[str, dict[str, AnyDataset]] = {}
-    for role in FOREIGN if hydra.extracts_circuits else ():
-        sets_of_role = foreign.setdefault(role, {})
-        for name, spec in ood_sources(getattr(sources, role, ())):
-            data = source.load_data(spec, sources, labelled=False)
-            name = name or data.name
-            if name in sets_of_role:
-                raise DataError(f"two OOD sources are called {name!r}; name them apart, as NAME={spec}")
-            sets_of_role[name] = data
-    return sets, foreign
 
 
 def _batch_sizes(sources: DataSettings, hydra: HydraConfig, samples: dict[str, int]) -> tuple[int, int]:

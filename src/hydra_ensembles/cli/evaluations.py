@@ -360,7 +360,4 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
                 raise DataError(f"{file} is neither a saved evaluation nor a table of costs")
         if len(evaluations) + len(costs) == count:
             raise DataError(f"no saved evaluation found in {path}; hydra-ensembles evaluate MODEL writes one")
-    if not evaluations:
-        places = ", ".join(str(path) for path in paths)
-        raise DataError(f"no saved evaluation found in {places}; hydra-ensembles evaluate MODEL writes one")
     return evaluations, costs

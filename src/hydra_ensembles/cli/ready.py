@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..arguments import Checked, Count, NotNegative, PositiveShare
+from ..arguments import Checked, Count, PositiveShare, Rate
 from ..calibrate import calibrate as calibrate_ensemble
 from ..data.batching import batches
 from ..errors import ConfigError
@@ -67,7 +67,7 @@ class FuseSettings(Checked):
     """How models become members of one; `fuse` says more of each."""
 
     output: str = option(..., "New folder for the fused model.")
-    average: Count | NotNegative = option(
+    average: Count | Rate = option(
         0, "The stem and the first so many layers, or below 1 this share of them, become the mean of all models."
     )
     stem: StemFusion = option("shared", "How the stems are fused.")
@@ -75,13 +75,6 @@ class FuseSettings(Checked):
     norms: Fusion = option("separate", "How the norms are fused.")
     readout: Fusion = option("separate", "How poolers and classifiers are fused.")
     trunk: Count | None = option(None, "At most so many equal first layers are stored once; all of them if not given.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.average, float) and self.average >= 1:  # as fuse has it: 1 is one layer, 1.0 a share
-            raise ConfigError(
-                f"average is {self.average}; give a number of layers, without a point, or a share of them below 1"
-            )
 
 
 @command

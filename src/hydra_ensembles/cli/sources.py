@@ -222,17 +222,13 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
     kind = str(config["model_type"])
     if chosen is None:
         described = " or ".join(names) or kind
-        bare = all(name.endswith("Model") for name in names)
         if refusal(kind, *names) is not None:
             raise ConversionError(f"{source}: {explained(described, kind, *names)}")
-        remedy = "fine-tune it as one first: transformers.AutoModelFor…Classification.from_pretrained(…, num_labels=…)"
-        if bare and not _may_classify(transformers, kind):
-            remedy = (
-                "a fresh classifier on it, he.convert(model, num_labels=…) in Python, trained by he.finetune; every "
-                "command takes the folder that save_pretrained writes of it"
-            )
-        if not bare:
-            remedy = "a model for the classification of images or of sequences, fine-tuned on the same data"
+        remedy = (
+            "fine-tune it as one, by AutoModelFor…Classification.from_pretrained(…, num_labels=…), or, where "
+            "transformers has none for it, by he.convert(model, num_labels=…) and he.finetune in Python; every command "
+            "takes the folder that save_pretrained writes"
+        )
         raise ConversionError(in_lines(f"{source} is a {described}", "it has no trained classifier", remedy))
     require_supported(getattr(transformers, chosen), kind)
     try:
@@ -251,13 +247,6 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
         processor = None  # without files, transformers makes a tokenizer that knows no word
     converted: Ensemble = convert(model, processor=processor)
     return converted
-
-
-def _may_classify(transformers: Any, kind: str) -> bool:
-    """Whether transformers has a classifier for a type of models; of DINOv3 and ViT-MAE it has none."""
-    auto = transformers.models.auto.modeling_auto
-    tasks = ("IMAGE", "SEQUENCE")
-    return any(kind in getattr(auto, f"MODEL_FOR_{task}_CLASSIFICATION_MAPPING_NAMES") for task in tasks)
 
 
 def _require_no_code(source: str, folder: Path) -> None:

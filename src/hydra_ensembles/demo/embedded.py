@@ -55,18 +55,15 @@ class DemoSample:
         return {**fields, **self.near, **self.far}
 
 
-def load_backbone(dtype: torch.dtype = torch.float32) -> Ensemble:
+def load_backbone() -> Ensemble:
     """The embedded vision transformer (6 layers of 6 heads, 64×64 images, 7 EuroSAT classes); float16 on disk.
-
-    Args:
-        dtype: Of its weights.
 
     Examples:
         >>> from hydra_ensembles.demo import load_backbone
         >>> load_backbone().num_members
         1
     """
-    return Ensemble.from_pretrained(_installed(BACKBONE), dtype=dtype)
+    return Ensemble.from_pretrained(_installed(BACKBONE), dtype=torch.float32)
 
 
 def load_sample() -> DemoSample:

@@ -14,11 +14,13 @@ import os
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from .._utils import __version__, require
 from ..errors import DataError, RequestError
@@ -28,7 +30,7 @@ from ..model.metadata import Calibration
 from ..schema import short
 from . import protocol
 from .batcher import Batcher
-from .service import Answer, Sample, ServeSettings, Service, finite, read_form, read_named, tensor_of, text_of
+from .service import Answer, Sample, ServeSettings, Service, finite, read_form, read_named, text_of
 from .telemetry import Telemetry, log, log_failure
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ class LocalEngine:
         assert self._batcher is not None
         futures = self._batcher.submit(rows)
         try:
-            return await all_of(map(asyncio.wrap_future, futures))
+            return await asyncio.gather(*map(asyncio.wrap_future, futures))
         finally:
             for future in futures:
                 future.cancel()
@@ -114,15 +116,6 @@ class LocalEngine:
         self.ready = False
         if self._batcher is not None:
             await asyncio.to_thread(self._batcher.close)
-
-
-async def all_of(answers: Iterable[Awaitable[Answer]]) -> list[Answer]:
-    """All answers, once every one of them is there; or the first error among them."""
-    results = await asyncio.gather(*answers, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if not isinstance(result, BaseException)]
 
 
 def make_app(
@@ -247,10 +240,9 @@ class _Server:
             except TimeoutError:
                 limit = f"no answer within {self.settings.timeout:g} seconds"
                 response = self.refusal(RequestError(limit, 504))
-            except HTTPException as error:  # a form that cannot be parsed
-                response = self.refusal(RequestError(f"the form cannot be read: {error.detail}", error.status_code))
-            except FormParserError as error:  # the same, of earlier releases of Starlette
-                response = self.refusal(RequestError(f"the form cannot be read: {error}", 400))
+            except (HTTPException, FormParserError) as error:  # the latter of earlier releases of Starlette
+                reason = getattr(error, "detail", error)
+                response = self.refusal(RequestError(f"the form cannot be read: {reason}", 400))
             except ClientDisconnect:
                 response = _response(b"", CLOSED_BY_CLIENT)
             except Exception as error:
@@ -462,7 +454,7 @@ class _Server:
             if isinstance(value, list) != (name == raw):
                 raise RequestError(f"input {short(name)} must {'be of the type' if name == raw else 'not be'} BYTES")
         if raw not in inputs:
-            return self.service.tensors({name: tensor_of(array) for name, array in inputs.items()})
+            return self.service.tensors({name: torch.tensor(array) for name, array in inputs.items()})
         if self.service.kind == "image":
             return self.service.images(inputs[raw])
         return self.service.texts([text_of(text) for text in inputs[raw]])

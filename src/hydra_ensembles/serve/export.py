@@ -200,12 +200,9 @@ def _from_examples(ensemble: Ensemble, inputs: Sequence[Field], examples: Any) -
         if prepared.shape[1:] != shape:
             raise DataError(f"the examples are {list(prepared.shape[1:])}, but the file takes images {list(shape)}")
         return {inputs[0].name: prepared}
-    missing = [field.name for field in inputs if field.name not in prepared]
-    batch = dict[str, Tensor]()
-    for field in inputs:  # what a tokenizer leaves out says nothing: all is read, in one segment
-        filler = torch.full_like(prepared["input_ids"], int(field.name == "attention_mask"))
-        batch[field.name] = (filler if field.name in missing else prepared[field.name]).long()
-    return batch
+    zeros = torch.zeros_like(prepared["input_ids"])
+    left_out = {"attention_mask": zeros + 1, "token_type_ids": zeros}  # which says that all is read, in one segment
+    return {field.name: {**left_out, **prepared}[field.name].long() for field in inputs}
 
 
 def _arrays(outputs: Named) -> Arrays:

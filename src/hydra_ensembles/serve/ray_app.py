@@ -14,7 +14,7 @@ from .._utils import require
 from ..arguments import Whole, checked
 from ..errors import ConfigError, RequestError
 from ..model.ensemble import Ensemble
-from .app import all_of, make_app
+from .app import make_app
 from .service import Answer, Sample, ServeSettings, Service
 
 ATTEMPTS = 5  # replicas that are asked, one after another, where each one dies
@@ -119,7 +119,7 @@ class _Replicas:
     async def answer(self, rows: Sequence[Sample]) -> Sequence[Answer]:
         self.waiting += len(rows)
         try:
-            return await all_of(map(self._answer_to, rows))
+            return await asyncio.gather(*map(self._answer_to, rows))
         finally:
             self.waiting -= len(rows)
 

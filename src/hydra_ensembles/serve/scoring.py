@@ -242,22 +242,14 @@ class Scorer:
         if padded:
             with suppress(DataError):  # one of them: which?
                 return [(encode(list(range(len(texts)))), list(range(len(texts))))], errors, notes
-        lengths: dict[int, list[tuple[int, dict[str, Tensor]]]] = {}
+        lengths: dict[int, list[int]] = {}  # rows that go together
         for row in range(len(texts)):
             try:
-                encoded = encode([row])  # [1, T] each
+                length = encode([row])["input_ids"].shape[1]
+                lengths.setdefault(0 if padded else length, []).append(row)
             except DataError as error:
                 errors[row] = str(error)
-            else:
-                lengths.setdefault(encoded["input_ids"].shape[1], []).append((row, encoded))
-        if padded:
-            rows = [row for row, error in enumerate(errors) if not error]
-            return [(encode(rows), rows)] if rows else [], errors, notes
-        parts: list[tuple[Any, list[int]]] = []
-        for same in lengths.values():  # rows, and what each is encoded as
-            inputs = {name: torch.cat([encoded[name] for _, encoded in same]) for name in same[0][1]}
-            parts.append((inputs, [row for row, _ in same]))
-        return parts, errors, notes
+        return [(encode(rows), rows) for rows in lengths.values()], errors, notes
 
 
 def _pillow() -> Any:
@@ -270,10 +262,8 @@ def _plain(value: Any) -> Any:
 
 def _tensor(values: Any) -> Tensor:
     """A column of equal rows as one tensor, however an engine stores it."""
-    array = values if isinstance(values, Tensor | np.ndarray) else np.asarray(values)
-    if isinstance(array, np.ndarray) and array.dtype == object:
-        array = np.stack([np.asarray(row) for row in array])
-    return torch.as_tensor(np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array)
+    rows = list(values) if isinstance(values, np.ndarray) and values.dtype == object else values
+    return rows if isinstance(rows, Tensor) else torch.from_numpy(np.ascontiguousarray(rows))
 
 
 def _image(item: Any) -> Any:
@@ -485,8 +475,7 @@ def _summary(folder: Path, shards: int, ignored: int) -> dict[str, int]:
     parquet, compute = require("pyarrow.parquet", extra="data"), require("pyarrow.compute", extra="data")
     tables = [folder / SHARD.format(number) for number in range(shards)]
     rows = sum(parquet.read_metadata(file).num_rows for file in tables)
-    with_note = [file for file in tables if NOTE in parquet.read_schema(file).names]  # not those of an earlier version
-    has_note = (compute.not_equal(parquet.read_table(file, columns=[NOTE])[NOTE], "") for file in with_note)
+    has_note = (compute.not_equal(parquet.read_table(file, columns=[NOTE])[NOTE], "") for file in tables)
     files = [folder / UNREADABLE.format(number) for number in range(shards)]
     unreadable = sum(file.read_bytes().count(b"\n") for file in files if file.exists())
     counts = {"rows": rows, "unreadable": unreadable, "ignored": ignored, "shards": shards}

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
@@ -122,10 +123,11 @@ class Sample:
     inputs: Mapping[str, Tensor]
     nearest: bool = False  # whether the nearest class is to be found, which takes a second pass
     notes: Sequence[str] = ()  # what whoever sent it should know: a text that was cut, an image on its side
-    shape: Hashable = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple((name, tuple(tensor.shape)) for name, tensor in self.inputs.items()))
+    @cached_property
+    def shape(self) -> Hashable:
+        """What rows of one batch have in common."""
+        return tuple((name, tuple(tensor.shape)) for name, tensor in self.inputs.items())
 
 
 class Service:
@@ -273,10 +275,10 @@ class Service:
     def lengths(self) -> list[int]:
         """Lengths that texts are padded to; none for a model of images, or one that cannot tell padding from text."""
         most = self._most_tokens()
-        if self.kind == "image" or not (self._masked or getattr(self.preprocessing, "pad_to_max", False)):
-            return []
         if getattr(self.preprocessing, "pad_to_max", False):
             return [most]
+        if not self._masked:
+            return []
         return [*(SHORTEST << power for power in range(20) if SHORTEST << power < most), most]
 
     # --- what comes out ----------------------------------------------------------------------------------------------
@@ -476,8 +478,3 @@ def text_of(value: Any) -> str | tuple[str, str]:
     if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value):
         return value[0], value[1]
     raise RequestError("a text in JSON is a string, or a pair of them in a list")
-
-
-def tensor_of(array: "np.ndarray[Any, Any]") -> Tensor:
-    """An array from a request as a tensor of its own."""
-    return torch.from_numpy(np.array(array))

@@ -25,7 +25,7 @@ SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0
 ANYWHERE = (-1000.0, -300.0, -100.0, -30.0, -10.0, -3.0, -1.0, 0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 BINS = 20  # of a score with a reference
 MOST_LABELS = 1000  # classes up to which each has a counter
-UNCALIBRATED = "no verdict"
+UNCALIBRATED = "no verdict"  # where the model has no threshold
 OUTCOMES = tuple(word or "accepted" for word in REASON_WORDS)
 
 
@@ -69,7 +69,7 @@ class Telemetry:
         """Count answers and their scores; how many there are of each outcome."""
         counts: dict[str, int] = {}
         for answer in answers:
-            outcome = outcome_of(answer)
+            outcome = OUTCOMES[int(answer["reason"])] if "reason" in answer else UNCALIBRATED
             counts[outcome] = counts.get(outcome, 0) + 1
             self._outcomes.labels(outcome).inc()
             if self._labels is not None:
@@ -88,11 +88,6 @@ class Telemetry:
         """The numbers as Prometheus reads them, and their content type."""
         content: bytes = self._client.generate_latest(self._registry)
         return content, str(self._client.CONTENT_TYPE_LATEST)
-
-
-def outcome_of(answer: Answer) -> str:
-    """Accepted, or the reason why not; `no verdict` where the model has no threshold."""
-    return OUTCOMES[int(answer["reason"])] if "reason" in answer else UNCALIBRATED
 
 
 def _score_bins(service: Service) -> list[tuple[str, str, Sequence[float]]]:

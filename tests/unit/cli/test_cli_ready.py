@@ -109,9 +109,9 @@ def test_what_cannot_work_is_refused_in_a_line_and_nothing_is_written(tunings, h
     new, model = tmp_path / "new", vit_flags(world / "mine.safetensors")
     for arguments, token in (
         ((*tunings, "--output", new), "average="),
-        ((*tunings, "--average", 2.5, "--output", new), "share"),
-        ((*tunings, "--average", "1.0", "--output", new), "share"),  # as in Python, where 1 is one layer
-        ((*tunings, "--set", "average=2.0", "--output", new), "share"),
+        ((*tunings, "--average", 2.5, "--output", new), "below 1"),
+        ((*tunings, "--average", "1.0", "--output", new), "below 1"),  # as in Python, where 1 is one layer
+        ((*tunings, "--set", "average=2.0", "--output", new), "below 1"),
         ((*tunings, "--average", "some", "--output", new), "average"),
         ((*tunings, "--average", 7, "--output", new), "3 layers"),
         ((*tunings, "--average", -1, "--output", new), "average"),

@@ -121,7 +121,6 @@ def test_folders_that_are_no_model_or_no_classifier(tmp_path):
     for model_type, architecture, says in (
         ("bert", "BertModel", "AutoModelFor"),
         ("vit_mae", "ViTMAEModel", "he.convert(model, num_labels="),
-        ("dinov3_vit", "DINOv3ViTModel", "num_labels=…) in Python"),
         ("t5", "T5EncoderModel", "relative position bias"),
         ("bert", "BertForSequenceClassification", "could not load"),
         ("gpt2", "GPT2ForSequenceClassification", "a decoder"),
