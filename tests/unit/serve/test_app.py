@@ -15,9 +15,8 @@ import torch
 import hydra_ensembles.serve.telemetry as telemetry
 from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.serve.app import make_app
-from hydra_ensembles.serve.outputs import REASON_WORDS
 from hydra_ensembles.serve.service import API_KEY, ServeSettings, Service
-from served_models import SCORES, inputs_for, served
+from served_models import SCORES, served
 from serving import JSON, MODEL, ask, opened, picture, pixels, settings, talk, turned, typed
 from serving import encoded as encode
 
@@ -41,7 +40,10 @@ def encoded(content: bytes) -> str:
     [
         {"files": [("file", ("a.png", picture(0))), ("file", ("b.png", picture(1)))]},
         {"json": {"images": [encoded(picture(0)), "data:image/png;base64," + encoded(picture(1))]}},
-        {"json": {"image": encoded(picture(0)), "images": [encoded(picture(1))]}},
+        {
+            "json": {"image": encoded(picture(0)), "images": [encoded(picture(1))]},
+            "headers": {"Content-Encoding": "Identity"},
+        },
     ],
 )
 def test_images_in_every_way(options: dict[str, Any]) -> None:
@@ -120,17 +122,6 @@ def test_texts_in_every_way(options: dict[str, Any], texts: list[Any]) -> None:
     assert found == pytest.approx(expected.confidence.tolist(), abs=2e-4)
 
 
-def test_an_abstention_is_an_answer() -> None:
-    strange = 50 * inputs_for(served("image"), 6)["pixel_values"]
-    expected = served("image").predict(strange)
-    answer = post("image", f"{MODEL}/infer", json=pixels(strange.flatten().tolist()))
-    assert answer.status_code == 200
-    found = {one["name"]: one["data"] for one in answer.json()["outputs"]}
-    assert [REASON_WORDS[code] or None for code in found["reason"]] == expected.reason
-    assert "unfamiliar" in expected.reason
-    assert found["accept"] == expected.accept.tolist()
-
-
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 BROKEN = {
@@ -164,40 +155,22 @@ BROKEN = {
 }
 
 
-@pytest.fixture(scope="module")
-def refused() -> dict[str, httpx.Response]:
-    """The answers to all broken requests, of one server, which answers right afterwards."""
-    app = make_app(served("image"), settings(max_body=0.2))
+def test_broken_requests_are_refused_in_words_and_the_next_one_is_answered() -> None:
+    async def chunks() -> Any:  # a body whose length is not told beforehand is cut off
+        for _ in range(30):
+            yield bytes(10_000)
 
-    async def conversation(client: httpx.AsyncClient) -> dict[str, httpx.Response]:
-        answers = {name: await client.post("/v1/predict", **options) for name, (options, _, _) in BROKEN.items()}
-
-        async def chunks() -> Any:  # a body whose length is not told beforehand
-            for _ in range(30):
-                yield bytes(10_000)
-
-        answers["endless"] = await client.post("/v1/predict", content=chunks(), headers=typed("image/png"))
+    async def conversation(client: httpx.AsyncClient) -> None:
+        endless = {"content": chunks(), "headers": typed("image/png")}, 413, "200000"
+        for name, (options, status, token) in {**BROKEN, "endless": endless}.items():
+            answer = await client.post("/v1/predict", **options)
+            assert (name, answer.status_code) == (name, status), answer.text
+            said = answer.json()["error"]
+            assert any(part in said for part in token.split("|")), (name, said)
+            assert "/" not in re.sub(r"image/\*|\w+/(x-|json|form|plain)", "", said), name  # no path is told
         assert (await client.post("/v1/predict", files={"file": picture()})).status_code == 200
-        return answers
 
-    return talk(app, conversation)
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_requests_are_refused_in_words(name: str, refused: dict[str, httpx.Response]) -> None:
-    _, status, token = BROKEN[name]
-    assert refused["endless"].status_code == 413  # a body of unknown length is cut off
-    answer = refused[name]
-    assert answer.status_code == status, answer.text
-    assert any(part in answer.json()["error"] for part in token.split("|"))
-    assert "/" not in re.sub(r"image/\*|\w+/(x-|json|form|plain)", "", answer.json()["error"])  # no path is told
-    assert "Traceback" not in answer.text
-
-
-@pytest.mark.parametrize("coding", ["identity", "Identity"])
-def test_a_body_that_is_not_compressed_may_say_so(coding: str) -> None:
-    answer = post("image", files={"file": picture()}, headers={"Content-Encoding": coding})
-    assert answer.status_code == 200
+    talk(make_app(served("image"), settings(max_body=0.2)), conversation)
 
 
 def test_logits_that_are_no_numbers_are_the_fault_of_whoever_caused_them() -> None:
@@ -265,13 +238,8 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(monkeypatch: pytest.Monke
             assert (await client.get(path)).status_code == 200
         for path in ("/metrics", "/v1/model", MODEL):
             assert (await client.get(path)).status_code == 401
-        for headers in (
-            {},
-            {"X-API-Key": "correct hors"},
-            {"Authorization": "Basic correct horse"},
-            {"X-API-Key": "ü"},
-        ):
-            headers = {name: value.encode() for name, value in headers.items()}
+        wrong = ({}, {"X-API-Key": "correct hors"}, {"Authorization": "Basic correct horse"}, {"X-API-Key": "ü"})
+        for headers in ({name: value.encode() for name, value in one.items()} for one in wrong):
             answer = await client.post("/v1/predict", files={"file": picture()}, headers=headers)
             assert answer.status_code == 401
             assert answer.headers["WWW-Authenticate"] == "Bearer"
@@ -296,7 +264,7 @@ def test_settings_are_checked_and_the_key_is_not_shown(change: dict[str, Any], t
     assert "correct horse" not in repr(ServeSettings(api_key="correct horse"))
 
 
-# --- deadline and queue ----------------------------------------------------------------------------------------------
+# --- what is told ----------------------------------------------------------------------------------------------------
 
 
 def test_metrics_count_outcomes_scores_batches_and_refusals() -> None:

@@ -177,6 +177,3 @@ def test_many_at_once_are_batched_and_each_gets_its_own_answer(monkeypatch: pyte
     found = [answer.json()["predictions"][0]["confidence"] for answer in answers]
     np.testing.assert_allclose(found, expected, atol=2e-4)
     assert held.batches == [1, 4, 4, 4]
-
-
-# --- what is told ----------------------------------------------------------------------------------------------------

@@ -163,6 +163,7 @@ def test_an_archive_is_known_again(tmp_path: Path) -> None:
         ("a.md", "text", "text", {}, "no texts"),
         ("a.txt", "text", "image", {}, "no images"),
         ("a.csv", "other\n1\n", "text", {}, "'text'"),
+        ("a.csv", "text,text,id\nhello,world,1\n", "text", {}, "2 columns 'text'"),
         ("a.csv", "text\n1\n", "text", {"keep": ["id"]}, "'id'"),
         ("a.txt", "text\n", "text", {"keep": ["id"]}, "no tables"),
         ("a.parquet", "no table", "text", {}, "Parquet"),

@@ -66,16 +66,13 @@ def test_what_waits_becomes_full_batches_of_one_shape_in_order() -> None:
     assert seen == [(1, True), (4, True), (2, True), (1, True)]
 
 
-def test_a_full_batch_does_not_wait_and_another_waits_for_more() -> None:
+def test_a_full_batch_does_not_wait_and_another_waits_for_more_until_its_time_ends() -> None:
     made = batcher(Model(), max_wait=FOREVER)
     early = made.submit([1, 2, 3])
     assert results([*early, *made.submit([4])]) == [(row, 4) for row in (1, 2, 3, 4)]
     late = made.submit([5, "a"])
     made.close()  # the only thing that ends the wait
     assert results(late) == [(5, 1), ("a", 1)]
-
-
-def test_a_wait_ends() -> None:
     made = batcher(Model(), max_wait=0.001)
     assert results(made.submit([1])) == [(1, 1)]
     made.close()
@@ -149,13 +146,9 @@ def test_one_bad_row_costs_no_other_its_answer() -> None:
         bad.result(LIMIT)
     assert results(made.submit(["z"])) == [("z", 1)]  # the thread goes on
     made.close()
-
-
-def test_a_model_that_answers_too_few_rows_is_an_error() -> None:
-    made = batcher(lambda rows: [])
-    (future,) = made.submit([1])
+    made = batcher(lambda rows: [])  # too few answers
     with pytest.raises(ValueError, match="zip"):
-        future.result(LIMIT)
+        results(made.submit([1]))
     made.close()
 
 

@@ -50,14 +50,11 @@ def test_all_reasons_occur() -> None:
     np.testing.assert_array_equal(found["accept"], found["reason"] == 0)
 
 
-def test_what_a_tokenizer_does_not_give_is_no_input() -> None:
+def test_what_a_tokenizer_does_not_give_is_no_input_and_without_a_classifier_there_are_no_outputs() -> None:
     one = served("text")
-    without = one.with_metadata(preprocessing=None)
-    assert len(input_fields(without)) == 3
+    assert len(input_fields(one.with_metadata(preprocessing=None))) == 3
     plain = one.metadata.preprocessing.__class__(max_length=9, attention_mask=False, segments=False)
     assert [field.name for field in input_fields(one.with_metadata(preprocessing=plain))] == ["input_ids"]
 
-
-def test_no_classifier_no_outputs() -> None:
     with pytest.raises(ConfigError, match="classifier"):
         output_fields(ensemble(map_pooled()))

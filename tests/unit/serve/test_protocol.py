@@ -73,9 +73,11 @@ def test_health_and_metadata(images: Any) -> None:
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_tensors_of_images(images: Any, binary: bool) -> None:
+def test_tensors_of_images_and_an_abstention_is_an_answer(images: Any, binary: bool) -> None:
     pixels = inputs_for(served("image"), 5)["pixel_values"]
+    pixels[3:] *= 50
     expected = columns(served("image").predict(pixels))
+    assert expected["accept"].tolist()[3:] == [False, False]
     given = [tensor("pixel_values", pixels.numpy(), binary)]
     every = images.infer("my-image", given, headers=dict(HEADERS), request_id="seven")
     assert every.get_response()["id"] == "seven"
@@ -172,36 +174,23 @@ def test_other_requests_are_refused(content: bytes, header: str | None, token: s
         read_request(content, header)
 
 
-@pytest.mark.parametrize(
-    ("datatype", "shape", "content", "token"),
-    [
-        ("FP32", [2], bytes(7), "7 bytes"),
-        ("BYTES", [1], b"\xff\xff\xff\xffx", "length"),
-        ("BYTES", [2], b"\x01\x00\x00\x00x", "2 strings"),
-        ("BYTES", [1], b"\x01\x00\x00\x00xyz", "length"),
-    ],
-)
-def test_binary_tensors_must_have_the_size_they_claim(
-    datatype: str, shape: list[int], content: bytes, token: str
-) -> None:
-    given = {"name": "a", "shape": shape, "datatype": datatype, "parameters": {"binary_data_size": len(content)}}
-    head = json.dumps({"inputs": [given]}).encode()
-    with pytest.raises(RequestError, match=token):
-        read_request(head + content, str(len(head)))
+def test_binary_tensors_must_have_the_size_they_claim() -> None:
+    for datatype, count, content, token in (
+        ("FP32", 2, bytes(7), "7 bytes"),
+        ("BYTES", 1, b"\xff\xff\xff\xffx", "length"),
+        ("BYTES", 2, b"\x01\x00\x00\x00x", "2 strings"),
+        ("BYTES", 1, b"\x01\x00\x00\x00xyz", "length"),
+    ):
+        head = body(shape=[count], datatype=datatype, parameters={"binary_data_size": len(content)})
+        with pytest.raises(RequestError, match=token):
+            read_request(head + content, str(len(head)))
 
 
-@pytest.mark.parametrize("data", [[1, 2, 3, 4, 5, 6], [[1, 2, 3], [4, 5, 6]]])
-def test_numbers_come_one_after_another_or_in_rows(data: Any) -> None:
-    _, found = read_request(body(shape=[2, 3], data=data), None)
-    assert found["a"].tolist() == [[1, 2, 3], [4, 5, 6]]
-
-
-def test_true_and_false_are_what_they_are_where_they_are_asked_for() -> None:
+def test_numbers_one_after_another_or_in_rows_flags_and_several_tensors_in_json_and_binary() -> None:
+    for data in ([1, 2, 3, 4, 5, 6], [[1, 2, 3], [4, 5, 6]]):
+        assert read_request(body(shape=[2, 3], data=data), None)[1]["a"].tolist() == [[1, 2, 3], [4, 5, 6]]
     _, found = read_request(body(datatype="BOOL", data=[True, False]), None)
     assert (found["a"].dtype, found["a"].tolist()) == (np.bool_, [True, False])  # type: ignore[union-attr]
-
-
-def test_several_tensors_in_json_and_binary() -> None:
     binary = {"name": "b", "shape": [1, 2], "datatype": "INT16", "parameters": {"binary_data_size": 4}}
     head = json.dumps({"inputs": [binary, ONE]}).encode()
     _, found = read_request(head + np.array([5, -6], "<i2").tobytes(), str(len(head)))
@@ -209,17 +198,13 @@ def test_several_tensors_in_json_and_binary() -> None:
     assert found["a"].tolist() == [1.0, 2.5]
 
 
-@pytest.mark.parametrize(
-    ("given", "seconds"), [(2_000_000, 2.0), (0, math.inf), ("soon", math.inf), (10**400, math.inf), (True, math.inf)]
-)
-def test_the_time_that_a_client_gives(given: Any, seconds: float) -> None:
-    assert deadline_of({"parameters": {"timeout": given}}) == seconds
-
-
-@pytest.mark.parametrize("asked", [[{"name": []}], [{"name": {}}], [{}], {"name": "probs"}, "probs"])
-def test_outputs_are_asked_for_by_names(asked: Any) -> None:
-    with pytest.raises(RequestError, match="member_logits"):
-        asked_outputs({"outputs": asked}, Service(served("image"), settings()))
+def test_the_time_that_a_client_gives_and_the_outputs_it_asks_for() -> None:
+    seconds = {2_000_000: 2.0, 0: math.inf, "soon": math.inf, 10**400: math.inf, True: math.inf}
+    assert {given: deadline_of({"parameters": {"timeout": given}}) for given in seconds} == seconds
+    service = Service(served("image"), settings())
+    for asked in ([{"name": []}], [{"name": {}}], [{}], {"name": "probs"}, "probs"):
+        with pytest.raises(RequestError, match="member_logits"):
+            asked_outputs({"outputs": asked}, service)
 
 
 def test_refusals_show_the_beginning_of_a_long_name() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_ensembles.errors import ConfigError, HydraError, RequestError
+from hydra_ensembles.errors import HydraError, RequestError
 from hydra_ensembles.preprocessing import TextPreprocessing
 from hydra_ensembles.serve.app import make_app
 from hydra_ensembles.serve.outputs import columns
@@ -180,38 +180,22 @@ def test_many_images_have_one_limit_together_and_so_has_their_number() -> None:
         assert refused.value.status == 413
 
 
-def test_texts_that_are_too_long_or_empty_are_refused() -> None:
+def test_long_and_empty_texts_the_wrong_kind_and_tensors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(RequestError, match="11 characters") as refused:
         service("text", max_characters=10).texts(["hello wörld"])
     assert refused.value.status == 413
-    with pytest.raises(HydraError, match="no tokens"):
-        service("text").texts([""])
-
-
-@pytest.mark.parametrize(
-    ("kind", "inputs", "token"),
-    [
-        ("image", {"pixel_values": torch.zeros(1, 3, 16, 16)}, r"\[8, 8\]"),
-        ("image", {"pixel_values": torch.full((1, 3, 8, 8), torch.nan)}, "NaN"),
-        ("text", {"input_ids": torch.full((1, 3), 99)}, "vocabulary"),
-        ("text", {"input_ids": torch.ones(1, 2, dtype=torch.long), "attention_mask": torch.zeros(1, 2)}, "mask"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(kind: str, inputs: dict[str, torch.Tensor], token: str) -> None:
-    with pytest.raises(HydraError, match=token):
-        service(kind).tensors(inputs)
-
-
-def test_the_wrong_kind_is_refused() -> None:
-    with pytest.raises(RequestError, match="reads images"):
-        service("image").texts(["hello"])
-    with pytest.raises(RequestError, match="reads texts"):
-        service("text").images([picture()])
+    images, texts = service("image"), service("text")
     without = Service(served("image").with_metadata(preprocessing=None), settings())
-    with pytest.raises(RequestError, match="image processor"):
-        without.images([picture()])
-
-
-def test_only_classifiers_are_served() -> None:
-    with pytest.raises(ConfigError, match="Linear"):
-        make_app(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    for read, given, token in (
+        (texts.texts, [""], "no tokens"),
+        (images.texts, ["hello"], "reads images"),
+        (texts.images, [picture()], "reads texts"),
+        (without.images, [picture()], "image processor"),
+        (images.tensors, {"pixel_values": torch.zeros(1, 3, 16, 16)}, r"\[8, 8\]"),
+        (images.tensors, {"pixel_values": torch.full((1, 3, 8, 8), torch.nan)}, "NaN"),
+        (texts.tensors, {"input_ids": torch.full((1, 3), 99)}, "vocabulary"),
+        (texts.tensors, {"input_ids": torch.ones(1, 2).long(), "attention_mask": torch.zeros(1, 2)}, "mask"),
+        (make_app, torch.nn.Linear(2, 2), "Linear"),
+    ):
+        with pytest.raises(HydraError, match=token):
+            read(given)  # type: ignore[operator]
