@@ -40,20 +40,22 @@ class Job:
 # --- circuits and training ---------------------------------------------------------------------------------
 
 
-def _circuit(folder: Path, method: Any, kind: str = "image") -> str:
+def ranked(journal: Path | None, kind: str = "image", **settings: Any) -> he.HeadRanking:
+    """The circuit of a model."""
     own, foreign = batches(kind, 12, 4, seed=2), batches(kind, 8, 4, seed=3, shift=1.5)
-    settings: dict[str, Any] = {"budget": 4, "method": method, "progress": False, "screen_size": 4}
-    ranking = he.extract_circuit(model(kind), own, foreign, journal=folder / "circuit.journal", **settings)
+    return he.extract_circuit(model(kind), own, foreign, journal=journal, progress=False, **settings)
+
+
+def _circuit(folder: Path, method: Any, kind: str = "image") -> str:
+    ranking = ranked(folder / "circuit.journal", kind, budget=4, method=method, screen_size=4)
     ranking.save(folder / "ranking.json")
     return _evidence(he.HeadRanking.load(folder / "ranking.json"))
 
 
 def _evidence(ranking: he.HeadRanking) -> str:
     """What a ranking says; how much work it was depends on where it was interrupted."""
-    made = {
-        key: value for key, value in ranking.provenance.items() if key not in ("layer_evaluations", "model_forwards")
-    }
-    return digest(ranking.heads, ranking.scores, made)
+    work = ("layer_evaluations", "model_forwards")
+    return digest(ranking.heads, ranking.scores, {k: v for k, v in ranking.provenance.items() if k not in work})
 
 
 def _joint_circuit(folder: Path) -> str:
@@ -62,10 +64,15 @@ def _joint_circuit(folder: Path) -> str:
     return _evidence(he.extract_circuit(dual(), own, foreign, budget=3, journal=folder / "circuit.journal", **names))
 
 
+def finetune(folder: Path, recipe: he.Recipe, train: Any, kind: str = "image") -> he.Ensemble:
+    """A model trained on."""
+    held_out = batches(kind, 8, 4, seed=2)
+    return he.finetune(model(kind), train, recipe, held_out, output=folder, progress=False, checkpoint_every=1)
+
+
 def _finetune(folder: Path, kind: str = "image") -> str:
     how = recipe(learning_rate=None, grid=(0.05, 0.1), steps=4, evaluate_every=2)
-    data = Shuffled(kind), batches(kind, 8, 4, seed=2)
-    return digest(he.finetune(model(kind), data[0], how, data[1], output=folder, progress=False, checkpoint_every=1))
+    return digest(finetune(folder, how, Shuffled(kind), kind))
 
 
 def _tune_text(folder: Path) -> str:
@@ -74,13 +81,15 @@ def _tune_text(folder: Path) -> str:
     return digest(he.tune_text(dual(), pairs(), how, output=folder, checkpoint_every=1, **data))
 
 
-def _build(folder: Path, kind: str = "image", **settings: Any) -> str:
-    config = he.HydraConfig(
-        **{"prune": 3, "shared_layers": 0, "members": 2, "recipe": recipe(steps=3, evaluate_every=2), **settings}
-    )
+def build(folder: Path, recipe: he.Recipe, train: Any, kind: str = "image", **settings: Any) -> he.Ensemble:
+    """Two members of a model."""
+    config = he.HydraConfig(**{"prune": 3, "shared_layers": 0, "members": 2, "recipe": recipe, **settings})
     own, foreign = Shuffled(kind, 24, seed=2), batches(kind, 8, 4, seed=3, shift=1.5)
-    given: dict[str, Any] = {"train": Shuffled(kind, 16), "id": own, "ood": foreign, "output": folder}
-    return digest(he.build(model(kind), config, **given, progress=False))
+    return he.build(model(kind), config, train=train, id=own, ood=foreign, output=folder, progress=False)
+
+
+def _build(folder: Path, kind: str = "image", **settings: Any) -> str:
+    return digest(build(folder, recipe(steps=3, evaluate_every=2), Shuffled(kind, 16), kind, **settings))
 
 
 SAMPLED = {"strategy": "sampled", "pool": 5, "method": "exact", "shared_layers": 1}
@@ -217,6 +226,19 @@ def given(ending: Ending) -> Any:
     if ending.how != "given":
         raise AssertionError(f"{ending.how}: {ending.value}")
     return ending.value
+
+
+def end_of(ending: Ending, name: str, folder: Path, where: str) -> str:
+    """How a job that was disturbed ends: as alone, or with another result; anything else is a defect."""
+    usual = undisturbed(name)
+    if ending.how != "given":
+        raise AssertionError(f"{where}: {ending.how}: {ending.value}")
+    if ending.value != usual.result:
+        return "other"
+    left = sorted(set(files_in(folder)) ^ set(usual.files))
+    if left:
+        raise AssertionError(f"{where}: files are left over or missing: {left[:5]}")
+    return "same"
 
 
 def files_in(folder: Path) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 import sys
 import threading
-from functools import cache
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ def run(cases: int, seed: int) -> list[Row]:
 def check(case: Case) -> str:
     """Ask from all threads at once; hold answers and flags against those of before."""
     name, mode, seed = case
-    subject, ask = SUBJECTS[name]()
+    make, asked = SUBJECTS[name]
+    subject = make()
+    ask = partial(asked, subject)
     questions = [inputs for inputs, _ in batches("text" if "text" in name else "image", 8 * 3, 3, seed=seed)]
     expected = [ask(inputs) for inputs in questions]
     if isinstance(subject, torch.nn.Module):
@@ -83,39 +86,33 @@ def _flags(subject: Any) -> list[bool]:
     return [part.training for part in subject.modules()] if isinstance(subject, torch.nn.Module) else []
 
 
-def _predicting(subject: Any) -> tuple[Any, Any]:
-    return subject, lambda inputs: subject.predict(inputs).probs
+def _probs(subject: Any, inputs: Any) -> Any:
+    return subject.predict(inputs).probs
 
 
-def _evaluating(subject: he.Ensemble) -> tuple[Any, Any]:
-    return subject, lambda inputs: he.evaluate(subject, [(inputs, torch.arange(3))], progress=False).numbers()
+def _evaluated(subject: he.Ensemble, inputs: Any) -> Any:
+    return he.evaluate(subject, [(inputs, torch.arange(3))], progress=False).numbers()
 
 
-def _costing(subject: he.Ensemble) -> tuple[Any, Any]:
-    return subject, lambda inputs: measure_costs({"m": subject}, inputs, repeats=1, warmup=0)[0].parameters
+def _parameters(subject: he.Ensemble, inputs: Any) -> Any:
+    return measure_costs({"m": subject}, inputs, repeats=1, warmup=0)[0].parameters
 
 
-@cache
-def _dual() -> tuple[Any, Any]:
-    towers = dual(seed=3)
-    texts = ["a photo of a cat", "the dog"]
-
-    def ask(images: Any) -> Any:
-        with torch.no_grad():
-            return towers(images, texts)
-
-    return towers, ask
+@torch.no_grad()
+def _compared(towers: he.DualEncoder, images: Any) -> Any:
+    return towers(images, ["a photo of a cat", "the dog"])
 
 
-SUBJECTS: dict[str, Any] = {
-    "a model": cache(lambda: _predicting(model(seed=8, dropout=0.5))),
-    "a model of texts": cache(lambda: _predicting(model("text", seed=8, dropout=0.5))),
-    "a hydra": cache(lambda: _predicting(hydra(dropout=0.5))),
-    "an optimized hydra": cache(lambda: _predicting(hydra().optimize())),
-    "an optimized model of texts": cache(lambda: _predicting(hydra("text").optimize())),
-    "MC dropout": cache(lambda: _predicting(he.mc_dropout(model(seed=9), 0.3, 4))),
-    "a zero-shot classifier": cache(lambda: _predicting(he.zero_shot(dual(), NAMES))),
-    "two towers": _dual,
-    "evaluate": cache(lambda: _evaluating(model(seed=8, dropout=0.5))),
-    "measure_costs": cache(lambda: _costing(model(seed=8, dropout=0.5))),
+DROPPING = partial(model, seed=8, dropout=0.5)
+SUBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = {
+    "a model": (DROPPING, _probs),
+    "a model of texts": (partial(DROPPING, "text"), _probs),
+    "a hydra": (partial(hydra, dropout=0.5), _probs),
+    "an optimized hydra": (lambda: hydra().optimize(), _probs),
+    "an optimized model of texts": (lambda: hydra("text").optimize(), _probs),
+    "MC dropout": (lambda: he.mc_dropout(model(seed=9), 0.3, 4), _probs),
+    "a zero-shot classifier": (lambda: he.zero_shot(dual(), NAMES), _probs),
+    "two towers": (partial(dual, seed=3), _compared),
+    "evaluate": (DROPPING, _evaluated),
+    "measure_costs": (DROPPING, _parameters),
 }
