@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from published import published
 from small_studies import CPU, SmallFolder, small_vit
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -26,16 +27,15 @@ from studies.__main__ import app
 from studies.analyses import analysis, chosen_heads, diversity, noise, pruned, rates, registry, seeds, separation
 from studies.analyses.gates import expand, gates_after, measure, pruning_step, weight_terms
 from studies.analyses.registry import ANALYSES
-from studies.column_files import write_columns
 from studies.paper import read_csv
 from studies.results import pyplot
 from studies.seed import Seed
-from studies.storing import FORMAT
 from studies.task import Task
 
 HEADS = [Head(0, 1), Head(1, 0), Head(1, 3)]
 TASK = "vision-cifar100"
 ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "results"
 LAYERS, EACH = 3, 4  # heads of a layer
 
 
@@ -283,39 +283,18 @@ def test_replaced_tokens_leave_the_ends_and_the_padding_alone() -> None:
 # --- stored studies, refusals, the command ----------------------------------------------------------------------------
 
 
-def test_seeds_are_read_from_a_stored_study(tmp_path: Path) -> None:
-    draws, place = np.random.default_rng(0), tmp_path / TASK
-    place.mkdir()
-    made = {"report": {"Single": {"device": "a device"}}}
-    facts = {"format": FORMAT, "runs": {"0": made, "1": made}, "inside": "in", "groups": {"near": ["out"]}}
-    (place / "study.json").write_text(json.dumps(facts))
-    right = []
-    for number in (0, 1):
-        columns: dict[str, Any] = {}
-        for name in ("in", "out"):
-            for column in ("msp", "entropy", "mutual_information", "mahalanobis"):
-                columns[f"Single|{name}|{column}"] = draws.random(30).astype(np.float16)
-        columns["Single|in|correct"] = draws.random(30) < 0.8
-        right.append(columns["Single|in|correct"].mean())
-        for column in ("nll", "brier", "calibrated.doubt", "calibrated.nll", "calibrated.brier"):
-            columns[f"Single|in|{column}"] = draws.random(30).astype(np.float16)
-        write_columns(place / f"seed-{number}.parquet", columns)
-    found = registry.read_stored("seeds", TASK, tmp_path)
+def test_seeds_and_towers_are_read_from_stored_studies() -> None:
+    found, study = registry.read_stored("seeds", TASK, RESULTS / "studies"), published(TASK)
+    right = [study.columns("Single", seed)["cifar100|correct"].mean() for seed in study.seeds("Single")]
     assert [one["rows"]["Single"]["accuracy"] for one in found["seeds"].values()] == pytest.approx(right)
     shown = seeds.seeds_table(found)
     assert f"{100 * np.mean(right):.2f} ± {100 * np.std(right, ddof=1):.2f}" in shown
-    assert "*92.15*" in shown
+    assert "*92.15*" in shown  # the paper's
     del found["seeds"]["0"]["rows"]["Single"]
-    assert "Single (seeds 1)" in seeds.seeds_table(found)  # not of all that the note names
-    with pytest.raises(DataError, match="no stored study"):
-        registry.read_stored("seeds", "text-sst2", tmp_path)
-
-
-def test_the_stored_zero_shot_study_has_the_rows_of_e32() -> None:
-    found = registry.read_stored("towers", "zero-shot", ROOT / "results" / "studies")
-    shown = seeds.towers_table(found)
+    assert "| Single (seeds 1" in seeds.seeds_table(found)  # not of all that the note names
+    shown = seeds.towers_table(registry.read_stored("towers", "zero-shot", RESULTS / "studies"))
     assert "image tower, text fine-tuned" in shown
-    assert "*72.92*" in shown  # the paper's
+    assert "*72.92*" in shown
 
 
 def test_what_does_not_run_is_refused(seed: Seed, tmp_path: Path) -> None:
@@ -361,14 +340,14 @@ def test_trainings_have_the_rates_that_half_b_chose() -> None:
     """A rate that nobody validated wrecks members without a word: those of the stored studies, or none."""
     known = analysis.settings()
     for name, rate in known["training"]["rates"].items():
-        stored = ROOT / "results" / "studies" / name / "study.json"
+        stored = RESULTS / "studies" / name / "study.json"
         if stored.exists():
             choices = json.loads(stored.read_text())["choices"]
             if "CircAvg" in choices:
                 assert rate == choices["CircAvg"]["setting"]["rate"]
             held_out = {one["setting"]["rate"]: one["accuracy"] for one in choices["MC Dropout"]["measured"]}
             assert held_out[known["diversity"]["tasks"][name]["dropout"]] > max(held_out.values()) - 0.02
-    assert (ROOT / "results" / "studies" / TASK / "study.json").exists()
+    assert (RESULTS / "studies" / TASK / "study.json").exists()
 
 
 def test_what_other_settings_left_in_a_run_folder_is_not_read(seed: Seed) -> None:
@@ -387,12 +366,12 @@ def test_a_task_without_a_rate_trains_nothing() -> None:
         analysis.few_steps(other)
 
 
-STORED = registry.stored(ROOT / "results" / "analyses")
+STORED = registry.stored(RESULTS / "analyses")
 
 
 def test_every_stored_analysis_has_the_figure_of_its_numbers() -> None:
     """Where not: `python benchmarks/tables.py` draws it, on a CPU."""
-    place = ROOT / "results" / "analyses"
+    place = RESULTS / "analyses"
     assert {one["analysis"] for one in STORED} == set(ANALYSES)
     assert not [f"{one['analysis']}-{one['task']}" for one in registry.undrawn(place)]
     assert len(list(place.glob("*.svg"))) == len(STORED)  # and none of what is gone
@@ -404,7 +383,7 @@ def test_every_stored_analysis_has_the_figure_of_its_numbers() -> None:
 def test_figures_are_drawn_again_as_they_are(found: dict[str, Any], tmp_path: Path) -> None:
     """By `python -m studies analyse NAME --task TASK --from-results`, where the code that draws was changed."""
     made = registry.draw(found, tmp_path)
-    before, after = (path.read_text() for path in (ROOT / "results" / "analyses" / made.name, made))
+    before, after = (path.read_text() for path in (RESULTS / "analyses" / made.name, made))
     if re.findall("Matplotlib v[0-9.]+", before) != re.findall("Matplotlib v[0-9.]+", after):
         pytest.skip("drawn by another matplotlib")
     assert after == before
@@ -438,14 +417,14 @@ def test_the_paper_map_has_the_statuses_that_it_declares() -> None:
 
 def test_the_paper_map_calls_done_what_has_results() -> None:
     """A row that names an analysis or a study is done where results of all of them are stored, else it says so."""
-    results, seen = ROOT / "results", set()
+    seen = set[str]()
     for item, _, command, status in map_rows()[1]:
         named = re.findall(r"`analyse (\w+)(?: --task ([\w-]+))?`", command)
         assert {name for name, _ in named} <= set(ANALYSES), item
         seen |= {name for name, _ in named}
-        missing = [name for name, task in named if not list((results / "analyses").glob(f"{name}-{task or '*'}.json"))]
+        missing = [name for name, task in named if not list((RESULTS / "analyses").glob(f"{name}-{task or '*'}.json"))]
         studies = re.findall(r"`study ([\w-]+)", command)
-        missing += [name for name in studies if not (results / "studies" / name / "study.json").exists()]
+        missing += [name for name in studies if not (RESULTS / "studies" / name / "study.json").exists()]
         said = bare(status).startswith(("done in part", "not measured", "impossible here"))
         assert said or not missing, f"{item}: {missing} have no results, but the status is {status!r}"
     assert seen == set(ANALYSES)  # each has a row
@@ -453,7 +432,7 @@ def test_the_paper_map_calls_done_what_has_results() -> None:
 
 def test_rows_of_studies_that_the_paper_map_names_are_stored() -> None:
     """By `--rows` of a task, or of any (`TASK`): each is stored there, or the status says that it was not run."""
-    places = (ROOT / "results" / "studies").glob("*/study.json")
+    places = (RESULTS / "studies").glob("*/study.json")
     runs = {place.parent.name: json.loads(place.read_text())["runs"].values() for place in places}
     stored = {name: {row for run in found for row in run["report"]} for name, found in runs.items()}
     seen = set[str]()

@@ -17,7 +17,7 @@ from small_studies import CPU, ManyClasses, SmallDual, dual_recipe, dual_seed
 
 import hydra_ensembles as he
 import studies
-from hydra_ensembles import ImagePreprocessing, Prediction, Recipe
+from hydra_ensembles import ImagePreprocessing, Recipe
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
 from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig
 from hydra_ensembles.model.metadata import Metadata
@@ -35,7 +35,7 @@ from studies.captions import (
 )
 from studies.column_files import read_columns
 from studies.dual_recipe import load_dual_recipe
-from studies.dual_rows import BOTH, IMAGE, IMAGE_TUNED, ROWS, DualRow
+from studies.dual_rows import BOTH, IMAGE, IMAGE_TUNED, ROWS
 from studies.dual_seed import DualTask
 from studies.dual_study import ZERO_SHOT
 from studies.engine import Run
@@ -211,15 +211,6 @@ def test_members_in_turn_are_the_one_model_whose_cost_is_measured(finished: Fini
     torch.testing.assert_close(row.asked(seed, held).member_logits, expected.detach(), atol=1e-4, rtol=1e-4)
 
 
-def test_a_row_may_be_whatever_answers_for_class_names(finished: Finished) -> None:
-    seed = dual_seed(finished.output)
-    row = DualRow(model=lambda one, names: he.zero_shot(one.dual, names))
-    expected = ROWS[SINGLE].asked(seed, seed.task.held_out)
-    found = row.asked(seed, seed.task.held_out)
-    assert isinstance(found, Prediction)
-    torch.testing.assert_close(found.member_logits, expected.member_logits, atol=1e-4, rtol=1e-4)
-
-
 def test_a_second_run_makes_nothing_again(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
     source = ManyClasses()
     task, stages = SmallDual(dual_recipe(), source, CPU), ["choose", "train", "rank", "report"]
@@ -229,7 +220,8 @@ def test_a_second_run_makes_nothing_again(finished: Finished, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("changes", "token"), [({"prune": 0}, "prune"), ({"dual": None}, "dual"), ({"pairs": ()}, "pairs")]
+    ("changes", "token"),
+    [({"prune": 0}, "prune"), ({"dual": None}, "dual"), ({"pairs": ()}, "pairs"), ({"factors": "folder"}, "--model")],
 )
 def test_recipes_check_themselves(changes: dict[str, Any], token: str) -> None:
     with pytest.raises(ConfigError, match=token):

@@ -10,7 +10,7 @@ from small_studies import dual_recipe, dual_seed
 
 import hydra_ensembles as he
 from hydra_ensembles import baselines
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.metrics import nll
 from studies import dual_rows
 from studies.dual_rows import BAYES_VLM, NEG_LABEL, PSEUDO_COUNTS, ROWS, VILU, DualRow, for_classes, vocabulary
@@ -104,8 +104,3 @@ def test_neg_label_takes_whole_words_of_the_vocabulary(seed: DualSeed) -> None:
         he.zero_shot(seed.dual, ("boat", "house")), words, settings=baselines.NegLabel(groups=1)
     )
     torch.testing.assert_close(said.score("neglabel"), expected.predict(images_of(seed)).score("neglabel"))
-
-
-def test_factors_need_the_model_that_they_are_of() -> None:
-    with pytest.raises(ConfigError, match="--model"):
-        dual_recipe(factors="folder")

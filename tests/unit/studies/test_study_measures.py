@@ -1,16 +1,13 @@
-"""Numbers of the studies against scikit-learn and the library, and their intervals against a bootstrap."""
+"""Intervals of the studies against a bootstrap, and verdicts; numbers by other code are in the tests of findings."""
 
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
-from sklearn.metrics import average_precision_score, roc_auc_score
 
-from hydra_ensembles.metrics import aupr, aurc, ece_of_confidence, fpr95
 from studies.claims import judged
-from studies.measures import Columns, Difference, Number, numbers, plain_numbers
+from studies.measures import Columns, Difference, Number, numbers
 
 GROUPS = {"near": ["like"], "far": ["grey", "noise"]}
 
@@ -33,51 +30,6 @@ def columns(seed: int, edge: float = 0.0, count: int = 1200) -> dict[str, npt.ND
         scores = {"msp": far, "entropy": far**0.9, "mutual_information": far / 10, "mahalanobis": 50 + 40 * far}
         whole |= {f"{name}|{key}": one for key, one in scores.items()}
     return whole
-
-
-def test_numbers_are_those_of_other_code() -> None:
-    found, own = columns(1), "own"
-    found |= {key: one.round(2) + 0.003 for key, one in found.items() if key.endswith("|msp")}  # ties
-    ours = plain_numbers(found, own, GROUPS)
-    right, doubt = torch.from_numpy(found["own|correct"]), torch.from_numpy(found["own|msp"])
-    assert ours["ece"] == pytest.approx(ece_of_confidence(1 - doubt, right), abs=1e-9)
-    assert ours["aurc"] == pytest.approx(aurc(doubt, ~right), abs=1e-9)
-    for prefix, score in {"": "msp", "mahalanobis:": "mahalanobis"}.items():
-        areas = {}
-        for name in ("like", "grey", "noise"):
-            both = np.concatenate([found[f"own|{score}"], found[f"{name}|{score}"]])
-            foreign = np.r_[np.zeros(1200), np.ones(len(both) - 1200)]
-            areas[name] = roc_auc_score(foreign, both)
-            assert ours[f"{prefix}ood.{name}.auroc"] == pytest.approx(areas[name], abs=1e-12)
-            if score == "msp":
-                assert ours[f"ood.{name}.aupr"] == pytest.approx(average_precision_score(foreign, both), abs=1e-12)
-                sides = [torch.from_numpy(found[f"{place}|msp"]) for place in ("own", name)]
-                assert ours[f"ood.{name}.aupr"] == pytest.approx(aupr(*sides), abs=1e-12)
-                if len(sides[1]) >= 1000:
-                    assert ours[f"ood.{name}.fpr95"] == fpr95(*sides, convention="openood")
-        assert ours[f"{prefix}far.auroc"] == pytest.approx((areas["grey"] + areas["noise"]) / 2)
-        assert ours[f"{prefix}all.auroc"] == pytest.approx(sum(areas.values()) / 3)
-    assert not {"ood.like.fpr95", "near.fpr95"} & set(ours)  # of 900 samples
-    assert ours["far.fpr95"] == pytest.approx((ours["ood.grey.fpr95"] + ours["ood.noise.fpr95"]) / 2)
-
-
-def test_a_score_that_is_a_confidence_has_a_calibration_of_its_own() -> None:
-    found = columns(1)
-    own = np.log(found["own|doubt"] / (1 - found["own|doubt"]))  # minus the log-odds of being right
-    outside = {f"{name}|vilu": found[f"{name}|msp"] for name in ("like", "grey", "noise")}
-    both = {**found, "own|vilu": own, **outside}
-    ours = numbers(both, "own", GROUPS)
-    assert ours["vilu:ece"].value == pytest.approx(ours["ece"].value)
-    assert ours["vilu:aurc"].value == pytest.approx(ours["aurc"].value)
-    assert "vilu:near.auroc" in ours
-    plain = plain_numbers(both, "own", GROUPS)
-    assert plain["vilu:aece"] == pytest.approx(plain["aece"])
-    squashed = {key.replace("|vilu", "|msp"): 1 / (1 + np.exp(-one)) for key, one in both.items() if "|vilu" in key}
-    likewise = plain_numbers({**found, **squashed}, "own", GROUPS)  # in the same order, from 0 to 1
-    detected = {key for key in likewise if key.endswith((".aupr", ".fpr95"))}
-    assert {"far.fpr95", "all.aupr"} <= detected
-    assert {plain[f"vilu:{key}"] == likewise[key] for key in detected} == {True}
-    assert "vilu:ece" not in numbers(found, "own", GROUPS)
 
 
 def test_influences_of_an_area_with_ties_are_what_samples_weigh() -> None:
