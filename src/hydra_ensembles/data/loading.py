@@ -291,7 +291,8 @@ def _read_delimited(file: Path, strings: dict[str, Any]) -> Any:
     suffix = file.suffix.lower()
     quoted = suffix == ".csv"
     one_block = csv.ReadOptions(block_size=max(1 << 20, file.stat().st_size + 1))  # a long text cannot straddle two
-    quoting = csv.ParseOptions(DELIMITERS[suffix], quote_char='"' if quoted else False, newlines_in_values=quoted)
+    quote = '"' if quoted else False
+    quoting = csv.ParseOptions(delimiter=DELIMITERS[suffix], quote_char=quote, newlines_in_values=quoted)
     return csv.read_csv(file, one_block, quoting, csv.ConvertOptions(strings_can_be_null=False, column_types=strings))
 
 
