@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._utils import evaluation_mode, torch_seeded
 from ..errors import ConversionError
-from ..model.config import EnsembleConfig, PatchStemConfig, TextStemConfig
+from ..model.config import PatchStemConfig, TextStemConfig
 from ..model.ensemble import Ensemble
 from ..model.layers import Context, GroupedLinear
 from ..preprocessing import TextPreprocessing
@@ -138,23 +138,44 @@ class Both:
             yield from ({name: tensor[:1].sigmoid() * top for name, tensor in samples.items()} for top in (1.0, 255.0))
         if isinstance(stem, TextStemConfig) and self.own:
             pad = (*self.paddings(), 0)[0]
-            generator = torch.Generator("cpu").manual_seed(1)
-            ids = torch.randint(stem.vocabulary, (1, stem.max_tokens), generator=generator, device="cpu")
+            ids = _random_ids(stem, 1, stem.max_tokens)
             ids = ids.masked_fill(ids == pad, (pad + 1) % stem.vocabulary).to(self.ensemble.device)
             yield {**{name: torch.ones_like(ids) for name in samples}, "input_ids": ids}
 
     def samples(self) -> NamedTensors:
-        """Two images of the size of the model, or two texts, of which the second may be padded."""
+        """Two images of the size of the model, or two texts, of which the second is padded where the model is told."""
         stem = self.ensemble.config.stem
         if isinstance(stem, PatchStemConfig):
             return _images(self.ensemble, stem.image_size, 2)
-        generator = torch.Generator("cpu").manual_seed(0)
-        padding = self.paddings() if self.own else []
-        if self.architecture.masks:  # only CLIP has texts without a norm, where it is no model of the user's
-            texts = _texts(stem, self.ensemble.config, generator, padding, clip=not stem.norm and not self.own)
-        else:
-            texts = _whole_texts(stem, generator, padding)
+        tokens = min(stem.max_tokens, _TOKENS)
+        masked = self.architecture.masks
+        texts = self._told_texts(stem) if masked else {"input_ids": _random_ids(stem, _TEXTS, tokens)}
         return {name: tensor.to(self.ensemble.device) for name, tensor in texts.items()}
+
+    def _told_texts(self, stem: TextStemConfig) -> dict[str, Tensor]:
+        """Token ids `[B, T]`; a mask where the family has one, segments where there are several.
+
+        Texts of CLIP, which alone has no norm behind its embedding, fill the whole context, and end with a token that
+        is looked for.
+        """
+        config, clip = self.ensemble.config, not stem.norm and not self.own
+        tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS + 2 * (config.encoder.window or 0))
+        known = (stem.positions_after, *(self.paddings() if self.own else ()))
+        pad = next((one for one in known if one is not None), 0)
+        end = config.readout.eot_token
+        last = stem.vocabulary - 1 if end is None else end
+        ids = _random_ids(stem, _TEXTS, tokens)
+        ordinary = next((word for word in range(stem.vocabulary) if word not in (pad, last)), pad)
+        ids = ids.masked_fill((ids == pad) | (ids == last), ordinary)
+        positions = torch.arange(tokens, device="cpu")[None]  # [1, T]
+        ends = torch.tensor([tokens - 1, tokens // 2], device="cpu")[:, None]  # [B, 1]
+        ids = ids.masked_fill(positions > ends, pad)
+        if clip:
+            return {"input_ids": ids.masked_fill(positions == ends, last)}
+        inputs = {"input_ids": ids, "attention_mask": (positions <= ends).long()}
+        if stem.segments > 1:
+            inputs["token_type_ids"] = ((positions > ends // 2) & (positions <= ends)).long()
+        return inputs
 
     def paddings(self) -> list[int]:
         """What the preprocessing and the embeddings of words in a model take for padding, the likeliest first."""
@@ -227,43 +248,10 @@ def _images(ensemble: Ensemble, size: tuple[int, ...], count: int) -> NamedTenso
     return {"pixel_values": torch.randn(shape, generator=generator, device="cpu").to(ensemble.device, ensemble.dtype)}
 
 
-def _whole_texts(stem: TextStemConfig, generator: torch.Generator, padding: Sequence[int]) -> NamedTensors:
-    """Token ids `[B, T]` of any value: a model that is told of no padding must take every token for one.
-
-    Those that a model may take for padding all the same are among them: the known ones, the first and the last.
-    """
-    shape = _TEXTS, min(stem.max_tokens, _TOKENS)
-    ids = torch.randint(stem.vocabulary, shape, generator=generator, device="cpu")
-    suspects = [pad for pad in dict.fromkeys((*padding, 0, 1, 2, 3, stem.vocabulary - 1)) if pad < stem.vocabulary]
-    suspects = suspects[: shape[1]]
-    ids[0, -len(suspects) :] = torch.tensor(suspects[::-1])  # the likeliest is the last token
-    ids[1, -1] = 0
-    return {"input_ids": ids}
-
-
-def _texts(
-    stem: TextStemConfig, config: EnsembleConfig, generator: torch.Generator, padding: Sequence[int], clip: bool
-) -> NamedTensors:
-    """Token ids `[B, T]`; a mask where the family has one, segments where there are several.
-
-    Texts of CLIP fill the whole context, and end with a token that is looked for.
-    """
-    tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS + 2 * (config.encoder.window or 0))
-    pad = stem.positions_after if stem.positions_after is not None else (*padding, 0)[0]
-    end = config.readout.eot_token
-    last = stem.vocabulary - 1 if end is None else end
-    ids = torch.randint(stem.vocabulary, (_TEXTS, tokens), generator=generator, device="cpu")
-    ordinary = next(word for word in range(stem.vocabulary) if word not in (pad, last)) if stem.vocabulary > 2 else pad
-    ids = ids.masked_fill((ids == pad) | (ids == last), ordinary)
-    positions = torch.arange(tokens, device="cpu")[None]  # [1, T]
-    ends = torch.tensor([tokens - 1, tokens // 2], device="cpu")[:, None]  # [B, 1]
-    ids = ids.masked_fill(positions > ends, pad)
-    if clip:
-        return {"input_ids": ids.masked_fill(positions == ends, last)}
-    inputs = {"input_ids": ids, "attention_mask": (positions <= ends).long()}
-    if stem.segments > 1:
-        inputs["token_type_ids"] = ((positions > ends // 2) & (positions <= ends)).long()
-    return inputs
+def _random_ids(stem: TextStemConfig, texts: int, tokens: int) -> Tensor:
+    """Token ids `[texts, tokens]` of any value."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randint(stem.vocabulary, (texts, tokens), generator=generator, device="cpu")
 
 
 # --- the answers ---------------------------------------------------------------------------------------------

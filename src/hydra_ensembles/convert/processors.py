@@ -312,14 +312,7 @@ def _read_image_processor(processor: Any) -> ImagePreprocessing:
 
 def _read_transformers_images(processor: Any) -> ImagePreprocessing:
     steps = {name for name in dir(processor) if name.startswith("do_")} - _IMAGE_STEPS
-    if (share := getattr(processor, "crop_pct", None)) is not None:
-        size = dict(_named_sides(processor.size))
-        raise ConversionError(
-            f"a {type(processor).__name__} resizes by its own rule: to size / crop_pct ({size}, {share}) with a crop "
-            "below 384 pixels, squashed from there on; give a BitImageProcessor or a ViTImageProcessor that does what "
-            "was done with this model, or an ImagePreprocessing"
-        )
-    for attribute in (*sorted(steps), "rescale_offset", "include_top"):
+    for attribute in sorted(steps):
         _require_setting(f"processor.{attribute}", getattr(processor, attribute, None) or False, False)
     _require_setting("processor.do_resize", processor.do_resize, True)
     size = _named_sides(processor.size)
