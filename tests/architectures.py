@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -11,6 +12,11 @@ from torch import Tensor, nn
 Module = TypeVar("Module", bound=nn.Module)
 Inputs = dict[str, Tensor]
 BLOCKS = {"num_hidden_layers": 2, "num_attention_heads": 4}  # as transformers calls them
+
+
+def images(height: int = 32, width: int = 32, batch: int = 3, seed: int = 1) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    return {"pixel_values": torch.randn(batch, 3, height, width, generator=generator)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +36,9 @@ class ArchitectureCase:
 
     name: str
     build: Callable[[], nn.Module]
-    inputs: Callable[[], Inputs]
-    logits: Callable[[nn.Module, Inputs], Tensor]
-    kind: Literal["image", "text"]
+    inputs: Callable[[], Inputs] = images
+    logits: Callable[[nn.Module, Inputs], Tensor] = lambda model, inputs: model(next(iter(inputs.values())))
+    kind: Literal["image", "text"] = "image"
     convert_kwargs: Mapping[str, Any] = field(default_factory=dict)
     other_inputs: tuple[Callable[[], Inputs], ...] = ()
     one_layer: bool = False
@@ -48,11 +54,6 @@ def perturbed(model: Module, seed: int = 0, noise: float = 0.05) -> Module:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * noise)
     return model.eval()
-
-
-def images(height: int, width: int, batch: int = 3, seed: int = 1) -> Inputs:
-    generator = torch.Generator().manual_seed(seed)
-    return {"pixel_values": torch.randn(batch, 3, height, width, generator=generator)}
 
 
 def timm_model(name: str, **settings: Any) -> nn.Module:
@@ -71,10 +72,8 @@ def _timm_case(label: str, name: str, other: tuple[tuple[int, int], ...] = (), *
     return ArchitectureCase(
         name=f"timm-{label}",
         build=lambda: timm_model(name, **settings),
-        inputs=lambda: images(size, size),
-        logits=lambda model, inputs: model(inputs["pixel_values"]),
-        kind="image",
-        other_inputs=tuple(lambda size=size: images(*size) for size in other),  # type: ignore[misc]
+        inputs=partial(images, size, size),
+        other_inputs=tuple(partial(images, *one) for one in other),
     )
 
 
@@ -103,13 +102,7 @@ VISION_CASES: list[ArchitectureCase] = [
     _timm_case("eva02", "eva02_base_patch14_224", ((48, 32), (24, 40)), dynamic_img_size=True),
     _timm_case("dinov3", "vit_small_patch16_dinov3", ((48, 32), (24, 40)), qkv_bias=True, init_values=0.1),
     _timm_case("pe-core", "vit_pe_core_tiny_patch16_384", attn_pool_num_heads=2, qk_norm=True),
-    ArchitectureCase(
-        name="torchvision-vit",
-        build=torchvision_model,
-        inputs=lambda: images(32, 32),
-        logits=lambda model, inputs: model(inputs["pixel_values"]),
-        kind="image",
-    ),
+    ArchitectureCase("torchvision-vit", torchvision_model),
 ]
 VISION_VARIANTS: list[ArchitectureCase] = [  # of kinds that are among the cases
     _timm_case("prefix-pooled", "vit_base_patch16_224", global_pool="avg", reg_tokens=2, pool_include_prefix=True),

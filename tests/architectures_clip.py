@@ -3,13 +3,14 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from architectures import BLOCKS, ArchitectureCase, Inputs, images, perturbed
-from architectures_transformers import transformers_model
+from architectures_transformers import text_case, transformers_model, vision_case
 
 CONTEXT = 12
 VOCABULARY = 60
@@ -70,7 +71,7 @@ _TEXT = {**_COMMON, **_WORDS, **_ENDS, "hidden_size": 32, "intermediate_size": 7
 
 def transformers_clip(image: dict[str, Any], text: dict[str, Any], **settings: Any) -> nn.Module:
     towers = {"text_config": {**_TEXT, **text}, "vision_config": {**_IMAGE, **image}}
-    return transformers_model("CLIPModel", "CLIPConfig", {**towers, "projection_dim": 24, **settings})
+    return transformers_model("CLIPModel", {**towers, "projection_dim": 24, **settings})
 
 
 def _transformers_case(
@@ -95,12 +96,12 @@ SIGLIP_IMAGE: dict[str, Any] = {**_SIGLIP_BLOCKS, "image_size": 32, "patch_size"
 
 def transformers_metaclip() -> nn.Module:
     towers = {"text_config": _TEXT, "vision_config": _IMAGE}
-    return transformers_model("MetaClip2Model", "MetaClip2Config", {**towers, "projection_dim": 24})
+    return transformers_model("MetaClip2Model", {**towers, "projection_dim": 24})
 
 
 def transformers_siglip() -> nn.Module:
     towers = {"text_config": SIGLIP_TEXT, "vision_config": SIGLIP_IMAGE}
-    return transformers_model("SiglipModel", "SiglipConfig", towers)
+    return transformers_model("SiglipModel", towers)
 
 
 # --- open_clip -------------------------------------------------------------------------------------------
@@ -168,6 +169,7 @@ DUAL_CASES: list[DualCase] = [
     _transformers_case("no-mask", lambda: transformers_clip({"num_channels": 3}, {}), mask=False),
     _transformers_case("same-widths", lambda: transformers_clip({"hidden_size": 32}, {"num_hidden_layers": 3})),
     _transformers_case("siglip", transformers_siglip),
+    _transformers_case("metaclip", transformers_metaclip),
     _open_clip_case("plain", open_clip_model),
     _open_clip_case("quickgelu", lambda: open_clip_model(quick_gelu=True)),
     _open_clip_case("mean", lambda: open_clip_model({"pool_type": "avg", "no_ln_pre": True})),
@@ -197,61 +199,34 @@ DUAL_CASES: list[DualCase] = [
 # --- single towers ---------------------------------------------------------------------------------------
 
 
-def _image_tower(
-    label: str, name: str, answer: str, config: str = "CLIPVisionConfig", settings: dict[str, Any] = _IMAGE
-) -> ArchitectureCase:
-    resize = answer != "logits"  # the classifier does not hand the request on to resample positions
-    asked = {"interpolate_pos_encoding": True} if resize else {}
-    return ArchitectureCase(
-        name=f"transformers-clip-{label}",
-        build=lambda: transformers_model(name, config, settings),
-        inputs=lambda: images(32, 32),
-        logits=lambda model, inputs: getattr(model(**inputs, **asked), answer),
-        kind="image",
-        other_inputs=(lambda: images(24, 40),) if resize else (),
-    )
-
-
-def _text_tower(
-    label: str, name: str, answer: str, config: str = "CLIPTextConfig", settings: dict[str, Any] = _TEXT, end: int = END
-) -> ArchitectureCase:
-    return ArchitectureCase(
-        name=f"transformers-clip-{label}",
-        build=lambda: transformers_model(name, config, settings),
-        inputs=lambda: texts(end, 1, mask=True),
-        logits=lambda model, inputs: getattr(model(**inputs), answer),
-        kind="text",
-    )
-
-
 _WHOLE = {"text_config": _TEXT, "vision_config": _IMAGE, "num_labels": 5}
 SIGLIP_CLASSIFIER = {"text_config": SIGLIP_TEXT, "vision_config": SIGLIP_IMAGE, "num_labels": 5}
+_POOLED = "pooler_output"
+_ENDED = partial(texts, END, 1, mask=True)
 TOWER_CASES: list[ArchitectureCase] = [
-    _image_tower("image", "CLIPVisionModel", "pooler_output"),
-    _image_tower("image-projected", "CLIPVisionModelWithProjection", "image_embeds"),
-    _image_tower("image-classifier", "CLIPForImageClassification", "logits", "CLIPConfig", _WHOLE),
-    _text_tower("text", "CLIPTextModel", "pooler_output"),
-    _text_tower("text-projected", "CLIPTextModelWithProjection", "text_embeds"),
-    _text_tower("siglip-text", "SiglipTextModel", "pooler_output", "SiglipTextConfig", SIGLIP_TEXT),
-    ArchitectureCase(
-        name="open_clip-image",
-        build=lambda: open_clip_model().visual,  # type: ignore[return-value]
-        inputs=lambda: images(32, 32),
-        logits=lambda model, inputs: model(inputs["pixel_values"]),
-        kind="image",
-    ),
+    vision_case("clip-image", "CLIPVisionModel", _IMAGE, _POOLED),
+    vision_case("clip-image-projected", "CLIPVisionModelWithProjection", _IMAGE, "image_embeds"),
+    # the classifier does not hand the request on to resample positions
+    vision_case("clip-image-classifier", "CLIPForImageClassification", _WHOLE, resize=False, sizes=()),
+    text_case("clip-text", "CLIPTextModel", _TEXT, _POOLED, _ENDED),
+    text_case("clip-text-projected", "CLIPTextModelWithProjection", _TEXT, "text_embeds", _ENDED),
+    text_case("clip-siglip-text", "SiglipTextModel", SIGLIP_TEXT, _POOLED, _ENDED),
+    ArchitectureCase("open_clip-image", lambda: open_clip_model().visual),  # type: ignore[arg-type,return-value]
     ArchitectureCase(
         name="open_clip-text",
         build=lambda: open_clip_model(custom=True).text,  # type: ignore[return-value]
         inputs=lambda: texts(END, 0, mask=False),
-        logits=lambda model, inputs: model(inputs["input_ids"]),
         kind="text",
     ),
 ]
 _META_TEXT = {**_TEXT, "eos_token_id": 2}  # as released
+_SIGLIP = "SiglipForImageClassification"
 TOWER_VARIANTS: list[ArchitectureCase] = [  # of kinds that are among the cases
-    _image_tower("meta-image", "MetaClip2VisionModel", "pooler_output", "MetaClip2VisionConfig"),
-    _text_tower("meta-text", "MetaClip2TextModel", "pooler_output", "MetaClip2TextConfig", _META_TEXT, 2),
-    _image_tower("siglip-image", "SiglipVisionModel", "pooler_output", "SiglipVisionConfig", SIGLIP_IMAGE),
-    _image_tower("siglip-classifier", "SiglipForImageClassification", "logits", "SiglipConfig", SIGLIP_CLASSIFIER),
+    vision_case("clip-meta-image", "MetaClip2VisionModel", _IMAGE, _POOLED),
+    text_case(
+        *("clip-meta-text", "MetaClip2TextModel", _META_TEXT, _POOLED),
+        inputs=partial(texts, 2, 1, mask=True),
+    ),
+    vision_case("clip-siglip-image", "SiglipVisionModel", SIGLIP_IMAGE, _POOLED),
+    vision_case("clip-siglip-classifier", _SIGLIP, SIGLIP_CLASSIFIER, resize=False, sizes=()),
 ]

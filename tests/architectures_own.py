@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hydra_ensembles as he
-from architectures import ArchitectureCase, images, perturbed
+from architectures import ArchitectureCase, perturbed
 from architectures_transformers import token_batch
 
 WIDTH, HEADS, CLASSES = 32, 4, 5
@@ -259,14 +259,7 @@ def own(kind: Callable[..., nn.Module], **settings: Any) -> nn.Module:
 
 
 CASES: list[ArchitectureCase] = [
-    ArchitectureCase(
-        name="own-vit",
-        build=lambda: own(OwnViT),
-        inputs=lambda: images(32, 32),
-        logits=lambda model, inputs: model(inputs["pixel_values"]),
-        kind="image",
-        convert_kwargs={"declaration": OWN_VIT},
-    ),
+    ArchitectureCase("own-vit", lambda: own(OwnViT), convert_kwargs={"declaration": OWN_VIT}),
     ArchitectureCase(
         name="own-rope-bert",
         build=lambda: own(RopeBert),

@@ -1,6 +1,7 @@
 """Small random models of transformers, for the tests that run once per architecture."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,12 +22,13 @@ _NO_DROPOUT = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropou
 DISTILBERT = {**_WORDS, **_NO_DROPOUT, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
 
 
-def transformers_model(model: str, config: str, settings: dict[str, Any], **arguments: Any) -> nn.Module:
-    """A random model of a transformers class, by the names of the class and of its configuration."""
+def transformers_model(model: str, settings: dict[str, Any], **arguments: Any) -> nn.Module:
+    """A random model of a transformers class, by its name and what its configuration is made of."""
     import transformers
 
     torch.manual_seed(0)
-    return perturbed(getattr(transformers, model)(getattr(transformers, config)(**settings), **arguments))
+    kind = getattr(transformers, model)
+    return perturbed(kind(kind.config_class(**settings), **arguments))
 
 
 def token_batch(pad: int, segments: bool, tokens: int = 11, seed: int = 2) -> Inputs:
@@ -40,47 +42,49 @@ def token_batch(pad: int, segments: bool, tokens: int = 11, seed: int = 2) -> In
     return inputs
 
 
-def _features(model: nn.Module, inputs: Inputs) -> Tensor:
-    """What a bare encoder answers: its pooler's output, or its first token."""
-    output = model(**inputs)
-    pooled = getattr(output, "pooler_output", None)
-    return output.last_hidden_state[:, 0] if pooled is None else pooled
+SIZES = ((48, 48), (24, 40), (16, 64))  # of images, other than the model's own
 
 
-def _vision_case(
-    label: str, model: str, config: str, settings: dict[str, Any], resize: bool = True, bare: bool = False
+def vision_case(
+    label: str,
+    model: str,
+    settings: dict[str, Any],
+    answer: str = "logits",
+    resize: bool = True,
+    sizes: Sequence[tuple[int, int]] = SIZES,
 ) -> ArchitectureCase:
     """An image model; `resize` where the library has to be asked to resample the position embedding."""
-
-    def logits(model: nn.Module, inputs: Inputs) -> Tensor:
-        asked: dict[str, Any] = {"interpolate_pos_encoding": True} if resize else {}
-        return _features(model, {**inputs, **asked}) if bare else model(**inputs, **asked).logits
-
+    asked: dict[str, Any] = {"interpolate_pos_encoding": True} if resize else {}
     return ArchitectureCase(
         name=f"transformers-{label}",
-        build=lambda: transformers_model(model, config, settings),
-        inputs=lambda: images(32, 32),
-        logits=logits,
-        kind="image",
-        other_inputs=(lambda: images(48, 48), lambda: images(24, 40), lambda: images(16, 64)),
+        build=lambda: transformers_model(model, settings),
+        logits=lambda model, inputs: getattr(model(**inputs, **asked), answer),
+        other_inputs=tuple(partial(images, *size) for size in sizes),
     )
 
 
-def _text_case(
+def text_case(
     label: str,
     model: str,
-    config: str,
     settings: dict[str, Any],
+    answer: str = "logits",
+    inputs: Callable[[], Inputs] | None = None,
     pad: int = 0,
     segments: bool = True,
-    bare: bool = False,
     **arguments: Any,
 ) -> ArchitectureCase:
+    """A text model; where it does not have the answer, that is its first token."""
+
+    def logits(model: nn.Module, inputs: Inputs) -> Tensor:
+        output = model(**inputs)
+        found = getattr(output, answer, None)
+        return output.last_hidden_state[:, 0] if found is None else found
+
     return ArchitectureCase(
         name=f"transformers-{label}",
-        build=lambda: transformers_model(model, config, settings, **arguments),
-        inputs=lambda: token_batch(pad, segments),
-        logits=_features if bare else lambda model, inputs: model(**inputs).logits,
+        build=lambda: transformers_model(model, settings, **arguments),
+        inputs=inputs or partial(token_batch, pad, segments),
+        logits=logits,
         kind="text",
         one_layer=model.startswith("Albert"),
     )
@@ -121,61 +125,53 @@ def sentence_bert() -> nn.Module:
     """A BERT in a model of sentence-transformers that gives the mean of its tokens."""
     with TemporaryDirectory() as folder:
         save_tokenizer(Path(folder))
-        transformers_model("BertModel", "BertConfig", TEXT).save_pretrained(folder)
+        transformers_model("BertModel", TEXT).save_pretrained(folder)
         return sentence_model(Path(folder), "mean")
 
 
+_POOLED = "pooler_output"
 _SWIGLU = {**_DINOV2, "use_swiglu_ffn": True}
 _REGISTERS = {**_DINOV2, "num_register_tokens": 3}
-_REGISTERED = "Dinov2WithRegistersForImageClassification"
-_TEACHER = "DeiTForImageClassificationWithTeacher"
-_BERT, _ROBERTA = "BertForSequenceClassification", "RobertaForSequenceClassification"
-_ELECTRA = "ElectraForSequenceClassification"
 _NARROW = {**TEXT, "embedding_size": 16}
 _ONE_KIND = {**TEXT, "type_vocab_size": 1}
-_XLMR, _CAMEMBERT = "XLMRobertaForSequenceClassification", "CamembertForSequenceClassification"
-_ALBERT, _SHARED = "AlbertForSequenceClassification", {**_NARROW, "classifier_dropout_prob": 0.0}
-_MODERNBERT = "ModernBertForSequenceClassification"
+_SHARED = {**_NARROW, "classifier_dropout_prob": 0.0}
 _GATED = {"num_register_tokens": 2, "use_gated_mlp": True, "hidden_act": "silu", "layerscale_value": 0.5}
 _STILL = {"pos_embed_rescale": None}  # in training
 DINOV3 = {**BLOCKS, **_GATED, **_STILL, "hidden_size": 32, "image_size": 32, "patch_size": 8, "intermediate_size": 48}
 _SPECIAL = {"pad_token_id": 0, "cls_token_id": 1, "bos_token_id": 1, "sep_token_id": 2, "eos_token_id": 2}
 MODERNBERT = {**_WORDS, **BLOCKS, **_SPECIAL, "hidden_size": 32, "intermediate_size": 48, "local_attention": 4}
-_NOMIC, _JINA = "NomicBertForSequenceClassification", "JinaEmbeddingsV3ForSequenceClassification"
 CASES: list[ArchitectureCase] = [
-    _vision_case("vit", "ViTForImageClassification", "ViTConfig", _VIT),
-    _vision_case("vit-bare", "ViTModel", "ViTConfig", {**_VIT, "qkv_bias": False}, bare=True),
-    _vision_case("deit", "DeiTForImageClassification", "DeiTConfig", _VIT),
-    _vision_case("deit-teacher", _TEACHER, "DeiTConfig", _VIT),
+    vision_case("vit", "ViTForImageClassification", _VIT),
+    vision_case("vit-bare", "ViTModel", {**_VIT, "qkv_bias": False}, answer=_POOLED),
+    vision_case("deit", "DeiTForImageClassification", _VIT),
+    vision_case("deit-teacher", "DeiTForImageClassificationWithTeacher", _VIT),
     ArchitectureCase(
         name="transformers-vit-mae",
-        build=lambda: transformers_model("ViTMAEModel", "ViTMAEConfig", {**_VIT, "mask_ratio": 0.0}).requires_grad_(),
-        inputs=lambda: images(32, 32),
+        build=lambda: transformers_model("ViTMAEModel", {**_VIT, "mask_ratio": 0.0}).requires_grad_(),
         logits=_mae_features,
-        kind="image",
-        other_inputs=(lambda: images(48, 48), lambda: images(16, 64)),
+        other_inputs=(partial(images, 48, 48), partial(images, 16, 64)),
     ),
-    _vision_case("vit-msn", "ViTMSNForImageClassification", "ViTMSNConfig", _VIT),
-    _vision_case("ijepa", "IJepaForImageClassification", "IJepaConfig", _VIT),
-    _vision_case("dinov2", "Dinov2ForImageClassification", "Dinov2Config", _DINOV2, resize=False),
-    _vision_case("dinov2-swiglu-bare", "Dinov2Model", "Dinov2Config", _SWIGLU, resize=False, bare=True),
-    _vision_case("dinov2-registers", _REGISTERED, "Dinov2WithRegistersConfig", _REGISTERS, resize=False),
-    _text_case("bert", _BERT, "BertConfig", TEXT),
-    _text_case("bert-bare", "BertModel", "BertConfig", {**TEXT, "hidden_act": "gelu_new"}, bare=True),
-    _text_case("roberta", _ROBERTA, "RobertaConfig", _ONE_KIND, pad=1, segments=False),
-    _text_case("roberta-bare", "RobertaModel", "RobertaConfig", TEXT, pad=1, bare=True, add_pooling_layer=False),
-    _text_case("xlm-roberta", _XLMR, "XLMRobertaConfig", _ONE_KIND, pad=1, segments=False),
-    _text_case("xlm-roberta-bare", "XLMRobertaModel", "XLMRobertaConfig", _ONE_KIND, pad=1, segments=False, bare=True),
-    _text_case("camembert", _CAMEMBERT, "CamembertConfig", _ONE_KIND, pad=1, segments=False),
-    _text_case("albert", _ALBERT, "AlbertConfig", _SHARED),
-    _text_case("albert-bare", "AlbertModel", "AlbertConfig", _SHARED, bare=True),
-    _text_case("distilbert", "DistilBertForSequenceClassification", "DistilBertConfig", DISTILBERT, segments=False),
-    _text_case("electra", _ELECTRA, "ElectraConfig", {**TEXT, "embedding_size": 32}),
-    _text_case("electra-projected", _ELECTRA, "ElectraConfig", _NARROW),
-    _vision_case("dinov3", "DINOv3ViTModel", "DINOv3ViTConfig", DINOV3, resize=False, bare=True),
-    _text_case("modernbert", _MODERNBERT, "ModernBertConfig", MODERNBERT, segments=False),
-    _text_case("nomic", _NOMIC, "NomicBertConfig", TEXT),
-    _text_case("jina", _JINA, "JinaEmbeddingsV3Config", {**TEXT, "type_vocab_size": 1}, pad=1, segments=False),
+    vision_case("vit-msn", "ViTMSNForImageClassification", _VIT),
+    vision_case("ijepa", "IJepaForImageClassification", _VIT),
+    vision_case("dinov2", "Dinov2ForImageClassification", _DINOV2, resize=False),
+    vision_case("dinov2-swiglu-bare", "Dinov2Model", _SWIGLU, resize=False, answer=_POOLED),
+    vision_case("dinov2-registers", "Dinov2WithRegistersForImageClassification", _REGISTERS, resize=False),
+    text_case("bert", "BertForSequenceClassification", TEXT),
+    text_case("bert-bare", "BertModel", {**TEXT, "hidden_act": "gelu_new"}, answer=_POOLED),
+    text_case("roberta", "RobertaForSequenceClassification", _ONE_KIND, pad=1, segments=False),
+    text_case("roberta-bare", "RobertaModel", TEXT, pad=1, answer=_POOLED, add_pooling_layer=False),
+    text_case("xlm-roberta", "XLMRobertaForSequenceClassification", _ONE_KIND, pad=1, segments=False),
+    text_case("xlm-roberta-bare", "XLMRobertaModel", _ONE_KIND, pad=1, segments=False, answer=_POOLED),
+    text_case("camembert", "CamembertForSequenceClassification", _ONE_KIND, pad=1, segments=False),
+    text_case("albert", "AlbertForSequenceClassification", _SHARED),
+    text_case("albert-bare", "AlbertModel", _SHARED, answer=_POOLED),
+    text_case("distilbert", "DistilBertForSequenceClassification", DISTILBERT, segments=False),
+    text_case("electra", "ElectraForSequenceClassification", {**TEXT, "embedding_size": 32}),
+    text_case("electra-projected", "ElectraForSequenceClassification", _NARROW),
+    vision_case("dinov3", "DINOv3ViTModel", DINOV3, resize=False, answer=_POOLED),
+    text_case("modernbert", "ModernBertForSequenceClassification", MODERNBERT, segments=False),
+    text_case("nomic", "NomicBertForSequenceClassification", TEXT),
+    text_case("jina", "JinaEmbeddingsV3ForSequenceClassification", _ONE_KIND, pad=1, segments=False),
     ArchitectureCase(
         name="sentence-transformers-bert",
         build=sentence_bert,
@@ -183,14 +179,14 @@ CASES: list[ArchitectureCase] = [
         logits=lambda model, inputs: model(dict(inputs))["sentence_embedding"],
         kind="text",
     ),
-    _text_case("gte", "GteForSequenceClassification", "GteConfig", {**TEXT, "type_vocab_size": 2}, pad=1),
+    text_case("gte", "GteForSequenceClassification", {**TEXT, "type_vocab_size": 2}, pad=1),
 ]
 _MEAN = {**MODERNBERT, "classifier_pooling": "mean", "norm_bias": True, "attention_bias": True, "mlp_bias": True}
 _PLAIN = {**DINOV3, "query_bias": False, "value_bias": False, "num_register_tokens": 0}
 VARIANTS: list[ArchitectureCase] = [  # of kinds that are among the cases
-    _vision_case("dinov3-plain", "DINOv3ViTModel", "DINOv3ViTConfig", _PLAIN, resize=False, bare=True),
-    _text_case("modernbert-mean", _MODERNBERT, "ModernBertConfig", _MEAN, segments=False),
-    _text_case("modernbert-bare", "ModernBertModel", "ModernBertConfig", MODERNBERT, segments=False, bare=True),
-    _text_case("nomic-bare", "NomicBertModel", "NomicBertConfig", TEXT, bare=True),
-    _text_case("gte-no-segments", "GteModel", "GteConfig", {**TEXT, "type_vocab_size": 0}, segments=False, bare=True),
+    vision_case("dinov3-plain", "DINOv3ViTModel", _PLAIN, resize=False, answer=_POOLED),
+    text_case("modernbert-mean", "ModernBertForSequenceClassification", _MEAN, segments=False),
+    text_case("modernbert-bare", "ModernBertModel", MODERNBERT, segments=False, answer=_POOLED),
+    text_case("nomic-bare", "NomicBertModel", TEXT, answer=_POOLED),
+    text_case("gte-no-segments", "GteModel", {**TEXT, "type_vocab_size": 0}, segments=False, answer=_POOLED),
 ]

@@ -20,8 +20,8 @@ def train(model, settings=SMALL, recipe=QUICK, **options):
 
 
 CASES = {
-    "vit": ("ViTForImageClassification", "ViTConfig", {**VISION, "intermediate_size": 64}),
-    "bert": ("BertForSequenceClassification", "BertConfig", TEXT),
+    "vit": ("ViTForImageClassification", {**VISION, "intermediate_size": 64}),
+    "bert": ("BertForSequenceClassification", TEXT),
 }
 
 

@@ -22,7 +22,7 @@ def plain() -> Any:
 
 
 def unknown() -> Any:
-    return transformers_model("ViTForImageClassification", "ViTConfig", VISION)
+    return transformers_model("ViTForImageClassification", VISION)
 
 
 def test_it_is_said_where_the_preprocessing_is_from() -> None:
@@ -64,21 +64,27 @@ def test_of_torchvision_it_is_that_of_the_weights_of_this_shape(model: str, weig
 
 
 @pytest.mark.parametrize(
-    ("changes", "known"),
+    ("changes", "channels", "mean"),
     [
-        ({"crop_mode": "border"}, False),
-        ({"interpolation": "hamming"}, False),
-        ({"interpolation": "random"}, False),
-        ({"crop_mode": "squash", "interpolation": "bilinear"}, True),
-        ({"mean": None, "std": None, "interpolation": None}, True),
+        ({"crop_mode": "border"}, 3, None),
+        ({"interpolation": "hamming"}, 3, None),
+        ({"crop_mode": "squash", "interpolation": "bilinear"}, 3, (0.5,) * 3),
+        ({"mean": None, "std": None, "interpolation": None}, 3, (0.5,) * 3),
+        ({"mean": MEAN}, 3, MEAN),
+        ({"mean": (0.5,), "std": (0.5,)}, 3, (0.5,) * 3),
+        ({}, 1, (0.5,)),
+        ({"mean": MEAN}, 1, None),
+        ({}, 4, None),
     ],
 )
-def test_of_timm_it_is_what_is_said_or_unknown(changes: dict[str, Any], known: bool) -> None:
-    model = vit()
+def test_of_timm_it_is_what_is_said_or_unknown(changes: dict[str, Any], channels: int, mean: Any) -> None:
+    model = vit(in_chans=channels)
     model.pretrained_cfg = {**model.pretrained_cfg, **changes}
     found = he.convert(model).metadata
-    assert (found.preprocessing is not None) == bool(found.preprocessing_from) == known
-    assert ("assumed" in found.preprocessing_from) == ("mean" in changes)
+    assert (found.preprocessing and found.preprocessing.mean) == mean
+    assert found.preprocessing is None or len(found.preprocessing.std) == channels
+    assert bool(found.preprocessing_from) == (mean is not None)
+    assert ("assumed" in found.preprocessing_from) == (changes.get("mean", MEAN) is None)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +139,7 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], token: str) -> None:
 
 
 def test_texts_may_be_cut_shorter() -> None:
-    model = transformers_model("BertForSequenceClassification", "BertConfig", TEXT)
+    model = transformers_model("BertForSequenceClassification", TEXT)
     base = he.convert(model, processor=he.TextPreprocessing(max_length=20), preprocessing={"max_length": 7})
     assert base.metadata.preprocessing.max_length == 7
     for changes, token in (({"max_length": 99}, "lower max_length"), ({"mean": 0.5}, "max_length")):

@@ -14,7 +14,7 @@ from architectures_transformers import VISION, transformers_model
 
 
 def hf_vit() -> Any:
-    return transformers_model("ViTForImageClassification", "ViTConfig", VISION)
+    return transformers_model("ViTForImageClassification", VISION)
 
 
 def test_forward_hooks_are_refused_around_the_model_too() -> None:
@@ -61,24 +61,6 @@ def test_the_names_of_the_model_in_another_order_are_refused() -> None:
     refused(model, r"labels\[0\].*with_metadata", labels=known[::-1])
     assert he.convert(model, labels=known).metadata.labels == he.convert(model).metadata.labels == known
     assert he.convert(model, labels=names[::-1]).metadata.labels == names[::-1]  # other names
-
-
-@pytest.mark.parametrize(
-    ("channels", "mean", "expected"),
-    [
-        (1, (0.5, 0.5, 0.5), (0.5,)),
-        (1, (0.485, 0.456, 0.406), None),
-        (3, (0.485, 0.456, 0.406), (0.485, 0.456, 0.406)),
-        (3, (0.5,), (0.5, 0.5, 0.5)),
-        (4, (0.5, 0.5, 0.5), None),
-    ],
-)
-def test_preprocessing_has_the_channels_of_the_model(channels: int, mean: Any, expected: Any) -> None:
-    model = vit(in_chans=channels)
-    model.pretrained_cfg = {**model.pretrained_cfg, "mean": mean, "std": (0.5,) * len(mean)}
-    preprocessing = he.convert(model).metadata.preprocessing
-    assert (preprocessing and preprocessing.mean) == expected
-    assert preprocessing is None or len(preprocessing.std) == channels
 
 
 def with_classifier(model: Any, change: str) -> Any:

@@ -10,14 +10,11 @@ from convert_cases import alike, near, refused
 
 import hydra_ensembles as he
 from architectures_clip import (
-    END,
     SIGLIP_TEXT,
     DualCase,
     open_clip_from_timm,
     open_clip_model,
-    texts,
     transformers_clip,
-    transformers_metaclip,
     transformers_siglip,
 )
 from architectures_transformers import transformers_model
@@ -168,12 +165,6 @@ def test_transformers_tokenizer_and_processor() -> None:
 
 
 @torch.no_grad()
-def test_metaclip_is_a_clip() -> None:
-    model, pixels, given = transformers_metaclip(), DualCase.pixels(), texts(END, 1, mask=True)
-    alike(he.convert(model)(pixels, given)[0], model(pixel_values=pixels, **given).logits_per_image)
-
-
-@torch.no_grad()
 def test_zero_shot_logits_have_the_scale_and_the_bias_of_the_sigmoid() -> None:
     model, pixels = transformers_siglip(), DualCase.pixels()
     classifier = he.zero_shot(he.convert(model, processor=word_tokenizer(mask=True)), NAMES)
@@ -187,7 +178,7 @@ def test_texts_are_padded_to_the_length_that_is_read_at_the_end() -> None:
 
     core = Tokenizer.from_str(word_tokenizer().tokenizer)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[END]", model_max_length=64)
-    for model in (transformers_siglip(), transformers_model("SiglipTextModel", "SiglipTextConfig", SIGLIP_TEXT)):
+    for model in (transformers_siglip(), transformers_model("SiglipTextModel", SIGLIP_TEXT)):
         converted = he.convert(model, processor=tokenizer)
         preprocessing = getattr(converted, "text", converted).metadata.preprocessing
         assert (preprocessing.pad_to_max, preprocessing.attention_mask) == (True, False)
@@ -197,8 +188,7 @@ def test_texts_are_padded_to_the_length_that_is_read_at_the_end() -> None:
 @torch.no_grad()
 def test_an_eva_inside_a_tower_of_open_clip_is_read() -> None:
     model: Any = open_clip_from_timm("vit_pe_core_tiny_patch16_384", "map", "none", heads=2)
-    pixels = DualCase.pixels()
-    alike(he.convert(model).encode_image(pixels, normalize=False)[0], model.encode_image(pixels))
+    alike(he.convert(model).encode_image(DualCase.pixels(), normalize=False)[0], model.encode_image(DualCase.pixels()))
 
 
 def test_the_embedding_of_a_tower_is_not_taken_for_classes_without_a_word() -> None:

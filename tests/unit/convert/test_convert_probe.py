@@ -33,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # of transformers, with their settings
 
 
 def bare(family: str) -> Any:
-    return transformers_model(f"{family}Model", f"{family}Config", FAMILIES[family])
+    return transformers_model(f"{family}Model", FAMILIES[family])
 
 
 BARE: dict[str, Callable[[], Any]] = {

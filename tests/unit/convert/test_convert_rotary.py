@@ -32,7 +32,7 @@ def test_positions_move_in_training_as_those_of_the_original() -> None:
     moves = {"pos_embed_shift": 0.2, "pos_embed_jitter": 1.5, "pos_embed_rescale": 2.0}
     names = ("rope_shift_coords", "rope_jitter_coords", "rope_rescale_coords")
     originals = [
-        transformers_model("DINOv3ViTModel", "DINOv3ViTConfig", {**DINOV3, **moves}),
+        transformers_model("DINOv3ViTModel", {**DINOV3, **moves}),
         timm_model(EVA_DINOV3, init_values=1.0, **dict(zip(names, moves.values(), strict=True))),
     ]
     for model in originals:
@@ -52,12 +52,12 @@ def test_positions_move_in_training_as_those_of_the_original() -> None:
 
 def test_a_window_is_seen_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     convert_wrongly(monkeypatch, lambda ensemble: setattr(ensemble.encoder, "window", 3))
-    refused(transformers_model("ModernBertForSequenceClassification", "ModernBertConfig", MODERNBERT), r"layers\.1")
+    refused(transformers_model("ModernBertForSequenceClassification", MODERNBERT), r"layers\.1")
 
 
 @torch.no_grad()
 def test_a_plan_runs_texts_of_any_length_and_refuses_longer_ones() -> None:
-    converted = he.convert(transformers_model("GteForSequenceClassification", "GteConfig", TEXT))
+    converted = he.convert(transformers_model("GteForSequenceClassification", TEXT))
     fast = converted.optimize()
     for tokens in (5, 24):
         batch = token_batch(1, segments=False, tokens=tokens)

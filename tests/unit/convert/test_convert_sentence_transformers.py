@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BERT and its tokenizer, as `save_pretrained` leaves them."""
     path = tmp_path_factory.mktemp("bert")
     save_tokenizer(path)
-    transformers_model("BertModel", "BertConfig", TEXT).save_pretrained(path)
+    transformers_model("BertModel", TEXT).save_pretrained(path)
     return path
 
 
@@ -31,7 +31,7 @@ def embeds_alike(base: he.Ensemble, model: Any, prompt: str = "") -> None:
 
 def test_the_norm_after_the_last_block_comes_before_pooling(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    transformers_model("ModernBertModel", "ModernBertConfig", MODERNBERT).save_pretrained(tmp_path)
+    transformers_model("ModernBertModel", MODERNBERT).save_pretrained(tmp_path)
     model = sentence_model(tmp_path, "mean")
     embeds_alike(he.convert(model), model)
 
@@ -87,7 +87,7 @@ def test_a_cross_encoder_keeps_its_tokenizer_and_its_classes(folder: Path, tmp_p
     library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     names = {"id2label": dict(enumerate("abcde")), "label2id": {name: at for at, name in enumerate("abcde")}}
-    transformers_model("BertForSequenceClassification", "BertConfig", {**TEXT, **names}).save_pretrained(tmp_path)
+    transformers_model("BertForSequenceClassification", {**TEXT, **names}).save_pretrained(tmp_path)
     model, pairs = library.CrossEncoder(str(tmp_path), device="cpu"), [("a b", "c d e"), ("f", "g h a b c")]
     base = he.convert(model)
     assert base.metadata.labels == tuple("abcde")

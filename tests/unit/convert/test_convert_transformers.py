@@ -30,7 +30,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def build(family: str, **changes: Any) -> Any:
     name, settings = FAMILIES[family]
     task = "Image" if "patch_size" in settings else "Sequence"
-    return transformers_model(f"{name}For{task}Classification", f"{name}Config", {**settings, **changes}).eval()
+    return transformers_model(f"{name}For{task}Classification", {**settings, **changes}).eval()
 
 
 def batch(family: str) -> dict[str, torch.Tensor]:
@@ -58,8 +58,8 @@ def test_a_bare_encoder_is_read_as_the_classifier_of_its_family(family: str) -> 
 
 
 def test_the_hidden_layer_is_the_pooler_or_fresh() -> None:
-    pooled = transformers_model("RobertaModel", "RobertaConfig", TEXT)
-    without = transformers_model("RobertaModel", "RobertaConfig", TEXT, add_pooling_layer=False)
+    pooled = transformers_model("RobertaModel", TEXT)
+    without = transformers_model("RobertaModel", TEXT, add_pooling_layer=False)
     hidden = he.convert(pooled, num_labels=3).readout.hidden
     torch.manual_seed(0)
     fresh = he.convert(without, num_labels=3).readout.hidden
@@ -71,13 +71,13 @@ def test_the_hidden_layer_is_the_pooler_or_fresh() -> None:
 
 @torch.no_grad()
 def test_vit_reads_its_pooler_for_features_only() -> None:
-    model, inputs = transformers_model("ViTModel", "ViTConfig", VISION), images(32, 32)
+    model, inputs = transformers_model("ViTModel", VISION), images(32, 32)
     token = model(**inputs).last_hidden_state[:, 0]
     assert torch.allclose(he.convert(model, num_labels=3).features(inputs)[0], token, atol=1e-5)
-    unpooled = transformers_model("ViTModel", "ViTConfig", VISION, add_pooling_layer=False)
+    unpooled = transformers_model("ViTModel", VISION, add_pooling_layer=False)
     assert torch.allclose(he.convert(unpooled)(inputs)[0], unpooled(**inputs).last_hidden_state[:, 0], atol=1e-5)
     for settings, word in (({"pooler_act": "sigmoid"}, "sigmoid"), ({"pooler_output_size": 16}, "width 16")):
-        other = transformers_model("ViTModel", "ViTConfig", {**VISION, **settings})
+        other = transformers_model("ViTModel", {**VISION, **settings})
         refused(other, word)
         assert he.convert(other, num_labels=3).num_classes == 3  # the classifier of the family does not use it
 
@@ -85,7 +85,7 @@ def test_vit_reads_its_pooler_for_features_only() -> None:
 @torch.no_grad()
 def test_what_a_family_may_lack_is_no_obstacle() -> None:
     settings = {**TEXT, "embedding_size": 16}
-    albert = transformers_model("AlbertModel", "AlbertConfig", settings, add_pooling_layer=False)
+    albert = transformers_model("AlbertModel", settings, add_pooling_layer=False)
     inputs = token_batch(pad=0, segments=True)
     assert torch.allclose(he.convert(albert)(inputs)[0], albert(**inputs).last_hidden_state[:, 0], atol=1e-5)
     assert assert_same_logits(build("registers", num_register_tokens=0), images(32, 32)).config.stem.registers == 0

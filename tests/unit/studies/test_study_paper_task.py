@@ -74,7 +74,7 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bert")
-    model = transformers_model("BertForMaskedLM", "BertConfig", TEXT)
+    model = transformers_model("BertForMaskedLM", TEXT)
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
