@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Any, get_args
@@ -16,7 +16,7 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from .core import ACTIVATIONS, translate
 from .declared import Declaration, Part, Place, unknown_arguments
-from .own import Asked, MixedSamplesError, OwnIdError, require_every_id, require_samples_apart, warn_of_branches
+from .own import Asked, OwnIdError, require_every_id, warn_of_branches
 from .probe import Both, NoAnswerError, OtherSizeError, require_same_answers
 from .reading import read_declaration, with_size
 
@@ -45,7 +45,6 @@ def guessed(model: nn.Module, num_labels: int | None, size: tuple[int, int] | No
         except HydraError:
             continue
         return declaration
-    _require_samples_apart(_candidates(model), model, num_labels)
     return None
 
 
@@ -72,7 +71,6 @@ def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | 
     except (NoAnswerError, OwnIdError):
         raise
     except ConversionError as error:
-        _require_samples_apart((declaration,), model, num_labels)
         other_size = isinstance(error, OtherSizeError)
         for change in ({"resample": way} for way in get_args(Resample)) if other_size else _changes(declaration, model):
             if all(getattr(declaration, name) == value for name, value in change.items()):
@@ -112,18 +110,6 @@ def _require_agreement(
         except NoAnswerError:
             if model is copies[-1]:
                 raise
-
-
-def _require_samples_apart(declarations: Iterable[Declaration], model: nn.Module, num_labels: int | None) -> None:
-    """Where nothing agrees, say that it is for want of samples that are answered one by one, if it is."""
-    for declaration in declarations:
-        try:
-            require_samples_apart(_both(declaration, model, num_labels))
-        except MixedSamplesError as error:
-            raise MixedSamplesError(f"{error}; its names={dict(declaration.names)}") from None
-        except HydraError:
-            continue  # it cannot be read so, or cannot answer
-        return
 
 
 def _both(declaration: Declaration, model: nn.Module, num_labels: int | None, metadata: Metadata | None = None) -> Both:

@@ -1,7 +1,7 @@
-"""What is asked of a model of one's own beside random batches: every id, samples alone, padding before and untold."""
+"""What is asked of a model of one's own beside random batches: every id, padding before texts and padding untold."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._utils import warn
@@ -23,39 +24,6 @@ _NEAR = 8  # tokens of a text in which one id is tried
 
 class OwnIdError(ConversionError):
     """The answers agree, but for texts with a token that the model does not take for one."""
-
-
-class MixedSamplesError(ConversionError):
-    """What the original says of a sample depends on the others in its batch, or on chance."""
-
-
-# --- samples --------------------------------------------------------------------------------------------------------
-
-
-def require_samples_apart(both: Both) -> None:
-    """Refuse a model that answers a sample otherwise a second time, or when another lies beside it, as none of ours."""
-    inputs = both.samples()
-    with both.answering():
-        together, again = both.original(inputs), both.original(inputs)
-        changed = difference(again, together)
-        if changed > both.allowed(inputs):
-            raise MixedSamplesError(
-                f"{both.architecture.name}: the model answers the same batch otherwise a second time, by {changed:.2g} "
-                "of the size of its answers, in evaluation mode: look for something random, such as F.dropout without "
-                "training=self.training, or for what it keeps from call to call"
-            )
-        alone = [both.original({name: x[at : at + 1] for name, x in inputs.items()}) for at in range(len(together))]
-        apart = difference(torch.cat(alone), together)
-        if apart <= both.allowed(inputs):
-            return
-    main = next(iter(inputs))
-    raise MixedSamplesError(
-        f"{both.architecture.name}: the model answers a sample alone and the same sample in a batch of two otherwise, "
-        f"by {apart:.2g} of the size of its answers; a converted model answers every sample by itself. Look for a norm "
-        "over the batch, or for axes of batch and tokens that were taken for each other (batch_first=); if samples are "
-        "meant to be answered alone, say so in the declaration, with answer=lambda model, batch: torch.cat([model(one) "
-        f"for one in batch[{main!r}].split(1)])"
-    )
 
 
 # --- ids ------------------------------------------------------------------------------------------------------------
@@ -94,11 +62,9 @@ class Asked:
         """Of these ids `[V]` one of each kind that the model tells from others; all of them where that is not known."""
         if self.unknown:
             return ids
-        answers = [question(ids).flatten().long() for question in self.questions]
-        kinds = torch.stack([torch.zeros_like(ids), *answers], dim=1).unique(dim=0, return_inverse=True)[1]  # [V]
-        order = kinds.argsort(stable=True)
-        first_of_kind = torch.cat([torch.ones_like(order[:1]).bool(), kinds[order].diff() != 0])
-        return ids[order[first_of_kind]]
+        answers = [torch.zeros_like(ids), *(question(ids).flatten().long() for question in self.questions)]
+        one_of_each = dict(zip(map(tuple, torch.stack(answers, dim=1).tolist()), ids.tolist(), strict=True))
+        return ids.new_tensor(list(one_of_each.values()))
 
 
 class _Ids(Tensor):
@@ -143,9 +109,9 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = list(_tensors([*args, *(kwargs or {}).values()]))
+        inputs = _tensors((args, kwargs))
         if any(tensor in self.derived for tensor in inputs):
-            self.derived.update(dict.fromkeys(_tensors([result]), True))
+            self.derived.update(dict.fromkeys(_tensors(result), True))
             place = _asker() if func.overloadpacket.__name__ in _READS else None
             if place is not None and place not in self.asked.places:
                 self.asked.places.append(place)
@@ -155,7 +121,7 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _look(self, name: str, func: Callable[..., Any], args: Any, ids: Sequence[Tensor], result: Any) -> None:
-        results = list(_tensors([result]))
+        results = _tensors(result)
         if name in _SHAPES or (name in _LOOKUPS and _same_memory(args[0], self.table) and len(ids) == 1):
             return
         if name in _MOVES and all(tensor.dtype in (torch.int32, torch.int64) for tensor in results):
@@ -180,13 +146,9 @@ def _asker() -> str | None:
     return None if file.is_relative_to(_TORCH) else f"{file.name}:{frame.f_lineno}"
 
 
-def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """All tensors among the arguments of an operation."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, list | tuple):
-            yield from _tensors(argument)
+def _tensors(arguments: Any) -> list[Tensor]:
+    """All tensors among the arguments, or the results, of an operation."""
+    return [argument for argument in tree_leaves(arguments) if isinstance(argument, Tensor)]
 
 
 def _same_memory(tensor: Tensor, other: Tensor) -> bool:

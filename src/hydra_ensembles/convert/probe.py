@@ -311,6 +311,16 @@ def _few_tokens(block: nn.Module) -> Iterator[list[Tensor]]:
 
 def _first_difference(both: Both, inputs: NamedTensors, allowed: float) -> str:
     """The first place where the activations of both models differ, in words."""
+    if both.own:
+        together, main = both.original(inputs), next(iter(inputs))
+        alone = [both.original({name: x[at : at + 1] for name, x in inputs.items()}) for at in range(len(together))]
+        if difference(torch.cat(alone), together) > allowed:
+            return (
+                "in the original itself, which answers these samples otherwise one by one: look for a norm over the "
+                "batch, for axes of batch and tokens that were taken for each other (batch_first=), or for something "
+                "random, such as F.dropout without training=self.training; if they are meant to be answered alone, say "
+                f"answer=lambda model, batch: torch.cat([model(one) for one in batch[{main!r}].split(1)])"
+            )
     architecture, model, ensemble = both.architecture, both.model, both.ensemble
     names = [block_name(architecture, model, layer) for layer in range(ensemble.num_layers)]
     theirs = _their_tokens(both, [model.get_submodule(name) for name in names], inputs)

@@ -115,22 +115,10 @@ class FunctionViT(EncoderViT):
         return super().forward(F.dropout(images, 0.1, self.training))
 
 
-class TokenViT(OwnViT):
-    """Drops pixels, which has no place here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(self.drop(images))
-
-
 @pytest.mark.parametrize(
     ("model", "declaration"),
     [
         (lambda: own(FunctionViT), ENCODER_VIT),
-        (lambda: own(TokenViT), OWN_VIT),
         (lambda: own(ByHandViT, rates=(0.25, 0.1)), OWN_VIT),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from convert_cases import convert_wrongly, look_for_no_remedy, refused, vit
+from convert_cases import changed, convert_wrongly, look_for_no_remedy, refused, vit
 from torch import nn
 
 import hydra_ensembles as he
@@ -22,32 +22,22 @@ from hydra_ensembles.convert import probe
 from hydra_ensembles.errors import ConversionError
 from hydra_ensembles.model.layers import Block
 
-FAMILIES: dict[str, dict[str, Any]] = {  # of transformers, with their settings
-    **dict.fromkeys(("ViT", "DeiT", "Dinov2", "Dinov2WithRegisters", "ViTMAE", "CLIPVision"), VISION),
-    **dict.fromkeys(("Bert", "Roberta", "Electra", "Gte"), TEXT),
-    "Albert": {**TEXT, "embedding_size": 16},
-    "DistilBert": DISTILBERT,
-    "DINOv3ViT": DINOV3,
-    "ModernBert": MODERNBERT,
-}
 
-
-def bare(family: str) -> Any:
-    return transformers_model(f"{family}Model", FAMILIES[family])
+def bare(family: str, settings: dict[str, Any] = VISION) -> Callable[[], Any]:
+    return partial(transformers_model, f"{family}Model", settings)
 
 
 BARE: dict[str, Callable[[], Any]] = {
     "timm": lambda: vit(num_classes=0),
     "timm-distilled": lambda: timm_model("deit_tiny_distilled_patch16_224", num_classes=0),
-    "torchvision": lambda: _without_head(torchvision_model()),
-    **{family: partial(bare, family) for family in FAMILIES},
+    "torchvision": lambda: changed(torchvision_model(), "heads", nn.Sequential()),
+    **{family: bare(family) for family in ("ViT", "DeiT", "Dinov2", "Dinov2WithRegisters", "ViTMAE", "CLIPVision")},
+    **{family: bare(family, TEXT) for family in ("Bert", "Roberta", "Electra", "Albert", "Gte")},
+    "DistilBert": bare("DistilBert", DISTILBERT),
+    "DINOv3": bare("DINOv3ViT", DINOV3),
+    "ModernBert": bare("ModernBert", MODERNBERT),
     "open_clip-text": lambda: open_clip_model(text={"proj_type": "none", "width": 24}, custom=True).text,
 }
-
-
-def _without_head(model: Any) -> Any:
-    model.heads = nn.Sequential()
-    return model
 
 
 @pytest.fixture
@@ -112,10 +102,10 @@ def test_other_types_are_compared_within_their_rounding(dtype: torch.dtype, dist
 @pytest.mark.parametrize(
     ("build", "part", "place"),
     [
-        (partial(bare, "Bert"), "embeddings", "before encoder.layer.0"),
-        (partial(bare, "Bert"), "encoder.layer.0.output", "in encoder.layer.0"),
-        (partial(bare, "Bert"), "pooler", "after encoder.layer.1"),
-        (partial(bare, "Dinov2"), "encoder.layer.0.layer_scale1", "in encoder.layer.0"),
+        (BARE["Bert"], "embeddings", "before encoder.layer.0"),
+        (BARE["Bert"], "encoder.layer.0.output", "in encoder.layer.0"),
+        (BARE["Bert"], "pooler", "after encoder.layer.1"),
+        (BARE["Dinov2"], "encoder.layer.0.layer_scale1", "in encoder.layer.0"),
         (BARE["timm"], "blocks.1.mlp", "in blocks.0"),
         (BARE["timm"], "patch_embed", "before blocks.0"),
     ],

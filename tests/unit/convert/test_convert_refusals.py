@@ -88,13 +88,6 @@ def test_it_is_said_what_it_is_why_and_what_works(build: Any, token: str) -> Non
 # --- variants of known models ------------------------------------------------------------------------------
 
 
-def with_value(value: float) -> Any:
-    model = vit()
-    with torch.no_grad():
-        model.blocks[1].mlp.fc1.weight[0, 0] = value
-    return model
-
-
 def parallel_blocks() -> Any:
     from timm.models.vision_transformer import ParallelScalingBlock
 
@@ -103,18 +96,6 @@ def parallel_blocks() -> Any:
 
 def bert(**changes: Any) -> Any:
     return hf("BertForSequenceClassification", TEXT, **changes)
-
-
-def adapted(custom: bool) -> Any:
-    model = open_clip_model(custom=custom)
-    model.register_parameter("adapter", nn.Parameter(torch.zeros(3)))
-    return model
-
-
-def half_norm() -> Any:
-    model: Any = open_clip_model()
-    model.visual.ln_post.to(torch.bfloat16)
-    return model
 
 
 def with_adapters(inside: bool) -> Any:
@@ -135,6 +116,7 @@ def quantised() -> Any:
 
 
 DEEP = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))
+EXTRA, NAN, INF = nn.Parameter(torch.zeros(3)), float("nan"), float("inf")
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
 ELECTRA = "ElectraForSequenceClassification"
 VARIANTS: Rows = [
@@ -150,8 +132,7 @@ VARIANTS: Rows = [
     (lambda: timm_tiny("vit_small_r26_s32_224"), "HybridEmbed"),
     (lambda: nn.Linear(2, 2), "Linear.*timm"),
     (lambda: vit(num_classes=1), "one output"),
-    (lambda: with_value(float("nan")), r"1 of the 4096 values of blocks\.1\.mlp\.fc1\.weight"),
-    (lambda: with_value(float("inf")), r"1 of the 4096 values of blocks\.1\.mlp\.fc1\.weight"),
+    (lambda: changed(vit(), "head.bias", nn.Parameter(torch.tensor([0, 1, NAN, 2, INF]))), "2 of the 5 values of head"),
     (lambda: changed(vit(), "blocks.1.mlp.fc1", nn.Linear(32, 100)), r"blocks\.1\.mlp\.fc1\.weight.*100"),
     (lambda: changed(vit(), "head", nn.Linear(32, 5).to(torch.float8_e4m3fn)), "float8_e4m3fn.*quantised"),
     (lambda: changed(vit(), "blocks.1", vit().blocks[1].to("meta")), r"blocks\.1\..* meta device"),
@@ -202,11 +183,11 @@ VARIANTS: Rows = [
     (lambda: open_clip_from_timm("vit_base_patch16_224", "token", "mlp"), r"head is made of \['mlp'\]"),
     (lambda: transformers_clip({"hidden_act": "tanh"}, {}), "'tanh'"),
     (lambda: transformers_clip({}, {"eos_token_id": 49407}), "eos_token_id.*49407"),
-    (lambda: adapted(custom=False), r"no canonical place: \['adapter'\]"),
-    (lambda: adapted(custom=True), r"no canonical place: \['adapter'\]"),
+    (lambda: changed(open_clip_model(), "adapter", EXTRA), r"no canonical place: \['adapter'\]"),
+    (lambda: changed(open_clip_model(custom=True), "adapter", EXTRA), r"no canonical place: \['adapter'\]"),
     (lambda: changed(open_clip_model(custom=True), "text", nn.Linear(2, 2)), "text tower is a .*Linear"),
     (lambda: changed(open_clip_model(), "logit_scale", None), "logit_scale"),
-    (half_norm, r"different types.*model\.float\(\)"),
+    (lambda: changed(vit(), "norm", nn.LayerNorm(32).bfloat16()), r"different types.*model\.float\(\)"),
 ]
 
 
