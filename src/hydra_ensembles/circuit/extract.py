@@ -3,14 +3,16 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast, get_args
 
 import torch
+from tqdm import tqdm
 
 from .._distributed import Ranks, all_ranks, local_device
 from .._utils import own_precision, require_device, warn
@@ -32,7 +34,7 @@ from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
 from .journal import FORMAT, Journal, Step, resumed, stored_journal
 from .scores import CircuitData, Distance, Method, Objective, OODScore, Score, Ties, read_samples
 from .screened import AFRESH, Screened
-from .timing import MINUTES, CandidateBar, in_words, say, seconds_of, speed_of
+from .timing import MINUTES, in_words, moving, say, seconds_of, speed_of
 
 
 @checked
@@ -360,10 +362,13 @@ class Extraction:
         counted = (0, 0)
         name = f"circuit/{self.method} {self.objective.score}"
         hidden = not progress or self.ranks.rank > 0
-        shown = CandidateBar(name, len(self.candidates), self.budget, len(done), self.ranks.size, hidden)
-        search.tell = shown.tell
-        with closing(shown.bar):
+        starts = list(accumulate((len(self.candidates) - step for step in range(self.budget)), initial=0))
+        bar = tqdm(
+            total=starts[-1], initial=starts[len(done)], desc=name, unit="head", disable=hidden, dynamic_ncols=True
+        )
+        with bar:
             for index in range(len(done), self.budget):
+                search.tell = moving(bar, starts[index], starts[index + 1] - starts[index], self.ranks.size)
                 choice, excess = search.take(may_go(self.model, left), audited=index in self.audited)
                 if choice.over:
                     self._warn_of_end(journal)
@@ -375,7 +380,9 @@ class Extraction:
                 counted = (blocks, products)
                 layer, head, tower = choice.head
                 journal.add(Step(layer, head, choice.errors, choice.discordance, *spent, excess, tower), path)
-                shown.next_step(self.objective.achieved(choice.errors, choice.discordance))
+                reached = self.objective.achieved(choice.errors, choice.discordance)
+                bar.set_postfix(removed=f"{index + 1}/{self.budget}", score=f"{reached:.4f}", refresh=False)
+                search.tell(len(self.candidates))  # all of them
 
     def _warn_of_end(self, journal: Journal) -> None:
         count = self.objective.id_count

@@ -5,8 +5,9 @@ blocks from that of its head on, and bounds end most candidates early; by how mu
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -68,26 +69,9 @@ def say(text: str) -> None:
     tqdm.write(text, file=sys.stderr)
 
 
-class CandidateBar:
-    """A progress bar over the candidates of all steps of a run; one that was given up early counts as well."""
+def moving(bar: Any, start: int, most: int, ranks: int) -> Callable[[int], None]:
+    """Moves a bar over candidates within one step, that starts at a position and has so many; it never goes back.
 
-    def __init__(self, name: str, candidates: int, budget: int, done: int, ranks: int, hidden: bool) -> None:
-        self._counts = [candidates - step for step in range(budget)]
-        self._ranks = ranks
-        self._step, self._start = done, sum(self._counts[:done])  # number of the step, and candidates before it
-        self.bar = tqdm(
-            total=sum(self._counts), initial=self._start, desc=name, unit="head", disable=hidden, dynamic_ncols=True
-        )
-
-    def tell(self, decided: int) -> None:
-        """So many candidates of this rank are decided in this step; a number below the last one moves nothing."""
-        position = self._start + min(decided * self._ranks, self._counts[self._step])
-        if position > self.bar.n:
-            self.bar.update(position - self.bar.n)
-
-    def next_step(self, score: float) -> None:
-        """A head is chosen; the score is that of the model without it."""
-        self.bar.set_postfix(removed=f"{self._step + 1}/{len(self._counts)}", score=f"{score:.4f}", refresh=False)
-        self.tell(self._counts[self._step])
-        self._start += self._counts[self._step]
-        self._step += 1
+    What it is given is how many candidates of this rank are decided, of those that are given up early, too.
+    """
+    return lambda decided: bar.update(max(0, start + min(decided * ranks, most) - bar.n))

@@ -16,7 +16,6 @@ from circuit_models import SCORES, Problem, evidence, random_problem, searches
 from hydra_ensembles.circuit.scores import Score, Ties
 from hydra_ensembles.errors import CheckpointError, ConfigError, HeadError, HydraWarning
 from hydra_ensembles.familiarity import fit_familiarity
-from hydra_ensembles.heads.masking import masked
 from hydra_ensembles.heads.ranking import HeadRanking
 from hydra_ensembles.model.config import EnsembleConfig, PatchStemConfig, ReadoutConfig
 from hydra_ensembles.model.ensemble import Ensemble
@@ -29,18 +28,22 @@ pytestmark = pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning") 
 # --- naive -------------------------------------------------------------------------------------------------
 
 
-def plain_score(model: Ensemble, problem: Problem, score: Score) -> float:
-    """Accuracy, AUROC or their mean, with softmax and scikit-learn: none of the library's own counting."""
+def with_distance(problem: Problem, name: str = "mahalanobis") -> Problem:
+    """The same problem with a model that knows how far features are from familiar ones."""
+    known = random_problem("image-cls" if problem.model.kind == "image" else "text-post-norm", (40, 40, 40), seed=11)
+    return replace(problem, model=fit_familiarity(problem.model, known.id_batches, ("knn", name), held_out=0.0))
 
-    def probabilities(batches: list) -> Tensor:
-        with torch.no_grad():
-            return torch.cat([model(inputs)[0].softmax(-1) for inputs, _ in batches])
 
-    inside, outside = probabilities(problem.id_batches), probabilities(problem.ood_batches)
+def plain_score(model: Ensemble, problem: Problem, score: Score, ood_score: Any = "msp") -> float:
+    """Accuracy, AUROC or their mean, with scikit-learn: none of the library's own counting."""
+    inside, outside = (
+        [model.predict(inputs) for inputs, _ in batches] for batches in (problem.id_batches, problem.ood_batches)
+    )
     labels = torch.cat([labels for _, labels in problem.id_batches])
-    accuracy = float((inside.argmax(-1) == labels).double().mean())
-    uncertainty = -torch.cat([inside, outside]).amax(-1)
-    auroc = float(roc_auc_score([0] * len(inside) + [1] * len(outside), uncertainty.numpy()))
+    accuracy = float((torch.cat([answer.label for answer in inside]) == labels).double().mean())
+    uncertainty = [torch.cat([answer.score(ood_score) for answer in answers]) for answers in (inside, outside)]
+    foreign = [0] * len(uncertainty[0]) + [1] * len(uncertainty[1])
+    auroc = float(roc_auc_score(foreign, torch.cat(uncertainty).numpy()))
     return {"acc": accuracy, "ood": auroc, "avg": (accuracy + auroc) / 2}[score]
 
 
@@ -52,21 +55,26 @@ def likelihood(model: Ensemble, problem: Problem) -> float:
 
 
 @pytest.mark.parametrize(
-    ("shape", "score", "ties"),
+    ("shape", "score", "ties", "ood_score"),
     [
-        *(("image-cls", score, "order") for score in ("acc", "ood")),
-        ("text-end-of-text", "acc", "likelihood"),
-        ("image-cls", "avg", "likelihood"),
+        *(("image-cls", score, "order", "msp") for score in ("acc", "ood")),
+        ("text-end-of-text", "acc", "likelihood", "msp"),
+        ("image-cls", "avg", "likelihood", "msp"),
+        ("image-cls", "ood", "likelihood", "mahalanobis"),
+        ("image-cls", "avg", "order", "vim"),
+        ("text-post-norm", "avg", "likelihood", "mahalanobis"),
     ],
 )
-def test_naive_choices_and_scores(shape: str, score: Score, ties: str) -> None:
+def test_naive_choices_and_scores(shape: str, score: Score, ties: str, ood_score: Any) -> None:
     problem = random_problem(shape, id_sizes=(6, 5), ood_sizes=(5, 2))
-    ranking = problem.extract(method="naive", score=score, budget=2, ties=ties, layers=[0, 2])
+    problem = problem if ood_score == "msp" else with_distance(problem, ood_score)
+    known = {"familiarity": problem.model.metadata.familiarity}  # its statistics stay those of the whole model
+    ranking = problem.extract(method="naive", score=score, budget=2, ties=ties, layers=[0, 2], ood_score=ood_score)
     left = [(layer, head) for layer in (0, 2) for head in range(4)]
     removed: list[tuple[int, int]] = []
     for head, achieved in zip(ranking.heads, ranking.scores, strict=True):
-        models = {one: prune(problem.model, [*removed, one]) for one in left}
-        scores = {one: plain_score(model, problem, score) for one, model in models.items()}
+        models = {one: prune(problem.model, [*removed, one]).with_metadata(**known) for one in left}
+        scores = {one: plain_score(model, problem, score, ood_score) for one, model in models.items()}
         highest = max(scores.values())
         tied = [one for one, value in scores.items() if value > highest - 1e-12]
         if ties == "likelihood":
@@ -77,7 +85,9 @@ def test_naive_choices_and_scores(shape: str, score: Score, ties: str) -> None:
         assert achieved == pytest.approx(highest, abs=1e-12)
         left.remove(best)
         removed.append(best)
-    assert ranking.provenance["start"] == pytest.approx(plain_score(problem.model, problem, score), abs=1e-12)
+    assert ranking.provenance.get("ood_score", "msp") == ood_score
+    start = plain_score(problem.model, problem, score, ood_score)
+    assert ranking.provenance["start"] == pytest.approx(start, abs=1e-12)
     passes = 1 + 8 + 7  # the model as it is, and every head that is left at each step
     assert ranking.provenance["model_forwards"] == pytest.approx(passes)
     assert ranking.provenance["layer_evaluations"] == passes * 3 * (11 if score == "acc" else 18)  # layers, samples
@@ -99,7 +109,10 @@ LAST = {"removed": GONE, "budget": LAYERS * HEADS - len(GONE)}
 @pytest.mark.parametrize(("shape", "score"), [*(("image-cls", score) for score in SCORES), ("text-post-norm", "avg")])
 def test_ties_between_samples_down_to_the_last_head(shape: str, score: Score) -> None:
     problem = random_problem(shape, id_sizes=(3, 2), ood_sizes=(3,), ties=True)
-    assert_same_choices(problem, score=score, **LAST)
+    by_confidence = assert_same_choices(problem, score=score, **LAST)
+    if (shape, score) in (("image-cls", "ood"), ("text-post-norm", "avg")):
+        found = assert_same_choices(with_distance(problem), score=score, ood_score="mahalanobis", **LAST)
+        assert found.heads != by_confidence.heads
 
 
 @pytest.mark.parametrize(("score", "ties"), [("acc", "likelihood"), ("ood", "order"), ("avg", "likelihood")])
@@ -282,47 +295,6 @@ def test_in_single_precision_choices_are_within_rounding(learned: Problem) -> No
 
 
 # --- circuits by a distance of features --------------------------------------------------------------------
-
-
-def with_distance(problem: Problem, name: str = "mahalanobis") -> Problem:
-    """The same problem with a model that knows how far features are from familiar ones."""
-    known = random_problem("image-cls" if problem.model.kind == "image" else "text-post-norm", (40, 40, 40), seed=11)
-    return replace(problem, model=fit_familiarity(problem.model, known.id_batches, ("knn", name), held_out=0.0))
-
-
-@pytest.mark.parametrize(
-    ("shape", "score", "name"),
-    [("image-cls", "ood", "mahalanobis"), ("image-cls", "avg", "vim"), ("text-post-norm", "avg", "mahalanobis")],
-)
-def test_by_distance_naive_choices_are_those_of_plain_scores(shape: str, score: Score, name: Any) -> None:
-    problem = with_distance(random_problem(shape, id_sizes=(6, 5), ood_sizes=(5, 2)), name)
-    found = problem.extract(method="naive", score=score, budget=2, ood_score=name, layers=[0, 2])
-
-    def plain(removed: list[tuple[int, int]]) -> float:
-        """What scikit-learn says of the distances that predictions give."""
-        with masked(problem.model, removed):
-            inside, outside = (
-                torch.cat([problem.model.predict(inputs).score(name) for inputs, _ in some])
-                for some in (problem.id_batches, problem.ood_batches)
-            )
-            right = torch.cat([problem.model.predict(inputs).label == y for inputs, y in problem.id_batches])
-        auroc = float(roc_auc_score([0] * len(inside) + [1] * len(outside), torch.cat([inside, outside]).numpy()))
-        return auroc if score == "ood" else (auroc + float(right.double().mean())) / 2
-
-    assert found.provenance["start"] == pytest.approx(plain([]), abs=1e-6)
-    best = max(plain([(layer, head)]) for layer in (0, 2) for head in range(HEADS))
-    assert found.scores[0] == pytest.approx(best, abs=1e-6)
-    assert found.scores[1] == pytest.approx(plain([head[:2] for head in found.heads]), abs=1e-6)
-    assert found.provenance["ood_score"] == name
-
-
-@pytest.mark.parametrize(("shape", "score"), [("image-cls", "ood"), ("text-post-norm", "avg")])
-def test_by_distance_exact_is_naive_down_to_the_last_head(shape: str, score: Score) -> None:
-    problem = with_distance(random_problem(shape, id_sizes=(3, 2), ood_sizes=(3,), ties=True))
-    found = assert_same_choices(problem, score=score, ood_score="mahalanobis", **LAST)
-    by_confidence = problem.extract(method="exact", score=score, **LAST)
-    assert found.heads != by_confidence.heads
-    assert "ood_score" not in by_confidence.provenance
 
 
 def test_a_distance_that_was_not_fitted_or_is_only_estimated_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from circuit_models import evidence
 from hydra_ensembles.circuit.cache import WorkingModel
 from hydra_ensembles.circuit.joint import JointExact, of_tower
 from hydra_ensembles.errors import ConfigError, DataError, HeadError, HydraError
+from hydra_ensembles.fingerprints import tensors_digest
 from processes import by_two_ranks
 from zero_shot_models import NAMES, TEMPLATES, dual_of
 
@@ -86,16 +87,22 @@ def test_the_image_tower_alone_is_that_of_the_classifier() -> None:
     assert removed.heads == extract(he.prune(dual, [(0, 1, "text")]), "exact", labelled_by=dual, **image).heads
 
 
-def test_the_score_is_that_of_the_pruned_model() -> None:
-    dual = dual_in_float64()
-    before = {name: tensor.clone() for name, tensor in dual.state_dict().items()}
+def test_the_score_is_that_of_the_pruned_model_also_by_two_ranks_and_after_a_stop(tmp_path: Path) -> None:
+    dual, path = dual_in_float64(), tmp_path / "journal.json"
+    before = tensors_digest(dual.state_dict())
     ranking = extract(dual, "exact", score="acc", budget=5)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in dual.state_dict().items())
+    assert tensors_digest(dual.state_dict()) == before
     pruned = he.zero_shot(he.prune(dual, ranking.heads), NAMES, TEMPLATES[:2])
     data = batches(dual, KNOWN, 0)
     with torch.no_grad():
         right = sum(int((pruned(images)[0].argmax(-1) == labels).sum()) for images, labels in data)
     assert ranking.scores[-1] == right / KNOWN
+    extract(dual, "exact", score="acc", budget=1, journal=path)
+    resumed = extract(dual, "exact", score="acc", budget=5, journal=path)
+    shared = (one.result() for one in by_two_ranks(lambda rank: extract(dual, "exact", score="acc", budget=5)))
+    assert all((one.heads, one.scores) == (ranking.heads, ranking.scores) for one in (resumed, *shared))
+    with pytest.raises(HydraError, match="prompts"):
+        extract(dual, "exact", score="acc", budget=5, journal=path, templates="the {label}")
 
 
 def test_candidates_run_their_own_tower_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,22 +133,6 @@ def test_candidates_run_their_own_tower_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(JointExact, "remove", checked_remove)
     extract(dual_in_float64("transformers-quickgelu"), "exact", budget=6)
     assert towers == {"image", "text"}
-
-
-def test_a_journal_is_continued(tmp_path: Path) -> None:
-    dual, path = dual_in_float64(), tmp_path / "journal.json"
-    whole = extract(dual, "exact", budget=3)
-    extract(dual, "exact", budget=1, journal=path)
-    assert extract(dual, "exact", budget=3, journal=path).heads == whole.heads
-    with pytest.raises(HydraError, match="prompts"):
-        extract(dual, "exact", budget=3, journal=path, templates="the {label}")
-
-
-def test_two_ranks_give_the_ranking_of_one() -> None:
-    dual = dual_in_float64()
-    expected = extract(dual, "exact", budget=2)
-    for ranking in (one.result() for one in by_two_ranks(lambda rank: extract(dual, "exact", budget=2))):
-        assert (ranking.heads, ranking.scores) == (expected.heads, expected.scores)
 
 
 @pytest.mark.parametrize(

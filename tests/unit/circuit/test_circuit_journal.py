@@ -80,25 +80,21 @@ def test_auto_stays_with_what_the_journal_has(tmp_path: Path, monkeypatch: pytes
     assert problem.extract(budget=3).method == "circuit/exact"
 
 
-def test_finished_shorter_and_longer(tmp_path: Path) -> None:
-    problem, path = random_problem(), tmp_path / "journal.json"
-    first = problem.extract(budget=2, journal=path)
-    written = path.read_bytes()
-    assert problem.extract(budget=2, journal=path) == first
-    assert problem.extract(budget=1, journal=path).heads == first.heads[:1]
-    assert path.read_bytes() == written
-    assert evidence(problem.extract(budget=4, journal=path)) == evidence(problem.extract(budget=4))
-
-
-def test_a_journal_as_it_was_first_written_is_continued(tmp_path: Path) -> None:
+def test_a_journal_serves_smaller_and_larger_budgets_also_as_it_was_first_written(tmp_path: Path) -> None:
     """The format of before: fields by name, steps of one tower without the tower's name."""
     problem, path, as_before = random_problem(), tmp_path / "journal.json", {"method": "exact", "ties": "order"}
-    expected = problem.extract(budget=4, journal=path, **as_before)
+    first = problem.extract(budget=2, journal=path, **as_before)
+    written = path.read_bytes()
+    assert problem.extract(budget=2, journal=path, **as_before) == first
+    assert problem.extract(budget=1, journal=path, **as_before).heads == first.heads[:1]
+    assert path.read_bytes() == written
+    expected = problem.extract(budget=4, **as_before)
     content = json.loads(path.read_text())
     assert set(content) == {"format", "model", "data", "settings", "start", "steps", "digest"}
     assert content.pop("digest")
     assert set(content["settings"]) == {"score", "method", "layers", "removed", "dtype", "audit_steps"}
-    steps = [{key: step[key] for key in step if key not in ("tower", "excess")} for step in content["steps"][:2]]
+    assert evidence(problem.extract(budget=4, journal=path, **as_before)) == evidence(expected)
+    steps = [{key: step[key] for key in step if key not in ("tower", "excess")} for step in content["steps"]]
     path.write_text(json.dumps({**content, "steps": steps}))
     assert evidence(problem.extract(budget=4, journal=path, **as_before)) == evidence(expected)
     with pytest.raises(CheckpointError, match=r"settings.ties"):

@@ -1,10 +1,11 @@
 """What is said about time, and a bar that moves with every candidate; nothing is asserted about seconds."""
 
 import pytest
+from tqdm import tqdm
 
 from circuit_models import random_problem, searches
-from hydra_ensembles.circuit import timing
-from hydra_ensembles.circuit.timing import CandidateBar, in_words, seconds_of
+from hydra_ensembles.circuit import extract, timing
+from hydra_ensembles.circuit.timing import in_words, moving, seconds_of
 
 
 def test_more_work_takes_longer() -> None:
@@ -22,17 +23,12 @@ def test_more_work_takes_longer() -> None:
 
 
 def test_the_bar_counts_candidates_and_never_goes_back() -> None:
-    shown = CandidateBar("circuit", candidates=6, budget=3, done=1, ranks=2, hidden=False)
-    with shown.bar as bar:
-        assert (bar.n, bar.total) == (6, 6 + 5 + 4)
-        positions = []
+    with tqdm(total=15, initial=6) as bar:  # six candidates were decided in the step before
+        tell, positions = moving(bar, start=6, most=5, ranks=2), []
         for decided in (1, 2, 1, 9):
-            shown.tell(decided)
+            tell(decided)
             positions.append(bar.n)
         assert positions == [8, 10, 10, 11]
-        shown.next_step(0.5)
-        shown.next_step(0.5)
-        assert bar.n == bar.total
 
 
 @pytest.mark.parametrize("method", ["auto", "naive", "exact", "screened"])
@@ -40,13 +36,7 @@ def test_a_run_says_how_long_it_takes_and_moves_by_candidates(
     method: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
-    tell = CandidateBar.tell
-
-    def listening(self: CandidateBar, decided: int) -> None:
-        told.append(decided)
-        tell(self, decided)
-
-    monkeypatch.setattr(CandidateBar, "tell", listening)
+    monkeypatch.setattr(extract, "moving", lambda *step: lambda decided: told.append(decided) or moving(*step)(decided))
     monkeypatch.setattr(timing, "times_in_turn", lambda passes, *_: {name: [1e-3] for name in passes})  # on any machine
     random_problem().extract(method=method, budget=2, progress=True, screen_size=3, audit_steps=0)
     said = capfd.readouterr().err
