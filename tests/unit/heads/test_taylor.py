@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from hydra_ensembles.data.batching import batches as data_batches
-from hydra_ensembles.errors import ConfigError, DataError, HeadError
+from hydra_ensembles.errors import DataError, HeadError
 from hydra_ensembles.fingerprints import data_fingerprint, model_fingerprint
 from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.taylor import taylor
@@ -200,28 +200,16 @@ def test_dropout_is_off() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "token"),
     [
-        ({"budget": 13}, HeadError, "12 heads"),
         ({"budget": 4}, HeadError, "evenly"),
         ({"budget": 8, "layers": [0, 1], "removed": [(1, 0)]}, HeadError, "7 heads"),
         ({"budget": 6, "layers": [0, 1], "removed": [(1, 0), (1, 1)]}, HeadError, "layer 1 can lose only 2"),
-        *(({"layers": layers}, HeadError, "layers") for layers in ([], [0, 0], [3], [-1])),
-        ({"removed": [(0, 7)]}, HeadError, r"0\.7"),
         ({"calibration_batches": 4}, DataError, "3 batches"),
-        ({"dtype": torch.int64}, ConfigError, "dtype"),
     ],
 )
-def test_settings_that_cannot_work(settings: dict[str, Any], error: type[Exception], token: str) -> None:
+def test_settings_that_cannot_work_together(settings: dict[str, Any], error: type[Exception], token: str) -> None:
     ensemble = random_ensemble()
     with pytest.raises(error, match=token):
         taylor(ensemble, random_batches(ensemble), **{"budget": 3} | settings)
-
-
-def test_a_model_that_is_not_finite_cannot_be_ranked() -> None:
-    ensemble = random_ensemble()
-    with torch.no_grad():
-        ensemble.encoder.layers[0].attention.qkv[0, 0] = torch.nan
-    with pytest.raises(DataError, match="nan"):
-        taylor(ensemble, random_batches(ensemble), budget=3)
 
 
 @pytest.mark.parametrize(("scope", "passes"), [("global", 1), ("layer", LAYERS)])

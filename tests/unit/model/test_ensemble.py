@@ -350,33 +350,6 @@ def test_what_is_made_with_heads_masked_keeps_the_mask_and_no_calibration(made: 
         assert f"{deed} with heads masked" in made(plain, tmp_path / "b").metadata.history
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda one: one.member(0),
-        lambda one: he.prune(one, [(0, 0)]),
-        lambda one: he.fuse([one, measured(1)], stem="separate"),
-        lambda one: he.soup([one, measured(1)]),
-        lambda one: he.Ensemble.stack([one, measured(1)]),
-        lambda one: one.optimize(),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*one start:hydra_ensembles.HydraWarning")
-def test_what_is_made_of_weights_alone_tells_of_hooks_and_refuses_other_weights(make: Any) -> None:
-    """It runs no hook, and it has no place for weights that are computed (parametrised, or pruned by torch)."""
-    hooked, computed = measured(), measured()
-    hooked.encoder.layers[0].register_forward_hook(lambda *_: None)
-    with pytest.warns(he.HydraWarning, match="forward hook"):
-        make(hooked)
-    assert computed.readout.classifier is not None
-    torch.nn.utils.parametrizations.weight_norm(computed.readout.classifier, "weight")
-    with pytest.raises(ConfigError, match=r"readout\.classifier.*remove_parametrizations"):
-        make(computed)
-    assert computed.lasting("exported") is computed  # files for other runtimes are traced
-    with pytest.raises(ConfigError, match=r"readout\.classifier.*shape none expected, got \[1, 1, 1\]"):
-        he.Ensemble.from_state(measured().config, computed.state_dict())
-
-
 def test_what_was_measured_with_other_members_is_refused() -> None:
     """One member cannot decide by how members differ."""
     single, both, by_members = measured(), (measured(), measured(1)), Calibration((1.0,), 0.1, "mutual_information")

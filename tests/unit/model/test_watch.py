@@ -5,12 +5,13 @@ import threading
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import hydra_ensembles as he
-from hydra_ensembles.errors import HydraWarning
+from hydra_ensembles.errors import ConfigError, HydraWarning
 from random_ensembles import random_batches, random_ensemble
 
 
@@ -27,21 +28,45 @@ def test_once_it_is_left_unwatched_nothing_is_an_edit() -> None:
         assert bool(model.verified_metadata().metrics) is left
 
 
-def test_what_is_made_without_forward_hooks_says_so(tmp_path: Path) -> None:
+DEEDS: list[tuple[str, Any]] = [
+    ("saved", lambda one, folder: one.save_pretrained(folder)),
+    ("optimized", lambda one, _: one.optimize()),
+    ("calibrated", lambda one, _: he.calibrate(one, random_batches(one), share=0.5, familiarity=None)),
+    ("fitted", lambda one, _: he.fit_familiarity(one, random_batches(one), "knn")),
+    ("taken apart", lambda one, _: one.member(0)),
+    ("pruned", lambda one, _: he.prune(one, [(0, 0)])),
+    ("joined", lambda one, _: he.fuse([one, random_ensemble(seed=1)], stem="separate")),
+    ("joined", lambda one, _: he.soup([one, random_ensemble(seed=1)])),
+    ("joined", lambda one, _: he.Ensemble.stack([one, random_ensemble(seed=1)])),
+]
+
+
+@pytest.mark.parametrize(("deed", "make"), DEEDS)
+@pytest.mark.filterwarnings("ignore:.*one start:hydra_ensembles.HydraWarning")
+def test_what_is_made_of_weights_alone_tells_of_hooks_and_refuses_other_weights(
+    deed: str, make: Any, tmp_path: Path
+) -> None:
+    """It runs no hook, and it has no place for weights that are computed (parametrised, or pruned by torch)."""
+    hooked, computed = random_ensemble(), random_ensemble()
+    hooked.encoder.layers[1].register_forward_hook(lambda module, given, found: found * 2)
+    with pytest.warns(HydraWarning, match=rf"encoder\.layers\.1 has the forward hook .*lambda.* {deed} does not"):
+        make(hooked, tmp_path)
+    torch.nn.utils.parametrizations.weight_norm(computed.readout.classifier, "weight")
+    if deed not in ("calibrated", "fitted"):
+        with pytest.raises(ConfigError, match=r"readout\.classifier.*remove_parametrizations"):
+            make(computed, tmp_path)
+    assert computed.lasting("exported") is computed  # files for other runtimes are traced
+    with pytest.raises(ConfigError, match=r"readout\.classifier.*shape none expected, got \[1, 1, 1\]"):
+        he.Ensemble.from_state(random_ensemble().config, computed.state_dict())
+
+
+def test_a_copy_has_hooks_too_and_what_is_optimized_needs_none_that_can_be_copied() -> None:
     model = random_ensemble()
     images = random_batches(model)
     plain = model.predict(images[0][0]).probs
     handle = model.encoder.layers[1].register_forward_hook(lambda module, given, found: found * 2)
-    assert not torch.equal(model.predict(images[0][0]).probs, plain)
-    for deed, call in (
-        ("saved", lambda: model.save_pretrained(tmp_path)),
-        ("optimized", model.optimize),
-        ("calibrated", lambda: he.calibrate(model, images, share=0.5, familiarity=None)),
-        ("fitted", lambda: he.fit_familiarity(model, images, "knn")),
-    ):
-        with pytest.warns(HydraWarning, match=rf"encoder\.layers\.1 has the forward hook .*lambda.* {deed} does not"):
-            call()
-    assert not torch.equal(copy.deepcopy(model).predict(images[0][0]).probs, plain)  # a copy has the hook, too
+    for one in (model, copy.deepcopy(model)):
+        assert not torch.equal(one.predict(images[0][0]).probs, plain)
     uncopied = model.encoder.register_forward_hook(partial(lambda *_: None, threading.Lock()))
     with pytest.warns(HydraWarning, match="optimized does not run it"):
         torch.testing.assert_close(model.optimize().predict(images[0][0]).probs, plain)
