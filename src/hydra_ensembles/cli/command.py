@@ -85,18 +85,15 @@ _Loader.add_implicit_resolver(
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Make a function a command for typer, as described at the top of this file."""
+    """Make a function a command, as described at the top of this file; its `table` is what the command line reads."""
     hints = get_type_hints(function, include_extras=True)
     kinds: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.name in kinds:
-            parameters += _options(kinds[parameter.name])
-        else:
-            parameters.append(parameter.replace(annotation=hints[parameter.name]))
+    entries: list[dict[str, Any]] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        entries += _options(kinds[name]) if name in kinds else [_entry(name, hints[name], parameter.default)]
     if kinds:
-        parameters += [_parameter("config", Config), _parameter("changes", Changes)]
-    parameters += [_parameter("debug", Debug, False), _parameter("context", typer.Context, inspect.Parameter.empty)]
+        entries += [_entry("config", Config), _entry("changes", Changes)]
+    entries.append(_entry("debug", Debug, False))
 
     @functools.wraps(function)
     def guarded(*, context: typer.Context, debug: bool, **options: Any) -> None:
@@ -110,45 +107,29 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 raise
             raise typer.Exit(code) from error
 
-    guarded.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("Examples:", "\b\nExamples:")  # kept as they are
-    ordered = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
-    guarded.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
-    guarded.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
+    help = inspect.cleandoc(function.__doc__ or "").replace("Examples:", "\b\nExamples:")  # kept as they are
+    guarded.table = {"name": function.__name__, "help": help, "parameters": entries}  # type: ignore[attr-defined]
     return guarded
 
 
-def described(function: Callable[..., None]) -> dict[str, Any]:
-    """What a command is and takes, as plain data: all that help and completion need to know of it."""
-    parameters: list[dict[str, Any]] = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.annotation is typer.Context:
-            continue
-        hint, info = get_args(parameter.annotation)
-        kind = _without_none(hint)
-        several = get_origin(kind) is list
-        kind = get_args(kind)[0] if several else kind
-        entry = {"name": parameter.name, "help": info.help}
-        if isinstance(info, typer.models.OptionInfo):
-            entry["flags"] = [flag for flag in (info.default, *(info.param_decls or ())) if isinstance(flag, str)]
-        if get_origin(kind) is Literal:
-            entry["choices"] = list(get_args(kind))
-        else:
-            entry["type"] = kind.__name__.lower()
-        entry |= {"several": True} if several else {}
-        if parameter.default is not inspect.Parameter.empty:
-            entry["default"] = str(parameter.default) if isinstance(parameter.default, Path) else parameter.default
-        for name, usual in (("metavar", None), ("min", None), ("show_default", True)):
-            if getattr(info, name) != usual:
-                entry[name] = getattr(info, name)
-        parameters.append(entry)
-    return {"name": function.__name__, "help": function.__doc__, "parameters": parameters}
+def _entry(name: str, annotation: Any, default: Any = None) -> dict[str, Any]:
+    """A parameter as plain data: all that help and completion need to know of it."""
+    hint, info = get_args(annotation)
+    kind = _without_none(hint)
+    several = get_origin(kind) is list
+    kind = get_args(kind)[0] if several else kind
+    entry = {"name": name, "help": info.help}
+    if isinstance(info, typer.models.OptionInfo):
+        entry["flags"] = [flag for flag in (info.default, *(info.param_decls or ())) if isinstance(flag, str)]
+    entry |= {"choices": list(get_args(kind))} if get_origin(kind) is Literal else {"type": kind.__name__.lower()}
+    entry |= {"several": True} if several else {}
+    if default is not inspect.Parameter.empty:
+        entry["default"] = str(default) if isinstance(default, Path) else default
+    usual = {"metavar": None, "min": None, "show_default": True}
+    return entry | {key: getattr(info, key) for key in usual if getattr(info, key) != usual[key]}
 
 
-def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _options(settings: type) -> Iterator[inspect.Parameter]:
+def _options(settings: type) -> Iterator[dict[str, Any]]:
     """A parameter for each field of a dataclass; None says that an option was not given."""
     hints = get_type_hints(settings)
     help = _help(settings)
@@ -156,7 +137,7 @@ def _options(settings: type) -> Iterator[inspect.Parameter]:
         name = setting.name
         kind = _without_none(hints[setting.name])
         if name == "model":
-            yield _parameter(name, Annotated[str | None, typer.Argument(metavar="MODEL", help=help[name])])
+            yield _entry(name, Annotated[str | None, typer.Argument(metavar="MODEL", help=help[name])])
             continue
         flags = FLAGS.get(name, (f"--{name.replace('_', '-')}",))
         origin = get_origin(kind) or kind
@@ -165,12 +146,12 @@ def _options(settings: type) -> Iterator[inspect.Parameter]:
         elif origin in (Mapping, tuple):
             kind = list[str]
         elif _is_count_or_share(kind):  # as it is written: a point tells them apart
-            yield _parameter(name, Annotated[str | None, typer.Option(*flags, metavar="NUMBER", help=help[name])])
+            yield _entry(name, Annotated[str | None, typer.Option(*flags, metavar="NUMBER", help=help[name])])
             continue
         elif origin is bool and setting.default is not False:
             flags = (f"{flags[0]}/--no-{flags[0][2:]}",)
         shown = setting.default not in (MISSING, None, False, "", ()) and str(setting.default)
-        yield _parameter(name, Annotated[kind | None, typer.Option(*flags, show_default=shown, help=help[name])])
+        yield _entry(name, Annotated[kind | None, typer.Option(*flags, show_default=shown, help=help[name])])
 
 
 def option(default: Any, help: str) -> Any:

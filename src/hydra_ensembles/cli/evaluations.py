@@ -36,6 +36,7 @@ from .sources import USUAL_BATCH, DataSettings, ModelSettings
 
 KEPT = ".run"  # suffix of the folder that keeps what is done until all is
 SETTINGS_SUFFIX = ".config.yaml"  # of the settings beside an evaluation
+OF_THE_MODEL = ("model", "weights", "model_options")  # settings that say which one is measured
 GALLERY = 6  # inputs that the report shows
 GROUPS = ("near", "far", "apart")
 UNGROUPED = "ungrouped"
@@ -108,8 +109,8 @@ class EvaluateSettings(MeasuredSettings):
         if settings.exists():
             plain = parse_yaml(read_file(settings), str(settings))
             earlier = plain if isinstance(plain, dict) else {}
-            present = self.by_full_names()
-            same_model = _model_of(earlier) == _model_of(present)
+            present = self.by_full_names()  # of a relative name of before, nobody knows where it began
+            same_model = all((earlier.get(name) or None) == (present[name] or None) for name in OF_THE_MODEL)
             most, now = (run.get("limit") or math.inf for run in (earlier, present))
             if same_model and _data_of(earlier) <= _data_of(present) and most <= now:
                 return
@@ -161,11 +162,6 @@ class AtlasSettings(MeasuredSettings):
     def page(self) -> Path:
         """Where the page is written."""
         return Path(self.output).expanduser()
-
-
-def _model_of(settings: Mapping[str, Any]) -> tuple[object, ...]:
-    """Which model settings measure, by its full name; of a relative one of before, nobody knows where it began."""
-    return settings.get("model"), settings.get("weights"), settings.get("model_options") or {}
 
 
 def _data_of(settings: Mapping[str, Any]) -> set[object]:

@@ -13,7 +13,7 @@ from ..demo import DemoSettings, run_demo
 from ..files import write_atomically
 from ..report.table import to_rich
 from .build import build, search
-from .command import command, described
+from .command import command
 from .evaluations import atlas, compare, evaluate, report
 from .ready import calibrate, fuse
 from .serving import export, score, serve
@@ -38,10 +38,11 @@ def table() -> str:
     """What all commands are and take, as JSON, a line for each parameter: `hydra_ensembles_cli` answers from it."""
 
     def text(entry: dict[str, Any]) -> str:
-        rows = ",\n".join(json.dumps(parameter, ensure_ascii=False) for parameter in entry.pop("parameters"))
-        return f'{json.dumps(entry, ensure_ascii=False)[:-1]}, "parameters": [\n{rows}\n]}}'
+        *head, (_, parameters) = entry.items()
+        rows = ",\n".join(json.dumps(parameter, ensure_ascii=False) for parameter in parameters)
+        return f'{json.dumps(dict(head), ensure_ascii=False)[:-1]}, "parameters": [\n{rows}\n]}}'
 
-    rows = ",\n".join(text(described(function)) for function in commands())
+    rows = ",\n".join(text(function.table) for function in commands())  # type: ignore[attr-defined]
     return f'{{"version": {json.dumps(__version__)}, "commands": [\n{rows}\n]}}\n'
 
 
