@@ -11,6 +11,7 @@ import json
 import platform
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,13 +19,11 @@ from typing import Any
 import numpy
 import safetensors
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import hydra_ensembles as he
 
 from . import altered_models, bad_commands, bad_data, bad_inputs, bad_settings, disk, files, kills, threads, writers
-from .counting import FAILURES, OUTCOMES, Row, plain
+from .counting import OUTCOMES, Row
 
 PARTS: tuple[ModuleType, ...] = (
     *(files, bad_inputs, bad_data, bad_settings, bad_commands, altered_models),
@@ -49,8 +48,10 @@ def main() -> None:
             begun = time.monotonic()
             rows = part.run(max(1, round(part.CASES * given.share)), given.seed)
             found += rows
+            for row in rows:
+                show(row)
             parts[_name(part)] = {
-                "rows": [plain(row) for row in rows],
+                "rows": [asdict(row) for row in rows],
                 "seed": given.seed,
                 "share": given.share,
                 "minutes": round((time.monotonic() - begun) / 60, 1),
@@ -60,7 +61,6 @@ def main() -> None:
             }
             ordered = {_name(one): parts[_name(one)] for one in PARTS if _name(one) in parts}
             given.output.write_text(json.dumps({"parts": ordered}, indent=1, ensure_ascii=False) + "\n")
-    show(found)
     sys.exit(1 if any(row.failures for row in found) else 0)
 
 
@@ -82,18 +82,10 @@ def versions() -> dict[str, str]:
     return {"hydra_ensembles": he.__version__, "python": platform.python_version(), **libraries}
 
 
-def show(rows: list[Row]) -> None:
-    """The table, and below it the first failures of each row."""
-    console, table = Console(width=160), Table("what", "cases", *OUTCOMES)
-    total = Row("all", sum(row.cases for row in rows), *(sum(getattr(row, name) for row in rows) for name in OUTCOMES))
-    for row in (*rows, total):
-        numbers = {name: getattr(row, name) for name in OUTCOMES}
-        marked = [f"{'[red]' if count and name in FAILURES else ''}{count}" for name, count in numbers.items()]
-        table.add_row(row.what, str(row.cases), *marked, end_section=rows[-1:] == [row])
-    console.print(table)
-    for row in rows:
-        for example in row.examples:
-            console.print(f"{row.what}: {example}", markup=False, highlight=False)
+def show(row: Row) -> None:
+    """How many cases there were, how they ended, and the first failures."""
+    ends = (f"{name} {getattr(row, name)}" for name in OUTCOMES if getattr(row, name))
+    print(f"{row.what}: {row.cases} cases, {', '.join(ends)}", *row.examples, sep="\n  ", flush=True)
 
 
 def _name(part: ModuleType) -> str:

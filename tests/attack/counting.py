@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -191,8 +191,3 @@ def _memory(name: str) -> int:
         if line.startswith(name + ":"):
             return int(line.split()[1]) << 10
     raise KeyError(name)
-
-
-def plain(row: Row) -> dict[str, Any]:
-    """A row as JSON holds it."""
-    return {field.name: getattr(row, field.name) for field in fields(row)}

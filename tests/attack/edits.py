@@ -92,43 +92,32 @@ def _draw_bytes(content: bytes, source: random.Random, count: int) -> Iterator[t
     if size < 2:
         return
     for _ in range(count // 2):  # single bits: what disks and cables do
-        yield "flip", source.randrange(8 * size)
+        place = source.randrange(8 * size)
+        yield "splice", place // 8, 1, bytes([content[place // 8] ^ 1 << place % 8]).hex()
     for _ in range(count // 8 + 1):
         start = source.randrange(size)
         length = source.randint(1, min(64, size - start))
-        yield "put", start, source.randrange(256)
-        yield "cut", start
-        yield "insert", start, source.randbytes(source.randint(1, 8)).hex()
-        yield "double", start, length
-        yield "zero", start, length
+        yield "splice", start, 1, source.randbytes(1).hex()
+        yield "splice", start, size, ""  # cut off
+        yield "splice", start, 0, source.randbytes(source.randint(1, 8)).hex()
+        yield "splice", start, 0, content[start : start + length].hex()  # doubled
+        yield "splice", start, length, bytes(length).hex()
+        yield "splice", start, length, ""
         yield "swap", start, source.randrange(size), length
-        yield "remove", start, length
 
 
 def _apply_bytes(content: bytes, what: str, *arguments: Any) -> bytes:
     if what == "whole":
         return CONTENTS[arguments[0]]
+    if what == "splice":  # other bytes in place of some
+        start, length, new = arguments
+        return content[:start] + bytes.fromhex(new) + content[start + length :]
     changed = bytearray(content)
-    start, *rest = arguments
-    if what == "flip":
-        changed[start // 8] ^= 1 << start % 8
-        return bytes(changed)
-    if what == "swap":
-        other, length = rest
-        one, two = content[start : start + length], content[other : other + length]
-        changed[start : start + len(two)] = two
-        changed[other : other + len(one)] = one
-        return bytes(changed)
-    before, after = content[:start], content[start:]
-    made: dict[str, Callable[[], bytes]] = {
-        "put": lambda: bytes([rest[0]]) + after[1:],
-        "cut": lambda: b"",
-        "insert": lambda: bytes.fromhex(rest[0]) + after,
-        "double": lambda: after[: rest[0]] + after,
-        "zero": lambda: bytes(rest[0]) + after[rest[0] :],
-        "remove": lambda: after[rest[0] :],
-    }
-    return before + made[what]()
+    start, other, length = arguments
+    one, two = content[start : start + length], content[other : other + length]
+    changed[start : start + len(two)] = two
+    changed[other : other + len(one)] = one
+    return bytes(changed)
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -283,6 +272,17 @@ LENGTHS = (0, 1, 7, 1 << 20, 100_000_001, (1 << 31) - 1, 1 << 62, (1 << 64) - 1)
 _DTYPES = "float64 float32 float16 bfloat16 int32 int64 bool"
 DTYPES = {name: getattr(torch, name) for name in _DTYPES.split()}
 VALUES = (float("nan"), float("inf"), -float("inf"), 0.0, 1e30, 1.0)
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "permute": lambda tensor: tensor.flatten().flip(0).reshape(tensor.shape),
+    "nudge": lambda tensor: (tensor + (torch.arange(tensor.numel()) == 0).reshape(tensor.shape)).to(tensor.dtype),
+    "flat": torch.flatten,
+    "front": lambda tensor: tensor[None],
+    "turned": lambda tensor: tensor.T if tensor.dim() > 1 else tensor.flatten(),
+    "narrow": lambda tensor: tensor[..., :1] if tensor.dim() else tensor.flatten(),
+    "wide": lambda tensor: torch.cat([tensor, tensor], -1) if tensor.dim() else tensor.repeat(2),
+    "empty": lambda tensor: tensor.flatten()[:0],
+    "negative": lambda tensor: -tensor if tensor.dtype is not torch.bool else ~tensor,
+}
 
 
 def _header(content: bytes) -> tuple[dict[str, Any], bytes] | None:
@@ -307,8 +307,7 @@ def _draw_tensors(content: bytes, source: random.Random, count: int) -> Iterator
     tensors = dict(sorted(load(content).items()))  # the library gives them in any order
     yield ("add",)
     for name, tensor in tensors.items():
-        yield from ((what, name) for what in ("drop", "rename", "copy", "permute", "nudge", "flat", "front", "turned"))
-        yield from ((what, name) for what in ("narrow", "wide", "empty", "negative"))
+        yield from ((what, name) for what in ("drop", "rename", "copy", *CHANGES))
         yield from (("cast", name, dtype) for dtype in DTYPES if DTYPES[dtype] != tensor.dtype)
         yield from (("fill", name, value) for value in VALUES)
     for one, two in pairwise(tensors):
@@ -329,33 +328,23 @@ def _apply_tensors(content: bytes, what: str, *arguments: Any) -> bytes:
             text = _apply_json(json.dumps(header).encode(), *arguments)
             return struct.pack("<Q", len(text)) + text + data
     tensors, about = dict(load(content)), header.get("__metadata__")
-    name = arguments[0] if arguments else ""
-    tensor = tensors.get(name, torch.zeros(2))
-    rows = tensor.reshape(-1)
-    filler = arguments[1] if what == "fill" and tensor.is_floating_point() else 0
-    changes: dict[str, Callable[[], torch.Tensor]] = {
-        "add": lambda: torch.zeros(3),
-        "copy": lambda: tensor,
-        "permute": lambda: rows.flip(0).reshape(tensor.shape),
-        "nudge": lambda: torch.cat([rows[:1] + 1, rows[1:]]).to(tensor.dtype).reshape(tensor.shape),
-        "flat": lambda: rows,
-        "front": lambda: tensor[None],
-        "turned": lambda: tensor.T if tensor.dim() > 1 else rows,
-        "narrow": lambda: tensor[..., :1] if tensor.dim() else rows,
-        "wide": lambda: torch.cat([tensor, tensor], -1) if tensor.dim() else torch.cat([rows, rows]),
-        "empty": lambda: rows[:0],
-        "negative": lambda: -tensor if tensor.dtype is not torch.bool else ~tensor,
-        "cast": lambda: tensor.to(DTYPES[arguments[1]]),
-        "fill": lambda: torch.full(tensor.shape, filler, dtype=torch.float64).to(tensor.dtype),
-    }
-    if what == "drop":
-        del tensors[name]
-    elif what == "rename":
-        tensors[name + "_"] = tensors.pop(name)
+    if what == "add":
+        tensors["unknown"] = torch.zeros(3)
     elif what == "exchange":
-        tensors[name], tensors[arguments[1]] = tensors[arguments[1]], tensors[name]
+        one, two = arguments
+        tensors[one], tensors[two] = tensors[two], tensors[one]
     else:
-        tensors[{"add": "unknown", "copy": f"{name}.copy"}.get(what, name)] = changes[what]()
+        name, *rest = arguments
+        tensor = tensors[name] if what == "copy" else tensors.pop(name)
+        if what == "cast":
+            tensors[name] = tensor.to(DTYPES[rest[0]])
+        elif what == "fill":
+            filler = rest[0] if tensor.is_floating_point() else 0
+            tensors[name] = torch.full(tensor.shape, filler, dtype=torch.float64).to(tensor.dtype)
+        elif what in CHANGES:
+            tensors[name] = CHANGES[what](tensor)
+        elif what != "drop":
+            tensors[f"{name}.{what}"] = tensor  # copied or renamed
     return save({key: one.clone(memory_format=torch.contiguous_format) for key, one in tensors.items()}, about)
 
 

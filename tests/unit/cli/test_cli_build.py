@@ -18,7 +18,11 @@ from hydra_ensembles.cli.command import write_settings
 from processes import watch_replacements
 
 
-def test_a_build_of_images_leaves_a_calibrated_ensemble_and_settings_that_run_it_again(run_folder):
+def test_a_build_leaves_a_calibrated_ensemble_and_settings_that_run_it_again(run_folder, text_folder):
+    hydra = he.Ensemble.from_pretrained(text_folder / "ensemble")
+    assert (hydra.kind, hydra.metadata.labels) == ("text", ("negative", "positive"))
+    settings = yaml.safe_load((text_folder / "config.yaml").read_text())
+    assert settings["batch_size"] == 40 // (2 * 3)  # so that 40 texts give more batches than a ranking reads
     hydra = he.Ensemble.from_pretrained(run_folder / "ensemble")
     assert (hydra.num_members, hydra.metadata.labels) == (3, COLOURS)  # the model had no names, the folders have
     assert hydra.metadata.calibration is not None
@@ -59,13 +63,6 @@ def test_of_two_builds_at_once_one_is_told_and_the_settings_are_those_of_the_oth
     assert "another build works" in refusals[0]
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["members"] == 2
     assert he.Ensemble.from_pretrained(tmp_path / "run" / "ensemble").num_members == 2
-
-
-def test_a_build_of_texts(text_folder):
-    hydra = he.Ensemble.from_pretrained(text_folder / "ensemble")
-    assert (hydra.kind, hydra.metadata.labels) == ("text", ("negative", "positive"))
-    settings = yaml.safe_load((text_folder / "config.yaml").read_text())
-    assert settings["batch_size"] == 40 // (2 * 3)  # so that 40 texts give more batches than a ranking reads
 
 
 def test_several_ood_sources_or_none(world, tmp_path):
@@ -143,46 +140,36 @@ def test_recipes_in_smaller_batches():
     assert in_batches_of(free, 8) == free
 
 
-@pytest.mark.parametrize(
-    ("output", "says"),
-    [
-        ("val", "blue, green, red"),
-        ("val/red/run", "is among the id data of"),
-        ("stripes/run", "is among the ood data of"),
-        ("notes", "has todo.txt, but no run.json"),
-    ],
-)
-def test_a_folder_with_data_or_other_things_is_left_alone(world, tmp_path, output, says):
+def test_a_folder_with_data_or_other_things_is_left_alone(world, tmp_path):
     for name in ("val", "stripes"):
         shutil.copytree(world / name, tmp_path / name)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "todo.txt").write_text("")
     before = sorted(tmp_path.rglob("*"))
     model = vit_flags(world / "mine.safetensors")
-    sets = ["--id", tmp_path / "val", "--ood", f"{tmp_path / 'stripes'}:train"]
-    assert says in fail("build", *model, *sets, "--prune", 3, "--shared-layers", 0, "-q", "--output", tmp_path / output)
+    flags = ["--id", tmp_path / "val", "--ood", f"{tmp_path / 'stripes'}:train", "--prune", 3, "--shared-layers", 0]
+    for output, says in (
+        ("val", "blue, green, red"),
+        ("val/red/run", "is among the id data of"),
+        ("stripes/run", "is among the ood data of"),
+        ("notes", "has todo.txt, but no run.json"),
+    ):
+        assert says in fail("build", *model, *flags, "-q", "--output", tmp_path / output)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--id", "", "--strategy", "random"], "no data ''"),
-        (["--id", "{world}/val.csv"], "the model reads images"),
-        (["--recipe", "sst2"], "train"),
-        (["--ood", "{world}/test/../val"], "names the same data as id"),
-    ],
-)
-def test_impossible_settings(world, tmp_path, flags, says):
-    common = ["--id", world / "val", "--strategy", "random", "-p", 2, "--shared-layers", 0, "-q", "-o", tmp_path]
-    changed = [flag.format(world=world) for flag in flags]
-    assert says in fail("build", *vit_flags(world / "mine.safetensors"), *common, *changed)
-
-
-def test_a_recipe_for_images_on_a_model_of_texts_is_refused(world, tmp_path):
-    sets = ["--id", world / "val.csv", "--train", world / "test.jsonl", "--strategy", "random", "-p", 2]
-    for recipe in ("imagenet", "cifar100-last5"):
-        assert "reads texts" in fail("build", world / "bert", *sets, "--recipe", recipe, "-o", tmp_path / "run")
+def test_impossible_settings(world, tmp_path):
+    images, texts = vit_flags(world / "mine.safetensors"), [world / "bert", "--train", world / "test.jsonl"]
+    common = ["--strategy", "random", "-p", 2, "--shared-layers", 0, "-q", "-o", tmp_path / "run"]
+    for model, flags, says in (
+        (images, ["--id", ""], "no data ''"),
+        (images, ["--id", world / "val.csv"], "the model reads images"),
+        (images, ["--id", world / "val", "--recipe", "sst2"], "train"),
+        (images, ["--id", world / "val", "--ood", world / "test" / ".." / "val"], "names the same data as id"),
+        (texts, ["--id", world / "val.csv", "--recipe", "imagenet"], "reads texts"),
+        (texts, ["--id", world / "val.csv", "--recipe", "cifar100-last5"], "reads texts"),
+    ):
+        assert says in fail("build", *model, *common, *flags)
     assert not (tmp_path / "run").exists()
 
 

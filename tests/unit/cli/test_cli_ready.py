@@ -52,12 +52,12 @@ def test_files_of_weights_of_one_timm_model_become_one_model(tmp_path) -> None:
     flags = ("--average", 0.8, "--mlp", "separate", "--output", tmp_path / "hydra")
     succeed("fuse", *vit_flags(first), *others, *flags)
     assert same_state(he.load(tmp_path / "hydra"), he.fuse(models, mlp="separate", average=0.8))
-    further = ("--output", tmp_path / "new")
-    assert "0.safetensors" in fail(
-        "fuse", *vit_flags(first), "timm:test_vit", *further
-    )  # whose weights would be timm's
-    assert "weights" in fail("fuse", tmp_path / "hydra", *others, *further)
-    assert "weights" in fail("fuse", "timm:test_vit", *others, *further)
+    for models, token in (
+        ([*vit_flags(first), "timm:test_vit"], "0.safetensors"),  # whose weights would be timm's
+        ([tmp_path / "hydra", *others], "weights"),
+        (["timm:test_vit", *others], "weights"),
+    ):
+        assert token in fail("fuse", *models, "--output", tmp_path / "new")
 
 
 def test_a_model_is_calibrated_as_the_function_does(world, held_out, tmp_path) -> None:
@@ -88,21 +88,15 @@ def test_what_was_calibrated_on_is_known_again(world, held_out, tmp_path) -> Non
     assert "about" not in succeed("evaluate", tmp_path / "ready", "--id", world / "test", *flags)
 
 
-def test_what_is_fused_is_calibrated_and_texts_are_too(tunings, held_out, world, tmp_path) -> None:
+def test_what_is_fused_is_calibrated_by_settings_of_a_file_and_texts_are_too(tunings, held_out, world, tmp_path):
     succeed("fuse", *tunings, "--average", 0.8, "--mlp", "separate", "--output", tmp_path / "hydra")
-    succeed("calibrate", tmp_path / "hydra", "--id", held_out, "--output", tmp_path / "ready")
-    assert he.load(tmp_path / "ready").num_members == 3
+    (tmp_path / "settings.yaml").write_text(f"id: {held_out}\nshare: 0.8\nfamiliarity: null\n")
+    succeed("calibrate", tmp_path / "hydra", "--config", tmp_path / "settings.yaml", "--output", tmp_path / "ready")
+    found = he.load(tmp_path / "ready")
+    assert (found.num_members, found.metadata.familiarity) == (3, None)
+    assert found.metadata.calibration.accepted_share == 0.8
     succeed("calibrate", world / "bert", "--id", world / "val.csv", "--share", 0.9, "--output", tmp_path / "text")
     assert he.load(tmp_path / "text").metadata.calibration is not None
-
-
-def test_settings_may_come_from_a_file(held_out, world, tmp_path) -> None:
-    (tmp_path / "settings.yaml").write_text(f"id: {held_out}\nshare: 0.8\nfamiliarity: null\n")
-    flags = [*vit_flags(world / "mine.safetensors"), "--config", tmp_path / "settings.yaml"]
-    succeed("calibrate", *flags, "--output", tmp_path / "ready")
-    found = he.load(tmp_path / "ready")
-    assert found.metadata.familiarity is None
-    assert found.metadata.calibration.accepted_share == 0.8
 
 
 def test_what_cannot_work_is_refused_in_a_line_and_nothing_is_written(tunings, held_out, world, tmp_path) -> None:

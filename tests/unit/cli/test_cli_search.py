@@ -36,7 +36,7 @@ def searched(flags, tmp_path_factory):
     return folder, succeed("search", *flags, "--output", folder)
 
 
-def test_a_search_leaves_a_choice_that_other_commands_take(searched, world) -> None:
+def test_a_search_leaves_a_choice_that_other_commands_take_and_settings_that_read_it_back(searched, world) -> None:
     folder, out = searched
     found = he.SearchResult.load(folder / "search.json")
     assert [row.state for row in found.rows] == ["judged"] * 3
@@ -45,29 +45,22 @@ def test_a_search_leaves_a_choice_that_other_commands_take(searched, world) -> N
     assert (folder / "front.svg").read_text().startswith("<svg ")
     assert "label" in succeed("predict", folder, world / "test", "--format", "csv")
     assert "heads kept" in succeed("info", folder)
-
-
-def test_the_settings_it_leaves_read_it_back(searched) -> None:
-    folder, _ = searched
     before = (folder / "search.json").stat().st_mtime_ns
     assert "→" in succeed("search", "--config", folder / "config.yaml", "--quiet")
     printed = json.loads(succeed("search", "--config", folder / "config.yaml", "--quiet", "--json"))
-    assert printed["choice"] == he.SearchResult.load(folder / "search.json").choice
+    assert printed["choice"] == found.choice
     assert (folder / "search.json").stat().st_mtime_ns == before
 
 
-def test_a_plan_writes_nothing(flags, tmp_path) -> None:
+def test_a_plan_writes_nothing_and_without_ood_data_some_are_made_and_called_so(flags, tmp_path) -> None:
     out = succeed("search", *flags, "--output", tmp_path / "new", "--dry-run")
     assert "branches ×3, trunk 2, trained together" in out
-    assert not (tmp_path / "new").exists()
-
-
-def test_without_ood_data_some_are_made_and_called_so(flags, tmp_path) -> None:
     place = flags.index("--ood")
     for ood in ([], ["--ood", "synthetic"]):
         given = [*flags[:place], *ood, *flags[place + 2 :]]
         plan = json.loads(succeed("search", *given, "--output", tmp_path / "new", "--dry-run", "--json"))
         assert plan["samples"].keys() == {"ID", "synthetic"}
+    assert not (tmp_path / "new").exists()
 
 
 def test_an_interruption_says_how_to_go_on(flags, searched, tmp_path, monkeypatch) -> None:

@@ -174,13 +174,10 @@ def test_the_hub_by_name_configuration_and_split(monkeypatch):
     assert asked.call_args_list == expected
 
 
-def test_data_that_cannot_be_had(tmp_path):
+def test_data_that_cannot_be_had_and_limits_that_keep_the_proportions_of_classes(world, tmp_path):
     for spec, says in (("hub:a:b:c:d", "hub:NAME"), ("tset", "no such file"), ("torchvision:CIFAR10:test", "CIFAR10")):
         with pytest.raises(DataError, match=says):
             load_data(spec, DataSettings(root=str(tmp_path)))
-
-
-def test_limits_keep_the_proportions_of_classes(world):
     data = load_data(str(world / "val"), DataSettings(limit=9))
     assert sorted(data.labels.tolist()) == [0] * 3 + [1] * 3 + [2] * 3
     assert len(load_data(str(world / "dots"), DataSettings(limit=5), labelled=False)) == 5
@@ -203,13 +200,10 @@ def classifier(labels=()):
     return he.Ensemble(small(classes=len(labels) or 11), metadata)
 
 
-def test_classes_that_do_not_fit():
+def test_classes_that_do_not_fit_and_folders_called_by_numbers_that_are_places():
     for names, says in ((("red",), "at least two classes"), (("green", "red"), "the model 11 without names")):
         with pytest.raises(DataError, match=says):
             fit_to_model(pictures(names, range(len(names))), classifier(), DataSettings())
-
-
-def test_folders_called_by_numbers_may_be_places():
     data, places = pictures(("10", "2")), DataSettings(by_position=True)
     assert fit_to_model(data, classifier(), places).labels.tolist() == [0, 1]
     assert with_labels_of(classifier(), data).metadata.labels == ()

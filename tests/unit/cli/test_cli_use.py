@@ -30,14 +30,11 @@ def test_predict_says_what_the_library_says(run_folder, world):
     assert row["verdict"] == ("accept" if expected.accept.item() else "abstain")
 
 
-def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(text_folder):
+def test_predictions_as_a_table_as_csv_without_formulas_and_in_files(run_folder, text_folder, world, tmp_path):
     lines = succeed("predict", text_folder, "-t", "=cmd|' /C calc'!A0", "-t", "@sum", "-t", "a film", "-f", "csv")
     rows = list(csv.reader(lines.splitlines()))[1:]
     assert [row[0] for row in rows] == ["'=cmd|' /C calc'!A0", "'@sum", "a film"]
-    assert all(float(number) is not None for row in rows for number in row[2:7])
-
-
-def test_predictions_as_a_table_as_csv_and_in_files(run_folder, world, tmp_path):
+    assert all(float(number) is not None for row in rows for number in row[2:7])  # which stay numbers
     out = succeed("predict", run_folder, world / "test" / "red" / "0.png", world / "dots", env={"COLUMNS": "200"})
     assert out.count(".png") == 7
     shown = ("input", "label", "confidence", "epistemic", "familiarity", "verdict")
@@ -136,14 +133,11 @@ def test_preprocessing_is_shown_with_where_it_is_from_and_changed_by_options(wor
         assert token in fail("info", *arguments)
 
 
-def test_info_says_what_is_there_and_that_a_threshold_accepts_all():
-    told = _value({"kind": "x", "threshold": ACCEPTS_ALL, "share": 0.95, "reference": None, "marks": []})
-    assert told == "threshold that nothing exceeds, share 0.95"
-
-
-def test_info_of_models_that_are_not_ours(world, tmp_path):
+def test_info_of_models_that_are_not_ours_or_accept_all(world, tmp_path):
     from architectures_clip import transformers_clip
 
+    told = _value({"kind": "x", "threshold": ACCEPTS_ALL, "share": 0.95, "reference": None, "marks": []})
+    assert told == "threshold that nothing exceeds, share 0.95"
     assert "3: without names" in succeed("info", *vit_flags(world / "mine.safetensors"))
     assert "2: negative, positive" in succeed("info", world / "bert")
     he.convert(transformers_clip({}, {})).save_pretrained(tmp_path / "clip")
