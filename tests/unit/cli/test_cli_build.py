@@ -159,8 +159,9 @@ def test_a_folder_with_data_or_other_things_is_left_alone(world, tmp_path):
 
 
 def test_impossible_settings(world, tmp_path):
-    images, texts = vit_flags(world / "mine.safetensors"), [world / "bert", "--train", world / "test.jsonl"]
-    common = ["--strategy", "random", "-p", 2, "--shared-layers", 0, "-q", "-o", tmp_path / "run"]
+    images = [*vit_flags(world / "mine.safetensors"), "-o", tmp_path]
+    texts = [world / "bert", "--train", world / "test.jsonl", "-o", tmp_path / "texts"]
+    common = ["--strategy", "random", "-p", 2, "--shared-layers", 0, "-q"]
     for model, flags, says in (
         (images, ["--id", ""], "no data ''"),
         (images, ["--id", world / "val.csv"], "the model reads images"),
@@ -170,7 +171,7 @@ def test_impossible_settings(world, tmp_path):
         (texts, ["--id", world / "val.csv", "--recipe", "cifar100-last5"], "reads texts"),
     ):
         assert says in fail("build", *model, *common, *flags)
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "texts").exists()
 
 
 @pytest.mark.parametrize("moment", ["run.json", "rankings/acc.json"])
