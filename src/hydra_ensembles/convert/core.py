@@ -149,7 +149,7 @@ class Architecture:
     metadata: Callable[[nn.Module], Metadata] = lambda model: Metadata()  # what the live model knows about itself
     answer: Callable[[nn.Module, NamedTensors, bool], Tensor] = plain_answer
     masks: bool = True  # whether a text model is told which tokens are padding
-    advice: str = "this variant of the architecture is not supported"  # where a model does not fit the declaration
+    advice: str | None = None  # where a model does not fit a declaration of the user's own
     variant: Callable[[nn.Module], Weights] = lambda model: {}  # of `weights`, those that lie elsewhere in this model
     projects: bool = False  # whether a projection into an embedding stands for its classifier
     models: str = ""  # what users call the models of one class, where its name does not say
@@ -271,8 +271,11 @@ def block_name(architecture: Architecture, model: nn.Module, layer: int) -> str:
     return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, zip(*names, strict=False)))
 
 
-def require_all_used(problems: Sequence[str], unused: Sequence[str], advice: str) -> None:
-    """Refuse a model that does not fit its declaration, with all that is wrong at once."""
+def require_all_used(problems: Sequence[str], unused: Sequence[str], advice: str | None = None) -> None:
+    """Refuse a model that does not fit its declaration, with all that is wrong at once.
+
+    So are variants of an architecture whose further parts have weights: no other check of them is needed.
+    """
     faults = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else [])]
     if unused:
         by_pattern = {name: name for name in unused}
@@ -281,8 +284,10 @@ def require_all_used(problems: Sequence[str], unused: Sequence[str], advice: str
         shown = sorted(by_pattern.values())[:_SHOWN]
         more = f" and {len(unused) - len(shown)} more" if len(unused) > len(shown) else ""
         faults.append(f"the model has parameters that have no canonical place: {shown}{more}")
+    if faults and advice is None:
+        raise refuse("; ".join(faults))
     if faults:
-        raise ConversionError("; ".join([*faults, advice]))
+        raise ConversionError("; ".join([*faults, str(advice)]))
 
 
 def perhaps_meant(name: str, known: Collection[str]) -> str:

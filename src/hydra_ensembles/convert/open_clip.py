@@ -74,8 +74,6 @@ _TEXT_WEIGHTS: Weights = {
 
 
 def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    if model.attn_pool is not None:
-        raise refuse("it pools by attention (attentional_pool)")
     if not is_identity(model.patch_dropout):
         raise refuse("it drops patches in training (patch_dropout)", WITHOUT_PATCH_DROPOUT)
     pools: dict[str, Pool] = {"tok": "cls", "avg": "mean"}
@@ -139,8 +137,6 @@ def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """A `TextTransformer`, or a `CLIP`, which carries the parts of one itself."""
     positions, width = model.positional_embedding.shape
-    if getattr(model, "cls_emb", None) is not None or positions != model.context_length:
-        raise refuse("a class token is appended to the text (embed_cls)")
     if getattr(model, "use_pad_mask", False) or getattr(model, "output_tokens", False):
         raise refuse("it masks padding by itself, or answers with tokens (use_pad_mask, output_tokens)")
     pool = getattr(model, "text_pool_type", None) or model.pool_type
@@ -168,11 +164,6 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 def _encoder(transformer: Any, causal: bool) -> EncoderConfig:
     blocks = list(transformer.resblocks)
     first = first_of(blocks)  # the others are known to be like it
-    if not is_identity(getattr(first, "ln_attn", None)) or not is_identity(getattr(first.mlp, "ln", None)):
-        raise refuse("attention or MLP has a norm of its own (scale_attn, scale_fc)")
-    extras = ("ln_inner", "head_scale", "logit_scale")
-    if not all(is_identity(getattr(first.attn, extra, None)) for extra in extras):
-        raise refuse("its attention is scaled (scaled_cosine_attn, scale_heads, scale_attn_inner)")
     if hasattr(first.attn, "scale"):
         require_usual_scale(first.attn)
     mlp = first.mlp

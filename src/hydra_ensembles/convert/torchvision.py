@@ -12,17 +12,11 @@ _LAYER = "encoder.layers.encoder_layer_{i}"
 
 
 def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    if type(model.conv_proj).__name__ != "Conv2d":
-        raise refuse("patches are embedded by a stack of convolutions")
-    if hasattr(model.heads, "pre_logits"):
-        raise refuse("the classifier has a hidden layer (representation_size)")
     blocks = list(model.encoder.layers)
     first = first_of(blocks)  # the others are known to be like it
     heads, mlp = first.self_attention, first.mlp
     if len(mlp) != 5:
         raise refuse(f"its MLP has {len(mlp)} parts")
-    if heads.bias_k is not None or heads.add_zero_attn or heads.in_proj_weight is None:
-        raise refuse("its MultiheadAttention has extra keys or separate projections")
     grid = int(model.image_size) // int(model.patch_size)
     stem = PatchStemConfig(
         patch_size=(int(model.patch_size),) * 2,

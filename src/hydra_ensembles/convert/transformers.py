@@ -377,9 +377,6 @@ def _distilbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 def _albert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """ALBERT, whose layers are one: the canonical encoder has a copy of it for each."""
     config = model.config
-    groups = int(config.num_hidden_groups), int(config.inner_group_num)
-    if groups != (1, 1):
-        raise refuse(f"it has {groups[0]} groups of {groups[1]} layers, not one layer for all")
     dropout = float(config.hidden_dropout_prob)
     embeddings = model.base_model.embeddings
     stem = text_stem(

@@ -45,8 +45,6 @@ def _dinov3_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     registers = int(config.num_register_tokens)
     stem = patch_stem(config, "bicubic", any_size=True, position_prefix=0, registers=registers, learned_positions=False)
     biases = bool(config.query_bias), bool(config.key_bias), bool(config.value_bias)
-    if biases[0] != biases[2] or biases[1] > biases[0]:
-        raise refuse(f"of query, key and value only some have a bias ({biases})")
     encoder = read_encoder(
         config,
         gated=bool(config.use_gated_mlp),

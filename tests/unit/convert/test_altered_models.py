@@ -84,7 +84,7 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("timm", put(BLOCK + "drop_path1", nn.Tanh()), "drop_path1"),
     ("timm", put(BLOCK + "attn.proj_drop", Quiet()), "proj_drop"),
     ("timm", put("pos_drop", nn.Tanh()), "before blocks.0"),
-    ("timm", put("fc_norm", nn.LayerNorm(32)), "after pooling"),
+    ("timm", put("fc_norm", nn.LayerNorm(32)), "fc_norm.weight"),
     ("timm", put("patch_embed.proj.stride", (4, 4)), "cannot answer"),
     ("timm", replaced("forward_head"), "forward_head"),
     ("timm", lambda model: put("blocks.0.forward", torch.compile(lambda x: 2 * x))(model), "blocks.0 (Block)"),
