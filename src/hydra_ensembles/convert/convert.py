@@ -137,6 +137,11 @@ def convert(
             raise ConversionError(f"{architecture.name} has no classifier; leave num_labels and labels out")
         return _convert_dual(architecture, model, processor, probe)
     both = _converted(architecture, model, num_labels, labels, processor, preprocessing)
+    if probe and both.own and both.mute:
+        raise ConversionError(
+            f"{architecture.name}: its classifier has no weights but zeros: its answers prove nothing; "
+            "give it other values while it is converted, or convert with probe=False"
+        )
     if probe and declaration is not None:
         require_proof(declaration, model, num_labels, both.ensemble.metadata)
     elif probe:
@@ -384,7 +389,7 @@ def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, prob
     with said_of(dual.name):
         if len(paths) == len(towers):  # the declaration of a tower without a place of its own looks at the whole model
             unused = [name for name in model.state_dict() if not name.startswith((*paths, *_SCALES))]
-            require_all_used((), unused, towers[0][2].advice)
+            require_all_used((), unused)
         scale, bias = (getattr(model, name, None) for name in _SCALES)
         if scale is None:
             raise ConversionError("the model has no logit_scale")

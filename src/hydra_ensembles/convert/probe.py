@@ -50,6 +50,12 @@ class Both:
         """Whether nothing is known of the model but its answers."""
         return not self.architecture.classes
 
+    @property
+    def mute(self) -> bool:
+        """Whether the classifier has no weights but zeros, so that answers prove nothing."""
+        classifier = self.ensemble.readout.classifier
+        return classifier is not None and not classifier.weight.any()
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Evaluation mode, no gradients, no autocast, nothing compiled; generators and flags are as before afterwards.
@@ -191,6 +197,7 @@ def require_same_answers(both: Both, *, locate: bool = True) -> None:
     `locate=False` spares the search for that layer, for who wants to know alone whether the answers agree.
     """
     architecture, model, ensemble = both.architecture, both.model, both.ensemble
+    mute = both.mute and not both.own  # tokens decide
     with both.answering():
         for inputs in both.batches():
             allowed = both.allowed(inputs)
@@ -198,25 +205,28 @@ def require_same_answers(both: Both, *, locate: bool = True) -> None:
             # Of a library's class it is known that all tokens are treated alike; rotations are those of all tokens.
             few_suffice = not both.own and ensemble.kind == "image" and ensemble.config.encoder.rotary is None
             answers = partial(both.original, inputs), partial(both.converted, inputs)
-            if few_suffice and _alike_on_few_tokens(first_blocks, answers, allowed):
+            if few_suffice and not mute and _alike_on_few_tokens(first_blocks, answers, allowed):
                 continue
             apart = difference(both.converted(inputs), both.original(inputs))
-            if not apart <= allowed:
-                where = _first_difference(both, inputs, allowed) if locate else "somewhere"
-                raise _difference_error(both, inputs, apart, allowed, where)
+            where = _first_difference(both, inputs, allowed) if mute or (locate and not apart <= allowed) else ""
+            if where or not apart <= allowed:
+                last = block_name(architecture, model, ensemble.num_layers - 1)
+                place = where or (f"after {last}, where tokens are pooled and classified" if locate else "somewhere")
+                raise _difference_error(both, inputs, apart, allowed, place)
         if both.own and isinstance(ensemble.config.stem, PatchStemConfig):
             _require_other_size(both)
 
 
 def _difference_error(both: Both, inputs: NamedTensors, apart: float, allowed: float, where: str) -> ConversionError:
+    by = f" by {apart:.2g} of their size" if apart else ", in tokens before the classifier,"
     source, remedy = "the declaration says", "look for the difference"
     if not both.own:
         source, remedy = "its class and its configuration say", "undo what was changed"
     return ConversionError(
         f"{both.architecture.name}: the {'features' if both.fresh else 'answers'} of the converted model differ from "
-        f"those of the original by {apart:.2g} of their size on a random batch {_shapes(inputs)} ({allowed:g} is "
-        f"allowed): the model computes something else than {source}. The two part first {where}; {remedy} there, or "
-        "convert with probe=False if the difference is meant"
+        f"those of the original{by} on a random batch {_shapes(inputs)} ({allowed:g} is allowed): the model computes "
+        f"something else than {source}. The two part first {where}; {remedy} there, or convert with probe=False if the "
+        "difference is meant"
     )
 
 
@@ -310,7 +320,7 @@ def _few_tokens(block: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _first_difference(both: Both, inputs: NamedTensors, allowed: float) -> str:
-    """The first place where the activations of both models differ, in words."""
+    """The first place where the activations of both models differ, in words; nothing where all blocks agree."""
     if both.own:
         together, main = both.original(inputs), next(iter(inputs))
         alone = [both.original({name: x[at : at + 1] for name, x in inputs.items()}) for at in range(len(together))]
@@ -340,7 +350,7 @@ def _first_difference(both: Both, inputs: NamedTensors, allowed: float) -> str:
             return f"in {names[index - 1]}{shared}" if index else f"before {names[0]}, where the input is embedded"
     if len(theirs) < len(ours):
         return f"in {names[len(theirs) - 1]}" if theirs else f"before {names[0]}"
-    return f"after {names[-1]}, where tokens are pooled and classified"
+    return ""
 
 
 def our_tokens(ensemble: Ensemble, inputs: NamedTensors) -> tuple[list[Tensor], Context]:

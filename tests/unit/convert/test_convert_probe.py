@@ -15,6 +15,7 @@ from torch import nn
 import hydra_ensembles as he
 from architectures import ArchitectureCase, timm_model, torchvision_model
 from architectures_clip import DUAL_CASES, DualCase, open_clip_model
+from architectures_own import ENCODER_VIT, EncoderViT, own
 from architectures_transformers import DINOV3, DISTILBERT, MODERNBERT, TEXT, VISION, transformers_model
 from contract.all_architectures import ALL_CASES
 from contract.models import original
@@ -129,6 +130,18 @@ def test_models_that_cannot_answer_are_clear_errors(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(type(model), "forward_features", lambda *given, **named: 1 / 0)
     refused(model, r"ZeroDivisionError.*probe=False")
     assert he.convert(model, probe=False).num_classes == 5
+
+
+@torch.no_grad()
+def test_a_classifier_of_zeros_proves_nothing(disturbed: list[str]) -> None:
+    model, own_model = torchvision_model(), own(EncoderViT)
+    for head in (model.heads.head, own_model.head):
+        nn.init.zeros_(head.weight)
+    for declaration in (ENCODER_VIT, None):
+        refused(own_model, "no weights but zeros", declaration=declaration)
+    assert he.convert(model).num_classes == 5
+    disturbed.append("encoder.layers.1.norm2.weight")
+    refused(model, "in encoder.layers.encoder_layer_1;")
 
 
 # --- what it costs -------------------------------------------------------------------------------------------
