@@ -89,8 +89,7 @@ class WorkingModel:
 
     def classify(self, features: Tensor) -> SampleAnswers:
         """The answers that pooled features `[B, d]` give."""
-        logits = self.ensemble.readout.classify(features[None])[0]
-        return SampleAnswers(logits, None if self.distance is None else self.distance.of(features, logits))
+        return SampleAnswers.of(features, self.ensemble.readout.classify(features[None])[0], self.distance)
 
     def drop(self, head: Head) -> None:
         """Take a head out: its rows leave the projections, and later passes cost less."""

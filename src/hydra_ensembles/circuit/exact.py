@@ -94,12 +94,8 @@ def run_without(
     with masked(model, [Head(head.layer, head.head) for head in off]):
         for group in samples.groups:
             for rows in parts(len(group), batch_size):
-                if distance is None:
-                    answers = SampleAnswers(model(*group.take(rows))[0])  # [1, B, C] -> [B, C]
-                else:
-                    features, logits = model.features_and_logits(*group.take(rows))
-                    answers = SampleAnswers(logits[0], distance.of(features[0], logits[0]))
-                yield group.numbers[rows], answers
+                features, logits = (one[0] for one in model.features_and_logits(*group.take(rows)))  # [1, B, …]
+                yield group.numbers[rows], SampleAnswers.of(features, logits, distance)
     work["layer_evaluations"] += len(samples.labels) * len(model.config.head_counts)
     work["multiply_adds"] += forward_cost(model, samples)
 

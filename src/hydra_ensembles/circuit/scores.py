@@ -183,6 +183,11 @@ class SampleAnswers(NamedTuple):
     logits: Tensor  # [B, C]; embeddings [B, e] of a model without a classifier
     distance: Tensor | None = None  # [B]
 
+    @classmethod
+    def of(cls, features: Tensor, logits: Tensor, distance: "Distance | None") -> "SampleAnswers":
+        """What pooled features `[B, …]` and the logits they give say."""
+        return cls(logits, None if distance is None else distance.of(features, logits))
+
 
 class Distance:
     """A fitted score of features that circuits are judged by; its statistics stay those of the whole model."""

@@ -79,35 +79,24 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
         with _ONE_AT_A_TIME, torch.no_grad(), masking(*towers, thread=thread, on=True):
             begun = True
             for attention, row in places:
-                _switch_off(attention, row, mask)
+                off = _OFF.setdefault(attention, {})
+                off.setdefault(row, (attention.out[row].clone(), set()))[1].add(mask)
+                attention.out[row].zero_()
         yield ensemble
     finally:
         if begun:
             with _ONE_AT_A_TIME, torch.no_grad(), masking(*towers, thread=thread, on=False):
                 for attention, row in places:
-                    _switch_on(attention, row, mask)
+                    values, masks = _OFF.get(attention, {}).get(row, (None, {mask}))  # None: it was interrupted before
+                    masks.discard(mask)
+                    if values is not None and not masks:  # no mask keeps it off any more
+                        attention.out[row].copy_(values)
+                        del _OFF[attention][row]
 
 
 _ONE_AT_A_TIME = threading.Lock()
 Off = dict[int, tuple[Tensor, set[object]]]  # by row of the output projection: its values, and the masks on it
 _OFF: "WeakKeyDictionary[Attention, Off]" = WeakKeyDictionary()
-
-
-def _switch_off(attention: Attention, row: int, mask: object) -> None:
-    off = _OFF.setdefault(attention, {})
-    if row not in off:
-        off[row] = attention.out[row].clone(), set()
-    off[row][1].add(mask)
-    attention.out[row].zero_()
-
-
-def _switch_on(attention: Attention, row: int, mask: object) -> None:
-    """Undo what a mask did, also where it was interrupted; a head that no mask keeps off any more gets its values."""
-    values, masks = _OFF.get(attention, {}).get(row, (None, {mask}))
-    masks.discard(mask)
-    if values is not None and not masks:
-        attention.out[row].copy_(values)
-        del _OFF[attention][row]
 
 
 def towers_of(model: Ensemble | DualEncoder) -> dict[str, Ensemble]:

@@ -58,13 +58,6 @@ def _as_head(value: HeadLike) -> Head:
     return Head(int(parts[0]), int(parts[1]), *parts[2:])  # plain integers also where numpy's were given
 
 
-def _as_scores(values: Iterable[float]) -> tuple[float, ...]:
-    try:
-        return tuple(float(score) for score in values)
-    except (TypeError, ValueError) as error:
-        raise HeadError(f"scores are a list of numbers, one for each head, got {short(values)} ({error})") from error
-
-
 def require_budget(budget: int, candidates: int) -> None:
     """Refuse to remove no head, or more than there are."""
     if not 1 <= budget <= candidates:
@@ -106,7 +99,11 @@ class HeadRanking:
     def __post_init__(self) -> None:
         """Check that heads are distinct and each has its score; make the provenance what JSON would give back."""
         object.__setattr__(self, "heads", as_heads(self.heads))
-        object.__setattr__(self, "scores", _as_scores(self.scores))
+        try:
+            object.__setattr__(self, "scores", tuple(float(score) for score in self.scores))
+        except (TypeError, ValueError) as error:
+            received = f"got {short(self.scores)} ({error})"
+            raise HeadError(f"scores are a list of numbers, one for each head, {received}") from error
         object.__setattr__(self, "provenance", to_plain(self.provenance))
         if len(self.scores) != len(self.heads):
             raise HeadError(f"a ranking needs one score per head, got {len(self.scores)} for {len(self.heads)}")

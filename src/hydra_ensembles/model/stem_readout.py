@@ -93,18 +93,15 @@ class TextStem(nn.Module):
         """Embed token ids `[B, T]` (and segment ids of the same shape) as `[G, B, T, d]`."""
         x = lookup(self.words, ids)
         if self.positions is not None:
-            x = x + lookup(self.positions, self._position_ids(ids))
+            places = torch.arange(ids.shape[1], device=ids.device)[None]  # [1, T]
+            if (padding := self.config.positions_after) is not None:
+                real = ids.ne(padding).long()
+                places = real.cumsum(1) * real + padding  # padding keeps its own id
+            x = x + lookup(self.positions, places)
         if self.segments is not None:
             x = x + lookup(self.segments, torch.zeros_like(ids) if segments is None else segments)
         x = self.dropout(x if self.norm is None else self.norm(x))
         return x if self.project is None else self.project(x)
-
-    def _position_ids(self, ids: Tensor) -> Tensor:
-        padding = self.config.positions_after
-        if padding is None:
-            return torch.arange(ids.shape[1], device=ids.device)[None]  # [1, T]
-        real = ids.ne(padding).long()
-        return real.cumsum(1) * real + padding  # padding keeps its own id
 
 
 def lookup(table: Tensor, ids: Tensor) -> Tensor:

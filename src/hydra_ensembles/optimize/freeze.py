@@ -20,15 +20,13 @@ from .frozen_layers import FrozenAttention, FrozenPatchStem, Plan, fixed, sees_k
 def frozen(ensemble: Ensemble, dtype: torch.dtype) -> Ensemble:
     """A copy of an ensemble rewritten for inference; it runs by the plan `"loop"` until `with_plan` says otherwise."""
     result = simplified(ensemble)
-    last = len(blocks(result)) - 1
-    reads_few = result.readout.tokens_read() is not None
-    inputs = attention_inputs(result)
-    for index, block in enumerate(blocks(result)):
-        one_input = inputs[index] == 1 or len(block.attention.sizes) == 1
-        replace_part(block, "attention", FrozenAttention(block.attention, one_input, reads_few and index == last))
-    if (pooling := result.readout.map) is not None:
-        one_input = inputs[-1] == 1 or len(pooling.attention.sizes) == 1
-        replace_part(pooling, "attention", FrozenAttention(pooling.attention, one_input, reads_few=True))
+    pooling = result.readout.map
+    few_are_read = pooling is not None or result.readout.tokens_read() is not None  # after the last attention
+    layers: list[Block | MapPool] = [*blocks(result), *([] if pooling is None else [pooling])]
+    for layer, inputs in zip(layers, attention_inputs(result), strict=True):
+        one_input = inputs == 1 or len(layer.attention.sizes) == 1
+        reads_few = few_are_read and layer is layers[-1]
+        replace_part(layer, "attention", FrozenAttention(layer.attention, one_input, reads_few))
     if (rotary := result.encoder.rotary) is not None:
         size = result.stem.config.grid if isinstance(result.stem, PatchStem) else (result.stem.config.max_tokens,)
         replace_part(result.encoder, "rotary", FrozenRotary(rotary, size, next(result.parameters())))
@@ -130,14 +128,10 @@ def _merge_equal_copies(ensemble: Ensemble) -> None:
     """Keep one copy of every parameter that is equal in all members, in place; they then branch as late as possible."""
     _merge(*((module, name) for module in ensemble.stem.modules() for name in module._parameters))
     for module in [*ensemble.encoder.modules(), *ensemble.readout.modules()]:
-        if isinstance(module, GroupedLinear | GroupedNorm):
-            _merge((module, "weight"), (module, "bias"))
-        elif isinstance(module, MapPool):
-            _merge((module, "query_token"))
-            _merge_attention(module.attention)
-        elif isinstance(module, Block):
-            _merge((module.mlp, "scale"))
-            _merge_attention(module.attention)
+        if isinstance(module, Attention):
+            _merge_attention(module)
+        else:
+            _merge(*((module, name) for name in module._parameters))
 
 
 def _merge(*places: tuple[nn.Module, str]) -> None:

@@ -338,26 +338,23 @@ class GraphCache:
 
     def __call__(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
         """Replay the graph for these shapes, recording it first where there is none."""
+        key = shape_key(arguments)
         with torch.cuda.device(self._device):
-            return self._replayed(arguments)
+            if key not in self._graphs:
+                self._graphs[key] = self._record(arguments)
+                if len(self._graphs) > self._limit:
+                    self._graphs.popitem(last=False)
+            self._graphs.move_to_end(key)
+            graph, buffers, result = self._graphs[key]
+            for buffer, argument in zip(buffers, arguments, strict=True):
+                if buffer is not None and argument is not None:
+                    buffer.copy_(argument)
+            graph.replay()
+            return tuple(tensor.clone() for tensor in result)
 
     def forget(self, key: Key) -> None:
         """Drop the graph of a shape and the memory it holds, if there is one."""
         self._graphs.pop(key, None)
-
-    def _replayed(self, arguments: RunArguments) -> tuple[Tensor, ...]:
-        key = shape_key(arguments)
-        if key not in self._graphs:
-            self._graphs[key] = self._record(arguments)
-            if len(self._graphs) > self._limit:
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(key)
-        graph, buffers, result = self._graphs[key]
-        for buffer, argument in zip(buffers, arguments, strict=True):
-            if buffer is not None and argument is not None:
-                buffer.copy_(argument)
-        graph.replay()
-        return tuple(tensor.clone() for tensor in result)
 
     def _record(self, arguments: RunArguments) -> tuple[torch.cuda.CUDAGraph, RunArguments, tuple[Tensor, ...]]:
         buffers = tuple(None if tensor is None else tensor.clone() for tensor in arguments)
