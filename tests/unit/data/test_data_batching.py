@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,14 @@ def test_images_become_tensors_and_labels(image_folder: Path) -> None:
     assert torch.equal(first, ImagePreprocessing(size=(16, 12))([data[row][0] for row in range(4)]))
 
 
-def test_mappings_get_labels() -> None:
+def test_mappings_get_labels_and_a_last_batch_can_be_dropped() -> None:
     data = TextDataset(["a", "bb", ("c", "d")], [2, 0, 1])
     (batch,) = batches(data, lengths, batch_size=8)
     found = {name: tensor.tolist() for name, tensor in batch.items()}
     assert found == {"input_ids": [[1], [2], [2]], "labels": [2, 0, 1]}
+    made = batches(data, lengths, 2, drop_last=True)
+    assert len(made) == len(list(made)) == 1
+    assert list(batches(data.select([]), lengths, 5)) == []
 
 
 def test_passes_repeat_epochs_differ_and_the_generator_is_left_alone(numbers: TextDataset) -> None:
@@ -92,12 +96,6 @@ def test_the_order_of_a_seed_stays_what_it_was_and_workers_change_nothing(number
     assert torch.equal(alone, helped)
 
 
-def test_the_last_batch_can_be_dropped(numbers: TextDataset) -> None:
-    made = batches(numbers, noisy, 4, drop_last=True)
-    assert len(made) == len(list(made)) == 2
-    assert list(batches(numbers.select([]), noisy, 5)) == []
-
-
 @pytest.mark.parametrize(
     ("settings", "token"),
     [({"batch_size": 0}, "batch_size"), ({"num_workers": -1}, "num_workers"), ({"batch_size": 4}, "3 rows of 4 items")],
@@ -105,16 +103,6 @@ def test_the_last_batch_can_be_dropped(numbers: TextDataset) -> None:
 def test_bad_settings_and_bad_preprocessing(numbers: TextDataset, settings: dict[str, int], token: str) -> None:
     with pytest.raises(DataError, match=token):
         next(iter(batches(numbers, lambda texts: torch.zeros(3, 2), **{"batch_size": 1, **settings})))
-
-
-def plain(**changes: Any) -> TrainTransform:
-    settings = {"size": (8, 8), "crop_scale": (1.0, 1.0), "flip_probability": 0.0, "rand_augment": None}
-    return TrainTransform(**{**settings, **changes})
-
-
-def test_images_are_mirrored() -> None:
-    image = picture(1)
-    torch.testing.assert_close(plain(flip_probability=1.0)([image] * 2)[1], plain()(image)[0].flip(-1))
 
 
 def test_training_transforms_repeat_in_batches_and_draw_for_each_image() -> None:
@@ -138,13 +126,16 @@ def test_without_randomness_images_are_those_of_the_models_preprocessing(interpo
     image = picture(2, size=32)
     torch.testing.assert_close(transform(image), preprocessing(image))
     assert TrainTransform.matching(preprocessing)([image] * 30).shape == (30, channels, 20, 20)
+    mirrored = replace(transform, flip_probability=1.0)([image] * 2)[1]
+    torch.testing.assert_close(mirrored, preprocessing(image)[0].flip(-1))
 
 
 def test_crops_keep_to_their_scale() -> None:
     """On a left-to-right ramp, the range of values that a crop shows is its share of the width."""
     ramp = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), (256, 1))).convert("RGB")
     torch.manual_seed(0)
-    crops = plain(size=(32, 32), crop_scale=(0.25, 0.25), mean=(0, 0, 0), std=(1, 1, 1))([ramp] * 20)
+    quarter = TrainTransform((32, 32), (0.25, 0.25), 0.0, None, mean=(0, 0, 0), std=(1, 1, 1))
+    crops = quarter([ramp] * 20)
     widths = crops[:, 0].amax(dim=(1, 2)) - crops[:, 0].amin(dim=(1, 2))
     # A quarter of the area with an aspect ratio within 3/4..4/3 is 0.43..0.58 of the width.
     assert widths.min() > 0.38

@@ -10,11 +10,6 @@ from hydra_ensembles.data.suites import SetRef, Suite, all_suites, suite
 from hydra_ensembles.errors import DataError
 from pictures import WriteParquet, encoded, picture
 
-
-def names(refs: tuple[SetRef, ...]) -> list[str]:
-    return [ref.name for ref in refs]
-
-
 IMAGENET = (["ssb_hard", "ninco"], ["inaturalist", "textures"])
 CIFAR100_FAR = ["mnist", "svhn", "textures", "places365"]
 
@@ -32,7 +27,7 @@ CIFAR100_FAR = ["mnist", "svhn", "textures", "places365"]
 def test_the_papers_suites(name: str, circuits: str, near: list[str], far: list[str]) -> None:
     chosen = suite(name)
     assert (chosen.name, chosen.circuit_ood.name) == (name, circuits)
-    assert (names(chosen.near), names(chosen.far)) == (near, far)
+    assert ([ref.name for ref in chosen.near], [ref.name for ref in chosen.far]) == (near, far)
     assert chosen.notes
     for ref in (*chosen.near, *chosen.far, *chosen.apart, *chosen.tasks, chosen.id):
         assert not ref.may_share_rows(chosen.circuit_ood)  # circuits are never chosen on reported rows
