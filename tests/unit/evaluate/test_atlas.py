@@ -149,28 +149,19 @@ def test_parts_that_do_not_fit_each_other_are_refused(of_images):
             replace(of_images, **changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "token"),
-    [
+def test_what_it_refuses_and_bad_data_are_named():
+    model = hydra()
+    data, ood = sets(model)
+    for changes, error, token in (
         ({"inputs": 17}, ConfigError, "16"),
         ({"layers": [3]}, HeadError, "layers"),
         ({"score": "mahalanobis"}, ConfigError, "mahalanobis"),
         ({"id_name": "a"}, DataError, "'a'"),
         ({"batch_size": 0}, ConfigError, "batch_size"),
-    ],
-)
-def test_what_it_refuses(changes, error, token):
-    model = hydra()
-    data, ood = sets(model)
-    with pytest.raises(error, match=token):
-        atlas(model, data, ood, progress=False, **changes)
-
-
-def test_bad_data_are_named():
-    model = hydra()
-    data, _ = sets(model)
-    with pytest.raises(DataError, match="same samples"):
-        atlas(model, data, {"same": [(inputs.clone(), labels) for inputs, labels in data]}, progress=False)
+        ({"ood": {"same": [(inputs.clone(), labels) for inputs, labels in data]}}, DataError, "same samples"),
+    ):
+        with pytest.raises(error, match=token):
+            atlas(model, data, **{"ood": ood, "progress": False, **changes})
     huge = random_ensemble(dtype=torch.float32)
     with torch.no_grad():
         huge.readout.classifier.weight.mul_(1e38)

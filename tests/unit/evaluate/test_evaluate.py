@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_models import CLASSES, HEADS, NAMES, image_batches, text_batches, tiny_ensemble
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
@@ -22,9 +21,40 @@ from hydra_ensembles.evaluation.evaluate import evaluate, evaluate_logits
 from hydra_ensembles.evaluation.running import Kept, Runner, running
 from hydra_ensembles.familiarity import fit_familiarity
 from hydra_ensembles.metrics.conformal import Reference
-from hydra_ensembles.model.metadata import Calibration
+from hydra_ensembles.model.config import Sharing
+from hydra_ensembles.model.metadata import Calibration, Metadata
 from hydra_ensembles.overlap import sample_keys
+from hydra_ensembles.preprocessing import ImagePreprocessing
 from processes import by_two_ranks, count_calls
+from random_ensembles import noisy, small
+
+CLASSES = 4
+HEADS = (((0, 1), (1, 2)), ((0, 2), (0, 1, 2)), ((1,), (2,)))  # [member][layer]
+NAMES = ("ant", "bee", "cat <b>", "dog & fox")
+
+
+def tiny_ensemble(kind="image"):
+    blocks = {"width": 12, "heads": 3, "head_dim": 4, "mlp_width": 16}
+    config = small(kind, CLASSES, sharing=Sharing(stem=True, mlp=True), text={"vocabulary": 30}, **blocks)
+    preprocessing = None if kind == "text" else ImagePreprocessing((8, 8))
+    metadata = Metadata("made here", NAMES, preprocessing, history=("made", "tested"))
+    return noisy(replace(config, heads=HEADS), noise=0.5, metadata=metadata)
+
+
+def image_batches(sizes=(8, 8, 8, 3), seed=0, scale=1.0):
+    draw = torch.Generator().manual_seed(seed)
+    pixels = [scale * torch.randn(size, 3, 8, 8, generator=draw) for size in sizes]
+    return [(some, torch.randint(CLASSES, (len(some),), generator=draw)) for some in pixels]
+
+
+def text_batches(sizes=(6, 5), seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(30, (size, 7), generator=draw) for size in sizes]
+    masks = [(torch.arange(7)[None] < torch.randint(3, 8, (size, 1), generator=draw)).long() for size in sizes]
+    labels = [torch.randint(CLASSES, (size,), generator=draw) for size in sizes]
+    names = ("input_ids", "attention_mask", "labels")
+    return [dict(zip(names, batch, strict=True)) for batch in zip(ids, masks, labels, strict=True)]
+
 
 OOD = {"near": {"close": image_batches((5, 6), seed=5)}, "far": {"noise": image_batches((7,), seed=6, scale=5.0)}}
 CALIBRATION = Calibration(temperature=(2.0, 1.0, 0.5), threshold=0.3)
@@ -125,15 +155,17 @@ def test_evaluate_is_evaluate_logits_of_the_models_answers():
     assert info.parameters == model.describe().parameters
 
 
-def test_saved_calibration_is_applied_and_can_be_replaced():
+def test_saved_calibration_is_applied_and_can_be_replaced_and_copies_are_said():
     plain, data = tiny_ensemble(), image_batches()
     calibrated = plain.with_metadata(calibration=CALIBRATION)
     found = evaluate(calibrated, data, OOD, progress=False)
     assert found.model.calibration == CALIBRATION
     assert found.numbers() == evaluate(plain, data, OOD, progress=False, calibration=CALIBRATION).numbers()
     assert found.id != evaluate(plain, data, OOD, progress=False).id
+    with pytest.warns(HydraWarning, match="27 of the 54 samples of the in-distribution set 'id'"):
+        evaluate(plain, [*data, *data], progress=False)
     with pytest.raises(DataError, match="temperature"):  # the logits overflow
-        evaluate(plain, data, calibration=Calibration(temperature=(1e-38,)), progress=False)
+        evaluate(plain, data, calibration=Calibration(temperature=(1e-40,)), progress=False)
 
 
 def test_both_thresholds_are_told_apart():
@@ -177,6 +209,9 @@ def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
         pass
     with pytest.raises(ConfigError, match="meta"):
         evaluate(calibrated, data, progress=False, device="meta")
+    doubled = [(images.double(), labels) for images, labels in data]  # inputs come in the dtype of the model
+    for dtype, model in {"bfloat16": tiny_ensemble().bfloat16(), "float32": fast}.items():
+        assert evaluate(model, doubled, progress=False).provenance.dtype == dtype
 
 
 @pytest.mark.parametrize("around", [nn.DataParallel, partial(torch.compile, backend="eager")])
@@ -188,11 +223,6 @@ def test_what_lies_around_an_ensemble_takes_nothing_from_it(around):
     found = evaluate(around(calibrated), data, OOD, scores=("knn",), progress=False)
     assert found.numbers() == expected.numbers()
     assert found.model == expected.model
-
-
-def test_samples_that_are_drawn_several_times_are_said():
-    with pytest.warns(HydraWarning, match="27 of the 54 samples of the in-distribution set 'id'"):
-        evaluate(tiny_ensemble(), [whole(image_batches())] * 2, progress=False)
 
 
 def test_any_callable_with_two_axes_counts_as_one_member():
@@ -242,12 +272,6 @@ def test_loaders_over_one_data_set_may_read_different_things_but_one_loader_does
         evaluate(tiny_ensemble(), loader, {"b": loader}, progress=False)
 
 
-def test_inputs_come_in_the_dtype_of_the_model():
-    data = [(images.double(), labels) for images, labels in image_batches()]
-    for dtype, model in {"bfloat16": tiny_ensemble().bfloat16(), "float32": tiny_ensemble().optimize()}.items():
-        assert evaluate(model, data, progress=False).provenance.dtype == dtype
-
-
 def test_the_gallery_holds_the_extremes():
     model, data = tiny_ensemble(), image_batches()
     found = evaluate(model, data, OOD, progress=False, gallery=3)
@@ -261,10 +285,8 @@ def test_the_gallery_holds_the_extremes():
     }
     for shelf, expected in shelves.items():
         assert [one.index for one in found.gallery if (one.set, one.shelf) == ("id", shelf)] == expected
-    assert {(item.shelf, item.label) for item in found.gallery if item.set == "noise"} == {
-        ("sure", None),
-        ("unsure", None),
-    }
+    foreign = {(item.shelf, item.label) for item in found.gallery if item.set == "noise"}
+    assert foreign == {("sure", None), ("unsure", None)}
     assert all(item.content.startswith("data:image/jpeg;base64,") for item in found.gallery)
     assert found.gallery[0].confidence == pytest.approx(prediction.confidence[order[0]].item(), abs=1e-6)
 
@@ -297,6 +319,12 @@ def test_errors_name_the_set(model, arguments, token):
         evaluate(model or tiny_ensemble(), *arguments, progress=False)
 
 
+def test_unknown_settings_are_refused_before_the_run():
+    for settings, token in (({"scores": ("energy", "doubt")}, "doubt"), ({"gallery": -1}, "-1")):
+        with pytest.raises(ConfigError, match=token):
+            evaluate(lambda inputs: 1 / 0, image_batches(), progress=False, **settings)
+
+
 def test_probabilities_in_place_of_logits_are_warned_of():
     logits, labels = torch.randn(3, 8, 4), torch.arange(8) % 4
     with pytest.warns(HydraWarning, match="softmax"):
@@ -326,23 +354,14 @@ def test_thresholds_that_accept_fewer_than_they_promise_are_told():
         evaluate(unsure, [(torch.randn(2, 4), torch.arange(2))], calibration=calibration, progress=False)
 
 
-@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
-def test_a_model_that_does_not_choose_one_class_is_refused(problem):
-    model = torch.nn.Linear(4, 3)
-    model.config = SimpleNamespace(problem_type=problem)
-    with pytest.raises(ConfigError, match=problem):
-        evaluate(model, [(torch.randn(6, 4), torch.arange(6) % 3)], progress=False)
+def test_a_model_that_does_not_choose_one_class_is_refused():
+    model, data = torch.nn.Linear(4, 3), [(torch.randn(6, 4), torch.arange(6) % 3)]
+    for problem in ("regression", "multi_label_classification"):
+        model.config = SimpleNamespace(problem_type=problem)
+        with pytest.raises(ConfigError, match=problem):
+            evaluate(model, data, progress=False)
     model.config.problem_type = "single_label_classification"
-    assert evaluate(model, [(torch.randn(6, 4), torch.arange(6) % 3)], progress=False).id.samples == 6
-
-
-@pytest.mark.parametrize(("settings", "token"), [({"scores": ("energy", "doubt")}, "doubt"), ({"gallery": -1}, "-1")])
-def test_unknown_settings_are_refused_before_the_run(settings, token):
-    def never(inputs):
-        raise AssertionError("the model ran")
-
-    with pytest.raises(ConfigError, match=token):
-        evaluate(never, image_batches(), progress=False, **settings)
+    assert evaluate(model, data, progress=False).id.samples == 6
 
 
 def test_two_processes_give_the_numbers_of_one():
@@ -357,20 +376,17 @@ def test_two_processes_give_the_numbers_of_one():
         assert replace(found, provenance=alone.provenance) == alone
 
 
-def test_processes_with_other_samples_are_refused():
-    """As of a stream that splits itself between them."""
+def test_processes_with_other_samples_are_refused_and_stop_when_one_fails():
+    """Other samples as of a stream that splits itself between them."""
     for refused in by_two_ranks(lambda rank: evaluate(tiny_ensemble(), image_batches()[rank:], progress=False)):
         assert "rank 1 has other samples in set 'id'" in str(refused.exception())
 
+    def failing(inputs):
+        raise RuntimeError("out of memory")
 
-def test_when_one_process_fails_the_other_stops():
-    def run(rank):
-        def failing(inputs):
-            raise RuntimeError("out of memory")
-
-        return evaluate(failing if rank == 1 else tiny_ensemble(), image_batches(), progress=False)
-
-    healthy, failed = (one.exception() for one in by_two_ranks(run))
+    models = tiny_ensemble(), failing
+    both = by_two_ranks(lambda rank: evaluate(models[rank], image_batches(), progress=False))
+    healthy, failed = (one.exception() for one in both)
     assert isinstance(failed, RuntimeError)
     assert isinstance(healthy, DataError)
     assert "out of memory" in str(healthy)

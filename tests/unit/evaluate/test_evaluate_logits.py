@@ -104,7 +104,7 @@ def test_temperature_and_threshold_of_the_calibration_are_applied():
     assert (nothing.accepted, nothing.risk) == (0.0, None)
 
 
-def test_json_round_trip_is_exact(evaluation, tmp_path, monkeypatch):
+def test_json_round_trip_is_exact_and_stored_logits_rebuild_the_evaluation(evaluation, tmp_path, monkeypatch):
     path = tmp_path / "run.json"
     with monkeypatch.context() as patch:
         patch.setattr(MemberLogits, "save", lambda *_: 1 / 0)
@@ -116,6 +116,11 @@ def test_json_round_trip_is_exact(evaluation, tmp_path, monkeypatch):
     dataclasses.replace(Evaluation.load(path), name="renamed").save(path)  # read without logits: they stay
     found = Evaluation.load(path, with_logits=True)
     assert (found.name, found.logits is None) == ("renamed", False)
+    evaluation.logits.save(tmp_path / "exact.safetensors", dtype=torch.float32)
+    kept = MemberLogits.load(tmp_path / "exact.safetensors")
+    exact = evaluate_logits(*kept.id, kept.ood, kept.shift, scores=SCORES)
+    assert dataclasses.replace(exact, model=evaluation.model) == evaluation
+    assert list(exact.ood) == list(evaluation.ood)
 
 
 def test_files_of_the_first_version_stay_readable(evaluation):
@@ -148,14 +153,6 @@ def test_files_of_the_first_version_stay_readable(evaluation):
         Evaluation.from_dict({**old, "version": 99})
 
 
-def test_stored_logits_rebuild_the_evaluation(evaluation, tmp_path):
-    evaluation.logits.save(tmp_path / "exact.safetensors", dtype=torch.float32)
-    kept = MemberLogits.load(tmp_path / "exact.safetensors")
-    exact = evaluate_logits(*kept.id, kept.ood, kept.shift, scores=SCORES)
-    assert dataclasses.replace(exact, model=evaluation.model) == evaluation
-    assert list(exact.ood) == list(evaluation.ood)
-
-
 MIXED = GOOD.permute(2, 1, 0).contiguous().permute(2, 1, 0)  # [M, B, C], members last in memory
 
 
@@ -180,13 +177,6 @@ def test_stored_logits_come_back(tmp_path, logits, other, dtype):
     assert torch.equal(loaded.shift["fog/heavy"].labels, TARGETS[:100:2])
 
 
-def test_huge_logits_keep_the_likelihood_finite():
-    logits = GOOD.clone()
-    logits[:, 0] = -3e38
-    logits[:, 0, (TARGETS[0] + 1) % CLASSES] = 3e38
-    assert 1e30 < evaluate_logits(logits, TARGETS).id.nll < math.inf
-
-
 def test_one_member_has_two_axes_and_no_diversity_and_half_precision_is_raised():
     logits, other = GOOD[:1].half(), {"noise": noise(members=1)}
     found = evaluate_logits(logits[0], TARGETS, other)
@@ -194,6 +184,10 @@ def test_one_member_has_two_axes_and_no_diversity_and_half_precision_is_raised()
     assert found.numbers() == evaluate_logits(logits.float(), TARGETS, other).numbers()
     assert found.id.mutual_information == found.id.disagreement == 0
     assert found.figures.agreement_id == ((1.0,),)
+    huge = GOOD.clone()
+    huge[:, 0] = -3e38
+    huge[:, 0, (TARGETS[0] + 1) % CLASSES] = 3e38
+    assert 1e30 < evaluate_logits(huge, TARGETS).id.nll < math.inf
 
 
 def test_bootstrap_intervals_hold_the_numbers():
@@ -220,15 +214,9 @@ def test_intervals_of_ece_hold_that_of_calibrated_models():
             assert 0 <= interval.low <= interval.value <= interval.high
             held.append(0 in interval)
     assert sum(held) >= 11  # of 12
-    overconfident = evaluate_logits(
-        torch.stack([confidence, 1 - confidence], dim=1).log() * 3, wrong.long(), bootstrap=60
-    )
+    sure = torch.stack([confidence, 1 - confidence], dim=1).log() * 3
+    overconfident = evaluate_logits(sure, wrong.long(), bootstrap=60)
     assert all(0 not in overconfident.intervals[key] for key in ("ece", "aece"))
-
-
-def test_one_ood_sample_says_nothing_of_others():
-    with pytest.warns(HydraWarning, match="OOD set 'far' has one sample"):
-        evaluate_logits(GOOD, TARGETS, {"far": noise(1)})
 
 
 def test_figures_describe_the_same_numbers(evaluation):
@@ -272,8 +260,9 @@ def test_errors_name_the_set(arguments, token):
         evaluate_logits(*arguments, id_name="mine")
 
 
-def test_files_that_are_no_logits_are_refused(tmp_path):
-
+def test_one_ood_sample_says_nothing_of_others_and_files_that_are_no_logits_are_refused(tmp_path):
+    with pytest.warns(HydraWarning, match="OOD set 'far' has one sample"):
+        evaluate_logits(GOOD, TARGETS, {"far": noise(1)})
     for key in ("head.weight", "ood/near"):
         save_file({key: torch.zeros(2, 3, 4)}, tmp_path / "other.safetensors")
         with pytest.raises(DataError, match="id/logits"):

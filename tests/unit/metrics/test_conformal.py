@@ -72,23 +72,14 @@ def test_scores_of_labels_by_the_definition(kind: str) -> None:
             assert found[row, label].item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_scores_of_labels_agree_with_torch_uncertainty(kind: str, conformal_referee) -> None:
-    probs, _ = answers(50)
-    if kind == "aps":
-        referee = conformal_referee.ConformalClsAPS(alpha=0.1, model=nn.Identity(), randomized=False, enable_ts=False)
-    else:
-        referee = conformal_referee.ConformalClsRAPS(
-            alpha=0.1, model=nn.Identity(), randomized=False, enable_ts=False, penalty=0.2, regularization_rank=2
-        )
-    theirs = referee._calculate_all_labels(probs)
-    torch.testing.assert_close(label_scores(probs, kind, 0.2, 2), theirs)  # type: ignore[arg-type]
-
-
-def test_sets_agree_with_torch_uncertainty_at_its_quantile(conformal_referee) -> None:
+def test_scores_of_labels_and_sets_agree_with_torch_uncertainty(conformal_referee) -> None:
     probs, labels = answers(300)
-    referee = conformal_referee.ConformalClsTHR(alpha=0.1, model=nn.Identity(), enable_ts=False)
-    sets = fit_sets(probs, labels, 0.9)
+    plain = {"alpha": 0.1, "model": nn.Identity(), "enable_ts": False}
+    aps = conformal_referee.ConformalClsAPS(**plain, randomized=False)
+    raps = conformal_referee.ConformalClsRAPS(**plain, randomized=False, penalty=0.2, regularization_rank=2)
+    torch.testing.assert_close(label_scores(probs, "aps", 0.2, 2), aps._calculate_all_labels(probs))
+    torch.testing.assert_close(label_scores(probs, "raps", 0.2, 2), raps._calculate_all_labels(probs))
+    referee, sets = conformal_referee.ConformalClsTHR(**plain), fit_sets(probs, labels, 0.9)
     referee.q_hat = torch.tensor(sets.thresholds[0])  # its own takes no account of the number of samples
     assert torch.equal(sets(probs), referee.conformal(probs.log()) > 0)
 
@@ -120,6 +111,8 @@ def test_few_samples_of_a_class_keep_its_label_in() -> None:
     assert sets(probs)[:, 2].all()
     with pytest.raises(DataError, match=r"\[2\]"):
         fit_sets(probs[labels != 2], labels[labels != 2], by_class=True)
+    assert LabelSets((0.5,))(torch.tensor([[0.6, 0.4], [0.5, 0.5]])).tolist() == [[True, False], [True, True]]
+    assert LabelSets((0.5,))(torch.empty(0, 2)).shape == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -141,11 +134,6 @@ def test_few_samples_of_a_class_keep_its_label_in() -> None:
 def test_what_cannot_be_used_is_named(call, error, token) -> None:
     with pytest.raises(error, match=token):
         call()
-
-
-def test_sets_are_plain_settings() -> None:
-    assert LabelSets((0.5,))(torch.tensor([[0.6, 0.4], [0.5, 0.5]])).tolist() == [[True, False], [True, True]]
-    assert LabelSets((0.5,))(torch.empty(0, 2)).shape == (0, 2)
 
 
 @pytest.mark.parametrize(("share", "held_out", "samples"), [(0.9, 30, 20), (0.95, 19, 5), (0.5, 8, 40)])

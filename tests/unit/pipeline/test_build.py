@@ -1,6 +1,7 @@
 """The whole chain: what it makes, and what it refuses before it starts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -131,13 +132,15 @@ def test_the_summary_says_what_was_made(tmp_path: Path) -> None:
         assert all(int(head.split(".")[1]) not in hydra.heads[index][int(head[0])] for head in member["pruned"])
 
 
-def test_a_models_own_library_is_fine_too() -> None:
+def test_a_models_own_library_is_fine_too_and_nothing_is_calibrated_where_nobody_asks_for_it() -> None:
     case = VISION_CASES[0]  # of timm
     data = [(case.inputs()["pixel_values"], torch.arange(3))] * 2
     settings = he.HydraConfig(prune=2, shared_layers=0, members=2, strategy="random")
     hydra = he.build(case.build(), settings, validation=data, progress=False)
     assert same(hydra, he.build(he.convert(case.build()), settings, validation=data, progress=False))
     assert hydra.metadata.history[0].startswith("converted from timm")
+    bare = he.build(case.build(), replace(settings, calibrate=False), progress=False)
+    assert bare.metadata.calibration is None
 
 
 def test_taylor_passes_over_a_seed_that_repeats_a_member(tmp_path: Path) -> None:
@@ -218,11 +221,6 @@ def test_taylor_refuses_training_data_that_are_split_between_processes_by_their_
     for refused in by_two_ranks(lambda rank: he.build(model, config(strategy="taylor"), **given)):
         with pytest.raises(ConfigError, match=r"^train, .*split between processes"):
             refused.result()
-
-
-def test_nothing_is_calibrated_where_nobody_asks_for_it() -> None:
-    settings = config(strategy="random", calibrate=False)
-    assert he.build(image_model(), settings, progress=False).metadata.calibration is None
 
 
 def test_a_recipe_for_the_stem_needs_stems_that_may_differ() -> None:

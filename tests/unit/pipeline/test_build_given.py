@@ -14,13 +14,18 @@ from hydra_ensembles.pipeline.chain import model_identity
 from hydra_ensembles.pipeline.material import BuildData, ReadBatch, halves, read_all, read_data, starting_model
 
 
-def test_preprocessing_of_the_model_is_changed_and_the_model_is_not() -> None:
+def test_a_start_is_changed_and_moved_in_a_copy_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = image_model().with_metadata(preprocessing=he.ImagePreprocessing((8, 8)))
     start = starting_model(model, None, "{label}", None, {"mean": 0.25})
     assert start.base.metadata.preprocessing == he.ImagePreprocessing((8, 8), mean=(0.25,) * 3)
     assert model.metadata.preprocessing == he.ImagePreprocessing((8, 8))
     told = starting_model(model.with_metadata(preprocessing_from="timm"), None, "{label}", None)
     assert model_identity(told) == model_identity(starting_model(model, None, "{label}", None))  # of earlier releases
+    monkeypatch.setattr("hydra_ensembles.pipeline.material.require_device", torch.device)  # "meta" is no place to build
+    moved = starting_model(model, None, (), "meta").base
+    assert (moved.device.type, model.device.type) == ("meta", "cpu")
+    assert moved.metadata == model.metadata
+    assert starting_model(model, None, (), "cpu").base is model
 
 
 def numbered(sizes: list[int]) -> list[ReadBatch]:
@@ -45,16 +50,12 @@ def test_halves_share_nothing_and_leave_nothing_out(sizes: list[int], seed: int)
     assert (one, two) == (sorted(one), sorted(two))  # samples keep their order
     for inputs, labels in first + second:
         assert torch.equal(inputs.flatten(), labels.float())  # each with its own label
+    cut_otherwise = numbered([sum(sizes)])
+    assert labels_of(halves(cut_otherwise, seed)[0]) == one  # the seed alone decides
+    assert not cut_otherwise  # samples are not in memory twice
 
 
-def test_halves_depend_on_the_seed_alone() -> None:
-    data, other_cuts = numbered([5, 5, 5]), numbered([1, 14])
-    assert labels_of(halves(list(data), 3)[0]) == labels_of(halves(other_cuts, 3)[0])
-    assert not other_cuts  # samples are not in memory twice
-    assert len({tuple(labels_of(halves(list(data), seed)[0])) for seed in range(8)}) > 4
-
-
-def test_text_keeps_its_padding() -> None:
+def test_text_keeps_its_padding_and_batches_that_cannot_be_used_are_named() -> None:
     def rows(batch: Any) -> list[tuple[list[int], list[int]]]:
         return list(zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True))
 
@@ -62,9 +63,6 @@ def test_text_keeps_its_padding() -> None:
     assert all(set(inputs) == {"input_ids", "attention_mask"} for inputs, _ in first + second)
     found = [row for inputs, _ in first + second for row in rows(inputs)]
     assert sorted(found) == sorted(row for batch in text_batches() for row in rows(batch))
-
-
-def test_batches_that_cannot_be_used_are_named() -> None:
     labels = torch.tensor([0, 1])
     for batch, token in (
         ({"text": ["a"], "labels": labels}, "text"),
@@ -107,12 +105,3 @@ def test_validation_replaces_the_second_half() -> None:
     assert both.samples() == {"ranking": 3, "validation": 3, "ood": 6}
     given_ = read_data(0, image_model(), train=None, id=one, ood=list(other), validation=held)
     assert given_.samples() == {"ranking": 6, "validation": 6, "ood": 6}
-
-
-def test_a_model_is_moved_in_a_copy_and_left_where_it_is_wanted(monkeypatch) -> None:
-    monkeypatch.setattr("hydra_ensembles.pipeline.material.require_device", torch.device)  # "meta" is no place to build
-    given_model = image_model()
-    moved = starting_model(given_model, None, (), "meta").base
-    assert (moved.device.type, given_model.device.type) == ("meta", "cpu")
-    assert moved.metadata == given_model.metadata
-    assert starting_model(given_model, None, (), "cpu").base is given_model

@@ -121,9 +121,8 @@ def test_what_is_left_open_follows_the_model() -> None:
     hydra = he.build(image_model(), he.HydraConfig(strategy="random", members=2), **sets())
     assert hydra.config.trunk >= 2
     assert all(sum(len(layer) for layer in member) == 11 for member in hydra.heads)
-    apart = he.build(
-        image_model(), he.HydraConfig(prune=3, shared_layers=0, strategy="random", members=2, recipe=recipe()), **sets()
-    )
+    settings = he.HydraConfig(prune=3, shared_layers=0, strategy="random", members=2, recipe=recipe())
+    apart = he.build(image_model(), settings, **sets())
     assert not torch.equal(*apart.state_dict()[NORM])
 
 
@@ -139,15 +138,11 @@ def test_a_trunk_that_is_lost_by_giving_prune_is_said(settings: dict[str, Any]) 
         assert he.HydraConfig(**chosen, shared_layers=depth).settled(start).trunk == depth
 
 
-@pytest.mark.parametrize("training", ["together", "apart"])
-def test_a_training_without_a_recipe_takes_ours(training: Any) -> None:
+def test_a_training_needs_data_and_classifiers_that_differ_and_takes_our_recipe() -> None:
     """So whoever asks what a build reads, the command line too, is told of the training data."""
-    settings = he.HydraConfig(training=training)
-    assert settings.recipe == he.Recipe.preset("hydra")
-    assert settings.reads_train
-
-
-def test_a_training_needs_data_and_classifiers_that_differ() -> None:
+    for training in ("together", "apart"):
+        settings = he.HydraConfig(training=training)
+        assert (settings.recipe, settings.reads_train) == (he.Recipe.preset("hydra"), True)
     together = he.HydraConfig(strategy="branches", training="together")
     with pytest.raises(DataError, match="train"):
         he.build(image_model(), together, **sets(train=None))

@@ -60,13 +60,8 @@ def test_the_fronts_have_who_is_not_beaten_at_their_price() -> None:
     rows.append(row("e", 1.5, 0.95, msp=0.99, far=0.99))
     found = result(*rows)
     assert found.front == {"nll": (YOURS, "a", "d"), "auroc": (YOURS, "e")}
-
-
-def test_domination_is_worse_in_every_number() -> None:
-    assert dominates((1.0, 1.0), (2.0, 2.0))
-    assert dominates((1.0, 2.0), (2.0, 2.0))  # equal in one number, as accuracies often are
-    assert not dominates((1.0, 3.0), (2.0, 2.0))
-    assert not dominates((2.0, 2.0), (2.0, 2.0))
+    pairs = ((1, 1), (2, 2)), ((1, 2), (2, 2)), ((1, 3), (2, 2)), ((2, 2), (2, 2))
+    assert [dominates(*pair) for pair in pairs] == [True, True, False, False]  # equal in one number, as accuracies are
 
 
 def test_the_table_has_all_rows_and_says_what_became_of_those_without_numbers() -> None:
@@ -85,25 +80,18 @@ def test_the_table_has_all_rows_and_says_what_became_of_those_without_numbers() 
 
 def test_the_figure_is_a_file_of_its_own() -> None:
     pytest.importorskip("matplotlib")
+    svg = "{http://www.w3.org/2000/svg}"
     found = result(row(r"better <&> $\frac{$", 1.2, 0.8), row("dear", 2.0, 0.7))
     root = ElementTree.fromstring(found.figure())
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    texts = {"".join(one.itertext()).strip() for one in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert root.tag == f"{svg}svg"
+    texts = {"".join(one.itertext()).strip() for one in root.iter(f"{svg}text")}
     assert {r"better <&> $\frac{$", YOURS, "NLL"} <= texts
     assert "var(--" not in found.figure()
-    points = [one for one in root.iter("{http://www.w3.org/2000/svg}path") if "translate" in one.get("transform", "")]
+    points = [one for one in root.iter(f"{svg}path") if "translate" in one.get("transform", "")]
     assert len(points) == 2 * len(found.rows)  # each candidate in both plots
-    assert not list(root.iter("{http://www.w3.org/2000/svg}use"))  # nothing refers to what is not there
-
-
-def test_numbers_on_its_axes_are_not_shortened() -> None:
-    pytest.importorskip("matplotlib")
+    assert not list(root.iter(f"{svg}use"))  # nothing refers to what is not there
     close = result(row("close", 1.2, 0.898), row("closer", 1.3, 0.896))  # the given model has 0.9
-    root = ElementTree.fromstring(close.figure())
-    texts = ["".join(one.itertext()).strip() for one in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert len({*texts} & {"0.896", "0.897", "0.898", "0.899"}) >= 2
-
-
-def test_a_figure_alone_has_the_colours_of_the_page() -> None:
+    texts = {"".join(one.itertext()).strip() for one in ElementTree.fromstring(close.figure()).iter(f"{svg}text")}
+    assert len(texts & {"0.896", "0.897", "0.898", "0.899"}) >= 2  # numbers on its axes are not shortened
     page = Path(figures.__file__).with_name("style.css.j2").read_text()
     assert all(f"--{name}:{ink};" in page for name, ink in figures._LIGHT.items())

@@ -61,7 +61,9 @@ def test_other_work_is_refused(tmp_path: Path) -> None:
         assert [path.name for path in folder.iterdir()] == [name]
 
 
-def test_what_a_kill_leaves_is_no_obstacle_and_removed_once_the_folder_is_ours(tmp_path: Path) -> None:
+def test_what_a_kill_leaves_is_no_obstacle_and_removed_once_the_folder_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("config.yaml", ".config.yaml.x.tmp"):  # of a command line killed early
         (tmp_path / name).write_text("")
     require_own_folder(tmp_path)
@@ -72,15 +74,11 @@ def test_what_a_kill_leaves_is_no_obstacle_and_removed_once_the_folder_is_ours(t
     (tmp_path / "model" / ".config.json.y.tmp").write_text("{")
     run.json("kept", lambda: 1)
     assert {path.name for path in tmp_path.rglob("*")} == {"config.yaml", "run.json", "kept.json", "model"}
-
-
-def test_a_run_does_not_wait_for_its_own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settled: list[Path] = []
     monkeypatch.setattr(run_folder, "settle_checkpoint", settled.append)
-    run = RunFolder(tmp_path, IDENTITY)
-    (tmp_path / ".saving-x").mkdir()  # where no model is saved
+    (tmp_path / ".saving-x").mkdir()  # where no model is saved: a run does not wait for its own lock
     (tmp_path / "model" / ".saved-y").mkdir(parents=True)
-    run.json("kept", lambda: 1)
+    run.json("more", lambda: 1)
     assert settled == [tmp_path / "model"]
 
 

@@ -100,6 +100,12 @@ def test_every_candidate_is_judged_beside_the_given_model_and_the_choice_is_read
         found.losses(next(row for row in found.rows if row.name == name).numbers) for name in (YOURS, found.choice)
     )
     assert all(one <= other for one, other in zip(mine, own, strict=True))
+    judged = he.Evaluation.load(next(iter((folder / "evaluations").glob("random*trunk-2*off.json"))))
+    row = next(row for row in found.rows if row.name.endswith("heads off"))
+    assert row.numbers["nll"] == judged.id.nll
+    inner = he.Ensemble.from_pretrained(folder / "candidates" / "random-3-trunk-2-1-heads-off" / "ensemble")
+    assert inner.metadata.familiarity is not None
+    assert inner.metadata.familiarity.settings.samples == 62  # a quarter of id; another one calibrates
 
 
 @pytest.mark.parametrize(("gain", "chance"), [(0.05, "within chance"), (0.5, "beyond chance")])
@@ -129,17 +135,6 @@ def test_a_candidate_that_diverges_is_given_up(first: float) -> None:
     assert names(found, "not possible") == [row.name for row in found.rows[2:]]
     assert "1e+30" in found.rows[2].note
     assert names(found, "judged") == [YOURS, found.rows[1].name]
-
-
-def test_numbers_are_those_of_an_evaluation_on_samples_no_build_has_seen(finished) -> None:
-    folder, found = finished
-    judged = he.Evaluation.load(next(iter((folder / "evaluations").glob("random*trunk-2*off.json"))))
-    row = next(row for row in found.rows if row.name.endswith("heads off"))
-    assert row.numbers["nll"] == judged.id.nll
-    inner = he.Ensemble.from_pretrained(folder / "candidates" / "random-3-trunk-2-1-heads-off" / "ensemble")
-    assert inner.metadata.familiarity is not None
-    assert inner.metadata.familiarity.settings.samples == 62  # a quarter of id; another one calibrates
-    assert sum(found.samples.values()) == 124 + 24
 
 
 def test_a_model_keeps_the_calibration_that_it_came_with(tmp_path) -> None:
@@ -181,10 +176,7 @@ def test_one_that_is_worse_in_every_number_at_no_lower_price_stops_early(monkeyp
     assert "20%" in next(row.note for row in found.rows if row.name == stopped)
     assert not list((tmp_path / "candidates").glob("random-3-trunk-1*"))
     assert work["update"] == STEPS
-
-
-def test_a_cheaper_one_is_not_stopped_by_a_better_and_dearer_one(monkeypatch) -> None:
-    first_numbers(monkeypatch, 0.3, 0.2)
+    first_numbers(monkeypatch, 0.3, 0.2)  # a better and dearer one stops no cheaper one
     assert not names(run(candidates=[TOGETHER, DEEPER]), "stopped early")
 
 
@@ -248,12 +240,6 @@ def test_the_usual_budget_admits_what_the_documents_recommend() -> None:
     assert trained.config.mlp == "separate"
 
 
-def test_several_ood_sources_are_cut_in_two_each() -> None:
-    several = {"near": SETS["ood"], "far": batches(24, size=24, seed=8, shift=4.0)}
-    circuit = {"prune": 1, "shared_layers": 2, "members": 1, "method": "naive"}
-    assert run(candidates=[circuit], ood=several).samples == {"ID": 124, "ood['near']": 24, "ood['far']": 12}
-
-
 def test_without_ood_data_judges_are_made_from_the_half_that_judges() -> None:
     """And are called what they are; judges that are given stay, whatever circuits see."""
     circuit = {"prune": 1, "shared_layers": 2, "members": 1, "method": "naive"}
@@ -265,6 +251,8 @@ def test_without_ood_data_judges_are_made_from_the_half_that_judges() -> None:
     assert "synthetic (124 samples)" in found.table().notes[0]
     judged = he.search(image_model(), **given, **usual, judge_ood=SETS["ood"], dry_run=True)
     assert judged.samples == {"ID": 124, "judge_ood": 48}
+    several = {"near": SETS["ood"], "far": batches(24, size=24, seed=8, shift=4.0)}  # are cut in two each
+    assert run(candidates=[circuit], ood=several).samples == {"ID": 124, "ood['near']": 24, "ood['far']": 12}
 
 
 def test_the_usual_candidates_fit_the_model_and_train_only_with_data() -> None:
@@ -320,13 +308,10 @@ def test_a_search_that_is_stopped_again_and_again_goes_on_and_finds_the_same(
     assert work["update"] <= 2 * STEPS + 2 + STEPS  # of both trainings, short and whole, at most one was begun twice
 
 
-def test_a_finished_search_is_read_back(finished, work) -> None:
+def test_a_finished_search_is_read_back_and_its_folder_is_for_it_and_one_worker(finished, tmp_path, work) -> None:
     assert run(finished[0]) == finished[1]
     assert not work
     assert not [path for path in finished[0].rglob("*") if path.name in searching.WORK]  # what only builds needed
-
-
-def test_a_folder_is_for_one_search_and_one_worker(finished, tmp_path) -> None:
     folder = Path(shutil.copytree(finished[0], tmp_path / "copy"))
     with pytest.raises(CheckpointError, match="tolerance"):
         run(folder, tolerance=0.1)
@@ -371,12 +356,9 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(changes, kind, t
     assert not work
 
 
-def test_it_is_one_process(monkeypatch) -> None:
+def test_it_is_one_process_whose_judges_are_others_than_made_the_candidates(monkeypatch) -> None:
+    with pytest.warns(he.HydraWarning, match="judges them, too"):
+        run(judge_id=SETS["id"], dry_run=True)
     monkeypatch.setattr(searching, "launched", lambda: True)
     with pytest.raises(ConfigError, match="one process"):
         run()
-
-
-def test_judges_that_made_the_candidates_are_warned_of() -> None:
-    with pytest.warns(he.HydraWarning, match="judges them, too"):
-        run(judge_id=SETS["id"], dry_run=True)

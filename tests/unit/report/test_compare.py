@@ -27,7 +27,7 @@ def comparison():
     return compare(methods(), costs())
 
 
-def test_numbers_are_written_as_the_paper_writes_them(comparison):
+def test_numbers_are_written_as_the_paper_writes_them_and_others_where_they_are_asked_for(comparison):
     hydra, found = methods()[2], cells(comparison, "Hydra")
     assert [column.key for column in comparison.columns] == [column.key for column in COLUMNS]
     assert found["accuracy"].text == f"{hydra.id.accuracy * 100:.2f}"
@@ -38,6 +38,14 @@ def test_numbers_are_written_as_the_paper_writes_them(comparison):
     assert (Column("x", "X").write(-0.001), Column("x", "X").write(-0.01)) == ("0.00", "-0.01")
     for words in ("own (160 samples)", "near: close; far: textures, digits", "Score: msp; convention: torch-unc"):
         assert words in comparison.notes[0]
+    for made in (comparison, hydra):
+        assert str(made) == made._repr_markdown_()
+        assert str(made).startswith("| Method | Heads | Acc ↑")
+        assert len(repr(made)) < 1000
+    assert cells(compare(methods(), columns=DIVERSITY), "Hydra")["all.disagreement"].value > 0
+    keys = [column.key for column in compare([evaluation(ood=False)]).columns]
+    assert "parameters" in keys  # the model knows them itself
+    assert not {"near.auroc", "latency_ratio"} & set(keys)  # nobody has a number
 
 
 @pytest.mark.parametrize(("samples", "right", "points"), [(12, 12, "16"), (160, 80, "7.7"), (10_000, 9_500, "0.43")])
@@ -55,13 +63,6 @@ def test_accuracy_that_one_class_explains_is_told_as_such(accuracy, told):
     found = evaluate_logits(torch.nn.functional.one_hot(labels ^ wrong, 2)[None] * 3.0, labels)
     assert (found.id.accuracy, found.id.commonest) == (accuracy, 0.99)
     assert ("most frequent class always is right on 99 %" in compare([found]).notes[0]) is told
-
-
-def test_other_columns_can_be_asked_for():
-    assert cells(compare(methods(), columns=DIVERSITY), "Hydra")["all.disagreement"].value > 0
-    keys = [column.key for column in compare([evaluation(ood=False)]).columns]
-    assert "parameters" in keys  # the model knows them itself
-    assert not {"near.auroc", "latency_ratio"} & set(keys)  # nobody has a number
 
 
 @pytest.mark.parametrize(
@@ -143,13 +144,10 @@ def test_other_samples_in_sets_of_one_name_and_size_are_told():
     assert note.startswith("Whether Before, Likewise saw the same samples as One is not known: sizes")
 
 
-def test_evaluations_that_nobody_named_are_rows_of_their_own():
+def test_models_of_one_name_have_to_be_of_one_kind_and_those_without_are_rows_of_their_own():
     unnamed = [evaluation("model"), evaluation("Hydra"), evaluation("model", seed=2)]
     assert [row.name for row in compare(unnamed).rows] == ["model 1", "Hydra", "model 2"]
     assert [row.name for row in compare(unnamed[:2]).rows] == ["model", "Hydra"]
-
-
-def test_models_of_one_name_have_to_be_of_one_kind():
     one = evaluation("One", members=3)
     other = replace(one, model=replace(one.model, heads=one.model.heads[::-1]))  # seeds keep other heads
     assert len(compare([one, other]).rows) == 1
@@ -180,13 +178,6 @@ def test_calibrated_and_uncalibrated_methods_are_named():
         pairs = zip(table.columns, *(row.cells for row in table.rows), strict=True)
         assert {column.key for column, *found in pairs if any(cell.rank for cell in found)} == marked
     assert "in part: Some" in said({"Some": [one, replace(warm, name="One")], "Other": warm})
-
-
-def test_what_is_printed_is_the_table(comparison):
-    for made in (comparison, methods()[2]):
-        assert str(made) == made._repr_markdown_()
-        assert str(made).startswith("| Method | Heads | Acc ↑")
-        assert len(repr(made)) < 1000
 
 
 @pytest.mark.parametrize(

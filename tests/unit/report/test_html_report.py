@@ -108,11 +108,15 @@ def test_what_came_from_outside_is_escaped(render):
     assert "dog &amp; &lt;b&gt;fox" in text
 
 
-def test_one_evaluation_of_many_members_without_sets_makes_a_report(render):
+def test_one_evaluation_without_sets_makes_a_report_in_which_sentences_and_a_summary_come_first(render):
     text = render([evaluation("Crowd", members=9, ood=False, shift=False)])
     assert Page(text).figures() == {"bars": 2, "reliability": 1, "risk": 1, "headmap": 1, "agreement": 1}
     assert "opacity:0.56" in text  # heads are shaded by how many members keep them: five of nine
-    assert Page(render([evaluation(ood=False, shift=False)])).figures()["headmap"] == 1
+    summary = Comparison((Column("caught", "Caught"),), (Row("Single", (Cell("59 ± 4"),)),), ("over draws",))
+    page = render([evaluation(ood=False, shift=False)], lead=("Single <b>wins</b>.", "By far."), summary=summary)
+    assert Page(page).figures()["headmap"] == 1
+    places = [page.index(words) for words in ("Single &lt;b&gt;wins", "By far.", "59 ± 4", "over draws", "Results")]
+    assert places == sorted(places)
 
 
 def test_a_change_within_the_interval_has_no_colour(render):
@@ -137,31 +141,21 @@ def test_the_first_numbers_stand_against_the_baseline(text):
         assert words in text
 
 
-def test_a_gain_leaves_the_name_of_the_baseline_as_it_is(render):
+def test_names_stay_and_what_says_nothing_is_not_shown(render):
     single, _, hydra = methods()
     assert "ViT−S" not in render({"ViT-S": single, "Hydra": hydra})  # a minus
-
-
-def test_an_interval_without_width_is_not_shown(render):
-    (run, *_) = methods()
     perfect = Interval(1.0, 1.0, 1.0, level=0.95, resamples=100)  # all right: of how many it does not say
-    assert "100.00 to 100.00" not in render([replace(run, intervals={"accuracy": perfect})])
-
-
-def test_a_threshold_that_nothing_exceeds_has_no_number(render):
-    (run, *_, hydra) = methods()
-    text = render([run, replace(hydra, selective=replace(hydra.selective, threshold=ACCEPTS_ALL))])
+    assert "100.00 to 100.00" not in render([replace(single, intervals={"accuracy": perfect})])
+    text = render([single, replace(hydra, selective=replace(hydra.selective, threshold=ACCEPTS_ALL))])
     assert "(any msp) Hydra answers" in text
 
 
 def test_both_thresholds_and_what_they_decline_are_said(render):
     single, _, hydra = methods()
     both = replace(hydra.selective, sure=0.95, familiarity="knn", familiarity_threshold=12.5, familiar=0.9)
-    sets = {
-        name: replace(one, detection={**one.detection, "knn": one.detection["msp"]}) for name, one in hydra.ood.items()
-    }
-    means = {name: {**one, "knn": one["msp"]} for name, one in hydra.means.items()}
-    page = render([single, replace(hydra, selective=both, ood=sets, means=means)])
+    fitted = {name: one | {"knn": one["msp"]} for name, one in hydra.means.items()}
+    sets = {n: replace(one, detection=one.detection | {"knn": one.detection["msp"]}) for n, one in hydra.ood.items()}
+    page = render([single, replace(hydra, selective=both, ood=sets, means=fitted)])
     assert "thresholds (msp ≤ 0.5, knn ≤ 12.5) Hydra answers" in page
     assert "(95.0&nbsp;% are sure enough, 90.0&nbsp;% are familiar enough)" in page
     assert page.count("AUROC by knn") == page.count("Declined %") == 1 + len(sets)  # the means, and each set by itself
@@ -197,10 +191,3 @@ def test_without_its_libraries_it_says_what_to_install(monkeypatch, render, libr
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(MissingExtraError, match=rf"{library}.*\[report\]"):
         render([evaluation()])
-
-
-def test_sentences_and_a_summary_come_first(render):
-    summary = Comparison((Column("caught", "Caught"),), (Row("Single", (Cell("59 ± 4"),)),), ("over draws",))
-    page = render([evaluation(ood=False, shift=False)], lead=("Single <b>wins</b>.", "By far."), summary=summary)
-    places = [page.index(words) for words in ("Single &lt;b&gt;wins", "By far.", "59 ± 4", "over draws", "Results")]
-    assert places == sorted(places)
