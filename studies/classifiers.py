@@ -217,7 +217,8 @@ def cost(run: Run) -> None:
     """Latency and peak memory of rows, side by side.
 
     Neither depends on weights, so models of the rows' shapes are made for it, by the settings that were chosen here or
-    in what is stored, with a step of every training.
+    in what is stored, with a step of every training. Heads of pruned members are chosen anew, and with them the first
+    layer in which members differ: what is shared before it may be more or less than in the rows that are reported.
     """
     task = run.task
     batch = task.settings["cost_batch"][task.device.type]

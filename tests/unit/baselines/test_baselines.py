@@ -6,7 +6,7 @@ from itertools import cycle
 import numpy as np
 import pytest
 import torch
-from baseline_cases import KINDS, QUICK, assert_resumes, single, some
+from baseline_cases import KINDS, QUICK, assert_resumes, single, some, weights
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
@@ -47,12 +47,13 @@ def assert_runs(found, inputs):
 )
 def test_every_shape(shape):
     base = single(shape)
-    data = some(base, (4,))
+    data, before = some(base, (4,)), weights(base)
     for name, (make, settings) in METHODS.items():
         if name != "mimo" or base.kind == "image":
             assert_runs(make(base, data, ONE, settings, progress=False), data[0][0])
     if shape != "image-distilled-registers":  # two classifiers
         assert_runs(baselines.laplace(base, data), data[0][0])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())  # it is untouched
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from baseline_cases import QUICK, assert_an_ensemble, single, some
 
+from checkpoint_models import same_state
 from hydra_ensembles.baselines.deep_ensemble import deep_ensemble
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.training.finetune import finetune
@@ -30,8 +31,7 @@ def test_members_are_fine_tunings_and_the_rest_is_stored_once(kind, changes, sha
     assert (found.config.sharing, found.config.trunk) == (sharing, trunk)
     for index in range(2):
         alone = finetune(base, some(base), recipe, progress=False, index=index)
-        for name, tensor in alone.state_dict().items():
-            assert torch.equal(found.member(index).state_dict()[name], tensor)
+        assert same_state(found.member(index), alone)
     assert not torch.equal(*found(some(base)[0][0]))
     assert_an_ensemble(found, base, tmp_path / "saved")
 
@@ -42,9 +42,7 @@ def test_snapshots_go_on_from_each_other():
     found = train(base, recipe, snapshots=True)
     first = finetune(base, some(base), recipe, progress=False)
     second = finetune(first, some(base), replace(recipe, reinit_classifier=None), progress=False, index=1)
-    for index, alone in enumerate((first, second)):
-        for name, tensor in alone.state_dict().items():
-            assert torch.equal(found.member(index).state_dict()[name], tensor)
+    assert all(same_state(found.member(index), alone) for index, alone in enumerate((first, second)))
     assert found.config.trunk == base.num_layers - 1
 
 
@@ -54,5 +52,4 @@ def test_snapshots_of_half_precision_go_on_in_float32():
     found = train(single().bfloat16(), recipe, 4, snapshots=True)
     whole = train(single().bfloat16().float(), recipe, 4, snapshots=True)
     assert found.dtype == torch.bfloat16
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(found.state_dict()[name], tensor.bfloat16()), name
+    assert same_state(found, whole.bfloat16())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from baseline_cases import QUICK, assert_an_ensemble, single, some
 
+from checkpoint_models import same_state
 from hydra_ensembles.baselines.swag import SWAG, Visited, swag
 from hydra_ensembles.training.finetune import finetune
 
@@ -60,5 +61,4 @@ def test_a_model_in_half_precision_visits_what_its_copy_in_float32_does(dtype):
     base, recipe = single().to(dtype), replace(QUICK, steps=1, learning_rate=1e-4)
     found, whole = train(base, recipe), train(single().to(dtype).float(), recipe)
     assert found.dtype == dtype
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(found.state_dict()[name], tensor.to(dtype)), name
+    assert same_state(found, whole.to(dtype))

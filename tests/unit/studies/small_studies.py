@@ -14,9 +14,8 @@ import hydra_ensembles as he
 from architectures_clip import transformers_clip
 from hydra_ensembles.data.dataset import ImageDataset, without_classes
 from hydra_ensembles.data.suites import SetRef
-from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig
 from hydra_ensembles.model.metadata import Metadata
-from random_ensembles import noisy
+from random_ensembles import noisy, small
 from studies.dual_recipe import DualRecipe, load_dual_recipe
 from studies.dual_seed import DualSeed, DualTask
 from studies.sets import DataFolder, overlapping
@@ -65,11 +64,9 @@ class SmallFolder(DataFolder):
 
 
 def small_vit(layers: int, heads: int) -> he.Ensemble:
-    """For images of 14 by 14 pixels and three classes; heads have a width of four."""
-    encoder = EncoderConfig(width=4 * heads, layers=layers, heads=heads, head_dim=4, mlp_width=4 * heads)
-    stem = PatchStemConfig(patch_size=(7, 7), grid=(2, 2))
-    config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=3), encoder.all_heads())
-    return noisy(config, metadata=Metadata(labels=CLASSES))
+    """For images of 8 by 8 pixels and three classes; heads have a width of four."""
+    blocks = {"width": 4 * heads, "layers": layers, "heads": heads, "head_dim": 4, "mlp_width": 4 * heads}
+    return noisy(small(**blocks), metadata=Metadata(labels=CLASSES))
 
 
 class SmallTask(Task):
@@ -81,7 +78,7 @@ class SmallTask(Task):
         plain.pop("train", None)
         plain["training"] = {"learning_rate": 1e-3, "epochs": 1, "warmup": 0.1, "batch_size": 16}
         plain["recovery"] |= {"prune": 2, "steps": 2, "warmup": 1, "batch_size": 16, "last_blocks": 3}
-        plain["input_size"], settings["circuits"] = 14, 12
+        plain["input_size"], settings["circuits"] = 8, 12
         super().__init__(name, settings, SmallFolder(), CPU)
         self.kind = "image"
 

@@ -18,9 +18,8 @@ import hydra_ensembles as he
 from architectures import timm_model
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.heads import Head
-from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig
 from hydra_ensembles.training.recipe import Recipe
-from random_ensembles import noisy
+from random_ensembles import noisy, small
 from studies import dual_rows
 from studies import rows as classifier_rows
 from studies.__main__ import app
@@ -50,7 +49,7 @@ def small_settings() -> dict[str, Any]:
     """The real settings, in counts that take seconds."""
     plain = json.loads(json.dumps(registry.with_analyses()))
     plain |= {"circuits": 12, "taylor_batches": 1}
-    plain["tasks"][TASK] |= {"input_size": 14, "train": ["train-0"]}
+    plain["tasks"][TASK] |= {"input_size": 8, "train": ["train-0"]}
     plain["tasks"][TASK]["training"] |= {"epochs": 1, "batch_size": 20}
     plain["tasks"][TASK]["recovery"] |= {"prune": 3, "batch_size": 20, "last_blocks": 2}
     plain["analyses"] |= {
@@ -245,12 +244,10 @@ def test_terms_in_weights_are_derivatives_along_the_step() -> None:
 
 def test_traces_of_heads_are_those_of_the_hessian() -> None:
     """Against the Hessian itself, of a model with one head of width one."""
-    encoder = EncoderConfig(width=2, layers=1, heads=1, head_dim=1, mlp_width=2, qkv_bias=False)
-    stem = PatchStemConfig(patch_size=(2, 2), grid=(1, 1))
-    config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=2), encoder.all_heads())
+    config = small(classes=2, width=2, layers=1, heads=1, head_dim=1, mlp_width=2, qkv_bias=False)
     model = noisy(config, noise=1.0).double()
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(5, 3, 2, 2, dtype=torch.float64, generator=generator)
+    images = torch.randn(5, 3, 8, 8, dtype=torch.float64, generator=generator)
     labels = torch.tensor([0, 1, 0, 1, 1])
     found = weight_terms(model, [(images, labels)], {}, probes=150)
     names = [f"encoder.layers.0.attention.{part}" for part in ("qkv", "out")]

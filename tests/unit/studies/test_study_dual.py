@@ -19,9 +19,9 @@ import hydra_ensembles as he
 import studies
 from hydra_ensembles import ImagePreprocessing, Recipe
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
-from hydra_ensembles.model.config import EncoderConfig, EnsembleConfig, PatchStemConfig, ReadoutConfig, TextStemConfig
 from hydra_ensembles.model.metadata import Metadata
 from pictures import picture
+from random_ensembles import noisy, small
 from studies import dual_rows, dual_study
 from studies.captions import (
     Pairs,
@@ -49,7 +49,7 @@ from zero_shot_models import word_tokenizer
 
 UNSEEN = ["cifar100", "caltech101", "pets", "dtd10", "scene15", "eurosat", "cars", "cub200", "flowers102", "cifar10"]
 REPORTED_ONLY = {f"images/{name}/test" for name in (*UNSEEN[1:-1], "cifar100_full", "mnist", "tinyimagenet")}
-SIZE = 14
+SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -242,29 +242,14 @@ def test_a_given_model_has_no_rows_that_need_pairs(factors: str | None, less: se
 # --- captions and training ---------------------------------------------------------------------------------
 
 
-def towers() -> tuple[he.Ensemble, he.Ensemble]:
-    image = EncoderConfig(width=24, layers=2, heads=4, head_dim=6, mlp_width=32)
-    text = EncoderConfig(width=16, layers=2, heads=4, head_dim=4, mlp_width=24, norm_first=False)
-    stem = TextStemConfig(vocabulary=60, positions=12, embedding_width=16)
-    squashed = ImagePreprocessing((SIZE, SIZE), MEAN, STD, resize_mode="squash")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        first = he.Ensemble(
-            EnsembleConfig(PatchStemConfig((7, 7), (2, 2)), image, ReadoutConfig(), image.all_heads()),
-            Metadata(preprocessing=squashed),
-        )
-        second = he.Ensemble(
-            EnsembleConfig(stem, text, ReadoutConfig(norm="none", hidden="tanh"), text.all_heads()),
-            Metadata(preprocessing=word_tokenizer(mask=True)),
-        )
-        for parameter in (*first.parameters(), *second.parameters()):
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return first.eval(), second.eval()
-
-
 def small_dual(seed: int = 0) -> he.DualEncoder:
-    image, text = towers()
-    return dual_of(image, mean_pooled(text), seed)
+    squashed = ImagePreprocessing((SIZE, SIZE), MEAN, STD, resize_mode="squash")
+    image = small(classes=0, width=24, heads=4, head_dim=6, mlp_width=32)
+    words, pooled = {"vocabulary": 60, "positions": 12}, {"norm": "none", "hidden": "tanh"}
+    text = small("text", 0, text=words, readout=pooled, heads=4, head_dim=4, norm_first=False)
+    first = noisy(image, metadata=Metadata(preprocessing=squashed))
+    second = noisy(text, 1, metadata=Metadata(preprocessing=word_tokenizer(mask=True)))
+    return dual_of(first, mean_pooled(second), seed)
 
 
 def images(names: tuple[str, ...], count: int = 24, side: int = 8, seed: int = 0, share: float = 1.0) -> TrainImages:
