@@ -19,6 +19,7 @@ from unit.training.training_cases import NAMES, pair_samples, tiny_dual
 
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=2)
 SMALL = ViLU(hidden=(8, 4), batch_size=8)
+WORDS = [f"{one} {two}" for one in ("cat", "red", "the", "picture") for two in ("tree", "of", "photo", "green")]
 
 
 def zero_shot(members=1):
@@ -166,8 +167,7 @@ def test_scores_of_before_stay_and_the_new_one_decides():
     assert both.metadata.familiarity.settings.scores == ("vilu", "knn")
     alone = he.fit_familiarity(ensemble, data(48), "knn", neighbours=2, held_out=0.0).predict(images).score("knn")
     torch.testing.assert_close(both.predict(images).score("knn"), alone)
-    words = [f"{one} {two}" for one in ("cat", "red", "the", "picture") for two in ("tree", "of", "photo", "green")]
-    third = neg_label(both, words, settings=NegLabel(share=1.0, groups=2))
+    third = neg_label(both, WORDS, settings=NegLabel(share=1.0, groups=2))
     assert third.metadata.familiarity.settings.scores == ("neglabel", "vilu", "knn")
     torch.testing.assert_close(third.predict(images).score("vilu"), both.predict(images).score("vilu"))
     again = fitted(third)
@@ -188,9 +188,8 @@ def by_halves(one):
 )
 def test_what_is_fitted_to_features_leaves_the_other_scores(fit, own, tmp_path):
     images = pair_samples(5, seed=3)[0]
-    words = [f"{one} {two}" for one in ("cat", "red", "the", "picture") for two in ("tree", "of", "photo", "green")]
     before = fitted(he.fit_familiarity(zero_shot(members=2), data(48), "knn"))
-    before = neg_label(before, words, settings=NegLabel(share=1.0, groups=2))
+    before = neg_label(before, WORDS, settings=NegLabel(share=1.0, groups=2))
     fit(before).save_pretrained(tmp_path / "made")
     made = he.load(tmp_path / "made")
     assert made.metadata.familiarity.settings.scores == (*own, "neglabel", "vilu")  # knn is replaced
@@ -210,9 +209,3 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
 
     assert_resumes(make, tmp_path, monkeypatch)
     assert all(torch.equal(one, scores[0]) for one in scores)
-
-
-def test_the_recipe_is_the_published_one():
-    recipe = ViLU.recipe()
-    assert (recipe.optimizer, recipe.learning_rate, recipe.weight_decay, recipe.momentum) == ("sgd", 0.01, 5e-4, 0.9)
-    assert (recipe.epochs, recipe.schedule, recipe.no_decay_on_bias_and_norm) == (300, "cosine", False)

@@ -1,6 +1,7 @@
 """The numbers of a model in a study, from its stored columns with numpy, scipy and scikit-learn alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,12 @@ from scipy.stats import rankdata
 from sklearn import config_context
 from sklearn.metrics import auc, average_precision_score, roc_curve
 
+from studies.storing import single_of
+
 Columns = Mapping[str, Any]  # by `set|column`
 SCORES = {"": "msp", "entropy:": "entropy", "mahalanobis:": "mahalanobis"}
 LEARNED = ("vilu", "neglabel")
+_SINGLES: dict[Path, dict[int, dict[str, float]]] = {}  # by study and seed, found once
 
 
 @config_context(assume_finite=True, skip_parameter_validation=True)
@@ -87,6 +91,28 @@ def _false(labels: Any, scores: Any) -> float:
     """False positives at the first threshold that finds 95 %."""
     positive, found, _ = roc_curve(labels, scores, drop_intermediate=False)
     return float(positive[np.argmax(found >= 0.95)])
+
+
+def on_level(study: Any, row: str, numbers: Callable[[Columns], dict[str, float]]) -> list[dict[str, float]]:
+    """Numbers of a row by seed: what it has over the Single of its run, on the level of Single's mean."""
+    if study.folder not in _SINGLES:
+        _SINGLES[study.folder] = {seed: numbers(study.columns("Single", seed)) for seed in study.seeds("Single")}
+    single = _SINGLES[study.folder]
+    keys = {key for one in single.values() for key in one}
+    level = {key: float(np.mean([one[key] for one in single.values() if key in one])) for key in keys}
+    found = []
+    for seed in study.seeds(row):
+        later = single_of(study.folder, seed).get(row)
+        beside = single[seed] if later is None else numbers(later)
+        own = numbers(study.columns(row, seed)).items()
+        found.append({key: level[key] + value - beside[key] for key, value in own})
+    return found
+
+
+def price(study: Any, row: str) -> str:
+    """Time over Single's, as tables have it."""
+    cost = study.cost(row)
+    return f"{cost['latency_ms'] / study.cost('Single')['latency_ms']:.2f}x" if cost else "–"
 
 
 def assert_printed(cell: str, values: Sequence[float], key: str) -> None:

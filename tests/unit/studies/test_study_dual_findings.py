@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from other_code import assert_printed, by_other_code
+from other_code import assert_printed, by_other_code, on_level, price
 from published import published_zero_shot
 from typer.testing import CliRunner
 
@@ -22,7 +22,7 @@ from studies.measures import Columns
 from studies.rows import HYDRA_CIRC
 from studies.seed_folder import slug
 from studies.stored import DualStudy
-from studies.storing import FORMAT, SINGLE, in_rows, named, single_of, store
+from studies.storing import FORMAT, SINGLE, in_rows, named, store
 
 OUTSIDE = {"near": {"a": 900}, "far": {"b": 1100, "c": 900}}
 ROWS = (SINGLE, "Temperature Scaling", "Taylor", HYDRA_CIRC)
@@ -289,36 +289,22 @@ def test_every_table_is_made_again_from_results(tmp_path: Path) -> None:
     assert "| 20.00 | taken |" in found["choices"]
 
 
-def by_task(columns: Columns) -> dict[str, dict[str, float]]:
-    """Numbers of the published study by task, by other code."""
-    study = published_zero_shot()
-    tasks = in_rows(columns)
-    return {task: by_other_code(tasks[task], task, study.groups(task)) for task in study.facts["tasks"]}
-
-
 @cache
-def of_singles() -> dict[int, dict[str, dict[str, float]]]:
+def by_task(row: str) -> list[dict[str, float]]:
+    """Numbers of the published study by seed, `TASK.key`, by other code."""
     study = published_zero_shot()
-    return {seed: by_task(study.columns(SINGLE, seed)) for seed in study.seeds(SINGLE)}
+
+    def numbers(columns: Columns) -> dict[str, float]:
+        of_task = ((task, by_other_code(asked, task, study.groups(task))) for task, asked in in_rows(columns).items())
+        return {f"{task}.{key}": value for task, found in of_task for key, value in found.items()}
+
+    return on_level(study, row, numbers)
 
 
-@cache
-def on_level(row: str) -> list[dict[str, dict[str, float]]]:
-    """Numbers of a row by seed and task, by other code: what it has over the Single of its run, on Single's mean."""
-    study, single, found = published_zero_shot(), of_singles(), []
-    for seed in study.seeds(row):
-        later = single_of(study.folder, seed).get(row)
-        own, beside = by_task(study.columns(row, seed)), single[seed] if later is None else by_task(later)
-        gaps = {task: {key: one - beside[task][key] for key, one in told.items()} for task, told in own.items()}
-        found.append(
-            {
-                task: {
-                    key: gap + float(np.mean([one[task][key] for one in single.values()])) for key, gap in some.items()
-                }
-                for task, some in gaps.items()
-            }
-        )
-    return found
+def means(found: list[dict[str, float]], tasks: list[str], key: str) -> list[float]:
+    """Of every seed the mean over tasks, where all of these have the number."""
+    each = [[one.get(f"{task}.{key}") for task in tasks] for one in found]
+    return [float(np.mean(one)) for one in each if None not in one]
 
 
 @pytest.mark.parametrize("rows", [[HYDRA_CIRC, "ViLU"], pytest.param(None, marks=pytest.mark.slow, id="all rows")])
@@ -329,18 +315,14 @@ def test_the_published_main_table_by_other_code(rows: list[str] | None) -> None:
     head, _, *lines = (line.strip("| ").split(" | ") for line in TABLES["main"](study).splitlines())
     ours = [line for line in lines if line[0] in study.rows]
     for row, cells in zip(study.rows, ours, strict=True):
-        found = on_level(row)
+        found = by_task(row)
         told = dict(zip(head, cells, strict=True))
         for key, title in CLASSIFICATION.items():
-            each = [[one[task].get(key) for task in study.counted] for one in found]
-            assert_printed(told.pop(title), [float(np.mean(one)) for one in each if None not in one], key)
+            assert_printed(told.pop(title), means(found, study.counted, key), key)
         for task in study.detections:
             for group in (*study.groups(task), "all"):
-                cell, values = told.pop(f"{task} {group} ↑"), [one[task][f"own.{group}.auroc"] for one in found]
-                assert_printed(cell, values, "auroc")
-        cost = study.cost(row)
-        price = f"{cost['latency_ms'] / study.cost(SINGLE)['latency_ms']:.2f}x" if cost else "–"
-        assert told == {"row": row, **({"cost": price} if study.facts["costs"] else {})}
+                assert_printed(told.pop(f"{task} {group} ↑"), means(found, [task], f"own.{group}.auroc"), "auroc")
+        assert told == {"row": row, **({"cost": price(study, row)} if study.facts["costs"] else {})}
 
 
 @pytest.mark.parametrize("row", [HYDRA_CIRC, "ViLU"])
@@ -349,16 +331,10 @@ def test_every_task_by_other_code(row: str) -> None:
     study = published_zero_shot()
     study.rows = [row]
     tasks = list(study.facts["tasks"])
-    found = on_level(row)
-    for name, key in {
-        "tasks": "accuracy",
-        "brier": "brier",
-        "nll": "nll",
-        "ece": "own.ece",
-        "aece": "own.aece",
-    }.items():
-        for task, cell in zip([*tasks, None], row_of(TABLES[name](study), row)[1:], strict=True):
-            each = [[one[place][key] for place in ([task] if task else study.counted)] for one in found]
-            assert_printed(cell, [float(np.mean(one)) for one in each], key)
+    keys = {"tasks": "accuracy", "brier": "brier", "nll": "nll", "ece": "own.ece", "aece": "own.aece"}
+    places = [*([task] for task in tasks), study.counted]
+    for name, key in keys.items():
+        for some, cell in zip(places, row_of(TABLES[name](study), row)[1:], strict=True):
+            assert_printed(cell, means(by_task(row), some, key), key)
     paper = row_of(TABLES["aece"](study), "(paper)")[1:]
     assert paper[tasks.index("pets")] == {HYDRA_CIRC: "(2.31)", "ViLU": "(5.50)"}[row]

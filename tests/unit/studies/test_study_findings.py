@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from other_code import assert_printed, by_other_code
+from other_code import assert_printed, by_other_code, on_level, price
 from published import published
 from small_studies import SmallTask
 from typer.testing import CliRunner
@@ -420,18 +420,14 @@ def test_main_table_and_ood_sets_by_other_code(
     head, _, *lines = (line.strip("| ").split(" | ") for line in findings.main_table(few).splitlines())
     keys = {title: key for key, title in findings.MAIN.items()}
     sets = (few.facts["inside"], few.facts["groups"])
-    single = {seed: by_other_code(few.columns(SINGLE, seed), *sets) for seed in few.seeds(SINGLE)}
-    every = [name for names in few.facts["groups"].values() for name in names]
-    places = {"detection": [*few.facts["groups"], "all"], "sets": [f"ood.{one}" for one in every]}
+    places = {"detection": [*few.facts["groups"], "all"], "sets": [f"ood.{one}" for one in few.outside]}
     detected = {
         table: {row: told for line in findings.TABLES[table](few).splitlines() for row, *told in [line.split(" | ")]}
         for table in places
     }
     for row, printed in zip(few.rows, lines[: len(few.rows)], strict=True):
-        later = {seed: storing.single_of(few.folder, seed).get(row) for seed in few.seeds(row)}
-        beside = {seed: by_other_code(one, *sets) if one else single[seed] for seed, one in later.items()}
-        found = {seed: by_other_code(few.columns(row, seed), *sets) for seed in few.seeds(row)}
-        report, cost = few.facts["runs"][str(few.seeds(row)[0])]["report"][row], few.cost(row)
+        found = on_level(few, row, lambda columns: by_other_code(columns, *sets))
+        report = few.facts["runs"][str(few.seeds(row)[0])]["report"][row]
         told = dict(zip(head, printed, strict=True))
         shown = [(told.pop(title), key) for title, key in keys.items()]
         for table, some in places.items():
@@ -439,15 +435,11 @@ def test_main_table_and_ood_sets_by_other_code(
                 three = cell.removesuffix(" |").split(" / ")
                 shown += [(one, f"{place}.{key}") for one, key in zip(three, findings.METRICS, strict=True)]
         for cell, key in shown:
-            level = [one[key] for one in single.values() if key in one]
-            gaps = [one[key] - beside[seed][key] for seed, one in found.items() if key in one]
-            assert_printed(cell, [float(np.mean(level)) + gap for gap in gaps], key)
-        count, memory = report.get("parameters"), cost.get("peak_memory_bytes")
+            assert_printed(cell, [one[key] for one in found if key in one], key)
+        count, memory = report.get("parameters"), few.cost(row).get("peak_memory_bytes")
         assert told.pop("parameters") == (f"{count / 1e6:.1f} M" if count else "–")
         if few.facts["costs"]:
-            assert told.pop("cost ↓") == (
-                f"{cost['latency_ms'] / few.cost(SINGLE)['latency_ms']:.2f}x" if cost else "–"
-            )
+            assert told.pop("cost ↓") == price(few, row)
         if few.cost(SINGLE).get("peak_memory_bytes"):
             assert told.pop("memory ↓") == (f"{memory / 2**20:.0f} MiB" if memory else "–")
         trained = f"{few.facts['trainings'][row]:g}"
