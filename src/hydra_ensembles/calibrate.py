@@ -13,7 +13,7 @@ from ._utils import own_precision, warn
 from .arguments import PositiveShare, checked
 from .batches import Batches
 from .errors import DataError, TooFewSamplesError
-from .familiarity import FEWER, OF_BOTH, Answered, FitOptions, Fitting, answers, beside, missing_of_rare, require_fresh
+from .familiarity import FEWER, OF_BOTH, Answered, Fitting, answers, beside, missing_of_rare, require_fresh
 from .metrics.conformal import Reference, conformal_threshold, samples_for
 from .metrics.distance import BY_CLASS, FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean, warn_of_probabilities
@@ -22,7 +22,7 @@ from .metrics.probabilities import log_mean_exp, log_mean_probs
 from .model.ensemble import Ensemble
 from .model.kinds import require_ensemble
 from .model.metadata import ACCEPTS_ALL, Calibration, Familiarity
-from .overlap import Keys, about, marked, names_of, sample_keys, share_fitted, told_share, warn_of_copies
+from .overlap import Keys, about, marks_of, reused_of, sample_keys, warn_of_copies
 from .prediction import ScoreName, require_members_for, scale_logits
 
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures searched
@@ -108,8 +108,7 @@ def calibrate(
         >>> calibrated.predict(torch.randn(3, 3, 64, 64)).accept.shape
         torch.Size([3])
     """
-    weights = getattr(ensemble, "_orig_mod", ensemble)  # compiled ones are let through
-    require_ensemble(weights, "calibrate", classifies=True)
+    weights = require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "calibrate", classifies=True)  # if compiled
     require_members_for(score, ensemble.num_members)
     metadata = weights.kept_metadata("calibrated")
     parts, known_by = list[Answered](), list[Keys]()
@@ -119,11 +118,11 @@ def calibrate(
     samples = Answered.join(parts)
     keys = np.concatenate(known_by)
     warn_of_copies("validation", len(keys), len(np.unique(keys)), "thresholds promise their share for such data alone")
-    if share_fitted(keys, metadata.trained_set):
+    if (trained := reused_of(keys, metadata.trained_set)).share:
         warn(
-            f"{told_share(keys, metadata.trained_set)} of the validation samples trained this ensemble, which is surer "
-            "of them, and more often right, than of new ones: so the temperature makes it too sure, and thresholds "
-            "accept fewer new inputs than they promise; calibrate on held-out data"
+            f"{trained} of the validation samples trained this ensemble, which is surer of them, and more often right, "
+            "than of new ones: so the temperature makes it too sure, and thresholds accept fewer new inputs than they "
+            "promise; calibrate on held-out data"
         )
     settings: dict[str, Any] = {"share": share, "score": score, "per_member": per_member, "temperature": temperature}
     fit = fit_calibration(samples.logits, samples.labels, **settings)
@@ -141,7 +140,7 @@ def calibrate(
     other_metrics = {name: value for name, value in metadata.metrics.items() if name not in OF_BOTH}
     metadata = replace(
         metadata,
-        calibration=replace(fit.calibration, marks=tuple(names_of(marked(keys))), logit_marks=()),
+        calibration=replace(fit.calibration, marks=marks_of(keys), logit_marks=()),
         familiarity=familiar,
         metrics={**other_metrics, **metrics, **both},
         history=(*metadata.history, line + words),
@@ -170,7 +169,7 @@ def _familiar_part(
         return bare, {}, ""
     fitted = earlier if earlier is not None and choice in ("auto", earlier.settings.scores[0]) else None
     name: FamiliarityName = "mahalanobis" if choice == "auto" else choice
-    if fitted is not None and fitted.settings.halved and share_fitted(keys, fitted.settings.fitted_set):
+    if fitted is not None and fitted.settings.halved and reused_of(keys, fitted.settings.fitted_set).share:
         name = cast(FamiliarityName, fitted.settings.scores[0])
         fitted = None
     try:
@@ -221,7 +220,7 @@ def _fitted_on_a_half(
             "than it promises, above all of rare classes; calibrate on more samples of these, or fit_familiarity on "
             "training data first"
         )
-    fitting = Fitting(ensemble, FitOptions((score,)), draws)
+    fitting = Fitting(ensemble, (score,), draws)
     for rows in fits.nonzero()[:, 0].split(_ROWS):
         fitting.add(samples.pick(rows))
     fitting.mark(keys[fits.numpy()])
@@ -238,8 +237,7 @@ def _with_threshold(
     settings = replace(familiarity.settings, threshold=threshold_for(deciding, share), accepted_share=share)
     familiarity = Familiarity(replace(settings, reference=Reference.of(deciding)), familiarity.state)
     decided = calibration.prediction(held_out.logits, unfamiliarity=familiarity.about(scores))
-    sure = decided.score() <= cast(float, calibration.threshold)
-    familiar = deciding <= cast(float, settings.threshold)
+    sure, familiar = cast(tuple[Tensor, Tensor], tuple(decided.passed().values()))  # there are both thresholds
     accept = sure & familiar
     wrong = decided.label != held_out.labels
     return familiarity, {
@@ -311,7 +309,7 @@ def fit_calibration(
     wrong = prediction.label != labels
     threshold = threshold_for(scores, share)
     accept = scores <= threshold
-    marks = tuple(names_of(marked(sample_keys(member_logits.transpose(0, 1)))))  # [M, B, C] -> [B, M, C]
+    marks = marks_of(sample_keys(member_logits.transpose(0, 1)))  # [M, B, C] -> [B, M, C]
     return CalibrationFit(
         calibration=replace(fitted, threshold=threshold, reference=Reference.of(scores), logit_marks=marks),
         samples=len(labels),

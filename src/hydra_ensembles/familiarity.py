@@ -6,7 +6,7 @@ and every prediction has its scores.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ._utils import own_precision, warn
 from .arguments import NotNegative, Rate, Seed, Whole, checked
 from .batches import Batches, Inputs, iterate, require_labels
-from .classes import in_order
+from .classes import in_order, some
 from .errors import ConfigError, DataError, TooFewSamplesError
 from .metrics.conformal import Reference
 from .metrics.distance import BY_CLASS, FAMILIARITY_NAMES, FamiliarityName, is_normalised, is_relative
@@ -26,7 +26,7 @@ from .model.dropping import dropping
 from .model.ensemble import Ensemble
 from .model.kinds import require_ensemble
 from .model.metadata import Familiarity, FamiliaritySettings, Metadata
-from .overlap import Keys, about, marked, mostly_fitted, names_of, sample_keys, share_fitted, told_share, warn_of_copies
+from .overlap import Keys, marked, marks_of, reused_of, sample_keys, warn_of_copies
 
 FEW_A_CLASS = 20  # samples a class below which the covariance is shrunk more
 SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # of the mean eigenvalue, added to each
@@ -111,12 +111,11 @@ def fit_familiarity(
     weights = require_ensemble(getattr(ensemble, "_orig_mod", ensemble), "fit_familiarity", classifies=True)
     before = weights.kept_metadata("fitted")
     names = (score,) if isinstance(score, str) else tuple(score)
-    options = FitOptions(names, shrinkage, neighbours, principal, stored)
     draws = np.random.default_rng(seed)
-    fitting = Fitting(ensemble, options, draws)
+    fitting = Fitting(ensemble, names, draws, shrinkage, neighbours, principal, stored)
     waiting = Reservoir(HELD_OUT_MOST, draws)
     known_by = list[Keys]()
-    for inputs, samples in answers(ensemble, id_batches, "id_batches", options.labelled):
+    for inputs, samples in answers(ensemble, id_batches, "id_batches", fitting.labelled):
         drawn = torch.from_numpy(draws.random(len(samples.labels)) < held_out)
         known_by.append(sample_keys(inputs))
         fitting.add(samples.pick(~drawn))
@@ -124,7 +123,7 @@ def fit_familiarity(
         fitting.add(waiting.offer(samples.pick(drawn)))
     held = waiting.samples()
     fewer = 0.0
-    if held is not None and options.labelled and fitting.sums:
+    if held is not None and fitting.labelled and fitting.sums:
         counts = fitting.counts + held.labels.bincount(minlength=len(fitting.counts))
         fewer = missing_of_rare(counts, len(held.labels) / float(counts.sum()))
     for label in fitting.missing():  # a class whose only samples were held out
@@ -145,7 +144,7 @@ def fit_familiarity(
             f"held out. Of familiar inputs, up to {fewer:.1%} more than they say have low p-values, above all of rare "
             "classes; give more samples of these, or calibrate on other data, which p-values then come from"
         )
-    line = f"familiarity ({', '.join(options.scores)}) fitted on {familiarity.settings.samples} samples"
+    line = f"familiarity ({', '.join(names)}) fitted on {familiarity.settings.samples} samples"
     metadata = _refitted(before, beside(familiarity, before.familiarity), line)
     return Ensemble.from_state(weights.config, weights.state_dict(), metadata)
 
@@ -188,26 +187,6 @@ def _joined(familiarity: Familiarity, earlier: Familiarity, replaced: Sequence[s
     return Familiarity(replace(new, scores=(*new.scores, *others), **carried), {**familiarity.state, **state})
 
 
-@dataclass(frozen=True)
-class FitOptions:
-    """What is to be fitted, and how; as described at `fit_familiarity`."""
-
-    scores: tuple[FamiliarityName, ...]
-    shrinkage: float | None = None
-    neighbours: int | None = None
-    principal: int | None = None
-    stored: int = 10_000
-
-    def __post_init__(self) -> None:
-        if not self.scores or len(set(self.scores)) < len(self.scores):
-            raise ConfigError(f"score={list(self.scores)} cannot be fitted; give one or more, each once")
-
-    @property
-    def labelled(self) -> bool:
-        """Whether any score is fitted with labels."""
-        return any(name in BY_CLASS for name in self.scores)
-
-
 def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> Iterator[tuple[Inputs, Answered]]:
     """Every batch as it came, and what the model says of it; labels are zeros where none are wanted.
 
@@ -240,20 +219,19 @@ def require_fresh(familiarity: Familiarity, keys: Keys) -> float:
 
     A threshold on them is too low, so it would accept fewer new inputs than it promises. The share of them is returned.
     """
-    fitted_set = familiarity.settings.fitted_set
-    share = share_fitted(keys, fitted_set)
-    if mostly_fitted(keys, fitted_set):
+    reused = reused_of(keys, familiarity.settings.fitted_set)
+    if reused.mostly:
         raise DataError(
-            f"{about(share)} of the validation samples fitted the familiarity of this ensemble, so they do not say how "
+            f"{reused} of the validation samples fitted the familiarity of this ensemble, so they do not say how "
             "familiar new ones look; calibrate on other data"
         )
-    if share:
+    if reused.share:
         warn(
-            f"{told_share(keys, fitted_set)} of the validation samples fitted the familiarity of this ensemble, and "
+            f"{reused} of the validation samples fitted the familiarity of this ensemble, and "
             "look more familiar than new ones: its threshold accepts fewer new inputs than it promises; calibrate on "
             "other data"
         )
-    return share
+    return reused.share
 
 
 # --- gathering -----------------------------------------------------------------------------------------------------
@@ -323,15 +301,27 @@ class Sums:
 
 
 class Fitting:
-    """Statistics in the making."""
+    """Statistics in the making; what is to be fitted, and how, is described at `fit_familiarity`."""
 
-    def __init__(self, ensemble: Ensemble, options: FitOptions, draws: np.random.Generator) -> None:
-        self.ensemble, self.options = ensemble, options
+    def __init__(
+        self,
+        ensemble: Ensemble,
+        scores: tuple[FamiliarityName, ...],
+        draws: np.random.Generator,
+        shrinkage: float | None = None,
+        neighbours: int | None = None,
+        principal: int | None = None,
+        stored: int = 10_000,
+    ) -> None:
+        if not scores or len(set(scores)) < len(scores):
+            raise ConfigError(f"score={list(scores)} cannot be fitted; give one or more, each once")
+        self.ensemble, self.scores, self.labelled = ensemble, scores, any(name in BY_CLASS for name in scores)
+        self.shrinkage, self.neighbours, self.principal = shrinkage, neighbours, principal
         self.sums: dict[bool, Sums] = {}  # by whether features are normalised
         self.samples = 0
         self.width = 0
         self.peaks = torch.zeros(ensemble.num_members, dtype=torch.float64)
-        self.kept = Reservoir(options.stored, draws)
+        self.kept = Reservoir(stored, draws)
         self.marks: Keys = np.empty(0, dtype=np.int64)
 
     def add(self, samples: Answered) -> None:
@@ -341,13 +331,13 @@ class Fitting:
         self.samples = self.samples + len(samples.labels)
         self.width = samples.features.shape[2]
         self.peaks += samples.logits.double().amax(dim=-1).sum(dim=1)
-        for normalised in {is_normalised(name) for name in self.options.scores if name != "knn"}:
+        for normalised in {is_normalised(name) for name in self.scores if name != "knn"}:
             features = samples.features.double()  # [M, B, d]
             features = F.normalize(features, dim=-1) if normalised else features
             if normalised not in self.sums:
-                self.sums[normalised] = Sums(features, self.ensemble.num_classes, self.options.labelled)
+                self.sums[normalised] = Sums(features, self.ensemble.num_classes, self.labelled)
             self.sums[normalised].add(features, samples.labels)
-        if {"knn", "vim"} & set(self.options.scores):
+        if {"knn", "vim"} & set(self.scores):
             self.kept.offer(samples)
 
     def mark(self, keys: Keys) -> None:
@@ -361,7 +351,7 @@ class Fitting:
 
     def missing(self) -> list[int]:
         """Classes without a sample, where labels count."""
-        if not self.options.labelled or not self.sums:
+        if not self.labelled or not self.sums:
             return []
         return (self.counts == 0).nonzero()[:, 0].tolist()
 
@@ -369,16 +359,15 @@ class Fitting:
         """The statistics, in float32."""
         if not self.samples:
             raise TooFewSamplesError("there are no samples to fit familiarity on; give more, or hold out fewer")
-        options = self.options
         shrinkage = self._shrinkage()
         kept = self.kept.samples()
         state = dict[str, Tensor]()
-        settings: dict[str, Any] = {"marks": tuple(names_of(self.marks))}
-        for name in options.scores:
+        settings: dict[str, Any] = {"marks": marks_of(self.marks)}
+        for name in self.scores:
             if name == "knn" and kept is not None:
                 bank = F.normalize(kept.features.double(), dim=-1)  # [M, N, d]
                 most = bank.shape[1]
-                chosen = options.neighbours or min(50, max(1, most // 50))
+                chosen = self.neighbours or min(50, max(1, most // 50))
                 if chosen > most:
                     raise ConfigError(f"neighbours is {chosen}, but {most} features are stored; lower it")
                 settings |= {"stored": most, "neighbours": chosen}
@@ -389,42 +378,41 @@ class Fitting:
             else:
                 tensors = _mahalanobis(self.sums[is_normalised(name)], shrinkage, is_relative(name))
             state |= {f"{name}.{key}": tensor.float().contiguous() for key, tensor in tensors.items()}
-        fitted = FamiliaritySettings(options.scores, self.width, self.samples, **settings)
+        fitted = FamiliaritySettings(self.scores, self.width, self.samples, **settings)
         return Familiarity(fitted, state)
 
     def _shrinkage(self) -> float:
         """How much to shrink covariances; refuses samples too few for any covariance, and warns where they are few."""
-        if not self.options.labelled:
+        if not self.labelled:
             return 0.0
         missing = self.missing()
         classes = len(self.counts)
         if missing:
-            listed = f"{missing[:8]}{' and more' if len(missing) > 8 else ''}"
-            problem = f"classes {listed} have no samples, so nothing is familiar there"
+            problem = f"classes {some(list(map(str, missing)))} have no samples, so nothing is familiar there"
             raise TooFewSamplesError(f"{problem}; give some of every class")
         if self.samples < 2 * classes:
             raise TooFewSamplesError(
                 f"{self.samples} samples of {classes} classes are too few for a covariance; give two a class at least, "
                 f"better {FEW_A_CLASS}, or use score='knn'"
             )
-        if self.options.shrinkage == 0.0 and self.samples - classes < self.width:
+        if self.shrinkage == 0.0 and self.samples - classes < self.width:
             raise TooFewSamplesError(
                 f"{self.samples} samples of {classes} classes leave some of the {self.width} directions of the "
                 f"features unknown; give {self.width + classes} or more, or leave shrinkage=0 out"
             )
         few = self.samples < FEW_A_CLASS * classes
-        if few and self.options.shrinkage is None:
+        if few and self.shrinkage is None:
             warn(
                 f"few samples a class: {self.samples / classes:.3g} on average, {int(self.counts.min())} of the "
                 f"rarest; below {FEW_A_CLASS} the covariance is shrunk by {SHRINKAGE_OF_FEW}, and distances are rough"
             )
-        return self.options.shrinkage if self.options.shrinkage is not None else (SHRINKAGE, SHRINKAGE_OF_FEW)[few]
+        return self.shrinkage if self.shrinkage is not None else (SHRINKAGE, SHRINKAGE_OF_FEW)[few]
 
     def _vim(self, kept: Answered) -> dict[str, Tensor]:
         """Origin, directions outside the principal subspace, and the weight against the energy, of every member."""
         sums = self.sums[False]
         width = kept.features.shape[2]
-        principal = self.options.principal or max(2 * width // 3, 1)
+        principal = self.principal or max(2 * width // 3, 1)
         if principal >= width:
             raise ConfigError(f"principal is {principal}, but features have {width} directions; some must be left over")
         if self.samples <= width:  # directions that no sample has would count for all

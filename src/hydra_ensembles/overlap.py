@@ -84,11 +84,16 @@ def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         return values ^ (values >> np.uint64(31))
 
 
+def marks_of(keys: Keys) -> tuple[str, ...]:
+    """The marks of a set as files hold them."""
+    return tuple(names_of(marked(keys)))
+
+
 class FittedSet(NamedTuple):
     """What is kept of a set that something was fitted on: marks of some of its samples, and how many it had."""
 
-    marks: tuple[str, ...]
-    samples: int
+    marks: tuple[str, ...] = ()
+    samples: int = 0
 
 
 def together(sets: Sequence[FittedSet]) -> FittedSet:
@@ -99,13 +104,29 @@ def together(sets: Sequence[FittedSet]) -> FittedSet:
     large rather than too small.
     """
     names = np.array([int(name, 16) for name in {name for one in sets for name in one.marks}], dtype=np.uint64)
-    marks = tuple(names_of(marked(names.view(np.int64))))
+    marks = marks_of(names.view(np.int64))
     shares = [(one.samples, len(set(marks).intersection(one.marks)) / len(marks)) for one in sets if one.marks]
     return FittedSet(marks, max((round(samples / share) for samples, share in shares if share), default=0))
 
 
-def share_fitted(keys: Keys, fitted: FittedSet) -> float:
-    """The share of a new set, by the keys of its samples, that is also in a set that something was fitted on.
+class Reused(NamedTuple):
+    """How much of a new set is also in one that something was fitted on, and how many marks tell it."""
+
+    share: float
+    recognised: int
+    by_few: bool  # so few that they may be there by chance, and stand for many samples where the fitted set is large
+
+    @property
+    def mostly(self) -> bool:
+        """Whether it is more than a half, by three marks at least, or by marks that are more than a half themselves."""
+        return not self.by_few and self.share > FITTED_MOST
+
+    def __str__(self) -> str:
+        return about(self.share) + (f", told by {self.recognised} of them alone," if self.by_few else "")
+
+
+def reused_of(keys: Keys, fitted: FittedSet) -> Reused:
+    """What of a new set, by the keys of its samples, is also in a set that something was fitted on.
 
     It is estimated: the marks tell which share of the fitted set is here, and its size how many samples that is. Where
     a share f of the fitted set is here, none of its n marks is, and nothing is said, with probability (1 - f)^n,
@@ -116,37 +137,10 @@ def share_fitted(keys: Keys, fitted: FittedSet) -> float:
     are known by their values as a model is given them: those that are augmented, or come in another size or dtype, are
     others.
     """
-    recognised = _recognised(keys, fitted)
-    if not recognised:
-        return 0.0
-    return min(1.0, recognised / len(fitted.marks) * fitted.samples / len(np.unique(keys)))
-
-
-def mostly_fitted(keys: Keys, fitted: FittedSet) -> bool:
-    """Whether more than a half of a new set is also in a fitted one, by three marks at least.
-
-    One or two may be there by chance, and stand for many samples where the fitted set is large. They are enough where
-    they are more than a half themselves.
-    """
-    return not _by_few(keys, fitted) and share_fitted(keys, fitted) > FITTED_MOST
-
-
-def told_share(keys: Keys, fitted: FittedSet) -> str:
-    """The share of a new set that is also in a fitted one in words, and how many samples tell it where they are few."""
-    recognised = _recognised(keys, fitted)
-    few = f", told by {recognised} of them alone," if _by_few(keys, fitted) else ""
-    return f"{about(share_fitted(keys, fitted))}{few}"
-
-
-def _recognised(keys: Keys, fitted: FittedSet) -> int:
-    """How many marks of a fitted set are in a new one."""
-    return len(set(fitted.marks).intersection(names_of(keys)))
-
-
-def _by_few(keys: Keys, fitted: FittedSet) -> bool:
-    """Whether the marks that are known again are so few that they may be there by chance."""
-    recognised = _recognised(keys, fitted)
-    return recognised < _ENOUGH and recognised <= FITTED_MOST * len(np.unique(keys))
+    recognised = len(set(fitted.marks).intersection(names_of(keys)))
+    samples = len(np.unique(keys))
+    share = min(1.0, recognised / len(fitted.marks) * fitted.samples / samples) if recognised else 0.0
+    return Reused(share, recognised, recognised < _ENOUGH and recognised <= FITTED_MOST * samples)
 
 
 def about(share: float) -> str:
@@ -159,14 +153,14 @@ def warn_if_fitted(name: str, keys: Keys, fitted: Mapping[str, FittedSet]) -> fl
 
     The largest share of the samples of the set that fitted one of these; None where there are no marks.
     """
-    shares = {title: share_fitted(keys, fitted_set) for title, fitted_set in fitted.items() if fitted_set.marks}
-    remarks = [f"{told_share(keys, fitted[title])} fitted the {title}" for title, share in shares.items() if share]
+    found = {title: reused_of(keys, fitted_set) for title, fitted_set in fitted.items() if fitted_set.marks}
+    remarks = [f"{reused} fitted the {title}" for title, reused in found.items() if reused.share]
     if remarks:
         warn(
             f"of the samples of {name}, {' and '.join(remarks)}: ECE, risk, accepted shares and OOD numbers are then "
             "better than those of new data; evaluate on others"
         )
-    return max(shares.values(), default=None)
+    return max((reused.share for reused in found.values()), default=None)
 
 
 class Known(NamedTuple):
@@ -201,9 +195,9 @@ def trained_set(batches: Batches) -> FittedSet:
     """
     keys, data = keys_at_hand(batches), _read_whole(batches)
     if keys is not None:
-        return FittedSet(tuple(names_of(marked(keys))), len(keys))
+        return FittedSet(marks_of(keys), len(keys))
     if _places(data) is None:
-        return FittedSet((), 0)
+        return FittedSet()
     rows = np.unique(np.linspace(0, len(data) - 1, _LOOKED_AT).astype(int)).tolist()
     turns = [rows[start : start + _AT_ONCE] for start in range(0, len(rows), _AT_ONCE)]
     try:
@@ -211,10 +205,8 @@ def trained_set(batches: Batches) -> FittedSet:
             drawn = (read_batch(batch, "train", labelled=False)[0] for batch in _drawn(batches, data, turns))
             read = list(map(sample_keys, drawn))
     except Exception:  # whatever somebody's data may raise
-        return FittedSet((), 0)
-    if not read:
-        return FittedSet((), 0)
-    return FittedSet(tuple(names_of(marked(np.concatenate(read)))), len(data))
+        return FittedSet()
+    return FittedSet(marks_of(np.concatenate(read)), len(data)) if read else FittedSet()
 
 
 def _drawn(batches: Any, data: Any, turns: list[list[int]]) -> Iterator[Any]:

@@ -159,7 +159,7 @@ class TextPreprocessing(Checked):
                 )
         if not self.tokenizer:
             raise DataError("this model was saved without a tokenizer; give token ids instead of strings")
-        tokenizer = self._parsed()
+        tokenizer = _tokenizer(self)
         cleaned = [self._cleaned(text, index) for index, text in enumerate(batch)]
         with _tokenizing():
             encodings = tokenizer.encode_batch(cleaned)
@@ -183,11 +183,7 @@ class TextPreprocessing(Checked):
     def require_tokenizer(self) -> None:
         """Refuse a tokenizer that cannot be parsed; without the library for it, this is found out at first use."""
         if self.tokenizer and importlib.util.find_spec("tokenizers") is not None:
-            self._parsed()
-
-    def _parsed(self) -> Any:
-        length = self.max_length if self.pad_to_max else None
-        return _tokenizer(self.tokenizer, self.max_length, self.pad_id, self.pad_token, length)
+            _tokenizer(self)
 
     def _cleaned(self, text: str | tuple[str, str], index: int) -> str | tuple[str, str]:
         """A text, or both of a pair, cleaned; refused where it holds what is no character."""
@@ -224,13 +220,14 @@ def _items(inputs: Any, *single: type) -> list[Any]:
 
 
 @lru_cache(maxsize=8)
-def _tokenizer(content: str, max_length: int, pad_id: int, pad_token: str, length: int | None) -> Any:
+def _tokenizer(settings: TextPreprocessing) -> Any:
     """Parse a `tokenizer.json` once per setting: it takes longer than tokenising a batch."""
     library = require("tokenizers", extra="text")
     with _tokenizing():
-        tokenizer = library.Tokenizer.from_str(content)
-        tokenizer.enable_truncation(max_length)
-        tokenizer.enable_padding(pad_id=pad_id, pad_token=pad_token, length=length)
+        tokenizer = library.Tokenizer.from_str(settings.tokenizer)
+        tokenizer.enable_truncation(settings.max_length)
+        length = settings.max_length if settings.pad_to_max else None
+        tokenizer.enable_padding(pad_id=settings.pad_id, pad_token=settings.pad_token, length=length)
     return tokenizer
 
 

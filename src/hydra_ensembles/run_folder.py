@@ -16,6 +16,7 @@ from . import files
 from ._distributed import launched_rank
 from ._utils import require_same_run
 from .checkpoint import settle_checkpoint
+from .classes import some
 from .errors import CheckpointError
 from .heads.ranking import HeadRanking
 from .model.ensemble import Ensemble
@@ -26,7 +27,6 @@ IDENTITY = "run.json"  # what the run is, and the digests of its products
 PRODUCTS = "products"  # where these stand in it
 RESULT = "ensemble"  # the finished model of a run
 SETTINGS = "config.yaml"  # what the command line writes beside the products, and before them
-_NAMED = 6  # entries of a folder that a message lists
 _CPU = torch.device("cpu")
 
 
@@ -41,10 +41,9 @@ def require_own_folder(path: Path, what: str = "a build") -> None:
     names = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     foreign = [name for name in names if name not in (IDENTITY, SETTINGS) and not name.startswith(".")]
     if foreign and not (path / IDENTITY).exists():  # asked after the listing: another process may just have written it
-        listed = ", ".join(foreign[:_NAMED]) + (" and more" if len(foreign) > _NAMED else "")
         raise CheckpointError(
-            f"{path} has {listed}, but no {IDENTITY} that says what they belong to; {what} needs a folder of its own: "
-            "give a new or an empty one as output"
+            f"{path} has {some(foreign)}, but no {IDENTITY} that says what they belong to; {what} needs a folder of "
+            "its own: give a new or an empty one as output"
         )
 
 

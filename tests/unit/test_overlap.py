@@ -337,29 +337,27 @@ def test_the_share_of_the_new_set_is_estimated(fitted: int, new: int, known: flo
     shares = []
     for start in range(0, 40 * 10_000, 10_000):  # 40 draws, as keys in another place are mixed otherwise
         keys = np.arange(start, start + fitted, dtype=np.int64)
-        kept = overlap.FittedSet(tuple(overlap.names_of(overlap.marked(keys))), fitted)
-        shares.append(overlap.share_fitted(np.arange(start + fitted - common, start + fitted - common + new), kept))
+        kept = overlap.FittedSet(overlap.marks_of(keys), fitted)
+        shares.append(overlap.reused_of(np.arange(start + fitted - common, start + fitted - common + new), kept).share)
     assert max(shares) <= 1
     assert np.mean(shares) == pytest.approx(common / new, abs=0.08 if known < 1 else 0.15)  # none is above 1
     assert np.mean(np.array(shares) > 0.5) > 0.9 or common < new
-    assert (
-        overlap.share_fitted(np.repeat(np.arange(3), 5), overlap.FittedSet(tuple(overlap.names_of(np.arange(2))), 2))
-        == 2 / 3
-    )  # copies
-    assert overlap.share_fitted(np.arange(3), overlap.FittedSet((), 0)) == 0.0
+    two = overlap.FittedSet(overlap.marks_of(np.arange(2)), 2)
+    assert overlap.reused_of(np.repeat(np.arange(3), 5), two).share == 2 / 3  # copies
+    assert overlap.reused_of(np.arange(3), overlap.FittedSet()).share == 0.0
 
 
 def fitted_set(keys: Any, marks: int) -> overlap.FittedSet:
     """What files keep that were written with so many marks."""
-    return overlap.FittedSet(tuple(overlap.names_of(overlap.marked(keys)[:marks])), len(keys))
+    return overlap.FittedSet(overlap.marks_of(keys)[:marks], len(keys))
 
 
 def test_a_small_part_of_a_large_set_is_known_again() -> None:
     told = []
     for start in range(0, 20 * 100_000, 100_000):
         kept = fitted_set(np.arange(start, start + 50_000, dtype=np.int64), overlap.MARKS)
-        told.append(overlap.mostly_fitted(np.arange(start, start + 1_000), kept))
-        assert not overlap.mostly_fitted(np.arange(start + 49_950, start + 50_950), kept)  # 5 % of it
+        told.append(overlap.reused_of(np.arange(start, start + 1_000), kept).mostly)
+        assert not overlap.reused_of(np.arange(start + 49_950, start + 50_950), kept).mostly  # 5 % of it
     assert np.mean(told) >= 0.95
 
 
@@ -369,13 +367,13 @@ def test_one_sample_that_is_known_again_refuses_nothing(marks: int) -> None:
     kept = fitted_set(keys, marks)
     fresh = np.arange(50_000, 51_000)
     hits = np.array([int(name, 16) for name in kept.marks])
-    one, three = (np.concatenate([hits[:count], fresh[count:]]) for count in (1, 3))
-    assert not overlap.mostly_fitted(one, kept)
-    assert overlap.share_fitted(one, kept) == pytest.approx(50 / marks)  # by the number that the file has
-    assert "told by 1 of them alone" in overlap.told_share(one, kept)
-    assert overlap.mostly_fitted(three, kept) == (marks == 64)  # three stand for 2,344 samples, or for 146
-    assert "told by" not in overlap.told_share(three, kept)
-    assert overlap.mostly_fitted(hits[:2], kept)  # a set of two, both of which are known
+    one, three = (overlap.reused_of(np.concatenate([hits[:count], fresh[count:]]), kept) for count in (1, 3))
+    assert not one.mostly
+    assert one.share == pytest.approx(50 / marks)  # by the number that the file has
+    assert "told by 1 of them alone" in str(one)
+    assert three.mostly == (marks == 64)  # three stand for 2,344 samples, or for 146
+    assert "told by" not in str(three)
+    assert overlap.reused_of(hits[:2], kept).mostly  # a set of two, both of which are known
 
 
 def test_all_of_a_small_set_was_fitted_on() -> None:
@@ -467,7 +465,7 @@ class Whole(Dataset[Any]):
 )
 def test_a_training_is_not_lost_for_the_marks_of_its_data(source: Any) -> None:
     trained = he.finetune(MODEL, source, he.Recipe(learning_rate=1e-4, steps=1), progress=False)
-    assert trained.metadata.trained_set == overlap.FittedSet((), 0)
+    assert trained.metadata.trained_set == overlap.FittedSet()
 
 
 def test_training_data_are_marked_by_the_workers_that_read_them() -> None:

@@ -33,7 +33,7 @@ from ..metrics.distance import FamiliarityName
 from ..metrics.probabilities import at_labels
 from ..model.ensemble import Ensemble
 from ..model.zero_shot import DEFAULT_TEMPLATES, Templates
-from ..overlap import mostly_fitted, sample_keys
+from ..overlap import reused_of, sample_keys
 from ..run_folder import RESULT, RunFolder
 from ..schema import from_plain, to_plain
 from ..training.finetune import finetune
@@ -179,7 +179,7 @@ def _familiar(
         return fused  # calibration tries with a half of its own samples, and says what is amiss
     familiarity = fitted.metadata.familiarity
     keys = np.concatenate([sample_keys(inputs) for inputs, _ in validation])
-    refused = familiarity is not None and mostly_fitted(keys, familiarity.settings.fitted_set)
+    refused = familiarity is not None and reused_of(keys, familiarity.settings.fitted_set).mostly
     if choice == "auto" and refused:
         return fused  # a half of the samples then fits it, the other sets its threshold
     return fitted  # that what was asked for by name is fitted on other samples, calibration checks
