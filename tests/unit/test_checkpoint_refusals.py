@@ -99,11 +99,6 @@ def test_links_within_the_folder_and_within_the_cache_of_the_hub(folder: Path, t
     Ensemble.from_pretrained(cached)
 
 
-def test_an_unreadable_file(folder: Path) -> None:
-    with patch.object(Path, "open", side_effect=PermissionError(13, "Permission denied")):
-        assert_refused(folder, "Permission denied")
-
-
 @pytest.mark.parametrize(
     ("content", "token"),
     [
@@ -121,9 +116,22 @@ def test_texts_that_are_no_config(content: bytes, token: str, folder: Path) -> N
     assert_refused(folder, token)
 
 
-@pytest.mark.parametrize(
-    ("change", "token"),
-    [
+HUGE = 1 << 24
+
+
+def sizes(members: int = 3, **parts: dict[str, Any]) -> Change:
+    def change(config: dict[str, Any]) -> None:
+        for part, values in parts.items():
+            config["model"][part].update(values)
+        config["metadata"].update(labels=[], calibration=None)
+        if layers := parts.get("encoder", {}).get("layers"):
+            config["model"]["heads"] = [[[]] * layers] * members
+
+    return change
+
+
+WRONG: dict[str, list[tuple[Change, str]]] = {
+    "text": [
         (lambda c: c.update(surprise=1), "surprise"),
         (lambda c: c.update(kind="dual_encoder"), "kind 'dual_encoder'"),
         (lambda c: c.pop("model"), "model"),
@@ -142,22 +150,46 @@ def test_texts_that_are_no_config(content: bytes, token: str, folder: Path) -> N
         (lambda c: c["metadata"].update(text_side=None), "text_side"),
         (lambda c: c["metadata"]["preprocessing"].update(pad_id=11), "pad_id is 11"),
         (lambda c: c.update(format_version=1, files={}), "checksums"),
+        (sizes(encoder={"width": HUGE, "head_dim": HUGE, "mlp_width": HUGE}), "instead of"),
+        (sizes(readout={"num_classes": HUGE}), "instead of"),
+        (sizes(stem={"vocabulary": HUGE, "embedding_width": HUGE, "positions": HUGE}), "instead of"),
+        (sizes(1, encoder={"layers": 4096}), "at least 4096"),
+        (sizes(100, encoder={"layers": 4096}), "values"),
+        (sizes(300, encoder={"layers": 4096}), "4194304 bytes"),
     ],
+    "tiny": [
+        (sizes(encoder={"width": HUGE}, stem={"channels": HUGE, "patch_size": [4096] * 2}), "impossible model"),
+    ],
+    "dual": [
+        (lambda c: c.update(kind="ensemble"), "kind 'ensemble'"),
+        (lambda c: c["metadata"].pop("text"), r"\['image'\]"),
+        (lambda c: c["model"].update(text_projection=None), "width 24"),
+        (lambda c: c["model"].update(scale_copies=2), "scale_copies"),
+        (lambda c: c["model"]["image_projection"].update(outputs=0), "outputs"),
+        (lambda c: c["model"].update(image=c["model"]["text"]), "text and text"),
+        (lambda c: c["metadata"]["image"].update(preprocessing={"kind": "text", "max_length": 5}), "preprocessing"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind", "change", "token"),
+    [(name, DualEncoder if name == "dual" else Ensemble, *row) for name, rows in WRONG.items() for row in rows],
+    indirect=["folder"],
 )
-def test_configs_that_do_not_add_up(change: Change, token: str, folder: Path) -> None:
+def test_configs_that_do_not_add_up_or_are_enormous_are_refused_before_a_model_is_built(
+    folder: Path, kind: Any, change: Change, token: str
+) -> None:
     change_config(folder, change)
-    assert_refused(folder, token)
+    assert_refused(folder, token, kind)
 
 
-def test_a_changed_value_of_a_config_is_noticed(folder: Path) -> None:
+def test_a_changed_config_is_noticed_and_one_of_the_first_format_answers_as_before(folder: Path) -> None:
+    model = Ensemble.from_pretrained(folder)
     content = (folder / "config.json").read_text(encoding="utf-8")
     (folder / "config.json").write_text(content.replace('"threshold": 0.1', '"threshold": 0.2'), encoding="utf-8")
-    assert_refused(folder, "digest")
-
-
-def test_a_model_of_the_first_format_answers_as_before(folder: Path) -> None:
-    model = Ensemble.from_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert_refused(folder, "digest")  # a changed value is noticed
+    config = json.loads(content)
     del config["digest"]  # which that format did not have
     (folder / "config.json").write_text(json.dumps({**config, "format_version": 1}), encoding="utf-8")
     loaded = Ensemble.from_pretrained(folder)
@@ -173,57 +205,9 @@ def test_a_model_of_the_first_format_answers_as_before(folder: Path) -> None:
     assert torch.equal(loaded.predict("hello").probs, model.double().predict("hello").probs)
 
 
-@pytest.mark.parametrize(
-    ("change", "token"),
-    [
-        (lambda c: c.update(kind="ensemble"), "kind 'ensemble'"),
-        (lambda c: c["metadata"].pop("text"), r"\['image'\]"),
-        (lambda c: c["model"].update(text_projection=None), "width 24"),
-        (lambda c: c["model"].update(scale_copies=2), "scale_copies"),
-        (lambda c: c["model"]["image_projection"].update(outputs=0), "outputs"),
-        (lambda c: c["model"].update(image=c["model"]["text"]), "text and text"),
-        (lambda c: c["metadata"]["image"].update(preprocessing={"kind": "text", "max_length": 5}), "preprocessing"),
-    ],
-)
-@pytest.mark.parametrize("folder", ["dual"], indirect=True)
-def test_dual_configs_that_do_not_add_up(change: Change, token: str, folder: Path) -> None:
-    change_config(folder, change)
-    assert_refused(folder, token, DualEncoder)
-
-
-HUGE = 1 << 24
-
-
-def sizes(members: int = 3, **parts: dict[str, Any]) -> Change:
-    def change(config: dict[str, Any]) -> None:
-        for part, values in parts.items():
-            config["model"][part].update(values)
-        config["metadata"].update(labels=[], calibration=None)
-        if layers := parts.get("encoder", {}).get("layers"):
-            config["model"]["heads"] = [[[]] * layers] * members
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("folder", "change", "token"),
-    [
-        ("text", sizes(encoder={"width": HUGE, "head_dim": HUGE, "mlp_width": HUGE}), "instead of"),
-        ("text", sizes(readout={"num_classes": HUGE}), "instead of"),
-        ("text", sizes(stem={"vocabulary": HUGE, "embedding_width": HUGE, "positions": HUGE}), "instead of"),
-        ("tiny", sizes(encoder={"width": HUGE}, stem={"channels": HUGE, "patch_size": [4096] * 2}), "impossible model"),
-        ("text", sizes(1, encoder={"layers": 4096}), "at least 4096"),
-        ("text", sizes(100, encoder={"layers": 4096}), "values"),
-        ("text", sizes(300, encoder={"layers": 4096}), "4194304 bytes"),
-    ],
-    indirect=["folder"],
-)
-def test_enormous_models_are_refused_before_they_are_built(folder: Path, change: Change, token: str) -> None:
-    change_config(folder, change)
-    assert_refused(folder, token)
-
-
-def test_files_of_absurd_size_are_not_read_through(folder: Path) -> None:
+def test_files_that_are_unreadable_or_of_absurd_size_are_not_read_through(folder: Path) -> None:
+    with patch.object(Path, "open", side_effect=PermissionError(13, "Permission denied")):
+        assert_refused(folder, "Permission denied")
     for error in (MemoryError, RuntimeError("unable to mmap")):  # what the system does not map
         with patch("hydra_ensembles.checkpoint.safe_open", side_effect=error):
             assert_refused(folder, "memory")

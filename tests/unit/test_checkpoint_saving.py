@@ -6,7 +6,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,18 +15,7 @@ import torch
 import hydra_ensembles as he
 from architectures import perturbed
 from architectures_clip import DUAL_CASES, DualCase, open_clip_model
-from checkpoint_models import (
-    CONFIGS,
-    TOKENIZER,
-    ensemble,
-    hydra,
-    inputs_for,
-    ragged,
-    same_bits,
-    same_state,
-    single,
-    text,
-)
+from checkpoint_models import CONFIGS, TOKENIZER, ensemble, inputs_for, ragged, same_bits, same_state, single, text
 from hydra_ensembles import checkpoint
 from hydra_ensembles.errors import CheckpointError, ConfigError, HydraError, StorageError
 from hydra_ensembles.files import write_atomically
@@ -55,6 +43,9 @@ def test_every_bit_comes_back(name: str, dtype: torch.dtype, tmp_path: Path) -> 
     loaded = Ensemble.from_pretrained(tmp_path)
     assert_same_model(loaded, model)
     assert loaded.metadata == model.metadata
+    if name == "text":  # whose tokenizer is a file of its own
+        assert (tmp_path / "tokenizer.json").read_bytes() == TOKENIZER.encode()
+        assert "tokenizer" not in json.loads((tmp_path / "config.json").read_text())["metadata"]["preprocessing"]
     if dtype != torch.float16:  # several operators have no half-precision CPU kernel
         inputs = inputs_for(model.config, dtype)
         with torch.no_grad():
@@ -89,7 +80,7 @@ def test_odd_values_views_and_ties_come_back(tmp_path: Path) -> None:
 def test_the_same_model_gives_the_same_files(tmp_path: Path) -> None:
     written = []
     for folder in (tmp_path / "a/model", tmp_path / "b/model"):
-        ensemble(hydra()).save_pretrained(folder)
+        ensemble(CONFIGS["hydra"]()).save_pretrained(folder)
         written.append({path.name: path.read_bytes() for path in folder.iterdir()})
     assert written[0] == written[1]
     assert set(written[0]) == {"README.md", "config.json", "model.safetensors"}
@@ -103,12 +94,6 @@ def test_dtype_and_device_are_converted_on_request(tmp_path: Path) -> None:
     for wrong, token in (({"dtype": torch.int8}, "int8"), ({"device": "gpu"}, "gpu")):
         with pytest.raises(ConfigError, match=token):
             Ensemble.from_pretrained(tmp_path, **wrong)
-
-
-def test_the_tokenizer_is_a_file_of_its_own(tmp_path: Path) -> None:
-    ensemble(text()).save_pretrained(tmp_path)
-    assert (tmp_path / "tokenizer.json").read_bytes() == TOKENIZER.encode()
-    assert "tokenizer" not in json.loads((tmp_path / "config.json").read_text())["metadata"]["preprocessing"]
 
 
 @pytest.mark.parametrize("changes", [{"metrics": {"auroc": float("nan")}}, {"labels": ("a", "b", "\ud800")}])
@@ -201,7 +186,7 @@ def test_a_save_cut_short_anywhere_leaves_one_model_whole(
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_killed_save_loses_nothing_and_the_next_one_tidies_up(name: str, tmp_path: Path) -> None:
-    model, new = ensemble(single()), ensemble(hydra())
+    model, new = ensemble(single()), ensemble(CONFIGS["hydra"]())
     model.save_pretrained(tmp_path)
 
     def die(target: Path) -> None:
@@ -240,13 +225,7 @@ def test_a_full_disk_is_a_clear_error_and_the_earlier_model_stays(tmp_path: Path
 
 
 def test_a_folder_that_vanishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = checkpoint._write_weights
-
-    def vanish(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        shutil.rmtree(tmp_path / "model")
-        write(path, tensors)
-
-    monkeypatch.setattr(checkpoint, "_write_weights", vanish)
+    monkeypatch.setattr(checkpoint, "_write_weights", lambda *_: shutil.rmtree(tmp_path / "model"))
     with pytest.raises(StorageError, match="nothing was saved"):
         ensemble(single()).save_pretrained(tmp_path / "model")
 
@@ -276,18 +255,17 @@ def test_a_reader_overtaken_by_a_save_gets_one_model_whole(
 
 
 def test_a_folder_that_is_saved_to_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, looks = ensemble(single()), []
+    model, looks = ensemble(single()), iter(range(99))
     model.save_pretrained(tmp_path)
 
     def overtake(*_: object) -> object:
-        looks.append(True)
-        model.with_metadata(source=f"save {len(looks)}").save_pretrained(tmp_path)
+        model.with_metadata(source=f"save {next(looks)}").save_pretrained(tmp_path)
         raise CheckpointError("mixed")
 
     monkeypatch.setattr(checkpoint, "_read_record", overtake)
     with pytest.raises(CheckpointError, match=f"{checkpoint.LOOKS} attempts"):
         Ensemble.from_pretrained(tmp_path)
-    assert len(looks) == checkpoint.LOOKS
+    assert next(looks) == checkpoint.LOOKS
 
 
 WITHOUT_LIBRARIES = """
@@ -337,5 +315,4 @@ def test_importing_stays_light_and_loading_needs_no_model_library(tmp_path: Path
     folders = [str(tmp_path / name) for name in ("dual", "zero-shot", *CONFIGS)]
     expected = [option for words in ("some texts begin", "text 2 has no word") for option in ("-W", f"ignore:{words}")]
     command = [sys.executable, "-W", "error", *expected, "-c", WITHOUT_LIBRARIES, *folders]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert result.returncode == 0, result.stderr
+    subprocess.run(command, check=True, timeout=600)

@@ -4,6 +4,7 @@ import sys
 import warnings
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from architectures_clip import DUAL_CASES
 from checkpoint_models import ensemble, hydra, ragged, single, text
 from hydra_ensembles import familiarity
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning, TooFewSamplesError
-from hydra_ensembles.familiarity import HELD_OUT_MOST, Answered, Reservoir, fit_familiarity
+from hydra_ensembles.familiarity import Answered, Reservoir, fit_familiarity
 from hydra_ensembles.metrics.distance import FAMILIARITY_NAMES
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.ensemble import Ensemble
@@ -63,7 +64,7 @@ def told(one: Ensemble, inputs: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expected(name: str, fit: np.ndarray, labels: np.ndarray, fit_logits: np.ndarray, new: np.ndarray,
-             logits: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:  # fmt: skip
+             logits: np.ndarray, weight: np.ndarray, bias: np.ndarray, shrinkage: float) -> np.ndarray:  # fmt: skip
     """The score of one member by NumPy and scikit-learn, one class after another, in float64."""
     if name.endswith("++") or name == "knn":
         fit, new = (one / np.linalg.norm(one, axis=-1, keepdims=True) for one in (fit, new))
@@ -79,6 +80,7 @@ def expected(name: str, fit: np.ndarray, labels: np.ndarray, fit_logits: np.ndar
     within = (fit - means[labels]).T @ (fit - means[labels]) / len(fit)
 
     def distance(mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
+        covariance = covariance + shrinkage * np.trace(covariance) / len(covariance) * np.eye(len(covariance))
         inverse = np.linalg.pinv(covariance, rcond=1e-9, hermitian=True)
         return np.einsum("bi,ij,bj->b", new - mean, inverse, new - mean)
 
@@ -86,24 +88,26 @@ def expected(name: str, fit: np.ndarray, labels: np.ndarray, fit_logits: np.ndar
     return nearest - distance(fit.mean(0), np.cov(fit.T, bias=True)) if name.startswith("relative") else nearest
 
 
-@pytest.mark.parametrize("name", FAMILIARITY_NAMES)
-def test_each_score_is_its_definition(name) -> None:
+@pytest.mark.parametrize(("name", "shrinkage"), [*((name, 0.0) for name in FAMILIARITY_NAMES), ("mahalanobis", None)])
+def test_each_score_is_its_definition(name, shrinkage) -> None:
     config = ragged()
     one, data, (new, _) = model(config), batches(config), joined(batches(config, 40, seed=1, shift=1.0))
     inputs, labels = joined(data)
-    fitted = fit_familiarity(one, data, name, **EXACT, neighbours=3, principal=5)
+    exact = {"held_out": 0.0, "shrinkage": shrinkage, "neighbours": 3, "principal": 5}
+    fitted = fit_familiarity(one, data, name, **exact)
     (fit, fit_logits), (features, logits) = told(one, inputs), told(one, new)
     readout = one.readout.classifier
     weight, bias = (tensor.detach().double().numpy() for tensor in (readout.weight, readout.bias))
+    added = 0.01 if shrinkage is None else shrinkage  # of the mean eigenvalue, with 40 samples a class
     by_member = [
-        expected(name, fit[m], labels.numpy(), fit_logits[m], features[m], logits[m], weight[m], bias[m])
+        expected(name, fit[m], labels.numpy(), fit_logits[m], features[m], logits[m], weight[m], bias[m], added)
         for m in range(3)
     ]
     p, atol = fitted.predict(new), 5e-4 if name.startswith("relative") else 1e-4  # a difference of larger numbers
     np.testing.assert_allclose(p.unfamiliarity.member_scores[0].numpy(), by_member, rtol=1e-4, atol=atol)
     np.testing.assert_allclose(p.score(name).numpy(), np.mean(by_member, axis=0), rtol=1e-4, atol=atol)
     assert one.metadata.familiarity is None  # the input is untouched
-    whole = fit_familiarity(one, [(inputs, labels)], name, **EXACT, neighbours=3, principal=5)  # read in one batch
+    whole = fit_familiarity(one, [(inputs, labels)], name, **exact)  # read in one batch
     torch.testing.assert_close(whole.predict(new).score(name), p.score(name), rtol=1e-3, atol=1e-3)
 
 
@@ -139,18 +143,6 @@ def test_pytorch_ood_agrees(name) -> None:
     torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-4, atol=1e-7)
 
 
-def test_shrinkage_adds_a_share_of_the_mean_eigenvalue() -> None:
-    one, data = model(CONFIG), batches(CONFIG)
-    inputs, labels = joined(data)
-    fit = told(one, inputs)[0][0]
-    means = np.stack([fit[labels == label].mean(0) for label in range(3)])
-    within = (fit - means[labels]).T @ (fit - means[labels]) / len(fit)
-    inverse = np.linalg.inv(within + 0.01 * np.trace(within) / len(within) * np.eye(len(within)))
-    by_class = [np.einsum("bi,ij,bj->b", fit - mean, inverse, fit - mean) for mean in means]
-    found = fit_familiarity(one, data, held_out=0.0).predict(inputs).score("mahalanobis")  # 40 a class
-    np.testing.assert_allclose(found.numpy(), np.min(by_class, axis=0), rtol=1e-4)
-
-
 # --- the life of a model ----------------------------------------------------------------------------------------------
 
 
@@ -182,11 +174,8 @@ def test_it_is_saved_loaded_optimized_and_evaluated(config, tmp_path) -> None:
 
 
 def test_a_zero_shot_ensemble_learns_what_is_familiar() -> None:
-    case = DUAL_CASES[0]
-    classifier = he.zero_shot(dual_of(case), NAMES)
-    pixels = case.pixels()
-    generator = torch.Generator().manual_seed(0)
-    many = torch.randn(60, *pixels.shape[1:], generator=generator)
+    classifier = he.zero_shot(dual_of(DUAL_CASES[0]), NAMES)
+    many = torch.randn(60, *DUAL_CASES[0].pixels().shape[1:], generator=torch.Generator().manual_seed(0))
     fitted = fit_familiarity(classifier, [(many, torch.arange(60) % len(NAMES))])
     assert fitted.predict(many).familiarity.mean() > 0.2
     assert (fitted.predict(50 + 30 * many).score("mahalanobis") > fitted.predict(many).score("mahalanobis").max()).all()
@@ -234,34 +223,23 @@ def test_both_thresholds_promise_their_share() -> None:
     assert he.Prediction.concat([p[:100], p[100:]]).reason == p.reason
 
 
-def test_rare_classes_that_a_half_lacks_are_told_of() -> None:
-    """The half without them sets a threshold that is too low for them."""
+def test_rare_classes_that_a_half_lacks_or_that_are_never_held_out_are_told_of() -> None:
+    """A class of one sample is fitted by it: thresholds and p-values then come of samples without one such."""
     inputs, labels = joined(batches(CONFIG, 60))
     labels = torch.where(labels == 0, 1, labels)
     labels[0] = 0  # its only sample, which is not drawn to fit
     data = [(inputs, labels)]
-    with pytest.warns(HydraWarning) as told_of:
+    with pytest.warns(HydraWarning, match=r"up to 1\.7% fewer familiar inputs"):
         he.calibrate(model(CONFIG), data, share=0.9)
-    assert any("up to 1.7% fewer familiar inputs" in str(one.message) for one in told_of)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.warns(HydraWarning, match=r"up to 1\.7% more than they say have low p-values"):
+        fit_familiarity(model(CONFIG), data)
+    with warnings.catch_warnings(action="error"):
         by_neighbours = he.calibrate(model(CONFIG), data, share=0.9, familiarity="knn")  # which knows no classes
+        fit_familiarity(model(CONFIG), data, "knn")
+        fit_familiarity(model(CONFIG), data, held_out=0.0)  # no p-values
+        fit_familiarity(model(CONFIG), batches(CONFIG, 90))
     drawn = int((np.random.default_rng(0).random(60) < 0.5).sum())
     assert by_neighbours.metadata.familiarity.settings.samples == drawn
-
-
-def test_rare_classes_that_are_never_held_out_are_told_of() -> None:
-    """A class of one sample is fitted by it, so that p-values come of samples among which there is none such."""
-    inputs, labels = joined(batches(CONFIG, 60))
-    labels = torch.where(labels == 0, 1, labels)
-    labels[0] = 0
-    with pytest.warns(HydraWarning, match=r"up to 1\.7% more than they say have low p-values"):
-        fit_familiarity(model(CONFIG), [(inputs, labels)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fit_familiarity(model(CONFIG), [(inputs, labels)], "knn")
-        fit_familiarity(model(CONFIG), [(inputs, labels)], held_out=0.0)  # no p-values
-        fit_familiarity(model(CONFIG), batches(CONFIG, 90))
 
 
 def test_classes_that_are_all_as_rare_are_not_told_of() -> None:
@@ -289,10 +267,9 @@ def test_shares_that_thresholds_accept_go_with_the_thresholds() -> None:
 
 
 def test_a_build_fits_both(tmp_path) -> None:
-    base = model(single())
-    data, ood = batches(base.config, 160), batches(base.config, 40, seed=4, shift=5.0)
+    data, ood = batches(CONFIG, 160), batches(CONFIG, 40, seed=4, shift=5.0)
     config = he.HydraConfig(prune=3, shared_layers=0, members=2, strategy="taylor", calibration_batches=1)
-    built = he.build(base, config, id=data, ood=ood, output=tmp_path, progress=False)
+    built = he.build(model(CONFIG), config, id=data, ood=ood, output=tmp_path, progress=False)
     known = built.metadata.familiarity.settings
     assert (known.samples, known.reference.samples) == (80, 80)  # ranking half, calibration half
     assert set(built.predict(joined(ood)[0]).reason) <= {"unfamiliar", "unsure", None}
@@ -313,9 +290,7 @@ def test_a_build_goes_on_without_familiarity_for_want_of_samples_alone(monkeypat
     with pytest.raises(DataError, match="finite"):
         chain._familiar(one, auto, broken, fresh)
 
-    def faulty(*given: Any) -> Any:
-        raise DataError("something else")
-
+    faulty = Mock(side_effect=DataError("something else"))
     monkeypatch.setattr(sys.modules["hydra_ensembles.calibrate"], "_fitted_on_a_half", faulty)
     with pytest.raises(DataError, match="something else"):
         he.calibrate(one, good)
@@ -343,30 +318,26 @@ def test_calibrate_without_familiarity_or_with_another() -> None:
 # --- few and bad data -----------------------------------------------------------------------------------------------
 
 
-def test_memory_is_bounded_and_draws_are_even() -> None:
-    draws = np.random.default_rng(0)
-    kept = Reservoir(50, draws)
-    left = []
-    for start in range(0, 1000, 100):
-        labels = torch.arange(start, start + 100)
-        left += kept.offer(Answered(torch.zeros(1, 100, 1), torch.zeros(1, 100, 2), labels)).labels.tolist()
-    rows = kept.samples().labels
-    assert sorted([*rows.tolist(), *left]) == list(range(1000))  # none lost, none twice
-    assert len(rows) == 50
-    assert 350 < rows.double().mean() < 650
-    fitted = fit_familiarity(model(CONFIG), batches(CONFIG, 90), "knn", held_out=0.0, stored=40)
-    assert fitted.metadata.familiarity.state["knn.bank"].shape == (1, 40, 8)
-    assert HELD_OUT_MOST >= 1000
-
-
 def numbered(first: int, count: int) -> Answered:
     """Samples whose features, logits and label are all one number."""
     labels = torch.arange(first, first + count)
     return Answered(labels.float().expand(2, 1, -1).mT.clone(), labels.float().expand(2, 3, -1).mT.clone(), labels)
 
 
+def test_memory_is_bounded_and_draws_are_even() -> None:
+    kept, left = Reservoir(50, np.random.default_rng(0)), []
+    for start in range(0, 1000, 100):
+        left += kept.offer(numbered(start, 100)).labels.tolist()
+    rows = kept.samples().labels
+    assert sorted([*rows.tolist(), *left]) == list(range(1000))  # none lost, none twice
+    assert len(rows) == 50
+    assert 350 < rows.double().mean() < 650
+    fitted = fit_familiarity(model(CONFIG), batches(CONFIG, 90), "knn", held_out=0.0, stored=40)
+    assert fitted.metadata.familiarity.state["knn.bank"].shape == (1, 40, 8)
+
+
 @pytest.mark.parametrize("sizes", [[7, 0, 30, 1, 64, 3], [5, 5, 5], [10, 10], [200, 1, 1]])
-def test_what_is_kept_does_not_depend_on_how_samples_are_batched(sizes: list[int]) -> None:
+def test_a_seed_keeps_the_samples_it_always_kept_however_they_are_batched(sizes: list[int]) -> None:
     """Drawn for a whole batch at once, as if for one sample after another."""
     first, by_batch, by_row = 0, Reservoir(10, np.random.default_rng(3)), Reservoir(10, np.random.default_rng(3))
     for size in sizes:
@@ -375,21 +346,11 @@ def test_what_is_kept_does_not_depend_on_how_samples_are_batched(sizes: list[int
         assert whole.labels.tolist() == [int(label) for one in single for label in one.labels]
         first += size
         for kept in (whole, by_batch.samples()):
-            assert kept is not None
             assert torch.equal(kept.features[0, :, 0].long(), kept.labels)
             assert torch.equal(kept.logits[1, :, 2].long(), kept.labels)
-    together, apart = by_batch.samples(), by_row.samples()
-    assert together is not None
-    assert apart is not None
-    assert torch.equal(together.labels, apart.labels)
-
-
-def test_a_seed_keeps_the_samples_it_always_kept() -> None:
-    kept = Reservoir(10, np.random.default_rng(3))
-    kept.offer(numbered(0, 105))
-    found = kept.samples()
-    assert found is not None
-    assert found.labels.tolist() == [94, 19, 67, 29, 52, 5, 73, 56, 10, 21]
+    assert torch.equal(by_batch.samples().labels, by_row.samples().labels)
+    if sum(sizes) == 105:
+        assert by_batch.samples().labels.tolist() == [94, 19, 67, 29, 52, 5, 73, 56, 10, 21]
 
 
 def test_what_overflows_is_fitted_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,38 +383,30 @@ def test_a_loader_that_is_split_between_processes_is_refused(name: str) -> None:
             refused.result()
 
 
-def test_copies_are_said() -> None:
-    """Held out, they are at no distance from those that were fitted."""
+def test_copies_and_few_samples_are_said() -> None:
+    """Copies that are held out are at no distance from those that were fitted; few samples are shrunk more."""
     with pytest.warns(HydraWarning, match="120 of the 240 samples of id_batches are copies"):
         fit_familiarity(model(CONFIG), batches(CONFIG) * 2, "knn")
-
-
-def test_few_samples_are_said_and_shrunk() -> None:
     with pytest.warns(UserWarning, match="4 on average, 4 of the rarest"):
         few = fit_familiarity(model(CONFIG), batches(CONFIG, 12), held_out=0.0)
     assert few.predict(joined(batches(CONFIG, 5))[0]).score("mahalanobis").isfinite().all()
 
 
-def without_class(config: EnsembleConfig, label: int) -> list[Any]:
-    return [(inputs[labels != label], labels[labels != label]) for inputs, labels in batches(config)]
-
-
 @pytest.mark.parametrize(
     ("data", "settings", "error", "token"),
     [
-        (lambda c: without_class(c, 2), {}, DataError, "classes 2 have no samples"),
+        (lambda c: [(x[y != 2], y[y != 2]) for x, y in batches(c)], {}, DataError, "classes 2 have no samples"),
         (lambda c: batches(c, 4), {"held_out": 0.0}, DataError, "4 samples of 3 classes"),
         (lambda c: batches(c, 9), EXACT, DataError, "shrinkage=0"),
         (lambda c: [(torch.ones(30, 3, 8, 8), torch.arange(30) % 3)], {}, DataError, "the same"),
-        (batches, {"score": "cosine"}, ConfigError, "cosine"),
         (batches, {"score": ()}, ConfigError, "one or more"),
         (batches, {"score": ("knn", "knn")}, ConfigError, "each once"),
         (batches, {"held_out": 1.0}, ConfigError, "held_out"),
         (batches, {"shrinkage": -1.0}, ConfigError, "shrinkage"),
+        (batches, {"score": "knn", "stored": 0}, ConfigError, "stored"),
         (batches, {"score": "knn", "neighbours": 1000}, ConfigError, "neighbours is 1000"),
         (batches, {"score": "vim", "principal": 8}, ConfigError, "8 directions"),
         (lambda c: batches(c, 8), {"score": "vim", "held_out": 0.0}, DataError, "more samples"),
-        (batches, {"score": "knn", "stored": 0}, ConfigError, "stored"),
     ],
 )
 def test_what_cannot_be_fitted_is_named(data, settings, error, token) -> None:
@@ -461,7 +414,7 @@ def test_what_cannot_be_fitted_is_named(data, settings, error, token) -> None:
         fit_familiarity(model(CONFIG), data(CONFIG), **settings)
 
 
-def test_what_was_not_fitted_or_calibrated_is_named() -> None:
+def test_what_was_not_fitted_or_calibrated_is_named_and_labels_are_not_needed_without_classes() -> None:
     one, data = model(CONFIG), batches(CONFIG)
     plain, fitted = one.predict(data[0][0]), fit_familiarity(one, data, held_out=0.0).predict(data[0][0])
     for call, token in (
@@ -473,12 +426,8 @@ def test_what_was_not_fitted_or_calibrated_is_named() -> None:
     ):
         with pytest.raises(ConfigError, match=token):
             call()
+    unlabelled = fit_familiarity(one, [inputs for inputs, _ in data], ("knn", "vim"))  # which know no classes
+    assert unlabelled.predict(data[0][0]).familiarity.shape == (16,)
     for prediction in (plain, fitted):  # what nobody asked for by name is None
         known = (prediction.accept, prediction.doubt, prediction.reason, prediction.familiarity)
         assert known == (None, None, None, None)
-
-
-def test_labels_are_not_needed_where_no_class_is() -> None:
-    unlabelled = [inputs for inputs, _ in batches(CONFIG)]
-    fitted = fit_familiarity(model(CONFIG), unlabelled, ("knn", "vim"))
-    assert fitted.predict(unlabelled[0]).familiarity.shape == (16,)

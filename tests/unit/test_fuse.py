@@ -76,6 +76,7 @@ def test_the_trunk_is_found_exactly_when_it_exists(trunk: int) -> None:
             part.get_parameter(f"encoder.layers.{trunk}.norm2.bias").add_(member * 1e-3)
     fused = he.fuse(parts)
     assert fused.config.trunk == trunk
+    assert he.fuse(parts, trunk=1).config.trunk == min(trunk, 1)  # a limit keeps equal layers apart
     expected = torch.cat([part(IMAGES) for part in parts])
     assert torch.allclose(fused(IMAGES), expected, atol=1e-5)
     stored = {name: p.shape[0] for name, p in fused.named_parameters() if name.endswith("norm1.weight")}
@@ -92,18 +93,43 @@ def test_equal_stems_before_a_trunk_are_one_also_where_stems_are_to_be_separate(
     assert apart.stem(IMAGES).shape[0] == 3
 
 
+def pruned(heads: list[tuple[int, int]]) -> he.Ensemble:
+    return he.prune(small(), heads)
+
+
 @pytest.mark.parametrize(
-    ("members", "settings", "token"),
+    ("join", "members", "settings", "token"),
     [
-        (lambda: [tuned(small(), member, ("stem",)) for member in range(2)], {}, r"differ in stem\..*average="),
-        (lambda: [small(), small(norm_first=False)], {}, r"encoder\.norm_first: True and False"),
-        (lambda: [small()], {"mlp": "shared"}, "mlp"),
-        (lambda: [small()] * 2, {"trunk": -1}, "trunk"),
+        (
+            he.fuse,
+            lambda: [tuned(small(), one, ("stem",)) for one in range(2)],
+            {},
+            r"differ in stem\..*average=",
+        ),
+        (he.fuse, lambda: [small(), small(norm_first=False)], {}, r"encoder\.norm_first: True and False"),
+        (he.fuse, lambda: [small()], {"mlp": "shared"}, "mlp"),
+        (he.fuse, lambda: [small()] * 2, {"trunk": -1}, "trunk"),
+        (he.fuse, lambda: [small(), small(1)], {"average": 4}, "3 layers"),
+        (he.fuse, lambda: [pruned([(1, 0)]), small(1)], {"average": 2}, "layer 1"),
+        (he.fuse, lambda: [small(), small(1)], {"average": -1}, "average"),
+        (he.fuse, lambda: [small(), small(1)], {"average": 1.0}, "average"),
+        (he.fuse, lambda: [small(), small(1)], {"average": 0.1}, "of 3 layers is none"),
+        (he.fuse, lambda: [small(), small(1)], {"average": 0.9}, "of 3 layers is all"),
+        (he.soup, lambda: [small(), pruned([(0, 1)])], {}, "the same heads"),
+        (he.soup, lambda: [small(), small(norm_eps=1e-3)], {}, "norm_eps"),
+        (he.soup, list, {}, "at least one"),
+        (he.soup, lambda: [he.fuse([small()] * 2)], {}, "2 members"),
+        (he.prune, lambda: pruned([(0, 1)]), {"heads": [(0, 1)]}, "not in this model"),
+        (he.prune, small, {"heads": [(7, 0)]}, "3 layers"),
+        (he.prune, small, {"heads": [(0, 0), (0, 0)]}, "twice"),
+        (he.prune, lambda: he.fuse([small(), pruned([(0, 1)])]), {"heads": [(0, 2)]}, "one member"),
     ],
 )
-def test_what_cannot_be_fused_is_refused(members: Any, settings: dict[str, Any], token: str) -> None:
-    with pytest.raises(ConfigError, match=token):
-        he.fuse(members(), **settings)
+def test_what_cannot_be_fused_averaged_or_pruned_is_refused(
+    join: Any, members: Any, settings: dict[str, Any], token: str
+) -> None:
+    with pytest.raises(HeadError if join is he.prune else ConfigError, match=token):
+        join(members(), **settings)
 
 
 @pytest.mark.parametrize("join", [he.fuse, he.Ensemble.stack], ids=["fuse", "stack"])
@@ -149,16 +175,6 @@ def test_models_of_other_libraries_are_converted(join: Join) -> None:
     wrapped = nn.DataParallel(he.convert(other))  # type: ignore[arg-type]
     for members in ([model, he.convert(other)], [model, wrapped]):
         assert torch.equal(join(members)(images), expected(images))
-
-
-def test_pruning_refuses_heads_that_are_not_there() -> None:
-    base = small()
-    once = he.prune(base, [(0, 1)])
-    for heads, token in [([(0, 1)], "not in this model"), ([(7, 0)], "3 layers"), ([(0, 0), (0, 0)], "twice")]:
-        with pytest.raises(HeadError, match=token):
-            he.prune(once, heads)  # type: ignore[arg-type]
-    with pytest.raises(HeadError, match="one member"):
-        he.prune(he.fuse([base, once]), [(0, 2)])
 
 
 LOOKS = [he.ImagePreprocessing((8, 8), mean=(mean,) * 3, std=(0.5,) * 3) for mean in (0.5, 0.4)]
@@ -209,17 +225,6 @@ def test_a_soup_is_the_mean_of_all_weights() -> None:
         torch.testing.assert_close(tensor, sum(one.state_dict()[name] for one in models) / 3)
 
 
-def test_what_cannot_be_averaged_is_refused() -> None:
-    one = small()
-    for models in ([one, he.prune(one, [(0, 1)])], [one, small(norm_eps=1e-3)], [], [he.fuse([one] * 2)]):
-        with pytest.raises(ConfigError):
-            he.soup(models)
-
-
-def test_a_limit_keeps_equal_layers_apart() -> None:
-    assert he.fuse([small()] * 2, trunk=1).config.trunk == 1
-
-
 @pytest.mark.parametrize("mlp", ["separate", "mean"])
 def test_a_mean_trunk_is_a_soup_below_and_the_members_above(mlp: Any) -> None:
     """Every answer is that of the member with the stem and the first layers of the soup."""
@@ -237,23 +242,6 @@ def test_a_mean_trunk_is_a_soup_below_and_the_members_above(mlp: Any) -> None:
                     state[name] = mixed[name]
             alone = he.Ensemble.from_state(models[index].config, state)
             torch.testing.assert_close(got[index], alone(inputs)[0], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("heads", "average", "token"),
-    [
-        ([], 4, "3 layers"),
-        ([(1, 0)], 2, "layer 1"),
-        ([], -1, "average"),
-        ([], 1.0, "average"),
-        ([], 0.1, "of 3 layers is none"),
-        ([], 0.9, "of 3 layers is all"),
-    ],
-)
-def test_a_mean_trunk_needs_layers_with_the_same_heads(heads: Any, average: float, token: str) -> None:
-    members = [he.prune(small(0), heads), small(1)]
-    with pytest.raises(ConfigError, match=token):
-        he.fuse(members, average=average)
 
 
 @pytest.mark.parametrize(
@@ -282,8 +270,7 @@ def test_the_mean_of_models_that_have_no_common_start_is_warned_of(join: Any, ap
     """Where layers are averaged, and only there; one warning, however many layers and members are strangers."""
     kin = [perturbed(small(), seed) for seed in range(3)]
     for models, expected in ((kin, 0), ([*kin[:2], small(7)], int(apart))):
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as said:
             join(models)
         assert len([one for one in said if "cosine" in str(one.message)]) == expected
 

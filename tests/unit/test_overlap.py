@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -43,82 +42,69 @@ SOME = [*copied(ID[:1]), *OOD]
 ONE = [(OOD[0][0][:1], OOD[0][1][:1])]
 
 
-def build(ood: Any, **sets: Any) -> None:
-    he.build(
-        MODEL,
-        he.HydraConfig(prune=1, shared_layers=0, members=1, calibrate=False),
-        **{"id": ID, **sets},
-        ood=ood,
-        progress=False,
-    )
+CONFIG = he.HydraConfig(prune=1, shared_layers=0, members=1, calibrate=False)
+CALLS: dict[str, Any] = {
+    "build": lambda ood, **sets: he.build(MODEL, CONFIG, **{"id": ID, **sets}, ood=ood, progress=False),
+    "extract_circuit": lambda ood: he.extract_circuit(MODEL, ID, ood, budget=1, layers=[0], progress=False),
+    "evaluate": lambda ood: he.evaluate(MODEL, ID, {"far": {"other": ood}}, progress=False),
+}
 
 
-def extract(ood: Any) -> None:
-    he.extract_circuit(MODEL, ID, ood, budget=1, layers=[0], progress=False)
-
-
-def evaluate(ood: Any) -> None:
-    he.evaluate(MODEL, ID, {"far": {"other": ood}}, progress=False)
-
-
-@pytest.mark.parametrize("function", [build, extract, evaluate])
-def test_ood_data_that_are_id_data(function: Any) -> None:
+@pytest.mark.parametrize("name", CALLS)
+def test_ood_data_that_are_id_data(name: str) -> None:
     for ood in SAME.values():
         with pytest.raises(DataError, match="same samples"):
-            function(ood)
-    with pytest.warns(HydraWarning, match="of 16 samples"):
-        function(SOME)
-    with pytest.warns(HydraWarning, match="one sample"):
-        function(ONE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        function(OOD)
+            CALLS[name](ood)
+    for ood, token in ((SOME, "of 16 samples"), (ONE, "one sample")):
+        with pytest.warns(HydraWarning, match=token):
+            CALLS[name](ood)
+    with warnings.catch_warnings(action="error"):
+        CALLS[name](OOD)
 
 
-def test_two_ood_sets_that_are_one() -> None:
+def test_ood_data_that_are_trained_on_or_given_twice_and_id_data_that_validate() -> None:
+    trains = he.HydraConfig(prune=1, shared_layers=0, members=1, recipe=cases.recipe(steps=1))
+    with pytest.raises(DataError, match="train"):
+        he.build(MODEL, trains, train=OOD, id=ID, ood=copied(OOD), progress=False)
     with pytest.raises(DataError, match=r"'b'.*'a'"):
         he.evaluate(MODEL, ID, {"a": OOD, "b": copied(OOD)}, progress=False)
-
-
-def test_ood_data_that_are_trained_on_and_id_data_that_validate() -> None:
-    config = he.HydraConfig(prune=1, shared_layers=0, members=1, recipe=cases.recipe(steps=1))
-    with pytest.raises(DataError, match="train"):
-        he.build(MODEL, config, train=OOD, id=ID, ood=copied(OOD), progress=False)
     with pytest.warns(HydraWarning, match="validation"):
-        build(OOD, validation=copied(ID))
+        CALLS["build"](OOD, validation=copied(ID))
 
 
-@pytest.mark.parametrize("validation", [cases.batches(16, seed=1), copied(ID)])
-def test_validation_data_that_are_trained_on(validation: Any) -> None:
-    shuffled = DataLoader(TensorDataset(*(torch.cat(part) for part in zip(*ID, strict=True))), 4, shuffle=True)
-    for train in (ID, shuffled):
-        with pytest.warns(HydraWarning, match="16 of 16 samples of validation"):
-            he.finetune(MODEL, train, cases.recipe(steps=1), validation, progress=False)
-
-
-class Pictures(Dataset[Any]):
+class Items(Dataset[Any]):
     """A data set that reads its items when they are asked for; `imgs` may be anything."""
 
-    def __init__(self, imgs: Any = ()) -> None:
-        self.items = list(zip(*cases.samples(16, seed=1), strict=True))
+    def __init__(self, items: Any = (), imgs: Any = ()) -> None:
+        self.items = list(items or zip(*cases.samples(16, seed=1), strict=True))
         self.imgs = imgs
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, row: int) -> Any:
+        if self.items[row] is None:
+            raise OSError("a broken picture")
         return self.items[row]
 
 
-class Folder(Pictures, ImageFolder):
+class Folder(Items, ImageFolder):
     """A folder of torchvision; `imgs` names its files."""
 
     def __init__(self) -> None:
-        Pictures.__init__(self, [(f"{row}.png", 0) for row in range(16)])
+        Items.__init__(self, imgs=[(f"{row}.png", 0) for row in range(16)])
+
+
+def in_memory() -> tuple[Any, Any]:
+    return ID, copied(ID)
+
+
+def shuffled_tensors() -> tuple[Any, Any]:
+    return DataLoader(TensorDataset(*(torch.cat(part) for part in zip(*ID, strict=True))), 4, shuffle=True), copied(ID)
 
 
 def same_rows() -> tuple[Any, Any]:
-    data = Pictures()
+    data = Items()
     return DataLoader(data, 4, shuffle=True), DataLoader(data, 4)
 
 
@@ -134,45 +120,46 @@ def one_source() -> tuple[Any, Any]:
     return batches(pictures, prepare, 4, shuffle=True), batches(pictures, prepare, 4)
 
 
-@pytest.mark.parametrize(("make", "shared"), [(same_rows, "16 of 16"), (two_draws, "4 of 8"), (one_source, "16 of 16")])
-def test_held_out_data_that_are_trained_on_and_read_from_disk(make: Any, shared: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "shared"),
+    [
+        (in_memory, "16 of 16"),
+        (shuffled_tensors, "16 of 16"),
+        (same_rows, "16 of 16"),
+        (two_draws, "4 of 8"),
+        (one_source, "16 of 16"),
+    ],
+)
+def test_held_out_data_that_are_trained_on(make: Any, shared: str) -> None:
     train, held_out = make()
     for name in ("id", "validation"):
         sets = {"id": None, "validation": None, name: held_out}
-        with pytest.warns(HydraWarning, match=f"{shared} samples of {name} .* samples of train, too"):
+        with pytest.warns(HydraWarning, match=f"{shared} samples of {name} .*are samples of train, too"):
             read_data(0, cases.image_model(), train, **sets, ood=None)
     with pytest.warns(HydraWarning, match=f"{shared} samples of validation"):
         he.finetune(MODEL, train, cases.recipe(steps=1), held_out, progress=False)
 
 
-def test_parts_that_samplers_choose_are_not_taken_for_the_whole() -> None:
-    data = Pictures()
-    train, held_out = (DataLoader(data, 4, sampler=SubsetRandomSampler(rows)) for rows in (range(8), range(8, 16)))
-    chosen = DataLoader(data, batch_sampler=[[0, 1], [2, 3]])
+def test_parts_that_samplers_choose_and_what_others_call_imgs_are_not_taken_for_the_same() -> None:
+    data = Items()
+    first, other = (DataLoader(data, 4, sampler=SubsetRandomSampler(rows)) for rows in (range(8), range(8, 16)))
+    sets = [(first, other), (first, DataLoader(data, batch_sampler=[[0, 1], [2, 3]]))]
+    for imgs in ([f"{row}.png" for row in range(16)], list(np.zeros((16, 2)))):
+        sets.append((DataLoader(Items(imgs=imgs), 4), DataLoader(Items(imgs=imgs), 4)))
     with warnings.catch_warnings(action="error"):
-        for other in (held_out, chosen):
-            read_data(0, cases.image_model(), train, other, None, None)
-
-
-@pytest.mark.parametrize("imgs", [[f"{row}.png" for row in range(16)], list(np.zeros((16, 2)))])
-def test_what_others_call_imgs_is_not_taken_for_files(imgs: Any) -> None:
-    train, held_out = (DataLoader(Pictures(imgs), 4) for _ in range(2))
-    with warnings.catch_warnings(action="error"):
-        read_data(0, cases.image_model(), train, held_out, None, None)
+        for train, held_out in sets:
+            read_data(0, cases.image_model(), train, held_out, None, None)
 
 
 def test_members_that_are_equal() -> None:
     pruned = [he.prune(MODEL, [(0, 1)]), he.prune(MODEL, [(0, 2)]), he.prune(MODEL, [(0, 1)])]
-    with pytest.warns(HydraWarning, match="members 0 and 2") as caught:
-        he.fuse(pruned)
-    assert caught[0].filename == __file__  # of whoever called, not of a file in the library
-    with pytest.warns(HydraWarning, match=r"members 0 and 2 given to Ensemble\.stack") as caught:
-        assert he.Ensemble.stack(pruned).num_members == 3
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        he.fuse(pruned[:2])
-        he.Ensemble.stack(pruned[:2])
+    for join, token in ((he.fuse, "members 0 and 2"), (he.Ensemble.stack, r"members 0 and 2 given to Ensemble\.stack")):
+        with pytest.warns(HydraWarning, match=token) as caught:
+            assert join(pruned).num_members == 3
+        assert caught[0].filename == __file__  # of whoever called, not of a file in the library
+        with warnings.catch_warnings(action="error"):
+            join(pruned[:2])
+    with warnings.catch_warnings(action="error"):
         he.Ensemble.stack([MODEL, cases.image_model(1)])
 
 
@@ -211,8 +198,7 @@ def labelled(config: EnsembleConfig, count: int, seed: int, width: int = 5) -> l
 
 def measured(one: he.Ensemble, data: list[Any], **sets: Any) -> he.Evaluation:
     """An evaluation without a word."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         return he.evaluate(one, data, progress=False, **sets)
 
 
@@ -237,6 +223,12 @@ def test_what_set_the_thresholds_is_known_again(calibrated: he.Ensemble, tmp_pat
     assert 0.3 < half.reused < 0.7
     assert measured(calibrated, FRESH).reused == 0.0
     assert measured(PLAIN, FIT).reused is None
+    few = {"layers": [0], "inputs": 0, "progress": False}
+    with pytest.warns(HydraWarning, match=BOTH):
+        he.atlas(calibrated, FIT, **few)
+    with warnings.catch_warnings(action="error"):
+        he.atlas(calibrated, FRESH, **few)
+        he.atlas(PLAIN, FIT, **few)
     with pytest.warns(HydraWarning, match="set 'fog'"):
         he.evaluate(calibrated, FRESH, shift={"fog": FIT}, progress=False)
     with pytest.warns(HydraWarning, match="160 of 160 samples of set 'fog' are samples of .*nothing is shifted"):
@@ -247,21 +239,10 @@ def test_what_set_the_thresholds_is_known_again(calibrated: he.Ensemble, tmp_pat
     found.save(tmp_path / "found.json")
     again = he.Evaluation.load(tmp_path / "found.json")
     assert again == found
-    assert any(
-        "about 100 %" in note for note in he.compare({"calibrated": again, "other": half}, allow_mismatch=True).notes
-    )
+    notes = he.compare({"calibrated": again, "other": half}, allow_mismatch=True).notes
+    assert any("about 100 %" in note for note in notes)
     assert not any("fitted calibration" in note for note in he.compare([measured(calibrated, FRESH)]).notes)
     assert "reused" not in measured(PLAIN, FIT).to_dict()  # the file is one of before
-
-
-def test_an_atlas_knows_them_again(calibrated: he.Ensemble) -> None:
-    few = {"layers": [0], "inputs": 0, "progress": False}
-    with pytest.warns(HydraWarning, match=BOTH):
-        he.atlas(calibrated, FIT, **few)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        he.atlas(calibrated, FRESH, **few)
-        he.atlas(PLAIN, FIT, **few)
 
 
 def test_logits_that_were_fitted_on_are_known_again() -> None:
@@ -272,8 +253,7 @@ def test_logits_that_were_fitted_on_are_known_again() -> None:
         assert evaluate_logits(logits.flip(1), labels.flip(0), calibration=known).reused == 1.0
     with pytest.warns(HydraWarning, match="set 'fog'"):
         evaluate_logits(other, labels, shift={"fog": (logits, labels)}, calibration=known)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         fresh = evaluate_logits(other, labels, calibration=known)
         evaluate_logits(logits, labels)
     assert fresh.reused is None  # of other logits of the same samples nobody knows
@@ -347,15 +327,10 @@ def test_the_share_of_the_new_set_is_estimated(fitted: int, new: int, known: flo
     assert overlap.reused_of(np.arange(3), overlap.FittedSet()).share == 0.0
 
 
-def fitted_set(keys: Any, marks: int) -> overlap.FittedSet:
-    """What files keep that were written with so many marks."""
-    return overlap.FittedSet(overlap.marks_of(keys)[:marks], len(keys))
-
-
 def test_a_small_part_of_a_large_set_is_known_again() -> None:
     told = []
     for start in range(0, 20 * 100_000, 100_000):
-        kept = fitted_set(np.arange(start, start + 50_000, dtype=np.int64), overlap.MARKS)
+        kept = overlap.FittedSet(overlap.marks_of(np.arange(start, start + 50_000)), 50_000)
         told.append(overlap.reused_of(np.arange(start, start + 1_000), kept).mostly)
         assert not overlap.reused_of(np.arange(start + 49_950, start + 50_950), kept).mostly  # 5 % of it
     assert np.mean(told) >= 0.95
@@ -363,8 +338,7 @@ def test_a_small_part_of_a_large_set_is_known_again() -> None:
 
 @pytest.mark.parametrize("marks", [64, overlap.MARKS])
 def test_one_sample_that_is_known_again_refuses_nothing(marks: int) -> None:
-    keys = np.arange(50_000, dtype=np.int64)
-    kept = fitted_set(keys, marks)
+    kept = overlap.FittedSet(overlap.marks_of(np.arange(50_000))[:marks], 50_000)
     fresh = np.arange(50_000, 51_000)
     hits = np.array([int(name, 16) for name in kept.marks])
     one, three = (overlap.reused_of(np.concatenate([hits[:count], fresh[count:]]), kept) for count in (1, 3))
@@ -384,17 +358,14 @@ def test_all_of_a_small_set_was_fitted_on() -> None:
     with pytest.warns(HydraWarning, match=r"% of the validation samples fitted the familiarity"):
         some = he.calibrate(fitted, [*FIT[:2], *FRESH], temperature=False)
     assert "of which fitted it" in some.metadata.history[-1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         fresh = he.calibrate(fitted, FRESH, temperature=False)
     assert "that did not fit it" in fresh.metadata.history[-1]
     with pytest.warns(HydraWarning, match="fitted the familiarity"):
         found = he.evaluate(fresh, part, progress=False)
     assert found.reused == 1.0
-    (note,) = [one for one in he.compare([found]).notes if "fitted calibration" in one]
-    assert f"about {100 * found.reused:.0f} % of the set" in note
-    few = replace(found, reused=0.004)
-    assert any("less than 1 % of the set" in one for one in he.compare([few]).notes)
+    for one, token in ((found, "about 100 % of the set"), (replace(found, reused=0.004), "less than 1 % of the set")):
+        assert any(token in note for note in he.compare([one]).notes)
 
 
 def test_calibrated_on_the_same_samples_again_halves_them_again(calibrated: he.Ensemble) -> None:
@@ -410,57 +381,28 @@ def test_calibrated_on_the_same_samples_again_halves_them_again(calibrated: he.E
         he.calibrate(calibrated, FIT, share=0.999)
 
 
-class Rows(Dataset[Any]):
-    """A data set of one's own, of which nothing is known but its items."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.images, self.labels = (torch.cat(part) for part in zip(*batches, strict=True))
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.images[row], self.labels[row]
+ROWS = list(zip(*(torch.cat(part) for part in zip(*ID, strict=True)), strict=True))
 
 
-@pytest.mark.parametrize("source", [ID, DataLoader(Rows(ID), 4, shuffle=True)], ids=["in memory", "a loader"])
+@pytest.mark.parametrize("source", [ID, DataLoader(Items(ROWS), 4, shuffle=True)], ids=["in memory", "a loader"])
 def test_samples_that_trained_a_model_are_told_when_they_calibrate_it(source: Any, tmp_path: Path) -> None:
     """Also in another call, and of what was made of the model since."""
     trained = he.finetune(MODEL, source, he.Recipe(learning_rate=1e-4, steps=1), progress=False)
     assert trained.metadata.trained_set.samples == 16
     trained.save_pretrained(tmp_path)
     once_more = he.finetune(he.prune(trained, [(0, 0)]), OOD, he.Recipe(learning_rate=1e-4, steps=1), progress=False)
-    settings: dict[str, Any] = {"share": 0.5, "familiarity": None}
+    settings: dict[str, Any] = {"share": 0.5, "familiarity": None, "temperature": False}
     for model in (trained, he.load(tmp_path), once_more, he.Ensemble.stack([trained, MODEL])):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with pytest.warns(HydraWarning, match="^about 100 % .* trained this ensemble"):
             he.calibrate(model, copied(ID), **settings)
-        assert any(re.match("about 100 % .* trained this ensemble", str(warning.message)) for warning in caught)
     assert once_more.metadata.trained_set.samples == 28
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        he.calibrate(trained, OOD, **settings)
-    assert not any("trained this" in str(warning.message) for warning in caught)  # no word of others
-
-
-class Whole(Dataset[Any]):
-    """A data set whose items are batches; or samples, the last of which cannot be read."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, row: int) -> Any:
-        if self.items[row] is None:
-            raise OSError("a broken picture")
-        return self.items[row]
+    with warnings.catch_warnings(action="error"):
+        he.calibrate(trained, OOD, **settings)  # no word of others
 
 
 @pytest.mark.parametrize(
     "source",
-    [DataLoader(Whole(ID), batch_size=None), DataLoader(Whole([*Rows(ID), None]), 4)],
+    [DataLoader(Items(ID), batch_size=None), DataLoader(Items([*ROWS, None]), 4)],
     ids=["batches as items", "an item that cannot be read"],
 )
 def test_a_training_is_not_lost_for_the_marks_of_its_data(source: Any) -> None:
@@ -472,12 +414,12 @@ def test_training_data_are_marked_by_the_workers_that_read_them() -> None:
     """Files that a data set opens when it is first read must not be open in this process when others are forked."""
     opened: list[int] = []
 
-    class Opening(Rows):
+    class Opening(Items):
         def __getitem__(self, row: int) -> Any:
             opened.append(row)
             return super().__getitem__(row)
 
-    loader = DataLoader(Opening(ID), 4, num_workers=1, generator=torch.Generator().manual_seed(3))
+    loader = DataLoader(Opening(ROWS), 4, num_workers=1, generator=torch.Generator().manual_seed(3))
     before = loader.generator.get_state()
     assert overlap.trained_set(loader) == overlap.trained_set(ID)
     assert not opened

@@ -170,8 +170,7 @@ def test_every_mistake_is_answered_or_refused_in_our_words(name: str, every: int
     raw = []
     for title, call in mistakes(name, every):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 call()
         except HydraError:
             pass

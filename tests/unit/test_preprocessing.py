@@ -66,8 +66,7 @@ def test_the_range_that_32_bit_numbers_are_read_in_is_said(pixels: Any, expected
 
 @pytest.mark.parametrize(("brightest", "said"), [(4095, True), (4096, False), (0, False)])
 def test_scans_of_12_bits_in_16_are_told_of(brightest: int, said: bool) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         found = to_grey(of_numbers([[0, brightest]], np.uint16))
     assert np.asarray(found).tolist() == [[0, brightest >> 8]]
     assert ["12 bits" in str(one.message) for one in caught] == [True] * said
@@ -90,8 +89,7 @@ def test_other_modes_become_grey_as_pillow_does_it(mode: str) -> None:
 
 @pytest.mark.parametrize(("words", "said"), [(3, False), (40, True)])
 def test_texts_that_are_cut_are_warned_of(words: int, said: bool) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         tokens = replace(word_tokenizer(mask=True), max_length=8)(["a cat", " ".join(["cat"] * words)])
     assert tokens["input_ids"].shape[1] <= 8
     assert ["text 1" in str(one.message) for one in caught] == [True] * said
@@ -103,8 +101,7 @@ def test_texts_without_a_word_are_warned_of() -> None:
     words.pre_tokenizer = Whitespace()
     words.post_processor = TemplateProcessing("[CLS] $A", special_tokens=[("[CLS]", 2)])
     prepare = TextPreprocessing(max_length=2, tokenizer=words.to_str())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         assert prepare(["cat", " ", "", "cat cat"])["input_ids"].tolist() == [[2, 3], [2, 0], [2, 0], [2, 3]]
     assert [str(one.message)[:20] for one in caught] == ["text 1 has no word i", "text 3 is longer tha"]
 
@@ -116,8 +113,7 @@ def test_images_stored_on_their_side_are_warned_of(orientation: Any, said: bool)
         exif[0x0112] = orientation
     image = Image.fromarray(np.zeros((2, 2, 3), dtype=np.uint8))
     image.save(stored, "PNG", exif=orientation if isinstance(orientation, bytes) else exif)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         plain(3)([image, Image.open(stored)])
     assert ["image 1" in str(one.message) for one in caught] == [True] * said
 
