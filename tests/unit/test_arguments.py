@@ -4,42 +4,15 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles import arguments
-from hydra_ensembles.arguments import Checked, Range, checked, require_number
+from hydra_ensembles.arguments import Checked, Range, checked
 from hydra_ensembles.errors import ConfigError, DataError
-
-TINY, NEXT = math.ulp(0.0), math.nextafter(1.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "inside", "outside"),
-    [
-        ("Whole", [1, 2**63 - 1, np.int64(3)], [0, -1, 2**63]),
-        ("Count", [0, 2**63 - 1], [-1, 2**63]),
-        ("Positive", [TINY, 1e300, Fraction(1, 3)], [0.0, -1.0, math.inf]),
-        ("NotNegative", [0.0, 1e300], [-TINY, math.inf, -math.inf]),
-        ("Rate", [0.0, math.nextafter(1.0, 0.0)], [-TINY, 1.0]),
-        ("Share", [0.0, 1.0], [-TINY, NEXT]),
-        ("PositiveShare", [TINY, 1.0], [0.0, NEXT]),
-        ("InnerShare", [TINY, 0.5], [0.0, 1.0]),
-    ],
-)
-def test_both_ends_of_a_range(name: str, inside: list[Any], outside: list[Any]) -> None:
-    _, accepted = get_args(getattr(arguments, name))
-    assert all(one in accepted for one in inside)
-    assert not any(one in accepted for one in outside)
-    for value in (*outside, math.nan, True, "1", None):
-        with pytest.raises(ConfigError, match="x must be a"):
-            require_number("x", value, accepted)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +20,6 @@ def test_both_ends_of_a_range(name: str, inside: list[Any], outside: list[Any]) 
     [
         (Range(1, 2**63 - 1), 0, "at least 1", "a number of at least 1"),
         (Range(1, 2**63 - 1), 2**63, "at least 1", "a number from 1 to 2**63 - 1"),  # only to whoever is beyond it
-        (Range(0, 2**62), 2**62 + 1, "at least 0", "a number from 0 to 2**62"),
-        (Range(0, 16), 17, "from 0 to 16", "a number from 0 to 16"),
         (Range(0.0, 1.0), 2, "from 0 to 1", "a number from 0 to 1"),
         (Range(above=0), 0, "positive", "a positive number"),
         (Range(above=0), math.inf, "positive", "a positive finite number"),
@@ -56,7 +27,6 @@ def test_both_ends_of_a_range(name: str, inside: list[Any], outside: list[Any]) 
         (Range(above=0, most=1), "3", "above 0 and at most 1", "a number above 0 and at most 1"),
         (Range(0, below=1), 1, "at least 0 and below 1", "a number of at least 0 and below 1"),
         (Range(1, below=1e12), 1e12, "at least 1", "a number of at least 1 and below 1e+12"),
-        (Range(0.001, below=60_001), 0, "at least 0.001 and below 60001", "of at least 0.001 and below 60001"),
     ],
 )
 def test_a_range_is_said_as_people_say_it(accepted: Range, got: Any, shown: str, words: str) -> None:

@@ -4,6 +4,7 @@ import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -12,22 +13,16 @@ from hydra_ensembles import files
 from hydra_ensembles.errors import CheckpointError, HydraWarning, StorageError
 from processes import in_a_child
 
+DISK = {errno.ENOSPC: "free some space", errno.EROFS: "allow writing", errno.ENOENT: "look", errno.EIO: "another place"}
 
-@pytest.mark.parametrize(
-    ("number", "token"),
-    [
-        (errno.ENOSPC, "free some space"),
-        (errno.EROFS, "allow writing"),
-        (errno.ENOENT, "look"),
-        (errno.EIO, "another place"),
-    ],
-)
+
+@pytest.mark.parametrize("number", DISK)
 def test_what_the_disk_refuses_is_an_error_of_ours(
-    number: int, token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_bytes(b"old")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(number, os.strerror(number))))
-    with pytest.raises(StorageError, match=token):
+    with pytest.raises(StorageError, match=DISK[number]):
         files.write_atomically(tmp_path / "file", b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
 
@@ -59,19 +54,19 @@ def test_a_disk_that_flushes_files_alone_is_good_enough(tmp_path: Path, monkeypa
         files.flush(tmp_path / "file")
 
 
-def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_replaced_by_one_and_a_file_is_no_folder(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # as a device: whoever may write there must not take it away
     with pytest.raises(StorageError, match="not a plain file"):
         files.write_atomically(tmp_path / "pipe", b"content")
     assert (tmp_path / "pipe").is_fifo()
-
-
-def test_a_file_in_the_way_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="file"):
-        files.write_atomically(tmp_path / "file/inside", b"")
-    with pytest.raises(StorageError, match="file"):
-        files.locked(tmp_path / "file", "build").__enter__()
+    for use in (lambda file: files.write_atomically(file / "inside", b""), enter):
+        with pytest.raises(StorageError, match="file"):
+            use(tmp_path / "file")
+
+
+def enter(folder: Path, **settings: Any) -> None:
+    files.locked(folder, "build", **settings).__enter__()
 
 
 def test_the_second_worker_is_told_and_the_lock_leaves_nothing(tmp_path: Path) -> None:
@@ -79,7 +74,7 @@ def test_the_second_worker_is_told_and_the_lock_leaves_nothing(tmp_path: Path) -
     with files.locked(folder, "build"), files.locked(tmp_path, "build"), files.locked(folder, "run", file="a"):
         for file in (None, "a"):
             with pytest.raises(StorageError, match=f"another build works in .*process {os.getpid()}"):
-                files.locked(folder, "build", file=file).__enter__()
+                enter(folder, file=file)
         assert {path.name for path in folder.iterdir()} == {".lock", ".a.lock"}
     with pytest.raises(KeyboardInterrupt), files.locked(folder, "build", wait=True):
         raise KeyboardInterrupt
@@ -91,7 +86,7 @@ def test_a_lock_is_not_written_where_a_link_leads(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/.lock").symlink_to(tmp_path / "precious")
     with pytest.raises(StorageError, match="cannot be written"):
-        files.locked(tmp_path / "a", "build").__enter__()
+        enter(tmp_path / "a")
     assert (tmp_path / "precious").read_text() == "text"
 
 
@@ -196,10 +191,10 @@ def test_a_seal_shows_every_change_of_content_and_none_of_layout() -> None:
         files.digest_of([float("inf")])
 
 
-@pytest.mark.parametrize("content", ["[1]", '{"a": 1, "digest": "0"}', '{"a": 1}'])
-def test_a_sealed_file_is_an_object_with_its_digest(tmp_path: Path, content: str) -> None:
+def test_a_sealed_file_is_an_object_with_its_digest(tmp_path: Path) -> None:
     files.write_sealed(tmp_path / "file", {"a": 1})
     assert files.read_sealed(tmp_path / "file", required=True) == {"a": 1}
-    (tmp_path / "file").write_text(content)
-    with pytest.raises(CheckpointError, match="file"):
-        files.read_sealed(tmp_path / "file", required=True)
+    for content in ("[1]", '{"a": 1, "digest": "0"}', '{"a": 1}'):
+        (tmp_path / "file").write_text(content)
+        with pytest.raises(CheckpointError, match="file"):
+            files.read_sealed(tmp_path / "file", required=True)

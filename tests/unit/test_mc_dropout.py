@@ -1,7 +1,5 @@
 """MC Dropout: passes are members, the answer depends on the seed alone, the ensemble is untouched."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
@@ -33,22 +31,15 @@ def test_passes_are_members_and_without_dropout_the_plain_model_exactly(members)
     assert torch.equal(plain, ensemble(IMAGES).repeat_interleave(4, dim=0))  # the passes of a member lie together
 
 
-def test_padding_before_a_text_leaves_a_causal_model_its_numbers():
-    """Such padding sees no token at all: neither attention weights nor what is read may become NaN."""
-    ensemble = tiny(kind="text", readout={"pool": "last"}, causal=True, attention_dropout=0.1)
-    ids = torch.tensor([[0, 0, 3, 4, 5], [3, 4, 5, 6, 7]])
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    few, many = (mc_dropout(ensemble, 0.02, passes)(ids, attention_mask=mask).mean(0) for passes in (2, 600))
-    expected = ensemble(ids, attention_mask=mask)[0]
-    assert (many - expected).abs().max() < (few - expected).abs().max()
-
-
 def test_many_passes_average_to_the_deterministic_model():
-    ensemble = tiny()
-    expected = ensemble(IMAGES)[0]
-    few, many = (mc_dropout(ensemble, p=0.02, passes=passes)(IMAGES).mean(0) for passes in (4, 600))
-    assert (many - expected).abs().max() < (few - expected).abs().max()
-    torch.testing.assert_close(many, expected, atol=0.05, rtol=0.05)
+    """Padding before a text sees no token in a causal one: neither weights nor what is read may become NaN."""
+    text = tiny(kind="text", readout={"pool": "last"}, causal=True, attention_dropout=0.1)
+    ids = torch.tensor([[0, 0, 3, 4, 5], [3, 4, 5, 6, 7]])
+    for ensemble, given in ((tiny(), (IMAGES,)), (text, (ids, (ids > 0).long()))):
+        expected = ensemble(*given)[0]
+        few, many = (mc_dropout(ensemble, 0.02, passes)(*given).mean(0) for passes in (2, 600))
+        assert (many - expected).abs().max() < (few - expected).abs().max()
+    torch.testing.assert_close(mc_dropout(tiny(), 0.02, 600)(IMAGES).mean(0), tiny()(IMAGES)[0], atol=0.05, rtol=0.05)
 
 
 def test_the_answer_depends_on_the_seed_only_and_gradients_flow():
@@ -108,12 +99,7 @@ def test_predict_gives_uncertainty_and_no_foreign_calibration():
     assert prediction.class_names == ("a", "b", "c", "d")
     with pytest.raises(DataError, match="preprocessing"):
         view.predict("text")
-
-
-def test_data_of_the_same_classes_in_another_order_are_refused():
-    view = mc_dropout(tiny(), 0.3, 2)
-    for names, refused in ((("a", "b", "c", "d"), False), (("b", "a", "c", "d"), True)):
-        data = TensorDataset(IMAGES, torch.arange(3))
-        data.classes = names
-        with pytest.raises(DataError, match="'b'") if refused else nullcontext():
-            evaluate(view, DataLoader(data, 3), progress=False)
+    data = TensorDataset(IMAGES, torch.arange(3))
+    data.classes = ("b", "a", "c", "d")  # the same classes in another order
+    with pytest.raises(DataError, match="'b'"):
+        evaluate(view, DataLoader(data, 3), progress=False)

@@ -18,7 +18,7 @@ from hydra_ensembles.errors import DataError, HydraError, HydraWarning
 from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.metadata import Calibration
-from hydra_ensembles.prediction import Prediction, ScoreName, Unfamiliarity, scale_logits
+from hydra_ensembles.prediction import Prediction, ScoreName, Unfamiliarity
 
 T = torch.tensor
 SCORES = ScoreName.__args__
@@ -82,6 +82,9 @@ def test_by_hand():
     assert p.score("entropy") is p.entropy
     opposite = Prediction.from_logits(T([[[9e4, 0.0]], [[0.0, 9e4]]]))
     assert (opposite.aleatoric.item(), opposite.epistemic.item()) == pytest.approx((0, math.log(2)))
+    kept = p.label.clone()
+    logits.neg_()  # the caller's buffer
+    assert torch.equal(p[:].label, kept)
     assert repr(p) == "Prediction(1 samples, 2 members, 2 classes, score='msp', threshold=None)"
 
 
@@ -127,20 +130,16 @@ def test_a_temperature_of_probabilities_leaves_all_else_as_it_is(temperature):
     assert extreme.probs.isfinite().all()
 
 
-def test_p_values_are_of_held_out_scores():
-    p = random_prediction()
-    reference = Reference.of(p.score() - 0.1)
-    assert torch.equal(replace(p, reference=reference)[:2].p_value(), reference.p_values(p.score()[:2]))
-
-
 @pytest.mark.parametrize("name", SCORES)
-def test_accept_is_a_score_at_or_below_the_threshold(name):
+def test_accept_is_a_score_at_or_below_the_threshold_and_p_values_are_of_held_out_scores(name):
     free = random_prediction(samples=50, score=name)
     assert free.accept is None
     p = replace(free, threshold=free.score().median().item())
     assert torch.equal(p.accept, p.score(name) <= p.threshold)
     assert p.accept.sum() == 25  # the median itself is accepted
     assert p[p.accept].accept.all()
+    reference = Reference.of(p.score() - 0.1)
+    assert torch.equal(replace(p, reference=reference)[:2].p_value(), reference.p_values(p.score()[:2]))
 
 
 def test_picking_samples():
@@ -161,20 +160,15 @@ def test_picking_samples():
     assert [part.label.item() for part in p] == p.label.tolist()
 
 
-@pytest.mark.parametrize(
-    ("index", "error"),
-    [
-        (4, IndexError),
-        (-5, IndexError),
-        (T([1.0, 0.0, 1.0, 1.0]), DataError),  # a mask made a number: as places it would be samples 1, 0, 1, 1
-        (T([1, 0, 1, 1], dtype=torch.uint8), DataError),
-        (T(0.7), DataError),
-        ([[0, 1], [2, 3]], DataError),
-    ],
-)
-def test_what_is_neither_a_place_nor_a_mask_picks_no_samples(index, error):
-    with pytest.raises(error, match="4 samples" if error is IndexError else "mask of bool"):
-        random_prediction(samples=4)[index]
+def test_what_is_neither_a_place_nor_a_mask_picks_no_samples():
+    p = random_prediction(samples=4)
+    for index in (4, -5):
+        with pytest.raises(IndexError, match="4 samples"):
+            p[index]
+    # a mask made a number: as places it would be samples 1, 0, 1, 1
+    for index in (T([1.0, 0.0, 1.0, 1.0]), T([1, 0, 1, 1], dtype=torch.uint8), T(0.7), [[0, 1], [2, 3]]):
+        with pytest.raises(DataError, match="mask of bool"):
+            p[index]
 
 
 def test_joining_batches_and_moving_devices():
@@ -194,19 +188,16 @@ def test_joining_batches_and_moving_devices():
             Prediction.concat([p, random_prediction(**{**known, **changes})])
     with pytest.raises(DataError, match="got no predictions"):
         Prediction.concat([])
-    moved = p.to(torch.device("meta"))
-    assert {getattr(moved, name).device.type for name in TENSORS} == {"meta"}  # accept as well: there is a threshold
-
-
-UNFAMILIAR = Unfamiliarity(("knn",), torch.rand(1, 3, 6), 0.5, Reference((0.1, 0.2), 2))
-
-
-def test_scores_of_features_are_joined_where_one_threshold_decides():
     known = random_prediction(unfamiliarity=UNFAMILIAR)
     assert torch.equal(Prediction.concat([known[:2], known[2:]]).accept, known.accept)
     for change in ({"threshold": 0.6}, {"reference": Reference((0.1, 0.3), 2)}, {"score_names": ("vim",)}):
         with pytest.raises(DataError, match="one model"):
             Prediction.concat([known, replace(known, unfamiliarity=replace(UNFAMILIAR, **change))])
+    moved = p.to(torch.device("meta"))
+    assert {getattr(moved, name).device.type for name in TENSORS} == {"meta"}  # accept as well: there is a threshold
+
+
+UNFAMILIAR = Unfamiliarity(("knn",), torch.rand(1, 3, 6), 0.5, Reference((0.1, 0.2), 2))
 
 
 class Reads(TorchDispatchMode):
@@ -248,32 +239,21 @@ def test_probabilities_in_place_of_logits_are_said(dtype):
     assert Calibration().prediction(T([[[0.25, 0.75]]])).members == 1  # a model may answer so by chance
 
 
-@pytest.mark.parametrize("make", [Prediction.from_logits, scale_logits])
 @pytest.mark.parametrize(
-    ("logits", "token"),
+    ("logits", "settings", "token"),
     [
-        (T([[[0.0, 1.0], [math.nan, 1.0]], [[0.0, -math.inf], [0.0, 1.0]]]), r"2 of 8 .* \(0, 1, 0\)"),
-        (torch.zeros(3, 4), "unsqueeze"),
-        (torch.zeros(0, 3, 4), r"\[0, 3, 4\]"),
-        (torch.zeros(2, 3, 1), r"\[2, 3, 1\]"),
-        (torch.zeros(2, 3, 4, dtype=torch.int64), "int64"),
+        (T([[[0.0, 1.0], [math.nan, 1.0]], [[0.0, -math.inf], [0.0, 1.0]]]), {}, r"2 of 8 .* \(0, 1, 0\)"),
+        (torch.zeros(3, 4), {}, "unsqueeze"),
+        (torch.zeros(0, 3, 4), {}, r"\[0, 3, 4\]"),
+        (torch.zeros(2, 3, 1), {}, r"\[2, 3, 1\]"),
+        (torch.zeros(2, 3, 4, dtype=torch.int64), {}, "int64"),
+        *((torch.ones(2, 3, 4), {"temperature": one}, "temperature") for one in (0.0, [1.0, math.nan], [1.0], "warm")),
+        (100 * torch.ones(2, 3, 4), {"temperature": 1e-38}, "24 of 24 .* temperature"),
     ],
 )
-def test_bad_logits(make, logits, token):
-    with pytest.raises(DataError, match=token):
-        make(logits)
-
-
-@pytest.mark.parametrize(
-    ("settings", "token"),
-    [
-        *(({"temperature": one}, "temperature") for one in (0.0, [1.0, math.nan], [1.0], "warm", True)),
-        ({"temperature": 1e-38}, "24 of 24 .* temperature"),
-    ],
-)
-def test_bad_settings(settings, token):
+def test_bad_logits_and_temperatures(logits, settings, token):
     with pytest.raises(HydraError, match=token):
-        Prediction.from_logits(100 * torch.ones(2, 3, 4), **settings)
+        Prediction.from_logits(logits, **settings)
 
 
 def test_what_is_not_known_says_how_to_make_it_known():
@@ -282,13 +262,6 @@ def test_what_is_not_known_says_how_to_make_it_known():
     for ask, token in (*asked, (lambda: p.score("odin"), "odin")):
         with pytest.raises(HydraError, match=token):
             ask()
-
-
-def test_a_prediction_does_not_follow_the_callers_buffer():
-    logits = T([[[5.0, 0.0]]])
-    prediction = Prediction.from_logits(logits)
-    logits.neg_()
-    assert prediction.label.tolist() == [0]
 
 
 def test_plain_lists_say_what_the_tensors_say():

@@ -20,10 +20,8 @@ HOST = {"proc/meminfo": f"MemTotal: {64 * GB // 1024} kB\nMemAvailable: {40 * GB
 
 def limited(folder: str, limit: float | str, used: float, cached: float = 0) -> dict[str, str]:
     """The files of a control group, of version 1 under its mount, else of version 2; in gigabytes."""
-    if folder.startswith(V1):
-        names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-    else:
-        names = "memory.max", "memory.current", "inactive_file"
+    of_first = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    names = of_first if folder.startswith(V1) else ("memory.max", "memory.current", "inactive_file")
     most = limit if isinstance(limit, str) else int(limit * GB)
     files = {names[0]: f"{most}\n", names[1]: f"{used * GB}\n", "memory.stat": f"anon 5\n{names[2]} {cached * GB}\n"}
     return {f"{folder}/{name}": text for name, text in files.items()}
