@@ -43,8 +43,9 @@ class Range:
         return self._limits()
 
     def require(self, name: str, value: Any) -> None:
-        """Refuse a number beyond it, as `require_types` asks."""
-        require_number(name, value, self)
+        """Refuse what is no number, or one beyond it."""
+        if not _fits(Annotated[float, self], value):
+            raise ConfigError(f"{name} must be {self.of(_WORDS[float], value)}, got {short(value)}")
 
     def of(self, noun: str, value: Any = None) -> str:
         """A number of this range in words, for whoever gave another: `noun` says of which kind, "a whole number"."""
@@ -154,12 +155,6 @@ class Checked:
 
     def __post_init__(self) -> None:
         require_types(self)
-
-
-def require_number(name: str, value: Any, accepted: Range) -> None:
-    """Refuse what is no number, or one beyond a range."""
-    if not _fits(Annotated[float, accepted], value):
-        raise ConfigError(f"{name} must be {accepted.of(_WORDS[float], value)}, got {short(value)}")
 
 
 def _advice(name: str, value: Any, hints: Mapping[str, Any]) -> str:

@@ -123,19 +123,18 @@ def fit_familiarity(
         fitting.add(waiting.offer(samples.pick(drawn)))
     held = waiting.samples()
     fewer = 0.0
-    if held is not None and fitting.labelled and fitting.sums:
+    if len(held.labels) and fitting.labelled and fitting.sums:
         counts = fitting.counts + held.labels.bincount(minlength=len(fitting.counts))
         fewer = missing_of_rare(counts, len(held.labels) / float(counts.sum()))
     for label in fitting.missing():  # a class whose only samples were held out
-        if held is not None and bool((held.labels == label).any()):
-            row = int((held.labels == label).nonzero()[0])
-            fitting.add(held.pick(torch.tensor([row])))
-            held = held.pick(torch.arange(len(held.labels)) != row)
+        first = (held.labels == label).nonzero()[:1, 0]
+        fitting.add(held.pick(first))
+        held = held.pick(torch.isin(torch.arange(len(held.labels)), first, invert=True))
     familiarity = fitting.finish()
     keys = np.concatenate(known_by)
     why = "held out, a copy of what was fitted looks more familiar than new data, whose p-values are then too low"
     warn_of_copies("id_batches", len(keys), len(np.unique(keys)), why)
-    if held is not None and len(held.labels):
+    if len(held.labels):
         scores = familiarity.scores(held.features, held.logits)[0].mean(dim=0)
         familiarity = Familiarity(replace(familiarity.settings, reference=Reference.of(scores)), familiarity.state)
     if fewer > FEWER:
@@ -250,11 +249,11 @@ class Reservoir:
         count = len(samples.labels)
         self.offered += count
         free = min(max(self.most - before, 0), count)
-        if free:
+        if free or not self.parts:
             self.parts.append(samples.pick(torch.arange(free)))
-        kept = self.samples() if free < count else None
-        if kept is None:
+        if free == count:
             return samples.pick(torch.arange(0))
+        kept = self.samples()
         slots = self.draws.integers(np.arange(before + free, before + count) + 1)  # of all so far, which one goes
         sample_in: dict[int, int] = {}  # by slot, the sample that lies there now
         leaving: list[int] = []  # places among the samples, followed by those that lay in the slots before
@@ -271,10 +270,10 @@ class Reservoir:
         kept.labels[slot_of] = samples.labels[place_of]
         return returned
 
-    def samples(self) -> Answered | None:
-        """All that are kept."""
+    def samples(self) -> Answered:
+        """All that are kept, once some were offered."""
         self.parts = [Answered.join(self.parts)] if len(self.parts) > 1 else self.parts
-        return self.parts[0] if self.parts else None
+        return self.parts[0]
 
 
 class Sums:
@@ -360,20 +359,19 @@ class Fitting:
         if not self.samples:
             raise TooFewSamplesError("there are no samples to fit familiarity on; give more, or hold out fewer")
         shrinkage = self._shrinkage()
-        kept = self.kept.samples()
         state = dict[str, Tensor]()
         settings: dict[str, Any] = {"marks": marks_of(self.marks)}
         for name in self.scores:
-            if name == "knn" and kept is not None:
-                bank = F.normalize(kept.features.double(), dim=-1)  # [M, N, d]
+            if name == "knn":
+                bank = F.normalize(self.kept.samples().features.double(), dim=-1)  # [M, N, d]
                 most = bank.shape[1]
                 chosen = self.neighbours or min(50, max(1, most // 50))
                 if chosen > most:
                     raise ConfigError(f"neighbours is {chosen}, but {most} features are stored; lower it")
                 settings |= {"stored": most, "neighbours": chosen}
                 tensors = {"bank": bank}
-            elif name == "vim" and kept is not None:
-                tensors = self._vim(kept)
+            elif name == "vim":
+                tensors = self._vim(self.kept.samples())
                 settings["principal"] = tensors["origin"].shape[1] - tensors["residual"].shape[2]
             else:
                 tensors = _mahalanobis(self.sums[is_normalised(name)], shrinkage, is_relative(name))

@@ -118,38 +118,29 @@ class Prediction:
             reference: Held-out scores for p-values.
             unfamiliarity: Scores of features, of the same samples.
         """
-        settings = (temperature, threshold, score, class_names, check_finite, calibrates, reference, unfamiliarity)
-        prediction = cls.of(member_logits, *settings)
+        names = None if class_names is None else tuple(class_names)
+        logits, of_probs = cls.divided(member_logits, temperature, calibrates, check_finite)
+        prediction = cls(logits, threshold, score, names, of_probs, reference, unfamiliarity)
         if check_finite:
             inputs.warn_of_probabilities(member_logits)
         return prediction
 
-    @classmethod
-    def of(
-        cls,
-        member_logits: Tensor,
-        temperature: Temperature | None,
-        threshold: float | None,
-        score: ScoreName,
-        class_names: Sequence[str] | None,
-        check_finite: bool,
-        calibrates: Calibrates,
-        reference: Reference | None,
-        unfamiliarity: Unfamiliarity | None,
-    ) -> "Prediction":
-        """The same of logits of this library's models, and settings known to be right: these are not checked."""
+    @staticmethod
+    def divided(
+        member_logits: Tensor, temperature: Temperature | None, calibrates: Calibrates, check_finite: bool
+    ) -> tuple[Tensor, tuple[float, ...]]:
+        """Logits as a prediction keeps them, divided where the temperature is theirs, and the one of its `probs`."""
         of_probs: tuple[float, ...] = (1.0,)
         if calibrates == "probs" and temperature is not None:
-            of_probs = _temperatures(temperature, member_logits)
-            temperature = None
+            of_probs, temperature = _temperatures(temperature, member_logits), None
         scaled = scale_logits(member_logits, temperature, check_finite)
-        require_members_for(score, len(scaled))
-        if scaled is member_logits:
-            scaled = member_logits.clone()  # what is computed later must not follow the caller's buffer
-        if class_names is not None and len(class_names) != scaled.shape[-1]:
-            raise DataError(f"got {len(class_names)} class names for {scaled.shape[-1]} classes; give one per class")
-        names = None if class_names is None else tuple(class_names)
-        return cls(scaled, threshold, score, names, of_probs, reference, unfamiliarity)
+        # what is computed later must not follow the caller's buffer
+        return member_logits.clone() if scaled is member_logits else scaled, of_probs
+
+    def __post_init__(self) -> None:
+        require_members_for(self.score_name, self.members)
+        if self.class_names is not None and len(self.class_names) != self.classes:
+            raise DataError(f"got {len(self.class_names)} class names for {self.classes} classes; give one per class")
 
     @cached_property
     def member_probs(self) -> Tensor:

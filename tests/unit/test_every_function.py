@@ -45,10 +45,6 @@ ONE_MEMBER = ("taylor", "naive", "build", "head_vectors")
 X, Y = cases.samples(8, seed=5)
 
 
-def by_name(found: Any) -> bool:
-    return isinstance(found, dict) and all(isinstance(one, Tensor) for one in found.values())
-
-
 def content(found: Any) -> Any:
     """What an answer says, such that equal answers are equal."""
     if isinstance(found, nn.Module):
@@ -57,22 +53,15 @@ def content(found: Any) -> Any:
         return found.heads, found.scores, found.provenance["data"]
     if isinstance(found, list):
         return [content({"pixels": one}) for (one,) in found]
-    return tensors_digest(found) if by_name(found) else found
+    by_name = isinstance(found, dict) and all(isinstance(one, Tensor) for one in found.values())
+    return tensors_digest(found) if by_name else found
 
 
 def state(model: he.Ensemble) -> list[Any]:
-    """Everything about a model that its owner may rely on."""
-    parts = [(one, one.requires_grad, one.grad, tensors_digest({"": one})) for one in model.parameters()]
-    gradients = [tensors_digest({"": one.grad}) for one in model.parameters() if one.grad is not None]
-    return [*parts, *gradients, *(module.training for module in model.modules())]
-
-
-def alike(one: list[Any], other: list[Any]) -> bool:
-    return all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(flat(one), flat(other), strict=True))
-
-
-def flat(items: Any) -> list[Any]:
-    return [each for item in items for each in (item if isinstance(item, tuple) else (item,))]
+    """Everything about a model that its owner may rely on: the same tensors, what is in them, and its flags."""
+    tensors = [one for weight in model.parameters() for one in (weight, weight.grad) if one is not None]
+    parts = [(id(one), one.requires_grad, tensors_digest({"": one})) for one in tensors]
+    return [*parts, *(module.training for module in model.modules())]
 
 
 @pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")
@@ -93,7 +82,7 @@ def test_model_loader_and_random_numbers_are_left_alone_and_the_answer_is_the_sa
 
     before = surroundings()
     first = content(FUNCTIONS[name](model, own))
-    assert alike(surroundings(), before)
+    assert surroundings() == before
     torch.rand(5), torch.rand(2, generator=generator), random.random()
     before = surroundings()
     for mode in (torch.no_grad, torch.inference_mode):
@@ -104,7 +93,7 @@ def test_model_loader_and_random_numbers_are_left_alone_and_the_answer_is_the_sa
         with pytest.raises(DataError, match="batch") as caught:
             FUNCTIONS[name](model, DataLoader(bad, 2, shuffle=True, generator=generator))
         assert caught.tb is not None  # its frames are alive, so nothing was put back by their end
-    assert alike(surroundings(), before)
+    assert surroundings() == before
 
 
 BAD: dict[str, tuple[list[Any], str]] = {
@@ -138,19 +127,13 @@ def test_models_without_classes_or_with_several_members_are_refused(name: str) -
                 FUNCTIONS[name](given, cases.batches())
 
 
-WITH_OOD: dict[str, Callable[[Any], Any]] = {
-    "evaluate": lambda ood: he.evaluate(cases.image_model(), [(X, Y)], {"x": ood}, progress=False).numbers(),
-    "atlas": lambda ood: he.atlas(cases.image_model(), [(X, Y)], {"x": ood}, layers=[0], progress=False).whole,
-    "extract_circuit": lambda ood: (
-        he.extract_circuit(cases.image_model(), [(X, Y)], ood, score="avg", budget=1, progress=False).scores
-    ),
-    "build": lambda ood: he.build(
-        cases.image_model(),
-        he.HydraConfig(prune=1, shared_layers=0, members=1, calibrate=False),
-        id=[(X, Y)],
-        ood=ood,
-        progress=False,
-    ),
+ONE_HEAD, ID = he.HydraConfig(prune=1, shared_layers=0, members=1, calibrate=False), [(X, Y)]
+QUIET: dict[str, Any] = {"progress": False}
+WITH_OOD: dict[str, Callable[[he.Ensemble, Any], Any]] = {
+    "evaluate": lambda model, ood: he.evaluate(model, ID, {"x": ood}, **QUIET).numbers(),
+    "atlas": lambda model, ood: he.atlas(model, ID, {"x": ood}, layers=[0], **QUIET).whole,
+    "extract_circuit": lambda model, ood: he.extract_circuit(model, ID, ood, score="avg", budget=1, **QUIET).scores,
+    "build": lambda model, ood: he.build(model, ONE_HEAD, id=ID, ood=ood, **QUIET),
 }
 
 
@@ -159,7 +142,7 @@ def test_labels_of_ood_data_are_not_read(name: str) -> None:
     """Alone, beside names of files, and in a mapping; tests of batches have every other form."""
     images, names = cases.samples(7, seed=6, shift=1.5)[0], tuple(f"{row}.png" for row in range(7))
     forms = ([images], [(images, names)], [{"pixel_values": images, "label": names}])
-    first, *rest = (content(WITH_OOD[name](form)) for form in forms)
+    first, *rest = (content(WITH_OOD[name](cases.image_model(), form)) for form in forms)
     assert rest == [first] * 2
 
 

@@ -256,14 +256,16 @@ def test_shares_that_thresholds_accept_go_with_the_thresholds() -> None:
     calibrated = he.calibrate(model(CONFIG), batches(CONFIG, 200), share=0.9)
     shares = {"validation/sure_share", "validation/familiar_share"}
     assert shares <= calibrated.metadata.metrics.keys()
-    again = he.calibrate(calibrated, batches(CONFIG, 200), share=0.9, familiarity=None)
-    assert not shares & again.metadata.metrics.keys()
-    assert "validation/accepted_share" in again.metadata.metrics
+    again = he.calibrate(calibrated, batches(CONFIG, 200), share=0.9, familiarity=None).metadata
+    assert again.familiarity.settings.scores == ("mahalanobis",)
+    assert again.familiarity.settings.threshold is None  # it was set beside another calibration
+    assert not shares & again.metrics.keys()
+    assert "validation/accepted_share" in again.metrics
     with pytest.warns(he.HydraWarning, match="calibrate again"):
-        other = he.fit_familiarity(calibrated, batches(CONFIG, 100, seed=3), "knn")
-    assert other.metadata.familiarity.settings.threshold is None
-    assert "validation/accuracy" in other.metadata.metrics
-    assert not {*shares, "validation/accepted_share", "validation/risk_of_accepted"} & other.metadata.metrics.keys()
+        other = he.fit_familiarity(calibrated, batches(CONFIG, 100, seed=3), "knn").metadata
+    assert other.familiarity.settings.threshold is None
+    assert "validation/accuracy" in other.metrics
+    assert not {*shares, "validation/accepted_share", "validation/risk_of_accepted"} & other.metrics.keys()
 
 
 def test_a_build_fits_both(tmp_path) -> None:
@@ -299,12 +301,9 @@ def test_a_build_goes_on_without_familiarity_for_want_of_samples_alone(monkeypat
 def test_calibrate_without_familiarity_or_with_another() -> None:
     one, data = model(CONFIG), batches(CONFIG, 200)
     assert he.calibrate(one, data, familiarity=None).metadata.familiarity is None
-    by_neighbours = he.calibrate(one, data, familiarity="knn")
-    assert by_neighbours.metadata.familiarity.settings.scores == ("knn",)
-    assert by_neighbours.metadata.familiarity.settings.threshold is not None
-    again = he.calibrate(by_neighbours, data, familiarity=None).metadata.familiarity
-    assert again.settings.scores == ("knn",)
-    assert again.settings.threshold is None  # it was set beside another calibration
+    by_neighbours = he.calibrate(one, data, familiarity="knn").metadata.familiarity.settings
+    assert by_neighbours.scores == ("knn",)
+    assert by_neighbours.threshold is not None
     with pytest.warns(HydraWarning, match="not fitted"):
         few = he.calibrate(one, data[:1])
     assert few.metadata.familiarity is None

@@ -62,7 +62,6 @@ def data(seed: int = 1, shift: float = 0.0) -> list[Any]:
 
 BASELINES, MODEL, DUAL = he.baselines, cases.image_model(), tiny_dual()
 RECIPE, SCORES = cases.recipe(steps=1), torch.arange(6.0)
-OOD = {"id_scores": SCORES, "ood_scores": SCORES + 1}
 ZERO_SHOT = he.zero_shot(DUAL, class_names=["red", "green"], templates=["a {label}"])
 RANKING = he.HeadRanking(((0, 0),), (1.0,), "m", "acc")
 METHODS: dict[str, Any] = {  # small settings of the baselines that train
@@ -71,29 +70,24 @@ METHODS: dict[str, Any] = {  # small settings of the baselines that train
     "mimo": BASELINES.MIMO(members=2, batch_repeat=1),
     "oba": BASELINES.OBA(steps=1, batches=1),
     "packed_ensemble": BASELINES.Packed(members=1, alpha=1.0),
+    "neg_label": BASELINES.NegLabel(share=1.0, groups=1),
+    "vilu": BASELINES.ViLU(hidden=(4,)),
 }
+ATLAS = {"ensemble": MODEL, "id_data": data(1), "ood": {"far": data(2, 1.5)}, "inputs": 1, "layers": [0]}
+LOGITS = torch.randn(2, 6, 3)
+SETS = {"ood": {"x": torch.randn(2, 5, 3)}, "shift": {"s": (torch.randn(2, 6, 3), Y)}}
 Call = tuple[Callable[..., Any], Callable[[], dict[str, Any]]]  # a function, and arguments that it takes
 CALLS: dict[str, Call] = {  # of a partial function, what is given is looked at; of others also what has a default
     "ImageDataset": (ImageDataset, lambda: {"source": [1, 2], "labels": [0, 1], "class_names": ("a", "b")}),
-    "atlas": (
-        he.atlas,
-        lambda: {"ensemble": MODEL, "id_data": data(1), "ood": {"far": data(2, 1.5)}, "inputs": 1, "layers": [0]},
-    ),
-    "evaluate_logits": (
-        evaluate_logits,
-        lambda: {
-            "id_logits": torch.randn(2, 6, 3),
-            "labels": Y,
-            "ood": {"x": torch.randn(2, 5, 3)},
-            "shift": {"s": (torch.randn(2, 6, 3), Y)},
-        },
-    ),
+    "atlas": (he.atlas, lambda: ATLAS),
+    "evaluate_logits": (evaluate_logits, lambda: {"id_logits": LOGITS, "labels": Y, **SETS}),
     **{
         method: (
             partial(getattr(BASELINES, method), validation=data(2), progress=False),
             lambda small=small: {"model": MODEL, "train": data(1), "recipe": RECIPE, "settings": small},
         )
         for method, small in METHODS.items()
+        if method not in ("neg_label", "vilu")
     },
     "bayes_vlm": (BASELINES.bayes_vlm, lambda: {"dual": DUAL, "pairs": [(X, ["cat"] * 6)]}),
     "bayes_vlm, published": (BASELINES.published_bayes_vlm, lambda: {"dual": DUAL, "folder": "folder"}),
@@ -107,19 +101,11 @@ CALLS: dict[str, Call] = {  # of a partial function, what is given is looked at;
     ),
     "neg_label": (
         partial(BASELINES.neg_label, ZERO_SHOT),
-        lambda: {
-            "words": ["cat", "dog", "bus"],
-            "templates": None,
-            "settings": BASELINES.NegLabel(share=1.0, groups=1),
-        },
+        lambda: {"words": ["cat", "dog", "bus"], "templates": None, "settings": METHODS["neg_label"]},
     ),
     "vilu": (
         partial(BASELINES.vilu, ZERO_SHOT, progress=False, validation=None),
-        lambda: {
-            "train": [(X, Y % 2)],
-            "recipe": BASELINES.ViLU.recipe(epochs=1),
-            "settings": BASELINES.ViLU(hidden=(4,)),
-        },
+        lambda: {"train": [(X, Y % 2)], "recipe": BASELINES.ViLU.recipe(epochs=1), "settings": METHODS["vilu"]},
     ),
     "fit_familiarity": (
         he.fit_familiarity,

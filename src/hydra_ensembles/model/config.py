@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from ..arguments import Checked, InnerShare, Range, Rate, require_number
+from ..arguments import Checked, InnerShare, Range, Rate
 from ..errors import ConfigError
 from ..schema import ADDED_LATER
 
@@ -142,9 +142,9 @@ class PatchStemConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("PatchStemConfig.position_prefix", self.position_prefix, Range(0, self.prefix_tokens))
+        Range(0, self.prefix_tokens).require("PatchStemConfig.position_prefix", self.position_prefix)
         for name in ("patch_size", "grid"):
-            require_number(f"PatchStemConfig.{name}, multiplied,", math.prod(getattr(self, name)), Range(1, MAX_SIZE))
+            Range(1, MAX_SIZE).require(f"PatchStemConfig.{name}, multiplied,", math.prod(getattr(self, name)))
 
     @property
     def prefix_tokens(self) -> int:
@@ -187,7 +187,7 @@ class TextStemConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.positions_after is not None:  # a position is left for a token
-            require_number("TextStemConfig.positions_after", self.positions_after, Range(0, self.positions - 2))
+            Range(0, self.positions - 2).require("TextStemConfig.positions_after", self.positions_after)
 
     @property
     def max_tokens(self) -> int:
@@ -294,8 +294,8 @@ class EnsembleConfig:
     trunk: int = 0
 
     def __post_init__(self) -> None:
-        require_number("members", self.members, Range(1, MAX_COPIES))
-        require_number("trunk", self.trunk, Range(0, self.encoder.layers))
+        Range(1, MAX_COPIES).require("members", self.members)
+        Range(0, self.encoder.layers).require("trunk", self.trunk)
         blocks, counts = self.encoder.layers, self.head_counts
         for member, layers in enumerate(self.heads):
             if len(layers) not in (blocks, len(counts)):

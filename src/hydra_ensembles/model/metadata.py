@@ -76,17 +76,9 @@ class Calibration(Checked):
     ) -> Prediction:
         """What member logits `[M, B, C]` say, with this calibration applied."""
         temperature = self.temperature if len(self.temperature) > 1 else self.temperature[0]
-        return Prediction.of(
-            member_logits,
-            temperature,
-            threshold=self.threshold,
-            score=self.score,
-            class_names=class_names,
-            check_finite=check_finite,
-            calibrates=self.calibrates,
-            reference=self.reference,
-            unfamiliarity=unfamiliarity,
-        )
+        logits, of_probs = Prediction.divided(member_logits, temperature, self.calibrates, check_finite)
+        names = None if class_names is None else tuple(class_names)
+        return Prediction(logits, self.threshold, self.score, names, of_probs, self.reference, unfamiliarity)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import require, warn
-from ..arguments import Checked, NotNegative, Positive, Range, Rate, Share, checked, require_number
+from ..arguments import Checked, NotNegative, Positive, Range, Rate, Share, checked
 from ..batches import Batches, length_of
 from ..errors import ConfigError
 from ..model.config import GROUPS, EnsembleConfig, Group
@@ -130,7 +130,7 @@ class Recipe(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("Recipe.warmup", self.warmup, Range(0) if isinstance(self.warmup, int) else Range(0, below=1))
+        (Range(0) if isinstance(self.warmup, int) else Range(0, below=1)).require("Recipe.warmup", self.warmup)
         for name, other in (("learning_rate", "grid"), ("steps", "epochs")):
             values = [getattr(self, name), getattr(self, other)]
             if sum(value not in (None, ()) for value in values) != 1:
