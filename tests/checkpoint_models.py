@@ -1,5 +1,7 @@
 """Small ensembles that between them use every part of the checkpoint format, with random weights."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -103,6 +105,19 @@ def inputs_for(config: EnsembleConfig, dtype: torch.dtype = torch.float32) -> Te
     if isinstance(config.stem, TextStemConfig):
         return torch.randint(0, config.stem.vocabulary, (2, min(5, config.stem.max_tokens)), generator=generator)
     return torch.randn(2, config.stem.channels, *config.stem.image_size, generator=generator).to(dtype)
+
+
+def labelled(config: EnsembleConfig, count: int = 120, seed: int = 0, size: int = 16, shift: float = 0.0) -> list[Any]:
+    """Batches of labelled inputs whose classes differ in more than their labels; of images, all shifted."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % config.readout.num_classes
+    if isinstance(config.stem, TextStemConfig):
+        inputs = torch.randint(1, config.stem.vocabulary, (count, 5), generator=generator)
+    else:
+        noise = torch.randn(count, config.stem.channels, *config.stem.image_size, generator=generator)
+        inputs = noise + labels[:, None, None, None] + shift
+    order = torch.randperm(count, generator=generator)
+    return list(zip(inputs[order].split(size), labels[order].split(size), strict=True))
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:

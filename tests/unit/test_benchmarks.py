@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,55 +26,53 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*batching rule.*:UserWarning", 
 TINY = ["--dtype", "float32", "--device", "cpu", "--modes", "eager", "--repeats", "2", "--batches", "2"]
 
 
+def ran(benchmark: Any, folder: Path, *options: str) -> Any:
+    """What a benchmark writes."""
+    path = folder / "results.json"
+    benchmark.main([*options, "--output", str(path)])
+    return json.loads(path.read_text())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["tiny", "tiny-clip"])
 def test_every_contender_answers_as_it_should(shape: str, tmp_path: Path) -> None:
-    path = tmp_path / "inference.json"
     names = inference_models.names_of(inference_models.SHAPES[shape])
     some = [name for name in names if name not in ("hydra-k4", "hydra-k6", "hydra-k10")]  # made as `hydra-k8` is
-    options = [*TINY, "--shape", shape, "--output", str(path), "--contenders", *some]
-    inference.main(options)
-    before = path.read_text()
-    rows = {row["contender"]: row for row in json.loads(before)["rows"]}
+    options = [*TINY, "--shape", shape, "--contenders", *some]
+    found = ran(inference, tmp_path, *options)
+    rows = {row["contender"]: row for row in found["rows"]}
     assert set(rows) == set(some)
     for name, row in rows.items():
         assert row["error"] is None if name == "mc-dropout" else row["error"] < 1e-5
-    inference.main(options)
-    assert path.read_text() == before  # rows that are there are not measured again
+    assert ran(inference, tmp_path, *options) == found  # rows that are there are not measured again
 
 
 @pytest.mark.slow
 def test_two_checkouts_are_timed_side_by_side(tmp_path: Path) -> None:
-    path = tmp_path / "both.json"
-    options = ["--shape", "tiny", "--contenders", "hydra-k8", "--against", str(ROOT), "--output", str(path)]
-    inference.main([*TINY, *options])
-    (row,) = json.loads(path.read_text())["rows"]
+    options = ["--shape", "tiny", "--contenders", "hydra-k8", "--against", str(ROOT)]
+    (row,) = ran(inference, tmp_path, *TINY, *options)["rows"]
     assert row["ratio"] == pytest.approx(row["new_ms"] / row["old_ms"])
     assert row["errors"] == [pytest.approx(0.0, abs=1e-5)] * 2
 
 
 def test_every_contender_and_method_is_counted(tmp_path: Path) -> None:
-    path, names = tmp_path / "counts.json", ["single", "deep-in-turn", *inference_models.METHODS]
-    inference.main([*TINY, "--shape", "tiny", "--counts", "--output", str(path), "--contenders", *names])
-    rows = {row["contender"]: row for row in json.loads(path.read_text())["rows"]}
+    names = ["single", "deep-in-turn", *inference_models.METHODS]
+    found = ran(inference, tmp_path, *TINY, "--shape", "tiny", "--counts", "--contenders", *names)
+    rows = {row["contender"]: row for row in found["rows"]}
     assert set(rows) == set(names)
     assert (rows["single"]["limit"], rows["deep-in-turn"]["limit"]) == (1.0, 3.0)
 
 
 def test_a_conversion_is_timed(tmp_path: Path) -> None:
-    path = tmp_path / "conversion.json"
-    inference.main(["--conversion", "--shape", "tiny", "--device", "cpu", "--repeats", "1", "--output", str(path)])
-    found = json.loads(path.read_text())
+    found = ran(inference, tmp_path, "--conversion", "--shape", "tiny", "--device", "cpu", "--repeats", "1")
     assert found["shape"] == "tiny"
     assert 0 < found["convert_seconds"] > found["comparison_seconds"]
 
 
 def test_intervals_are_asked_whether_they_hold_what_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage, "ALL", 2000)
-    path = tmp_path / "coverage.json"
     shape = ["--draws", "4", "--resamples", "20", "--samples", "40", "--of-calibration", "60"]
-    coverage.main([*shape, "--output", str(path)])
-    rows = json.loads(path.read_text())["rows"]
+    rows = ran(coverage, tmp_path, *shape)["rows"]
     assert {row["metric"] for row in rows} == {"accuracy", "aurc", "auroc", "fpr95", "aupr", "ece"}
     assert {row["true"] for row in rows if row["metric"] == "ece"} == set(coverage.ERRORS)
     assert 0.5 < sum(row["held"] for row in rows) / len(rows) <= 1
@@ -186,19 +185,16 @@ def test_a_sentence_that_results_do_not_bear_out_is_refused(text: str, source: s
 
 
 def test_circuits_by_three_methods(tmp_path: Path) -> None:
-    path = tmp_path / "circuit.json"
     options = ["--tiny", "--samples", "8", "--budget", "3", "--device", "cpu", "--scores", "avg"]
-    circuit.main([*options, "--naive-steps", "2", "--naive-heads", "3", "--output", str(path)])
-    rows = {row["method"]: row for row in json.loads(path.read_text())["results"]}
+    found = ran(circuit, tmp_path, *options, "--naive-steps", "2", "--naive-heads", "3")
+    rows = {row["method"]: row for row in found["results"]}
     assert list(rows) == list(circuit.METHODS)
     assert rows["naive"]["extrapolated"]
 
 
 @pytest.mark.slow
 def test_the_server_is_measured(tmp_path: Path) -> None:
-    output = tmp_path / "serve.json"
-    serve.main(["--uploads", "32", "--turns", "1", "--requests", "100", "--output", str(output)])
-    found = json.loads(output.read_text())
+    found = ran(serve, tmp_path, "--uploads", "32", "--turns", "1", "--requests", "100")
     assert found["throughput"]["ratio"] > 0
     assert found["latency"]["even"]["p50_ms"] <= found["latency"]["even"]["p99_ms"]
     assert found["endurance"]["wrong"] == 0, found["endurance"]["first_wrong"]

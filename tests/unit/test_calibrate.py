@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from checkpoint_models import labelled
 from hydra_ensembles.calibrate import COLDEST, HOTTEST, calibrate, fit_calibration
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.heads.masking import masked
@@ -187,10 +188,7 @@ def test_data_that_say_little_are_warned_of():
 
 
 def validation(count: int = 40) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(7)
-    images = torch.randn(count, 3, 8, 8, generator=generator) * 3
-    labels = torch.randint(4, (count,), generator=generator)
-    return list(zip(images.split(16), labels.split(16), strict=True))
+    return labelled(tiny().config, count, seed=7)
 
 
 @pytest.mark.parametrize("per_member", [False, True])

@@ -9,18 +9,17 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from scipy.special import logsumexp
-from sklearn.neighbors import NearestNeighbors
+from pytorch_ood import detector
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
-from checkpoint_models import ensemble, hydra, ragged, single, text
+from checkpoint_models import ensemble, hydra, labelled, ragged, single, text
 from hydra_ensembles import familiarity
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning, TooFewSamplesError
 from hydra_ensembles.familiarity import Answered, Reservoir, fit_familiarity
-from hydra_ensembles.metrics.distance import FAMILIARITY_NAMES
+from hydra_ensembles.metrics.distance import BY_CLASS
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
@@ -37,45 +36,24 @@ def model(config: EnsembleConfig) -> Ensemble:
     return ensemble(config, metadata=Metadata())
 
 
-def batches(config: EnsembleConfig, count: int = 120, seed: int = 0, size: int = 16, shift: float = 0.0) -> list[Any]:
-    """Labelled inputs whose classes differ in more than their labels."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.arange(count) % config.readout.num_classes
-    if config.kind == "text":
-        inputs = torch.randint(1, config.stem.vocabulary, (count, 5), generator=generator)
-    else:
-        noise = torch.randn(count, config.stem.channels, *config.stem.image_size, generator=generator)
-        inputs = noise + labels[:, None, None, None] + shift
-    order = torch.randperm(count, generator=generator)
-    return list(zip(inputs[order].split(size), labels[order].split(size), strict=True))
-
-
 def joined(data: list[Any]) -> tuple[Tensor, Tensor]:
     return torch.cat([inputs for inputs, _ in data]), torch.cat([labels for _, labels in data])
 
 
-def told(one: Ensemble, inputs: Tensor) -> tuple[np.ndarray, np.ndarray]:
+def features_of(one: Ensemble, inputs: Tensor) -> Tensor:
     with torch.no_grad():
-        features, logits = one.features_and_logits(inputs)
-    return features.double().numpy(), logits.double().numpy()
+        return one.features_and_logits(inputs)[0].double()
 
 
 # --- the definitions ------------------------------------------------------------------------------------------------
 
+RAGGED, NEW = ragged(), joined(labelled(ragged(), 40, seed=1, shift=1.0))[0]
 
-def expected(name: str, fit: np.ndarray, labels: np.ndarray, fit_logits: np.ndarray, new: np.ndarray,
-             logits: np.ndarray, weight: np.ndarray, bias: np.ndarray, shrinkage: float) -> np.ndarray:  # fmt: skip
-    """The score of one member by NumPy and scikit-learn, one class after another, in float64."""
-    if name.endswith("++") or name == "knn":
+
+def distances(name: str, fit: np.ndarray, labels: np.ndarray, new: np.ndarray, shrinkage: float) -> np.ndarray:
+    """The score of one member by NumPy, one class after another."""
+    if name.endswith("++"):
         fit, new = (one / np.linalg.norm(one, axis=-1, keepdims=True) for one in (fit, new))
-    if name == "knn":
-        return NearestNeighbors(n_neighbors=3).fit(fit).kneighbors(new)[0][:, -1]
-    if name == "vim":
-        origin = -np.linalg.pinv(weight) @ bias
-        values, vectors = np.linalg.eigh(np.cov((fit - origin).T, bias=True) + np.outer(*[(fit - origin).mean(0)] * 2))
-        rest = vectors[:, np.argsort(-values)[5:]]
-        alpha = fit_logits.max(-1).mean() / np.linalg.norm((fit - origin) @ rest, axis=-1).mean()
-        return alpha * np.linalg.norm((new - origin) @ rest, axis=-1) - logsumexp(logits, axis=-1)
     means = np.stack([fit[labels == one].mean(0) for one in np.unique(labels)])
     within = (fit - means[labels]).T @ (fit - means[labels]) / len(fit)
 
@@ -88,27 +66,21 @@ def expected(name: str, fit: np.ndarray, labels: np.ndarray, fit_logits: np.ndar
     return nearest - distance(fit.mean(0), np.cov(fit.T, bias=True)) if name.startswith("relative") else nearest
 
 
-@pytest.mark.parametrize(("name", "shrinkage"), [*((name, 0.0) for name in FAMILIARITY_NAMES), ("mahalanobis", None)])
-def test_each_score_is_its_definition(name, shrinkage) -> None:
-    config = ragged()
-    one, data, (new, _) = model(config), batches(config), joined(batches(config, 40, seed=1, shift=1.0))
+@pytest.mark.parametrize(("name", "shrinkage"), [*((name, 0.0) for name in BY_CLASS), ("mahalanobis", None)])
+def test_distances_are_those_of_the_definition(name, shrinkage) -> None:
+    one, data = model(RAGGED), labelled(RAGGED)
     inputs, labels = joined(data)
-    exact = {"held_out": 0.0, "shrinkage": shrinkage, "neighbours": 3, "principal": 5}
-    fitted = fit_familiarity(one, data, name, **exact)
-    (fit, fit_logits), (features, logits) = told(one, inputs), told(one, new)
-    readout = one.readout.classifier
-    weight, bias = (tensor.detach().double().numpy() for tensor in (readout.weight, readout.bias))
+    exact = {"held_out": 0.0, "shrinkage": shrinkage}
+    p = fit_familiarity(one, data, name, **exact).predict(NEW)
     added = 0.01 if shrinkage is None else shrinkage  # of the mean eigenvalue, with 40 samples a class
-    by_member = [
-        expected(name, fit[m], labels.numpy(), fit_logits[m], features[m], logits[m], weight[m], bias[m], added)
-        for m in range(3)
-    ]
-    p, atol = fitted.predict(new), 5e-4 if name.startswith("relative") else 1e-4  # a difference of larger numbers
+    pairs = zip(features_of(one, inputs).numpy(), features_of(one, NEW).numpy(), strict=True)
+    by_member = [distances(name, fit, labels.numpy(), new, added) for fit, new in pairs]
+    atol = 5e-4 if name.startswith("relative") else 1e-4  # a difference of larger numbers
     np.testing.assert_allclose(p.unfamiliarity.member_scores[0].numpy(), by_member, rtol=1e-4, atol=atol)
     np.testing.assert_allclose(p.score(name).numpy(), np.mean(by_member, axis=0), rtol=1e-4, atol=atol)
     assert one.metadata.familiarity is None  # the input is untouched
     whole = fit_familiarity(one, [(inputs, labels)], name, **exact)  # read in one batch
-    torch.testing.assert_close(whole.predict(new).score(name), p.score(name), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(whole.predict(NEW).score(name), p.score(name), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.usefixtures("usual_kernels")  # vim is a small difference of larger numbers, as float32 rounds them
@@ -119,28 +91,27 @@ def test_pytorch_ood_agrees(name) -> None:
     So distances, which do not depend on the scale and the basis of the features, are compared on large features
     without the one direction in which a last norm lets nothing vary.
     """
-    detector = pytest.importorskip("pytorch_ood.detector", reason="pytorch-ood, the referee, is not installed")
-    one, data, (new, _) = model(CONFIG), batches(CONFIG), joined(batches(CONFIG, 40, seed=1, shift=1.0))
+    one, data = model(RAGGED), labelled(RAGGED)
     inputs, labels = joined(data)
-    with torch.no_grad():
-        fit, features = (one.features_and_logits(some)[0][0].double() for some in (inputs, new))
-    weight, bias = one.readout.classifier.weight[0].detach(), one.readout.classifier.bias[0].detach()
-    referee, factor = {
-        "mahalanobis": (detector.Mahalanobis(None), 2 * len(labels)),
-        "relative_mahalanobis": (detector.RMD(None), len(labels)),
-        "vim": (detector.ViM(None, d=2, w=weight, b=bias), 1),
-        "knn": (detector.KNN(None, k=3), 1),
-    }[name]
-    if "mahalanobis" in name:
-        directions = torch.linalg.svd(fit - fit.mean(0))[2][:-1].T
-        fit, features = 1e3 * fit @ directions, 1e3 * features @ directions
-    torch.set_default_dtype(torch.float64)  # its statistics have that of torch
-    try:
-        theirs = factor * referee.fit_features(fit, labels).predict_features(features)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    ours = fit_familiarity(one, data, name, **EXACT, neighbours=3, principal=2).predict(new).score(name)
-    torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-4, atol=1e-7)
+    ours = fit_familiarity(one, data, name, **EXACT, neighbours=3, principal=2).predict(NEW)
+    for member, (fit, new) in enumerate(zip(features_of(one, inputs), features_of(one, NEW), strict=True)):
+        weight, bias = (tensor[member].detach() for tensor in one.readout.classifier.parameters())
+        referee, factor = {
+            "mahalanobis": (detector.Mahalanobis(None), 2 * len(labels)),
+            "relative_mahalanobis": (detector.RMD(None), len(labels)),
+            "vim": (detector.ViM(None, d=2, w=weight, b=bias), 1),
+            "knn": (detector.KNN(None, k=3), 1),
+        }[name]
+        if "mahalanobis" in name:
+            directions = torch.linalg.svd(fit - fit.mean(0))[2][:-1].T
+            fit, new = 1e3 * fit @ directions, 1e3 * new @ directions
+        torch.set_default_dtype(torch.float64)  # its statistics have that of torch
+        try:
+            theirs = factor * referee.fit_features(fit, labels).predict_features(new)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        scores = ours.unfamiliarity.member_scores[0, member].double()
+        torch.testing.assert_close(scores, theirs.double(), rtol=1e-4, atol=1e-5)
 
 
 # --- the life of a model ----------------------------------------------------------------------------------------------
@@ -148,10 +119,10 @@ def test_pytorch_ood_agrees(name) -> None:
 
 @pytest.mark.parametrize("config", [single(), hydra(), text()], ids=["one member", "two tokens, a trunk", "text"])
 def test_it_is_saved_loaded_optimized_and_evaluated(config, tmp_path) -> None:
-    data, other = batches(config), batches(config, 40, seed=3, shift=4.0)
+    data, other = labelled(config), labelled(config, 40, seed=3, shift=4.0)
     names = ("mahalanobis++", "knn", "relative_mahalanobis", *(() if config.kind == "text" else ("vim",)))
     fitted = fit_familiarity(model(config), data, names)
-    fitted = he.calibrate(fitted, batches(config, 60, seed=2), share=0.9)
+    fitted = he.calibrate(fitted, labelled(config, 60, seed=2), share=0.9)
     inputs = joined(other)[0]
     p = fitted.predict(inputs)
     fitted.save_pretrained(tmp_path)
@@ -183,15 +154,15 @@ def test_a_zero_shot_ensemble_learns_what_is_familiar() -> None:
 
 
 def test_it_does_not_outlive_the_features_it_knows() -> None:
-    fitted = fit_familiarity(model(CONFIG), batches(CONFIG))
+    fitted = fit_familiarity(model(CONFIG), labelled(CONFIG))
     assert he.prune(fitted, [(0, 0)]).metadata.familiarity is None
     assert he.fuse([fitted, he.prune(fitted, [(0, 0)])], mlp="separate").metadata.familiarity is None
     assert fitted.member(0).metadata.familiarity == fitted.metadata.familiarity  # of one member it is its own
 
 
 def test_foreign_inputs_are_unfamiliar_and_p_values_of_familiar_ones_uniform() -> None:
-    fitted = fit_familiarity(model(CONFIG), batches(CONFIG, 1500), held_out=0.5)
-    fresh, foreign = (fitted.predict(joined(batches(CONFIG, 600, 9, 600, shift))[0]) for shift in (0.0, 6.0))
+    fitted = fit_familiarity(model(CONFIG), labelled(CONFIG, 1500), held_out=0.5)
+    fresh, foreign = (fitted.predict(joined(labelled(CONFIG, 600, 9, 600, shift))[0]) for shift in (0.0, 6.0))
     for level in (0.05, 0.2, 0.5):
         assert (fresh.familiarity <= level).double().mean() == pytest.approx(level, abs=0.06)
     assert he.metrics.auroc(fresh.score("mahalanobis"), foreign.score("mahalanobis")) > 0.9
@@ -203,7 +174,7 @@ def test_foreign_inputs_are_unfamiliar_and_p_values_of_familiar_ones_uniform() -
 
 def test_both_thresholds_promise_their_share() -> None:
     one, accepted = model(CONFIG), []
-    calibrated = he.calibrate(one, batches(CONFIG, 400), share=0.9)
+    calibrated = he.calibrate(one, labelled(CONFIG, 400), share=0.9)
     settings, metrics = calibrated.metadata.familiarity.settings, calibrated.metadata.metrics
     assert (settings.scores, settings.accepted_share) == (("mahalanobis",), 0.9)
     assert 150 < settings.samples < 250
@@ -211,7 +182,7 @@ def test_both_thresholds_promise_their_share() -> None:
     assert metrics["validation/accepted_share"] >= 2 * 0.9 - 1
     assert min(metrics["validation/sure_share"], metrics["validation/familiar_share"]) >= 0.85
     assert "both accept" in calibrated.metadata.history[-1]
-    p = calibrated.predict(joined(batches(CONFIG, 500, seed=8))[0])
+    p = calibrated.predict(joined(labelled(CONFIG, 500, seed=8))[0])
     familiar, sure = p.score("mahalanobis") <= settings.threshold, p.score() <= p.threshold
     assert torch.equal(p.accept, familiar & sure)
     names = ["unfamiliar" if not a else "unsure" if not b else None for a, b in zip(familiar, sure, strict=True)]
@@ -225,7 +196,7 @@ def test_both_thresholds_promise_their_share() -> None:
 
 def test_rare_classes_that_a_half_lacks_or_that_are_never_held_out_are_told_of() -> None:
     """A class of one sample is fitted by it: thresholds and p-values then come of samples without one such."""
-    inputs, labels = joined(batches(CONFIG, 60))
+    inputs, labels = joined(labelled(CONFIG, 60))
     labels = torch.where(labels == 0, 1, labels)
     labels[0] = 0  # its only sample, which is not drawn to fit
     data = [(inputs, labels)]
@@ -237,14 +208,14 @@ def test_rare_classes_that_a_half_lacks_or_that_are_never_held_out_are_told_of()
         by_neighbours = he.calibrate(model(CONFIG), data, share=0.9, familiarity="knn")  # which knows no classes
         fit_familiarity(model(CONFIG), data, "knn")
         fit_familiarity(model(CONFIG), data, held_out=0.0)  # no p-values
-        fit_familiarity(model(CONFIG), batches(CONFIG, 90))
+        fit_familiarity(model(CONFIG), labelled(CONFIG, 90))
     drawn = int((np.random.default_rng(0).random(60) < 0.5).sum())
     assert by_neighbours.metadata.familiarity.settings.samples == drawn
 
 
 def test_classes_that_are_all_as_rare_are_not_told_of() -> None:
     """Each lacks as many samples as every other, so that the half is mixed as new inputs are."""
-    inputs, labels = joined(batches(CONFIG, 12))
+    inputs, labels = joined(labelled(CONFIG, 12))
     first = (np.random.default_rng(0).random(12) < 0.5).argsort(kind="stable")  # those that are not drawn to fit
     labels[torch.from_numpy(first)] = torch.arange(12) // 4
     with pytest.warns(HydraWarning) as told_of:
@@ -253,23 +224,23 @@ def test_classes_that_are_all_as_rare_are_not_told_of() -> None:
 
 
 def test_shares_that_thresholds_accept_go_with_the_thresholds() -> None:
-    calibrated = he.calibrate(model(CONFIG), batches(CONFIG, 200), share=0.9)
+    calibrated = he.calibrate(model(CONFIG), labelled(CONFIG, 200), share=0.9)
     shares = {"validation/sure_share", "validation/familiar_share"}
     assert shares <= calibrated.metadata.metrics.keys()
-    again = he.calibrate(calibrated, batches(CONFIG, 200), share=0.9, familiarity=None).metadata
+    again = he.calibrate(calibrated, labelled(CONFIG, 200), share=0.9, familiarity=None).metadata
     assert again.familiarity.settings.scores == ("mahalanobis",)
     assert again.familiarity.settings.threshold is None  # it was set beside another calibration
     assert not shares & again.metrics.keys()
     assert "validation/accepted_share" in again.metrics
     with pytest.warns(he.HydraWarning, match="calibrate again"):
-        other = he.fit_familiarity(calibrated, batches(CONFIG, 100, seed=3), "knn").metadata
+        other = he.fit_familiarity(calibrated, labelled(CONFIG, 100, seed=3), "knn").metadata
     assert other.familiarity.settings.threshold is None
     assert "validation/accuracy" in other.metrics
     assert not {*shares, "validation/accepted_share", "validation/risk_of_accepted"} & other.metrics.keys()
 
 
 def test_a_build_fits_both(tmp_path) -> None:
-    data, ood = batches(CONFIG, 160), batches(CONFIG, 40, seed=4, shift=5.0)
+    data, ood = labelled(CONFIG, 160), labelled(CONFIG, 40, seed=4, shift=5.0)
     config = he.HydraConfig(prune=3, shared_layers=0, members=2, strategy="taylor", calibration_batches=1)
     built = he.build(model(CONFIG), config, id=data, ood=ood, output=tmp_path, progress=False)
     known = built.metadata.familiarity.settings
@@ -280,7 +251,7 @@ def test_a_build_fits_both(tmp_path) -> None:
 
 def test_a_build_goes_on_without_familiarity_for_want_of_samples_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     one, auto, named = model(CONFIG), he.HydraConfig(), he.HydraConfig(familiarity="mahalanobis")
-    good, fresh = batches(CONFIG, 60), batches(CONFIG, 60, seed=1)
+    good, fresh = labelled(CONFIG, 60), labelled(CONFIG, 60, seed=1)
     assert chain._familiar(one, auto, good, fresh).metadata.familiarity is not None
     assert chain._familiar(one, auto, good, good) is one  # calibration fits a half of them
     assert chain._familiar(one, auto, good[:1], fresh).metadata.familiarity is not None
@@ -299,7 +270,7 @@ def test_a_build_goes_on_without_familiarity_for_want_of_samples_alone(monkeypat
 
 
 def test_calibrate_without_familiarity_or_with_another() -> None:
-    one, data = model(CONFIG), batches(CONFIG, 200)
+    one, data = model(CONFIG), labelled(CONFIG, 200)
     assert he.calibrate(one, data, familiarity=None).metadata.familiarity is None
     by_neighbours = he.calibrate(one, data, familiarity="knn").metadata.familiarity.settings
     assert by_neighbours.scores == ("knn",)
@@ -331,7 +302,7 @@ def test_memory_is_bounded_and_draws_are_even() -> None:
     assert sorted([*rows.tolist(), *left]) == list(range(1000))  # none lost, none twice
     assert len(rows) == 50
     assert 350 < rows.double().mean() < 650
-    fitted = fit_familiarity(model(CONFIG), batches(CONFIG, 90), "knn", held_out=0.0, stored=40)
+    fitted = fit_familiarity(model(CONFIG), labelled(CONFIG, 90), "knn", held_out=0.0, stored=40)
     assert fitted.metadata.familiarity.state["knn.bank"].shape == (1, 40, 8)
 
 
@@ -357,7 +328,7 @@ def test_what_overflows_is_fitted_batch_by_batch(monkeypatch: pytest.MonkeyPatch
     added, add = [], familiarity.Sums.add
     monkeypatch.setattr(familiarity, "HELD_OUT_MOST", 5)
     monkeypatch.setattr(familiarity.Sums, "add", lambda sums, *given: (added.append(len(given[1])), add(sums, *given)))
-    data = batches(CONFIG, 90)
+    data = labelled(CONFIG, 90)
     fitted = fit_familiarity(model(CONFIG), data, held_out=0.5)
     assert fitted.metadata.familiarity.settings.samples == sum(added) == 85
     assert len(added) <= 2 * len(data)
@@ -374,7 +345,7 @@ READERS = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_loader_that_is_split_between_processes_is_refused(name: str) -> None:
-    data = TensorDataset(*joined(batches(CONFIG)))
+    data = TensorDataset(*joined(labelled(CONFIG)))
     split = DataLoader(data, 16, sampler=DistributedSampler(data, 2, 0))
     one = model(CONFIG)
     for refused in by_two_ranks(lambda rank: READERS[name](one, split)):
@@ -385,27 +356,27 @@ def test_a_loader_that_is_split_between_processes_is_refused(name: str) -> None:
 def test_copies_and_few_samples_are_said() -> None:
     """Copies that are held out are at no distance from those that were fitted; few samples are shrunk more."""
     with pytest.warns(HydraWarning, match="120 of the 240 samples of id_batches are copies"):
-        fit_familiarity(model(CONFIG), batches(CONFIG) * 2, "knn")
+        fit_familiarity(model(CONFIG), labelled(CONFIG) * 2, "knn")
     with pytest.warns(UserWarning, match="4 on average, 4 of the rarest"):
-        few = fit_familiarity(model(CONFIG), batches(CONFIG, 12), held_out=0.0)
-    assert few.predict(joined(batches(CONFIG, 5))[0]).score("mahalanobis").isfinite().all()
+        few = fit_familiarity(model(CONFIG), labelled(CONFIG, 12), held_out=0.0)
+    assert few.predict(joined(labelled(CONFIG, 5))[0]).score("mahalanobis").isfinite().all()
 
 
 @pytest.mark.parametrize(
     ("data", "settings", "error", "token"),
     [
-        (lambda c: [(x[y != 2], y[y != 2]) for x, y in batches(c)], {}, DataError, "classes 2 have no samples"),
-        (lambda c: batches(c, 4), {"held_out": 0.0}, DataError, "4 samples of 3 classes"),
-        (lambda c: batches(c, 9), EXACT, DataError, "shrinkage=0"),
+        (lambda c: [(x[y != 2], y[y != 2]) for x, y in labelled(c)], {}, DataError, "classes 2 have no samples"),
+        (lambda c: labelled(c, 4), {"held_out": 0.0}, DataError, "4 samples of 3 classes"),
+        (lambda c: labelled(c, 9), EXACT, DataError, "shrinkage=0"),
         (lambda c: [(torch.ones(30, 3, 8, 8), torch.arange(30) % 3)], {}, DataError, "the same"),
-        (batches, {"score": ()}, ConfigError, "one or more"),
-        (batches, {"score": ("knn", "knn")}, ConfigError, "each once"),
-        (batches, {"held_out": 1.0}, ConfigError, "held_out"),
-        (batches, {"shrinkage": -1.0}, ConfigError, "shrinkage"),
-        (batches, {"score": "knn", "stored": 0}, ConfigError, "stored"),
-        (batches, {"score": "knn", "neighbours": 1000}, ConfigError, "neighbours is 1000"),
-        (batches, {"score": "vim", "principal": 8}, ConfigError, "8 directions"),
-        (lambda c: batches(c, 8), {"score": "vim", "held_out": 0.0}, DataError, "more samples"),
+        (labelled, {"score": ()}, ConfigError, "one or more"),
+        (labelled, {"score": ("knn", "knn")}, ConfigError, "each once"),
+        (labelled, {"held_out": 1.0}, ConfigError, "held_out"),
+        (labelled, {"shrinkage": -1.0}, ConfigError, "shrinkage"),
+        (labelled, {"score": "knn", "stored": 0}, ConfigError, "stored"),
+        (labelled, {"score": "knn", "neighbours": 1000}, ConfigError, "neighbours is 1000"),
+        (labelled, {"score": "vim", "principal": 8}, ConfigError, "8 directions"),
+        (lambda c: labelled(c, 8), {"score": "vim", "held_out": 0.0}, DataError, "more samples"),
     ],
 )
 def test_what_cannot_be_fitted_is_named(data, settings, error, token) -> None:
@@ -414,7 +385,7 @@ def test_what_cannot_be_fitted_is_named(data, settings, error, token) -> None:
 
 
 def test_what_was_not_fitted_or_calibrated_is_named_and_labels_are_not_needed_without_classes() -> None:
-    one, data = model(CONFIG), batches(CONFIG)
+    one, data = model(CONFIG), labelled(CONFIG)
     plain, fitted = one.predict(data[0][0]), fit_familiarity(one, data, held_out=0.0).predict(data[0][0])
     for call, token in (
         (lambda: plain.score("mahalanobis"), "fit_familiarity"),

@@ -5,12 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import ModelCard
 
 import hydra_ensembles as he
 from architectures_clip import open_clip_model
-from checkpoint_models import CONFIGS, ensemble, hydra, map_pooled, single
+from checkpoint_models import CONFIGS, ensemble, hydra, labelled, map_pooled, single
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import ACCEPTS_ALL, Calibration, Familiarity, Metadata
 from hydra_ensembles.model_card import dual_model_card, model_card
@@ -37,13 +36,11 @@ def test_the_card_tells_what_was_pruned_and_shared() -> None:
 
 
 def test_the_card_names_every_threshold_and_what_all_of_them_accept() -> None:
-    generator = torch.Generator().manual_seed(0)
-    images, labels = torch.randn(120, 3, 8, 8, generator=generator), torch.arange(120) % 3
-    plain = ensemble(single(), metadata=Metadata())
-    one = he.calibrate(plain, [(images, labels)], temperature=False, familiarity=None)
+    plain, data = ensemble(single(), metadata=Metadata()), labelled(single())
+    one = he.calibrate(plain, data, temperature=False, familiarity=None)
     rule = f"`msp` is above {one.metadata.calibration.threshold:.4g} (unsure)"
     assert f"{rule}. This accepts 95 %" in card_of(one)
-    both = he.calibrate(plain, [(images, labels)], temperature=False)
+    both = he.calibrate(plain, data, temperature=False)
     found, card = both.metadata.familiarity, card_of(both)
     assert rule in card
     assert f"`mahalanobis` of the features is above {found.settings.threshold:.4g} (unfamiliar)" in card

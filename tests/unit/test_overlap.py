@@ -14,12 +14,11 @@ from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, T
 from torchvision.datasets import ImageFolder
 
 import hydra_ensembles as he
-from checkpoint_models import ensemble, single, text
+from checkpoint_models import ensemble, labelled, single, text
 from hydra_ensembles import overlap
 from hydra_ensembles.data import ImageDataset, batches
 from hydra_ensembles.errors import DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
-from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.metadata import Calibration, Metadata
 from hydra_ensembles.pipeline.material import read_data
 from hydra_ensembles.preprocessing import ImagePreprocessing
@@ -181,24 +180,9 @@ def test_a_key_is_of_values_and_their_places() -> None:
 # --- what something was fitted on, known again ------------------------------------------------------------------------
 
 
-def labelled(config: EnsembleConfig, count: int, seed: int, width: int = 5) -> list[Any]:
-    """Samples whose classes differ, in batches; of texts with their masks."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.arange(count) % config.readout.num_classes
-    if config.kind == "text":
-        ids = torch.randint(1, config.stem.vocabulary, (count, 6), generator=generator)
-        mask = torch.cat([torch.ones(count, 6), torch.zeros(count, width - 6)], dim=1).long()
-        ids = torch.cat([ids, torch.full((count, width - 6), 3)], dim=1)
-        parts = zip(ids.split(16), mask.split(16), labels.split(16), strict=True)
-        return [({"input_ids": one, "attention_mask": shown}, to) for one, shown, to in parts]
-    images = torch.randn(count, config.stem.channels, *config.stem.image_size, generator=generator)
-    images = images + labels[:, None, None, None]
-    return list(zip(images.split(16), labels.split(16), strict=True))
-
-
-def measured(one: he.Ensemble, data: list[Any], **sets: Any) -> he.Evaluation:
-    """An evaluation without a word."""
-    with warnings.catch_warnings(action="error"):
+def measured(one: he.Ensemble, data: list[Any], told: str = "", **sets: Any) -> he.Evaluation:
+    """An evaluation that tells this, or nothing."""
+    with pytest.warns(HydraWarning, match=told) if told else warnings.catch_warnings(action="error"):
         return he.evaluate(one, data, progress=False, **sets)
 
 
@@ -218,8 +202,7 @@ def test_what_set_the_thresholds_is_known_again(calibrated: he.Ensemble, tmp_pat
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert found.reused == 1.0
-    with pytest.warns(HydraWarning, match="calibration"):
-        half = he.evaluate(calibrated, [*FIT[:5], *FRESH[:5]], progress=False)
+    half = measured(calibrated, [*FIT[:5], *FRESH[:5]], "calibration")
     assert 0.3 < half.reused < 0.7
     assert measured(calibrated, FRESH).reused == 0.0
     assert measured(PLAIN, FIT).reused is None
@@ -229,13 +212,10 @@ def test_what_set_the_thresholds_is_known_again(calibrated: he.Ensemble, tmp_pat
     with warnings.catch_warnings(action="error"):
         he.atlas(calibrated, FRESH, **few)
         he.atlas(PLAIN, FIT, **few)
-    with pytest.warns(HydraWarning, match="set 'fog'"):
-        he.evaluate(calibrated, FRESH, shift={"fog": FIT}, progress=False)
-    with pytest.warns(HydraWarning, match="160 of 160 samples of set 'fog' are samples of .*nothing is shifted"):
-        he.evaluate(PLAIN, FRESH, shift={"fog": copied(FRESH)}, progress=False)
-    with pytest.warns(HydraWarning, match="calibration"):
-        given = he.evaluate(PLAIN, FIT, calibration=calibrated.metadata.calibration, progress=False)
-    assert given.reused == 1.0
+    measured(calibrated, FRESH, "set 'fog'", shift={"fog": FIT})
+    unshifted = "160 of 160 samples of set 'fog' are samples of .*nothing is shifted"
+    measured(PLAIN, FRESH, unshifted, shift={"fog": copied(FRESH)})
+    assert measured(PLAIN, FIT, "calibration", calibration=calibrated.metadata.calibration).reused == 1.0
     found.save(tmp_path / "found.json")
     again = he.Evaluation.load(tmp_path / "found.json")
     assert again == found
@@ -266,8 +246,7 @@ def test_marks_travel_with_what_was_fitted(calibrated: he.Ensemble, tmp_path: Pa
     assert len(marks) == 160  # all of them
     assert not calibrated.metadata.calibration.logit_marks  # samples say more
     for one in (he.Ensemble.from_pretrained(tmp_path), copy.deepcopy(calibrated), calibrated.optimize()):
-        with pytest.warns(HydraWarning, match="about 100 %"):
-            assert he.evaluate(one, FIT, progress=False).reused == 1.0
+        assert measured(one, FIT, "about 100 %").reused == 1.0
     assert calibrated.metadata.calibration.brief.marks == ()
     changed = he.prune(calibrated, [(0, 0)])
     assert measured(changed, FIT).reused is None
@@ -285,17 +264,20 @@ def test_what_fitted_familiarity_is_known_again() -> None:
     assert "calibration" not in str(caught[0].message)
     assert measured(fitted, FRESH).reused == 0.0
     both = he.calibrate(fitted, FRESH)
-    for data, what in ((FIT, r"(4\d|5\d) % fitted the familiarity"), (FRESH, "100 % fitted the calibration")):
-        with pytest.warns(HydraWarning, match=rf"', about {what}:"):
-            he.evaluate(both, data, progress=False)
+    measured(both, FIT, r"', about (4\d|5\d) % fitted the familiarity:")
+    measured(both, FRESH, "', about 100 % fitted the calibration:")
 
 
 def test_texts_are_known_in_batches_of_other_lengths() -> None:
-    one = ensemble(text(), metadata=Metadata())
-    known = he.calibrate(one, labelled(one.config, 60, seed=1, width=6), familiarity=None)
-    with pytest.warns(HydraWarning, match="about 100 %"):
-        he.evaluate(known, labelled(one.config, 60, seed=1, width=9), progress=False)
-    assert measured(known, labelled(one.config, 60, seed=2, width=6)).reused == 0.0
+    one, mask = ensemble(text(), metadata=Metadata()), torch.ones(16, 5).long()
+    inputs, fresh = (labelled(one.config, 64, seed) for seed in (1, 2))
+    short, other = ([({"input_ids": ids, "attention_mask": mask}, to) for ids, to in data] for data in (inputs, fresh))
+    padding, hidden = torch.full((16, 3), 3), torch.zeros(16, 3).long()
+    longer = {"attention_mask": torch.cat([mask, hidden], 1)}
+    padded = [({"input_ids": torch.cat([ids, padding], 1), **longer}, to) for ids, to in inputs]
+    known = he.calibrate(one, short, familiarity=None)
+    measured(known, padded, "about 100 %")
+    assert measured(known, other).reused == 0.0
 
 
 def test_marks_are_drawn_evenly_and_from_parts_as_from_the_whole() -> None:
@@ -361,8 +343,7 @@ def test_all_of_a_small_set_was_fitted_on() -> None:
     with warnings.catch_warnings(action="error"):
         fresh = he.calibrate(fitted, FRESH, temperature=False)
     assert "that did not fit it" in fresh.metadata.history[-1]
-    with pytest.warns(HydraWarning, match="fitted the familiarity"):
-        found = he.evaluate(fresh, part, progress=False)
+    found = measured(fresh, part, "fitted the familiarity")
     assert found.reused == 1.0
     for one, token in ((found, "about 100 % of the set"), (replace(found, reused=0.004), "less than 1 % of the set")):
         assert any(token in note for note in he.compare([one]).notes)
