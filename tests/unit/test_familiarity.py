@@ -111,7 +111,7 @@ def test_pytorch_ood_agrees(name) -> None:
         finally:
             torch.set_default_dtype(torch.float32)
         scores = ours.unfamiliarity.member_scores[0, member].double()
-        torch.testing.assert_close(scores, theirs.double(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(scores, theirs.double(), rtol=1e-3, atol=1e-6)
 
 
 # --- the life of a model ----------------------------------------------------------------------------------------------
