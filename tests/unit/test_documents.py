@@ -42,11 +42,10 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert not place or place.startswith("hydra_ensembles") or place in anchors(found), f"{target}#{place}"
 
 
-@pytest.mark.parametrize("path", [one for one in CITING if "`results/" in one.read_text()], ids=lambda path: path.name)
-def test_results_that_are_named_are_there(path: Path) -> None:
+def test_results_that_are_named_are_there() -> None:
     """Or the commit is named at which they are."""
-    for name, commit in re.findall(r"`(results/[\w./-]+)`( at [0-9a-f]{7})?", path.read_text()):
-        assert commit or (ROOT / name).exists(), name
+    named = [one for path in CITING for one in re.findall(r"`(results/[\w./-]+)`( at [0-9a-f]{7})?", path.read_text())]
+    assert not [name for name, commit in named if not commit and not (ROOT / name).exists()]
 
 
 def test_every_file_of_results_is_listed_with_what_writes_it() -> None:
@@ -83,21 +82,15 @@ def written_code(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", sorted(TEXTS), ids=lambda path: path.name)
-def test_code_calls_what_there_is(path: Path) -> None:
-    """By names that exist, with keywords that exist; that it runs is tested where it is a whole."""
-    for code in written_code(path.read_text()):
+def test_code_calls_what_there_is_pictures_say_what_they_show_and_pages_are_short(path: Path) -> None:
+    """By names that exist, with keywords that exist; that code runs is tested where it is a whole."""
+    text = path.read_text()
+    for code in written_code(text):
         for called, keywords in calls(code):
             assert set(keywords) <= known_keywords(called, keywords), f"{called.__qualname__}: {keywords}"
-
-
-def test_pages_are_short() -> None:
-    """Two hundred lines, sources of numbers among them; what is longer belongs into the `tables_` of its page."""
-    pages = [path for path in (ROOT / "docs").rglob("*.md") if not path.name.startswith(("tables_", "study_"))]
-    assert not [path.name for path in pages if len(path.read_text().splitlines()) > 200]
-
-
-def test_pictures_say_what_they_show() -> None:
-    assert not [page.name for page in TEXTS if "![](" in page.read_text()]
+    assert "![](" not in text
+    # sources of numbers among them; what is longer belongs into the `tables_` of its page
+    assert path.parent == ROOT or path.name.startswith(("tables_", "study_")) or text.count("\n") <= 200
 
 
 def test_the_figures_of_concepts_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
