@@ -103,7 +103,7 @@ def main() -> None:
     for result in undrawn(RESULTS / "analyses"):
         stale.append(f"the figure of {result['analysis']}-{result['task']}")
         if not check:
-            draw(result, RESULTS / "analyses")
+            draw(result)
     if wrong:
         sys.exit("\n".join(["sentences that the results do not bear out:", *wrong]))
     if check and stale:

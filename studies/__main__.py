@@ -54,7 +54,7 @@ def analyse(
     cifar: Cifar = None,
     studies: Annotated[Path, typer.Option(help="Folder of stored studies, for seeds and towers.")] = RESULTS,
     from_results: Annotated[bool, typer.Option(help="Only make tables and figures again.")] = False,
-    figures: Annotated[Path | None, typer.Option(help="Folder of the figures; default: that of the results.")] = None,
+    figures: Annotated[Path, typer.Option(help="Folder of the figures.")] = registry.FIGURES,
     results: Folder = RESULTS.parent / "analyses",
 ) -> None:
     """Run analyses of the paper (and three of ours) on the models of a study; tables with the paper's numbers.
@@ -82,7 +82,7 @@ def analyse(
             print(f"wrote {registry.store(result, results)}", flush=True)
         print(analysis.table(registry.load(name, task, results)), flush=True)
     for name in analyses:  # last, so that nothing is lost without matplotlib
-        print(f"wrote {registry.draw(registry.load(name, task, results), figures or results)}")
+        print(f"wrote {registry.draw(registry.load(name, task, results), figures)}")
 
 
 @app.command()

@@ -70,8 +70,8 @@ def write_columns(path: Path, columns: Mapping[str, Array]) -> None:
     pq.write_table(
         pa.table(table),
         content,
-        compression="zstd",
-        compression_level=22,
+        compression="brotli",
+        compression_level=11,
         use_dictionary=False,
         use_byte_stream_split=["float16.list.element"],
         write_statistics=False,

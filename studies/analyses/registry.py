@@ -11,13 +11,14 @@ from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.files import read_json, write_json
 
 from ..dual_recipe import ZERO_SHOT
-from ..results import save_figure, versions
+from ..results import ROOT, save_figure, versions
 from ..samples import device_name
 from ..seed import Seed
 from ..task import recipe
 from . import chosen_heads, diversity, noise, pruned, rates, seeds, separation
 from .analysis import Analysis, Result, marked, settings
 
+FIGURES = ROOT / "docs" / "figures" / "analyses"
 FORMAT = "hydra_ensembles.analysis 1"
 DEMO = "demo"  # the embedded model: `noise` of it is stored, by the code of its time
 ANALYSES: Mapping[str, Analysis] = {
@@ -129,7 +130,7 @@ def command(name: str, task: str) -> str:
     return f"`python -m studies analyse {name} --task {task}`"
 
 
-def draw(result: Result, folder: Path) -> Path:
+def draw(result: Result, folder: Path = FIGURES) -> Path:
     """Write the figure of what is stored as SVG, and in it what it was drawn from."""
     name, task = result["analysis"], result["task"]
     return save_figure(ANALYSES[name].figure(result), folder / f"{name}-{task}.svg", digest(result))
@@ -145,11 +146,11 @@ def stored(results: Path) -> list[dict[str, Any]]:
     return [read_json(path) for path in sorted(results.glob("*-*.json"))]
 
 
-def undrawn(results: Path) -> list[dict[str, Any]]:
-    """What is stored and has no figure beside it, or one of other numbers."""
+def undrawn(results: Path, figures: Path = FIGURES) -> list[dict[str, Any]]:
+    """What is stored and has no figure, or one of other numbers."""
 
     def drawn(result: Result) -> bool:
-        path = results / f"{result['analysis']}-{result['task']}.svg"
+        path = figures / f"{result['analysis']}-{result['task']}.svg"
         return path.exists() and digest(result) in path.read_text(encoding="utf-8")
 
     return [result for result in stored(results) if not drawn(result)]
@@ -165,6 +166,6 @@ def blocks(results: Path) -> dict[str, str]:
                 by_name[key] = f"No results yet; {command(name, task)} makes them."
                 continue
             table = analysis.table(load(name, task, results))
-            path = f"results/analyses/{name}-{task}"
-            by_name[key] = f"![{analysis.title}](../{path}.svg)\n\n{table}\n\nFrom `{path}.json`."
+            figure = f"![{analysis.title}](figures/analyses/{name}-{task}.svg)"
+            by_name[key] = f"{figure}\n\n{table}\n\nFrom `results/analyses/{name}-{task}.json`."
     return by_name

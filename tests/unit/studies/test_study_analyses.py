@@ -102,7 +102,7 @@ def test_every_analysis_runs_and_is_stored_and_shown(name: str, seed: Seed, tmp_
     assert "| " in shown
     document = registry.blocks(tmp_path)[f"analysis_{name}_{TASK}"]
     assert shown in document
-    assert f"(../results/analyses/{name}-{TASK}.svg)" in document
+    assert f"(figures/analyses/{name}-{TASK}.svg)" in document
     drawn = ANALYSES[name].figure(again)
     assert any(one.lines for one in drawn.axes)
     pyplot().close(drawn)
@@ -311,15 +311,15 @@ def test_what_does_not_run_is_refused(seed: Seed, tmp_path: Path) -> None:
 
 def test_the_command_makes_tables_and_figures_again_from_results(seed: Seed, tmp_path: Path) -> None:
     registry.store(registry.analysed("shares", [seed]), tmp_path)
-    options = ["--task", TASK, "--results", str(tmp_path), "--from-results"]
-    assert [one["analysis"] for one in registry.undrawn(tmp_path)] == ["shares"]
+    options = ["--task", TASK, "--results", str(tmp_path), "--figures", str(tmp_path), "--from-results"]
+    assert [one["analysis"] for one in registry.undrawn(tmp_path, tmp_path)] == ["shares"]
     made = CliRunner().invoke(app, ["analyse", "shares", *options])
     assert made.exit_code == 0, made.output
     assert "heads removed" in made.output
     assert (tmp_path / f"shares-{TASK}.svg").exists()
-    assert not registry.undrawn(tmp_path)
+    assert not registry.undrawn(tmp_path, tmp_path)
     registry.store({**registry.load("shares", TASK, tmp_path), "seconds": -1.0}, tmp_path)  # no run takes that
-    assert registry.undrawn(tmp_path)  # a figure of other numbers is none
+    assert registry.undrawn(tmp_path, tmp_path)  # a figure of other numbers is none
     wrong = CliRunner().invoke(app, ["analyse", "shares", "--task", "nowhere", "--results", str(tmp_path)])
     assert isinstance(wrong.exception, ConfigError)
 
@@ -368,11 +368,10 @@ STORED = registry.stored(RESULTS / "analyses")
 
 def test_every_stored_analysis_has_the_figure_of_its_numbers() -> None:
     """Where not: `python benchmarks/tables.py` draws it, on a CPU."""
-    place = RESULTS / "analyses"
     assert {one["analysis"] for one in STORED} == set(ANALYSES)
-    assert not [f"{one['analysis']}-{one['task']}" for one in registry.undrawn(place)]
-    assert len(list(place.glob("*.svg"))) == len(STORED)  # and none of what is gone
-    assert not [path.name for path in place.glob("*.svg") if path.stat().st_size > 100_000]
+    assert not [f"{one['analysis']}-{one['task']}" for one in registry.undrawn(RESULTS / "analyses")]
+    assert len(list(registry.FIGURES.glob("*.svg"))) == len(STORED)  # and none of what is gone
+    assert not [path.name for path in registry.FIGURES.glob("*.svg") if path.stat().st_size > 100_000]
 
 
 @pytest.mark.slow
@@ -380,7 +379,7 @@ def test_every_stored_analysis_has_the_figure_of_its_numbers() -> None:
 def test_figures_are_drawn_again_as_they_are(found: dict[str, Any], tmp_path: Path) -> None:
     """By `python -m studies analyse NAME --task TASK --from-results`, where the code that draws was changed."""
     made = registry.draw(found, tmp_path)
-    before, after = (path.read_text() for path in (RESULTS / "analyses" / made.name, made))
+    before, after = (path.read_text() for path in (registry.FIGURES / made.name, made))
     if re.findall("Matplotlib v[0-9.]+", before) != re.findall("Matplotlib v[0-9.]+", after):
         pytest.skip("drawn by another matplotlib")
     assert after == before
