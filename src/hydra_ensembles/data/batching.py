@@ -101,8 +101,9 @@ class BatchLoader:
         order = keyed_order(count, seed, self.epoch).tolist() if self.shuffle else list(range(count))
         positions = [order[start : start + size] for start in range(0, len(self) * size, size)]
         loader: DataLoader[Any] = DataLoader(
-            _Pass(self.dataset, self.preprocess, positions, (seed, self.epoch)),  # type: ignore[arg-type]
+            _Pass(self.dataset, self.preprocess, (seed, self.epoch)),  # type: ignore[arg-type]
             batch_size=None,
+            sampler=positions,
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
             # the seeds of the workers shall not be drawn from the global generator
@@ -117,18 +118,13 @@ batches = BatchLoader
 
 @dataclass(frozen=True)
 class _Pass:
-    """The batches of one pass by number."""
+    """The batches of one pass by the positions of their samples."""
 
     dataset: Items[tuple[Any, Any]]
     preprocess: Preprocess
-    positions: list[list[int]]
     key: tuple[int, int]
 
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def __getitem__(self, number: int) -> CollatedBatch:
-        positions = self.positions[number]
+    def __getitem__(self, positions: list[int]) -> CollatedBatch:
         items, labels = zip(*(self.dataset[position] for position in positions), strict=True)
         # Only the CPU generator is seeded and put back: `torch.manual_seed` would also reset the generators
         # of the GPUs, and with them the dropout of the model that is being trained.

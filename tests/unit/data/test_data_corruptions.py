@@ -33,11 +33,7 @@ def test_published_numbers() -> None:
     assert (tuple(numbers), len(CORRUPTIONS)) == (CORRUPTIONS, 15)
     assert {len(severities) for name in CORRUPTIONS for severities in numbers[name].values()} == {5}
     assert numbers["gaussian_noise"]["imagenet"] == [[0.08], [0.12], [0.18], [0.26], [0.38]]
-    assert numbers["jpeg_compression"]["tinyimagenet"] == [[65], [58], [50], [40], [25]]
-    assert numbers["motion_blur"]["imagenet"] == [[10, 3], [15, 5], [15, 8], [15, 12], [20, 15]]
     assert numbers["snow"]["imagenet"][2] == [0.55, 0.3, 4, 0.9, 12, 8, 0.7]
-    assert numbers["elastic_transform"]["imagenet"][0] == [2, 0.7, 0.1, 244]
-    assert numbers["fog"]["cifar"] == [[0.2, 3], [0.5, 3], [0.75, 2.5], [1, 2], [1.5, 1.75]]
 
 
 @pytest.mark.parametrize("parameters", SIZES)
