@@ -201,36 +201,24 @@ def require_every_id(both: Both, asked: Asked) -> None:
 
     with both.answering():
         allowed = both.allowed(inputs_of(text[None]))
-        kinds = asked.told_apart(ids)
-        if len(kinds) < len(ids):
-            odd_ids = [token for part in kinds.split(_TOKENS) for token in odd(part)] if len(kinds) > 1 else []
-            if odd_ids:
-                raise _own_id_error(both.architecture, odd_ids, odd_ids)
-            return
-        tokens = min(stem.max_tokens, _TOKENS)
-        texts = torch.cat([ids, text.repeat(tokens)[: -len(ids) % tokens]]).reshape(-1, tokens)  # [B, T]
-        for part in texts.split(max(1, _AT_ONCE // tokens)):
-            apart = differ(part)
-            if apart.any():
-                suspects = part[apart][0]  # [T]
-                raise _own_id_error(both.architecture, odd(suspects), suspects.tolist())
-
-
-def _own_id_error(architecture: Architecture, alone: Sequence[int], suspects: Sequence[int]) -> OwnIdError:
-    which = f"the id {alone[0]}" if alone else f"some of the ids {', '.join(map(str, suspects[:8]))}, …"
-    remedy = (
-        "say masked=True in the declaration and give the tokenizer as processor=, or the id as padding_idx of the "
-        "embedding, or let forward take an attention_mask"
-    )
-    if architecture.masks:
-        remedy = (
-            "give the tokenizer as processor=, or the id as padding_idx of the embedding, so that it is known for "
-            "padding, or let attention_mask alone decide"
+        suspects, which = asked.told_apart(ids), ""
+        if len(suspects) == 1:
+            return  # it tells none from others
+        if len(suspects) == len(ids):  # of all, those of the first text that is answered otherwise
+            tokens = min(stem.max_tokens, _TOKENS)
+            texts = torch.cat([ids, text.repeat(tokens)[: -len(ids) % tokens]]).reshape(-1, tokens)  # [B, T]
+            parts = texts.split(max(1, _AT_ONCE // tokens))
+            suspects = next((part[apart][0] for part in parts if (apart := differ(part)).any()), ids[:0])
+            which = f"some of the ids {suspects[:8].tolist()}" if len(suspects) else ""
+        odd_ids = [token for part in suspects.split(_TOKENS) if len(part) for token in odd(part)]
+    which = f"the id {odd_ids[0]}" if odd_ids else which
+    if which:
+        unmasked = "" if both.architecture.masks else "say masked=True in the declaration, and "
+        raise OwnIdError(
+            f"{both.architecture.name}: the answers differ on texts with {which}, which the model does not take for a "
+            f"token as all others, but for padding, as it seems: {unmasked}give the tokenizer as processor=, or the id "
+            "as padding_idx of the embedding, so that it is known for padding, or let an attention_mask alone decide"
         )
-    return OwnIdError(
-        f"{architecture.name}: the answers differ on texts with {which}, which the model does not take for a token as "
-        f"all others, but for padding, as it seems: {remedy}"
-    )
 
 
 # --- padding before texts, and padding that it is not told of -------------------------------------------------------

@@ -338,8 +338,9 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
         crop_corner="floor",
     )
     picture = _picture("L" if len(read.mean) == 1 else "RGB")
-    ours, theirs = read(picture), _tried(processor, picture).get("pixel_values", torch.empty(0))
-    if ours.shape != theirs.shape or _levels_apart(ours, theirs, read) > _LEVELS:
+    ours, theirs = read(picture), _tried(processor, picture).get("pixel_values", torch.empty(0))  # [1, channels, H, W]
+    levels = 255 * torch.tensor(read.std).view(-1, 1, 1)
+    if ours.shape != theirs.shape or ((ours - theirs.to(ours)) * levels).abs().mean() > _LEVELS:
         raise _other_than_said(processor, "makes other pixels of a picture than its settings say", "image")
     return read
 
@@ -350,12 +351,6 @@ def _picture(mode: str) -> Any:
     channels = (rows, columns, (rows + columns**2) / 2)
     pixels = np.stack([255 * channel for channel in channels], axis=-1).astype(np.uint8)
     return require("PIL.Image", extra="data").fromarray(pixels).convert(mode)
-
-
-def _levels_apart(ours: Tensor, theirs: Tensor, read: ImagePreprocessing) -> float:
-    """How far pixels `[1, channels, H, W]` lie apart, on average, of 255 levels."""
-    scale = 255 * torch.tensor(read.std).view(1, -1, 1, 1)
-    return float(((ours - theirs.to(ours)) * scale).abs().mean())
 
 
 def _image_preprocessing(

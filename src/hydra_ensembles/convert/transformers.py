@@ -47,11 +47,6 @@ def read_encoder(config: Any, **settings: Any) -> EncoderConfig:
     """
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise refuse("the model is a decoder (is_decoder or add_cross_attention)")
-    positions = getattr(config, "position_embedding_type", None) or "absolute"
-    if positions != "absolute":
-        raise refuse(f"its position embedding is {positions!r}, not 'absolute'")
-    if getattr(config, "pruned_heads", None):
-        raise refuse(f"heads were pruned by transformers (pruned_heads={config.pruned_heads})")
     width, heads = int(config.hidden_size), int(config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None)
     if not head_dim and width % heads:
@@ -101,17 +96,18 @@ def metadata_of_classifier(model: Any) -> Metadata:
     return Metadata(labels=tuple(map(str, names)))
 
 
-def _answer(model: Any, inputs: NamedTensors, fresh: bool, with_mean: bool = False) -> Tensor:
-    """Logits, or the features of a bare encoder; `with_mean`: a classifier of the family sees the mean patch too."""
-    if fresh:
-        tokens = run(model.base_model, **inputs).last_hidden_state  # [B, T, d]
-        patches = tokens[:, 1 + int(getattr(model.config, "num_register_tokens", 0)) :]
-        return torch.cat([tokens[:, 0], patches.mean(1)], dim=-1) if with_mean else tokens[:, 0]
-    output = run(model, **inputs)
-    if hasattr(output, "logits"):
-        return output.logits
-    pooled = getattr(output, "pooler_output", None)
-    return output.last_hidden_state[:, 0] if pooled is None else pooled
+def _answer(model: Any, inputs: NamedTensors, fresh: bool, pool: Pool = "cls") -> Tensor:
+    """Logits, or the features of a bare encoder; `pool` is what a classifier of the family sees."""
+    output = run(model.base_model if fresh else model, **inputs)
+    answers = () if fresh else (getattr(output, name, None) for name in ("logits", "pooler_output"))
+    for answer in answers:
+        if answer is not None:
+            return cast(Tensor, answer)
+    tokens: Tensor = output.last_hidden_state  # [B, T, d]
+    if pool == "mean":
+        return tokens.mean(1)
+    patches = tokens[:, 1 + int(getattr(model.config, "num_register_tokens", 0)) :]
+    return torch.cat([tokens[:, 0], patches.mean(1)], dim=-1) if pool == "cls_mean" else tokens[:, 0]
 
 
 READOUT: Weights = {
@@ -232,12 +228,6 @@ def _vit_config(
     pool: Pool = "distilled" if teacher is not None else "cls" if class_token else "mean"
     readout = _image_readout(model, num_labels, classifier, pool)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
-
-
-def _mean_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
-    """Logits, or the mean patch of a bare encoder."""
-    output = run(model, **inputs)
-    return output.logits if hasattr(output, "logits") else output.last_hidden_state.mean(1)
 
 
 def _dinov2_config(model: Any, num_labels: int | None, resample: Resample = "bicubic") -> EnsembleConfig:
@@ -425,7 +415,8 @@ _IMAGES = ("ForImageClassification",)
 TEXTS = ("ForSequenceClassification",)
 # A mask token takes part in pre-training only, a pooler only in the features of a bare encoder.
 _UNREAD = ("embeddings.mask_token", "pooler.")
-_WITH_MEAN = partial(_answer, with_mean=True)
+_MEAN = partial(_answer, pool="mean")
+_WITH_MEAN = partial(_answer, pool="cls_mean")
 _ROBERTA = partial(_bert_config, counts_after_padding=True)
 _TEACHER = (*_IMAGES, "ForImageClassificationWithTeacher")
 
@@ -434,7 +425,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *declare("DeiT", "DeiT", partial(_vit_config, distilled=True), _VIT, _TEACHER, _UNREAD),
     declare("ViT-MAE", "ViTMAE", _vit_config, _VIT, (), _UNREAD, "vit_mae", _mae_answer)[1],
     *declare("ViT-MSN", "ViTMSN", _vit_config, _VIT, _IMAGES, _UNREAD, module="vit_msn", inside="vit"),
-    *declare("I-JEPA", "IJepa", partial(_vit_config, class_token=False), _VIT, _IMAGES, _UNREAD, answer=_mean_answer),
+    *declare("I-JEPA", "IJepa", partial(_vit_config, class_token=False), _VIT, _IMAGES, _UNREAD, answer=_MEAN),
     *declare("DINOv2", "Dinov2", _dinov2_config, _DINOV2, _IMAGES, _UNREAD, answer=_WITH_MEAN),
     *declare(
         "DINOv2 with registers",

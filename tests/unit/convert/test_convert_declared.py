@@ -298,10 +298,18 @@ class TwicePaddedText(PaddedText):
         return EncoderText.forward(self, ids, src_key_padding_mask | (ids == self.pad))
 
 
+class TableText(PaddedText):
+    """Looks ids up elsewhere, too: what it asks of them cannot be known."""
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        return EncoderText.forward(self, ids, (torch.arange(3000) == self.pad)[ids])
+
+
 @pytest.mark.parametrize("declaration", [ENCODER_TEXT, None])
 def test_every_id_is_tried_and_the_odd_one_named(declaration: he.Declaration | None) -> None:
-    for kind, pad, told in ((PaddedText, 777, False), (PaddedText, 1234, True), (TwicePaddedText, 777, False)):
-        refused(own(kind, pad=pad, told=told), rf"the id {pad},.*padding_idx", declaration=declaration)
+    for kind, told in ((PaddedText, False), (PaddedText, True), (TableText, False), (TwicePaddedText, False)):
+        refused(own(kind, pad=777, told=told), r"the id 777,.*padding_idx", declaration=declaration)
+    assert he.convert(own(TableText, pad=3000), declaration=declaration).num_classes == 5
     model, ids = own(TwicePaddedText, pad=777, told=True), IDS.masked_fill(~MASK, 777)  # the way that was advised
     near(he.convert(model, declaration=declaration)(ids, attention_mask=MASK)[0], model(ids, ~MASK))
     model, masked = own(PaddedText, pad=777, told=True), but(ENCODER_TEXT, {"masked": True})

@@ -156,7 +156,6 @@ VARIANTS: Rows = [
     # transformers
     (lambda: bert(is_decoder=True), "decoder"),
     (lambda: hf(ELECTRA, TEXT, is_decoder=True, add_cross_attention=True), "decoder"),
-    (lambda: bert(position_embedding_type="relative_key"), "relative_key"),
     (lambda: bert(hidden_act="mish"), "mish"),
     (lambda: hf("DistilBertForSequenceClassification", DISTILBERT, activation="gelu_10"), "gelu_10"),
     (lambda: hf("Dinov2ForImageClassification", VISION, image_size=(16, 64)), "not square"),
@@ -168,7 +167,6 @@ VARIANTS: Rows = [
     (lambda: hf("RobertaForSequenceClassification", TEXT, problem_type="regression"), "regression"),
     (lambda: hf(ELECTRA, TEXT, num_labels=1), "one output"),
     (lambda: hf("Dinov2ForImageClassification", VISION, num_labels=1), "one output"),
-    (lambda: changed(bert(), "config.pruned_heads", {0: [1]}), "pruned_heads"),
     (lambda: changed(bert(), "classifier", nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 5))), "Sequential"),
     (lambda: hf("SiglipVisionModel", SIGLIP_IMAGE, vision_use_head=False), "vision_use_head"),
     (lambda: hf("Siglip2VisionModel", SIGLIP_IMAGE, num_patches=16), "NaFlex"),
