@@ -5,6 +5,7 @@
 are added one by one, and may run side by side.
 """
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +25,7 @@ from .measures import SHIFT, Array, plain_numbers
 from .rows import CIRC_AVG, MC_DROPOUT, SINGLE, rate_of, rows_of
 from .samples import SampleBatches, alone
 from .seed import Heads, NotChosenError, Seed, Setting
-from .seed_folder import CHOICES, slug
+from .seed_folder import CHOICES, RANKED, slug
 from .storing import STUDY, choices_in, facts_of, named, read_if_there, store, store_shift
 from .task import Stage, Task, decisive
 
@@ -217,8 +218,9 @@ def cost(run: Run) -> None:
     """Latency and peak memory of rows, side by side.
 
     Neither depends on weights, so models of the rows' shapes are made for it, by the settings that were chosen here or
-    in what is stored, with a step of every training. Heads of pruned members are chosen anew, and with them the first
-    layer in which members differ: what is shared before it may be more or less than in the rows that are reported.
+    in what is stored, with a step of every training. Heads are those that the first seed of the run ranked: members
+    share the layers before the first in which their heads differ. A run that has none ranks a few samples, and that
+    layer may be another one than in the rows that are reported.
     """
     task = run.task
     batch = task.settings["cost_batch"][task.device.type]
@@ -228,6 +230,8 @@ def cost(run: Run) -> None:
         facts = read_if_there(run.results / task.name / STUDY) or {}
         for name, choice in {**facts.get("choices", {}), **choices_in(run.output / task.name)}.items():
             write_json(seed.study / CHOICES / f"{slug(name)}.json", choice)
+        if (ranked := run.output / task.name / seed.folder.name / RANKED).exists():
+            shutil.copytree(ranked, seed.folder / RANKED)
         inputs = seed.base.prepare(next(iter(SampleBatches(task.half_b, batch)))[0])
         for name in dict.fromkeys((SINGLE, *run.rows)):
             try:

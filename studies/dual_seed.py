@@ -34,7 +34,7 @@ from .captions import (
 )
 from .dual_recipe import DualChoice, DualRecipe
 from .samples import CIRCUIT_MEMORY, ImageSamples, Prepared, SampleBatches, Samples
-from .seed_folder import Model, SeedFolder, derived_seed
+from .seed_folder import RANKED, Model, SeedFolder, derived_seed
 from .sets import SEEN, CircuitImages, DataFolder, PaperSets, SharedSets, at_most, read_yaml
 from .weights import load_dual, untrained_dual
 
@@ -326,7 +326,7 @@ class DualSeed(SeedFolder):
                 budget=budget,
                 method="exact",
                 ties="order",  # as the paper
-                journal=self.folder / "rankings" / f"{name}.journal",
+                journal=self.folder / RANKED / f"{name}.journal",
                 progress=False,
                 class_names=names,
                 towers=TOWERS[towers],
@@ -337,7 +337,7 @@ class DualSeed(SeedFolder):
 
     def has_circuit(self, score: Score, towers: str) -> bool:
         """Whether a circuit is there, and has not to be extracted."""
-        return (self.folder / "rankings" / f"{self._circuit(score, towers)[0]}.json").exists()
+        return (self.folder / RANKED / f"{self._circuit(score, towers)[0]}.json").exists()
 
     def _circuit(self, score: Score, towers: str) -> tuple[str, int]:
         """The name of a circuit, and how many heads it ranks."""

@@ -17,6 +17,7 @@ from hydra_ensembles.files import read_json, write_json
 from .samples import CIRCUIT_MEMORY, alone
 
 REPORT = "report"  # folder of a seed: what its rows say about the test sets
+RANKED = "rankings"  # folder of a seed: which heads go first
 CHOICES = "choices"  # folder of a study or a seed: the settings that held-out data chose for rows
 Made = TypeVar("Made")
 Model = TypeVar("Model", he.Ensemble, he.DualEncoder)
@@ -89,7 +90,7 @@ class SeedFolder(Once):
 
     def ranked(self, name: str, rank: Callable[[], HeadRanking]) -> HeadRanking:
         """A ranking by name; made in full float32."""
-        path = self.folder / "rankings" / f"{name}.json"
+        path = self.folder / RANKED / f"{name}.json"
         self._made(path, lambda: precise_products()(rank)().save(path))
         return HeadRanking.load(path)
 

@@ -196,9 +196,10 @@ def test_settings_that_were_left_out_are_shown_and_a_price_that_was_not_measured
 def test_prices_are_measured_without_the_models_of_the_run(
     study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of their shapes, by the settings that are stored; and stored beside what was reported before."""
-    results = tmp_path / "results"
+    """Of their shapes, by the settings that are stored and the heads that the run ranked; stored beside its reports."""
+    results, ranked = tmp_path / "results", f"{NAME}/seed-0/rankings"
     shutil.copytree(study.folder, results / NAME)
+    shutil.copytree(study.folder.parents[1] / ranked, tmp_path / ranked)
     task = SmallTask(NAME)
     task.settings["cost_batch"] = {"cpu": 2}
     rows = [SINGLE, MC_DROPOUT, "Hydra (Circ)", HYDRA]
@@ -209,10 +210,10 @@ def test_prices_are_measured_without_the_models_of_the_run(
     about = {"device": device_name(task.device), "dtype": "float32", "torch": torch.__version__, "batch": 2}
     assert {key: found.facts["costs"][key] for key in about} == about
     reports = study.facts["runs"]["0"]["report"]
-    for row in (SINGLE, HYDRA):  # of pruned members layers are shared up to the first whose heads differ
+    for row in (SINGLE, HYDRA, "Hydra (Circ)"):  # whose layers are shared up to the first in which heads differ
         assert found.cost(row)["multiply_adds"] == reports[row]["multiply_adds"]
     assert found.facts["runs"] == study.facts["runs"]
-    assert not list(tmp_path.glob(f"{NAME}/seed-*"))
+    assert not list(tmp_path.glob(f"{NAME}/seed-*/models"))
 
 
 def test_the_papers_table_has_both_numbers_and_names_sets_without_fpr95(study: Study) -> None:
