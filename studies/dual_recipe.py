@@ -121,10 +121,10 @@ def load_dual_recipe(
     if name is None:
         raise ConfigError(f"no suite {suite!r}; choose one of {', '.join(SUITES)}")
     changes = {key: value for key, value in {"model": model, "factors": factors}.items() if value}
-    recipe = from_plain(DualRecipe, _read(name) | changes, name)
+    recipe = from_plain(DualRecipe, read_recipe(name) | changes, name)
     return recipe.tiny() if tiny else recipe
 
 
-def _read(name: str) -> dict[str, Any]:
-    plain: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    return plain
+def read_recipe(name: str) -> dict[str, Any]:
+    """A recipe as it is written, which whoever asks may change."""
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))

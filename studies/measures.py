@@ -264,5 +264,4 @@ def _auroc(inside: Ranked, outside: Ranked, id_name: str, ood_name: str) -> Numb
 def _share_below(points: Ranked, values: Ranked) -> Floats:
     """For every point the share of values below it, of equal ones half."""
     (positions, _), (ranks, below_and_upto) = points, values
-    share: Floats = below_and_upto[positions] / (2 * len(ranks))
-    return share
+    return below_and_upto[positions] / (2 * len(ranks))

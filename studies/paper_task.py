@@ -13,8 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 import hydra_ensembles as he
 from hydra_ensembles.data import Columns, Suite, TrainTransform, batches
 from hydra_ensembles.data.dataset import AnyDataset
@@ -22,7 +20,7 @@ from hydra_ensembles.data.suites import SetRef
 from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.training.recipe import Recipe
 
-from .dual_recipe import FOLDER
+from .dual_recipe import read_recipe
 from .paper import paper_numbers
 from .rows import rows_of
 from .samples import Prepared, Samples
@@ -37,7 +35,7 @@ PARTS = {"train": "train", "validation": "val", "": "test"}  # of a set whose su
 
 def recipe(model: str) -> dict[str, Any]:
     """The settings of the paper's tasks with a model of the user's own; what they leave open is as in our studies."""
-    settings: dict[str, Any] = yaml.safe_load((FOLDER / "paper.yaml").read_text(encoding="utf-8"))
+    settings = read_recipe("paper")
     for plain in settings["tasks"].values():
         plain["backbone"] = model
     return {**classifiers_recipe(), **settings}

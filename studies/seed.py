@@ -52,8 +52,7 @@ class Seed(SeedFolder):
         path = self.study / CHOICES / f"{slug(row)}.json"
         if not path.exists():
             raise NotChosenError(f"no setting of {row!r} is chosen yet for {self.task.name}; run its stage `choose`")
-        setting: Setting = read_json(path)["setting"]
-        return setting
+        return read_json(path)["setting"]
 
     def trained(self, name: str, start: Callable[[], he.Ensemble], training: Recipe) -> he.Ensemble:
         """What a recipe makes of a model; `start` gives it."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -54,8 +54,7 @@ class Once:
         """What has this key."""
         if key not in self._once:
             self._once[key] = make()
-        made: Made = self._once[key]
-        return made
+        return self._once[key]
 
 
 class SeedFolder(Once):
@@ -85,8 +84,7 @@ class SeedFolder(Once):
         """A model by name."""
         folder = self.folder / "models" / name
         self._made(folder, lambda: make().save_pretrained(folder))
-        model: Any = he.load(folder, device=self.device).eval()
-        return model
+        return cast(Model, he.load(folder, device=self.device).eval())
 
     def ranked(self, name: str, rank: Callable[[], HeadRanking]) -> HeadRanking:
         """A ranking by name; made in full float32."""

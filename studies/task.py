@@ -10,7 +10,6 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor
 
 import hydra_ensembles as he
@@ -22,20 +21,20 @@ from hydra_ensembles.files import write_atomically
 from hydra_ensembles.schema import from_plain
 from hydra_ensembles.training.recipe import Recipe
 
+from .dual_recipe import read_recipe
 from .samples import Augment, ImageSamples, SampleBatches, Samples, TextSamples
 from .seed_folder import Once
 from .sets import SPLIT_SEED, DataFolder, at_most, foreign_halves, given, halves, suite
 from .weights import SCRATCH, pretrained, small_vit, tokenizer
 
-RECIPE = Path(__file__).parent / "recipes" / "classifiers.yaml"
 BATCH = {"image": 500, "text": 250}
 FEW = 4  # samples that rank heads of models that only have a shape
 Stage = Literal["held_out", "report"]
 
 
 def recipe() -> dict[str, Any]:
-    """The settings of the studies of classifiers, which whoever asks may change."""
-    return cast(dict[str, Any], yaml.safe_load(RECIPE.read_text(encoding="utf-8")))
+    """The settings of the studies of classifiers."""
+    return read_recipe("classifiers")
 
 
 def decisive(settings: Mapping[str, Any], task: str) -> dict[str, Any]:

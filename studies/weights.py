@@ -36,9 +36,7 @@ EXAMPLE = "open_clip:ViT-B-32/laion2b_s34b_b79k"
 
 def pretrained(root: Path, name: Backbone, input_size: int, classes: tuple[str, ...]) -> Ensemble:
     """A pretrained model with a classifier that still has to be drawn; see `fresh_classifier`."""
-    model = dinov2(root, input_size) if name == "dinov2_vits14" else minilm(root)
-    ensemble: Ensemble = convert(model, num_labels=len(classes), labels=classes)
-    return ensemble
+    return _fresh(dinov2(root, input_size) if name == "dinov2_vits14" else minilm(root), classes)
 
 
 def dinov2(root: Path, size: int) -> Any:
@@ -56,8 +54,7 @@ def small_vit(size: int, classes: tuple[str, ...]) -> Ensemble:
     model = timm.models.vision_transformer.VisionTransformer(
         img_size=size, patch_size=8, embed_dim=144, depth=6, num_heads=6, num_classes=len(classes), drop_path_rate=0.1
     )
-    ensemble: Ensemble = convert(model, labels=classes)
-    return ensemble
+    return convert(model, labels=classes)
 
 
 def redrawn(start: Ensemble, seed: int) -> Ensemble:
@@ -143,8 +140,7 @@ def own_backbone(source: str, classes: tuple[str, ...], text: bool) -> Ensemble:
         weights = torchvision.models.get_model_weights(source.removeprefix(TORCHVISION)).DEFAULT
         model = torchvision.models.get_model(source.removeprefix(TORCHVISION), weights=weights)
         model.heads.head = torch.nn.Linear(model.hidden_dim, len(classes))
-        ensemble: Ensemble = convert(model.eval(), labels=classes, processor=weights.transforms())
-        return ensemble
+        return convert(model.eval(), labels=classes, processor=weights.transforms())
     folder = Path(source)
     try:
         path = folder / "config.json" if folder.is_dir() else Path(hf_hub_download(source, "config.json"))
@@ -168,8 +164,7 @@ def own_backbone(source: str, classes: tuple[str, ...], text: bool) -> Ensemble:
 
 
 def _fresh(model: Any, classes: tuple[str, ...], processor: Any = None) -> Ensemble:
-    ensemble: Ensemble = convert(model.eval(), num_labels=len(classes), labels=classes, processor=processor)
-    return ensemble
+    return convert(model.eval(), num_labels=len(classes), labels=classes, processor=processor)
 
 
 def load_dual(source: str) -> DualEncoder:

@@ -4,13 +4,9 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, cast
-
-import numpy as np
-import yaml
+from typing import Any
 
 import hydra_ensembles as he
 from hydra_ensembles import Recipe
@@ -24,7 +20,6 @@ from ..samples import SampleBatches, Samples
 from ..seed import Seed
 from ..task import Drawn, Task
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "analyses.yaml"
 CLASSIFICATION = {"accuracy": "Acc ↑", "brier": "Brier ↓", "nll": "NLL ↓", "ece": "ECE ↓", "aece": "aECE ↓"}
 DETECTION = {"auroc": "AUROC ↑", "fpr95": "FPR95 ↓", "aupr": "AUPR ↑"}
 ALL = {f"all.{key}": head for key, head in DETECTION.items()}
@@ -47,12 +42,6 @@ class Analysis:
     figure: Callable[[Result], Any]
     kinds: Sequence[str] = ("image", "text")  # of tasks that it runs on
     read: Callable[[Path, str], dict[str, Any]] | None = None  # from the folder of stored studies, and a task
-
-
-@cache
-def settings() -> dict[str, Any]:
-    """The settings of the analyses."""
-    return cast(dict[str, Any], yaml.safe_load(RECIPE.read_text(encoding="utf-8")))
 
 
 def asked(task: Task, name: str) -> Any:
@@ -193,13 +182,3 @@ def about(result: Result) -> str:
     several = "Mean ± standard deviation over seeds" if len(result["seeds"]) > 1 else "Seed"
     seconds = f", {result['seconds']:.0f} s" if result["seconds"] else ""
     return f"{several} {seeds}; {result['device']}{seconds}.{trial}"
-
-
-def paper_task(result: Result) -> str:
-    """The task of the paper that the task of an analysis stands for."""
-    return str(result["stands_for"])
-
-
-def rounded(values: Any, digits: int) -> Any:
-    """Numbers in lists, short enough for a file."""
-    return np.round(np.asarray(values, dtype=np.float64), digits).tolist()

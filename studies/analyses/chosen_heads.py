@@ -16,7 +16,7 @@ from ..results import markdown
 from ..samples import SampleBatches
 from ..seed import Seed
 from ..sets import given
-from .analysis import Analysis, Result, about, asked, by_seed, cell, heads_of, paper, paper_task
+from .analysis import Analysis, Result, about, asked, by_seed, cell, heads_of, paper
 from .drawing import DARK, DASHES, OURS, Panel, fields, legend, rows_figure
 
 CIRCUIT, TAYLOR, GLOBAL = "CircAvg", "Taylor", "Taylor, all layers at once"
@@ -68,7 +68,7 @@ def overlap_table(result: Result) -> str:
     lines = []
     for pair in by_seed(result, "pairs")[0]:
         cells = [cell(by_seed(result, "pairs", pair, column), column, _shown) for column in ("overlap", "divergence")]
-        printed = theirs.get(pair, {}) if paper_task(result) == "ImageNet-1K" else {}
+        printed = theirs.get(pair, {}) if result["stands_for"] == "ImageNet-1K" else {}
         lines.append([pair, *cells, printed.get("overlap", ""), printed.get("divergence", "")])
     random = [cell(by_seed(result, "chance", column), column, _shown) for column in ("overlap", "divergence")]
     lines.append(["*CircAvg, random heads*", *random, "", ""])
@@ -84,7 +84,7 @@ def overlap_figure(result: Result) -> Any:
     panels = []
     for column, title, scale in (("overlap", "heads in common %", 100), ("divergence", "Jensen–Shannon divergence", 1)):
         ours = {row: [scale * value for value in by_seed(result, "pairs", row, column)] for row in rows}
-        printed = [row for row in rows if column in theirs.get(row, {}) and paper_task(result) == "ImageNet-1K"]
+        printed = [row for row in rows if column in theirs.get(row, {}) and result["stands_for"] == "ImageNet-1K"]
         random = scale * mean(by_seed(result, "chance", column))
         panels.append(Panel(title, ours, {row: float(theirs[row][column]) for row in printed}, random))
     names = {row: row.replace(GLOBAL, "global Taylor") for row in rows}

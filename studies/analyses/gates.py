@@ -42,8 +42,7 @@ def gated_logits(model: he.Ensemble, gates: Tensor, inputs: Any) -> Tensor:
         name: model.get_parameter(name).detach() * gates[layer, :, None, None]  # [H, d_k, d]
         for layer, name in enumerate(names)
     }
-    logits: Tensor = functional_call(model, weights, (inputs,))[0]  # [1, B, C] -> [B, C]
-    return logits
+    return functional_call(model, weights, (inputs,))[0]  # [1, B, C] -> [B, C]
 
 
 def measure(model: he.Ensemble, gates: Tensor, batches: Iterable[Batch]) -> dict[str, float]:

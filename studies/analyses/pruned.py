@@ -13,7 +13,7 @@ from hydra_ensembles.heads.members import Score, random_members
 from ..results import markdown
 from ..seed import Seed
 from . import analysis
-from .analysis import ALL, DETECTION, NEAR_AND_FAR, Analysis, Result, by_seed, cell, measured, paper_task, rows_table
+from .analysis import ALL, DETECTION, NEAR_AND_FAR, Analysis, Result, by_seed, cell, measured, rows_table
 from .drawing import COLOURS, Panel, fields, legend, panel, printed, rows_figure, stored
 
 CHOOSERS = {"Taylor": "s", "CircAvg": "o", "random": "^"}  # and their marks
@@ -46,7 +46,7 @@ def run_untrained(seed: Seed) -> dict[str, Any]:
 
 def untrained_table(result: Result) -> str:
     """Tables 4 and 6 as one: the paper's rows of either stand below ours."""
-    task = paper_task(result)
+    task = result["stands_for"]
     note = f"Without {by_seed(result, 'prune')[0]} heads and without any training after."
     circuits = {
         seed: {"rows": {name: facts["rows"][name] for name in ("CircOOD", "CircAcc")}}
@@ -60,7 +60,7 @@ def untrained_table(result: Result) -> str:
 
 def untrained_figure(result: Result) -> Any:
     """Accuracy and AUROC of every choice; what the paper has in Table 6 alone is taken from there."""
-    task = paper_task(result)
+    task = result["stands_for"]
     rows = list(by_seed(result, "rows")[0])
     columns = {"accuracy": "accuracy %", **{f"{group}.auroc": f"AUROC %, {group} OOD" for group in GROUPS}}
     panels = [

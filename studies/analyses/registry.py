@@ -10,13 +10,13 @@ from typing import Any
 from hydra_ensembles.errors import ConfigError, DataError
 from hydra_ensembles.files import read_json, write_json
 
-from ..dual_recipe import ZERO_SHOT
+from ..dual_recipe import ZERO_SHOT, read_recipe
 from ..results import ROOT, save_figure, versions
 from ..samples import device_name
 from ..seed import Seed
 from ..task import recipe
 from . import chosen_heads, diversity, noise, pruned, rates, seeds, separation
-from .analysis import Analysis, Result, marked, settings
+from .analysis import Analysis, Result, marked
 
 FIGURES = ROOT / "docs" / "figures" / "analyses"
 FORMAT = "hydra_ensembles.analysis 1"
@@ -49,7 +49,7 @@ def chosen(names: str) -> dict[str, Analysis]:
 
 def with_analyses() -> dict[str, Any]:
     """The settings of the studies of classifiers, with those of the analyses among them."""
-    return {**recipe(), "analyses": settings()}
+    return {**recipe(), "analyses": read_recipe("analyses")}
 
 
 def analysed(name: str, seeds: Sequence[Seed]) -> dict[str, Any]:
@@ -121,8 +121,7 @@ def load(name: str, task: str, results: Path) -> dict[str, Any]:
     path = results / f"{name}-{task}.json"
     if not path.exists():
         raise DataError(f"{path} does not exist; {command(name, task)} makes it")
-    result: dict[str, Any] = read_json(path)
-    return result
+    return read_json(path)
 
 
 def command(name: str, task: str) -> str:

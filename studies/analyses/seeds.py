@@ -8,7 +8,7 @@ from ..paper import zero_shot_numbers
 from ..results import fixed, markdown
 from ..rows import DEEP, HYDRA, HYDRA_CIRC, SINGLE
 from ..stored import DualStudy, Study
-from .analysis import ALL, CLASSIFICATION, Analysis, Result, about, by_seed, cell, paper_task, printed, rows_table
+from .analysis import ALL, CLASSIFICATION, Analysis, Result, about, by_seed, cell, printed, rows_table
 from .drawing import Panel, gains, panel, rows_figure, stored
 
 ROWS = (SINGLE, DEEP, HYDRA_CIRC, HYDRA)
@@ -36,12 +36,12 @@ def seeds_table(result: Result) -> str:
     """Table 12."""
     columns = {**CLASSIFICATION, **{key: f"all {head}" for key, head in ALL.items()}}
     note = "The paper: eight seeds, of Hydra (Circ) alone."
-    return rows_table(result, columns, "12", paper_task(result), note=note)
+    return rows_table(result, columns, "12", result["stands_for"], note=note)
 
 
 def seeds_figure(result: Result) -> Any:
     """Every seed, the mean, and the paper's mean."""
-    task = paper_task(result)
+    task = result["stands_for"]
     rows = dict.fromkeys(row for of_seed in by_seed(result, "rows") for row in of_seed)
     columns = {"accuracy": "accuracy %", "ece": "ECE ↓", "all.auroc": "OOD AUROC %", "all.fpr95": "OOD FPR95 % ↓"}
     panels = [panel(result, key, title, list(rows), "12", task) for key, title in columns.items()]

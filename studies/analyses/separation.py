@@ -12,7 +12,7 @@ from hydra_ensembles.heads import Head, centroid_distance, head_vectors
 
 from ..results import markdown
 from ..seed import Seed
-from .analysis import Analysis, Result, about, asked, by_seed, cell, drawn_batches, heads_of, paper, rounded
+from .analysis import Analysis, Result, about, asked, by_seed, cell, drawn_batches, heads_of, paper
 from .drawing import OURS, THEIRS, cloud, fields, legend
 
 KINDS = {"circuit": "CircOOD", "dense": "whole model", "kept": "whole model, heads of CircOOD"}
@@ -64,9 +64,9 @@ def head_points(model: he.Ensemble, sides: tuple[Any, Any], heads: Iterable[Head
     for head in chosen:
         joined = torch.cat([inside[head], outside[head]])
         placed = (joined - joined.mean(0)) @ principal(joined)  # [N, 2]
-        id_points, ood_points = placed.split([len(inside[head]), len(outside[head])])
         apart = centroid_distance(inside[head], outside[head])
-        coordinates = {"inside": rounded(id_points[:count], 3), "outside": rounded(ood_points[:count], 3)}
+        parts = zip(("inside", "outside"), placed.double().split([len(inside[head]), len(outside[head])]), strict=True)
+        coordinates = {side: points[:count].round(decimals=3).tolist() for side, points in parts}
         points.append({"head": str(head), "mahalanobis": apart.mahalanobis, **coordinates})
     return points
 

@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import derive_seed, evaluation_mode, torch_seeded
-from ..arguments import Positive, Whole
+from ..arguments import Positive
 from ..batches import Batches, Inputs, read_labels
 from ..errors import ConfigError, DataError
 from ..model.config import output_width
@@ -247,10 +246,7 @@ def tune_text(
     validation: Batches | None = None,
     train_image_projection: bool = False,
     projection_rate: Positive = 1.0,
-    output: str | Path | None = None,
-    device: torch.device | str | None = None,
-    progress: bool = True,
-    checkpoint_every: Whole = 500,
+    **run: Unpack[TrainOptions],
 ) -> DualEncoder:
     """Train a copy of a dual encoder with one member so that its texts meet its images; the input is untouched.
 
@@ -273,11 +269,7 @@ def tune_text(
         validation: Held-out batches of the same kind.
         train_image_projection: Whether the image projection learns, too; for one that is new.
         projection_rate: Learning rate of image projection and logit scale, over that of the recipe.
-        output: Folder for checkpoints and the journal of evaluations.
-        device: Where to train; None stays on the encoder's device. The result is where its input was.
-        progress: Whether to show a progress bar.
-        checkpoint_every: Updates between checkpoints. The ends of epochs and evaluations are saved too, and one
-            process saves after 20 seconds and then about every minute.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
 
     Raises:
         ConfigError: More than one member, or a recipe that does not fit.
@@ -301,7 +293,6 @@ def tune_text(
     if train_image_projection and dual.projections.image is None:
         raise ConfigError("train_image_projection is true, but this dual encoder has no image projection to train")
     identity = {"image_projection": train_image_projection, "projection_rate": projection_rate, "task": "text tuning"}
-    run: TrainOptions = {"output": output, "progress": progress, "device": device, "checkpoint_every": checkpoint_every}
     job = Job(recipe, train, validation, subfolder="", identity=identity, **run)
     recipe.check(dual.text, train, validation)
     learner = partial(TextLearner, dual, recipe, train_image_projection, projection_rate)

@@ -335,7 +335,7 @@ def test_the_papers_numbers_belong_to_rows_that_there_are() -> None:
 
 def test_trainings_have_the_rates_that_half_b_chose() -> None:
     """A rate that nobody validated wrecks members without a word: those of the stored studies, or none."""
-    known = analysis.settings()
+    known = registry.with_analyses()["analyses"]
     for name, rate in known["training"]["rates"].items():
         stored = RESULTS / "studies" / name / "study.json"
         if stored.exists():
