@@ -107,4 +107,5 @@ VISION_CASES: list[ArchitectureCase] = [
 VISION_VARIANTS: list[ArchitectureCase] = [  # of kinds that are among the cases
     _timm_case("prefix-pooled", "vit_base_patch16_224", global_pool="avg", reg_tokens=2, pool_include_prefix=True),
     _timm_case("eva02-packed", "eva02_tiny_patch14_224"),
+    _timm_case("eva02-no-positions", "eva02_base_patch14_224", use_abs_pos_emb=False, use_rot_pos_emb=False),
 ]

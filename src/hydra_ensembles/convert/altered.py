@@ -105,7 +105,8 @@ def require_known_parts(model: nn.Module) -> None:
         agreement = "the model and model.config in agreement: change the one of them that is not as it is meant"
         _require_alike(model, built, "by its configuration", agreement)
         return
-    for name, module in model.named_modules():
+    weighty = [(top, part) for top, part in model.named_children() if any(True for _ in part.parameters())]
+    for name, module in (pair for top, part in weighty for pair in part.named_modules(prefix=top)):  # no loss put there
         kind = qualified_name(module)
         if not kind.startswith(_LIBRARIES):
             raise refuse(f"{name} is a {kind}, and what that computes is not known", _remedy(kind))

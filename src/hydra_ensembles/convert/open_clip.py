@@ -104,21 +104,20 @@ def _image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 _TRUNKS = (timm.VISION_TRANSFORMER, timm.EVA)
 
 
-def _trunk_variant(model: Any) -> Weights:
-    architecture = next((entry for entry in _TRUNKS if qualified_name(model.trunk) in entry.classes), _TRUNKS[0])
-    return below("trunk.", architecture.variant(model.trunk))
+def _trunk(model: Any) -> Architecture:
+    """The declaration of the timm model inside."""
+    architecture = next((entry for entry in _TRUNKS if qualified_name(model.trunk) in entry.classes), None)
+    if architecture is None:
+        raise refuse(f"its trunk is a {qualified_name(model.trunk)}")
+    return architecture
 
 
 def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """A tower of open_clip's adapter: a timm model and perhaps a linear projection, its own or timm's."""
-    trunk = model.trunk
+    config = _trunk(model).config(model.trunk, None)
     head = dict(model.head.named_children())
-    architecture = next((entry for entry in _TRUNKS if qualified_name(trunk) in entry.classes), None)
-    if architecture is None:
-        raise refuse(f"its trunk is a {qualified_name(trunk)}")
     if head.keys() - {"drop", "proj"}:
         raise refuse(f"its head is made of {sorted(head)}; linear and no projection are supported")
-    config = architecture.config(trunk, None)
     if "proj" not in head:
         classes = number_of_classes(config.readout.num_classes, num_labels)
         return replace(config, readout=replace(config.readout, num_classes=classes))
@@ -222,7 +221,7 @@ _IMAGES_FROM_TIMM = Architecture(
     config=_timm_config,
     weights={**below("trunk.", timm.VISION_TRANSFORMER.weights), "readout.classifier": ("head.proj", "trunk.head")},
     metadata=_image_metadata,
-    variant=_trunk_variant,
+    variant=lambda model: below("trunk.", _trunk(model).variant(model.trunk)),  # type: ignore[arg-type]
     projects=True,
 )
 _TEXTS = Architecture(

@@ -98,8 +98,6 @@ def _config(model: Any, num_labels: int | None, distilled: bool = False) -> Ense
 
 def _stem(model: Any, distilled: bool) -> PatchStemConfig:
     patch = model.patch_embed
-    if model.pos_embed is None and getattr(model, "rope", None) is None:
-        raise refuse("the model has no position embedding")
     if type(patch).__name__ != "PatchEmbed" or not is_identity(patch.norm):
         raise refuse(f"patches are embedded by {type(patch).__name__} with {type(patch.norm).__name__}")
     if not is_identity(model.patch_drop):

@@ -35,6 +35,18 @@ def refused(model: Any, token: str, **given: Any) -> None:
         he.convert(model, **given)
 
 
+def around(
+    kind: type[Any], before: Callable[..., Any] = lambda model, x: x, after: Callable[[Tensor], Tensor] = lambda x: x
+) -> type[Any]:
+    """Such a model that does something to its input first, or to its answers."""
+
+    class Around(kind):
+        def forward(self, x: Tensor) -> Tensor:
+            return after(super().forward(before(self, x)))
+
+    return Around
+
+
 def look_for_no_remedy(patch: pytest.MonkeyPatch) -> None:
     """Let a declaration be refused without a look at all the settings that might help."""
     patch.setattr(guess, "_changes", lambda *given: ())

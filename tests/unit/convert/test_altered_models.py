@@ -98,7 +98,7 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("timm", lambda model: model.norm.register_forward_hook(lambda *given: given[2] * 2), "forward hook"),
     ("timm", put("pool_include_prefix", True, ("global_pool", "avg")), None),
     ("timm", put("no_embed_class", True), "stem.position"),
-    ("timm", put("extra", nn.Tanh()), None),
+    ("timm", put("extra", Quiet()), None),
     ("timm", put("head", BEHIND_DROPOUT), None),
     ("timm", put("head", nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5))), "not an nn.Linear"),
     ("timm-siglip", put("attn_pool.norm.eps", 0.1), "eps"),

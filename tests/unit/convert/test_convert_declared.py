@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import IDS, IMAGES, look_for_no_remedy, near, refused
+from convert_cases import IDS, IMAGES, around, look_for_no_remedy, near, refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -222,17 +222,13 @@ def test_what_cannot_be_found_is_refused(change: Callable[[Any], Any]) -> None:
     refused(model, "not a supported architecture")
 
 
-class OtherViT(EncoderViT):
-    """The same modules, used in another way."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images.flip(-1))
+OTHER = around(EncoderViT, lambda model, images: images.flip(-1))  # the same modules, used in another way
 
 
 def test_what_answers_otherwise_than_its_modules_say_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     look_for_no_remedy(monkeypatch)
-    refused(own(OtherViT), "OtherViT is not a supported.*answers differ.*'encoder': 'encoder'")
-    refused(own(OtherViT), "differ", declaration=ENCODER_VIT)
+    refused(own(OTHER), "Around is not a supported.*answers differ.*'encoder': 'encoder'")
+    refused(own(OTHER), "differ", declaration=ENCODER_VIT)
 
 
 @pytest.mark.parametrize("precise", [False, True])

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from convert_cases import around
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -108,17 +109,14 @@ def test_rates_are_read_off_modules_by_what_these_are_given(kind: Any, declarati
     assert all(one.training for one in model.modules()) == model.training
 
 
-class FunctionViT(EncoderViT):
-    """Drops by a function, which nobody sees."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(F.dropout(images, 0.1, self.training))
+# It drops by a function, which nobody sees.
+FUNCTION = around(EncoderViT, lambda model, images: F.dropout(images, 0.1, model.training))
 
 
 @pytest.mark.parametrize(
     ("model", "declaration"),
     [
-        (lambda: own(FunctionViT), ENCODER_VIT),
+        (lambda: own(FUNCTION), ENCODER_VIT),
         (lambda: own(ByHandViT, rates=(0.25, 0.1)), OWN_VIT),
     ],
 )

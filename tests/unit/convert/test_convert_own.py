@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import IDS, IMAGES, look_for_no_remedy, near, refused
+from convert_cases import IDS, IMAGES, around, look_for_no_remedy, near, refused
 from torch import Tensor, nn
 
 import hydra_ensembles as he
@@ -53,15 +53,11 @@ class NormedText(EncoderText):
         return self.classify(self.encoder(x, src_key_padding_mask=src_key_padding_mask)[0])
 
 
-class RandomViT(OwnViT):
-    """Forgets to ask whether it trains."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(nn.functional.dropout(images, 0.1))
+RANDOM = around(OwnViT, lambda model, images: nn.functional.dropout(images, 0.1))  # it forgets to ask whether it trains
 
 
 @pytest.mark.parametrize(
-    ("kind", "declaration"), [(ReshapedViT, ENCODER_VIT), (NormedText, ENCODER_TEXT), (RandomViT, OWN_VIT)]
+    ("kind", "declaration"), [(ReshapedViT, ENCODER_VIT), (NormedText, ENCODER_TEXT), (RANDOM, OWN_VIT)]
 )
 def test_a_model_that_answers_samples_by_their_neighbours_or_at_random_is_refused_as_such(
     kind: Any, declaration: he.Declaration, monkeypatch: pytest.MonkeyPatch
@@ -78,13 +74,8 @@ def test_samples_may_be_said_to_be_answered_alone() -> None:
     near(he.convert(model, declaration=alone)(IMAGES)[0], one_by_one(model, {"pixel_values": IMAGES}))
 
 
-class SqueezedViT(OwnViT):
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images).squeeze()
-
-
 def test_answers_without_an_axis_of_samples_are_said() -> None:
-    refused(own(SqueezedViT), r"a tensor \[5\], where \[1, classes\]", declaration=OWN_VIT)
+    refused(own(around(OwnViT, after=Tensor.squeeze)), r"a tensor \[5\], where \[1, classes\]", declaration=OWN_VIT)
 
 
 # --- what is asked of ids ------------------------------------------------------------------------------------
@@ -174,41 +165,24 @@ def test_a_large_vocabulary_costs_no_more_than_a_small_one(
 # --- numbers that a model looks at -------------------------------------------------------------------------------
 
 
-class BytesViT(OwnViT):
-    """Scales images itself where they seem to be bytes, without Python's knowing."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(torch.where(images.amax((1, 2, 3), keepdim=True) > 100, images / 255, images))
-
-
-class EarlyExit(OwnViT):
-    """Answers otherwise where it is very sure."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        answers = super().forward(images)
-        return answers.sign() if answers.abs().max() > 1e3 else answers
-
-
-class CheckedSize(OwnViT):
-    """Looks at shapes, and at numbers of its own, which are the same for all inputs."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        if images.shape[-1] % 4 or float(self.out.weight[0, 0]) > 1e9:
-            raise ValueError
-        return super().forward(images)
+# It scales images itself where they seem to be bytes, without Python's knowing.
+BYTES = around(OwnViT, lambda model, x: torch.where(x.amax((1, 2, 3), keepdim=True) > 100, x / 255, x))
+EARLY_EXIT = around(OwnViT, after=lambda answers: answers.sign() if answers.abs().max() > 1e3 else answers)
+# It looks at shapes, and at numbers of its own, which are the same for all inputs.
+CHECKED = around(OwnViT, lambda model, x: x if x.shape[-1] % 4 == 0 and float(model.out.weight[0, 0]) < 1e9 else 1 / 0)
 
 
 def test_images_of_another_range_are_compared_too() -> None:
     assert _agrees(OWN_VIT, [own(OwnViT)], None)
-    assert not _agrees(OWN_VIT, [own(BytesViT)], None)  # convert would look for a setting that helps
+    assert not _agrees(OWN_VIT, [own(BYTES)], None)  # convert would look for a setting that helps
 
 
 def test_a_model_that_looks_at_numbers_is_warned_of_with_the_line() -> None:
     with pytest.warns(he.HydraWarning, match=r"test_convert_own.py:\d+"):
-        he.convert(own(EarlyExit), declaration=OWN_VIT)
+        he.convert(own(EARLY_EXIT), declaration=OWN_VIT)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "reads numbers")
-        he.convert(own(CheckedSize), declaration=OWN_VIT)
+        he.convert(own(CHECKED), declaration=OWN_VIT)
         he.convert(own(EncoderText), declaration=ENCODER_TEXT)  # torch's own encoder looks at masks
 
 

@@ -143,7 +143,6 @@ VARIANTS: Rows = [
     (lambda: timm_model(EVA02, scale_attn_inner=True), r"no canonical place.*attn\.norm"),
     (lambda: timm_model(EVA02, use_post_norm=True), "EvaBlockPostNorm"),
     (lambda: timm_model(EVA02, rope_rotate_half=True), "in different ways"),
-    (lambda: timm_model(EVA02, use_abs_pos_emb=False, use_rot_pos_emb=False), "no position embedding"),
     (lambda: timm_model(EVA_DINOV3, rope_grid_offset=0.5), "RotaryEmbeddingDinoV3"),
     (lambda: timm_model(EVA_DINOV3, attn_only_layer_scale=True), "no tensor.*mlp.scale"),
     (
