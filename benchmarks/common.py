@@ -1,5 +1,6 @@
 """What the benchmarks share: the folder they lie in, and a second checkout to compare with."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -26,8 +27,9 @@ def by_turns(script: str, other: Path, arguments: Sequence[str], turns: int, key
 
     A turn is a process, called with the arguments but for `--against`; every time another checkout goes first.
     """
-    at = arguments.index("--against")
-    command = [sys.executable, script, *arguments[:at], *arguments[at + 2 :], "--output"]
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--against")
+    command = [sys.executable, script, *parser.parse_known_args(arguments)[1], "--output"]
     stored: list[list[list[Any]]] = [[], []]
     with TemporaryDirectory() as folder:
         for turn in range(turns):

@@ -143,7 +143,8 @@ class PaperTask(Task):
         change = TrainTransform.matching(self.preprocessing, rand_augment=training.rand_augment)
         workers = os.cpu_count() or 0 if self.device.type == "cuda" else 0
         images = cast(Prepared, self.train).dataset
-        return batches(images, change, training.batch_size or 128, shuffle=True, num_workers=workers, drop_last=True)
+        size = min(training.batch_size or 128, len(images))
+        return batches(images, change, size, shuffle=True, num_workers=workers, drop_last=True)
 
     @cached_property
     def _inside(self) -> dict[str, Samples]:

@@ -177,6 +177,7 @@ def test_images_are_cut_as_the_paper_does(vit: Path, tmp_path: Path) -> None:
         lessons = task.lessons(replace(task.recovery(learning_rate=0.1), rand_augment=changed))
         assert (len(lessons), lessons.preprocess.rand_augment) == (3, changed)
         assert next(iter(lessons))[0].shape == (8, 3, 16, 16)
+    assert len(task.lessons(replace(task.recovery(learning_rate=0.1), batch_size=512))) == 1  # of a trial
 
 
 def test_models_of_ones_own(vit: Path, bert: Path, tmp_path: Path) -> None:
