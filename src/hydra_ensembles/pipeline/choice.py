@@ -10,7 +10,7 @@ from ..errors import CheckpointError
 from ..files import read_sealed, write_sealed
 from ..model.ensemble import Ensemble
 from ..report.columns import Column
-from ..report.figures import Front, draw_fronts
+from ..report.figures import draw_fronts
 from ..report.table import Cell, Comparison, tabulated
 from ..schema import from_plain, to_plain
 from .settings import HydraConfig
@@ -105,10 +105,11 @@ class SearchResult:
 
     def figure(self) -> str:
         """Price against NLL and against the mean of the OOD AUROCs, with both fronts, as an SVG file."""
-        titles = {"nll": "NLL", "auroc": "mean OOD AUROC (%)"}
-        values = {key: {name: abs(value) for name, value in by_name.items()} for key, by_name in self._values().items()}
-        values["auroc"] = {name: 100 * value for name, value in values["auroc"].items()}
-        fronts = [Front(titles[key], values[key], names) for key, names in self.front.items()]
+        shown = {"nll": ("NLL", 1), "auroc": ("mean OOD AUROC (%)", -100)}
+        fronts = {
+            title: ({name: factor * value for name, value in self._values()[key].items()}, self.front[key])
+            for key, (title, factor) in shown.items()
+        }
         prices = {row.name: row.price for row in self.rows if row.numbers}
         return draw_fronts(prices, fronts, chosen=self.choice, given=YOURS, limit=self.cost)
 

@@ -200,23 +200,21 @@ def _listed(names: Sequence[str]) -> str:
 
 def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
     """Which methods are calibrated, where others are not."""
-    kinds: dict[str, list[str]] = {"Calibrated": [], "not": [], "in part": []}
-    for name, runs in methods.items():
-        calibrated = {_is_calibrated(run) for run in runs}
-        kinds["in part" if len(calibrated) > 1 else "Calibrated" if calibrated == {True} else "not"].append(name)
-    text = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
-    if kinds["in part"] or (kinds["Calibrated"] and kinds["not"]):
-        return f"{text}. Brier, NLL, ECE and aECE compare among the calibrated, or among the others."
-    return ""
+    found = {name: {_is_calibrated(run) for run in runs} for name, runs in methods.items()}
+    if len(set().union(*found.values())) == 1:
+        return ""
+    kinds = {"Calibrated": {True}, "not": {False}, "in part": {True, False}}
+    listed = {kind: ", ".join(name for name in found if found[name] == which) for kind, which in kinds.items()}
+    text = "; ".join(f"{kind}: {names}" for kind, names in listed.items() if names)
+    return f"{text}. Brier, NLL, ECE and aECE compare among the calibrated, or among the others."
 
 
 def _reuse_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
     """Which methods were measured on samples that they were calibrated on."""
     shares = {name: max((run.reused or 0.0 for run in runs), default=0.0) for name, runs in methods.items()}
     listed = ", ".join(f"{name}, {about(share)}" for name, share in shares.items() if share)
-    if not listed:
-        return ""
-    return f"Measured on samples that fitted calibration or familiarity ({listed} of the set): better than on new data."
+    text = f"Measured on samples that fitted calibration or familiarity ({listed} of the set): better than on new data."
+    return text if listed else ""
 
 
 def _decline_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:

@@ -5,7 +5,7 @@ import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree import ElementTree
 
 from .._utils import require
@@ -20,6 +20,7 @@ _LIGHT = {"ink": "#1c2330", "soft": "#475467", "muted": "#6b7482", "rule": "#e3e
 
 _LEFT, _RIGHT, _TOP = 44, 12, 12  # margins of a plot, in the figure's own units (about pixels on a phone)
 _QUARTERS = (0, 0.25, 0.5, 0.75, 1)
+Fronts = Mapping[str, tuple[Mapping[str, float], Sequence[str]]]  # by title: values by name, and names on the front
 
 
 @contextmanager
@@ -113,20 +114,12 @@ def risk_by_coverage(methods: Mapping[str, Evaluation], focus: str) -> str:
     return _svg(figure, f"{label}are answered: {listing}.")
 
 
-class Front(NamedTuple):
-    """Values of candidates by name under a title, and the names of those that none beats at their price."""
-
-    title: str
-    values: Mapping[str, float]
-    names: Sequence[str]
-
-
 @_plain_matplotlib()
-def draw_fronts(prices: Mapping[str, float], fronts: Sequence[Front], *, chosen: str, given: str, limit: float) -> str:
+def draw_fronts(prices: Mapping[str, float], fronts: Fronts, *, chosen: str, given: str, limit: float) -> str:
     """Price against values, a plot below the other, with the front as a line: an SVG file of its own."""
     height, labels = 190, []
     figure = _figure(446, (height + 62) * len(fronts))
-    for number, (title, values, names) in enumerate(fronts):
+    for number, (title, (values, names)) in enumerate(fronts.items()):
         last = number == len(fronts) - 1
         axes = _axes(figure, height, "price" if last else "", title, top=_TOP + number * (height + 50))
         axes.axvline(limit, color=_INK["muted"], linewidth=1, linestyle=(0, (4, 4)))

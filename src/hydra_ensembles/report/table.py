@@ -141,15 +141,11 @@ def to_latex(comparison: Comparison) -> str:
     lines = [f"% {_one_line(note)}" for note in comparison.notes]
     lines += [rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
     if any(column.group for column in columns):
-        headings = [""]
-        rules = []
-        position = 2
+        headings, rules, last = [""], [], 1
         for group, members in itertools.groupby(columns, key=lambda column: column.group):
-            width = len(list(members))
-            headings.append(rf"\multicolumn{{{width}}}{{c}}{{{group.translate(_LATEX)}}}")
-            if group:
-                rules.append(rf"\cmidrule(lr){{{position}-{position + width - 1}}}")
-            position += width
+            first, last = last + 1, last + len(list(members))
+            headings.append(rf"\multicolumn{{{last - first + 1}}}{{c}}{{{group.translate(_LATEX)}}}")
+            rules += [rf"\cmidrule(lr){{{first}-{last}}}"] if group else []
         lines += [" & ".join(headings) + r" \\", " ".join(rules)]
     lines += [" & ".join(["Method", *(column.heading.translate(_LATEX) for column in columns)]) + r" \\", r"\midrule"]
     marks = {"best": r"\textbf{%s}", "second": r"\underline{%s}", "": "%s"}

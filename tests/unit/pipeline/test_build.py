@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hydra_ensembles as he
 from architectures import VISION_CASES
+from architectures_clip import DUAL_CASES
 from checkpoint_models import same_state
 from hydra_ensembles.errors import CheckpointError, ConfigError, DataError, HydraError, SameMembersError
 from hydra_ensembles.metrics.bootstrap import bootstrap_mean
@@ -23,6 +24,7 @@ from hydra_ensembles.pipeline import chain, material
 from hydra_ensembles.pipeline.settings import Strategy
 from hydra_ensembles.schema import from_plain, to_plain
 from processes import by_two_ranks
+from zero_shot_models import NAMES, OTHER_NAMES, dual_of
 
 # One head of each layer for Taylor; on a model this small, the slowest way to find circuits is the quickest.
 QUICK: dict[str, Any] = {"prune": LAYERS, "shared_layers": 0, "calibration_batches": 1, "method": "naive"}
@@ -292,3 +294,53 @@ def test_samples_without_a_mistake_do_not_say_that_a_surer_model_has_a_lower_nll
     seen, allowed = bootstrap_mean(pair.nll - pair.nll_before, seed=0), pair.rise(seed=0)
     assert seen.high < 0 < allowed.high
     assert (allowed.value, allowed.low) == (seen.value, seen.low)
+
+
+# --- from a dual encoder: heads of both towers, zero-shot members ----------------------------------------------------
+
+DUAL = next(case for case in DUAL_CASES if case.name == "open_clip-nonscalar")
+BOTH_TOWERS = he.HydraConfig(prune=4, strategy="sampled", pool=8, members=3)
+
+
+def pixels(count: int = 24, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(count, 3, 32, 32, generator=generator)
+    labels = torch.randint(0, len(NAMES), (count,), generator=generator)
+    return list(zip(images.split(8), labels.split(8), strict=True))
+
+
+def of_clip(model: Any, config: he.HydraConfig = BOTH_TOWERS, **more: Any) -> he.Ensemble:
+    return he.build(model, config, id=pixels(), ood=pixels(seed=1), progress=False, **more)
+
+
+@torch.no_grad()
+def test_heads_of_both_towers_are_pruned_or_those_of_the_image_tower_alone(tmp_path: Path) -> None:
+    dual, images = dual_of(DUAL), DUAL.pixels()
+    ensemble = of_clip(dual, class_names=NAMES, output=tmp_path)
+    choices = he.HeadRanking.load(tmp_path / "rankings" / "avg.json")
+    assert {head.tower for head in choices.heads} == {"image", "text"}
+    assert any("text tower: pruned" in line for line in ensemble.metadata.history)
+    towers = zip(ensemble.heads, ensemble.metadata.text_side.settings.tower.heads, strict=True)
+    assert [sum(map(len, (*image, *text))) for image, text in towers] == [16 - BOTH_TOWERS.prune] * 3
+    again = of_clip(dual, class_names=NAMES, output=tmp_path)
+    assert torch.equal(again(images), ensemble(images))
+    assert he.retarget(again, OTHER_NAMES)(images).shape == (3, len(images), len(OTHER_NAMES))
+    with pytest.raises(CheckpointError, match="templates"):
+        of_clip(dual, class_names=NAMES, templates="the {label}", output=tmp_path)
+    alone = of_clip(he.zero_shot(dual, NAMES))
+    assert [sum(map(len, heads)) for heads in alone.heads] == [8 - BOTH_TOWERS.prune] * 3
+    assert alone.metadata.text_side.settings.members == 1
+
+
+def test_what_cannot_work_of_a_dual_encoder_is_refused() -> None:
+    dual, names = dual_of(DUAL), {"class_names": NAMES}
+    for model, config, more, token in (
+        (dual, BOTH_TOWERS, {}, "class_names"),
+        (dual, he.HydraConfig(prune=4, strategy="taylor"), names, "one tower"),
+        (dual, he.HydraConfig(prune=4, method="screened"), names, "one tower"),
+        (dual, he.HydraConfig(prune=4, shared_layers=1), names, "shared_layers"),
+        (dual, he.HydraConfig(prune=17), names, "16 heads"),
+        (he.fuse([dual] * 2, trunk=0), BOTH_TOWERS, names, "2 members"),
+    ):
+        with pytest.raises(ConfigError, match=token):
+            of_clip(model, config, **more)
