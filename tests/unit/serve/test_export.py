@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -167,7 +168,7 @@ def test_a_row_is_measured_by_its_largest_number(monkeypatch, tmp_path: Path) ->
         assert (tmp_path / f"{accepted}.pt2").exists() == accepted
 
 
-def test_examples_are_compared_too(monkeypatch, tmp_path: Path) -> None:
+def test_examples_are_compared_too_and_files_of_an_earlier_export_do_not_stay_beside(monkeypatch, tmp_path) -> None:
     one = served("text")
     pretend(monkeypatch, one, lambda found: found | ({"score": found["score"] + 1} if len(found["score"]) == 2 else {}))
     he.export(one, tmp_path / "model.pt2", "pt2")
@@ -175,6 +176,10 @@ def test_examples_are_compared_too(monkeypatch, tmp_path: Path) -> None:
         he.export(one, tmp_path / "model.pt2", "pt2", examples=["hello wörld", "hello"])
     he.export(one, tmp_path / "other.pt2", "pt2", examples=["hello"] * 3)
     assert json.loads((tmp_path / "other.pt2.json").read_text())["compared"]["batches"] == [1, 7, 32, 3]
+    assert (tmp_path / "other.pt2.tokenizer.json").exists()
+    pretend(monkeypatch, served("image"))
+    he.export(served("image"), tmp_path / "other.pt2")
+    assert not (tmp_path / "other.pt2.tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("point", ["_traced", "_compare", "_write_beside", "flush"])
@@ -184,10 +189,7 @@ def test_an_interruption_leaves_what_was_there(point: str, monkeypatch, tmp_path
     he.export(one, tmp_path / "model.pt2")
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, point, stop)
+    monkeypatch.setattr(module, point, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         he.export(one, tmp_path / "model.pt2")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
@@ -201,13 +203,6 @@ def test_a_disk_that_is_full_is_no_matter_of_torch(format: Any, monkeypatch) -> 
     monkeypatch.setattr(torch._inductor, package, lambda program, package_path: package_path.write(program))
     with pytest.raises(OSError, match="space"):  # torch's own writer would end the process
         module._WRITERS[format](b"model", Path("/dev/full"))
-
-
-def test_files_of_an_earlier_export_do_not_stay_beside(monkeypatch, tmp_path: Path) -> None:
-    for name, expected in (("text", True), ("image", False)):
-        pretend(monkeypatch, served(name))
-        he.export(served(name), tmp_path / "model.pt2")
-        assert (tmp_path / "model.pt2.tokenizer.json").exists() == expected
 
 
 def with_data_beside(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
@@ -270,38 +265,30 @@ def test_weights_that_the_exporter_wrote_beside_are_named_and_found(monkeypatch,
     assert module._run_onnx(file)(inputs_for(served("text, bare"), 3))["probs"].shape[0] == 3
 
 
-@pytest.mark.parametrize(
-    ("make", "file", "options", "error", "token"),
-    [
-        (lambda: served("image"), "model.bin", {}, ConfigError, "no format is known; there are .onnx for onnx"),
-        (lambda: served("image"), "model", {}, ConfigError, "no suffix"),
-        (lambda: served("image"), "model.pt2", {"format": "onnx"}, ConfigError, "'.pt2', which is not that of onnx"),
-        (lambda: served("image"), "model.pt2", {"format": "tflite"}, ConfigError, "tflite"),
-        (lambda: served("image"), "model.pt2", {"tolerance": -1.0}, ConfigError, "tolerance"),
-        (lambda: served("image"), "model.pt2", {"examples": torch.zeros(1, 3, 4, 4)}, DataError, "4"),
-        (lambda: ensemble(map_pooled()), "model.pt2", {}, ConfigError, "classifier"),
-        (lambda: dual_of(DUAL_CASES[0]), "model.pt2", {}, ConfigError, "zero_shot"),
-        (lambda: torch.nn.Linear(2, 2), "model.pt2", {}, ConfigError, "convert"),
-        (lambda: ensemble(served("image").config, torch.bfloat16), "model.onnx", {}, ConfigError, "float32"),
-    ],
-)
-def test_what_cannot_be_exported_is_named(make, file, options, error, token, tmp_path: Path) -> None:
-    with pytest.raises(error, match=token):
-        he.export(make(), tmp_path / file, **options)
+def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
+    one = served("image")
+    for model, file, options, error, token in (
+        (one, "model.bin", {}, ConfigError, "no format is known; there are .onnx for onnx"),
+        (one, "model", {}, ConfigError, "no suffix"),
+        (one, "model.pt2", {"format": "onnx"}, ConfigError, "'.pt2', which is not that of onnx"),
+        (one, "model.pt2", {"format": "tflite"}, ConfigError, "tflite"),
+        (one, "model.pt2", {"tolerance": -1.0}, ConfigError, "tolerance"),
+        (one, "model.pt2", {"examples": torch.zeros(1, 3, 4, 4)}, DataError, "4"),
+        (ensemble(map_pooled()), "model.pt2", {}, ConfigError, "classifier"),
+        (dual_of(DUAL_CASES[0]), "model.pt2", {}, ConfigError, "zero_shot"),
+        (torch.nn.Linear(2, 2), "model.pt2", {}, ConfigError, "convert"),
+        (ensemble(one.config, torch.bfloat16), "model.onnx", {}, ConfigError, "float32"),
+    ):
+        with pytest.raises(error, match=token):
+            he.export(model, tmp_path / file, **options)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failure_of_the_exporter_is_one_error(monkeypatch, tmp_path: Path) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no such operator\nand a long story")
-
-    monkeypatch.setattr(module, "_traced", fail)
+def test_a_failure_of_the_exporter_is_one_error_and_a_missing_one_is_named(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "_traced", Mock(side_effect=RuntimeError("no such operator\nand a long story")))
     with pytest.raises(ConversionError, match="no such operator;"):
         he.export(served("image"), tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
-
-
-def test_the_extra_is_named(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingExtraError, match=r"\[onnx\]"):
         he.export(served("image"), tmp_path / "model.onnx")
