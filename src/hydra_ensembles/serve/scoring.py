@@ -221,9 +221,9 @@ class Scorer:
     def _texts(self, batch: Mapping[str, Any]) -> tuple[list[tuple[Any, list[int]]], list[str], list[str]]:
         """Texts are padded to the longest; where the model cannot tell padding, each length is a part of its own."""
         preprocess: Any = self.ensemble.metadata.preprocessing
-        texts: list[Any] = [_plain(text) for text in batch[self.columns.text]]
+        texts: list[Any] = list(batch[self.columns.text])
         if self.columns.text_pair in batch:
-            pairs = map(_plain, batch[self.columns.text_pair])
+            pairs = batch[self.columns.text_pair]
             paired = self.columns.text_pair in self.columns.needed("text")  # then a row without a second text is broken
             texts = [
                 (text, pair) if paired or isinstance(pair, str) else text
@@ -254,10 +254,6 @@ class Scorer:
 
 def _pillow() -> Any:
     return require("PIL.Image", extra="data")
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, np.str_) else value
 
 
 def _tensor(values: Any) -> Tensor:

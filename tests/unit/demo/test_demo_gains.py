@@ -55,14 +55,18 @@ def test_thresholds_accept_what_they_promise(found: Gains) -> None:
         assert accepted == pytest.approx({"unsure": 0.9, "unfamiliar": 0.9, "both": 0.91}, abs=0.03)
         assert method.numbers["far.unfamiliar"].mean > 0.97
         assert method.numbers["near.both"].low <= method.numbers["near.both"].mean <= method.numbers["near.both"].high
+    assert from_plain(Gains, to_plain(found), "gains") == found  # what was found is read back
 
 
-def test_a_method_is_level_with_itself() -> None:
+def test_a_method_is_level_with_itself_and_one_without_mistakes_has_no_share_of_them() -> None:
     """Draws are the same for all methods, so equal answers give equal numbers, to the bit."""
-    same = answers(0, 2.0)
-    found = gains({name: [same] for name in (SINGLE, BRANCHES, DEEP)}, LABELS, GROUPS, PRICES, draws=3)
+    perfect = answers(0, 60.0)
+    found = gains({name: [perfect] for name in (SINGLE, BRANCHES, DEEP)}, LABELS, GROUPS, PRICES, draws=3)
     assert all(names == (SINGLE, BRANCHES, DEEP) for names in found.best.values())
     assert not any(cell.rank for row in found.table.rows for cell in row.cells)
+    assert "mistakes.both" not in found.methods[BRANCHES].numbers
+    cells = dict(zip([column.key for column in COLUMNS], found.table.rows[0].cells, strict=True))
+    assert (cells["mistakes.both"].text, cells["accuracy"].text) == ("–", "100.0 ± 0.0")
 
 
 def test_images_handled_right() -> None:
@@ -81,22 +85,9 @@ def test_images_handled_right() -> None:
     assert numbers["far.unfamiliar"].mean == 0.0
 
 
-def test_a_model_without_mistakes_has_no_share_of_them() -> None:
-    perfect = answers(0, 60.0)
-    found = gains({BRANCHES: [perfect]}, LABELS, GROUPS, PRICES, draws=3)
-    assert "mistakes.both" not in found.methods[BRANCHES].numbers
-    cells = dict(zip([column.key for column in COLUMNS], found.table.rows[0].cells, strict=True))
-    assert cells["mistakes.both"].text == "–"
-    assert cells["accuracy"].text == "100.0 ± 0.0"
-
-
 def test_an_ensemble_of_several_models_uses_the_features_of_all() -> None:
     one, other = answers(0, 3.0)["shoes"], answers(1, 3.0)["shoes"]
     both = Answers.stacked([one, other])
     assert both.logits.shape == (2, 100, 4)
     torch.testing.assert_close(both.scores[1], (one.unfamiliar + other.unfamiliar) / 2)
     assert Answers.joined([one, other]).size == 200
-
-
-def test_what_was_found_is_read_back(found: Gains) -> None:
-    assert from_plain(Gains, to_plain(found), "gains") == found

@@ -167,7 +167,7 @@ def test_thresholds_are_chosen_anew_as_the_page_says(tmp_path: Path, monkeypatch
     assert new.predict(inputs_for(new, 2)).accept is not None
 
 
-def test_the_commands_of_the_page_exist() -> None:
+def test_the_commands_of_the_page_and_of_the_makefile_exist() -> None:
     page = (ROOT / "docs" / "production.md").read_text()
     (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     for line in (shlex.split(line) for line in block.splitlines() if line.startswith("hydra-ensembles serve")):
@@ -175,8 +175,6 @@ def test_the_commands_of_the_page_exist() -> None:
     options = set(re.findall(r"`(--[\w-]+)", page.split("## Sizing")[1].split("## More")[0]))
     assert options <= {f"--{one.name.replace('_', '-')}" for one in fields(ServeSettings)}
 
-
-def test_make_serve_demo_serves_the_model_of_the_demo() -> None:
     rule = re.search(r"^serve-demo:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     first, second = (line.strip() for line in rule.strip().splitlines())
     assert first == "test -f hydra-demo/model/config.json || $(BIN)/hydra-ensembles demo"  # the folder it writes to
