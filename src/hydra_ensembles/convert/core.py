@@ -349,7 +349,13 @@ def activation_of(module: Any) -> Activation:
 
 
 def dropout_rate(module: Any) -> float:
-    """Rate of a dropout (or drop-path) module; 0 for an identity."""
+    """Rate of a dropout (or drop-path) module; 0 for an identity.
+
+    Raises:
+        ConversionError: It is of another class: what that does in training no comparison of answers shows.
+    """
+    if not is_identity(module) and type(module) is not nn.Dropout and type(module).__name__ != "DropPath":
+        raise refuse(f"dropout is a {qualified_name(module)}, and may do in training what nn.Dropout does not")
     return float(getattr(module, "p", None) or getattr(module, "drop_prob", None) or 0.0)
 
 
