@@ -234,15 +234,15 @@ def in_batches_of(recipe: Recipe | None, most: int | None) -> Recipe | None:
     So it trains the same in less memory. A recipe that does not say how many samples it is meant for stays as it is,
     and so does one whose batches are no larger.
     """
-    if recipe is None or recipe.batch_size is None or most is None or _samples_of(recipe, recipe.batch_size) <= most:
+    if recipe is None or recipe.batch_size is None or most is None or _samples_of(recipe) <= most:
         return recipe
     batch = max(size for size in range(1, most + 1) if recipe.batch_size % size == 0)
     return replace(recipe, gradient_accumulation=recipe.batch_size // batch)
 
 
-def _samples_of(recipe: Recipe, update: int) -> int:
-    """Samples of a batch, where an update of a recipe has so many."""
-    return max(1, update // recipe.gradient_accumulation)
+def _samples_of(recipe: Recipe) -> int:
+    """Samples of a batch of a recipe, where it says how many an update has."""
+    return max(1, (recipe.batch_size or 1) // recipe.gradient_accumulation)
 
 
 def model_and_sets(
@@ -308,5 +308,5 @@ def _batch_sizes(sources: DataSettings, hydra: HydraConfig, samples: dict[str, i
 
     size = sources.batch_size or (USUAL_BATCH if "train" in samples else enough("id"))
     if hydra.recipe is not None and hydra.recipe.batch_size is not None:
-        return size, _samples_of(hydra.recipe, hydra.recipe.batch_size)
+        return size, _samples_of(hydra.recipe)
     return size, enough("train") if hydra.strategy == "taylor" else size

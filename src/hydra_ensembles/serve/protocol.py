@@ -230,7 +230,6 @@ def model_metadata(service: Service) -> dict[str, Any]:
     inputs = [described(field) for field in service.inputs]
     if size is not None:
         inputs[0] |= {"datatype": "FP32", "shape": [-1, service.inputs[0].shape[0], *size]}
-    alternatives = [[name]] if raw else []
     return {
         "name": service.settings.name,
         "versions": ["1"],
@@ -238,7 +237,7 @@ def model_metadata(service: Service) -> dict[str, Any]:
         "inputs": [*raw, *inputs],
         "outputs": [described(field) for field in service.outputs],
         "parameters": {
-            "give_one_of": [*alternatives, [field.name for field in service.inputs]],
+            "give_one_of": [*([name] for _ in raw), [field.name for field in service.inputs]],
             "labels": list(service.labels),
             "reasons": list(REASON_WORDS),
             "meaning": {name: meaning} | {field.name: field.meaning for field in (*service.inputs, *service.outputs)},

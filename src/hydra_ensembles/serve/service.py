@@ -210,21 +210,16 @@ class Service:
             raise RequestError(f"{self._main} has values that are NaN or infinite")
         if self.kind == "image":
             return [Sample({self._main: image}, nearest, notes) for image in main.to(self.ensemble.dtype)]
-        tensors: dict[str, Tensor | None] = {"input_ids": main, "attention_mask": mask, "token_type_ids": segments}
+        if self._masked:
+            mask = torch.ones_like(main) if mask is None else mask
+            segments = torch.zeros_like(main) if segments is None and len(self.inputs) > 2 else segments
+        given = {name: x for name, x in zip(READ["text"], (main, mask, segments), strict=True) if x is not None}
         if self._masked:
             tokens = main.shape[1]
             length = next((size for size in self.lengths() if size >= tokens), tokens)  # that a plan is warm for
-            tensors["attention_mask"] = torch.ones_like(main) if mask is None else mask.long()
-            if len(self.inputs) > 2 and segments is None:
-                tensors["token_type_ids"] = torch.zeros_like(main)
-            fill = {"input_ids": getattr(self.preprocessing, "pad_id", 0)}
-            tensors = {
-                name: None if x is None else F.pad(x.long(), (0, length - x.shape[1]), value=fill.get(name, 0))
-                for name, x in tensors.items()
-            }
-        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        split = ({name: tensor[index] for name, tensor in present.items()} for index in range(len(main)))
-        return [Sample(row, nearest, notes) for row in split]
+            fill = {self._main: getattr(self.preprocessing, "pad_id", 0)}
+            given = {name: F.pad(x.long(), (0, length - tokens), value=fill.get(name, 0)) for name, x in given.items()}
+        return [Sample({name: x[row] for name, x in given.items()}, nearest, notes) for row in range(len(main))]
 
     def _wrong_kind(self, received: str) -> str:
         if self.preprocessing is None:
