@@ -225,7 +225,7 @@ def test_taylor_refuses_training_data_that_are_split_between_processes_by_their_
             refused.result()
 
 
-def test_a_recipe_for_the_stem_needs_stems_that_may_differ() -> None:
+def test_recipes_that_a_config_takes_and_those_that_are_not_for_texts() -> None:
     whole = recipe(train_groups=("stem", "attention", "mlp", "norms", "readout"))
     he.HydraConfig(prune=4, recipe=whole, stem="separate")
     he.HydraConfig(prune=4, recipe=whole, members=1)
@@ -234,13 +234,10 @@ def test_a_recipe_for_the_stem_needs_stems_that_may_differ() -> None:
     for preset in ("imagenet", "cifar100-last5", "cifar100-classifier", "sst2"):  # those of the paper fit
         config = he.HydraConfig(prune=4, recipe=he.Recipe.preset(preset))
         assert from_plain(he.HydraConfig, json.loads(json.dumps(to_plain(config))), complete=True) == config
-
-
-@pytest.mark.parametrize("changes", [{"augment": True}, {"rand_augment": he.data.RandAugment()}])
-def test_a_recipe_that_changes_images_is_not_for_texts(changes: Any) -> None:
-    config = he.HydraConfig(prune=4, shared_layers=0, strategy="random", recipe=recipe(**changes))
-    with pytest.raises(ConfigError, match="reads texts"):
-        he.build(text_model(), config, **text_sets())
+    for changes in ({"augment": True}, {"rand_augment": he.data.RandAugment()}):  # of images
+        config = he.HydraConfig(prune=4, shared_layers=0, strategy="random", recipe=recipe(**changes))
+        with pytest.raises(ConfigError, match="reads texts"):
+            he.build(text_model(), config, **text_sets())
 
 
 @given(prune=st.integers(1, 200), heads=st.integers(2, 400))
