@@ -84,11 +84,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         print(*line(rows[-1]), sep="  ", flush=True)
     return {
         "benchmark": "circuit draws",
-        "draws": options.draws,
-        "images": options.images,
-        "tests": options.tests,
-        "budget": options.budget,
-        "trunk": options.trunk,
+        **{name: getattr(options, name) for name in ("draws", "images", "tests", "budget", "trunk")},
         "whole": tested(model, tests),
         "hardware": hardware("cpu"),
         "versions": versions(),

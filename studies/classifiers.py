@@ -267,17 +267,7 @@ def collect(run: Run) -> None:
 CLASSIFIERS = Kind(
     Seed,
     rows_of,
-    {
-        "train": train,
-        "corrupt": corrupt,
-        "rank": rank,
-        "option": option,
-        "choose": choose,
-        "recover": recover,
-        "make": make,
-        "report": report,
-        "shift": shift,
-    },
+    {step.__name__: step for step in (train, corrupt, rank, option, choose, recover, make, report, shift)},
     jobs,
     {"cost": cost, "store": collect},
 )

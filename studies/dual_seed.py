@@ -33,7 +33,7 @@ from .captions import (
     view_features,
 )
 from .dual_recipe import DualChoice, DualRecipe
-from .samples import CIRCUIT_MEMORY, ImageSamples, Prepared, SampleBatches, Samples
+from .samples import ImageSamples, Prepared, SampleBatches, Samples
 from .seed_folder import RANKED, Model, SeedFolder, derived_seed
 from .sets import SEEN, CircuitImages, DataFolder, PaperSets, SharedSets, at_most, read_yaml
 from .weights import load_dual, untrained_dual
@@ -316,24 +316,13 @@ class DualSeed(SeedFolder):
         """A circuit of both towers, or of the image tower alone, on the images set apart for it."""
         both, (name, budget) = towers == "image+text", self._circuit(score, towers)
 
-        def extract() -> HeadRanking:
+        def sides() -> tuple[Any, ...]:
             inside, outside, names = self.task.both_circuits if both else self.task.image_circuits
-            return he.extract_circuit(
-                self.dual,
-                SampleBatches(inside, CIRCUIT_BATCH),
-                SampleBatches(outside, CIRCUIT_BATCH),
-                score=score,
-                budget=budget,
-                method="exact",
-                ties="order",  # as the paper
-                journal=self.folder / RANKED / f"{name}.journal",
-                progress=False,
-                class_names=names,
-                towers=TOWERS[towers],
-                max_memory=CIRCUIT_MEMORY,
-            )
+            return self.dual, SampleBatches(inside, CIRCUIT_BATCH), SampleBatches(outside, CIRCUIT_BATCH), names
 
-        return self.ranked(name, extract)
+        how: dict[str, Any] = {"score": score, "budget": budget, "towers": TOWERS[towers]}
+        journal = self.folder / RANKED / f"{name}.journal"
+        return self.extracted(name, sides, ties="order", journal=journal, **how)  # ties as the paper
 
     def has_circuit(self, score: Score, towers: str) -> bool:
         """Whether a circuit is there, and has not to be extracted."""

@@ -151,26 +151,18 @@ def shift_table(study: Study) -> str:
 
 def contrast_table(study: Study) -> str:
     """What the parts of the method bring: paired differences that decide the story."""
-    pairs = [
-        ("Single, trained as long", SINGLE),
-        ("Single, D.2, nothing pruned", SINGLE),
-        (SOUP, SINGLE),
-        (DEEP, SINGLE),
-        (HYDRA, SINGLE),
-        (HYDRA, DEEP),
-        (HYDRA, SOUP),
-        (HYDRA, "Single, trained as long"),
-        (TUNED, HYDRA),
-        ("Branches, heads pruned", HYDRA),
-        (HYDRA_CIRC, SINGLE),
-        (HYDRA_CIRC, DEEP),
-        (HYDRA_CIRC, "Single, D.2, nothing pruned"),
-        (HYDRA_CIRC, "Random heads"),
-        (HYDRA_CIRC, HYDRA_TAYLOR),
-        ("Hydra (Circ) and the whole model", HYDRA_CIRC),
-        ("CircAvg, 10,000 steps", "CircAvg"),
-        ("Deep Ensembles, MLPs averaged", DEEP),
-    ]
+    longer, whole = "Single, trained as long", "Single, D.2, nothing pruned"
+    less: Mapping[str, Sequence[str]] = {
+        **dict.fromkeys((longer, whole, SOUP, DEEP), (SINGLE,)),
+        HYDRA: (SINGLE, DEEP, SOUP, longer),
+        TUNED: (HYDRA,),
+        "Branches, heads pruned": (HYDRA,),
+        HYDRA_CIRC: (SINGLE, DEEP, whole, "Random heads", HYDRA_TAYLOR),
+        "Hydra (Circ) and the whole model": (HYDRA_CIRC,),
+        "CircAvg, 10,000 steps": ("CircAvg",),
+        "Deep Ensembles, MLPs averaged": (DEEP,),
+    }
+    pairs = [(first, second) for first, others in less.items() for second in others]
     keys = ["accuracy", "calibrated.nll", "aurc", "near.auroc", "far.auroc", "mahalanobis:all.auroc"]
     lines = []
     for first, second in pairs:

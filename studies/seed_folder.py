@@ -92,12 +92,16 @@ class SeedFolder(Once):
         self._made(path, lambda: precise_products()(rank)().save(path))
         return HeadRanking.load(path)
 
-    def extracted(self, name: str, sides: Callable[[], tuple[Any, Any, Any]], **how: Any) -> HeadRanking:
-        """An exact circuit by name, of a model on ID and OOD batches: `sides`, asked where there is none yet."""
+    def extracted(self, name: str, sides: Callable[[], tuple[Any, ...]], **how: Any) -> HeadRanking:
+        """An exact circuit by name, of a model on ID and OOD batches, maybe with the names of classes.
+
+        These are `sides`, asked where there is no circuit yet.
+        """
 
         def extract() -> HeadRanking:
-            model, inside, outside = sides()
+            model, inside, outside, *names = sides()
             settings: dict[str, Any] = {"method": "exact", "max_memory": CIRCUIT_MEMORY, "progress": False, **how}
+            settings |= {"class_names": names[0]} if names else {}
             return he.extract_circuit(model, inside, outside, **settings)
 
         return self.ranked(name, extract)

@@ -16,7 +16,6 @@ from ..evidence import Judged, stored
 from ..measures import Array, plain_numbers
 from ..paper import SHARES, read_csv
 from ..results import fixed, markdown
-from ..samples import SampleBatches, Samples
 from ..seed import Seed
 from ..task import Drawn, Task
 
@@ -113,11 +112,6 @@ def side_by_side(seed: Seed, name: str, members: Callable[[], Sequence[he.Ensemb
     training = few_steps(seed.task, seed=seed.derived(name))
     trained = seed.trained(marked(seed.task, name), lambda: he.Ensemble.stack(members()), training)
     return [trained.member(index) for index in range(trained.num_members)]
-
-
-def drawn_batches(task: Task, samples: Samples, count: int) -> SampleBatches:
-    """Batches of at most so many samples."""
-    return task.batches(Drawn(samples, count))
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from hydra_ensembles.heads import Head, centroid_distance, head_vectors
 
 from ..results import markdown
 from ..seed import Seed
-from .analysis import Analysis, Result, about, asked, by_seed, cell, drawn_batches, heads_of, paper
+from ..task import Drawn
+from .analysis import Analysis, Result, about, asked, by_seed, cell, heads_of, paper
 from .drawing import OURS, THEIRS, cloud, fields, legend
 
 KINDS = {"circuit": "CircOOD", "dense": "whole model", "kept": "whole model, heads of CircOOD"}
@@ -28,11 +29,11 @@ def run(seed: Seed) -> dict[str, Any]:
     order = seed.circuit("ood", heads_of(base)).heads  # to the end
     circuit = he.prune(base, order[: seed.prune])
     sets = {name: samples for group in task.outside("report").values() for name, samples in group.items()}
-    inside = drawn_batches(task, task.inside("report"), chosen["samples"])
+    inside = task.batches(Drawn(task.inside("report"), chosen["samples"]))
     vectors = {"circuit": head_vectors(circuit, inside), "dense": head_vectors(base, inside)}
     rows: dict[str, Any] = {}
     for name, samples in sets.items():
-        outside = drawn_batches(task, samples, chosen["samples"])
+        outside = task.batches(Drawn(samples, chosen["samples"]))
         dense = head_vectors(base, outside)
         rows[name] = {
             "circuit": distances(vectors["circuit"], head_vectors(circuit, outside), vectors["circuit"]),
@@ -42,7 +43,7 @@ def run(seed: Seed) -> dict[str, Any]:
     ends = {"last": order[-chosen["heads"] :][::-1], "first": order[: chosen["heads"]]}
     far = sets[FAR] if FAR in sets else next(iter(sets.values()))
     points = {
-        end: head_points(base, (inside, drawn_batches(task, far, chosen["samples"])), heads, chosen["points"])
+        end: head_points(base, (inside, task.batches(Drawn(far, chosen["samples"]))), heads, chosen["points"])
         for end, heads in ends.items()
     }
     return {"prune": seed.prune, "left": len(vectors["circuit"]), "rows": rows, "points": points}
