@@ -43,6 +43,10 @@ class Quiet(nn.Identity):
         return x.tanh()
 
 
+class Own(nn.LayerNorm):
+    """Computes the same, as long as its author does not change it."""
+
+
 def adapted(place: str) -> Change:
     def change(model: Any) -> None:
         model.get_submodule(place).__class__ = Adapted
@@ -81,6 +85,7 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("timm", lambda model: [put("attn.scale", 1.0)(block) for block in model.blocks], "scale 1.0"),
     ("timm", adapted(BLOCK + "attn.qkv"), "Adapted"),
     ("timm", adapted("head"), "Adapted"),
+    ("timm", put("norm", Own(32)), "norm is a test_altered_models.Own"),
     ("timm", put(BLOCK + "drop_path1", nn.Tanh()), "drop_path1"),
     ("timm", put(BLOCK + "attn.proj_drop", Quiet()), "proj_drop"),
     ("timm", put("pos_drop", nn.Tanh()), "activation.Tanh"),

@@ -184,6 +184,7 @@ def test_a_declaration_checks_itself(make: Callable[[], Any], token: str) -> Non
 
 SWAPPED = {"up": "layers.{i}.narrow", "down": "layers.{i}.wide"}
 VECTOR = {"down": "layers.{i}.after_mlp", "norm2": "layers.{i}.narrow"}
+OTHER_TABLE = {"image_size": 32, "ignored": ("place",)}
 ROTARY = {"rotary": he.RotaryConfig(100.0), "ignored": ("place",)}
 
 
@@ -197,6 +198,7 @@ ROTARY = {"rotary": he.RotaryConfig(100.0), "ignored": ("place",)}
         (OwnViT, but(OWN_VIT, None, position=None), "position"),
         (OwnViT, but(OWN_VIT, ROTARY, position=None), "image_size="),
         (OwnViT, but(OWN_VIT, None, **SWAPPED), r"0\.wide\.weight.*mlp\.down\.weight.*shape \[64, 32\] is not"),
+        (OwnViT, but(OWN_VIT, OTHER_TABLE, position="embed.weight"), r"shape \[32, 192\] is not \[\.\.\., 32\]"),
         (OwnViT, but(OWN_VIT, None, **VECTOR), r"down is a tensor \[32\]"),
         (OwnViT, but(OWN_VIT, {"answer": lambda model, batch: (model(batch["pixel_values"]),)}), "answer= gives"),
         (EncoderViT, but(ENCODER_VIT, None, encoder="patchify"), "nn.TransformerEncoder"),
