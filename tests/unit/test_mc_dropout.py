@@ -43,7 +43,7 @@ def test_many_passes_average_to_the_deterministic_model():
 
 
 def test_the_answer_depends_on_the_seed_only_and_gradients_flow():
-    ensemble, images = tiny(), IMAGES.clone().requires_grad_(True)
+    ensemble, images = tiny(attention_dropout=0.5), IMAGES.clone().requires_grad_(True)
     torch.manual_seed(1)
     state = torch.get_rng_state()
     first = mc_dropout(ensemble, 0.3, 4, seed=7)

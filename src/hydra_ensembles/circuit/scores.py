@@ -197,7 +197,7 @@ class Distance:
         assert fitted is not None
         self.neighbours = fitted.settings.neighbours
         precise = torch.promote_types(dtype, torch.float32)
-        state = {key.rpartition(".")[2]: value for key, value in fitted.state.items() if key.rpartition(".")[0] == name}
+        state = fitted.part(f"{name}.")
         self.fingerprint = DataFingerprint()
         for key in sorted(state):
             self.fingerprint.update({key: state[key]}, None)

@@ -176,6 +176,10 @@ class _WithTensors:
             return False
         return self.state.keys() == other.state.keys() and not unequal([self.state, other.state])
 
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose names begin so, by what follows."""
+        return {name.removeprefix(prefix): tensor for name, tensor in self.state.items() if name.startswith(prefix)}
+
 
 @dataclass(frozen=True, eq=False)
 class Familiarity(_WithTensors):
@@ -210,10 +214,8 @@ class Familiarity(_WithTensors):
     def _on(self, device: torch.device) -> dict[str, Statistics]:
         """The statistics of each score on a device; they stay there."""
         if device not in self._placed:
-            placed: dict[str, dict[str, Tensor]] = {}
-            for key, tensor in self.state.items():
-                score, _, name = key.rpartition(".")
-                placed.setdefault(score, {})[name] = tensor.to(device)
+            parts = {score: self.part(f"{score}.") for score in self.settings.scores}
+            placed = {score: {name: one.to(device) for name, one in part.items()} for score, part in parts.items()}
             self._placed[device] = {score: ready(tensors) for score, tensors in placed.items()}
         return self._placed[device]
 
@@ -369,13 +371,9 @@ class TextSettings:
 
 @dataclass(frozen=True, eq=False)
 class TextSide(_WithTensors):
-    """A text tower (weights `tower.…`, as in an ensemble) with its projection (`projection.…`), scale and tokenizer."""
+    """A text tower (weights `TOWER…`, as in an ensemble) with its projection (`PROJECTION…`), scale and tokenizer."""
 
     settings: TextSettings
-
-    def part(self, prefix: str) -> dict[str, Tensor]:
-        """The weights of the tower (`TOWER`) or the projection (`PROJECTION`), by their names in there."""
-        return {name.removeprefix(prefix): tensor for name, tensor in self.state.items() if name.startswith(prefix)}
 
     def member(self, index: int) -> "TextSide":
         """The text side of one member."""

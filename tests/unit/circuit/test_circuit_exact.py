@@ -161,7 +161,7 @@ def test_several_sources_count_alike() -> None:
 
 
 @pytest.mark.parametrize("method", ["exact", "screened"])  # naive is exact on any tiny model, with this bound too
-def test_no_more_accuracy_is_lost_than_allowed(method: str) -> None:
+def test_no_more_accuracy_is_lost_than_allowed(method: str, tmp_path: Path) -> None:
     problem = random_problem(id_sizes=(8, 6, 6), seed=6)
     with torch.no_grad():  # the model is right about all but two
         labels = [problem.model(inputs)[0].argmax(-1) for inputs, _ in problem.id_batches]
@@ -174,8 +174,11 @@ def test_no_more_accuracy_is_lost_than_allowed(method: str) -> None:
     kept = problem.extract(budget=2, max_accuracy_loss=0.17, **options)  # 3 of 18 right answers
     assert (kept.provenance["max_accuracy_loss"], kept.provenance["complete"]) == (0.17, True)
     assert problem.extract(budget=2, max_accuracy_loss=1, **options).heads == free.heads[:2]
+    options |= {"budget": 12, "max_accuracy_loss": 0.17, "journal": tmp_path / "journal.json"}
     with pytest.warns(HydraWarning, match="max_accuracy_loss"):
-        ended = problem.extract(budget=12, max_accuracy_loss=0.17, **options)
+        ended = problem.extract(**options)
+    with pytest.warns(HydraWarning, match=f"after {len(ended)} of 12"):  # resumed, it ends where it ended
+        assert evidence(problem.extract(**options)) == evidence(ended)
     assert max(ended.provenance["errors"]) <= 5
     assert 4 <= len(ended) < 12
     assert not ended.provenance["complete"]

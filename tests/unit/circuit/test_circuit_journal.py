@@ -54,19 +54,6 @@ def test_interrupted_anywhere(
     assert steps_in(path) == budget
 
 
-def test_a_circuit_that_may_not_cost_much_ends_again_where_it_ended(tmp_path: Path) -> None:
-    problem, path = random_problem(seed=1), tmp_path / "journal.json"
-    with torch.no_grad():
-        for inputs, labels in problem.id_batches:  # the model is right about all of them
-            labels.copy_(problem.model(inputs)[0].argmax(-1))
-    options = {"score": "ood", "budget": 12, "max_accuracy_loss": 0.1, "journal": path}
-    with pytest.warns(HydraWarning, match="max_accuracy_loss"):
-        first = problem.extract(**options)
-    with pytest.warns(HydraWarning, match=f"after {len(first)} of 12"):
-        again = problem.extract(**options)
-    assert evidence(again) == evidence(first)
-
-
 def test_auto_stays_with_what_the_journal_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, path = random_problem(), tmp_path / "journal.json"
     options = {"budget": 3, "screen_size": 3, "journal": path}

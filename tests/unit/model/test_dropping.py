@@ -33,18 +33,6 @@ def test_threads_get_the_answers_of_evaluation_mode_and_no_flag_changes(
     assert threads.check((name, "training", 0)) == "same"
 
 
-def test_random_numbers_of_other_threads_do_not_reach_mc_dropout_nor_the_other_way_round() -> None:
-    model = dropping_model()
-    batch, _ = random_batches(model, (5,))[0]
-    view = he.mc_dropout(model, 0.5, 3, seed=4)
-    expected = view.predict(batch).member_logits
-    assert view.model.config.encoder.attention_dropout == 0.5  # written out, with the generator
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    assert torch.equal(view.predict(batch).member_logits, expected)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.slow
 def test_a_model_compiled_in_place_drops_nothing_in_predict_and_goes_on_dropping_in_training() -> None:
     model = dropping_model("image-cls")
