@@ -15,21 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, sampler
 
 from ._utils import warn
 from .errors import ConfigError, DataError, HydraError
 from .files import locked
 
 T = TypeVar("T")
-RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # another order in every epoch
+# another order in every epoch
+RANDOM_SAMPLERS = (sampler.RandomSampler, sampler.SubsetRandomSampler, sampler.WeightedRandomSampler)
 _LOADING = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers"),
@@ -65,8 +59,7 @@ class Ranks:
         loader = batches if isinstance(batches, DataLoader) else None
         if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
             return EveryNth(batches, self.rank, self.size)
-        sampler: Any = EveryNth(loader.batch_sampler, self.rank, self.size)
-        return drawing(loader, sampler)
+        return drawing(loader, EveryNth(loader.batch_sampler, self.rank, self.size))
 
     def gather(self, item: T, error: Exception | None = None) -> list[T]:
         """The items of all ranks, in their order; where one failed and says so with its error, the others stop too."""

@@ -30,21 +30,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from . import files
 from ._utils import __version__, require_device
 from .errors import CheckpointError, ConfigError
-from .files import (
-    DIGEST,
-    checksum,
-    flush,
-    json_bytes,
-    locked,
-    parse_json,
-    remove,
-    require_limits,
-    sealed,
-    unsealed,
-    writing,
-)
 from .model.contents import (
     ACCEPTED,
     CARD,
@@ -96,30 +84,30 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
     folder = Path(folder).expanduser()
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"cannot save to {folder}: it is a file; name a folder, it is made if it does not exist")
-    with locked(folder, "save", wait=True):
+    with files.locked(folder, "save", wait=True):
         earlier = (folder / CONFIG).exists()
-        with writing(folder, f"the earlier model in {folder} is untouched" if earlier else "nothing was saved"):
+        with files.writing(folder, f"the earlier model in {folder} is untouched" if earlier else "nothing was saved"):
             _settle(folder)
             staging = folder / f"{SAVING}{secrets.token_hex(4)}"
             staging.mkdir()
             try:
                 saved = _saved_folder(folder, _write(staging, contents))
                 for path in (*staging.iterdir(), staging):
-                    flush(path)
+                    files.flush(path)
                 staging.rename(saved)
-                flush(folder)
+                files.flush(folder)
                 os.replace(saved / CONFIG, folder / CONFIG)  # from here on the new model is the one that is read
             except BaseException:
                 with suppress(OSError):
                     _settle(folder)
                 raise
-        with writing(folder, "the new model is in it, whole; only tidying up failed"):
+        with files.writing(folder, "the new model is in it, whole; only tidying up failed"):
             _settle(folder)
 
 
 def settle_checkpoint(folder: Path) -> None:
     """Finish, or take away, what a killed save has left in a folder; the next save does so unasked."""
-    with locked(folder, "save", wait=True), writing(folder, "no model was changed"):
+    with files.locked(folder, "save", wait=True), files.writing(folder, "no model was changed"):
         _settle(folder)
 
 
@@ -127,12 +115,12 @@ def _settle(folder: Path) -> None:
     """Finish a save that was cut short after its `config.json`, remove what is left of others; under the lock."""
     if (folder / CONFIG).exists():
         with _reading(folder / CONFIG), _open(folder / CONFIG, folder) as file:  # another library's is not written over
-            saved = _saved_folder(folder, _parse_config(file).get(DIGEST))
+            saved = _saved_folder(folder, _parse_config(file).get(files.DIGEST))
         for path in saved.iterdir() if saved.is_dir() and not saved.is_symlink() else ():
             os.replace(path, folder / path.name)
     for leftover in (*folder.glob(f"{SAVING}*"), *folder.glob(f"{SAVED}*")):
-        remove(leftover)
-    flush(folder)
+        files.remove(leftover)
+    files.flush(folder)
 
 
 def _saved_folder(folder: Path, digest: object) -> Path:
@@ -151,13 +139,13 @@ def _write(folder: Path, contents: Contents) -> str:
     if tokenizer is not None:
         (folder / TOKENIZER).write_bytes(_tokenizer_bytes(tokenizer))
         covered.append(TOKENIZER)
-    files = {name: checksum(folder / name) for name in covered}
-    content: dict[str, Any] = {"kind": contents.kind, "model": contents.model, "metadata": metadata, "files": files}
-    record = sealed(to_plain(Record(library_version=__version__, **content)))
-    (folder / CONFIG).write_bytes(json_bytes(record, CONFIG, most=MAX_CONFIG))
+    digests = {name: files.checksum(folder / name) for name in covered}
+    content: dict[str, Any] = {"kind": contents.kind, "model": contents.model, "metadata": metadata, "files": digests}
+    record = files.sealed(to_plain(Record(library_version=__version__, **content)))
+    (folder / CONFIG).write_bytes(files.json_bytes(record, CONFIG, most=MAX_CONFIG))
     (folder / CARD).write_bytes(contents.card.encode("utf-8", errors="replace"))  # a folder may have any name
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # the safetensors library makes it private
-    return str(record[DIGEST])
+    return str(record[files.DIGEST])
 
 
 def _write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -181,7 +169,7 @@ def _tokenizer_bytes(text: str) -> bytes:
         content = text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise CheckpointError(f"{TOKENIZER} has half a character ({error.reason}); replace the tokenizer") from error
-    require_limits(content, TOKENIZER, MAX_TOKENIZER, foreign=True)
+    files.require_limits(content, TOKENIZER, MAX_TOKENIZER, foreign=True)
     return content
 
 
@@ -224,9 +212,9 @@ def locate(source: str | Path, revision: str | None = None, token: str | None = 
     if isinstance(source, Path) or not HUB_ID.fullmatch(source):
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
         raise CheckpointError(f"{source} {problem}; give the folder that save_pretrained wrote, or 'hub:owner/name'")
-    files = [CONFIG, WEIGHTS, TOKENIZER, CARD]
+    names = [CONFIG, WEIGHTS, TOKENIZER, CARD]
     try:
-        return Path(huggingface_hub.snapshot_download(source, revision=revision, token=token, allow_patterns=files))
+        return Path(huggingface_hub.snapshot_download(source, revision=revision, token=token, allow_patterns=names))
     except Exception as error:  # as above
         raise CheckpointError(
             f"{source!r} is no folder here, and the hub did not give revision {revision or 'main'!r}: "
@@ -289,7 +277,7 @@ class Stored:
         with self._opened(TOKENIZER) as file:
             content = file.read(MAX_TOKENIZER + 1)
             self._verify(TOKENIZER, hashlib.sha256(content).hexdigest())
-            require_limits(content, TOKENIZER, MAX_TOKENIZER, foreign=True)
+            files.require_limits(content, TOKENIZER, MAX_TOKENIZER, foreign=True)
             try:
                 text = content.decode("utf-8")
             except UnicodeDecodeError as error:
@@ -353,8 +341,8 @@ def _read_record(folder: Path, kinds: Collection[str], file: BufferedReader) -> 
             raise CheckpointError(
                 f"format version {short(version)}; this library reads 1 to {FORMAT_VERSION}: update it"
             )
-        digest = data.get(DIGEST)
-        content = unsealed(data, CONFIG, required=version > 1)
+        digest = data.get(files.DIGEST)
+        content = files.unsealed(data, CONFIG, required=version > 1)
         record = from_plain(Record, content, "config", complete=version > 1)
         if record.kind not in kinds:
             accepted = " or ".join(map(repr, kinds))
@@ -399,7 +387,7 @@ def _mapped(file: BufferedReader) -> safe_open:
 
 
 def _parse_config(file: BufferedReader) -> dict[str, Any]:
-    data = parse_json(file.read(MAX_CONFIG + 1), CONFIG, most=MAX_CONFIG)
+    data = files.parse_json(file.read(MAX_CONFIG + 1), CONFIG, most=MAX_CONFIG)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError(
             f'it was not written by hydra_ensembles (it has no "format": "{FORMAT}"); load such a model with its '
