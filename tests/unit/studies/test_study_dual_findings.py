@@ -213,7 +213,9 @@ def test_the_papers_numbers_stand_below_ours_in_every_table_of_ood_sets() -> Non
         assert row_of(table, "(paper)")[row_of(table, "row").index(title)] == told
 
 
-def test_sets_that_a_suite_got_later_are_shown_when_all_rows_have_them(tmp_path: Path) -> None:
+def test_rows_wait_for_their_single_and_sets_that_a_suite_got_later_for_all_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     study, run = made_up(tmp_path, {}, seeds=2), tmp_path / "run" / "zero-shot"
     more = {**study.facts["tasks"], "cifar100": {**study.facts["tasks"]["cifar100"]}}
     more["cifar100"]["outside"] = {**OUTSIDE, "far": {**OUTSIDE["far"], "d": 900}}
@@ -230,6 +232,8 @@ def test_sets_that_a_suite_got_later_are_shown_when_all_rows_have_them(tmp_path:
         store(run, tmp_path, facts, lambda seed: study.facts["runs"][str(seed)])
         return DualStudy("zero-shot", tmp_path)
 
+    assert "NegLabel" not in stored(range(1), ("NegLabel",)).rows
+    assert "seed 0 wait" in capsys.readouterr().out
     added = stored(range(1), (SINGLE, "NegLabel"))
     assert added.seeds("NegLabel") == [0]
     assert list(added.groups("cifar100")["far"]) == ["b", "c"]
@@ -237,19 +241,6 @@ def test_sets_that_a_suite_got_later_are_shown_when_all_rows_have_them(tmp_path:
     whole = stored(range(2), (*ROWS, "NegLabel"))
     assert list(whole.groups("cifar100")["far"]) == ["b", "c", "d"]
     assert "cifar100: d (far)" in TABLES["sets"](whole)
-
-
-def test_rows_wait_for_the_single_that_they_are_held_against(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    study, run = made_up(tmp_path, {}), tmp_path / "run" / "zero-shot"
-    for row in (HYDRA_CIRC, "NegLabel"):
-        write_columns(run / "seed-0" / "report" / f"{slug(row)}.parquet", study.columns(HYDRA_CIRC, 0))
-        write_json(run / "seed-0" / "report" / f"{slug(row)}.json", {})
-    facts = {**study.facts, "trainings": dict.fromkeys((*ROWS, "NegLabel"), 1)}
-    store(run, tmp_path, facts, lambda seed: study.facts["runs"][str(seed)])
-    assert "NegLabel" not in DualStudy("zero-shot", tmp_path).rows
-    assert "seed 0 wait" in capsys.readouterr().out
 
 
 def test_tasks_near_chance_leave_the_means_by_rule(tmp_path: Path) -> None:

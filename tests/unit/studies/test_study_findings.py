@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -312,18 +313,9 @@ def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path, monkey
 
 def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that a later run adds is held against the Single of that run; a run with all rows takes the place."""
-    run, results, added = tmp_path / "run", tmp_path / "results", SOUP
+    results, report, added = tmp_path / "results", tmp_path / NAME / "seed-0" / "report", SOUP
     shutil.copytree(study.folder, results / NAME)
-    report, task = run / NAME / "seed-0" / "report", SmallTask(NAME)
-
-    def reported(row: str, like: str) -> None:
-        write_columns(report / f"{slug(row)}.parquet", study.columns(like, 0))
-        write_json(report / f"{slug(row)}.json", study.facts["runs"]["0"]["report"][like])
-
-    def stored() -> Study:
-        CLASSIFIERS.run(Run(task, run, results, [], [0]), ["store"])
-        return Study(NAME, results)
-
+    reported, stored = partial(report_of, study, tmp_path), partial(stored_from, tmp_path)
     reported(added, MC_DROPOUT)
     reported(SINGLE, SINGLE)  # the same run, whose other rows are elsewhere: they stay
     one = stored()
@@ -366,6 +358,19 @@ def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path, monkeyp
     assert whole.numbers(SINGLE, 0)["accuracy"].value == study.numbers(HYDRA, 0)["accuracy"].value
 
 
+def report_of(study: Study, run: Path, row: str, like: str) -> None:
+    """A run whose row says what a row of the study does."""
+    place = run / NAME / "seed-0" / "report" / slug(row)
+    write_columns(place.with_suffix(".parquet"), study.columns(like, 0))
+    write_json(place.with_suffix(".json"), study.facts["runs"]["0"]["report"][like])
+
+
+def stored_from(run: Path) -> Study:
+    """The study after a run is stored."""
+    CLASSIFIERS.run(Run(SmallTask(NAME), run, run / "results", [], [0]), ["store"])
+    return Study(NAME, run / "results")
+
+
 def test_rows_of_another_recipe_are_not_stored_beside_each_other(study: Study, tmp_path: Path) -> None:
     shutil.copytree(study.folder, tmp_path / "results" / NAME)
     task = SmallTask(NAME)
@@ -376,25 +381,18 @@ def test_rows_of_another_recipe_are_not_stored_beside_each_other(study: Study, t
 
 def test_rows_are_forgotten_and_stored_anew(study: Study, tmp_path: Path) -> None:
     """What is stored stays as it is until it is forgotten; then the row comes with the Single of its new run."""
-    run, results = tmp_path / "run", tmp_path / "results"
+    results = tmp_path / "results"
     shutil.copytree(study.folder, results / NAME)
-    report = run / NAME / "seed-0" / "report"
     for row, like in ((SINGLE, HYDRA), (MC_DROPOUT, SINGLE)):
-        write_columns(report / f"{slug(row)}.parquet", study.columns(like, 0))
-        write_json(report / f"{slug(row)}.json", study.facts["runs"]["0"]["report"][like])
-
-    def stored() -> Study:
-        CLASSIFIERS.run(Run(SmallTask(NAME), run, results, [], [0]), ["store"])
-        return Study(NAME, results)
-
-    assert stored().plain(MC_DROPOUT) == study.plain(MC_DROPOUT)
+        report_of(study, tmp_path, row, like)
+    assert stored_from(tmp_path).plain(MC_DROPOUT) == study.plain(MC_DROPOUT)
     for _ in range(2):  # also of a row that has a Single of its own
         storing.forget(results / NAME, [MC_DROPOUT])
         without = Study(NAME, results)
         assert (without.seeds(MC_DROPOUT), without.in_parts) == ([], False)
         assert MC_DROPOUT not in without.facts["choices"]
         assert without.plain(HYDRA) == study.plain(HYDRA)
-        anew = stored()
+        anew = stored_from(tmp_path)
         assert (anew.seeds(MC_DROPOUT), anew.in_parts) == ([0], True)
         assert anew.difference(MC_DROPOUT, SINGLE, "accuracy") == Difference.of(
             [study.numbers(SINGLE, 0)["accuracy"]], [study.numbers(HYDRA, 0)["accuracy"]]
