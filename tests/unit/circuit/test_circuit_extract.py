@@ -67,11 +67,8 @@ def test_a_head_without_which_logits_are_not_finite(method: str) -> None:
 @pytest.mark.parametrize(
     ("options", "token"),
     [
-        ({"budget": 13}, "budget.*13"),
-        ({"layers": [0, 3]}, "layers"),
         *(({"removed": heads}, "head") for heads in ([(0, 9)], [(0, 1), (0, 1)], [(0, 1, "text")])),
         ({"budget": 4, "layers": [1], "removed": [(1, 2), (0, 0)]}, "budget.*3"),
-        ({"dtype": torch.int32}, "dtype"),
         ({"device": "cuda:99"}, "device"),
     ],
     ids=str,

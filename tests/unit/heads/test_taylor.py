@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from hydra_ensembles.data.batching import batches as data_batches
-from hydra_ensembles.errors import DataError, HeadError
+from hydra_ensembles.errors import ConfigError, DataError, HeadError
 from hydra_ensembles.fingerprints import data_fingerprint, model_fingerprint
 from hydra_ensembles.heads.masking import attention_of
 from hydra_ensembles.heads.taylor import taylor
@@ -203,7 +203,9 @@ def test_dropout_is_off() -> None:
         ({"budget": 4}, HeadError, "evenly"),
         ({"budget": 8, "layers": [0, 1], "removed": [(1, 0)]}, HeadError, "7 heads"),
         ({"budget": 6, "layers": [0, 1], "removed": [(1, 0), (1, 1)]}, HeadError, "layer 1 can lose only 2"),
+        *(({"layers": layers}, HeadError, "layers") for layers in ([], [0, 0], [3], [-1])),
         ({"calibration_batches": 4}, DataError, "3 batches"),
+        ({"dtype": torch.int64}, ConfigError, "dtype"),
     ],
 )
 def test_settings_that_cannot_work_together(settings: dict[str, Any], error: type[Exception], token: str) -> None:
