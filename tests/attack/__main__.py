@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--only", choices=[_name(part) for part in PARTS], action="append", help="one part, or more")
     parser.add_argument("--output", type=Path, default=RESULT)
     given = parser.parse_args()
-    parts: dict[str, Any] = known_parts(given.output)
+    parts: dict[str, Any] = json.loads(given.output.read_text())["parts"] if given.output.exists() else {}
     found: list[Row] = []
     for part in PARTS:
         if given.only is None or _name(part) in given.only:
@@ -62,11 +62,6 @@ def main() -> None:
             ordered = {_name(one): parts[_name(one)] for one in PARTS if _name(one) in parts}
             given.output.write_text(json.dumps({"parts": ordered}, indent=1, ensure_ascii=False) + "\n")
     sys.exit(1 if any(row.failures for row in found) else 0)
-
-
-def known_parts(path: Path) -> dict[str, Any]:
-    """The parts of an earlier result, each of which says what it was run with."""
-    return dict(json.loads(path.read_text()).get("parts", {})) if path.exists() else {}
 
 
 def source_digest() -> str:

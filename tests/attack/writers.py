@@ -7,7 +7,7 @@ see what was there before, or what is there after, or a clear error, and never a
 
 import fcntl
 import os
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -44,7 +44,7 @@ def check(case: Case) -> str:
     job, usual = JOBS[name], undisturbed(name)
     number = int(place * len(usual.points))
     with folder_of(job) as folder:
-        other = _reader(job, folder) if who == "reader" else _writer(job, folder)
+        other: Any = partial(job.state, folder) if who == "reader" else partial(_write, job, folder)  # type: ignore[arg-type]
 
         def together() -> tuple[str, list[Ending]]:
             met: list[Ending] = []
@@ -68,24 +68,17 @@ def check(case: Case) -> str:
         return end_of(ending._replace(value=result), name, folder, where)
 
 
-def _writer(job: Job, folder: Path) -> Callable[[], Any]:
-    def work() -> Any:
-        lock = fcntl.flock
+def _write(job: Job, folder: Path) -> str:
+    """Run a job; where it would wait for a lock, end."""
+    lock = fcntl.flock
 
-        def impatient(handle: Any, flags: int) -> None:
-            try:
-                lock(handle, flags | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if flags & fcntl.LOCK_NB:
-                    raise
-                os._exit(WAITS)  # it waits for the one that waits for it here
+    def impatient(handle: Any, flags: int) -> None:
+        try:
+            lock(handle, flags | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if flags & fcntl.LOCK_NB:
+                raise
+            os._exit(WAITS)  # it waits for the one that waits for it here
 
-        fcntl.flock = impatient  # type: ignore[assignment]
-        return job.run(folder)
-
-    return work
-
-
-def _reader(job: Job, folder: Path) -> Callable[[], Any]:
-    assert job.state is not None
-    return lambda: job.state(folder)  # type: ignore[misc]
+    fcntl.flock = impatient  # type: ignore[assignment]
+    return job.run(folder)
