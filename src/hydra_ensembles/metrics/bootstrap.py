@@ -16,7 +16,6 @@ the true value: `benchmarks/coverage.py`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -30,8 +29,6 @@ from .ood import OodMetric, cumulative_counts, joint_ranks, of_counts
 # Draws held in memory at once; a thousand resamples of ten thousand samples are cut into pieces of this size.
 _DRAWS_AT_ONCE = 4_000_000
 _CALIBRATED = 200  # draws of a calibrated model's answers, which say how large an error is by chance
-
-IntervalMethod = Literal["percentile", "basic"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,6 @@ def bootstrap_metric(
     minus: Sequence[Tensor] | None = None,
     resamples: Whole = 1000,
     level: InnerShare = 0.95,
-    method: IntervalMethod = "percentile",
     seed: Seed = 0,
 ) -> Interval:
     """Interval of `metric(*samples)`, a function of arrays with one row a sample.
@@ -71,8 +67,6 @@ def bootstrap_metric(
             `metric(*samples) - metric(*minus)`.
         resamples: How often samples are drawn.
         level: Share of the replicates the interval holds.
-        method: `"percentile"`, or `"basic"` for a metric that noise makes larger: `2 * value - percentiles`, which may
-            be below what the metric can be, and leave out its value.
         seed: Decides the draws.
     """
     if not samples:
@@ -89,9 +83,7 @@ def bootstrap_metric(
     for _ in range(resamples):
         rows = torch.from_numpy(generator.integers(count, size=count))
         replicates.append(measured([array[rows.to(array.device)] for array in arrays]))
-    value = measured(arrays)
-    drawn = np.array(replicates)
-    return _interval(value, drawn if method == "percentile" else 2 * value - drawn, level)
+    return _interval(measured(arrays), np.array(replicates), level)
 
 
 def bootstrap_mean(
@@ -121,14 +113,15 @@ def bootstrap_calibration(
 ) -> Interval:
     """Interval of a calibration error of confidences `[B]`, of which some are `correct`, `[B]` of bool.
 
-    By the basic method, from 0 on, and drawn out to its value; down to 0 also where answers that are right as often as
-    they say have an error as large by chance.
+    By the basic method, percentiles mirrored at the value, from 0 on, and drawn out to its value; down to 0 also where
+    answers that are right as often as they say have an error as large by chance.
     """
-    found = bootstrap_metric(metric, [confidence, correct], resamples=resamples, level=level, method="basic")
+    found = bootstrap_metric(metric, [confidence, correct], resamples=resamples, level=level)
+    value, mirrored = found.value, 2 * found.value - found.high
     generator, sure = np.random.default_rng(0), confidence.detach().cpu()
     by_chance = [metric(sure, torch.from_numpy(generator.random(len(sure))) < sure) for _ in range(_CALIBRATED)]
-    low = 0.0 if found.value <= np.quantile(by_chance, (1 + level) / 2) else min(max(found.low, 0.0), found.value)
-    return replace(found, low=low, high=max(found.high, found.value))
+    low = 0.0 if value <= np.quantile(by_chance, (1 + level) / 2) else min(max(mirrored, 0.0), value)
+    return replace(found, low=low, high=max(2 * value - found.low, value))
 
 
 @checked

@@ -7,7 +7,8 @@ from cases import random_scores
 
 from hydra_ensembles import metrics
 from hydra_ensembles.errors import DataError
-from hydra_ensembles.metrics.bootstrap import bootstrap_mean, bootstrap_metric, bootstrap_ood, ood_replicates
+from hydra_ensembles.metrics import bootstrap_metric, bootstrap_ood
+from hydra_ensembles.metrics.bootstrap import bootstrap_calibration, bootstrap_mean, ood_replicates
 
 T = torch.tensor
 POINT_METRICS = {"auroc": metrics.auroc, "aupr": metrics.aupr, "fpr95": metrics.fpr95}
@@ -56,8 +57,10 @@ def test_mean_interval_has_the_width_of_the_standard_error_and_a_basic_one_is_mi
     assert interval.low < narrower.low < narrower.value < narrower.high < interval.high
     assert interval.value in interval
     assert interval.high + 1 not in interval
-    basic = bootstrap_metric(mean, [values], method="basic")
-    mirrored = (interval.value, 2 * interval.value - interval.high, 2 * interval.value - interval.low)
+    wrong = torch.rand(400, generator=torch.Generator().manual_seed(1)) < 0.5  # of answers that say they are sure
+    error = (lambda sure, right: mean(sure) - mean(right)), torch.ones(400), ~wrong
+    plain, basic = bootstrap_metric(error[0], error[1:], resamples=100), bootstrap_calibration(*error, 100)
+    mirrored = (plain.value, 2 * plain.value - plain.high, 2 * plain.value - plain.low)
     assert (basic.value, basic.low, basic.high) == pytest.approx(mirrored)
     together = bootstrap_metric(lambda one, other: mean(one == other), [values, values], resamples=20)
     assert together.low == 1  # several arrays are drawn together
