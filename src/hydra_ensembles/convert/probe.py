@@ -3,8 +3,9 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,6 +56,24 @@ class Both:
         """Whether the classifier has no weights but zeros, so that answers prove nothing."""
         classifier = self.ensemble.readout.classifier
         return classifier is not None and not classifier.weight.any()
+
+    def in_float32(self) -> "Both":
+        """Copies of both.
+
+        Raises:
+            NoAnswerError: The original cannot be copied.
+        """
+        projection = self.projection
+        try:
+            model = deepcopy(self.model).float()
+        except Exception as error:  # whatever somebody's model may raise
+            raise NoAnswerError(f"{self.architecture.name}: {error}") from error
+        return replace(
+            self,
+            model=model,
+            ensemble=deepcopy(self.ensemble).float(),
+            projection=None if projection is None else deepcopy(projection).float(),
+        )
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -194,9 +213,13 @@ class Both:
 def require_same_answers(both: Both, *, locate: bool = True) -> None:
     """Refuse a conversion that changes an answer, and name the first layer where the two models part.
 
+    Half precision is compared in float32 first, where a difference cannot pass for rounding, if the model runs in it.
     `locate=False` spares the search for that layer, for who wants to know alone whether the answers agree.
     """
     architecture, model, ensemble = both.architecture, both.model, both.ensemble
+    if not both.own and ensemble.dtype in (torch.float16, torch.bfloat16):
+        with suppress(NoAnswerError):
+            require_same_answers(both.in_float32(), locate=locate)
     mute = both.mute and not both.own  # tokens decide
     with both.answering():
         for inputs in both.batches():

@@ -97,6 +97,15 @@ def test_other_types_are_compared_within_their_rounding(dtype: torch.dtype, dist
     refused(model, r"blocks\.1")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_small_change_does_not_pass_for_the_rounding_of_half_precision(dtype: torch.dtype) -> None:
+    """Behind small logits a tanh changes them by less than rounding does."""
+    model = torchvision_model()
+    nn.init.normal_(model.heads.head.weight, std=0.02)
+    model.heads.append(nn.Tanh())
+    refused(model.to(dtype), "of their size")
+
+
 # --- what only answers tell ----------------------------------------------------------------------------------
 
 
