@@ -165,7 +165,6 @@ def _single_members(models: Iterable[Ensemble | DualEncoder]) -> list[tuple[obje
     return pairs
 
 
-@checked
 def soup(models: Iterable[nn.Module]) -> Ensemble:
     """One model with the mean of the weights of several fine-tunings of one model: at the price of one.
 

@@ -164,7 +164,7 @@ def test_models_of_other_libraries_are_converted(join: Join) -> None:
     wrapped = nn.DataParallel(he.convert(other))  # type: ignore[arg-type]
     for members in ([model, he.convert(other)], iter([model, wrapped])):
         assert torch.equal(join(members)(images), expected(images))
-    with pytest.raises(ConfigError, match="VisionTransformer"):
+    with pytest.raises(ConfigError, match="a single VisionTransformer"):
         join(model)
 
 
