@@ -61,19 +61,16 @@ class Both:
         """Copies of both.
 
         Raises:
-            NoAnswerError: The original cannot be copied.
+            NoAnswerError: The original cannot be copied, or there is no memory for it.
         """
-        projection = self.projection
+        parts = {"model": self.model, "ensemble": self.ensemble, "projection": self.projection}
         try:
-            model = deepcopy(self.model).float()
+            copies: dict[str, Any] = {
+                name: None if part is None else deepcopy(part).float() for name, part in parts.items()
+            }
         except Exception as error:  # whatever somebody's model may raise
             raise NoAnswerError(f"{self.architecture.name}: {error}") from error
-        return replace(
-            self,
-            model=model,
-            ensemble=deepcopy(self.ensemble).float(),
-            projection=None if projection is None else deepcopy(projection).float(),
-        )
+        return replace(self, **copies)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
