@@ -32,7 +32,7 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONUTF8=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 # Damaged files, bad inputs, kills, counted; writes results/attack.json and fails where a single case ends as none may.
 attack: $(STAMP)
