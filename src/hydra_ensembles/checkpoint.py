@@ -81,7 +81,7 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
         CheckpointError: The model cannot be saved, or the folder is another library's.
         StorageError: The disk does not take it; the error says which model is in the folder now.
     """
-    folder = Path(folder).expanduser()
+    folder = files.expanded(folder)
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"cannot save to {folder}: it is a file; name a folder, it is made if it does not exist")
     with files.locked(folder, "save", wait=True):
@@ -202,7 +202,7 @@ def locate(source: str | Path, revision: str | None = None, token: str | None = 
     A folder that exists wins. Otherwise a string like `owner/name` is a hub id; `hub:owner/name`, as the command line
     has it, is one in any case.
     """
-    folder = Path(source).expanduser()
+    folder = files.expanded(source)
     if isinstance(source, str) and source.startswith(HUB):
         source, folder = source.removeprefix(HUB), Path(source)
     if folder.is_dir():

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NoReturn
 from safetensors import SafetensorError
 
 from ._utils import warn
-from .errors import CheckpointError, StorageError
+from .errors import CheckpointError, ConfigError, StorageError
 
 if sys.platform != "win32":
     import fcntl
@@ -36,6 +36,15 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _LOCKLESS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 _UNFLUSHED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}  # said of folders by some network disks
 _VANISHED = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
+
+
+def expanded(path: str | Path) -> Path:
+    """A path with the home folder in place of a `~` or `~name` at its beginning."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # of Python: nobody of that name, or no home folder
+        home = Path(path).parts[0]
+        raise ConfigError(f"{path}: there is no home folder {home} here; give the whole path") from error
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

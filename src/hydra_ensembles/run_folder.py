@@ -68,7 +68,7 @@ class RunFolder:
         what: str = "a build",
         device: torch.device = _CPU,
     ) -> None:
-        self.path = None if path is None else Path(path).expanduser()
+        self.path = None if path is None else files.expanded(path)
         self._identity = json.loads(json.dumps(identity))
         self._what = what
         self._device = device

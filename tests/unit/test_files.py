@@ -9,11 +9,19 @@ from unittest.mock import Mock
 
 import pytest
 
-from hydra_ensembles import files
-from hydra_ensembles.errors import CheckpointError, HydraWarning, StorageError
+from hydra_ensembles import data, files, load
+from hydra_ensembles.errors import CheckpointError, ConfigError, HydraWarning, StorageError
 from processes import in_a_child
 
 DISK = {errno.ENOSPC: "free some space", errno.EROFS: "allow writing", errno.ENOENT: "look", errno.EIO: "another place"}
+
+
+@pytest.mark.parametrize("read", [files.expanded, load, data.load])
+def test_the_home_of_nobody_is_said_to_be_that(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert files.expanded("~/a") == Path("/home/me/a")
+    with pytest.raises(ConfigError, match="no home folder ~nosuchuser here; give the whole path"):
+        read("~nosuchuser/a")
 
 
 @pytest.mark.parametrize("number", DISK)

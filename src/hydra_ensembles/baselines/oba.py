@@ -19,6 +19,7 @@ from ..arguments import Checked, Rate, Whole
 from ..batches import Batches, Inputs, borrowed, epoch_of, labelled, require_rereadable
 from ..classes import in_order
 from ..errors import ConfigError, DataError
+from ..files import expanded
 from ..fingerprints import model_fingerprint, source_fingerprint
 from ..model.dropping import dropping
 from ..model.ensemble import Ensemble
@@ -97,7 +98,7 @@ def oba(
         recipe.check(model, train, validation)
     output = run.get("output")
     seed = derive_seed(0 if recipe is None else recipe.seed, "oba")
-    folder = None if output is None else Path(output).expanduser() / "pruning"
+    folder = None if output is None else expanded(output) / "pruning"
     masks = pruned_masks(model, train, settings, seed, folder, run.get("device"))
     zeros = sum(int((~mask).sum()) for mask in masks.values())
     share = 1 - zeros / sum(parameter.numel() for parameter in model.parameters())

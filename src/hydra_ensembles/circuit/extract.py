@@ -20,7 +20,7 @@ from ..arguments import Count, Range, Seed, Share, Whole, checked
 from ..batches import Batches, Sources
 from ..classes import in_order
 from ..errors import ConfigError, DataError
-from ..files import resumable
+from ..files import expanded, resumable
 from ..fingerprints import model_fingerprint
 from ..heads.masking import ONE_TOWER, checked_layers, may_go, most_to_go, off_and_left, towers_of, working_copy
 from ..heads.ranking import Head, HeadLike, HeadRanking, require_budget
@@ -151,7 +151,7 @@ def extract_circuit(
 
     dtype = dtype or ensemble.dtype
     device = local_device(require_device(device or ensemble.device))
-    path = None if journal is None else Path(journal).expanduser()
+    path = None if journal is None else expanded(journal)
     distance = None
     if isinstance(ensemble, Ensemble) and ood_score != "msp" and score != "acc":
         distance = Distance(ensemble, ood_score, dtype, device)

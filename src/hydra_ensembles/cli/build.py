@@ -12,7 +12,7 @@ import typer
 from .._distributed import launched_rank
 from ..data.batching import TrainTransform, batches
 from ..errors import ConfigError, DataError
-from ..files import locked, read_file, read_json, write_atomically
+from ..files import expanded, locked, read_file, read_json, write_atomically
 from ..metrics.distance import FamiliarityName
 from ..model.ensemble import Ensemble
 from ..pipeline.candidates import search as run_search
@@ -205,7 +205,7 @@ def search(
 
 def _read_candidates(settings: DataSettings, file: str) -> list[dict[str, Any]]:
     """Settings of candidates from a file; a recipe may be the name of a preset, as everywhere."""
-    path = Path(file).expanduser()
+    path = expanded(file)
     most = settings.batch_size
     listed = parse_yaml(read_file(path), str(path))
     if not isinstance(listed, list) or not all(isinstance(raw, Mapping) for raw in listed):

@@ -18,7 +18,7 @@ from ..evaluation.atlas import atlas as make_atlas
 from ..evaluation.evaluate import evaluate as evaluate_model
 from ..evaluation.evaluation import FORMAT as EVALUATION
 from ..evaluation.evaluation import Evaluation, Selective, logits_path
-from ..files import parse_json, read_file, read_json
+from ..files import expanded, parse_json, read_file, read_json
 from ..metrics.inputs import Convention
 from ..model.cost import Cost
 from ..model.ensemble import Ensemble
@@ -93,7 +93,7 @@ class EvaluateSettings(MeasuredSettings):
     @property
     def file(self) -> Path:
         """Where the evaluation is written."""
-        path = Path(self.output).expanduser()
+        path = expanded(self.output)
         title = self.name or self.own_name
         slug = re.sub(r"[^\w.-]+", "-", title.partition(":")[2] or title).strip("-").lower() or "model"
         return path if path.suffix == ".json" else path / f"{slug}.json"
@@ -126,11 +126,11 @@ class EvaluateSettings(MeasuredSettings):
     def by_full_names(self) -> dict[str, Any]:
         """The settings as plain data, in which files and folders have names that mean the same wherever one stands."""
         plain: dict[str, Any] = to_plain(self)
-        folder = Path(self.model).expanduser()
+        folder = expanded(self.model)
         if folder.is_dir() and not self.model.startswith((source.TIMM, source.HUB)):
             plain |= {"model": str(folder.resolve()), "name": self.name or self.own_name}
         if self.weights is not None:
-            plain["weights"] = str(Path(self.weights).expanduser().resolve())
+            plain["weights"] = str(expanded(self.weights).resolve())
         if self.id is not None:
             plain["id"] = source.full_name_of_data(self.id)
         for role in ("ood", "shift"):
@@ -161,7 +161,7 @@ class AtlasSettings(MeasuredSettings):
     @property
     def page(self) -> Path:
         """Where the page is written."""
-        return Path(self.output).expanduser()
+        return expanded(self.output)
 
 
 def _data_of(settings: Mapping[str, Any]) -> set[object]:

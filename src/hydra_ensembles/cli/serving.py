@@ -13,6 +13,7 @@ import typer
 from .._utils import require
 from ..data.loading import Columns
 from ..errors import DataError, StorageError
+from ..files import expanded
 from ..schema import to_plain
 from ..serve.app import make_app
 from ..serve.connection import KEPT_OPEN, bounded_connection
@@ -53,7 +54,7 @@ def serve(model: ModelSettings, settings: ServeSettings) -> None:
     finally:
         listener.close()
         if settings.uds is not None:
-            Path(settings.uds).expanduser().unlink(missing_ok=True)
+            expanded(settings.uds).unlink(missing_ok=True)
 
 
 def listen(settings: ServeSettings) -> socket.socket:
@@ -65,7 +66,7 @@ def listen(settings: ServeSettings) -> socket.socket:
         if settings.uds is None:
             family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
             return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
-        path = Path(settings.uds).expanduser()
+        path = expanded(settings.uds)
         if path.is_socket() and not _answers(path):
             path.unlink()  # left by a server that was killed
         listener = socket.socket(socket.AF_UNIX)

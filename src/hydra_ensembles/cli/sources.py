@@ -21,7 +21,7 @@ from ..data.loading import Columns
 from ..data.loading import load as load_set
 from ..data.suites import SetRef, suite
 from ..errors import CheckpointError, ConfigError, ConversionError, DataError
-from ..files import parse_json, plain_file, read_file
+from ..files import expanded, parse_json, plain_file, read_file
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.kinds import load
@@ -84,7 +84,7 @@ class ModelSettings(Checked):
         """What tables call the model: the last part of its name."""
         name = Path(self.model.rstrip("/")).name
         if name in ("", "..", "~"):  # what `.` and its like stand for
-            name = Path(self.model).expanduser().resolve().name
+            name = expanded(self.model).resolve().name
         return name or self.model
 
 
@@ -124,7 +124,7 @@ def load_model(settings: ModelSettings) -> Ensemble | DualEncoder:
     published), and a folder that one of these libraries wrote, also the run folder of `build`.
     """
     name = settings.model
-    path = Path(settings.model).expanduser()
+    path = expanded(settings.model)
     if name.startswith(TIMM):
         model: Ensemble | DualEncoder = _load_timm(name.removeprefix(TIMM), settings)
     elif name.startswith(HUB):
@@ -190,7 +190,7 @@ def _load_timm(name: str, settings: ModelSettings, architecture: str = "") -> En
     if ":" not in name and architecture not in timm.list_models():
         raise CheckpointError(f"timm has no model {name!r}{did_you_mean(name, timm.list_models())}")
     try:
-        state = None if settings.weights is None else load_file(plain_file(Path(settings.weights).expanduser()))
+        state = None if settings.weights is None else load_file(plain_file(expanded(settings.weights)))
     except (OSError, SafetensorError, UnicodeError) as error:  # files of other kinds can run code
         raise CheckpointError(f"the weights {settings.weights} cannot be read as safetensors: {error}") from error
     classes = (len(state[key]) for key in ("head.weight", "head.fc.weight") if state is not None and key in state)
@@ -309,7 +309,7 @@ def load_data(spec: str, settings: DataSettings, labelled: bool = True) -> AnyDa
         name, _, part = spec.removeprefix(TORCHVISION).partition(":")
         data = load_set(TORCHVISION + name, part or None, root=settings.root, **options)
     else:
-        path = Path(spec.rpartition(":")[0] or spec).expanduser()
+        path = expanded(spec.rpartition(":")[0] or spec)
         raise DataError(
             f"no data {spec!r}: there is no such file or folder{did_you_mean(path)}; give a "
             "path, hub:NAME[:CONFIG][:SPLIT], torchvision:NAME[:SPLIT] or suite:NAME:SET"
@@ -324,7 +324,7 @@ def existing_path(spec: str) -> tuple[Path | None, str | None]:
     if not spec.startswith((SUITE, HUB, TORCHVISION)):
         before, _, last = spec.rpartition(":")
         for name, split in ((spec, None), (before, last)):
-            path = Path(name).expanduser()
+            path = expanded(name)
             if name and path.exists():
                 return path, split
     return None, None
@@ -334,7 +334,7 @@ def output_folder(output: str, *data: tuple[str, str | None]) -> Path:
     """The folder that a command writes to, which lies in none of the data that it reads, each with its role."""
     if not output:
         raise ConfigError("output is empty; name the folder to write to")
-    folder = Path(output).expanduser()
+    folder = expanded(output)
     for role, spec in data:
         path, _ = existing_path(spec or "")
         if path is not None and folder.resolve().is_relative_to(path.resolve()):

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..data.dataset import IMAGE_SUFFIXES, AnyDataset, images_below, read_image
 from ..data.loading import TABLE_SUFFIXES, Columns, load
 from ..errors import ConfigError, DataError
-from ..files import read_file
+from ..files import expanded, read_file
 from ..model.config import GROUPS, EnsembleConfig, PatchStemConfig
 from ..model.cost import Cost, measure_costs
 from ..model.ensemble import Ensemble
@@ -107,7 +107,7 @@ def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns:
         raise DataError("got a text, but the model reads images; give image files or folders")
     items: list[NamedItem] = []
     for argument in inputs:
-        path = Path(argument).expanduser()
+        path = expanded(argument)
         if argument != "-" and not path.exists():
             hint = f"; for a text write --text {argument!r}" if kind == "text" else ""
             raise DataError(f"{path} does not exist{did_you_mean(path)}{hint}")

@@ -15,6 +15,7 @@ import numpy as np
 from .._utils import require, warn
 from ..arguments import checked
 from ..errors import DataError
+from ..files import expanded
 from ..preprocessing import to_rgb
 from .dataset import (
     IMAGE_SUFFIXES,
@@ -117,11 +118,11 @@ def load(
         (2, ('no', 'yes'), ('good', 1))
     """
     name = str(name_or_path)
-    base = Path(root or "").expanduser()
+    base = expanded(root or "")
     columns = columns or Columns()
     if name.startswith(_TORCHVISION):
         return _load_torchvision(name.removeprefix(_TORCHVISION), split, base, download)
-    path = base / Path(name).expanduser()
+    path = base / expanded(name)
     if name.startswith(HUB):
         table = _read_hub(name.removeprefix(HUB), config, split)
     elif not path.exists():
@@ -136,7 +137,7 @@ def load(
     elif split not in (None, path.stem):
         raise DataError(f"{path} is one file, it has no split {split!r}; leave split out or give the folder")
     elif path.suffix.lower() == ".txt":
-        table = _read_list(path, path.parent if images is None else base / Path(images).expanduser())
+        table = _read_list(path, path.parent if images is None else base / expanded(images))
         columns = Columns()
     else:
         title = path.stem if path.stem not in SPLIT_NAMES else path.parent.name or path.stem

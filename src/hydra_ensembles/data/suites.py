@@ -8,6 +8,7 @@ import numpy as np
 
 from .._utils import require
 from ..errors import DataError
+from ..files import expanded
 from ..schema import from_plain
 from .dataset import AnyDataset, SomeDataset, cut_position, keyed_order, without_classes
 from .loading import HUB, Columns, LabelPolicy, load
@@ -57,7 +58,7 @@ class SetRef:
         columns that it has on the hub.
         """
         is_list = self.source.endswith(".txt")
-        base = Path(root or "")
+        base = expanded(root or "")
         copied = root is not None and self.source.startswith(HUB) and (base / self.name).is_dir()
         data = load(
             self.name if copied else self.source,

@@ -20,6 +20,7 @@ from ..evaluation.evaluate import evaluate, evaluate_logits
 from ..evaluation.evaluation import Evaluation
 from ..evaluation.running import describe_model
 from ..familiarity import fit_familiarity
+from ..files import expanded
 from ..model.config import Sharing
 from ..model.cost import measure_costs
 from ..model.ensemble import Ensemble
@@ -141,7 +142,7 @@ def run_demo(
     settings = settings or DemoSettings()
     identity = {"format": FORMAT, "settings": to_plain(settings), "build": to_plain(settings.build)}
     run = RunFolder(output, identity, what="a demo")
-    folder = Path(output).expanduser()
+    folder = expanded(output)
     with run.working():
         started = time.perf_counter()
         backbone = load_backbone()

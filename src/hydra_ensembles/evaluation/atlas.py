@@ -21,7 +21,7 @@ from ..classes import in_order
 from ..data.batching import Preprocess
 from ..data.dataset import Dataset
 from ..errors import ConfigError, DataError
-from ..files import write_sealed
+from ..files import expanded, write_sealed
 from ..heads.masking import checked_layers, masked, working_copy
 from ..heads.ranking import Head
 from ..metrics.inputs import mean
@@ -174,7 +174,7 @@ class Atlas:
     @checked
     def save(self, path: str | Path) -> None:
         """Write a JSON file."""
-        write_sealed(Path(path).expanduser(), {"format": FORMAT, "version": VERSION, **to_plain(self)})
+        write_sealed(expanded(path), {"format": FORMAT, "version": VERSION, **to_plain(self)})
 
     @classmethod
     @checked

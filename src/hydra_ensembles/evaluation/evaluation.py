@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from ..arguments import checked
 from ..errors import DataError
-from ..files import DIGEST, read_object, unsealed, write_sealed
+from ..files import DIGEST, expanded, read_object, unsealed, write_sealed
 from ..fingerprints import SetTrace
 from ..metrics.bootstrap import Interval
 from ..metrics.distance import FittedName
@@ -347,7 +347,7 @@ class Evaluation:
         Both have digests, and the first knows that of the second. An evaluation without logits leaves alone those
         beside the file: it may have been read without them.
         """
-        file = Path(path).expanduser()
+        file = expanded(path)
         digest = self.logits_digest if self.logits is None else self.logits.save(logits_path(file))
         write_sealed(file, replace(self, logits_digest=digest).to_dict())
 
@@ -365,7 +365,7 @@ class Evaluation:
         evaluation = cls.from_dict(data, str(path))
         if not with_logits:
             return evaluation
-        file = logits_path(Path(path).expanduser())
+        file = logits_path(expanded(path))
         numbers = (evaluation.model.members * evaluation.model.classes + 1) * sum(evaluation.samples.values())
         logits, digest = MemberLogits.read(file, 8 * numbers + (1 << 20))  # float64, labels, room for names
         if DIGEST in data and digest != evaluation.logits_digest:  # files of before do not know their logits
@@ -379,7 +379,7 @@ class Evaluation:
 def read_saved(path: str | Path, kind: str) -> dict[str, Any]:
     """The JSON object in a file, unchanged where it has a digest; or a `DataError` that says what it should be."""
     try:
-        plain = read_object(Path(path).expanduser())
+        plain = read_object(expanded(path))
         unsealed(plain, "the file", required=False)
     except ValueError as error:
         raise DataError(f"{path} cannot be read as {kind}: {error}") from error

@@ -13,7 +13,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from ..errors import DataError
-from ..files import parse_json, write_atomically
+from ..files import expanded, parse_json, write_atomically
 from ..fingerprints import tensors_digest
 from ..metrics.inputs import at_least_float32
 
@@ -46,7 +46,7 @@ class MemberLogits:
         order = json.dumps(list(tensors))  # the format itself keeps no order, and tables should
         stored = {key: _stored(tensor, dtype) for key, tensor in tensors.items()}
         digest = tensors_digest(stored)
-        write_atomically(Path(path).expanduser(), to_bytes(stored, metadata={"order": order, "digest": digest}))
+        write_atomically(expanded(path), to_bytes(stored, metadata={"order": order, "digest": digest}))
         return digest
 
     @classmethod
@@ -56,7 +56,7 @@ class MemberLogits:
         Raises:
             DataError: The file is missing, was changed, or holds something else.
         """
-        return cls.read(Path(path).expanduser())[0]
+        return cls.read(expanded(path))[0]
 
     @classmethod
     def read(cls, path: Path, most: float = math.inf) -> tuple["MemberLogits", str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..arguments import Count, Whole, checked
 from ..errors import HeadError
-from ..files import read_sealed, write_sealed
+from ..files import expanded, read_sealed, write_sealed
 from ..schema import from_plain, short, to_plain
 
 
@@ -141,14 +141,14 @@ class HeadRanking:
     @checked
     def save(self, path: str | Path) -> None:
         """Write the ranking as JSON, with its digest."""
-        write_sealed(Path(path).expanduser(), to_plain(self))
+        write_sealed(expanded(path), to_plain(self))
 
     @classmethod
     @checked
     def load(cls, path: str | Path) -> "HeadRanking":
         """Read a ranking that `save` wrote; one of before, without a digest, is accepted too."""
         try:
-            return from_plain(cls, read_sealed(Path(path).expanduser()), "ranking", complete=True)
+            return from_plain(cls, read_sealed(expanded(path)), "ranking", complete=True)
         except ValueError as error:
             raise HeadError(f"{path} is not a saved head ranking: {error}") from error
 

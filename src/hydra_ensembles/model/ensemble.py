@@ -15,6 +15,7 @@ from ..arguments import checked
 from ..batches import READ, Inputs, move
 from ..checkpoint import Stored, load_checkpoint, push_checkpoint, save_checkpoint
 from ..errors import ConfigError, DataError
+from ..files import expanded
 from ..prediction import Prediction
 from ..preprocessing import is_raw
 from .config import GROUPS, EnsembleConfig, KeptHeads, PatchStemConfig, output_width
@@ -111,7 +112,7 @@ class Saved(ABC):
 
         Files of an earlier save are replaced; a kill in between leaves each of them whole.
         """
-        save_checkpoint(folder, self._contents(Path(folder).expanduser().resolve().name))
+        save_checkpoint(folder, self._contents(expanded(folder).resolve().name))
 
     @classmethod
     @checked

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..arguments import checked
 from ..errors import CheckpointError
-from ..files import read_sealed, write_sealed
+from ..files import expanded, read_sealed, write_sealed
 from ..model.ensemble import Ensemble
 from ..report.columns import Column
 from ..report.figures import draw_fronts
@@ -143,13 +143,13 @@ class SearchResult:
     def save(self, path: str | Path) -> None:
         """Write a JSON file, without the ensemble."""
         plain = {item.name: to_plain(getattr(self, item.name)) for item in fields(self) if item.name != "ensemble"}
-        write_sealed(Path(path).expanduser(), {"format": FORMAT, **plain})
+        write_sealed(expanded(path), {"format": FORMAT, **plain})
 
     @classmethod
     @checked
     def load(cls, path: str | Path) -> "SearchResult":
         """Read what `save` wrote; a file that was changed, or holds something else, is refused."""
-        plain = read_sealed(Path(path).expanduser(), required=True)
+        plain = read_sealed(expanded(path), required=True)
         if plain.pop("format", None) != FORMAT:
             raise CheckpointError(f'{path} is not the result of a search: it lacks "format": "{FORMAT}"')
         return from_plain(cls, plain, str(path))

@@ -11,7 +11,7 @@ from typing import Any
 from ..arguments import checked
 from ..errors import ConfigError, DataError
 from ..evaluation.evaluation import UNNAMED, Evaluation, read_saved
-from ..files import write_sealed
+from ..files import expanded, write_sealed
 from ..fingerprints import unlike
 from ..model.cost import Cost
 from ..overlap import about
@@ -255,7 +255,7 @@ FORMAT = "hydra_ensembles.costs"
 
 def save_costs(path: str | Path, costs: Iterable[Cost]) -> None:
     """Write the rows of `measure_costs` as JSON, with its digest."""
-    write_sealed(Path(path).expanduser(), {"format": FORMAT, "costs": to_plain(tuple(costs))})
+    write_sealed(expanded(path), {"format": FORMAT, "costs": to_plain(tuple(costs))})
 
 
 def load_costs(path: str | Path) -> tuple[Cost, ...]:

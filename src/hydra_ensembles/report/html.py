@@ -18,7 +18,7 @@ from ..arguments import checked
 from ..errors import ConfigError
 from ..evaluation.atlas import Atlas
 from ..evaluation.evaluation import Evaluation
-from ..files import write_atomically
+from ..files import expanded, write_atomically
 from ..model.cost import Cost
 from ..model.metadata import ACCEPTS_ALL
 from . import figures
@@ -100,7 +100,7 @@ def write_report(
     runs = {name: group[0] for name, group in methods.items()}
     shown = runs[focus]
     return _write_page(
-        Path(path).expanduser(),
+        expanded(path),
         "report.html.j2",
         title=title or f"How good is {focus}?",
         focus=focus,
@@ -149,7 +149,7 @@ def write_atlas(path: str | Path, atlas: Atlas, *, title: str | None = None) -> 
     kept: Sequence[Any] = atlas.model.heads or ((),)
     costs = [atlas.cost(head) for head in atlas.heads]
     return _write_page(
-        Path(path).expanduser(),
+        expanded(path),
         "atlas.html.j2",
         title=title or f"What are the heads of {atlas.name} for?",
         atlas=atlas,

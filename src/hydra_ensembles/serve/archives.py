@@ -20,7 +20,7 @@ from .._utils import require
 from ..data.dataset import IMAGE_SUFFIXES, Text, files_below
 from ..data.loading import DELIMITERS, JSON_LINES, TABLE_SUFFIXES, Columns, nested
 from ..errors import DataError, StorageError
-from ..files import digest_of
+from ..files import digest_of, expanded
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 LINES = ".txt"  # one text a line; in a tar shard, one text
@@ -72,7 +72,7 @@ class Archive:
         keep: Sequence[str] = (),
         without: Path | None = None,
     ) -> None:
-        self.path = Path(path).expanduser()
+        self.path = expanded(path)
         self.kind = kind
         self.columns = columns or Columns()
         self.keep, self._needed = tuple(keep), self.columns.needed(kind)

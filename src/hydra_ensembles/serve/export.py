@@ -21,7 +21,7 @@ from torch import Tensor
 from .._utils import __version__, require
 from ..arguments import Rate, checked
 from ..errors import ConfigError, ConversionError, DataError
-from ..files import checksum, flush, json_bytes, locked, remove, writing
+from ..files import checksum, expanded, flush, json_bytes, locked, remove, writing
 from ..model.config import PatchStemConfig
 from ..model.dropping import dropping
 from ..model.ensemble import Ensemble
@@ -83,7 +83,7 @@ def export(
         >>> torch.export.load(path).module()(pixel_values=torch.randn(2, 3, 32, 32))["label"].shape
         torch.Size([2])
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     format = _format(path, format)
     ensemble = require_ensemble(ensemble, "export").lasting("exported")
     outputs = output_fields(ensemble)

@@ -13,6 +13,7 @@ from typing import Any
 from .._utils import require
 from ..arguments import Whole, checked
 from ..errors import ConfigError, RequestError
+from ..files import expanded
 from ..model.ensemble import Ensemble
 from .app import make_app
 from .service import Answer, Sample, ServeSettings, Service
@@ -47,8 +48,8 @@ def ray_app(
     if max_replicas < min_replicas:
         raise ConfigError(f"max_replicas is {max_replicas}, less than min_replicas, {min_replicas}; raise it")
     used = replace(used, api_key=used.key)  # of this process: a cluster that runs already has an environment of its own
-    if isinstance(model, str | Path) and Path(model).expanduser().is_dir():
-        model = Path(model).expanduser().resolve()  # replicas work in another folder
+    if isinstance(model, str | Path) and expanded(model).is_dir():
+        model = expanded(model).resolve()  # replicas work in another folder
 
     class Replica(_Replica):
         answer = serve.batch(max_batch_size=used.max_batch, batch_wait_timeout_s=used.max_wait / 1e3)(_Replica.answer)

@@ -23,7 +23,7 @@ from ..checkpoint import locate
 from ..data.dataset import decode_image, read_image
 from ..data.loading import Columns
 from ..errors import CheckpointError, ConfigError, DataError, HydraError
-from ..files import checksum, digest_of, read_object, write_atomically
+from ..files import checksum, digest_of, expanded, read_object, write_atomically
 from ..fingerprints import model_fingerprint, tensors_digest
 from ..model.contents import CONFIG
 from ..model.ensemble import Ensemble
@@ -105,7 +105,7 @@ class Scorer:
         """Where the model is loaded from, and the digest of its files; nothing for one in memory, which is pickled."""
         if isinstance(self.model, Ensemble):
             return Path(), ""
-        finished = Path(self.model).expanduser() / RESULT
+        finished = expanded(self.model) / RESULT
         folder = finished if (finished / CONFIG).is_file() else locate(self.model)
         return folder, checksum(folder / CONFIG) if (folder / CONFIG).is_file() else ""
 
@@ -324,7 +324,7 @@ def score_archive(
         shard_rows: Items a shard.
         progress: Whether to show a bar, with the rate.
     """
-    path = Path(output).expanduser()
+    path = expanded(output)
     ensemble = scorer.ensemble
     archive = Archive(source, ensemble.kind, scorer.columns, scorer.keep, path)
     identity = {"archive": archive.identity(), "model": _identity(ensemble), "shard_rows": shard_rows}

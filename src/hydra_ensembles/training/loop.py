@@ -23,7 +23,7 @@ from .._utils import compiled_at_will, derive_seed, own_precision, require_devic
 from ..arguments import Whole, checked
 from ..batches import Batches, borrowed, epoch_of, length_of, require_rereadable
 from ..errors import CheckpointError, DataError, DivergedError
-from ..files import read_sealed, remove_leftovers, resumable
+from ..files import expanded, read_sealed, remove_leftovers, resumable
 from ..fingerprints import model_fingerprint, source_fingerprint
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
@@ -227,7 +227,7 @@ class Job:
     @property
     def folder(self) -> Path | None:
         """Where checkpoints lie."""
-        return None if self.output is None else Path(self.output).expanduser() / self.subfolder.format(self.index)
+        return None if self.output is None else expanded(self.output) / self.subfolder.format(self.index)
 
     def __post_init__(self) -> None:
         """Check what `Recipe.check` does not."""
