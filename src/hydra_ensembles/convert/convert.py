@@ -25,9 +25,8 @@ from . import open_clip, timm, torchvision, transformers, transformers_dual, tra
 from .altered import MERGE, require_known_parts, require_unaltered, with_plain_classifier
 from .core import Architecture, DualArchitecture, qualified_name, require_all_used, require_finite_weights, translate
 from .declared import Declaration
-from .dropout import with_read_dropout
 from .guess import beginning, guessed, require_proof
-from .own import warn_of_padding
+from .own import warn_of_dropout, warn_of_padding
 from .probe import Both, require_same_answers
 from .processors import amended, is_for_images, size_of_images, with_processor
 from .reading import read_declaration, with_size
@@ -149,7 +148,9 @@ def convert(
     if not probe or not both.own:
         return both.ensemble
     warn_of_padding(both)
-    return both.ensemble if declaration is not None and declaration.dropout is not None else with_read_dropout(both)
+    if declaration is None or declaration.dropout is None:
+        warn_of_dropout(both)
+    return both.ensemble
 
 
 def _converted(

@@ -65,8 +65,8 @@ class Declaration:
             columns are counted in several ways, a `RotaryConfig`.
         rotary_pairs: Which numbers of a head rotate together: those of its two `"halves"`, or `"neighbours"`.
         max_tokens: Longest text, where no `position` says so, or the model takes fewer than it has positions.
-        dropout: Rate behind embedding, attention and MLP while training. If not said, rates are read off modules of
-            `torch.nn`, by what these are given; a warning says so where the model drops something else, too.
+        dropout: Rate behind embedding, attention and MLP while training. If not said, rates are read off layers and
+            attention of `torch.nn`; a warning names other modules that drop.
         ignored: Beginnings of names of tensors that take no part in the answer.
         answer: How the model is called: the model and a batch (`pixel_values`, or `input_ids` with `attention_mask`, 1
             at tokens, and `token_type_ids`) in, logits `[B, C]` out. If not said, the model is called with the images

@@ -1,4 +1,4 @@
-"""What is asked of a model of one's own beside random batches: every id, padding before texts and padding untold."""
+"""What is asked of a model of one's own beside random batches: every id, padding before texts or untold, dropout."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._utils import warn
+from ..classes import some
 from ..errors import ConversionError
 from ..model.config import TextStemConfig
 from .core import Architecture, NamedTensors, Source
@@ -262,4 +264,25 @@ def warn_of_padding(both: Both) -> None:
         warn(
             f"{name}: without {' and '.join(needed)} the model answers otherwise than the converted one, which takes "
             "every id for a token, of the first segment: always give what the tokenizer gives"
+        )
+
+
+# --- dropout --------------------------------------------------------------------------------------------------------
+
+
+def warn_of_dropout(both: Both) -> None:
+    """Say which modules drop at random in training where the converted model, whose answers agree, does not.
+
+    Rates are read off layers of `torch.nn` alone: what other modules stand for, their names do not say.
+    """
+    encoder = both.ensemble.config.encoder
+    read = {encoder.activation_dropout, encoder.projection_dropout, encoder.output_dropout}
+    layers = [one for one in both.model.modules() if isinstance(one, nn.TransformerEncoderLayer)]
+    known = {part for layer in layers for part in layer.children() if getattr(part, "p", None) in read}
+    dropping = {name: one for name, one in both.model.named_modules() if isinstance(one, _DropoutNd) and one.p > 0}
+    unread = [name for name, module in dropping.items() if module not in known]
+    if unread:
+        warn(
+            f"{both.architecture.name}: in training the model drops at random in {some(unread)}, and the converted "
+            "one does not: if it is to be trained, say dropout= in the declaration or in the recipe"
         )

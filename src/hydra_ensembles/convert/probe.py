@@ -16,7 +16,7 @@ from .._utils import evaluation_mode, torch_seeded
 from ..errors import ConversionError
 from ..model.config import PatchStemConfig, TextStemConfig
 from ..model.ensemble import Ensemble
-from ..model.layers import Context, GroupedLinear
+from ..model.layers import GroupedLinear
 from ..preprocessing import TextPreprocessing
 from .core import Architecture, NamedTensors, block_name
 
@@ -357,7 +357,7 @@ def _first_difference(both: Both, inputs: NamedTensors, allowed: float) -> str:
     if not theirs and both.own:
         return f"somewhere: {names[0] or 'a block'} is not called as a module, so that nothing is seen of it"
     mask = inputs.get("attention_mask")
-    ours, _ = our_tokens(ensemble, inputs)
+    ours = _our_tokens(ensemble, inputs)
     for index, (mine, their) in enumerate(zip(ours, theirs, strict=False)):
         if their.shape != mine.shape and their.dim() == mine.dim():
             their = their.transpose(0, 1)  # [T, B, d] -> [B, T, d]
@@ -373,14 +373,14 @@ def _first_difference(both: Both, inputs: NamedTensors, allowed: float) -> str:
     return ""
 
 
-def our_tokens(ensemble: Ensemble, inputs: NamedTensors) -> tuple[list[Tensor], Context]:
-    """What enters the first block, and what leaves each of them, `[B, T, d]`; and what attention knows of it."""
+def _our_tokens(ensemble: Ensemble, inputs: NamedTensors) -> list[Tensor]:
+    """What enters the first block, and what leaves each of them, `[B, T, d]`."""
     x, context = ensemble.embed(*ensemble.unpack(dict(inputs), None, None))
     tokens = [x[0]]
     for block in ensemble.encoder.layers:
         x = block(x, context)
         tokens.append(x[0])
-    return tokens, context
+    return tokens
 
 
 def _their_tokens(both: Both, blocks: Sequence[nn.Module], inputs: NamedTensors) -> list[Tensor]:

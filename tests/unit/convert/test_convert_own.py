@@ -1,4 +1,4 @@
-"""What models of one's own are asked beside random batches: samples alone and together, and every id."""
+"""What models of one's own are asked beside random batches: samples alone and together, every id, and dropout."""
 
 import warnings
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from architectures_own import (
 from hydra_ensembles.convert.core import Architecture, as_stored
 from hydra_ensembles.convert.guess import _agrees
 from hydra_ensembles.convert.own import Asked
+from hydra_ensembles.errors import HydraWarning
 
 # --- samples alone and together ------------------------------------------------------------------------------
 
@@ -209,3 +210,38 @@ def test_a_model_that_finds_padding_itself_is_warned_of(kind: Any, said: bool) -
         warnings.simplefilter("always")
         he.convert(own(kind), declaration=ROPE_BERT)
     assert ["attention_mask" in str(one.message) for one in caught if "without" in str(one.message)] == [True] * said
+
+
+# --- dropout -------------------------------------------------------------------------------------------------
+
+
+class DroppingText(EncoderText):
+    """As PyTorch's tutorial has it: behind positions, too, where the layers of torch drop as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.behind_positions = nn.Dropout(0.2)
+
+    def forward(self, ids: Tensor, src_key_padding_mask: Tensor | None = None) -> Tensor:
+        x = self.behind_positions(self.embedding(ids).transpose(0, 1) * WIDTH**0.5 + self.pe[: ids.shape[1]])
+        return self.classify(self.encoder(x, src_key_padding_mask=src_key_padding_mask)[0])
+
+
+def other_rate() -> nn.Module:
+    model = own(EncoderText)
+    model.encoder.layers[1].dropout1.p = 0.3
+    return model
+
+
+@pytest.mark.filterwarnings("error::hydra_ensembles.errors.HydraWarning")
+@pytest.mark.parametrize("declaration", [ENCODER_TEXT, None])
+def test_rates_are_read_off_layers_of_torch_and_other_dropout_is_named(declaration: he.Declaration | None) -> None:
+    encoder = he.convert(own(EncoderText), declaration=declaration).config.encoder
+    assert {encoder.attention_dropout, encoder.projection_dropout, encoder.activation_dropout} == {0.1}
+    assert encoder.output_dropout == 0.1
+    for model, name in ((own(DroppingText), "behind_positions,"), (other_rate(), "encoder.layers.1.dropout1,")):
+        with pytest.warns(HydraWarning, match=f" {name}.*dropout=") as caught:
+            assert he.convert(model, declaration=declaration).config.stem.dropout == 0.0
+        assert caught[0].filename == __file__
+    said = he.convert(own(DroppingText), declaration=replace(ENCODER_TEXT, dropout=0.2)).config
+    assert said.encoder.projection_dropout == said.stem.dropout == 0.2
