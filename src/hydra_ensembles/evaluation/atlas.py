@@ -153,19 +153,6 @@ class Atlas:
     model: ModelInfo
     provenance: Provenance
 
-    def __post_init__(self) -> None:
-        """What points to something points to something that is there."""
-        kept = self.model.heads or ()
-        sets = {self.id_name, *self.whole.auroc}
-        if not kept or not self.model.heads_per_layer or set(self.samples) != sets or min(self.samples.values()) < 1:
-            raise DataError(f"an atlas of {self.id_name!r} does not fit its model or its sets {sorted(self.samples)}")
-        for head in self.heads:
-            layer, number = head.layer, head.head
-            fits = 0 <= layer < min(map(len, kept)) and head.without.auroc.keys() == self.whole.auroc.keys()
-            keepers = tuple(member for member, layers in enumerate(kept) if fits and number in layers[layer])
-            if not keepers or head.members != keepers or any(not 0 <= c.input < len(self.inputs) for c in head.changed):
-                raise DataError(f"head {layer}.{number} does not fit the model, the sets or inputs of the atlas")
-
     def cost(self, head: HeadEffect) -> dict[str, float]:
         """What the loss of a head takes from each of `Quality.numbers`; what it adds is below zero."""
         without = head.without.numbers

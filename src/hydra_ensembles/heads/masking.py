@@ -38,8 +38,8 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
     they go without it, with a warning.
 
     The model is one and the same for all threads: where others predict with it meanwhile, they get its answers without
-    these heads, with a warning. Give each thread a copy (`copy.deepcopy`). Masks of several threads come off in any
-    order, and the weights are whole when the last one has.
+    these heads. Give each thread a copy (`copy.deepcopy`). Masks come off in any order, and the weights are whole when
+    the last one has.
 
     Args:
         ensemble: An ensemble or a dual encoder; changed in place until the block ends.
@@ -73,10 +73,9 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
         rows = head_rows(tower.config, head, member)
         places += [(attention_of(tower, head.layer), row) for row in rows]
     towers = towers_of(ensemble).values()
-    mask, thread = object(), threading.get_ident()
-    begun = False
+    mask, begun = object(), False
     try:
-        with _ONE_AT_A_TIME, torch.no_grad(), masking(*towers, thread=thread, on=True):
+        with _ONE_AT_A_TIME, torch.no_grad(), masking(*towers, on=True):
             begun = True
             for attention, row in places:
                 off = _OFF.setdefault(attention, {})
@@ -85,7 +84,7 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
         yield ensemble
     finally:
         if begun:
-            with _ONE_AT_A_TIME, torch.no_grad(), masking(*towers, thread=thread, on=False):
+            with _ONE_AT_A_TIME, torch.no_grad(), masking(*towers, on=False):
                 for attention, row in places:
                     values, masks = _OFF.get(attention, {}).get(row, (None, {mask}))  # None: it was interrupted before
                     masks.discard(mask)

@@ -309,8 +309,6 @@ class Ensemble(Saved, Watched):
             raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
             inputs = self._metadata.preprocessing(raw)
         arguments = self.unpack(inputs, attention_mask, token_type_ids, **named)
-        if self.masked_elsewhere():
-            warn("another thread has heads of this ensemble masked, and this answer is without them; copy the ensemble")
         home = next(self.parameters())
         require_values(home)
         if arguments[0].is_meta:

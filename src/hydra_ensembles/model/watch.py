@@ -1,6 +1,5 @@
 """Whether a model still has the weights it was measured with: edits are counted, and values compared where asked."""
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
@@ -35,7 +34,7 @@ class Watched(OurModel):
         self._parts: list[nn.Module] = []  # where weights and further parts lie
         self._counted: list[tuple[int, int]] | None = None  # as they were last seen; None: not watched, as while random
         self._digest: int | None = None  # of the values that were measured; None where nothing was
-        self._masks: list[int] = []  # the thread of each mask that is on: other weights than were measured, as is meant
+        self._masks = 0  # how many are on: other weights than were measured, as is meant
         self.register_load_state_dict_post_hook(Watched._loaded)  # type: ignore[no-untyped-call]
 
     @property
@@ -82,10 +81,6 @@ class Watched(OurModel):
     def leave_unwatched(self) -> None:
         """Watch the weights no more: the metadata stay, whatever is edited."""
         self._parts, self._counted, self._digest = [], None, None
-
-    def masked_elsewhere(self) -> bool:
-        """Whether all masks that are on were put on by other threads than the one that asks."""
-        return bool(self._masks) and threading.get_ident() not in self._masks
 
     def _count(self) -> None:
         """Count edits of the weights from now on; the digest of what was measured stays."""
@@ -139,7 +134,7 @@ class Watched(OurModel):
         """What a copy takes along: it counts anew, and weights with masks on were not measured."""
         metadata = self.kept_metadata("copied")
         digest = None if self._masks else self._digest
-        return {**self.__dict__, "_metadata": metadata, "_parts": [], "_masks": [], "_digest": digest}
+        return {**self.__dict__, "_metadata": metadata, "_parts": [], "_masks": 0, "_digest": digest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -160,8 +155,8 @@ def _warn_of_hooks(model: nn.Module, deed: str) -> None:
 
 
 @contextmanager
-def masking(*models: Watched, thread: int, on: bool) -> Iterator[None]:
-    """A mask of a thread is put on, or taken off, inside: unlike edits of before, this drops no calibration."""
+def masking(*models: Watched, on: bool) -> Iterator[None]:
+    """A mask is put on, or taken off, inside: unlike edits of before, this drops no calibration."""
     for model in models:
         _ = model.metadata
     watched = [model for model in models if model._counted is not None]
@@ -171,6 +166,6 @@ def masking(*models: Watched, thread: int, on: bool) -> Iterator[None]:
         yield
     finally:
         for model in models:
-            model._masks.append(thread) if on else model._masks.remove(thread)
+            model._masks += 1 if on else -1
         for model in watched:
             model._count()

@@ -139,16 +139,6 @@ def test_zero_shot_classifiers_have_one_too_dual_encoders_have_none():
         atlas(dual, data)  # type: ignore[arg-type]
 
 
-def test_parts_that_do_not_fit_each_other_are_refused(of_images):
-    head = of_images.heads[0]
-    nowhere, other = (replace(head.changed[0], input=99),), replace(head.without, auroc={})
-    wrong = ({"layer": 7}, {"members": (1,)}, {"changed": nowhere}, {"head": 9, "members": ()}, {"without": other})
-    altered = [{"heads": (replace(head, **changes),)} for changes in wrong]
-    for changes in (*altered, {"id_name": "other"}, {"model": replace(of_images.model, heads=None)}):
-        with pytest.raises(DataError, match="fit"):
-            replace(of_images, **changes)
-
-
 def test_what_it_refuses_and_bad_data_are_named():
     model = hydra()
     data, ood = sets(model)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hydra_ensembles.errors import ConfigError, HeadError, HydraWarning
+from hydra_ensembles.errors import ConfigError, HeadError
 from hydra_ensembles.fingerprints import model_fingerprint
 from hydra_ensembles.heads.masking import masked
 from hydra_ensembles.model.config import Sharing
@@ -64,16 +64,6 @@ def test_masks_of_many_threads_leave_every_bit_and_the_calibration() -> None:
     assert model_fingerprint(ensemble) == before
     assert ensemble.metadata.calibration is not None
     assert not ensemble._masks
-
-
-def test_a_thread_whose_answers_lack_heads_that_another_masked_is_told() -> None:
-    ensemble, inputs = model_and_inputs()
-    with ThreadPoolExecutor(1) as pool:
-        with masked(ensemble, [(1, 1)]):
-            ensemble.predict(inputs)
-            with pytest.warns(HydraWarning, match="another thread"):
-                pool.submit(ensemble.predict, inputs).result()
-        pool.submit(ensemble.predict, inputs).result()
 
 
 def test_gradients_inside_and_across_the_end_of_a_mask() -> None:
