@@ -149,16 +149,16 @@ def about(share: float) -> str:
 
 
 def warn_if_fitted(name: str, keys: Keys, fitted: Mapping[str, FittedSet]) -> float | None:
-    """Warn of a set that is measured on where samples of it fitted something; `fitted` has what is kept of each.
+    """Warn of a set that is measured on where samples of it made the model; `fitted` says, by deed, which did.
 
-    The largest share of the samples of the set that fitted one of these; None where there are no marks.
+    The largest share of the samples of the set that had a part in one of these; None where there are no marks.
     """
-    found = {title: reused_of(keys, fitted_set) for title, fitted_set in fitted.items() if fitted_set.marks}
-    remarks = [f"{reused} fitted the {title}" for title, reused in found.items() if reused.share]
+    found = {deed: reused_of(keys, fitted_set) for deed, fitted_set in fitted.items() if fitted_set.marks}
+    remarks = [f"{reused} {deed}" for deed, reused in found.items() if reused.share]
     if remarks:
         warn(
-            f"of the samples of {name}, {' and '.join(remarks)}: ECE, risk, accepted shares and OOD numbers are then "
-            "better than those of new data; evaluate on others"
+            f"of the samples of {name}, {' and '.join(remarks)}: numbers are then better than those of new data; "
+            "evaluate on others"
         )
     return max((reused.share for reused in found.values()), default=None)
 

@@ -366,7 +366,7 @@ ROWS = list(zip(*(torch.cat(part) for part in zip(*ID, strict=True)), strict=Tru
 
 
 @pytest.mark.parametrize("source", [ID, DataLoader(Items(ROWS), 4, shuffle=True)], ids=["in memory", "a loader"])
-def test_samples_that_trained_a_model_are_told_when_they_calibrate_it(source: Any, tmp_path: Path) -> None:
+def test_samples_that_trained_a_model_are_told_when_they_calibrate_or_measure_it(source: Any, tmp_path: Path) -> None:
     """Also in another call, and of what was made of the model since."""
     trained = he.finetune(MODEL, source, he.Recipe(learning_rate=1e-4, steps=1), progress=False)
     assert trained.metadata.trained_set.samples == 16
@@ -376,9 +376,11 @@ def test_samples_that_trained_a_model_are_told_when_they_calibrate_it(source: An
     for model in (trained, he.load(tmp_path), once_more, he.Ensemble.stack([trained, MODEL])):
         with pytest.warns(HydraWarning, match="^about 100 % .* trained this ensemble"):
             he.calibrate(model, copied(ID), **settings)
+        assert measured(model, copied(ID), "about 100 % trained the model").reused == 1.0
     assert once_more.metadata.trained_set.samples == 28
     with warnings.catch_warnings(action="error"):
         he.calibrate(trained, OOD, **settings)  # no word of others
+        he.evaluate(trained, OOD, progress=False)
 
 
 @pytest.mark.parametrize(

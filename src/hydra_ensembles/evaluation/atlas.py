@@ -218,8 +218,8 @@ def atlas(
 
     Raises:
         ConfigError: The model is no ensemble with a classifier, or a setting is out of range.
-        DataError: A set is empty, does not fit the model, or is given twice. A `HydraWarning` tells of samples that its
-            calibration or familiarity were fitted on, as in `evaluate`.
+        DataError: A set is empty, does not fit the model, or is given twice. A `HydraWarning` tells of samples that
+            trained it, or fitted calibration or familiarity, as in `evaluate`.
         HeadError: There is no such layer.
 
     Examples:
@@ -252,7 +252,7 @@ def atlas(
     sweep_all(sweep, seen, batches, partial(inputs_of, sets.values()), output, progress)
     keys = {key: np.concatenate(answers.keys) for key, answers in seen.items()}
     require_unlike(title, keys[id_name], {f"OOD set {key!r}": keys[key] for key in foreign})
-    warn_if_fitted(title, keys[id_name], fitted_sets(calibration, metadata.familiarity))
+    warn_if_fitted(title, keys[id_name], fitted_sets(metadata, calibration, metadata.familiarity))
     model = describe_model(ensemble, ensemble.num_members, ensemble.num_classes, metadata.calibration)
     found = assembled(sweep, list(seen.values()), inputs)
     samples = {key: len(of_set) for key, of_set in keys.items()}

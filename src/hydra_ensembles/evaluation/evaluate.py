@@ -107,9 +107,9 @@ def evaluate(
     Raises:
         DataError: A set is empty, has one class, holds NaN, does not fit the model, or is given twice, also under
             another name; the message names it. A `HydraWarning` tells of OOD sets with some ID samples, or one sample;
-            of shifted sets with samples that are not shifted; of sets with samples that fitted calibration or
-            familiarity, with their share of the set, as up to 1,024 of the fitted ones tell; and of thresholds that
-            accept fewer of the in-distribution set than they promise, beyond chance.
+            of shifted sets with samples that are not shifted; of sets with samples that trained the model, or fitted
+            calibration or familiarity, with their share of the set, as up to 1,024 of these tell; and of thresholds
+            that accept fewer of the in-distribution set than they promise, beyond chance.
         ConfigError: A setting is not known.
 
     Examples:
@@ -162,7 +162,7 @@ def evaluate(
         shift_passes = {key: run(data, key, True, like) for key, data in zip(shift or {}, shifted_data, strict=True)}
     passes = {id_name: id_pass, **{f"ood.{key}": set_pass for key, set_pass in ood_passes.items()}}
     passes |= {f"shift.{key}": set_pass for key, set_pass in shift_passes.items()}
-    reused = _held_against(title, id_pass, ood_passes, shift_passes, fitted_sets(applied, fitted))
+    reused = _held_against(title, id_pass, ood_passes, shift_passes, fitted_sets(metadata, applied, fitted))
     members, _, classes = like.shape
     logits = MemberLogits(
         id_pass.answers,
@@ -269,7 +269,7 @@ def evaluate_logits(
     for sets in logits.ood.values():
         for key, foreign in sets.items():
             warn_of_one_sample(f"OOD set {key!r}", foreign.shape[1])
-    known_sets = {"calibration": calibration.fitted_logits}
+    known_sets = {"fitted the calibration": calibration.fitted_logits}
     reused = warn_if_fitted(f"the in-distribution set {id_name!r}", sample_keys(id_members.transpose(0, 1)), known_sets)
     for key, shifted in logits.shift.items():
         warn_if_fitted(f"set {key!r}", sample_keys(shifted.logits.transpose(0, 1)), known_sets)
@@ -278,10 +278,10 @@ def evaluate_logits(
     return replace(evaluation, reused=reused or None, traces=trace_sets(targets))  # other bits prove nothing
 
 
-def fitted_sets(calibration: Calibration, familiarity: Familiarity | None) -> dict[str, FittedSet]:
-    """What is kept of the samples that a model was fitted on, by what they fitted."""
-    sets = {"calibration": calibration.fitted_set}
-    return sets if familiarity is None else {**sets, "familiarity": familiarity.settings.fitted_set}
+def fitted_sets(metadata: Metadata, calibration: Calibration, familiarity: Familiarity | None) -> dict[str, FittedSet]:
+    """What is kept of the samples that made a model what it is, by what they did."""
+    sets = {"trained the model": metadata.trained_set, "fitted the calibration": calibration.fitted_set}
+    return sets if familiarity is None else {**sets, "fitted the familiarity": familiarity.settings.fitted_set}
 
 
 def read_groups(ood: Mapping[str, Any] | None, id_data: object = None) -> dict[OodGroup, dict[str, Any]]:

@@ -240,9 +240,9 @@ class Evaluation:
         gallery: The inputs the model was most and least sure about; empty unless asked for.
         logits: The member logits; None unless asked for. They are saved as a file of their own.
         logits_digest: The digest of that file; None where there is none.
-        reused: About which share of the in-distribution samples calibration or familiarity were fitted on (the larger
-            of the two), as up to 1,024 of the fitted ones tell; above 0, numbers are better than those of new data.
-            None where these are not known: nothing was fitted, or before there were such marks.
+        reused: About which share of the in-distribution samples trained the model, or fitted calibration or familiarity
+            (the largest of these), as up to 1,024 of them tell; above 0, numbers are better than those of new data.
+            None where they are not known: nothing was trained or fitted here, or before there were such marks.
         traces: Of every set, by its name in `samples`, by which `compare` knows other samples; empty in older files.
 
     Examples:

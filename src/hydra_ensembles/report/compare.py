@@ -210,11 +210,11 @@ def _calibration_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
 
 
 def _reuse_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
-    """Which methods were measured on samples that they were calibrated on."""
+    """Which methods were measured on samples that they were trained or calibrated on."""
     shares = {name: max((run.reused or 0.0 for run in runs), default=0.0) for name, runs in methods.items()}
     listed = ", ".join(f"{name}, {about(share)}" for name, share in shares.items() if share)
-    text = f"Measured on samples that fitted calibration or familiarity ({listed} of the set): better than on new data."
-    return text if listed else ""
+    made = "trained the model, or fitted calibration or familiarity"
+    return f"Measured on samples that {made} ({listed} of the set): better than on new data." if listed else ""
 
 
 def _decline_note(methods: Mapping[str, Sequence[Evaluation]]) -> str:
