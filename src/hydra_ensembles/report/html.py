@@ -189,7 +189,7 @@ def _write_page(path: Path, template: str, **values: Any) -> Path:
 def _tiles(
     comparison: Comparison, shown: Evaluation, focus: str, baseline: str, spread: bool
 ) -> Iterator[dict[str, Any]]:
-    """The numbers a reader asks for first, against the baseline."""
+    """The numbers a reader asks for first, against the baseline; better or worse where its number is beyond chance."""
     rows = {row.name: row.cells for row in comparison.rows}
     entries = {entry[0].key: entry for entry in zip(comparison.columns, rows[focus], rows[baseline], strict=True)}
     for kind in ("auroc", "abstained"):
@@ -206,8 +206,9 @@ def _tiles(
         if other.value is not None and baseline != focus:
             amount = (cell.value - other.value) * column.scale
             change = f"{amount:+.{column.digits}f}".replace("-", "−") + f" vs {baseline}"
-            within = column.write(cell.value) == column.write(other.value) or (interval and other.value in interval)
-            if column.better != "neither" and column.ranked and not within:
+            beyond_chance = interval is not None and other.value not in interval
+            shown_alike = column.write(cell.value) == column.write(other.value)
+            if column.better != "neither" and column.ranked and beyond_chance and not shown_alike:
                 outcome = "better" if (amount > 0) == (column.better == "higher") else "worse"
         yield {
             "title": _TILES[key],

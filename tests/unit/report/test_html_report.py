@@ -119,13 +119,16 @@ def test_one_evaluation_without_sets_makes_a_report_in_which_sentences_and_a_sum
     assert places == sorted(places)
 
 
-def test_a_change_within_the_interval_has_no_colour(render):
+def test_a_change_within_the_interval_or_without_one_has_no_colour(render):
     """The baseline's number may be the true one of the method that is shown."""
     single, hydra = (evaluation(name, seed=seed, ood=False, bootstrap=50) for name, seed in (("Single", 1), ("H", 2)))
     change = f"{(hydra.id.accuracy - single.id.accuracy) * 100:+.2f}".replace("-", "−")
     assert single.id.accuracy in hydra.intervals["accuracy"]
     assert single.id.accuracy != hydra.id.accuracy
     assert f'<span class="">{change} vs Single</span>' in render([single, hydra])
+    apart = Interval(0.5, 0.4, 0.6, level=0.95, resamples=50)  # without the number of the baseline
+    assert f'<span class="worse">{change}' in render([single, replace(hydra, intervals={"accuracy": apart})])
+    assert f'<span class="">{change} vs Single</span>' in render([single, replace(hydra, intervals={})])
 
 
 def test_the_first_numbers_stand_against_the_baseline(text):
@@ -135,7 +138,7 @@ def test_the_first_numbers_stand_against_the_baseline(text):
     assert f'<span class="better">{change:+.2f} vs Single</span>' in header
     interval = hydra.intervals["accuracy"]
     assert f"{interval.low * 100:.2f} to {interval.high * 100:.2f}" in header
-    assert '<span class="worse">+0.25 vs Single</span>' in header  # latency
+    assert '<span class="">+0.25 vs Single</span>' in header  # latency, which has no interval
     for words in ('<tr class="focus"><th scope="row">Hydra</th>', "(msp ≤ 0.5) Hydra answers", "converted → pruned",
                   f"<td>{hydra.shift['fog'].accuracy * 100:.2f}</td>", "a batch of 4 on NVIDIA H200"):  # fmt: skip
         assert words in text
