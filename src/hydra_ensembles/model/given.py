@@ -99,21 +99,31 @@ def require_images(config: PatchStemConfig, images: Tensor) -> None:
 def warn_of_raw_pixels(images: Tensor, preprocessing: object) -> None:
     """Warn, where it can be seen, of images that are not normalised: from 0 to 255, or to 1 where the model differs.
 
-    A few pixels of the first images tell; `preprocessing` is that of the model, if there is any.
+    A few pixels of the first images tell; `preprocessing` is that of the model, if there is any. Normalised bright
+    pictures lie between 0 and 1, too: there it takes the steps of 8 bits, in the values as they are and not in what
+    they were before such a normalisation.
     """
     pixels = images[:8, :, :: max(1, images.shape[2] // 32), :: max(1, images.shape[3] // 32)]
     if not _visible(images) or not pixels.numel():
         return
     low, high = (float(bound) for bound in pixels.aminmax())
-    darkest = brightest = 0.0
+    brightest, between = 0.0, False
     if isinstance(preprocessing, ImagePreprocessing):
-        darkest = min(-mean / std for mean, std in zip(preprocessing.mean, preprocessing.std, strict=True))
-        brightest = max((1 - mean) / std for mean, std in zip(preprocessing.mean, preprocessing.std, strict=True))
-    if (low >= 0 and high > max(50, 2 * brightest)) or (0 <= low < 0.5 < high <= 1 and darkest < -0.9):
+        normalised = list(zip(preprocessing.mean, preprocessing.std, strict=True))
+        brightest = max((1 - mean) / std for mean, std in normalised)
+        before = [part * std + mean for part, (mean, std) in zip(pixels.unbind(1), normalised, strict=False)]
+        between = 0 <= low < 0.5 < high <= 1 and _in_steps(pixels) and not all(map(_in_steps, before))
+    if between or (low >= 0 and high > max(50, 2 * brightest)):
         warn(
             f"images have values from {low:.3g} to {high:.3g}, as pixels have that are not normalised, and the model "
             "takes them as they are: give PIL images, or what its preprocessing makes of them"
         )
+
+
+def _in_steps(pixels: Tensor) -> bool:
+    """Whether all values are those of 8 bits, divided by 255."""
+    steps = 255 * pixels.float()
+    return bool(((steps - steps.round()).abs() < 0.01).all())
 
 
 def warn_of_odd_images(config: EnsembleConfig, images: Tensor, preprocessing: object) -> None:

@@ -266,8 +266,8 @@ def pixels(low: float, high: float, *size: int) -> Tensor:
     return torch.linspace(low, high, 3 * size[0] * size[1]).repeat(2).reshape(2, 3, *size)
 
 
-def prepared(mean: float) -> he.ImagePreprocessing:
-    return he.ImagePreprocessing(size=(8, 12), mean=(mean,) * 3, std=(0.5,) * 3)
+def prepared(mean: float, std: float = 0.5) -> he.ImagePreprocessing:
+    return he.ImagePreprocessing(size=(8, 12), mean=(mean,) * 3, std=(std,) * 3)
 
 
 @pytest.mark.parametrize(
@@ -276,10 +276,11 @@ def prepared(mean: float) -> he.ImagePreprocessing:
         *((prepared(0.5), pixels(-1, 1, *size), "positions" if size == (8, 6) else None) for size in SIZES),
         (prepared(0.5), pixels(0, 255, 4, 6), "normalised"),
         (None, pixels(0, 255, 4, 6), "normalised"),
-        (prepared(0.5), pixels(0, 1, 4, 6), "normalised"),
-        (None, pixels(0, 1, 4, 6), None),
-        (prepared(0.0), pixels(0, 1, 4, 6), None),
-        (prepared(0.5), pixels(0.8, 1, 4, 6), None),
+        (prepared(0.5), pixels(0, 255, 4, 6).round() / 255, "normalised"),
+        (prepared(0.5), pixels(128, 255, 4, 6).round() / 255 * 2 - 1, None),  # of a bright picture
+        (None, pixels(0, 255, 4, 6).round() / 255, None),
+        (prepared(0.0, 1.0), pixels(0, 255, 4, 6).round() / 255, None),
+        (prepared(0.5), pixels(0, 1, 4, 6), None),  # no values of 8 bits
         (None, pixels(-60, 60, 4, 6), None),
     ],
 )
