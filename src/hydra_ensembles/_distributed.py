@@ -135,12 +135,17 @@ class Ranks:
         """The smallest item of all ranks; None stands for none."""
         return min(candidate for candidate in self.gather(item) if candidate is not None)  # type: ignore[type-var]
 
-    def require_same(self, item: object, what: str) -> None:
+    def require_same(self, item: object, what: str, advice: str = "all ranks must be given the same") -> None:
         """Refuse to go on where ranks disagree."""
         items = self.gather(item)
         different = [rank for rank, other in enumerate(items) if other != items[0]]
         if different:
-            raise HydraError(f"rank {different[0]} has other {what} than rank 0; all ranks must be given the same")
+            raise HydraError(f"rank {different[0]} has other {what} than rank 0; {advice}")
+
+    def require_same_data(self, item: object, what: str) -> None:
+        """The same of data, which may split themselves between ranks: nothing but their samples shows it."""
+        itself = "where a data set splits itself between processes (as by datasets.distributed), leave that out"
+        self.require_same(item, what, f"give all ranks all of them, whose batches are shared out here; {itself}")
 
 
 ALONE = Ranks()

@@ -185,7 +185,8 @@ def extract_circuit(
             stored = stored_journal(path, ranks)
             run.settle_method(stored)
             identity = identity_of(run, ensemble, scope, screen_size)
-            ranks.require_same((identity, budget), "model, data or settings")
+            ranks.require_same((identity.model, identity.settings, budget), "model or settings")
+            ranks.require_same_data(identity.data, "data")
             record = identity if path is None or stored is None else resumed(identity, stored, path, candidates)
             run.take_steps(record, path if ranks.rank == 0 else None, progress)
     provenance = {"seed": seed, "device": device.type, "layers": scope.layers, "dtype": str(dtype), "asked": method}

@@ -191,7 +191,7 @@ class Runner:
         except Exception as problem:
             error = problem
         pieces = sorted(chain.from_iterable(ranks.gather(pieces, error)), key=itemgetter(0))
-        ranks.require_same((beginning, first), f"samples in set {name!r}, whose batches are shared out here,")
+        ranks.require_same_data((beginning, first), f"samples in set {name!r}")
         gallery = sorted_onto_shelves(chain.from_iterable(ranks.gather(gallery)), self.keep)
         _, answers, targets_of, keys, dtypes, all_scores = zip(*pieces, strict=True)
         for answer in answers:

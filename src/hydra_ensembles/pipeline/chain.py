@@ -127,9 +127,10 @@ def build(
     data = read_data(config.seed, start.base, train, id, ood, validation)
     config.check(start, data)
     with all_ranks(start.base.device) as ranks, ExitStack() as alone:  # one process group for circuits and fine-tuning
-        sources = {"model": model_identity(start), "data": data.fingerprints(ranks)}
-        identity = {"format": FORMAT, "config": to_plain(config), **sources}
-        ranks.require_same(identity, "model, data or settings")
+        settings = {"format": FORMAT, "config": to_plain(config), "model": model_identity(start)}
+        identity = {**settings, "data": data.fingerprints(ranks)}
+        ranks.require_same(settings, "model or settings")
+        ranks.require_same_data(identity["data"], "data")
 
         def opened() -> RunFolder:
             run = RunFolder(output, identity, device=start.base.device)

@@ -278,7 +278,7 @@ def train_best(
     One of several rates that diverges is told of and left out; where all do, it is an error.
     """
     with borrowed(job.train, job.validation), training_runtime(job.device, start.device) as runtime:
-        ranks = runtime.ranks
+        ranks, data = runtime.ranks, dict[str, Any]()
         if job.folder is not None or ranks.size > 1:
             seed = derive_seed(job.recipe.seed, "fingerprint")
             held_out = None if job.validation is None else source_fingerprint(job.validation, "validation", seed)
@@ -287,8 +287,9 @@ def train_best(
             job = replace(job, identity={**job.identity, **data, "model": model_fingerprint(start)})
         shared = replace(job, train=ranks.share_batches(job.train))
         # ranks that take other steps would wait for each other without end, or end with other weights
-        steps = to_plain(job.recipe), job.index, job.checkpoint_every, length_of(shared.train)
-        ranks.require_same((job.identity, *steps), "model, recipe or data")
+        given = {name: value for name, value in job.identity.items() if name not in data}
+        ranks.require_same((given, to_plain(job.recipe), job.index, job.checkpoint_every), "model or recipe")
+        ranks.require_same_data((data, length_of(shared.train)), "training or validation data")
         folder = None if job.folder is None or _only_read(job.folder, job.recipe.rates) else job.folder
         with nullcontext() if folder is None else ranks.locked(folder, "training"), resumable(folder):
             if folder is not None and ranks.rank == 0:

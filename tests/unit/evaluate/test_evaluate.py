@@ -380,6 +380,7 @@ def test_processes_with_other_samples_are_refused_and_stop_when_one_fails():
     """Other samples as of a stream that splits itself between them."""
     for refused in by_two_ranks(lambda rank: evaluate(tiny_ensemble(), image_batches()[rank:], progress=False)):
         assert "rank 1 has other samples in set 'id'" in str(refused.exception())
+        assert "splits itself between processes" in str(refused.exception())
 
     def failing(inputs):
         raise RuntimeError("out of memory")
