@@ -16,7 +16,7 @@ from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
 from .core import ACTIVATIONS, translate
 from .declared import Declaration, Part, Place, unknown_arguments
-from .own import Asked, OwnIdError, require_every_id, warn_of_branches
+from .own import OwnIdError, require_special_ids
 from .probe import Both, NoAnswerError, OtherSizeError, require_same_answers
 from .reading import read_declaration, with_size
 
@@ -100,12 +100,9 @@ def _require_agreement(
     """Refuse a declaration by which the first of these copies that can answer answers otherwise."""
     for model in copies:
         both = _both(declaration, model, num_labels, metadata)
-        asked = Asked(both.architecture)
-        both = replace(both, architecture=replace(both.architecture, answer=asked))
         try:
             require_same_answers(both, locate=locate)
-            require_every_id(both, asked)
-            warn_of_branches(both, asked)
+            require_special_ids(both)
             return
         except NoAnswerError:
             if model is copies[-1]:
