@@ -258,8 +258,7 @@ def to_rgb(image: "Image") -> "Image":
     """Convert a PIL image of any mode to RGB.
 
     Greyscale is repeated over the channels, transparency is dropped, palettes are looked up, and 16-bit
-    greyscale keeps its upper eight bits (Pillow alone would clip it to white). 32-bit whole numbers are read as 8-bit
-    or, where the brightest pixel is above 255, as 16-bit, and a warning says which; numbers beyond that are refused.
+    greyscale keeps its upper eight bits (Pillow alone would clip it to white). 32-bit greyscale is refused.
     """
     return image if image.mode == "RGB" else _plain(image).convert("RGB")
 
@@ -282,7 +281,9 @@ def _plain(image: "Image") -> "Image":
         grey: Image = require("PIL.Image", extra="data").fromarray(upper_bits)
         return grey
     if image.mode in ("I", "F"):
-        return _of_bytes(np.asarray(image))
+        raise DataError(
+            f"an image has the mode {image.mode}, 32-bit greyscale: which number is white? Give 8-bit or 16-bit images"
+        )
     if image.mode == "P" and "transparency" in image.info:
         return image.convert("RGBA")
     return image
@@ -296,24 +297,6 @@ def _is_turned(image: "Image") -> bool:
         return image.getexif().get(0x0112, 1) in range(2, 9)  # the orientation
     except Exception:  # whatever is there in its place
         return False
-
-
-def _of_bytes(pixels: np.ndarray) -> "Image":
-    """A greyscale image of 32-bit numbers: bytes, or 16-bit whole numbers where the brightest one is larger."""
-    low, high = float(pixels.min()), float(pixels.max())
-    is_whole = pixels.dtype.kind == "i"
-    if not 0 <= low <= high <= (65535 if is_whole else 255) or (not is_whole and high <= 1):
-        raise DataError(
-            f"an image has {pixels.dtype} pixels from {low:g} to {high:g}, of which nobody knows which is white; give "
-            "8-bit images, or 16-bit greyscale"
-        )
-    if is_whole:
-        warn(
-            f"an image of 32-bit greyscale is read as {'16' if high > 255 else '8'}-bit, since its brightest pixel is "
-            f"{'above' if high > 255 else 'at most'} 255; give 8-bit images, or 16-bit greyscale, to say which is white"
-        )
-    image: Image = require("PIL.Image", extra="data").fromarray((pixels / (256 if high > 255 else 1)).astype(np.uint8))
-    return image
 
 
 # --- cleaning of texts ---------------------------------------------------------------------------------------
