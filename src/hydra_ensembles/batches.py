@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ._distributed import check_unsharded
 from ._utils import all_seeded, derive_seed
-from .errors import DataError
+from .errors import ConfigError, DataError
 from .schema import short
 
 Inputs = Tensor | dict[str, Tensor]
@@ -72,7 +72,7 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
 def read_labels(labels: Any, samples: int, where: str) -> Tensor:
     """Labels `[B]` in any integer type, one for each sample; not yet held against classes. `where` is for messages."""
     try:
-        tensor = torch.as_tensor(labels)
+        tensor = labels if isinstance(labels, Tensor) else torch.as_tensor(labels, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         got = type(labels).__name__
         raise DataError(f"labels in {where} must be whole numbers [B] from 0, got a {got} ({error})") from error
@@ -126,8 +126,14 @@ def iterate(
 ) -> Iterator[tuple[Inputs, Tensor | None]]:
     """Read all batches as `read_batch` does; an empty source is an error that names it.
 
-    So is one of which every process has a part of its own, where the `whole` is asked for.
+    So is one of which every process has a part of its own, where the `whole` is asked for; and another default device
+    of torch than the CPU, where numbers of all batches are put together.
     """
+    if (default := torch.get_default_device()).type != "cpu":
+        raise ConfigError(
+            f"torch's default device is {default}, and numbers of {name} are put together on the CPU; call "
+            "torch.set_default_device('cpu') first: the model stays where it is"
+        )
     if whole:
         check_unsharded(batches, name)
     try:

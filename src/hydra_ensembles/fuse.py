@@ -315,7 +315,7 @@ def _warn_of_strangers(states: Sequence[Mapping[str, Tensor]], stored_once: Iter
 
 def _cosine(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     """The cosine between all first tensors, as one vector, and all second ones; 1 where one of the vectors is zero."""
-    products = torch.zeros(3, dtype=torch.float64)
+    products = torch.zeros(3, dtype=torch.float64, device="cpu")
     for tensor, other in pairs:
         if not torch.equal(tensor, other):
             first, second = tensor.float().flatten(), other.float().flatten()

@@ -160,8 +160,9 @@ class Prediction:
         """
         if len(self.temperature) == 1:
             return log_mean_probs(self.member_logits)[None] / self.temperature[0]  # [B, C] -> [1, B, C]
-        divisor = torch.tensor(self.temperature, dtype=self.member_logits.dtype)[:, None, None]  # [M, 1, 1]
-        return self.member_logits.log_softmax(dim=-1) / divisor.to(self.member_logits.device, non_blocking=True)
+        divisor = torch.tensor(self.temperature, dtype=self.member_logits.dtype, device="cpu")  # [M]
+        divisor = divisor[:, None, None].to(self.member_logits.device, non_blocking=True)
+        return self.member_logits.log_softmax(dim=-1) / divisor
 
     @property
     def _is_calibrated(self) -> bool:
@@ -384,7 +385,7 @@ class Prediction:
             raise DataError("there is no sample None; where this was `accept`, calibrate the ensemble first")
         if isinstance(index, slice):
             return self._with(lambda tensor: tensor[:, index])
-        rows = torch.as_tensor(index)
+        rows = index if isinstance(index, Tensor) else torch.as_tensor(index, device="cpu")
         # numbers that were meant as a mask (`accept.float()`, `accept.byte()`) would be places: 0 and 1
         if rows.ndim > 1 or (rows.numel() and (rows.is_floating_point() or rows.dtype == torch.uint8)):
             got = f"{rows.dtype} {list(rows.shape)}"
@@ -452,7 +453,7 @@ def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, 
         raise DataError(f"member logits must be floating point, but have dtype {member_logits.dtype}")
     scaled = inputs.at_least_float32(member_logits)
     if temperature is not None:
-        divisor = torch.tensor(_temperatures(temperature, scaled), dtype=scaled.dtype)
+        divisor = torch.tensor(_temperatures(temperature, scaled), dtype=scaled.dtype, device="cpu")
         scaled = scaled / divisor.reshape(-1, 1, 1).to(scaled.device, non_blocking=True)  # [1 or M, 1, 1]
     if check_finite:
         inputs.check_finite(scaled, f"member logits [M, B, C]{'' if temperature is None else ' / temperature'}")
@@ -461,7 +462,7 @@ def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, 
 
 def _temperatures(temperature: Temperature, member_logits: Tensor) -> tuple[float, ...]:
     """One number, or one for each member of `[M, B, C]`."""
-    tensor = torch.as_tensor(temperature, dtype=torch.float64)
+    tensor = torch.as_tensor(temperature, dtype=torch.float64, device="cpu")
     members = len(member_logits)
     if tensor.shape not in ((), (members,)):
         raise ConfigError(f"temperature={temperature} for {members} members; give one number, or one per member")

@@ -84,7 +84,7 @@ class ImagePreprocessing(Checked):
                 "are: PIL.ImageOps.exif_transpose turns it upright"
             )
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
-        mean, std = (torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1) for values in (self.mean, self.std))
+        mean, std = (pixels.new_tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
         return (pixels - mean) / std
 
     def _pixels(self, image: "Image") -> Tensor:
@@ -163,11 +163,12 @@ class TextPreprocessing(Checked):
         cleaned = [self._cleaned(text, index) for index, text in enumerate(batch)]
         with _tokenizing():
             encodings = tokenizer.encode_batch(cleaned)
-            encoded = {"input_ids": torch.tensor([encoding.ids for encoding in encodings])}
+            rows = {"input_ids": [encoding.ids for encoding in encodings]}
             if self.attention_mask:
-                encoded["attention_mask"] = torch.tensor([encoding.attention_mask for encoding in encodings])
+                rows["attention_mask"] = [encoding.attention_mask for encoding in encodings]
             if self.segments:
-                encoded["token_type_ids"] = torch.tensor([encoding.type_ids for encoding in encodings])
+                rows["token_type_ids"] = [encoding.type_ids for encoding in encodings]
+            encoded = {name: torch.tensor(ids, device="cpu") for name, ids in rows.items()}  # whatever the default
         remarks: dict[int, str] = {}
         for index, encoding in enumerate(encodings):
             if 1 not in encoding.attention_mask:  # a tokenizer that adds nothing of its own

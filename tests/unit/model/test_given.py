@@ -5,20 +5,23 @@ from collections import UserDict
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
+from PIL import Image
 from torch import Tensor
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines.start import joined
-from hydra_ensembles.errors import DataError, HydraWarning
+from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.model.config import Sharing
+from hydra_ensembles.model.metadata import Calibration
 from random_ensembles import CLASSES, random_ensemble
 
 TEXT, IMAGE = "text-segments-projected", "image-cls"  # 20 words, 2 segments; images [3, 4, 6]
@@ -299,6 +302,20 @@ def test_forward_names_a_dtype_that_does_not_fit_and_predict_converts_it() -> No
     assert torch.equal(one.predict(PIXELS.double()).probs, one.predict(PIXELS).probs)
     with torch.autocast("cpu", torch.bfloat16):
         assert one(PIXELS.bfloat16()).shape == (1, 2, CLASSES)
+
+
+def test_the_default_device_of_torch_changes_no_answer_and_batches_are_not_read_under_it(tmp_path: Path) -> None:
+    calibration = Calibration(temperature=(2.0, 0.5))
+    one = model(IMAGE, 2).with_metadata(preprocessing=prepared(0.5), calibration=calibration)
+    picture, original = Image.new("RGB", (12, 8)), timm.create_model("test_vit", num_classes=3).eval()
+    expected, images = one.predict([picture]).probs, torch.randn(1, 3, 160, 160)
+    with torch.device("meta"):  # as a GPU would, it lies apart from what is made on the CPU
+        one.save_pretrained(tmp_path)
+        assert torch.equal(he.load(tmp_path).predict([picture])[[0]].probs, expected)
+        assert he.convert(original).predict(images).probs.device.type == "cpu"
+        for use in (he.calibrate, partial(evaluate, progress=False)):
+            with pytest.raises(ConfigError, match=r"default device is meta.*set_default_device\('cpu'\) first"):
+                use(one, [(PIXELS, LABELS[:2])])
 
 
 def test_lists_of_names_and_numpys_integers_are_taken() -> None:
