@@ -211,18 +211,7 @@ def translate(
     difference.
     """
     shapes = shapes_of(config)
-    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if 0 < len(empty) < sum(1 for _ in model.parameters()):
-        raise ConversionError(
-            f"{len(empty)} parameters, such as {empty[0]}, are on the meta device and have no values, others have "
-            "them; load the whole model, without offloading, and convert it then"
-        )
-    strange = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.dtype not in _DTYPES})
-    if strange:
-        raise ConversionError(
-            f"parameters are {strange}, quantised numbers, as it seems; convert the model as it was before that, in "
-            f"one of {[str(dtype) for dtype in _DTYPES]}"
-        )
+    _require_numbers(model)
     stored = model.state_dict()
     foreign = {name: tensor.detach() for name, tensor in {**dict(model.named_buffers()), **stored}.items()}
     weights = {**architecture.weights, **architecture.variant(model)}
@@ -259,6 +248,22 @@ def translate(
             "model.float() or model.bfloat16()"
         )
     return state, fresh
+
+
+def _require_numbers(model: nn.Module) -> None:
+    """Refuse a model some of whose parameters have no values, and one whose are quantised."""
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if 0 < len(empty) < sum(1 for _ in model.parameters()):
+        raise ConversionError(
+            f"{len(empty)} parameters, such as {empty[0]}, are on the meta device and have no values, others have "
+            "them; load the whole model, without offloading, and convert it then"
+        )
+    strange = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.dtype not in _DTYPES})
+    if strange:
+        raise ConversionError(
+            f"parameters are {strange}, quantised numbers, as it seems; convert the model as it was before that, in "
+            f"one of {[str(dtype) for dtype in _DTYPES]}"
+        )
 
 
 def block_name(architecture: Architecture, model: nn.Module, layer: int) -> str:

@@ -101,39 +101,42 @@ def export(
         batches.append(_from_examples(model, inputs, examples))
     with torch.no_grad(), dropping(False):
         expected = [_arrays(answering(**batch)) for batch in batches]  # first: what familiarity knows is on the device
-        with locked(path.parent, "export", file=path.name), writing(path):
-            own_name = glob.escape(path.name)
-            for leftover in path.parent.glob(f".{own_name}.*.tmp"):
-                remove(leftover)
-            staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
-            staging.mkdir()
-            try:
-                file = staging / path.name
-                with _quiet(format):
-                    program = _traced(answering, _random(model, inputs, *TRACED), inputs, model)
-                    about = _about(model, format, inputs, outputs)
-                    _WRITERS[format](program, file, inputs, outputs, about)
-                    run = _RUNNERS[format](file)
-                    largest = [
-                        _compare(run(batch), arrays, model, allowed, format)
-                        for batch, arrays in zip(batches, expected, strict=True)
-                    ]
-                compared = {"batches": [len(next(iter(batch.values()))) for batch in batches], "largest": max(largest)}
-                sums = {"sha256": checksum(file), "data": {data.name: checksum(data) for data in _data_of(file)}}
-                _write_beside(file, model, {**about, **sums, "compared": compared})
-                for written in staging.iterdir():
-                    flush(written)
-                new = sorted(staging.iterdir(), key=lambda staged: staged == file)  # the model itself last
-                for written in new:
-                    os.replace(written, path.parent / written.name)
-                flush(path.parent)
-                names = {item.name for item in new}  # what the earlier model needed goes when nothing names it any more
-                for stale in (path.with_name(f"{path.name}{TOKENIZER}"), *_data_of(path)):
-                    if stale.name not in names:
-                        stale.unlink(missing_ok=True)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
+        with _staged(path) as file:
+            about = _about(model, format, inputs, outputs)
+            with _quiet(format):
+                program = _traced(answering, _random(model, inputs, *TRACED), inputs, model)
+                _WRITERS[format](program, file, inputs, outputs, about)
+                run = _RUNNERS[format](file)
+                pairs = zip(batches, expected, strict=True)
+                largest = max(_compare(run(batch), arrays, model, allowed, format) for batch, arrays in pairs)
+            compared = {"batches": [len(next(iter(batch.values()))) for batch in batches], "largest": largest}
+            sums = {"sha256": checksum(file), "data": {data.name: checksum(data) for data in _data_of(file)}}
+            _write_beside(file, model, {**about, **sums, "compared": compared})
     return path
+
+
+@contextmanager
+def _staged(path: Path) -> Iterator[Path]:
+    """A place for a file and what lies beside it; when the block ends well, all of it is put where it belongs."""
+    with locked(path.parent, "export", file=path.name), writing(path):
+        for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            remove(leftover)
+        staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+        staging.mkdir()
+        try:
+            yield staging / path.name
+            written = sorted(staging.iterdir(), key=lambda file: file.name == path.name)  # the model itself last
+            for file in written:
+                flush(file)
+            for file in written:
+                os.replace(file, path.parent / file.name)
+            flush(path.parent)
+            names = {file.name for file in written}  # what the earlier model needed goes when nothing names it any more
+            for stale in (path.with_name(f"{path.name}{TOKENIZER}"), *_data_of(path)):
+                if stale.name not in names:
+                    stale.unlink(missing_ok=True)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _format(path: Path, format: Format | None) -> Format:
