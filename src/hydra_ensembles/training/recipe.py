@@ -66,7 +66,8 @@ class Recipe(Checked):
         dropout: Rate after attention projection, MLP activation and MLP output of every layer while training. 0
             switches every dropout off, stochastic depth included; None leaves the model's own.
         clip_norm: Largest norm of the whole gradient, that of all members that train together; None for no clipping.
-        train_groups: Parameter groups that train; the others stay as they are, bit for bit.
+        train_groups: Parameter groups that train; the others stay as they are, bit for bit. `requires_grad` of the
+            model's parameters has no say in it; a warning tells of those that are frozen and train.
         last_blocks: Only this many blocks at the end train, with what comes after them; None for all.
         reinit_classifier: `"zeros"` starts the classifier at zero, `"random"` draws one for every member (normal, of
             deviation 0.02) from the seed; not for class embeddings, either.
@@ -206,8 +207,16 @@ class Recipe(Checked):
                 f"Recipe.reinit_classifier is {self.reinit_classifier!r} and classifier_rate {self.classifier_rate}, "
                 "but this model has no classifier; leave them at None and 1.0"
             )
-        parts = (name for name, _ in model.named_parameters())
-        if model.num_classes and not any(self.trains(name, model.num_layers) for name in parts):
+        parts = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        trained = [name for name in parts if self.trains(name, model.num_layers)]
+        frozen = [name for name in trained if not parts[name]]
+        if frozen and any(parts.values()):  # a model that is frozen as a whole was meant to answer, not to stay so
+            warn(
+                f"{len(frozen)} of the {len(trained)} parameters that train are frozen in the model that is given "
+                f"(requires_grad=False, first {frozen[0]}), and train all the same: train_groups and last_blocks of "
+                "the recipe say what stays as it is"
+            )
+        if model.num_classes and not trained:
             raise ConfigError(
                 f"the last {self.last_blocks} blocks have nothing of Recipe.train_groups {list(self.train_groups)}; "
                 "add groups, or train more blocks (share fewer layers)"

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from training_cases import LAYERS, batches, moved, own_batches, same, samples, shuffled, tiny, tiny_text
 
-from hydra_ensembles.errors import DataError
+from hydra_ensembles.errors import DataError, HydraWarning
 from hydra_ensembles.model.config import GROUPS, CosineConfig, Sharing
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.states import place_of
@@ -75,6 +75,17 @@ def test_only_what_is_chosen_moves():
     places = {place_of(name) for name in moved(member, train(member, recipe=replace(RECIPE, last_blocks=1)))}
     assert {layer for _, layer in places} == {None, LAYERS - 1}
     assert {group for group, _ in places} == {"attention", "mlp", "norms", "readout"}
+
+
+def test_frozen_parameters_that_train_all_the_same_are_said():
+    member = tiny()
+    member.stem.requires_grad_(False)
+    with pytest.warns(HydraWarning, match=r"are frozen.*first stem\.patch"):
+        train(member, recipe=replace(RECIPE, steps=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(member, recipe=replace(RECIPE, steps=1, train_groups=("readout",)))  # those stay as they are
+        train(member.requires_grad_(False), recipe=replace(RECIPE, steps=1))  # a model that only answered so far
 
 
 def test_the_classifier_starts_at_zero_and_dropout_applies_while_training():
