@@ -148,8 +148,8 @@ class PaperTask(Task):
 
     @cached_property
     def _inside(self) -> dict[str, Samples]:
-        validation = self.source.load(given(self.suite, "validation"))
-        samples, ranking = self.samples(validation), self.samples(at_most(validation, self.settings["circuits"]))
+        samples = self.samples(self.validation)
+        ranking = self.samples(at_most(self.validation, self.settings["circuits"]))
         return {"rank": ranking, "calibrate": samples, "B": samples}
 
     @cached_property

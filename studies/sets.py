@@ -12,9 +12,10 @@ from the Hugging Face hub.
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ import yaml
 from PIL import Image
 from torch.utils.data import ConcatDataset
 
-from hydra_ensembles.data import ImageDataset, SetRef, Suite, only_classes, split, subset, without_classes
+from hydra_ensembles.data import ImageDataset, SetRef, Suite, TextDataset, only_classes, split, subset, without_classes
 from hydra_ensembles.data import suite as library_suite
 from hydra_ensembles.data.dataset import AnyDataset, Rows, SomeDataset
 from hydra_ensembles.errors import DataError
@@ -166,6 +167,32 @@ def halves(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
     """Half A and half B of a data set, every class cut in two."""
     half_a, half_b = split(dataset, 0.5, SPLIT_SEED, stratified=True)
     return half_a, half_b
+
+
+def apart_by_sentences(dataset: TextDataset, count: int) -> tuple[TextDataset, TextDataset]:
+    """The first so many whole sentences, and the texts that neither stand within one of them nor are one.
+
+    Where sentences and their phrases are texts of one data set, as in SST-2, a cut by rows leaves phrases on one side
+    whose sentence is on the other. Whole sentences stand within no other text, word for word.
+    """
+    texts = [tuple(str(dataset[row][0]).split()) for row in range(len(dataset))]
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for row, words in enumerate(texts):
+        rows.setdefault(words, []).append(row)
+
+    def within(words: tuple[str, ...]) -> Iterator[int]:
+        for start, stop in combinations(range(len(words) + 1), 2):
+            yield from rows.get(words[start:stop], ())
+
+    phrases: set[int] = set()
+    for row in sorted(range(len(texts)), key=lambda row: -len(texts[row])):  # so that phrases of phrases need no look
+        if row not in phrases:
+            phrases.update(other for other in within(texts[row]) if len(texts[other]) < len(texts[row]))
+    sentences = [row for row in range(len(texts)) if row not in phrases][:count]
+    if len(sentences) < count:
+        raise DataError(f"{dataset.name} has {len(sentences)} whole sentences; {count} were to be held out")
+    near = {other for row in sentences for other in within(texts[row])}
+    return dataset.select(np.array(sentences)), dataset.select(np.array(sorted(set(range(len(texts))) - near)))
 
 
 def foreign_halves(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:

@@ -24,7 +24,7 @@ from hydra_ensembles.training.recipe import Recipe
 from .dual_recipe import read_recipe
 from .samples import Augment, ImageSamples, SampleBatches, Samples, TextSamples
 from .seed_folder import Once
-from .sets import SPLIT_SEED, DataFolder, at_most, foreign_halves, given, halves, suite
+from .sets import SPLIT_SEED, DataFolder, apart_by_sentences, at_most, foreign_halves, given, halves, suite
 from .weights import SCRATCH, pretrained, small_vit, tokenizer
 
 BATCH = {"image": 500, "text": 250}
@@ -115,13 +115,26 @@ class Task(Once):
     @cached_property
     def train(self) -> Samples:
         """Training data."""
+        if "sentences" in self.plain:
+            return self.samples(self._by_sentences[1])
         reference = given(self.suite, "train")
         splits = self.plain.get("train", [reference.split])
         return self.samples(*(self.source.load(replace(reference, split=name)) for name in splits))
 
+    @property
+    def validation(self) -> AnyDataset:
+        """ID data that are held out."""
+        return self._by_sentences[0] if "sentences" in self.plain else self.source.load(given(self.suite, "validation"))
+
+    @cached_property
+    def _by_sentences(self) -> tuple[TextDataset, TextDataset]:
+        """Sentences that are held out, and texts to train on that do not stand within them."""
+        whole = self.source.load(replace(given(self.suite, "train"), rows=None))
+        return apart_by_sentences(cast(TextDataset, whole), self.plain["sentences"])
+
     @cached_property
     def _inside(self) -> dict[str, Samples]:
-        half_a, half_b = halves(self.source.load(given(self.suite, "validation")))
+        half_a, half_b = halves(self.validation)
         count = min(self.settings["circuits"], len(half_a) // 2)
         ranks, calibrates = split(half_a, count / len(half_a), SPLIT_SEED, stratified=True)
         return {name: self.samples(data) for name, data in (("rank", ranks), ("calibrate", calibrates), ("B", half_b))}
@@ -207,11 +220,11 @@ class Task(Once):
 
     def training(self, **changes: Any) -> Recipe:
         """The recipe of Single, maybe a preset's, with changes; in float32 and not compiled where there is no GPU."""
-        plain = {**self.plain["training"], **changes}
+        grid: dict[str, Any] = {"grid": ()} if "learning_rate" in changes else {}
+        plain = {**self.plain["training"], **grid, **changes}
         if "preset" not in plain:
             return self._here(from_plain(Recipe, plain))
-        grid = {"grid": ()} if "learning_rate" in changes else {}
-        return self._here(Recipe.preset(plain.pop("preset"), **{"precision": "bf16", **grid, **plain}))
+        return self._here(Recipe.preset(plain.pop("preset"), **{"precision": "bf16", **plain}))
 
     def recovery(self, **changes: Any) -> Recipe:
         """How the paper trains what is pruned (D.2), in the steps that the study has; the rate is to be given."""

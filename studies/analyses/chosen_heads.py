@@ -15,7 +15,6 @@ from hydra_ensembles.heads.masking import existing_heads
 from ..results import markdown
 from ..samples import SampleBatches
 from ..seed import Seed
-from ..sets import given
 from .analysis import Analysis, Result, about, asked, by_seed, cell, heads_of, paper
 from .drawing import DARK, DASHES, OURS, Panel, fields, legend, rows_figure
 
@@ -104,7 +103,7 @@ def run_stability(seed: Seed) -> dict[str, Any]:
     base = seed.base
     count = seed.prune
     chosen = asked(seed.task, "stability")
-    inside = task.source.load(given(task.suite, "validation"))
+    inside = task.validation
     outside = task.source.load(task.suite.circuit_ood)
     rows: dict[str, Any] = {}
     for size in chosen["sizes"]:
