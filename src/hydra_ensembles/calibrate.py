@@ -13,7 +13,7 @@ from ._utils import own_precision, warn
 from .arguments import PositiveShare, checked
 from .batches import Batches
 from .errors import DataError, TooFewSamplesError
-from .familiarity import FEWER, OF_BOTH, Answered, Fitting, answers, beside, missing_of_rare, require_fresh
+from .familiarity import OF_BOTH, Answered, Fitting, answers, beside, require_fresh
 from .metrics.conformal import Reference, conformal_threshold, samples_for
 from .metrics.distance import BY_CLASS, FamiliarityChoice, FamiliarityName
 from .metrics.inputs import check_labels, mean, warn_of_probabilities
@@ -201,8 +201,7 @@ def _fitted_on_a_half(
     """
     draws = np.random.default_rng(0)
     fits = torch.from_numpy(draws.random(len(samples.labels)) < 0.5)
-    classes, counts = samples.labels.unique(return_counts=True)
-    for label in classes.tolist() if score in BY_CLASS else ():
+    for label in samples.labels.unique().tolist() if score in BY_CLASS else ():
         of_class = (samples.labels == label).nonzero()[:, 0]
         if not bool(fits[of_class].any()):  # by chance all samples of a rare class may be in one half
             fits[of_class[0]] = True
@@ -212,14 +211,6 @@ def _fitted_on_a_half(
     if len(held_out.labels) < max(samples_for(share), 1):
         few = f"a half of {len(samples.labels)} samples is too few to promise a share of {share:.4g} of familiar inputs"
         raise TooFewSamplesError(f"{few}; it takes {samples_for(share)}, or statistics fitted before (fit_familiarity)")
-    fewer = missing_of_rare(counts, 0.5) if score in BY_CLASS else 0.0
-    if fewer > FEWER:
-        warn(
-            "familiarity is fitted on a half of the samples with one of each class at least, so that rare classes are "
-            f"rarer in the other half. The threshold that it sets may accept up to {fewer:.1%} fewer familiar inputs "
-            "than it promises, above all of rare classes; calibrate on more samples of these, or fit_familiarity on "
-            "training data first"
-        )
     fitting = Fitting(ensemble, (score,), draws)
     for rows in fits.nonzero()[:, 0].split(_ROWS):
         fitting.add(samples.pick(rows))

@@ -31,7 +31,6 @@ from .overlap import Keys, marked, marks_of, reused_of, sample_keys, warn_of_cop
 FEW_A_CLASS = 20  # samples a class below which the covariance is shrunk more
 SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # of the mean eigenvalue, added to each
 HELD_OUT_MOST = 4096  # samples held out for p-values
-FEWER = 0.01  # share of rare classes' samples missing among those held out, above which a warning tells
 OF_BOTH = ("validation/sure_share", "validation/familiar_share")  # metrics of two thresholds, each by itself
 OF_ACCEPTED = ("validation/accepted_share", "validation/risk_of_accepted")  # of all thresholds there are
 _NULL = 1e-10  # of the largest eigenvalue: directions in which nothing varies
@@ -122,10 +121,6 @@ def fit_familiarity(
         fitting.mark(known_by[-1][~drawn.numpy()])
         fitting.add(waiting.offer(samples.pick(drawn)))
     held = waiting.samples()
-    fewer = 0.0
-    if len(held.labels) and fitting.labelled and fitting.sums:
-        counts = fitting.counts + held.labels.bincount(minlength=len(fitting.counts))
-        fewer = missing_of_rare(counts, len(held.labels) / float(counts.sum()))
     for label in fitting.missing():  # a class whose only samples were held out
         first = (held.labels == label).nonzero()[:1, 0]
         fitting.add(held.pick(first))
@@ -137,12 +132,6 @@ def fit_familiarity(
     if len(held.labels):
         scores = familiarity.scores(held.features, held.logits)[0].mean(dim=0)
         familiarity = Familiarity(replace(familiarity.settings, reference=Reference.of(scores)), familiarity.state)
-    if fewer > FEWER:
-        warn(
-            "familiarity is fitted on one sample of each class at least, so that rare classes are rarer among those "
-            f"held out. Of familiar inputs, up to {fewer:.1%} more than they say have low p-values, above all of rare "
-            "classes; give more samples of these, or calibrate on other data, which p-values then come from"
-        )
     line = f"familiarity ({', '.join(names)}) fitted on {familiarity.settings.samples} samples"
     metadata = _refitted(before, beside(familiarity, before.familiarity), line)
     return Ensemble.from_state(weights.config, weights.state_dict(), metadata)
@@ -201,16 +190,6 @@ def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> 
             if labelled:
                 labels = require_labels(targets, ensemble.num_classes, name, index).cpu()
             yield inputs, Answered(features.float().cpu(), logits.float().cpu(), labels)
-
-
-def missing_of_rare(counts: Tensor, held: float) -> float:
-    """Which share of all samples is missing, on average, among those held out where each class keeps one to be fitted.
-
-    Of classes that have so many samples each, `counts`, a share `held` is held out at random. What is held out is then
-    of common classes more than new inputs are; where all classes are as rare, nothing is missing.
-    """
-    left = held * counts - held**counts
-    return float((counts / counts.sum() - left / left.sum()).clamp(min=0).sum())
 
 
 def require_fresh(familiarity: Familiarity, keys: Keys) -> float:

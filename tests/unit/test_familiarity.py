@@ -1,7 +1,6 @@
 """Familiarity: every score against independent computations, the way through a model's life, reasons, bad input."""
 
 import sys
-import warnings
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -212,33 +211,14 @@ def test_both_thresholds_promise_their_share() -> None:
     assert he.Prediction.concat([p[:100], p[100:]]).reason == p.reason
 
 
-def test_rare_classes_that_a_half_lacks_or_that_are_never_held_out_are_told_of() -> None:
-    """A class of one sample is fitted by it: thresholds and p-values then come of samples without one such."""
+def test_the_only_sample_of_a_class_fits_and_is_not_held_out() -> None:
     inputs, labels = joined(labelled(CONFIG, 60))
     labels = torch.where(labels == 0, 1, labels)
-    labels[0] = 0  # its only sample, which is not drawn to fit
-    data = [(inputs, labels)]
-    with pytest.warns(HydraWarning, match=r"up to 1\.7% fewer familiar inputs"):
-        he.calibrate(model(CONFIG), data, share=0.9)
-    with pytest.warns(HydraWarning, match=r"up to 1\.7% more than they say have low p-values"):
-        fit_familiarity(model(CONFIG), data)
-    with warnings.catch_warnings(action="error"):
-        by_neighbours = he.calibrate(model(CONFIG), data, share=0.9, familiarity="knn")  # which knows no classes
-        fit_familiarity(model(CONFIG), data, "knn")
-        fit_familiarity(model(CONFIG), data, held_out=0.0)  # no p-values
-        fit_familiarity(model(CONFIG), labelled(CONFIG, 90))
+    labels[0] = 0  # which is not drawn to fit
     drawn = int((np.random.default_rng(0).random(60) < 0.5).sum())
-    assert by_neighbours.metadata.familiarity.settings.samples == drawn
-
-
-def test_classes_that_are_all_as_rare_are_not_told_of() -> None:
-    """Each lacks as many samples as every other, so that the half is mixed as new inputs are."""
-    inputs, labels = joined(labelled(CONFIG, 12))
-    first = (np.random.default_rng(0).random(12) < 0.5).argsort(kind="stable")  # those that are not drawn to fit
-    labels[torch.from_numpy(first)] = torch.arange(12) // 4
-    with pytest.warns(HydraWarning) as told_of:
-        he.calibrate(model(CONFIG), [(inputs, labels)], share=0.5, familiarity="mahalanobis")
-    assert not any("fewer familiar inputs" in str(one.message) for one in told_of)
+    for score, fitted in (("mahalanobis", drawn + 1), ("knn", drawn)):  # which knows no classes
+        calibrated = he.calibrate(model(CONFIG), [(inputs, labels)], share=0.9, familiarity=score)
+        assert calibrated.metadata.familiarity.settings.samples == fitted
 
 
 def test_shares_that_thresholds_accept_go_with_the_thresholds() -> None:
