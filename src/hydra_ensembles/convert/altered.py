@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import ConversionError
-from .core import is_identity, qualified_name, refuse
+from .core import ACTIVATIONS, is_identity, qualified_name, refuse
 
 # --- hooks and methods ---------------------------------------------------------------------------------------
 
@@ -66,6 +66,8 @@ def _origin(function: Callable[..., Any]) -> str:
 # --- parts ---------------------------------------------------------------------------------------------------
 
 _LIBRARIES = ("torch.nn.modules.", "timm.", "torchvision.", "open_clip.")
+_IDLE = ("Identity", "Dropout", "DropPath", "PatchDropout", "Sequential", "ModuleList")  # when a model answers
+_ACTIVATIONS = frozenset(name for names in ACTIVATIONS.values() for name in names)
 MERGE = "merge them first: merge_and_unload() of the model of peft"
 # What to do about a part, by the beginning of the name of its class.
 _REMEDIES = {
@@ -105,8 +107,7 @@ def require_known_parts(model: nn.Module) -> None:
         agreement = "the model and model.config in agreement: change the one of them that is not as it is meant"
         _require_alike(model, built, "by its configuration", agreement)
         return
-    weighty = [(top, part) for top, part in model.named_children() if any(True for _ in part.parameters())]
-    for name, module in (pair for top, part in weighty for pair in part.named_modules(prefix=top)):  # no loss put there
+    for name, module in _weighty_parts(model):
         kind = qualified_name(module)
         if not kind.startswith(_LIBRARIES):
             raise refuse(f"{name} is a {kind}, and what that computes is not known", _remedy(kind))
@@ -114,6 +115,28 @@ def require_known_parts(model: nn.Module) -> None:
             blocks = list(module.named_children())
             for leaf, part in blocks[1:]:
                 _require_alike(part, blocks[0][1], "in the first block", name=f"{name}.{leaf}")
+
+
+def _weighty_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All parts of those that have weights, by name: a loss that was put beside them is not looked at."""
+    for top, part in model.named_children():
+        if any(True for _ in part.parameters()):
+            yield from part.named_modules(prefix=top)
+
+
+def require_read_parts(model: nn.Module) -> None:
+    """Refuse a model that its declaration could read, with a part that computes something and has no weights.
+
+    Of any other part, weights that are left over tell. Models of transformers are as their configuration says.
+    """
+    if type(model).__module__.startswith("transformers."):
+        return
+    for name, module in _weighty_parts(model):
+        kind = type(module).__name__
+        activates = kind in _ACTIVATIONS and re.fullmatch(r"(.*\.)?(act|gelu|mlp\.1)", name)
+        read = activates or kind in _IDLE or kind.startswith("RotaryEmbedding")
+        if not read and not any(True for _ in (*module.parameters(), *module.children())):
+            raise refuse(f"{name} is a {qualified_name(module)}, and models of this class have none there")
 
 
 def _remedy(name: str) -> str | None:

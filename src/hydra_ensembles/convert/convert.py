@@ -22,7 +22,7 @@ from ..model.metadata import Metadata, odd_names
 from ..model.stem_readout import Projections, linear
 from ..preprocessing import TextPreprocessing
 from . import open_clip, timm, torchvision, transformers, transformers_dual, transformers_rotary
-from .altered import MERGE, require_known_parts, require_unaltered, with_plain_classifier
+from .altered import MERGE, require_known_parts, require_read_parts, require_unaltered, with_plain_classifier
 from .core import Architecture, DualArchitecture, qualified_name, require_all_used, require_finite_weights, translate
 from .declared import Declaration
 from .guess import beginning, guessed, require_proof
@@ -169,6 +169,8 @@ def _converted(
             require_known_parts(model)
         _tell_of_projection(architecture, model, num_labels)
         config = _with_dropout(architecture.config(model, num_labels), rates)
+        if architecture.classes:
+            require_read_parts(model)
     stated = _read_metadata(architecture, config, model, processor)
     metadata = replace(
         stated if preprocessing is None else amended(stated, preprocessing, config.stem),
@@ -433,6 +435,7 @@ def _convert_tower(
     with _parts_as_known(architecture):
         require_known_parts(tower)
         config = architecture.config(tower, None)
+        require_read_parts(tower)
         state, _ = translate(architecture, tower, config)
     for_images = isinstance(config.stem, PatchStemConfig)
     processor = next((candidate for candidate in processors if is_for_images(candidate) in (for_images, None)), None)

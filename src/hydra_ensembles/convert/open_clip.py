@@ -116,8 +116,9 @@ def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """A tower of open_clip's adapter: a timm model and perhaps a linear projection, its own or timm's."""
     config = _trunk(model).config(model.trunk, None)
     head = dict(model.head.named_children())
-    if head.keys() - {"drop", "proj"}:
-        raise refuse(f"its head is made of {sorted(head)}; linear and no projection are supported")
+    if head.keys() - {"drop", "proj"} or not isinstance(model.head, nn.Sequential | nn.Identity):
+        made = sorted(head) or type(model.head).__name__
+        raise refuse(f"its head is made of {made}; linear and no projection are supported")
     if "proj" not in head:
         classes = number_of_classes(config.readout.num_classes, num_labels)
         return replace(config, readout=replace(config.readout, num_classes=classes))

@@ -23,6 +23,7 @@ from .core import (
     norm_eps,
     pair,
     qkv_by_head,
+    qualified_name,
     read_classifier,
     refuse,
     require_usual_scale,
@@ -75,6 +76,8 @@ def _config(model: Any, num_labels: int | None, distilled: bool = False) -> Ense
     if distilled and not classes:
         raise refuse("it has two classifiers without classes")
     norms = [norm for norm in (model.norm, model.fc_norm) if not is_identity(norm)]
+    if len(norms) > 1:
+        raise refuse(f"it has a {qualified_name(norms[0])} before pooling and a {qualified_name(norms[1])} after it")
     norm = norms[0] if norms else None
     pool = model.attn_pool
     if pool is not None and (norm is None or pool.norm.eps != norm.eps):

@@ -89,7 +89,7 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("timm", put(BLOCK + "drop_path1", nn.Tanh()), "drop_path1"),
     ("timm", put(BLOCK + "attn.proj_drop", Quiet()), "proj_drop"),
     ("timm", put("pos_drop", nn.Tanh()), "activation.Tanh"),
-    ("timm", put("fc_norm", nn.LayerNorm(32)), "fc_norm.weight"),
+    ("timm", put("fc_norm", nn.LayerNorm(32)), "LayerNorm after it"),
     ("timm", put("patch_embed.proj.stride", (4, 4)), "cannot answer"),
     ("timm", replaced("forward_head"), "forward_head"),
     ("timm", lambda model: put("blocks.0.forward", torch.compile(lambda x: 2 * x))(model), "blocks.0 (Block)"),
@@ -113,7 +113,7 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     # torchvision
     ("torchvision", put(LAYER + "mlp.1", nn.ReLU()), "encoder_layer_1"),
     ("torchvision", lambda model: [layer.mlp.append(nn.Tanh()) for layer in model.encoder.layers], "6 parts"),
-    ("torchvision", put("heads.extra", nn.Tanh()), "after encoder.layers.encoder_layer_1"),
+    ("torchvision", put("heads.extra", nn.Tanh()), "heads.extra is a"),
     ("torchvision", put("heads", nn.Linear(32, 7)), None),
     ("torchvision", put("heads", nn.Identity()), None),
     ("torchvision", put("heads", BEHIND_DROPOUT), None),
@@ -138,7 +138,7 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     (
         "open_clip",
         lambda model: [block.mlp.append(nn.Tanh()) for block in model.transformer.resblocks],
-        "in transformer.resblocks.0",
+        "resblocks.0.mlp.3 is a",
     ),
     ("open_clip", put("attn_mask", torch.zeros(CONTEXT, CONTEXT)), "in transformer.resblocks.0"),
     ("open_clip", replaced("encode_text"), "encode_text"),
@@ -159,6 +159,29 @@ def test_no_altered_model_answers_otherwise(name: str, change: Change, token: st
         refused(model, re.escape(token))
         return
     alike(he.convert(model)(case.inputs())[0], case.logits(model, case.inputs()), within=1e-4)
+
+
+BARE = nn.LayerNorm(32, elementwise_affine=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "token"),
+    [
+        ("timm", put("fc_norm", BARE), "LayerNorm after it"),
+        ("timm", put("blocks.0.ls2", nn.Tanh(), (BLOCK + "ls2", nn.Tanh())), "blocks.0.ls2 is a"),
+        ("timm-siglip", put("attn_pool.mlp.norm", nn.Tanh()), "attn_pool.mlp.norm is a"),
+        ("torchvision", put("heads.extra", nn.ReLU()), "heads.extra is a"),
+        ("open_clip", put("visual.transformer.resblocks.0.ls_2", BARE, (OPEN + "ls_2", BARE)), "ls_2 is a"),
+        ("open_clip-timm", put("visual.head", nn.Tanh()), "head is made of Tanh"),
+    ],
+)
+def test_a_part_without_weights_is_refused_also_where_no_answers_are_compared(
+    name: str, change: Change, token: str
+) -> None:
+    """Weights that are left over tell of parts that have some."""
+    model = CASES[name].build()
+    change(model)
+    refused(model, re.escape(token), probe=False)
 
 
 def test_dropout_before_a_classifier_is_that_of_the_original() -> None:
