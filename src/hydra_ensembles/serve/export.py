@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._utils import __version__, require
+from .._utils import __version__, own_precision, require
 from ..arguments import Rate, checked
 from ..errors import ConfigError, ConversionError, DataError
 from ..files import checksum, expanded, flush, json_bytes, locked, remove, writing
@@ -45,6 +45,7 @@ _NOISY = ("torch.onnx", "onnxscript", "onnx_ir")  # loggers that tell of every s
 
 
 @checked
+@own_precision()
 def export(
     ensemble: Ensemble,
     path: str | Path,

@@ -22,6 +22,7 @@ from architectures_clip import DUAL_CASES
 from checkpoint_models import TOKENIZER, ensemble, map_pooled
 from contract.all_architectures import ALL_CASES
 from contract.models import variants
+from hydra_ensembles.demo import load_backbone
 from hydra_ensembles.errors import ConfigError, ConversionError, DataError, MissingExtraError
 from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.schema import to_plain
@@ -166,6 +167,15 @@ def test_a_row_is_measured_by_its_largest_number(monkeypatch, tmp_path: Path) ->
         with nullcontext() if accepted else pytest.raises(ConversionError, match="member_logits"):
             he.export(one, tmp_path / f"{accepted}.pt2")
         assert (tmp_path / f"{accepted}.pt2").exists() == accepted
+
+
+def test_the_callers_autocast_is_not_written_into_the_file(tmp_path: Path) -> None:
+    one = load_backbone()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        he.export(one, tmp_path / "model.pt2")
+    inputs = inputs_for(one, 2)
+    found = torch.export.load(tmp_path / "model.pt2").module()(**inputs)
+    torch.testing.assert_close(found["probs"], one.predict(inputs).probs)
 
 
 def test_examples_are_compared_too_and_files_of_an_earlier_export_do_not_stay_beside(monkeypatch, tmp_path) -> None:
