@@ -77,11 +77,11 @@ def _timm_case(label: str, name: str, other: tuple[tuple[int, int], ...] = (), *
     )
 
 
-def torchvision_model() -> nn.Module:
+def torchvision_model(**changes: Any) -> nn.Module:
     import torchvision
 
     torch.manual_seed(0)
-    return perturbed(torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=5))
+    return perturbed(torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=5, **changes))
 
 
 _DINO = {"img_size": 28, "patch_size": 7}

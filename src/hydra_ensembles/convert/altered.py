@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import ConversionError
 from .core import ACTIVATIONS, is_identity, qualified_name, refuse
+from .refusals import by_option
 
 # --- hooks and methods ---------------------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ def require_read_parts(model: nn.Module) -> None:
         activates = kind in _ACTIVATIONS and re.fullmatch(r"(.*\.)?(act|gelu|mlp\.1)", name)
         read = activates or kind in _IDLE or kind.startswith("RotaryEmbedding")
         if not read and not any(True for _ in (*module.parameters(), *module.children())):
-            raise refuse(f"{name} is a {qualified_name(module)}, and models of this class have none there")
+            raise refuse(f"{by_option(name)}{name} is a {qualified_name(module)}, and there is no place for one there")
 
 
 def _remedy(name: str) -> str | None:

@@ -16,7 +16,7 @@ from ..model.config import Activation, EnsembleConfig
 from ..model.ensemble import shapes_of
 from ..model.metadata import Metadata
 from ..schema import nearest
-from .refusals import in_lines
+from .refusals import by_option, in_lines
 
 # --- declarations ------------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ def require_all_used(problems: Sequence[str], unused: Sequence[str], advice: str
         more = f" and {len(unused) - len(shown)} more" if len(unused) > len(shown) else ""
         faults.append(f"the model has parameters that have no canonical place: {shown}{more}")
     if faults and advice is None:
-        raise refuse("; ".join(faults))
+        raise refuse(by_option(*problems, *unused) + "; ".join(faults))
     if faults:
         raise ConversionError("; ".join([*faults, str(advice)]))
 
@@ -380,7 +380,7 @@ def norm_eps(block: nn.Module) -> float:
     """The epsilon of all norms of a block."""
     epsilons = {name: float(module.eps) for name, module in block.named_modules() if hasattr(module, "eps")}
     if len(set(epsilons.values())) != 1:
-        raise refuse(f"the norms of a block differ in eps ({epsilons})")
+        raise refuse(f"the norms of a block differ in eps ({epsilons})" if epsilons else "its blocks have no norms")
     return next(iter(epsilons.values()))
 
 

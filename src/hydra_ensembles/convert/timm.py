@@ -81,7 +81,7 @@ def _config(model: Any, num_labels: int | None, distilled: bool = False) -> Ense
     norm = norms[0] if norms else None
     pool = model.attn_pool
     if pool is not None and (norm is None or pool.norm.eps != norm.eps):
-        raise refuse("the norms of its attention pooling and before it differ in eps")
+        raise refuse("the norms of its attention pooling and before it differ in eps, or one is missing (final_norm)")
     if pool is not None:
         require_usual_scale(pool)
     readout = ReadoutConfig(

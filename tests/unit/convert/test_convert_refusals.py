@@ -9,9 +9,10 @@ import torch
 from convert_cases import changed, refused, vit
 from torch import nn
 from torch.nn.utils import parametrizations
+from torchvision.models.vision_transformer import ConvStemConfig
 
 import hydra_ensembles as he
-from architectures import timm_model
+from architectures import timm_model, torchvision_model
 from architectures_clip import SIGLIP_IMAGE, open_clip_from_timm, open_clip_model, transformers_clip
 from architectures_transformers import DINOV3, DISTILBERT, MODERNBERT, TEXT, VISION, transformers_model
 from hydra_ensembles.convert.convert import ARCHITECTURES, DUAL_ARCHITECTURES
@@ -140,17 +141,24 @@ VARIANTS: Rows = [
     (lambda: changed(timm_model(DISTILLED), "head", DEEP), "Sequential"),
     (lambda: changed(timm_model(DISTILLED), "head_dist", DEEP), "Sequential"),
     # rotary positions
-    (lambda: timm_model(EVA02, scale_attn_inner=True), r"no canonical place.*attn\.norm"),
+    (lambda: timm_model(EVA02, scale_attn_inner=True), r"scale_attn_inner .*no canonical place.*attn\.norm"),
+    (lambda: vit(norm_layer=lambda width, **_: nn.Identity()), "no norms"),
+    (lambda: vit(global_pool="map", final_norm=False), "final_norm"),
     (lambda: timm_model(EVA02, use_post_norm=True), "EvaBlockPostNorm"),
     (lambda: timm_model(EVA02, rope_rotate_half=True), "in different ways"),
     (lambda: timm_model(EVA_DINOV3, rope_grid_offset=0.5), "RotaryEmbeddingDinoV3"),
-    (lambda: timm_model(EVA_DINOV3, attn_only_layer_scale=True), "no tensor.*mlp.scale"),
+    (lambda: timm_model(EVA_DINOV3, attn_only_layer_scale=True), "attn_only_layer_scale, no tensor.*mlp.scale"),
     (
         lambda: timm_model(EVA_DINOV3, attn_type="rope", qkv_fused=False, num_kv_heads=2),
-        r"cannot become.*attention\.qkv",
+        "num_kv_heads, .*cannot become",
     ),
     (lambda: hf("GteModel", TEXT, rope_parameters=LINEAR_ROPE), "linear"),
-    (lambda: hf("DINOv3ViTModel", DINOV3, value_bias=False), "v_proj.bias"),
+    (lambda: hf("DINOv3ViTModel", DINOV3, value_bias=False), "value_bias, .*v_proj.bias"),
+    (lambda: hf("AlbertModel", TEXT, embedding_size=16, num_hidden_groups=2), "num_hidden_groups, the model has"),
+    (lambda: hf("AlbertModel", TEXT, embedding_size=16, inner_group_num=2), "inner_group_num, the model has"),
+    # torchvision
+    (lambda: torchvision_model(representation_size=16), r"representation_size, heads\."),
+    (lambda: torchvision_model(conv_stem_configs=[ConvStemConfig(8, 3, 8)]), r"conv_stem_configs, conv_proj\."),
     (lambda: hf("ModernBertForSequenceClassification", MODERNBERT, classifier_activation="silu"), "silu"),
     # transformers
     (lambda: bert(is_decoder=True), "decoder"),
@@ -172,10 +180,14 @@ VARIANTS: Rows = [
     # two towers
     (lambda: open_clip_model({"patch_dropout": 0.5}), "patch_dropout"),
     (lambda: open_clip_model({"pool_type": "none"}), "pool_type is 'none'"),
-    (lambda: open_clip_model({"scale_heads": True}), "head_scale"),
-    (lambda: open_clip_model({"scale_fc": True}), r"mlp\.ln"),
+    (lambda: open_clip_model({"scale_heads": True}), "scale_heads, .*head_scale"),
+    (lambda: open_clip_model({"scale_fc": True}), r"scale_fc, .*mlp\.ln"),
+    (lambda: open_clip_model({"scale_attn": True}), r"scale_attn, .*ln_attn"),
+    (lambda: open_clip_model({"scale_attn_inner": True}), r"scale_attn_inner, .*ln_inner"),
+    (lambda: open_clip_model({"attentional_pool": True}), "attentional_pool, "),
+    (lambda: open_clip_model(text={"scaled_cosine_attn": True}), "scaled_cosine_attn, .*logit_scale"),
     (lambda: open_clip_model({"layers": (1, 1, 1, 1)}), "the image tower is a .*ModifiedResNet"),
-    (lambda: open_clip_model(text={"embed_cls": True}, custom=True), "cls_emb"),
+    (lambda: open_clip_model(text={"embed_cls": True}, custom=True), "embed_cls, .*cls_emb"),
     (lambda: open_clip_model(text={"pool_type": "none"}), "pool_type is 'none'"),
     (lambda: open_clip_model(text={"output_tokens": True}, custom=True), "output_tokens"),
     (lambda: open_clip_from_timm("vit_base_patch16_224", "token", "mlp"), r"head is made of \['mlp'\]"),
