@@ -179,6 +179,11 @@ class TextPreprocessing(Checked):
                 )
             elif 0 not in encoding.special_tokens_mask:  # those that the tokenizer adds, and padding
                 remarks[index] = "has no word in it, and is answered all the same, as every empty one: leave it out"
+            elif 0 in encoding.attention_mask and not self.attention_mask and not self.pad_to_max:
+                remarks[index] = (
+                    "is padded to the longest beside it, and the model takes padding for tokens: its answer hangs on "
+                    "its neighbours; give texts of as many tokens together, or each alone"
+                )
         return encoded, remarks
 
     def require_tokenizer(self) -> None:

@@ -91,6 +91,19 @@ def test_texts_that_are_cut_or_without_a_word_are_warned_of() -> None:
     assert said(lambda: prepare(["cat"]))[1] == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"), [({}, True), ({"attention_mask": True}, False), ({"pad_to_max": True}, False)]
+)
+def test_padding_that_a_model_is_not_told_of_is_warned_of(changes: dict[str, Any], told: bool) -> None:
+    """A text is answered by what lies beside it: padded to the longest, or to a length of its own."""
+    words = Tokenizer(WordLevel({"[PAD]": 0, "cat": 1}))
+    words.pre_tokenizer = Whitespace()
+    prepare = TextPreprocessing(**{"max_length": 4, "attention_mask": False, "tokenizer": words.to_str()} | changes)
+    for texts, padded in ((["cat cat", "cat", "cat"], told), (["cat", "cat"], False)):
+        messages = said(lambda texts=texts: prepare(texts))[1]
+        assert [message[:16] for message in messages] == ["text 1 is padded"] * padded
+
+
 @pytest.mark.parametrize(("orientation", "turned"), [(6, True), (1, False), (None, False), (b"broken", False)])
 def test_images_stored_on_their_side_are_warned_of(orientation: Any, turned: bool) -> None:
     stored, exif = io.BytesIO(), Image.Exif()
