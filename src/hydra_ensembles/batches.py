@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ._distributed import check_unsharded
-from ._utils import all_seeded, derive_seed
+from ._utils import all_seeded, derive_seed, warn
 from .errors import ConfigError, DataError
 from .schema import short
 
@@ -220,6 +220,18 @@ def length_of(batches: Batches) -> int | None:
         return len(batches)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def warn_if_cut(batches: Batches, name: str, samples: int) -> None:
+    """Warn of a loader that gave so many samples and left out others, those of a last batch that was not full."""
+    sources = (batches, getattr(batches, "batch_sampler", None))  # a DataLoader leaves it to the second
+    source: Any = next((source for source in sources if getattr(source, "drop_last", False)), None)
+    whole = length_of(getattr(source, "sampler", getattr(source, "dataset", ())))
+    if whole is not None and samples < whole:
+        warn(
+            f"the loader of {name} left out {whole - samples} of {whole} samples (drop_last=True), which have no say "
+            "in what is measured; set drop_last=False"
+        )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._utils import own_precision, warn
 from .arguments import PositiveShare, checked
-from .batches import Batches
+from .batches import Batches, warn_if_cut
 from .errors import DataError, TooFewSamplesError
 from .familiarity import OF_BOTH, Answered, Fitting, answers, beside, require_fresh
 from .metrics.conformal import Reference, conformal_threshold, samples_for
@@ -117,6 +117,7 @@ def calibrate(
         known_by.append(sample_keys(inputs))
     samples = Answered.join(parts)
     keys = np.concatenate(known_by)
+    warn_if_cut(validation, "validation", len(keys))
     warn_of_copies("validation", len(keys), len(np.unique(keys)), "thresholds promise their share for such data alone")
     if (trained := reused_of(keys, metadata.trained_set)).share:
         warn(

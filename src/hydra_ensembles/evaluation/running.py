@@ -26,7 +26,7 @@ from tqdm import tqdm
 from .._distributed import current_ranks
 from .._utils import __version__, require, unwrapped
 from ..baselines.start import View
-from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, size_of
+from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, size_of, warn_if_cut
 from ..errors import ConfigError, DataError
 from ..fingerprints import model_fingerprint, tensors_digest
 from ..metrics.inputs import at_least_float32, check_finite, warn_of_probabilities, where
@@ -191,6 +191,7 @@ class Runner:
         except Exception as problem:
             error = problem
         pieces = sorted(chain.from_iterable(ranks.gather(pieces, error)), key=itemgetter(0))
+        warn_if_cut(batches, f"set {name!r}", first)
         ranks.require_same_data((beginning, first), f"samples in set {name!r}")
         gallery = sorted_onto_shelves(chain.from_iterable(ranks.gather(gallery)), self.keep)
         _, answers, targets_of, keys, dtypes, all_scores = zip(*pieces, strict=True)

@@ -272,6 +272,21 @@ def test_loaders_over_one_data_set_may_read_different_things_but_one_loader_does
         evaluate(tiny_ensemble(), loader, {"b": loader}, progress=False)
 
 
+@pytest.mark.parametrize("kind", ["DataLoader", "BatchSampler", "BatchLoader"])
+def test_samples_that_a_loader_leaves_out_are_said(kind):
+    data = TensorDataset(*whole(image_batches()))
+    sampler = BatchSampler(range(27), 8, drop_last=True)
+    cut = {
+        "DataLoader": partial(DataLoader, data, 8, drop_last=True),
+        "BatchSampler": partial(DataLoader, data, batch_sampler=sampler),
+        "BatchLoader": partial(batches, data, torch.stack, 8, drop_last=True),
+    }[kind]()
+    with pytest.warns(HydraWarning, match="set 'id' left out 3 of 27"):
+        assert evaluate(tiny_ensemble(), cut, progress=False).id.samples == 24
+    with pytest.warns(HydraWarning, match="validation left out 3 of 27"):
+        calibrate(tiny_ensemble(), cut, familiarity=None)
+
+
 def test_the_gallery_holds_the_extremes():
     model, data = tiny_ensemble(), image_batches()
     found = evaluate(model, data, OOD, progress=False, gallery=3)
