@@ -19,6 +19,7 @@ from studies.sets import (
     DataFolder,
     NamedImages,
     SharedSets,
+    apart_by_sentences,
     at_most,
     foreign_halves,
     halves,
@@ -130,6 +131,23 @@ def test_evaluation_batches_are_resized_and_normalised(pictures: ImageDataset) -
     wanted = F.interpolate(pixels, (20, 20), mode="bicubic", antialias=True).clamp(0, 1)
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
     torch.testing.assert_close(inputs[4:5], (wanted - mean) / std)
+
+
+def test_held_out_sentences_share_no_words_in_a_row_with_what_is_trained_on() -> None:
+    texts = ["a fine film", "fine film", "film", "dull", "a dull , slow plot", "slow plot", "fine film", "it moves"]
+    dataset = TextDataset(texts, [1, 1, 1, 0, 0, 0, 1, 1], class_names=("no", "yes"))
+    held_out, trained_on = apart_by_sentences(dataset, 1)
+    assert [held_out[row][0] for row in range(len(held_out))] == ["a fine film"]
+    assert [trained_on[row][0] for row in range(len(trained_on))] == [
+        "dull",
+        "a dull , slow plot",
+        "slow plot",
+        "it moves",
+    ]
+    both, rest = apart_by_sentences(dataset, 2)
+    assert ([both[1][0]], [rest[row][0] for row in range(len(rest))]) == (["a dull , slow plot"], ["it moves"])
+    with pytest.raises(DataError, match="3 whole sentences"):
+        apart_by_sentences(dataset, 4)
 
 
 def test_texts_that_were_tokenised_once_are_batches_as_if_each_were(tmp_path: Path) -> None:
