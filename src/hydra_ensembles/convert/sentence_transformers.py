@@ -83,6 +83,13 @@ def _require_plain(model: Any, first: Any, behind: Sequence[Any]) -> None:
         )
     if getattr(first, "do_lower_case", False):
         raise refuse("it lower-cases texts before its tokenizer does anything (do_lower_case)")
+    activation = getattr(model, "activation_fn", None)  # of a CrossEncoder
+    if not isinstance(activation, nn.Identity | nn.Softmax | None):
+        raise ConversionError(
+            f"it answers with the {type(activation).__name__} of each class, and the probabilities here are a softmax "
+            "over classes that exclude each other; where one class of several is right, set model.activation_fn = "
+            "torch.nn.Identity()"
+        )
     kinds = [type(part).__name__ for part in behind]
     if kinds not in ([], ["Pooling"], ["Pooling", "Normalize"]):
         raise refuse(f"behind the encoder there are {kinds}")

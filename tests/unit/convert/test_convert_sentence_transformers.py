@@ -92,6 +92,10 @@ def test_a_cross_encoder_keeps_its_tokenizer_and_its_classes(folder: Path, tmp_p
     base = he.convert(model)
     assert base.metadata.labels == tuple("abcde")
     near(base.predict(pairs).probs, model.predict(pairs, convert_to_tensor=True, apply_softmax=True))
+    model.activation_fn = nn.Softmax(dim=-1)
+    near(he.convert(model).predict(pairs).probs, base.predict(pairs).probs)
+    model.activation_fn = nn.Sigmoid()  # several classes may be right
+    refused(model, "Sigmoid")
 
 
 def test_what_holds_no_encoder_is_refused(folder: Path) -> None:
