@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from ..training.loop import Job, TrainOptions, training_runtime, trains
 from ..training.recipe import Recipe, trainable_state
 from ..training.saved import Position, RunState, read_state, read_tensors, require_layout, usable, write_state
 
-Rule = Literal["oba", "fastoba", "curvature"]
 _SMALL = 1e-6  # added to what importances are divided by
 
 
@@ -43,14 +42,11 @@ class OBA(Checked):
         keep: Share of all parameters that is left: the paper has 0.891 (as removing 4 of 12 heads) and 0.94.
         steps: Steps on the way, each of which leaves the same share of what there was.
         batches: Batches that the importance of a step is computed on, or all there are.
-        rule: What is added to the importances of a tensor over their largest: `"oba"` the magnitude of the weights,
-            `"fastoba"` the same over the largest of the model, `"curvature"` nothing.
     """
 
     keep: Rate = 0.891
     steps: Whole = 49
     batches: Whole = 200
-    rule: Rule = "oba"
 
     def check(self, model: Ensemble) -> None:
         """Refuse to remove more than can be removed."""
@@ -84,7 +80,7 @@ def oba(
         train: Batches with labels that can be read again and again. In several processes all prune the same weights:
             by the batches of the first, or by those of all where the loader is split between them.
         recipe: How to train what is left; None leaves it as it is.
-        settings: How much is removed, and by which rule.
+        settings: How much is removed, and in how many steps.
         validation: Held-out batches with labels, as for `finetune`.
         run: `output` for checkpoints, of the pruning too, `progress`, `device`, `checkpoint_every`, as of `finetune`.
     """
@@ -102,7 +98,7 @@ def oba(
     masks = pruned_masks(model, train, settings, seed, folder, run.get("device"))
     zeros = sum(int((~mask).sum()) for mask in masks.values())
     share = 1 - zeros / sum(parameter.numel() for parameter in model.parameters())
-    line = f"OBA: {share:.1%} of the parameters left after {settings.steps} steps, rule {settings.rule}"
+    line = f"OBA: {share:.1%} of the parameters left after {settings.steps} steps"
     state = {
         name: tensor * masks[name].to(tensor.device) if name in masks else tensor
         for name, tensor in model.state_dict().items()
@@ -159,14 +155,10 @@ def curvature(model: Ensemble, batches: Iterable[tuple[Inputs, Tensor]], names: 
     return dict(zip(weights, sums, strict=True))
 
 
-def importances(curved: Mapping[str, Tensor], weights: Mapping[str, Tensor], rule: Rule) -> dict[str, Tensor]:
-    """What each weight is ranked by, over all tensors together."""
-    largest = max(float(weight.abs().max()) for weight in weights.values()) if rule == "fastoba" else 1.0
-    scores: dict[str, Tensor] = {}
-    for name, values in curved.items():
-        importance = values.abs() / (values.abs().max() + _SMALL)
-        scores[name] = importance if rule == "curvature" else importance + weights[name].abs() / largest
-    return scores
+def importances(curved: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What each weight is ranked by, over all tensors together: its magnitude is added to what its tensor says."""
+    shares = {name: values.abs() / (values.abs().max() + _SMALL) for name, values in curved.items()}
+    return {name: share + weights[name].abs() for name, share in shares.items()}
 
 
 def kept(scores: Mapping[str, Tensor], masks: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
@@ -215,7 +207,7 @@ def pruned_masks(
                 curved = ranks.together(partial(curvature, copy, batches, weights))
             if is_sharded(train):
                 curved = {name: ranks.total(values) for name, values in curved.items()}
-            scores = importances(curved, {name: weight.detach() for name, weight in weights.items()}, settings.rule)
+            scores = importances(curved, {name: weight.detach() for name, weight in weights.items()})
             masks = kept(scores, masks, round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed)
             masks = {name: ranks.of_first(mask) for name, mask in masks.items()}
             last = step + 1 == settings.steps

@@ -155,7 +155,7 @@ REFUSED = {  # the last of the settings is named
     LoRA: [{"rank": 10}, {"rank": 0}, {"members": 0}, {"alpha": -1.0}, {"projections": ()}, {"training": "both"}],
     BatchEnsemble: [{"members": 1}, {"deviation": -0.1}, {"last_layers": 4}, {"last_layers": 0}, {"rate": 0.0}],
     Packed: [{"members": 0}, {"alpha": 0.0}, {"members": 2, "alpha": 1.0, "heads": 2}],
-    OBA: [{"keep": 1.0}, {"keep": 0.01}, {"steps": 0}, {"rule": "size"}],
+    OBA: [{"keep": 1.0}, {"keep": 0.01}, {"steps": 0}],
     Laplace: [{"members": 0}, {"samples": 0}, {"prior_precision": 0.0}, {"structure": "x"}],
     MIMO: [{"members": 1}, {"rho": 1.5}, {"batch_repeat": 0}],
     SWAG: [{"points": 1}, {"rank": 1}, {"points": 3, "rank": 4}, {"scale": -1.0}],
