@@ -20,8 +20,7 @@ from ..training.loop import Job, TrainOptions, trains
 from ..training.recipe import Recipe
 from .start import joined, parted
 
-Projection = Literal["query", "key", "value", "out"]
-INPUTS: tuple[Projection, ...] = ("query", "key", "value")
+INPUTS = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class LoRA(Checked):
         alpha: Updates are scaled by alpha / rank; None for no scale.
         start: How A is drawn: `"kaiming"` as in peft, or `"xavier"`; B starts at zero.
         gain: Of `"xavier"`.
-        projections: Parts of the attention that are updated.
         training: `"apart"` (one run each, seeds of their own) or `"together"` (one run, each batch for all).
     """
 
@@ -46,13 +44,7 @@ class LoRA(Checked):
     alpha: Positive | None = 8.0
     start: Literal["kaiming", "xavier"] = "kaiming"
     gain: Positive = 1.0
-    projections: tuple[Projection, ...] = ("query", "key", "value", "out")
     training: Literal["apart", "together"] = "apart"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.projections or len(set(self.projections)) < len(self.projections):
-            raise ConfigError(f"LoRA.projections must name some of query, key, value, out; got {self.projections}")
 
     @classmethod
     def joint(cls, members: int = 16, rank: int = 8) -> "LoRA":
@@ -112,7 +104,7 @@ def lora_ensemble(
     def trained(index: int) -> Ensemble:
         job = Job(recipe, train, validation, index=index, identity=identity, **run)
         seed = derive_seed(recipe.seed, "lora", index)
-        parts = f"updates of {', '.join(settings.projections)}, classifiers"
+        parts = "updates of query, key, value, out, classifiers"
         line = f"LoRA of rank {settings.rank}, scale {settings.scale:g}, {settings.training}"
         return train_parametrised(lambda copy: LowRank(copy, settings, recipe, seed), start, job, line, parts)
 
@@ -144,7 +136,7 @@ class LowRank(Parametrised):
                 continue
             self.layers[layer] = len(heads)
             copies = config.copies("attention", layer)
-            for projection in settings.projections:
+            for projection in (*INPUTS, "out"):
                 inputs, outputs = (inside, width) if projection == "out" else (width, inside)
                 first = torch.stack([_drawn(settings, inputs, generator) for _ in range(copies)])  # [M, r, in]
                 key = f"{layer}_{projection}"
@@ -157,18 +149,14 @@ class LowRank(Parametrised):
         updated: dict[str, Tensor] = {}
         for layer, heads in self.layers.items():
             prefix = f"encoder.layers.{layer}.attention."
-            changes = {name: self.update(layer, name) for name in INPUTS if f"{layer}_{name}" in self.up}
-            if changes:
-                shape = next(iter(changes.values()))
-                rows = torch.stack([changes.get(name, torch.zeros_like(shape)) for name in INPUTS], dim=1)
-                rows = rows.unflatten(2, (heads, -1)).transpose(1, 2)  # [M, 3, h·d_k, d] -> [M, h, 3, d_k, d]
-                updated[prefix + "qkv"] = self.ensemble.get_parameter(prefix + "qkv") + rows.flatten(0, 1)
-            if f"{layer}_out" in self.up:
-                columns = self.update(layer, "out").mT.unflatten(1, (heads, -1))  # [M, d, h·d_k] -> [M, h, d_k, d]
-                updated[prefix + "out"] = self.ensemble.get_parameter(prefix + "out") + columns.flatten(0, 1)
+            rows = torch.stack([self.update(layer, name) for name in INPUTS], dim=1)
+            rows = rows.unflatten(2, (heads, -1)).transpose(1, 2)  # [M, 3, h·d_k, d] -> [M, h, 3, d_k, d]
+            updated[prefix + "qkv"] = self.ensemble.get_parameter(prefix + "qkv") + rows.flatten(0, 1)
+            columns = self.update(layer, "out").mT.unflatten(1, (heads, -1))  # [M, d, h·d_k] -> [M, h, d_k, d]
+            updated[prefix + "out"] = self.ensemble.get_parameter(prefix + "out") + columns.flatten(0, 1)
         return updated
 
-    def update(self, layer: int, projection: Projection) -> Tensor:
+    def update(self, layer: int, projection: str) -> Tensor:
         """What is added to a weight `[out, in]` of every member, `[M, out, in]`."""
         key = f"{layer}_{projection}"
         return self.scale * (self.up[key] @ self.down[key])

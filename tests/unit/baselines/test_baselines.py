@@ -152,7 +152,7 @@ TRAINED_BY = {
     OBA: baselines.oba,
 }
 REFUSED = {  # the last of the settings is named
-    LoRA: [{"rank": 10}, {"rank": 0}, {"members": 0}, {"alpha": -1.0}, {"projections": ()}, {"training": "both"}],
+    LoRA: [{"rank": 10}, {"rank": 0}, {"members": 0}, {"alpha": -1.0}, {"training": "both"}],
     BatchEnsemble: [{"members": 1}, {"deviation": -0.1}, {"last_layers": 4}, {"last_layers": 0}, {"rate": 0.0}],
     Packed: [{"members": 0}, {"alpha": 0.0}, {"members": 2, "alpha": 1.0, "heads": 2}],
     OBA: [{"keep": 1.0}, {"keep": 0.01}, {"steps": 0}],
@@ -172,7 +172,6 @@ REFUSED = {  # the last of the settings is named
     ("kind", "settings", "token"),
     [
         *((kind, one, [*one][-1]) for kind, settings in REFUSED.items() for one in settings),
-        (LoRA, {"projections": ("query", "query")}, "projections"),
         (BatchEnsemble, {"start": "ones"}, "start"),
         (Packed, {"members": 3, "alpha": 1.0}, "width"),
         (Packed, {"members": 2, "alpha": 1.0}, "heads of width 3"),

@@ -123,14 +123,9 @@ def test_one_member_trained_together_is_one_trained_apart():
     assert_same(one, other)
 
 
-def test_blocks_that_do_not_train_are_a_trunk_and_chosen_projections_alone_move():
+def test_blocks_that_do_not_train_are_a_trunk():
     base = single()
-    recipe, settings = replace(QUICK, last_blocks=1), replace(TOGETHER, projections=("query", "value"))
-    found = train(base, settings, recipe)
-    assert found.config.trunk == base.num_layers - 1
-    change = found.member(1).encoder.layers[-1].attention.qkv - base.encoder.layers[-1].attention.qkv
-    assert [bool(part.abs().max() > 0) for part in change.unbind(1)] == [True, False, True]
-    assert torch.equal(found.member(1).encoder.layers[-1].attention.out, base.encoder.layers[-1].attention.out)
+    assert train(base, TOGETHER, replace(QUICK, last_blocks=1)).config.trunk == base.num_layers - 1
 
 
 def test_half_precision_comes_back_and_mixed_precision_is_near():
