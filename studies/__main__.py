@@ -34,7 +34,7 @@ Data = Annotated[Path, typer.Option(help="Folder with data/ and weights/.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Run folder; a stopped run goes on.")]
 Stages = Annotated[str, typer.Option(help="Stages, with commas between.")]
 Rows = Annotated[str, typer.Option(help="Rows, with semicolons between; default: all, of a paper's task its table's.")]
-Seeds = Annotated[str, typer.Option(help="Seeds, with commas between; default: all of the recipe.")]
+Seeds = Annotated[str, typer.Option(help="Seeds, with commas between; default: of each row those of the recipe.")]
 Share = Annotated[float, typer.Option(help="Of every set, for a trial.")]
 Processes = Annotated[int, typer.Option(help="Processes that share the jobs.")]
 Minutes = Annotated[float | None, typer.Option(help="Begin no job after so many; what is left is told, and an error.")]
@@ -182,8 +182,7 @@ def run_stages(
     minutes: float | None,
 ) -> None:
     """The stages of a study, by what the options say."""
-    numbers = seed_numbers(seeds) if seeds else list(task.seeds)
-    run = Run(task, output, results, rows.split(";") if rows else [], numbers)
+    run = Run(task, output, results, rows.split(";") if rows else [], seed_numbers(seeds) if seeds else [])
     kind.run(run, stages.split(","), workers, minutes)
 
 

@@ -147,13 +147,14 @@ def all_columns(judge: Judged, stage: Stage) -> dict[str, Array]:
 
 def jobs(run: Run, stage: str) -> Plan:
     """What a stage has to do, and what of it, or of the stages before, each job waits for."""
-    task, rows, seeds = run.task, run.rows, run.seeds
+    task, rows = run.task, run.rows
+    asked = sorted(((seed, row) for row in rows for seed in run.of(row)), key=lambda pair: pair[0])
     first = int(task.settings["seeds"][0])
     methods = rows_of(task)
     wanted = dict.fromkeys((SINGLE, *(methods[row].like or row for row in rows)))
     chosen = choices_in(run.output / task.name)
     choosing = [row for row in wanted if methods[row].options(task) and row not in chosen]  # on the first seed
-    every = [(seed, row) for seed in seeds for row in rows] + [(first, row) for row in choosing if row != SINGLE]
+    every = [*asked, *((first, row) for row in choosing if row != SINGLE)]
 
     def trained(seed: int, row: str) -> list[Job]:
         count = methods[row].fine_tunings
@@ -191,14 +192,11 @@ def jobs(run: Run, stage: str) -> Plan:
         case "recover":
             return {
                 (stage, seed, member): [("choose", first, CIRC_AVG), *trained(seed, row)[:1], *ranked(seed, row)]
-                for row in rows
+                for seed, row in asked
                 for member in members(row)
-                for seed in seeds
             }
         case "shift":
-            return {
-                (stage, seed, row): [("report", seed, row), ("corrupt", first, "")] for row in rows for seed in seeds
-            }
+            return {(stage, seed, row): [("report", seed, row), ("corrupt", first, "")] for seed, row in asked}
     return {
         (stage, seed, row): [
             *trained(seed, row),
@@ -208,8 +206,7 @@ def jobs(run: Run, stage: str) -> Plan:
             *(("recover", seed, member) for member in members(row)),
             *([("make", seed, row)] if stage == "report" and methods[row].trains else []),
         ]
-        for row in rows
-        for seed in seeds
+        for seed, row in asked
         if stage == "report" or methods[row].trains
     }
 
@@ -226,7 +223,7 @@ def cost(run: Run) -> None:
     batch = task.settings["cost_batch"][task.device.type]
     models = {}
     with TemporaryDirectory() as folder:
-        seed = Seed(task.shortened(), run.seeds[0], Path(folder))
+        seed = Seed(task.shortened(), run.of(SINGLE)[0], Path(folder))
         facts = read_if_there(run.results / task.name / STUDY) or {}
         for name, choice in {**facts.get("choices", {}), **choices_in(run.output / task.name)}.items():
             write_json(seed.study / CHOICES / f"{slug(name)}.json", choice)

@@ -90,9 +90,8 @@ class DualTask:
         """What it is made of."""
         return self.recipe, self.source, self.device
 
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """The seeds of its report."""
+    def seeds_of(self, _: str) -> tuple[int, ...]:
+        """The seeds of the report of a row: all have the same."""
         return self.recipe.seeds
 
     def about(self) -> dict[str, str]:

@@ -103,23 +103,24 @@ def report(seed: DualSeed, name: str) -> None:
 def jobs(run: Run, stage: str) -> Plan:
     """What a stage has to do, seed by seed: rows of one share what its images say. Each waits for the stage before."""
     rankings = [*(f"{score} {towers}" for towers in TOWERS for score in CIRCUIT_ORDER), TAYLOR]
-    first = run.seeds[0]
+    seeds = run.of(SINGLE)
+    first = seeds[0]
     match stage:
         case "choose":
             return {(stage, first, ""): []}
         case "train":
-            return {(stage, seed, ""): [("choose", first, "")] for seed in run.seeds}
+            return {(stage, seed, ""): [("choose", first, "")] for seed in seeds}
         case "rank":
-            return {(stage, seed, name): [("train", seed, "")] for seed in run.seeds for name in rankings}
+            return {(stage, seed, name): [("train", seed, "")] for seed in seeds for name in rankings}
         case "fix":
-            before = {seed: [("train", seed, ""), *(("rank", seed, name) for name in rankings)] for seed in run.seeds}
-            return {(stage, seed, row): before[seed] for seed in run.seeds for row in run.rows}
-    return {(stage, seed, row): [("fix", seed, row)] for seed in run.seeds for row in run.rows}
+            before = {seed: [("train", seed, ""), *(("rank", seed, name) for name in rankings)] for seed in seeds}
+            return {(stage, seed, row): before[seed] for seed in seeds for row in run.rows}
+    return {(stage, seed, row): [("fix", seed, row)] for seed in seeds for row in run.rows}
 
 
 def cost(run: Run) -> None:
     """Latency and peak memory of the rows that are reported, for the classes of the main task."""
-    seed = DualSeed(run.task, run.seeds[0], run.output)
+    seed = DualSeed(run.task, run.of(SINGLE)[0], run.output)
     rows = rows_of(run.task)
     held_out, batch = seed.task.held_out, seed.recipe.cost_batch
     inputs = seed.dual.image.prepare(next(iter(SampleBatches(held_out.samples, batch)))[0])

@@ -39,7 +39,11 @@ class Run:
     output: Path
     results: Path
     rows: Sequence[str]
-    seeds: Sequence[int]
+    seeds: Sequence[int]  # of every row; none: each has those that its recipe gives it
+
+    def of(self, row: str) -> Sequence[int]:
+        """The seeds of a row."""
+        return self.seeds or self.task.seeds_of(row)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def recipe() -> dict[str, Any]:
 def decisive(settings: Mapping[str, Any], task: str) -> dict[str, Any]:
     """What decides the models of a task; what they are asked, and what rows there are, is apart."""
     common = ("members", "circuits", "taylor_batches", "familiar")
-    apart = ("seeds", "held_out", "corruptions", "most")
+    apart = ("seeds", "row_seeds", "held_out", "corruptions", "most")
     of_task = {key: value for key, value in settings["tasks"][task].items() if key not in apart}
     return {**{key: settings[key] for key in common}, "task": of_task}
 
@@ -85,10 +85,11 @@ class Task(Once):
             vars(task).pop(name, None)
         return task
 
-    @property
-    def seeds(self) -> list[int]:
-        """The seeds of its report."""
-        return [int(seed) for seed in self.plain.get("seeds", self.settings["seeds"])]
+    def seeds_of(self, row: str) -> list[int]:
+        """The seeds of the report of a row."""
+        counts: Mapping[int, Sequence[str]] = self.plain.get("row_seeds", self.settings.get("row_seeds", {}))
+        listed = [count for count, rows in counts.items() if row in rows]
+        return list(range(max(listed))) if listed else list(self.plain.get("seeds", self.settings["seeds"]))
 
     @property
     def identity(self) -> dict[str, Any]:

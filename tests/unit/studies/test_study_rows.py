@@ -33,6 +33,7 @@ from studies.rows import (
 )
 from studies.seed import Seed
 from studies.seed_folder import slug
+from studies.stored import stored_study
 from studies.task import Task, recipe
 
 IMAGES, SCRATCH, TEXTS = "vision-cifar100", "vision-eurosat-scratch", "text-sst2"
@@ -192,6 +193,16 @@ def test_a_row_with_one_setting_seals_it_for_rows_that_are_like_it() -> None:
 def planned(rows: list[str], seeds: list[int], folder: Path, stages: str) -> dict[Any, Any]:
     run = Run(SmallTask(IMAGES), folder, folder, rows, seeds)
     return {job: needs for stage in stages.split() for job, needs in classifiers.jobs(run, stage).items()}
+
+
+@pytest.mark.parametrize("name", recipe()["tasks"])
+def test_a_study_has_the_seeds_of_its_recipe(tmp_path: Path, name: str) -> None:
+    """So that the command without options is the one that made what is stored."""
+    task = SmallTask(name)
+    study = stored_study(name)
+    assert {row: task.seeds_of(row) for row in study.rows} == {row: study.seeds(row) for row in study.rows}
+    plan = classifiers.jobs(Run(task, tmp_path, tmp_path, study.rows, []), "report")
+    assert {job[1:] for job in plan} == {(seed, row) for row in study.rows for seed in study.seeds(row)}
 
 
 @pytest.mark.parametrize(("row", "count"), [(SINGLE, 1), (DEEP, 3), (HYDRA_CIRC, 1), (LORA, 0)])
