@@ -1,7 +1,7 @@
 """How a model is trained: settings, schedule, which parameters at which rate; `presets.yaml` has the paper's."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -207,19 +207,31 @@ class Recipe(Checked):
                 f"Recipe.reinit_classifier is {self.reinit_classifier!r} and classifier_rate {self.classifier_rate}, "
                 "but this model has no classifier; leave them at None and 1.0"
             )
-        parts = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        trained = [name for name in parts if self.trains(name, model.num_layers)]
-        frozen = [name for name in trained if not parts[name]]
-        if frozen and any(parts.values()):  # a model that is frozen as a whole was meant to answer, not to stay so
+        trained = [name for name, _ in model.named_parameters() if self.trains(name, model.num_layers)]
+        self._warn_of_freedom(model, trained)
+        if model.num_classes and not trained:
+            raise ConfigError(
+                f"the last {self.last_blocks} blocks have nothing of Recipe.train_groups {list(self.train_groups)}; "
+                "add groups, or train more blocks (share fewer layers)"
+            )
+
+    def _warn_of_freedom(self, model: Ensemble, trained: Sequence[str]) -> None:
+        """Warn of what trains here and would not elsewhere: frozen parameters, and layers that are one (ALBERT)."""
+        free = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        frozen = [name for name in trained if not free[name]]
+        if frozen and any(free.values()):  # a model that is frozen as a whole was meant to answer, not to stay so
             warn(
                 f"{len(frozen)} of the {len(trained)} parameters that train are frozen in the model that is given "
                 f"(requires_grad=False, first {frozen[0]}), and train all the same: train_groups and last_blocks of "
                 "the recipe say what stays as it is"
             )
-        if model.num_classes and not trained:
-            raise ConfigError(
-                f"the last {self.last_blocks} blocks have nothing of Recipe.train_groups {list(self.train_groups)}; "
-                "add groups, or train more blocks (share fewer layers)"
+        first, *others = (x.detach() for name, x in model.named_parameters() if name.endswith("mlp.down.weight"))
+        one = bool(others) and not first.is_meta and bool(first.any()) and all(torch.equal(first, x) for x in others)
+        if one and any(place_of(name)[1] is not None for name in trained):
+            warn(
+                f"the {model.num_layers} layers have the same weights, as those of ALBERT, which are one layer: here "
+                "each is a copy that trains by itself, so the trained model is another kind, with more parameters. "
+                "Train it in its own library first and convert it then, or train train_groups=('readout',) alone"
             )
 
     def _warn_if_unchanged(self, train: Batches) -> None:
