@@ -52,7 +52,7 @@ def require_special_ids(both: Both) -> None:
         suspects = texts[differ(texts)].flatten()
         if not len(suspects):
             return
-        short_texts = text[:_NEAR].repeat(2, len(suspects), 1)  # of each in the middle and at the end, or at the begin
+        short_texts = text[:_NEAR].repeat(2, len(suspects), 1)  # each in the middle and at the end, or first
         short_texts[0, :, short_texts.shape[2] // 2] = short_texts[0, :, -1] = short_texts[1, :, 0] = suspects
         differing = differ(short_texts.flatten(0, 1)).unflatten(0, (2, -1)).any(0)
         odd = suspects[differing].tolist()
