@@ -342,7 +342,7 @@ def _read_record(folder: Path, kinds: Collection[str], file: BufferedReader) -> 
                 f"format version {short(version)}; this library reads 1 to {FORMAT_VERSION}: update it"
             )
         digest = data.get(files.DIGEST)
-        content = files.unsealed(data, CONFIG) if version > 1 else data  # the first format had no digest
+        content = files.unsealed(data, CONFIG, required=version > 1)
         record = from_plain(Record, content, "config", complete=version > 1)
         if record.kind not in kinds:
             accepted = " or ".join(map(repr, kinds))

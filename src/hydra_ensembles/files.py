@@ -381,14 +381,15 @@ def sealed(plain: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, DIGEST: digest_of(plain)}
 
 
-def unsealed(plain: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The content of a `sealed` object.
+def unsealed(plain: Mapping[str, Any], name: str, *, required: bool = True) -> dict[str, Any]:
+    """The content of a `sealed` object; one without digest passes where it is not `required` (files of before).
 
     Raises:
         CheckpointError: The content is not what was written.
     """
     content = dict(plain)
-    if content.pop(DIGEST, None) != digest_of(content):
+    digest = content.pop(DIGEST, None)
+    if (digest is not None or required) and digest != digest_of(content):
         raise CheckpointError(
             f"{name} was changed after it was written: its content has not the digest it gives; restore it, or make it "
             "anew"
@@ -401,9 +402,9 @@ def write_sealed(path: Path, plain: Mapping[str, Any]) -> None:
     write_json(path, sealed(plain))
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """The content of what `write_sealed` wrote, unchanged."""
-    return unsealed(read_object(path), str(path))
+def read_sealed(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """The content of what `write_sealed` wrote, unchanged; without a digest, only where it is not `required`."""
+    return unsealed(read_object(path), str(path), required=required)
 
 
 def remove_leftovers(folder: Path) -> None:

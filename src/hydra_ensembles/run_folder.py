@@ -51,7 +51,8 @@ class RunFolder:
     """Products by name: each is made once, written in one piece, and read back whenever it is asked for again.
 
     A product is finished when `run.json` has its digest; what lies there without one is what a kill left, or was put
-    there, and is made anew. What was changed or exchanged afterwards is refused.
+    there, and is made anew. What was changed or exchanged afterwards is refused. A folder that an earlier version began
+    has no digests and is read without.
 
     Without a path nothing is kept and everything is made. Of several processes that work together, the first writes.
 
@@ -115,7 +116,8 @@ class RunFolder:
         path = self.place(name)
         if path is None or not _content(path).is_file():
             return False
-        return name in self._finished()
+        finished = self._finished()
+        return finished is None or name in finished
 
     def json(self, name: str, make: Callable[[], Any]) -> Any:
         """Plain data in `name`.json, or what `make` gives, saved."""
@@ -166,7 +168,7 @@ class RunFolder:
             try:
                 content = _content(path)
                 digest = files.checksum(content, files.MAX_BYTES if content.suffix == ".json" else None)
-                if self._finished()[name] != digest:
+                if (self._finished() or {name: digest})[name] != digest:
                     raise CheckpointError("it is not what this run made: it was changed, or comes from another run")
                 return read(path)
             except (OSError, ValueError, SafetensorError) as error:
@@ -180,21 +182,25 @@ class RunFolder:
                     shutil.rmtree(path)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write(path, product)
-                self._write_identity({**self._finished(), name: files.checksum(_content(path))})
+                finished = self._finished()
+                if finished is not None:
+                    self._write_identity({**finished, name: files.checksum(_content(path))})
             return product
 
     def _write_identity(self, digests: Mapping[str, str]) -> None:
         assert self.path is not None
         files.write_sealed(self.path / IDENTITY, {**self._identity, PRODUCTS: digests})
 
-    def _finished(self) -> Mapping[str, str]:
-        """Digests of the products of this run by name; a folder of another run is refused."""
+    def _finished(self) -> Mapping[str, str] | None:
+        """Digests of the products of this run by name, None where none are kept; a folder of another run is refused."""
         assert self.path is not None
         if not (self.path / IDENTITY).exists():  # rank 0 is about to write it
             return {}
-        identity = files.read_sealed(self.path / IDENTITY)
-        products = identity.pop(PRODUCTS, None)
-        if not isinstance(products, dict) or not all(isinstance(digest, str) for digest in products.values()):
+        plain = files.read_object(self.path / IDENTITY)
+        identity = files.unsealed(plain, str(self.path / IDENTITY), required=PRODUCTS in plain)
+        products = identity.pop(PRODUCTS, None)  # an earlier version has none
+        are_digests = isinstance(products, dict) and all(isinstance(digest, str) for digest in products.values())
+        if products is not None and not are_digests:
             raise CheckpointError(f"{self.path / IDENTITY} has no digests of products by name; give another folder")
         require_same_run(identity, self._identity, self.path, self._what)
         return products

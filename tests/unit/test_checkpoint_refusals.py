@@ -149,7 +149,7 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
         (lambda c: c["metadata"].update(preprocessing=None), "tokenizer"),
         (lambda c: c["metadata"].update(text_side=None), "text_side"),
         (lambda c: c["metadata"]["preprocessing"].update(pad_id=11), "pad_id is 11"),
-        (lambda c: c.update(files={}), "checksums"),
+        (lambda c: c.update(format_version=1, files={}), "checksums"),
         (sizes(encoder={"width": HUGE, "head_dim": HUGE, "mlp_width": HUGE}), "instead of"),
         (sizes(readout={"num_classes": HUGE}), "instead of"),
         (sizes(stem={"vocabulary": HUGE, "embedding_width": HUGE, "positions": HUGE}), "instead of"),

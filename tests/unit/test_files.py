@@ -189,18 +189,20 @@ def test_a_seal_shows_every_change_of_content_and_none_of_layout() -> None:
     plain = {"a": 1.5, "b": [1, None, "ü"], "c": {"d": True}}
     seal = files.sealed(plain)
     assert files.unsealed(dict(reversed(seal.items())), "file") == plain
+    assert files.unsealed(plain, "file", required=False) == plain
     changes: list[dict[str, object]] = [{"a": 1.25}, {"b": [1, "ü"]}, {"c": {"d": 1}}, {"digest": "0"}, {"e": 0}]
     for changed in ({**seal, **change} for change in changes):
-        with pytest.raises(CheckpointError, match="digest"):
-            files.unsealed(changed, "file")
+        for required in (True, False):
+            with pytest.raises(CheckpointError, match="digest"):
+                files.unsealed(changed, "file", required=required)
     with pytest.raises(CheckpointError, match="digest"):
         files.digest_of([float("inf")])
 
 
 def test_a_sealed_file_is_an_object_with_its_digest(tmp_path: Path) -> None:
     files.write_sealed(tmp_path / "file", {"a": 1})
-    assert files.read_sealed(tmp_path / "file") == {"a": 1}
+    assert files.read_sealed(tmp_path / "file", required=True) == {"a": 1}
     for content in ("[1]", '{"a": 1, "digest": "0"}', '{"a": 1}'):
         (tmp_path / "file").write_text(content)
         with pytest.raises(CheckpointError, match="file"):
-            files.read_sealed(tmp_path / "file")
+            files.read_sealed(tmp_path / "file", required=True)

@@ -1,4 +1,4 @@
-"""Results in files: they come back equal, and no change goes unnoticed."""
+"""Results in files: they come back equal, no change goes unnoticed, those of before digests are read."""
 
 import json
 from pathlib import Path
@@ -53,8 +53,11 @@ def test_every_change_of_a_file_is_noticed(kind: str, tmp_path: Path) -> None:
     contents += [json.dumps({key: written[key] for key in written if key != name}) for name in written]
     for content in (*contents, text[:-40]):
         path.write_text(content)
-        with pytest.raises(error, match=path.name):
-            type(saved).load(path)
+        if content == contents[-1] and kind != "search":  # the digest, which is the last field
+            assert type(saved).load(path) == saved
+        else:
+            with pytest.raises(error, match=path.name):
+                type(saved).load(path)
     for wrong in (tmp_path / "none.json", tmp_path):
         with pytest.raises(error, match=wrong.name):
             type(saved).load(wrong)

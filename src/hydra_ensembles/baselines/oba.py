@@ -191,7 +191,7 @@ def pruned_masks(
         saved = None if folder is None else read_state(folder, state.fingerprint)
         if saved is not None and folder is not None:
             with usable(folder):
-                state, tensors = saved, read_tensors(folder, saved, masks)
+                state, tensors = read_tensors(folder, saved, masks)
                 saved_masks = tensors["result" if saved.finished else "current"]
                 require_layout(saved_masks, masks)
             masks = {name: saved_masks[name].to(runtime.device) for name in masks}

@@ -78,6 +78,6 @@ def resumed(journal: Journal, stored: Journal, path: Path, candidates: Sequence[
     """The stored journal, refused where it is of another run than `journal`, which has no steps yet."""
     expected = {**vars(journal), "start": stored.start, "steps": stored.steps}
     require_same_run(vars(stored), expected, path, "the journal of a circuit")
-    if len(set(stored.heads) & set(candidates)) < len(stored.heads):
+    if len(set(stored.heads) & set(candidates)) < len(stored.heads):  # of before: without a digest
         raise CheckpointError(f"{path} has a head twice, or one that is no candidate; delete it to start anew")
     return stored

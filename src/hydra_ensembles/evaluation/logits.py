@@ -72,10 +72,10 @@ class MemberLogits:
                 listed = order if isinstance(order, list) else []
                 keys = sorted(file.keys(), key=lambda key: listed.index(key) if key in listed else len(listed))
                 tensors = {key: file.get_tensor(key) for key in keys}
-            logits, digest = cls._of_tensors(tensors), tensors_digest(tensors)
-            if header.get("digest") != digest:
+            digest = tensors_digest(tensors)
+            if header.get("digest", digest) != digest:  # files of before have none
                 raise DataError("it was changed after it was written; evaluate again with keep_logits=True")
-            return logits, digest
+            return cls._of_tensors(tensors), digest
         except (OSError, ValueError, SafetensorError, MemoryError, RuntimeError) as error:  # torch maps the file
             raise DataError(f"{path} cannot be read as stored member logits: {error}") from error
 

@@ -146,7 +146,7 @@ class HeadRanking:
     @classmethod
     @checked
     def load(cls, path: str | Path) -> "HeadRanking":
-        """Read a ranking that `save` wrote."""
+        """Read a ranking that `save` wrote; one of before, without a digest, is accepted too."""
         try:
             return from_plain(cls, read_sealed(expanded(path)), "ranking", complete=True)
         except ValueError as error:

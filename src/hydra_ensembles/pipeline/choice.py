@@ -149,7 +149,7 @@ class SearchResult:
     @checked
     def load(cls, path: str | Path) -> "SearchResult":
         """Read what `save` wrote; a file that was changed, or holds something else, is refused."""
-        plain = read_sealed(expanded(path))
+        plain = read_sealed(expanded(path), required=True)
         if plain.pop("format", None) != FORMAT:
             raise CheckpointError(f'{path} is not the result of a search: it lacks "format": "{FORMAT}"')
         return from_plain(cls, plain, str(path))

@@ -366,7 +366,7 @@ class Training(Generic[BatchT]):
         saved = None if self.folder is None else read_state(self.folder, self.state.fingerprint)
         if saved is not None and self.folder is not None:
             with usable(self.folder):
-                self.state, tensors = saved, read_tensors(self.folder, saved, self.learner.trained)
+                self.state, tensors = read_tensors(self.folder, saved, self.learner.trained)
                 for part in tensors.keys() & {"result", "best"}:
                     require_layout(tensors[part], self.learner.trained)
                 if self.runtime.ranks.rank == 0:

@@ -57,7 +57,7 @@ class RunState:
     reference: float | None = None  # the last accuracy (or minus NLL) that did; None before the first validation
     finished: bool = False  # whether the result is final
     files: Mapping[str, str] = field(default_factory=dict)  # of tensors, by what they hold
-    checksums: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of each file
+    checksums: Mapping[str, str] = field(default_factory=dict, metadata=ADDED_LATER)  # SHA-256 of each file
     format: Literal["hydra-ensembles fine-tuning 1"] = "hydra-ensembles fine-tuning 1"
 
     def after(self, validation: Validation, min_delta: float) -> "RunState":
@@ -76,7 +76,7 @@ class RunState:
         position = self.position
         counts = (position.step, position.epoch, position.batch, self.waited)
         expected = {"result"} if self.finished else {"current"} if self.best is None else {"current", "best"}
-        checksummed = self.checksums.keys() == set(self.files.values())
+        checksummed = self.checksums.keys() in (set(), set(self.files.values()))  # files of before have none
         if min(counts) < 0 or self.files.keys() != expected or not checksummed:
             raise CheckpointError(
                 f"{INDEX} is at {position} with files of {sorted(self.files)}; expected are counts from 0 and files of "
@@ -131,22 +131,25 @@ def _at_its_rate(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     return {**fingerprint, "recipe": {**recipe, **others} if isinstance(recipe, Mapping) else recipe}
 
 
-def read_tensors(folder: Path, state: RunState, trained: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of every file that a state names, by what they hold.
+def read_tensors(
+    folder: Path, state: RunState, trained: Mapping[str, Tensor]
+) -> tuple[RunState, dict[str, dict[str, Tensor]]]:
+    """The tensors of every file that a state names, by what they hold; and the state with all checksums.
 
     No file is larger than three times what is `trained`, which is what an optimizer keeps, and some room for names.
     """
-    tensors = {}
+    tensors, checksums = {}, {}
     most = 3 * sum(tensor.nbytes for tensor in trained.values()) + (len(trained) << 12) + (1 << 20)
     for part, name in state.files.items():
         content = read_file(folder / Path(name).name, most)
-        if hashlib.sha256(content).hexdigest() != state.checksums[name]:
+        checksums[name] = hashlib.sha256(content).hexdigest()
+        if state.checksums.get(name, checksums[name]) != checksums[name]:
             raise CheckpointError(f"{name} was changed after it was written: its SHA-256 is not that in {INDEX}")
         try:
             tensors[part] = load(content)
         except (SafetensorError, ValueError) as error:
             raise CheckpointError(f"{name} holds no tensors ({error})") from error
-    return tensors
+    return replace(state, checksums=checksums), tensors
 
 
 def write_state(folder: Path, state: RunState, tensors: Mapping[str, Mapping[str, Tensor]]) -> RunState:

@@ -12,7 +12,6 @@ from circuit_models import evidence, random_problem
 from hydra_ensembles.circuit import extract
 from hydra_ensembles.circuit.journal import Journal, Step
 from hydra_ensembles.errors import CheckpointError, HydraWarning, StorageError
-from hydra_ensembles.files import sealed
 from processes import by_two_ranks, count_calls
 
 
@@ -68,7 +67,8 @@ def test_auto_stays_with_what_the_journal_has(tmp_path: Path, monkeypatch: pytes
     assert problem.extract(budget=3).method == "circuit/exact"
 
 
-def test_a_journal_serves_smaller_and_larger_budgets(tmp_path: Path) -> None:
+def test_a_journal_serves_smaller_and_larger_budgets_also_as_it_was_first_written(tmp_path: Path) -> None:
+    """The format of before: fields by name, steps of one tower without the tower's name."""
     problem, path, as_before = random_problem(), tmp_path / "journal.json", {"method": "exact", "ties": "order"}
     first = problem.extract(budget=2, journal=path, **as_before)
     written = path.read_bytes()
@@ -78,7 +78,11 @@ def test_a_journal_serves_smaller_and_larger_budgets(tmp_path: Path) -> None:
     expected = problem.extract(budget=4, **as_before)
     content = json.loads(path.read_text())
     assert set(content) == {"format", "model", "data", "settings", "start", "steps", "digest"}
+    assert content.pop("digest")
     assert set(content["settings"]) == {"score", "method", "layers", "removed", "dtype", "audit_steps"}
+    assert evidence(problem.extract(budget=4, journal=path, **as_before)) == evidence(expected)
+    steps = [{key: step[key] for key in step if key not in ("tower", "excess")} for step in content["steps"]]
+    path.write_text(json.dumps({**content, "steps": steps}))
     assert evidence(problem.extract(budget=4, journal=path, **as_before)) == evidence(expected)
     with pytest.raises(CheckpointError, match=r"settings.ties"):
         problem.extract(budget=4, journal=path)
@@ -117,10 +121,10 @@ def test_a_changed_journal_is_refused(tmp_path: Path) -> None:
         path.write_text(json.dumps({**written, "steps": steps}))
         with pytest.raises(CheckpointError, match="was changed"):
             problem.extract(budget=4, journal=path)
-    del written["digest"]  # what no run can have written is refused whatever its digest
+    del written["digest"]  # one of before: what no run can have written is refused all the same
     outside = {**second, "layer": 99}
     for change in ({"steps": [first, first]}, {"steps": [first, outside]}, {"start": None}, {"start": {"errors": 1}}):
-        path.write_text(json.dumps(sealed({**written, **change})))
+        path.write_text(json.dumps({**written, **change}))
         with pytest.raises(CheckpointError, match=r"delete it to start anew"):
             problem.extract(budget=4, journal=path)
 
