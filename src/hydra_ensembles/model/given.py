@@ -77,7 +77,7 @@ def fitting(config: EnsembleConfig, arguments: Arguments, preprocessing: object)
         require_images(config.stem, arguments[0])
         return arguments[0], None, None
     ids, mask, segments = fitting_tokens(config.stem, *arguments)
-    warn_of_untold_padding(ids, mask, preprocessing)
+    warn_of_untold_padding(config.stem, ids, mask, preprocessing)
     if config.readout.pool == "cls":
         require_first_tokens(mask, config.encoder.window)
     return ids, mask, segments
@@ -174,13 +174,17 @@ def _fitting_mask(mask: Tensor) -> Tensor:
     return mask
 
 
-def warn_of_untold_padding(ids: Tensor, mask: Tensor | None, preprocessing: object) -> None:
-    """Warn, where it can be seen, of texts with padding at an end and no mask, though the tokenizer gives one."""
-    if mask is not None or not isinstance(preprocessing, TextPreprocessing) or not preprocessing.attention_mask:
-        return
-    if _visible(ids) and bool((ids[:, [0, -1]] == preprocessing.pad_id).any()):
+def warn_of_untold_padding(config: TextStemConfig, ids: Tensor, mask: Tensor | None, preprocessing: object) -> None:
+    """Warn, where it can be seen, of texts with padding at an end and no mask, though the tokenizer gives one.
+
+    Of a model without its tokenizer padding is known where positions count from it (RoBERTa).
+    """
+    padding = config.positions_after
+    if isinstance(preprocessing, TextPreprocessing):
+        padding = preprocessing.pad_id if preprocessing.attention_mask else None
+    if mask is None and padding is not None and _visible(ids) and bool((ids[:, [0, -1]] == padding).any()):
         warn(
-            f"some texts begin or end with the id {preprocessing.pad_id}, which is padding, and there is no "
+            f"some texts begin or end with the id {padding}, which is padding, and there is no "
             "attention_mask: the model takes padding for tokens; give all that the tokenizer gives, model(**batch)"
         )
 

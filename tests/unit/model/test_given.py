@@ -265,6 +265,13 @@ def test_padding_without_a_mask_is_warned_of_where_the_tokenizer_gives_one(masks
     assert ["padding" in said for said in warned_of(lambda: (one(padded), one(padded.flip(1))))] == [True, True] * masks
 
 
+def test_padding_without_a_mask_is_warned_of_where_positions_count_from_it() -> None:
+    """A RoBERTa that was converted without its tokenizer."""
+    assert model().config.stem.positions_after == 1
+    with pytest.warns(HydraWarning, match="the id 1, which is padding"):
+        model()(IDS * MASK + (1 - MASK))
+
+
 def pixels(low: float, high: float, *size: int) -> Tensor:
     return torch.linspace(low, high, 3 * size[0] * size[1]).repeat(2).reshape(2, 3, *size)
 
