@@ -53,11 +53,14 @@ class BayesVLM(Checked):
         negatives: Pairs that are compared with each other at once, as in contrastive training.
         prior_precision: Of a normal prior around zero: one for both sides, or two, of images and texts; None takes the
             one of largest evidence, for each side.
+        as_published: The evidence as the public code has it (the powers of both determinants exchanged, no factor of a
+            half, a thousand steps of Adam), and only the variance of each number of an embedding, not what they share.
     """
 
     pseudo_count: Positive = 10.0
     negatives: Annotated[int, Range(2, END - 1)] = 32_768
     prior_precision: Positive | tuple[Positive, Positive] | None = None
+    as_published: bool = False
 
 
 @checked
@@ -87,7 +90,7 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
             taken, ours, theirs = (part.to(device) for part in (features[side], embedded[side], embedded[other]))
             inputs, outputs = kronecker_factors(taken, ours, theirs, scale, settings.negatives, sigmoid)
             sides.append(ProjectionPosterior.of(means[side], inputs.cpu(), outputs.cpu(), settings, side))
-    return VLMPosterior(copy.deepcopy(dual), sides[0], sides[1])
+    return VLMPosterior(copy.deepcopy(dual), sides[0], sides[1], settings.as_published)
 
 
 @checked
@@ -123,7 +126,7 @@ def published_bayes_vlm(
                 raise CheckpointError(f"{path} must be a finite matrix {size}x{size} for this model, got {got}")
             factors.append(factor.detach().double())
         sides.append(ProjectionPosterior.of(mean, factors[0], factors[1], settings, side))
-    return VLMPosterior(copy.deepcopy(dual), sides[0], sides[1])
+    return VLMPosterior(copy.deepcopy(dual), sides[0], sides[1], settings.as_published)
 
 
 def kronecker_factors(
@@ -188,7 +191,8 @@ class ProjectionPosterior:
         precision = settings.prior_precision
         prior = precision[side] if isinstance(precision, tuple) else precision
         if prior is None:
-            prior = likeliest_precision(mean, root * inputs, root * outputs)
+            find = published_prior if settings.as_published else likeliest_precision
+            prior = find(mean, root * inputs, root * outputs)
         added = math.sqrt(prior)
         first, second = (root * part + added * torch.eye(len(part), dtype=part.dtype) for part in (inputs, outputs))
         return cls(mean, first, second, prior)
@@ -230,6 +234,21 @@ def likeliest_precision(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
     return math.exp((low + high) / 2)
 
 
+@torch.enable_grad()
+def published_prior(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
+    """The prior precision that the public code finds: its evidence, a thousand steps of Adam from 300."""
+    log_prior = torch.tensor(300.0, dtype=mean.dtype).log().requires_grad_()
+    optimizer = torch.optim.Adam([log_prior], lr=1e-2, maximize=True)
+    values = [torch.linalg.eigvalsh(part).clamp(min=0) for part in (inputs, outputs)]
+    for _ in range(1000):
+        optimizer.zero_grad()
+        root = (log_prior / 2).exp()
+        fits = (mean.numel() * log_prior - log_prior.exp() * mean.square().sum()) / 2
+        (fits - sum(len(part) * (part + root).log().sum() for part in values)).backward()
+        optimizer.step()
+    return math.exp(log_prior.item())
+
+
 @dataclass(frozen=True, eq=False)
 class VLMPosterior:
     """Posteriors of both projections of a dual encoder; a classifier out of it is an ensemble, or one closed form.
@@ -240,6 +259,7 @@ class VLMPosterior:
     dual: DualEncoder
     image: ProjectionPosterior
     text: ProjectionPosterior
+    as_published: bool = False
 
     @checked
     @own_precision()
@@ -319,6 +339,8 @@ class ProbitClassifier(View):
         self.num_members = 1
         self.num_classes = len(names)
         covariances = posterior.image.covariance, posterior.text.covariance
+        if posterior.as_published:
+            covariances = covariances[0].diagonal().diag(), covariances[1].diagonal().diag()
         # g [C, e], aᵀ A⁻¹ a [C]
         classes = texts @ posterior.text.mean.T
         spread = posterior.text.spread(texts)
