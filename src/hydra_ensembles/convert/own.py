@@ -11,7 +11,7 @@ from ..model.config import TextStemConfig
 from .core import NamedTensors
 from .probe import Both, difference
 
-_ENDS = 128  # ids at either end of a vocabulary that are tried, and tokens of the texts that have them
+_ENDS, _TOKENS = 512, 128  # ids at either end of a vocabulary that are tried, and tokens of the texts that have them
 _NEAR = 8  # tokens of a text in which one id is tried
 
 
@@ -47,7 +47,7 @@ def require_special_ids(both: Both) -> None:
         return ~(apart <= both.allowed(inputs) * expected.abs().max())
 
     with both.answering():
-        tokens = min(stem.max_tokens, _ENDS)
+        tokens = min(stem.max_tokens, _TOKENS)
         texts = torch.cat([ids, text.repeat(tokens)[: -len(ids) % tokens]]).reshape(-1, tokens)  # [B, T]
         suspects = texts[differ(texts)].flatten()
         if not len(suspects):
