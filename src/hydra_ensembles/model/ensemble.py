@@ -266,7 +266,7 @@ class Ensemble(Saved, Watched):
 
         Args:
             inputs: What `forward` takes; or raw inputs, which go through the saved preprocessing: a PIL
-                image, a string, a pair of strings, or a list of them.
+                image, a string, or a list of them, in which a tuple of two strings is a pair.
             attention_mask: As of `forward`, like `token_type_ids`.
             token_type_ids: The segment of each token.
             check_finite: Refuse logits that are NaN or infinite. On a GPU this waits for them; nothing else does.
@@ -307,6 +307,11 @@ class Ensemble(Saved, Watched):
                 advice = "give tensors, or convert the model with processor="
                 raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing; {advice}")
             raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
+            if raw is not inputs and len(inputs) == 2:
+                warn(
+                    "two texts in a tuple are read as one pair, with one answer; give a pair in a list, [(first, "
+                    "second)], and two texts as a list: a DataLoader gives batches of texts as tuples"
+                )
             inputs = self._metadata.preprocessing(raw)
         arguments = self.unpack(inputs, attention_mask, token_type_ids, **named)
         home = next(self.parameters())

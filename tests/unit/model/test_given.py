@@ -23,6 +23,7 @@ from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.metadata import Calibration
 from random_ensembles import CLASSES, random_ensemble
+from served_models import served
 
 TEXT, IMAGE = "text-segments-projected", "image-cls"  # 20 words, 2 segments; images [3, 4, 6]
 GENERATOR = torch.Generator().manual_seed(3)
@@ -270,6 +271,15 @@ def test_padding_without_a_mask_is_warned_of_where_positions_count_from_it() -> 
     assert model().config.stem.positions_after == 1
     with pytest.warns(HydraWarning, match="the id 1, which is padding"):
         model()(IDS * MASK + (1 - MASK))
+
+
+def test_two_texts_in_a_tuple_are_said_to_be_a_pair() -> None:
+    """A DataLoader gives texts as tuples: of two of them, there was one answer."""
+    one, two = served("text"), ("hello wörld", "hello")
+    with pytest.warns(HydraWarning, match="one pair"):
+        pair = one.predict(two)
+    assert torch.equal(pair.probs, one.predict([two]).probs)
+    assert len(one.predict(list(two))) == 2
 
 
 def pixels(low: float, high: float, *size: int) -> Tensor:
