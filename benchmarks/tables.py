@@ -27,7 +27,7 @@ from serve import serve_table
 
 from hydra_ensembles import SearchResult
 from hydra_ensembles.report import to_markdown
-from studies.all_tasks import blocks as study_blocks
+from studies import all_tasks
 from studies.analyses.registry import blocks, draw, undrawn
 from studies.circuit_draws import draws_table
 from studies.results import RESULTS, ROOT, load
@@ -58,7 +58,7 @@ def tables(stored: Mapping[str, Study]) -> dict[str, str]:
         "search": to_markdown(SearchResult.load(RESULTS / "search.json").table()),
         **result_tables.tables(),
         **inference_report.tables(),
-        **study_blocks(list(stored.values()), shown),
+        **all_tasks.blocks(list(stored.values()), shown),
         **blocks(RESULTS / "analyses"),
     }
 
@@ -104,6 +104,10 @@ def main() -> None:
         stale.append(f"the figure of {result['analysis']}-{result['task']}")
         if not check:
             draw(result)
+    if not all_tasks.drawn(list(stored.values())):
+        stale.append("the figure of gains against price")
+        if not check:
+            all_tasks.draw(list(stored.values()))
     if wrong:
         sys.exit("\n".join(["sentences that the results do not bear out:", *wrong]))
     if check and stale:

@@ -22,7 +22,7 @@ from .fetch import prepare as prepare_set
 from .findings import paper_table
 from .seed import Seed
 from .sets import DataFolder
-from .stored import RESULTS, Study, stored_study
+from .stored import RESULTS, Study, stored_studies, stored_study
 from .storing import forget as forget_rows
 from .task import Task, recipe
 
@@ -93,7 +93,7 @@ def tables(
 ) -> None:
     """Make every table of a study again from its stored columns, on a CPU."""
     if figures is not None:
-        all_tasks.draw(results, figures / "gain_against_price.svg")
+        all_tasks.draw(stored_studies(results), figures / all_tasks.FIGURE.name)
     study = stored_study(name, results)
     made = all_tasks.tables_of(study)
     print("\n\n".join(f"### {name}: {title}\n\n{table(study)}" for title, table in made.items()))

@@ -1,5 +1,7 @@
 """All studies side by side: what rows take, and what they gain over Single on every task; what documents show."""
 
+import hashlib
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from pathlib import Path
@@ -8,9 +10,9 @@ from typing import Any
 from . import dual_findings, findings
 from .cells import BEYOND, gains, gap_text, judged_text, marked, measured_on, ratio
 from .measures import FEWEST_SEEDS, Difference
-from .results import markdown, pyplot, save_figure
+from .results import FIGURES, fixed, markdown, pyplot, save_figure
 from .rows import BASELINES, DEEP, HYDRA, HYDRA_CIRC, HYDRA_TAYLOR, MC_DROPOUT, SINGLE, SOUP
-from .stored import DualStudy, Study, stored_studies
+from .stored import DualStudy, Study
 from .storing import same_columns
 
 GAINS = ("accuracy", "calibrated.nll", "near.auroc", "far.auroc")
@@ -196,6 +198,16 @@ MARKS = {  # of every row that is shown: how it looks
     "CircAvg": ("o", "tab:green"),
 }
 APART = 0.03  # of a price, between rows that cost the same
+FIGURE = FIGURES / "gain_against_price.svg"
+
+
+def points(study: Study) -> Iterator[tuple[str, Difference, float, bool]]:
+    """Of every row with a mark its gain in AUROC by the largest probability, its price, and whether that is a time."""
+    key = f"{study.detections[0]}.all.auroc" if isinstance(study, DualStudy) else "all.auroc"
+    for row in (row for row in MARKS if row in study.rows):
+        gain, (price, measured) = study.difference(row, SINGLE, key), price_of(study, row)
+        if gain is not None and price is not None:
+            yield row, gain, price, measured
 
 
 def figure(studies: Sequence[Study]) -> Any:
@@ -203,13 +215,8 @@ def figure(studies: Sequence[Study]) -> Any:
     size = {"figsize": (2.1 * len(studies) + 2.2, 3.2), "sharey": True, "squeeze": False}
     canvas, (fields,) = pyplot().subplots(1, len(studies), **size)
     for field, study in zip(fields, studies, strict=True):
-        dual = isinstance(study, DualStudy)
-        key = f"{study.detections[0]}.all.auroc" if isinstance(study, DualStudy) else "all.auroc"
         prices: list[float] = []
-        for row in (row for row in MARKS if row in study.rows):
-            gain, (price, measured) = study.difference(row, SINGLE, key), price_of(study, row)
-            if gain is None or price is None:
-                continue
+        for row, gain, price, measured in points(study):
             while any(abs(price - other) < APART * price for other in prices):
                 price *= 1 + APART
             prices.append(price)
@@ -230,7 +237,7 @@ def figure(studies: Sequence[Study]) -> Any:
         field.set_xticks([], minor=True)
         field.set_xlim(0.94 * min([0.9, *prices]), 3.8)
         field.grid(alpha=0.25)
-        field.set_title("zero-shot" if dual else TITLES[study.name], fontsize=9)
+        field.set_title("zero-shot" if isinstance(study, DualStudy) else TITLES[study.name], fontsize=9)
     fields[0].set_ylabel("gain in OOD AUROC (points)")
     canvas.supxlabel("price of an answer over Single's", fontsize=9, y=-0.06)
     rows = [row for row in MARKS if any(row in study.rows for study in studies)]
@@ -249,8 +256,27 @@ def price_of(study: Study, row: str) -> tuple[float | None, bool]:
     return (None if work == "–" else float(work.removesuffix("x"))), False
 
 
-def draw(results: Path, path: Path) -> Path:
-    """Draw it from the studies of a folder of results that have Hydra, and know a price."""
-    studies = [study for study in stored_studies(results) if HYDRA in study.rows or isinstance(study, DualStudy)]
-    priced = [study for study in studies if any(price_of(study, row)[0] for row in study.rows)]
-    return save_figure(figure(priced), path)
+def priced_studies(studies: Sequence[Study]) -> list[Study]:
+    """Those that the figure shows: they have Hydra, or are zero-shot, and know a price."""
+    shown = [study for study in studies if HYDRA in study.rows or isinstance(study, DualStudy)]
+    return [study for study in shown if any(price_of(study, row)[0] for row in study.rows)]
+
+
+def digest(studies: Sequence[Study]) -> str:
+    """Tells what the figure shows of studies from anything else; digits that no eye sees have no say."""
+    marks = [
+        [study.name, row, gain.seeds, measured, *(fixed(number, 6) for number in (gain.value, gain.half_width, price))]
+        for study in priced_studies(studies)
+        for row, gain, price, measured in points(study)
+    ]
+    return f"sha256 {hashlib.sha256(json.dumps(marks).encode()).hexdigest()}"
+
+
+def drawn(studies: Sequence[Study], path: Path = FIGURE) -> bool:
+    """Whether the figure is there, and of these numbers."""
+    return path.exists() and digest(studies) in path.read_text(encoding="utf-8")
+
+
+def draw(studies: Sequence[Study], path: Path = FIGURE) -> Path:
+    """Write the figure as SVG, and in it what it was drawn from."""
+    return save_figure(figure(priced_studies(studies)), path, digest(studies))

@@ -308,7 +308,15 @@ def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path, monkey
     assert marks[HYDRA].get_ydata() == pytest.approx(100 * gain.value)
     assert [row for row, mark in marks.items() if mark.get_markerfacecolor() != "white"] == [HYDRA]
     assert field.get_xlim()[0] < marks["CircAvg"].get_xdata()[0] == 0.5
-    assert all_tasks.draw(study.folder.parent, tmp_path / "figure.svg").stat().st_size > 0
+    assert not all_tasks.drawn([study], tmp_path / "figure.svg")
+    assert all_tasks.drawn([study], all_tasks.draw([study], tmp_path / "figure.svg"))
+    monkeypatch.undo()
+    assert not all_tasks.drawn([study], tmp_path / "figure.svg")  # of another price: a figure of other numbers is none
+
+
+def test_the_figure_of_all_tasks_is_of_the_stored_numbers() -> None:
+    """Where not: `python benchmarks/tables.py` draws it, on a CPU."""
+    assert all_tasks.drawn(stored_studies())
 
 
 def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
