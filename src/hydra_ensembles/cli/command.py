@@ -10,6 +10,7 @@ in one line, as the library says it; `--debug`, before or after the name of the 
 
 import functools
 import inspect
+import io
 import json
 import os
 import re
@@ -97,6 +98,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def guarded(*, context: typer.Context, debug: bool, **options: Any) -> None:
+        for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "replace")):  # a locale may stand for other words
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors=errors)
         try:
             if kinds:
                 options = read_settings(kinds, options, options.pop("config"), options.pop("changes") or ())
@@ -296,7 +300,7 @@ def emit(content: str | RenderableType, output: Path | None) -> None:
     if output is None:
         print(content, end="", flush=True)
     else:
-        write_atomically(output, content.encode())
+        write_atomically(output, content.encode("utf-8", "replace"))
 
 
 def report_failure(error: BaseException, debug: bool) -> int | None:

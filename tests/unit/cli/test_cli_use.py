@@ -3,12 +3,14 @@
 import csv
 import json
 import os
+import shutil
 
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
 import hydra_ensembles as he
-from cli_cases import COLOURS, fail, run, succeed, vit_flags
+from cli_cases import APP, COLOURS, fail, run, succeed, vit_flags
 from hydra_ensembles.cli.use import KEPT, PRUNED, _value
 from hydra_ensembles.model.metadata import ACCEPTS_ALL
 from hydra_ensembles.report.compare import load_costs
@@ -60,6 +62,18 @@ def test_texts_from_options_files_tables_and_standard_input(text_folder, world, 
     (tmp_path / "marked.txt").write_text("good film\n", encoding="utf-8-sig")
     assert predicted(text_folder, tmp_path / "marked.txt") == predicted(text_folder, "--text", "good film")
     assert len(predicted(text_folder, tmp_path / "other.csv", "--column", "text=sentence")) == 1
+    for charset in ("latin-1", "ascii"):  # of the locale: texts are in UTF-8 all the same
+        words = ["predict", str(text_folder), "-", "-f", "jsonl"]
+        result = CliRunner(charset=charset).invoke(APP, words, "café ■".encode())
+        assert json.loads(result.stdout_bytes)["input"] == "café ■"
+
+
+def test_names_that_are_no_text_are_written_with_question_marks(run_folder, world, tmp_path):
+    file = tmp_path / os.fsdecode(b"b\xff.png")
+    shutil.copy(world / "dots" / "0.png", file)
+    succeed("predict", run_folder, file, "-f", "jsonl", "-o", tmp_path / "out.jsonl")
+    assert json.loads((tmp_path / "out.jsonl").read_text())["input"].endswith("/b?.png")
+    assert predicted(run_folder, file)[0]["input"].endswith("/b?.png")
 
 
 def test_no_threshold_no_verdict(run_folder, world):
