@@ -96,9 +96,9 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile`, `DataParallel` or `DistributedDataParallel`."""
-    wrappers = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
-    while type(model).__name__ in wrappers:
+    """The model inside `torch.compile`, data parallelism, or a mean of weights over steps (torch's, timm's)."""
+    parallel, averaged = ("DataParallel", "DistributedDataParallel"), ("AveragedModel", "ModelEmaV2", "ModelEmaV3")
+    while type(model).__name__ in ("OptimizedModule", *parallel, *averaged):
         inner: Any = getattr(model, "_orig_mod", None) or model.module
         model = cast(nn.Module, inner)
     return model

@@ -27,11 +27,15 @@ def require_unaltered(wrapped: nn.Module, model: nn.Module) -> None:
     """Refuse a model, as it was given and as it lies inside wrappers, that a hook or a replaced method may change."""
     for name, module in wrapped.named_modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if not _origin(hook).startswith(_HARMLESS_HOOKS):
+            origin = _origin(hook)
+            if not origin.startswith(_HARMLESS_HOOKS):
+                way = "the remove() of the handle that registering it returned"
+                if origin.startswith("torch.nn.utils."):
+                    way = "remove_weight_norm, remove_spectral_norm or prune.remove of torch.nn.utils"
                 raise ConversionError(
                     f"{name or 'the model'} ({type(module).__name__}) has the forward hook "
-                    f"{getattr(hook, '__qualname__', hook)} of {_origin(hook)}, which a converted model would not run; "
-                    "remove it first with the remove() of the handle that registering it returned"
+                    f"{getattr(hook, '__qualname__', type(hook).__qualname__)} of {origin}, which a converted model "
+                    f"would not run; remove it first with {way}"
                 )
     for name, module in model.named_modules():
         for method, attribute in vars(module).items():

@@ -102,7 +102,8 @@ def _config(model: Any, num_labels: int | None, distilled: bool = False) -> Ense
 def _stem(model: Any, distilled: bool) -> PatchStemConfig:
     patch = model.patch_embed
     if type(patch).__name__ != "PatchEmbed" or not is_identity(patch.norm):
-        raise refuse(f"patches are embedded by {type(patch).__name__} with {type(patch.norm).__name__}")
+        norm = type(getattr(patch, "norm", None)).__name__
+        raise refuse(f"patches are embedded by {type(patch).__name__}" + f" with {norm}" * (norm != "NoneType"))
     if not is_identity(model.patch_drop):
         raise refuse("it drops patches in training", WITHOUT_PATCH_DROPOUT)
     if patch.strict_img_size or patch.dynamic_img_pad:  # any other takes whole patches alone, as we do

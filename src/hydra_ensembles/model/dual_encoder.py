@@ -26,7 +26,7 @@ Tower = Literal["image", "text"]
 INITIAL_SCALE = math.log(1 / 0.07)  # where CLIP's training starts
 
 
-class DualEncoder(Saved, OurModel):
+class DualEncoder(OurModel, Saved):
     """An image tower and a text tower whose features are projected into one embedding (CLIP).
 
     The towers have the same number of members, or one of them has a single member that serves all. The logit of an

@@ -66,7 +66,12 @@ def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Mod
 
 
 def require_shapes(expected: Mapping[str, torch.Size], state: Mapping[str, Tensor]) -> None:
-    """Refuse weights of other names or shapes than a configuration has, naming the first."""
+    """Refuse weights of other names or shapes than a configuration has, naming the first, or spread over processes."""
+    if any(hasattr(tensor, "full_tensor") for tensor in state.values()):
+        raise ConfigError(
+            "the weights are spread over processes (DTensor, as FSDP has them); gather them in each, by full_tensor() "
+            "of all in state_dict(), and make a model of them: he.Ensemble.from_state(model.config, state, metadata)"
+        )
     found = {name: tensor.shape for name, tensor in state.items()}
     odd = sorted(expected.items() ^ found.items())
     if odd:
@@ -142,7 +147,7 @@ class Saved(ABC):
         return push_checkpoint(repo_id, contents, private=private, token=token, commit_message=commit_message)
 
 
-class Ensemble(Saved, Watched):
+class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the place of such a one
     """A transformer classifier with M members: stem, encoder, readout; `forward` gives `[M, B, C]`.
 
     A single model is an ensemble with one member, a pruned model one with fewer heads, a Deep Ensemble one
@@ -233,7 +238,8 @@ class Ensemble(Saved, Watched):
         """Member logits `[M, B, C]`.
 
         `nn.DataParallel` around an ensemble joins what its GPUs give along the first axis, which is that of members,
-        not of samples: use `DistributedDataParallel`, or put a module in between that gives samples first.
+        not of samples: use `DistributedDataParallel`, or put a module in between that gives samples first. So does the
+        `Trainer` of transformers, which also writes into `config`: give it a module that has none and gives a loss.
 
         Args:
             inputs: Images `[B, 3, H, W]`, token ids `[B, T]`, or a mapping as tokenizers and image processors give it

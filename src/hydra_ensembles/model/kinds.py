@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from .._utils import unwrapped
 from ..arguments import checked
 from ..checkpoint import Stored, load_checkpoint
 from ..errors import ConfigError
@@ -67,6 +69,8 @@ def require_model(model: object, caller: str, *kinds: type) -> Any:
         advice = "make a classifier of it first: he.zero_shot(model, class_names)"
     elif isinstance(model, str | Path):
         advice = f"load it first: he.load({str(model)!r})"
+    elif isinstance(model, nn.Module) and isinstance(unwrapped(model), kinds):
+        advice = f"give the one inside, model.{'_orig_mod' if hasattr(model, '_orig_mod') else 'module'}"
     takes = " or ".join(f"{'an' if kind is Ensemble else 'a'} {kind.__name__}" for kind in kinds)
     raise ConfigError(f"{caller} takes {takes}, got {type(model).__name__}; {advice}")
 

@@ -37,7 +37,7 @@ def test_what_libraries_attach_is_no_obstacle() -> None:
     compiled.forward = torch.compile(compiled.forward)
     for plain, changed in (
         (hf_vit(), (read, mixed, moved)),
-        (vit(), (compiled, torch.compile(vit()), nn.DataParallel(vit()))),
+        (vit(), (compiled, torch.compile(vit()), nn.DataParallel(vit()), torch.optim.swa_utils.AveragedModel(vit()))),
     ):
         expected = he.convert(plain)(inputs)
         assert all(torch.equal(he.convert(model)(inputs), expected) for model in changed)

@@ -25,6 +25,7 @@ from hydra_ensembles.model.config import Sharing
 from hydra_ensembles.model.metadata import Calibration, Metadata
 from hydra_ensembles.overlap import sample_keys
 from hydra_ensembles.preprocessing import ImagePreprocessing
+from hydra_ensembles.prune import prune
 from processes import by_two_ranks, count_calls
 from random_ensembles import noisy, small
 
@@ -214,15 +215,22 @@ def test_an_optimized_ensemble_is_evaluated_as_the_one_it_was_made_from():
         assert evaluate(model, doubled, progress=False).provenance.dtype == dtype
 
 
-@pytest.mark.parametrize("around", [nn.DataParallel, partial(torch.compile, backend="eager")])
+@pytest.mark.parametrize(
+    "around", [nn.DataParallel, partial(torch.compile, backend="eager"), torch.optim.swa_utils.AveragedModel]
+)
 def test_what_lies_around_an_ensemble_takes_nothing_from_it(around):
-    """Calibration and familiarity belong to the ensemble inside."""
+    """Calibration and familiarity belong to the ensemble inside; of a module of one's own that is said."""
     data = image_batches()
     calibrated = fit_familiarity(tiny_ensemble(), data, "knn").with_metadata(calibration=CALIBRATION)
     expected = evaluate(calibrated, data, OOD, scores=("knn",), progress=False)
     found = evaluate(around(calibrated), data, OOD, scores=("knn",), progress=False)
     assert found.numbers() == expected.numbers()
     assert found.model == expected.model
+    with pytest.warns(HydraWarning, match="Sequential holds an ensemble that is calibrated"):
+        evaluate(nn.Sequential(calibrated), data, progress=False)
+    evaluate(around(calibrated), data, calibration=CALIBRATION, progress=False)
+    with pytest.raises(ConfigError, match=r"the one inside, model\.(module|_orig_mod)"):
+        prune(around(calibrated), [(0, 0)])
 
 
 def test_any_callable_with_two_axes_counts_as_one_member():

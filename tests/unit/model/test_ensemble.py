@@ -305,6 +305,26 @@ def test_what_leaves_the_weights_alone_leaves_the_calibration(same: Any, tmp_pat
         made.save_pretrained(tmp_path / "a")
 
 
+def test_weights_that_are_spread_over_processes_answer_and_are_gathered(tmp_path: Path) -> None:
+    fsdp, group = pytest.importorskip("torch.distributed.fsdp"), torch.distributed
+    ours, images = measured().with_metadata(calibration=None), torch.randn(1, 3, 8, 8)
+    before = ours(images)
+    group.init_process_group("gloo", store=group.HashStore(), rank=0, world_size=1)
+    try:
+        spread = fsdp.fully_shard(ours)
+        assert torch.equal(spread(images), before)
+        with pytest.raises(ConfigError, match="full_tensor"):
+            spread.save_pretrained(tmp_path / "a")
+        with pytest.raises(ConfigError, match="full_tensor"):
+            spread.with_metadata(labels=("a", "b", "c"))
+        whole = {name: weight.full_tensor() for name, weight in spread.state_dict().items()}
+        gathered = he.Ensemble.from_state(spread.config, whole, spread.metadata)
+    finally:
+        group.destroy_process_group()
+    gathered.save_pretrained(tmp_path / "a")
+    assert torch.equal(he.load(tmp_path / "a")(images), before)
+
+
 def test_what_another_preprocessing_was_measured_with_is_dropped() -> None:
     ours = measured().with_metadata(preprocessing=IMAGES)  # it was not known: nothing speaks against it
     assert ours.metadata.calibration is not None
