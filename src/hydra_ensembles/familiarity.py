@@ -121,7 +121,8 @@ def fit_familiarity(
         fitting.mark(known_by[-1][~drawn.numpy()])
         fitting.add(waiting.offer(samples.pick(drawn)))
     held = waiting.samples()
-    for label in fitting.missing():  # a class whose only samples were held out
+    lent = fitting.missing()  # classes whose only samples were held out
+    for label in lent:
         first = (held.labels == label).nonzero()[:1, 0]
         fitting.add(held.pick(first))
         held = held.pick(torch.isin(torch.arange(len(held.labels)), first, invert=True))
@@ -130,6 +131,7 @@ def fit_familiarity(
     why = "held out, a copy of what was fitted looks more familiar than new data, whose p-values are then too low"
     warn_of_copies("id_batches", len(keys), len(np.unique(keys)), why)
     if len(held.labels):
+        held = fitting.standing_in(held, len(lent))
         scores = familiarity.scores(held.features, held.logits)[0].mean(dim=0)
         familiarity = Familiarity(replace(familiarity.settings, reference=Reference.of(scores)), familiarity.state)
     line = f"familiarity ({', '.join(names)}) fitted on {familiarity.settings.samples} samples"
@@ -332,6 +334,18 @@ class Fitting:
         if not self.labelled or not self.sums:
             return []
         return (self.counts == 0).nonzero()[:, 0].tolist()
+
+    def standing_in(self, held_out: Answered, lent: int) -> Answered:
+        """Held-out samples; of classes that fewest samples fitted, one counts again for each that was lent to fit.
+
+        Else rare classes would be rarer here than among new samples, of which fewer would be accepted than promised.
+        """
+        if not lent:
+            return held_out
+        fitted_by = self.counts[held_out.labels]
+        rarest = (fitted_by == fitted_by.min()).nonzero()[:, 0]
+        again = rarest[torch.arange(lent) % len(rarest)]
+        return held_out.pick(torch.cat([torch.arange(len(fitted_by)), again]))
 
     def finish(self) -> Familiarity:
         """The statistics, in float32."""

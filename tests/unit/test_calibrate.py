@@ -4,10 +4,12 @@ import json
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from scipy.optimize import minimize
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -85,12 +87,19 @@ def prior(temperature: tuple[float, ...], count: int) -> float:
 
 
 @pytest.mark.parametrize("count", [20, 200])
-def test_the_found_temperature_is_the_likeliest_under_the_prior(count):
+def test_the_found_temperatures_are_the_likeliest_under_the_prior(count):
     logits, labels = sample(3, count, 5, 4.0, seed=1)
     fit = fit_calibration(logits, labels)
     steps = torch.linspace(math.log(COLDEST), math.log(HOTTEST), 1001).exp().tolist()
     best = min(nll(logits, labels, (one,)) + prior((one,), count) for one in steps)
     assert fit.nll_after + prior(fit.calibration.temperature, count) <= best + 1e-7
+
+    def cost(logs) -> float:
+        degrees = tuple(np.exp(logs).tolist())
+        return nll(logits, labels, degrees) + prior(degrees, count)
+
+    each = np.log(fit_calibration(logits, labels, per_member=True).calibration.temperature)
+    assert cost(each) <= minimize(cost, each, bounds=[(-3, 3)] * 3).fun + 1e-10  # whatever members change together
 
 
 def test_one_temperature_per_member_is_at_least_as_good_as_one_for_all():

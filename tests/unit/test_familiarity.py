@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,8 +18,10 @@ import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from checkpoint_models import ensemble, hydra, labelled, ragged, single, text
 from hydra_ensembles import familiarity
+from hydra_ensembles.calibrate import _fitted_on_a_half
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning, TooFewSamplesError
 from hydra_ensembles.familiarity import Answered, Reservoir, fit_familiarity
+from hydra_ensembles.metrics.conformal import conformal_threshold
 from hydra_ensembles.metrics.distance import BY_CLASS
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.ensemble import Ensemble
@@ -219,6 +222,26 @@ def test_the_only_sample_of_a_class_fits_and_is_not_held_out() -> None:
     for score, fitted in (("mahalanobis", drawn + 1), ("knn", drawn)):  # which knows no classes
         calibrated = he.calibrate(model(CONFIG), [(inputs, labels)], share=0.9, familiarity=score)
         assert calibrated.metadata.familiarity.settings.samples == fitted
+
+
+def test_thresholds_keep_their_promise_where_many_classes_are_rare() -> None:
+    """Samples that a rare class has to fit with are not held out; without others in their place 0.926 are accepted."""
+    accepted, classes = [], 200
+    for seed in range(8):
+        draws = np.random.default_rng(seed)
+        means = 3 * draws.normal(size=(classes, 64))
+        drawn = draws.choice(classes, p=(often := 1 / np.arange(1, classes + 1)) / often.sum(), size=3000)
+        known = np.concatenate([drawn[:1000], np.setdiff1d(np.arange(classes), drawn[:1000])])  # some of each
+
+        def seen(labels: np.ndarray, means: np.ndarray = means, draws: np.random.Generator = draws) -> Answered:
+            features = torch.from_numpy(means[labels] + draws.normal(size=(len(labels), 64))).float()
+            return Answered(features[None], torch.zeros(1, len(labels), classes), torch.from_numpy(labels))
+
+        model: Any = SimpleNamespace(num_members=1, num_classes=classes)
+        fitted, held_out = _fitted_on_a_half(model, seen(known), np.arange(len(known)), "mahalanobis", 0.95)
+        held, new = (fitted.scores(x.features, x.logits)[0, 0] for x in (held_out, seen(drawn[1000:])))
+        accepted.append(float((new <= conformal_threshold(held, 0.95)).double().mean()))
+    assert np.mean(accepted) > 0.943
 
 
 def test_shares_that_thresholds_accept_go_with_the_thresholds() -> None:
