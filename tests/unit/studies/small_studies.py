@@ -25,6 +25,7 @@ from zero_shot_models import WORDS, word_tokenizer
 CPU = torch.device("cpu")
 CLASSES = ("one", "two", "three")
 IMAGES_A_CLASS = 5
+UNSEEN = ["cifar100", "caltech101", "pets", "cifar10"]
 _NAMES = [" ".join(pair) for pair in itertools.product(WORDS[6:], WORDS[6:])]  # what the small tokenizer can tell apart
 OVERLAPPING = {
     "cifar10": overlapping("cifar10, tinyimagenet", "cifar10"),
@@ -104,7 +105,12 @@ class ManyClasses(SmallFolder):
 
 
 class SmallDual(DualTask):
-    """A random CLIP where the pretrained towers would be."""
+    """A random CLIP where the pretrained towers would be, and four of the unseen tasks."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        main = self.sets.main
+        self.sets.main = replace(main, tasks=tuple(one for one in main.tasks if one.name in UNSEEN))
 
     def untrained(self, seed: int) -> he.DualEncoder:
         dual = he.convert(transformers_clip({}, {}), processor=word_tokenizer(pad=1, mask=True))

@@ -4,7 +4,7 @@ import ast
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import pytest
 import small_clip
 import torch
 from PIL import Image
-from small_studies import CPU, ManyClasses, SmallDual, dual_recipe, dual_seed
+from small_studies import CPU, UNSEEN, ManyClasses, SmallDual, dual_recipe, dual_seed
+from typer.testing import CliRunner
 
 import hydra_ensembles as he
 import studies
@@ -23,6 +24,7 @@ from hydra_ensembles.model.metadata import Metadata
 from pictures import picture
 from random_ensembles import noisy, small
 from studies import dual_rows, dual_study
+from studies.__main__ import app
 from studies.captions import (
     Pairs,
     TrainImages,
@@ -34,6 +36,7 @@ from studies.captions import (
     view_features,
 )
 from studies.column_files import read_columns
+from studies.dual_findings import TABLES
 from studies.dual_recipe import load_dual_recipe
 from studies.dual_rows import BOTH, IMAGE, IMAGE_TUNED, ROWS
 from studies.dual_seed import DualTask
@@ -43,11 +46,11 @@ from studies.measures import Array
 from studies.rows import HYDRA_CIRC
 from studies.samples import MEAN, STD, ImageSamples, Prepared, SampleBatches
 from studies.sets import DataFolder
+from studies.stored import DualStudy
 from studies.storing import SINGLE
 from studies.weights import dual_of, load_dual, mean_pooled
 from zero_shot_models import word_tokenizer
 
-UNSEEN = ["cifar100", "caltech101", "pets", "dtd10", "scene15", "eurosat", "cars", "cub200", "flowers102", "cifar10"]
 REPORTED_ONLY = {f"images/{name}/test" for name in (*UNSEEN[1:-1], "cifar100_full", "mnist", "tinyimagenet")}
 SIZE = 8
 
@@ -99,6 +102,23 @@ def test_every_row_is_asked_about_every_set(finished: Finished) -> None:
     assert list(facts["runs"]["0"]["choices"]) == [dual_rows.BAYES_VLM, dual_rows.VILU]
 
 
+def test_every_table_is_made_again_from_results(finished: Finished) -> None:
+    """Tasks near chance leave the means; there may be none that counts."""
+    folder, tasks = finished.output / "results", finished.facts["tasks"]
+    study, nothing = (DualStudy("zero-shot", folder) for _ in range(2))
+    right = {name: finished.columns[f"{SINGLE}|{name}|{name}|correct"].mean() for name in UNSEEN}
+    assert study.counted == [name for name in UNSEEN if right[name] >= 3 / tasks[name]["classes"]]
+    assert 0 < len(study.counted) < len(UNSEEN)
+    ran = CliRunner().invoke(app, ["zero-shot", "--from-results", "--results", str(folder)])
+    assert ran.exit_code == 0, ran.exception
+    for shown in (table(study) for table in TABLES.values()):
+        assert shown in ran.stdout
+        assert len({line.count("|") for line in shown.splitlines() if line.startswith("|")}) == 1
+    nothing.counted = []
+    assert "unseen.accuracy" not in nothing.numbers(SINGLE, 0)
+    assert all(TABLES[name](nothing) for name in ("main", "tasks"))
+
+
 def test_a_temperature_changes_no_label_and_is_the_one_that_was_fixed(finished: Finished) -> None:
     columns, place = finished.columns, "tinyimagenet|tinyimagenet"
     for plain, row in ((SINGLE, "Temperature Scaling"), (HYDRA_CIRC, f"{HYDRA_CIRC} + Temperature Scaling")):
@@ -141,30 +161,6 @@ def test_rows_that_come_later_are_added_to_what_is_fixed(finished: Finished, tmp
     found = json.loads(place.read_text())
     assert found["temperatures"] == {SINGLE: 7.0, HYDRA_CIRC: whole["temperatures"][HYDRA_CIRC]}
     assert found["heads"] == {name: whole["heads"][name] for name in ("single", "both")}
-
-
-def test_a_row_that_fails_stops_neither_the_others_nor_the_store(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(finished.output / "zero-shot", tmp_path / "zero-shot")
-    for name in ("fixed.json", "report"):
-        place = tmp_path / "zero-shot" / "seed-0" / name
-        shutil.rmtree(place) if place.is_dir() else place.unlink()
-    shutil.rmtree(tmp_path / "zero-shot" / "seed-0" / "rankings")  # no row below needs one, and none is made
-    (tmp_path / "zero-shot" / "costs.json").unlink()  # of all rows side by side: it would stay
-
-    def breaks(seed: object, names: object) -> None:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setitem(ROWS, dual_rows.NEG_LABEL, replace(ROWS[dual_rows.NEG_LABEL], model=breaks))
-    monkeypatch.setattr(he, "extract_circuit", breaks)
-    task, rows = SmallDual(dual_recipe(), ManyClasses(), CPU), [dual_rows.NEG_LABEL, SINGLE, "Temperature Scaling"]
-    with pytest.raises(RuntimeError, match="memory"):
-        ZERO_SHOT.run(Run(task, tmp_path, tmp_path / "results", rows, [0]), ["fix", "report", "cost", "store"])
-    assert f"FAILED: zero-shot fix {dual_rows.NEG_LABEL}, seed 0" in capsys.readouterr().out
-    facts = json.loads((tmp_path / "results" / "zero-shot" / "study.json").read_text())
-    assert list(facts["runs"]["0"]["report"]) == rows[1:]
-    assert (facts["runs"]["0"]["circuits"], list(facts["costs"]["rows"])) == ({}, [SINGLE])
 
 
 def test_held_out_names_choose_how_to_learn(finished: Finished, tmp_path: Path) -> None:

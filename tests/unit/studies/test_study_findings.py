@@ -16,22 +16,20 @@ from typer.testing import CliRunner
 from hydra_ensembles.data.corruptions import CORRUPTIONS
 from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.files import read_json, write_json
-from studies import all_tasks, cells, claims, classifiers, findings, storing
+from studies import all_tasks, cells, classifiers, findings, storing
 from studies import rows as study_rows
 from studies.__main__ import app
 from studies.cells import PAPER
-from studies.claims import judged
 from studies.classifiers import CLASSIFIERS
 from studies.column_files import read_columns, write_columns
 from studies.engine import Run
 from studies.measures import Difference
 from studies.results import ROOT, fixed
-from studies.rows import DEEP, HYDRA, MC_DROPOUT, PACKED, SINGLE, SOUP, SWAG
+from studies.rows import DEEP, HYDRA, MC_DROPOUT, SINGLE, SOUP, SWAG
 from studies.samples import device_name
 from studies.seed import Seed
 from studies.seed_folder import slug
 from studies.stored import RESULTS, Study, stored_studies
-from studies.task import recipe
 
 NAME = "vision-cifar100"
 STORED = [stored.name for stored in stored_studies() if stored.name != "zero-shot"]
@@ -60,49 +58,20 @@ def test_every_row_is_reported_corrupted_and_shown(study: Study) -> None:
         lines = [line for line in findings.TABLES[table](study).splitlines() if line.startswith("| ")]
         assert [row for line in lines[1:] if (row := line[2:].partition(" | ")[0]) != PAPER] == ROWS
     assert study.cost(HYDRA)["latency_ratio"] > 0
-    assert "| taken |" in findings.choices_table(study)
+    assert list(findings.WHAT) == list(study_rows.ROWS)
+    assert all_tasks.same_models([study], [SINGLE, HYDRA, MC_DROPOUT]) == ""
+    assert f"*{HYDRA}* and *{HYDRA}* are the same model" in all_tasks.same_models([study], [HYDRA, HYDRA])
     head, *_ = findings.main_table(study).splitlines()
     assert "| parameters | cost ↓ | trainings ↓ |" in head  # no memory, which is not counted on a CPU
 
 
-def test_corrupted_images_are_shown_by_severity(study: Study, tmp_path: Path) -> None:
-    """Means over the corruptions; beside them, on the task that the paper corrupted, what it prints."""
+def test_corrupted_images_are_measured_by_severity(study: Study) -> None:
+    """Means over the corruptions."""
     columns = read_columns(study.folder / "shift-0.parquet")
     for level in range(5):
         means = [columns[f"{HYDRA}|{name}|brier"][level] for name in CORRUPTIONS]
         assert study.mean(HYDRA, f"severity {level + 1}.brier") == pytest.approx(np.mean(means, dtype=float), rel=2e-3)
     assert len(columns[f"{HYDRA}|severity 1|nll"]) == 3  # images
-    lines = [line for line in findings.shift_table(study).splitlines() if line.startswith("| ")]
-    titles = ["accuracy ↑", "Brier ↓", "NLL ↓"]
-    assert [line.split(" | ")[0][2:] for line in lines] == [one for title in titles for one in (title, *SHIFTED)]
-    assert not any("(" in line for line in lines)
-    fake = as_another(study, tmp_path, {SINGLE: SINGLE, "Deep Ensembles": SINGLE, "Hydra (Taylor)": HYDRA})
-    (best,) = re.findall(r"^\| Hydra \(Taylor\) \| (.*\(71.65\).*) \|$", findings.shift_table(fake), re.MULTILINE)
-    assert best.split(" | ")[-2].endswith("(56.50)")
-    verdicts = {one["metric"]: one for one in claims.claims(fake) if one["second"] == "Deep Ensembles"}
-    assert verdicts["severity 5.accuracy"]["paper"] == pytest.approx(0.0082)
-    assert verdicts["severity 5.accuracy"]["ours"] == fake.difference("Hydra (Taylor)", SINGLE, "severity 5.accuracy")
-    assert verdicts["severity 5.accuracy"]["verdict"] == "one seed"
-
-
-def as_another(study: Study, results: Path, rows: dict[str, str], name: str = "vision-tinyimagenet") -> Study:
-    """The stored study as one of another task, whose rows have the columns of rows of this one."""
-    for file in study.folder.glob("*.parquet"):
-        stored = storing.in_rows(read_columns(file))
-        taken = {row: stored.get(like, {}) for row, like in rows.items()}
-        write_columns(
-            results / name / file.name,
-            {key: one for row, own in taken.items() for key, one in storing.named(row, own).items()},
-        )
-    facts = study.facts
-    runs = {
-        number: {"report": {row: run["report"][like] for row, like in rows.items() if like in run["report"]}}
-        for number, run in facts["runs"].items()
-    }
-    named = {"recipe": {**facts["recipe"], "tasks": {name: recipe()["tasks"][name]}}, "runs": runs}
-    trainings = {row: one.trainings for row, one in study_rows.ROWS.items()}
-    write_json(results / name / "study.json", {**facts, "study": name, "trainings": trainings, **named})
-    return Study(name, results)
 
 
 def test_means_compare_whichever_seeds_a_row_has(study: Study) -> None:
@@ -119,51 +88,6 @@ def test_means_compare_whichever_seeds_a_row_has(study: Study) -> None:
     assert "(1 a row; 2 of Single)" in findings.paper_table(study)  # the paper has no Hydra of ours
 
 
-def test_a_verdict_that_hangs_on_one_set_says_so(study: Study, tmp_path: Path) -> None:
-    """The mean over all OOD sets but one, by hand; and a claim whose verdict is another without it."""
-    first, *others = study.outside
-    own = [
-        np.mean([study.numbers(row, 0)[f"ood.{name}.auroc"].value for name in others]) for row in (MC_DROPOUT, SINGLE)
-    ]
-    gap = study.difference(MC_DROPOUT, SINGLE, f"all but {first}.auroc")
-    assert gap is not None
-    assert gap.value == pytest.approx(own[0] - own[1])
-    claim = {"metric": "all.auroc", "first": HYDRA, "second": SINGLE, "is": "higher", "margin": "0", "ours": gap}
-    without = study.difference(HYDRA, SINGLE, f"all but {first}.auroc")
-    verdict = judged(without, "higher", 0.0)
-    assert first not in [name for name, *_ in claims.hangs_on(study, {**claim, "verdict": verdict})]
-    assert (first, without, verdict) in claims.hangs_on(study, {**claim, "verdict": "another"})
-    assert claims.hangs_on(study, {**claim, "metric": "accuracy", "verdict": "another"}) == []
-
-
-def test_rows_that_are_one_model_are_told(study: Study, tmp_path: Path) -> None:
-    assert all_tasks.same_models([study], [SINGLE, HYDRA, MC_DROPOUT]) == ""
-    both = as_another(study, tmp_path, {SINGLE: SINGLE, HYDRA: HYDRA, SOUP: HYDRA})
-    assert f"On TinyImageNet-200 *{SOUP}* and *{HYDRA}* are the same model" in all_tasks.gains_table([both])
-
-
-def test_a_study_fills_its_blocks_as_soon_as_it_is_stored(study: Study, tmp_path: Path) -> None:
-    """Every table of its page, and its column in the tables of all tasks: rows from scratch, too."""
-    as_another(study, tmp_path, {SINGLE: SINGLE, MC_DROPOUT: MC_DROPOUT, HYDRA: HYDRA})
-    as_another(study, tmp_path, {SINGLE: SINGLE, PACKED: HYDRA}, "vision-eurosat-scratch")
-    another, scratch = stored_studies(tmp_path)
-    shown = {f"study_{one.name}_{table}" for one in (another, scratch) for table in findings.TABLES}
-    made = all_tasks.blocks([study, another, scratch], shown)
-    assert set(made) == {*shown, "study_gains", "study_methods", "compared"}
-    assert [name for name in sorted(shown) if not made[name].startswith("| ")] == [
-        f"study_{one.name}_claims"
-        for one in (scratch, another)  # the paper has none of their rows but Single
-    ]
-    assert "Hydra (Circ)" in made["study_vision-tinyimagenet_claims"]
-    assert findings.TOO_FEW in made["study_vision-tinyimagenet_choices"]  # of MC Dropout alone
-    head, *lines = (line[2:-2].split(" | ") for line in made["study_methods"].splitlines() if line.startswith("| "))
-    assert head[4:] == ["CIFAR-100", "TinyImageNet-200", "EuroSAT, from scratch", "seeds"]
-    told = {line[0]: line[1:] for line in lines}
-    gained = cells.gains(scratch, PACKED, all_tasks.GAINS)
-    assert told[PACKED] == ["1.5", scratch.parameters(PACKED), f"({scratch.work(PACKED)})", "–", "–", gained, "–, –, 2"]
-    assert told[MC_DROPOUT][-1] == "1, 1, –"
-
-
 def test_the_command_shows_every_table(study: Study) -> None:
     made = CliRunner().invoke(app, ["tables", NAME, "--results", str(study.folder.parent)])
     assert made.exit_code == 0, made.exception
@@ -171,27 +95,6 @@ def test_the_command_shows_every_table(study: Study) -> None:
     assert findings.main_table(study) in made.stdout
     wrong = CliRunner().invoke(app, ["run", NAME, "--seeds", "0;1", "-o", str(study.folder)])
     assert "commas between, as 0,1,2; got '0;1'" in str(wrong.exception)
-
-
-def test_what_held_out_data_foretold_is_said(study: Study) -> None:
-    """Of the rows with a choice, by ranks."""
-    choices = study.facts["choices"]
-    said = [min(one["calibrated.nll"] for one in choice["measured"]) for choice in choices.values()]
-    came = [study.mean(row, "calibrated.nll") for row in choices]
-    ranks = np.argsort(np.argsort([said, came], axis=1), axis=1)
-    found = findings.foretold(study, "calibrated.nll")
-    assert found == (pytest.approx(np.corrcoef(ranks)[0, 1]), 3)
-    assert f"NLL {found[0]:+.2f} over 3 rows" in findings.choices_table(study)
-
-
-def test_settings_that_were_left_out_are_shown_and_a_price_that_was_not_measured_has_no_columns(study: Study) -> None:
-    other = Study(NAME, study.folder.parent)
-    left_out = [{"setting": {"rate": 9.0}, "why": "it diverged"}]
-    other.facts |= {"costs": None, "choices": {"CircAvg": {**study.facts["choices"]["CircAvg"], "left_out": left_out}}}
-    *_, last = (line for line in findings.choices_table(other).splitlines() if "| CircAvg" in line)
-    assert last.endswith("| – | – | – | left out |")
-    head, *_ = findings.main_table(other).splitlines()
-    assert "| parameters | trainings ↓ |" in head
 
 
 def test_prices_are_measured_without_the_models_of_the_run(
@@ -217,35 +120,6 @@ def test_prices_are_measured_without_the_models_of_the_run(
     assert not list(tmp_path.glob(f"{NAME}/seed-*/models"))
 
 
-def test_the_papers_table_has_both_numbers_and_names_sets_without_fpr95(study: Study) -> None:
-    lines = findings.paper_table(study).splitlines()
-    (hydra,) = (line for line in lines if line.startswith("| Hydra (Circ) |"))
-    ours = 100 * (study.mean("Hydra (Circ)", "accuracy") or 0.0)
-    assert hydra.split(" | ")[1] == f"{ours:.2f} (92.11)"
-    assert not any(line.startswith(f"| {HYDRA} |") for line in lines)  # the paper has no such row
-    assert "mnist" in lines[-1]  # 60 samples
-
-
-def test_the_papers_numbers_stand_below_rows_of_its_own_tasks_alone() -> None:
-    """Textures for their ten classes, places for MiniPlaces; nothing where another task is learnt."""
-    shown = {name: findings.TABLES["sets"](few_rows(name, [SINGLE, MC_DROPOUT])) for name in STORED}
-    below = {name: re.findall(r"^\| \(paper\) \| (.*) \|$", table, re.MULTILINE) for name, table in shown.items()}
-    assert below["text-sst2"][0].startswith("(62.43 / 86.47 / 98.35) | (56.47 / 89.79 / 99.81) |")
-    assert "| (95.79 / 20.51 / 93.86) | (89.78 / 36.77 / 96.54) |" in below["vision-cifar100"][0]
-    assert below["vision-cifar100"][1] == "(88.88 / 41.03 / 88.97) |  |  |  | "  # it prints OBA's at the far sets
-    assert below["vision-tinyimagenet"][0] == " |  | (86.58 / 50.51 / 49.30) |  |  |  | "
-    assert below["vision-eurosat-scratch"] == []
-    assert "textures for dtd10, places365 for miniplaces" in shown["vision-cifar100"]
-    assert "trec (far, 500)" in shown["text-sst2"]
-
-
-def few_rows(name: str, rows: list[str]) -> Study:
-    """A stored study of which tables show some rows."""
-    study = published(name)
-    study.rows = rows
-    return study
-
-
 def test_a_half_is_rounded_alike_whatever_the_order_of_a_sum() -> None:
     assert {fixed(one, 2) for one in (90.775, 90.77499999999999, 90.77500000000002)} == {"90.78"}
     assert (fixed(30.5, 0), fixed(-0.125, 2), fixed(1234.5, 1, "+")) == ("31", "-0.13", "+1,234.5")
@@ -258,60 +132,18 @@ def test_the_page_of_all_tables_has_every_table_of_ood_sets(name: str) -> None:
     assert all(any(f"<!-- table: {prefix}_{one} -->" in page for page in pages) for one in ("detection", "sets"))
 
 
-def test_every_row_is_told_and_its_setting_too(study: Study) -> None:
-    assert list(findings.WHAT) == list(study_rows.ROWS)
-    rate = study.facts["choices"]["CircAvg"]["setting"]["rate"]
-    (hydra,) = (one for one in findings.recipes_table(study).splitlines() if one.startswith("| Hydra (Circ) |"))
-    assert hydra.endswith(f"| rate {rate} |")  # that of the row whose setting it has
-
-
-def test_gains_of_all_tasks_are_one_table(study: Study) -> None:
-    assert set(all_tasks.TITLES) == set(recipe()["tasks"])
-    lines = all_tasks.gains_table([study, study]).splitlines()
-    heads = [line for line in lines if "trainings ↓" in line]
-    after = "less Single's | trainings ↓ | price ↓ | CIFAR-100 | CIFAR-100 | seeds |"
-    assert heads == [f"| NLL ↓, {after}", f"| near ↑, {after}"]
-    hydras = [line for line in lines if line.startswith(f"| {HYDRA} |")]
-    for line, key in zip(hydras, all_tasks.LEADING, strict=True):
-        gain = study.difference(HYDRA, SINGLE, key)
-        assert gain is not None
-        assert line.replace("*", "").split(" | ")[1:4] == [
-            "3",
-            f"{study.cost(HYDRA)['latency_ratio']:.2f}x",
-            cells.gap_text(gain, key),
-        ]
-    paper, _ = (line for line in lines if line.startswith("| Hydra (Circ) |"))
-    assert paper.split(" | ")[2] == f"({study.work('Hydra (Circ)')})"  # of which no time was measured
-    assert not any(line.startswith(f"| {SOUP} |") for line in lines)  # not run
-    lines = [line[2:].split(" | ")[:5] for line in all_tasks.methods_table([study]).splitlines()[2:5]]
-    assert [line[:4] for line in lines] == [
-        [MC_DROPOUT, "1", "–", "–"],
-        [HYDRA, "3", study.parameters(HYDRA), f"{study.cost(HYDRA)['latency_ratio']:.2f}x"],
-        ["Hydra (Circ)", "4", study.parameters("Hydra (Circ)"), f"({study.work('Hydra (Circ)')})"],
-    ]
-    assert lines[1][4].removesuffix(" |") == cells.gains(study, HYDRA, all_tasks.GAINS)
-    assert 1 < float(study.work(HYDRA).removesuffix("x")) < 3
-
-
 def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a field the marks: price and gain of a row, filled where its time was measured; a cheap row is in it."""
+    """Price and gain of a row; a figure of other numbers is none."""
     pytest.importorskip("matplotlib")
-    found = all_tasks.price_of
-    monkeypatch.setattr(all_tasks, "price_of", lambda one, row: (0.5, False) if row == "CircAvg" else found(one, row))
     (field,) = all_tasks.figure([study]).axes
-    rows = [row for row in all_tasks.MARKS if row in study.rows]
-    marks = {row: bar.lines[0] for row, bar in zip(rows, field.containers, strict=True)}
-    assert list(marks) == ["Hydra", "Hydra (Circ)", "CircAvg"]
-    gain = study.difference(HYDRA, SINGLE, "all.auroc")
+    gain, (mark, *_) = study.difference(HYDRA, SINGLE, "all.auroc"), (bar.lines[0] for bar in field.containers)
     assert gain is not None
-    assert marks[HYDRA].get_xdata() == pytest.approx(study.cost(HYDRA)["latency_ratio"])
-    assert marks[HYDRA].get_ydata() == pytest.approx(100 * gain.value)
-    assert [row for row, mark in marks.items() if mark.get_markerfacecolor() != "white"] == [HYDRA]
-    assert field.get_xlim()[0] < marks["CircAvg"].get_xdata()[0] == 0.5
+    assert mark.get_xdata() == pytest.approx(study.cost(HYDRA)["latency_ratio"])
+    assert mark.get_ydata() == pytest.approx(100 * gain.value)
     assert not all_tasks.drawn([study], tmp_path / "figure.svg")
     assert all_tasks.drawn([study], all_tasks.draw([study], tmp_path / "figure.svg"))
-    monkeypatch.undo()
-    assert not all_tasks.drawn([study], tmp_path / "figure.svg")  # of another price: a figure of other numbers is none
+    monkeypatch.setattr(all_tasks, "price_of", lambda *_: (0.5, False))
+    assert not all_tasks.drawn([study], tmp_path / "figure.svg")
 
 
 def test_the_figure_of_all_tasks_is_of_the_stored_numbers() -> None:
@@ -319,15 +151,22 @@ def test_the_figure_of_all_tasks_is_of_the_stored_numbers() -> None:
     assert all_tasks.drawn(stored_studies())
 
 
-def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_stored_beside_each_other(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A row that a later run adds is held against the Single of that run; a run with all rows takes the place."""
     results, report, added = tmp_path / "results", tmp_path / NAME / "seed-0" / "report", SOUP
     shutil.copytree(study.folder, results / NAME)
     reported, stored = partial(report_of, study, tmp_path), partial(stored_from, tmp_path)
+    groups = {**study.facts["groups"], "far": study.facts["groups"]["far"][:-1]}
+    write_json(results / NAME / "study.json", {**study.facts, "groups": groups})  # the suite got a set since
     reported(added, MC_DROPOUT)
+    assert added not in stored().rows
+    assert "seed 0 wait for the Single" in capsys.readouterr().out
     reported(SINGLE, SINGLE)  # the same run, whose other rows are elsewhere: they stay
     one = stored()
     assert (set(one.rows), one.seeds(HYDRA), one.in_parts) == ({*ROWS, added}, [0, 1], False)
+    assert one.facts["groups"] == groups  # rows of before were not asked about it
     warmer = {key: column / 2 if "calibrated." in key else column for key, column in study.columns(SINGLE, 0).items()}
     write_columns(report / f"{slug(SINGLE)}.parquet", warmer)
     reported(DEEP, MC_DROPOUT)  # the same model, to which another version fitted another temperature
@@ -364,6 +203,8 @@ def test_runs_are_stored_beside_each_other(study: Study, tmp_path: Path, monkeyp
     whole = stored()
     assert (whole.in_parts, whole.seeds(SINGLE)) == (False, [0, 1])
     assert whole.numbers(SINGLE, 0)["accuracy"].value == study.numbers(HYDRA, 0)["accuracy"].value
+    write_json(results / NAME / "study.json", {**whole.facts, "runs": {"0": whole.facts["runs"]["0"]}})
+    assert stored().facts["groups"] == study.facts["groups"]  # all of which are
 
 
 def report_of(study: Study, run: Path, row: str, like: str) -> None:

@@ -112,3 +112,4 @@ def test_of_two_runs_it_counts_both_ways(there: float, verdict: str) -> None:
 )
 def test_a_claim_has_a_margin(value: float, half_width: float, claimed: str, margin: float, verdict: str) -> None:
     assert judged(Difference(value, half_width, 3), claimed, margin) == verdict
+    assert judged(Difference(value, half_width, 1), claimed, margin) == "one seed"
