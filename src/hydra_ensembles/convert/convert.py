@@ -85,7 +85,7 @@ def convert(
 
     The predictions do not change: every part of the model is read, and in the end both models answer the same small
     random batch. The result has one member; it is a copy, in evaluation mode, and independent of the library the model
-    came from.
+    came from. What is frozen in a model that trains in part (`requires_grad`) is frozen in it, too.
 
     Args:
         model: A live model; wrappers of `torch.compile` and of data parallelism are looked through.
@@ -179,11 +179,13 @@ def _converted(
         history=(f"converted from {architecture.name}",),
     )
     with _parts_as_known(architecture):
-        state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
+        state, fresh, frozen = translate(architecture, model, config, may_be_fresh=num_labels is not None)
     if fresh:
         line = f"a new classifier of {num_labels} classes, untrained"
         metadata = replace(metadata, history=(*metadata.history, line))
     both = Both(architecture, model, Ensemble.from_state(config, state, metadata), fresh)
+    for name in frozen:
+        both.ensemble.get_parameter(name).requires_grad_(False)
     if not fresh and _is_as_drawn(both.ensemble, getattr(getattr(model, "config", None), "initializer_range", _SPREAD)):
         warn(
             f"{architecture.name}: the classifier is as it was drawn (no bias, weights of the usual spread), on layers "
@@ -436,7 +438,7 @@ def _convert_tower(
         require_known_parts(tower)
         config = architecture.config(tower, None)
         require_read_parts(tower)
-        state, _ = translate(architecture, tower, config)
+        state, *_ = translate(architecture, tower, config)
     for_images = isinstance(config.stem, PatchStemConfig)
     processor = next((candidate for candidate in processors if is_for_images(candidate) in (for_images, None)), None)
     stated = _read_metadata(architecture, config, tower, processor)

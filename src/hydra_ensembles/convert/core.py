@@ -203,8 +203,9 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 def translate(
     architecture: Architecture, model: nn.Module, config: EnsembleConfig, may_be_fresh: bool = False
-) -> tuple[dict[str, Tensor], bool]:
-    """The tensors of the canonical ensemble, each from its declared place, and whether its classifier is a fresh one.
+) -> tuple[dict[str, Tensor], bool, list[str]]:
+    """The tensors of the canonical ensemble, each from its declared place, whether its classifier is a fresh one, and
+    the names of those that are frozen in the model, where others train.
 
     The tensors may share memory with the model. Every canonical parameter must be found, and every foreign tensor must
     be used or be declared as ignored: whatever a model has that this library does not know is an error, never a silent
@@ -220,6 +221,8 @@ def translate(
     missing: dict[str, str] = {}  # foreign name → the canonical parameter that it is for
     misfits: list[str] = []
     fresh = False
+    trains = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    frozen: list[str] = []
     for name, shape in shapes.items():
         source = _source_of(weights, name, foreign)
         if source is None or not foreign.keys() >= set(source.names):
@@ -232,6 +235,8 @@ def translate(
             missing |= dict.fromkeys([name] if source is None else set(source.names) - foreign.keys(), name)
             continue
         used.update(source.names)
+        if any(trains.values()) and not any(trains.get(path, True) for path in source.names):
+            frozen.append(name)
         for path in source.names:
             require_finite_weights(foreign[path], path)
         try:
@@ -247,7 +252,7 @@ def translate(
             f"the parameters have different types {dtypes}; convert the model to one of them first, for example "
             "model.float() or model.bfloat16()"
         )
-    return state, fresh
+    return state, fresh, frozen
 
 
 def _require_numbers(model: nn.Module) -> None:

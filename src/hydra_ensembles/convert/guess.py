@@ -113,7 +113,7 @@ def _both(declaration: Declaration, model: nn.Module, num_labels: int | None, me
     """The model and what it becomes by this declaration."""
     architecture = read_declaration(declaration, model)
     config = architecture.config(model, num_labels)
-    state, fresh = translate(architecture, model, config, may_be_fresh=num_labels is not None)
+    state, fresh, _ = translate(architecture, model, config, may_be_fresh=num_labels is not None)
     return Both(architecture, model, Ensemble.from_state(config, state, metadata), fresh)
 
 

@@ -43,6 +43,18 @@ def test_what_libraries_attach_is_no_obstacle() -> None:
         assert all(torch.equal(he.convert(model)(inputs), expected) for model in changed)
 
 
+@pytest.mark.parametrize("make", [hf_vit, vit])
+def test_what_is_frozen_stays_frozen_unless_all_is(make: Any) -> None:
+    """Of queries, keys and values in one, where all of them are."""
+    model = make().requires_grad_(False)
+    assert all(parameter.requires_grad for parameter in he.convert(model).parameters())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name or "q_proj" in name)
+    trained = {name for name, parameter in he.convert(model).named_parameters() if parameter.requires_grad}
+    assert all("norm" in name or (make is hf_vit and ".qkv" in name) for name in trained)
+    assert {"encoder.layers.0.norm1.weight", "readout.norm.bias"} <= trained
+
+
 def test_labels_are_checked() -> None:
     model = vit()
     for labels, token in [
