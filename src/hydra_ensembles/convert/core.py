@@ -204,10 +204,9 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def translate(
     architecture: Architecture, model: nn.Module, config: EnsembleConfig, may_be_fresh: bool = False
 ) -> tuple[dict[str, Tensor], bool, list[str]]:
-    """The tensors of the canonical ensemble, each from its declared place, whether its classifier is a fresh one, and
-    the names of those that are frozen in the model, where others train.
+    """The tensors of the canonical ensemble, each from its declared place, whether its classifier is fresh, the frozen.
 
-    The tensors may share memory with the model. Every canonical parameter must be found, and every foreign tensor must
+    These are the names of those that do not train in the model, where others do. The tensors may share memory with the model. Every canonical parameter must be found, and every foreign tensor must
     be used or be declared as ignored: whatever a model has that this library does not know is an error, never a silent
     difference.
     """
