@@ -206,9 +206,9 @@ def translate(
 ) -> tuple[dict[str, Tensor], bool, list[str]]:
     """The tensors of the canonical ensemble, each from its declared place, whether its classifier is fresh, the frozen.
 
-    These are the names of those that do not train in the model, where others do. The tensors may share memory with the model. Every canonical parameter must be found, and every foreign tensor must
-    be used or be declared as ignored: whatever a model has that this library does not know is an error, never a silent
-    difference.
+    The frozen are the names of those that do not train in the model, where others do. The tensors may share memory with
+    the model. Every canonical parameter must be found, and every foreign tensor must be used or be declared as ignored:
+    whatever a model has that this library does not know is an error, never a silent difference.
     """
     shapes = shapes_of(config)
     _require_numbers(model)
