@@ -68,7 +68,8 @@ def p_values(reference: Tensor, scores: Tensor) -> Tensor:
 
     Of a new sample of the same kind it is at most a given level with at most that probability.
     """
-    return Reference.of(reference, most=None).p_values(check_scores(scores, "scores"))
+    precise = torch.promote_types(torch.promote_types(reference.dtype, scores.dtype), torch.float32)
+    return Reference.of(reference, most=None).p_values(check_scores(scores, "scores").to(precise))
 
 
 @dataclass(frozen=True)

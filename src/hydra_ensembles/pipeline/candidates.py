@@ -311,7 +311,7 @@ class _Search:
         """
         if decided.choice == YOURS:
             return decided
-        others = sum(row.state == "judged" for row in decided.rows) - 1
+        others = sum(row.state in ("judged", "stopped early") for row in decided.rows) - 1  # by the same samples
         pair = Paired.of(self._final(decided.choice), self._final(YOURS), self.judges["ID"])
         rise = pair.rise(resamples=RESAMPLES, level=1 - 0.05 / others, seed=self.settings.seed)
         interval = f"{rise.value:+.4f}, paired bootstrap for {others} candidates {rise.low:+.4f} to {rise.high:+.4f}"

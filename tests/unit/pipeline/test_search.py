@@ -115,7 +115,8 @@ def test_the_reason_says_whether_chance_could_choose_so(
     right, nll = torch.ones(100), torch.randn(100, generator=torch.Generator().manual_seed(0)) - gain
     pair = searching.Paired(right, right, nll, torch.zeros(100), mistake=0.0)
     monkeypatch.setattr(searching.Paired, "of", lambda *_: pair)
-    rows = (SearchRow(YOURS, 1.0, "judged"), SearchRow("other", 1.2, "judged"), SearchRow("third", 1.2, "judged"))
+    others = {"other": "judged", "third": "stopped early", "dear": "too dear"}  # of which two were looked at
+    rows = (SearchRow(YOURS, 1.0, "judged"), *(SearchRow(name, 1.2, state) for name, state in others.items()))  # type: ignore[arg-type]
     decided = he.SearchResult(rows, 1.5, "latency", (), {}, choice="other", why="it is so")
     work: Any = SimpleNamespace(judges={"ID": []}, settings=SimpleNamespace(seed=0), _final=lambda name: name)
     with warnings.catch_warnings(record=True) as caught:
