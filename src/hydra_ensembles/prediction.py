@@ -462,11 +462,14 @@ def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, 
 
 def _temperatures(temperature: Temperature, member_logits: Tensor) -> tuple[float, ...]:
     """One number, or one for each member of `[M, B, C]`."""
-    tensor = torch.as_tensor(temperature, dtype=torch.float64, device="cpu")
     members = len(member_logits)
-    if tensor.shape not in ((), (members,)):
+    if isinstance(temperature, tuple):  # of a calibration; the numbers of a tensor are not known where one is exported
+        one_each, values = len(temperature) == members, temperature
+    else:
+        tensor = torch.as_tensor(temperature, dtype=torch.float64, device="cpu")
+        one_each, values = tensor.shape in ((), (members,)), tuple(tensor.flatten().tolist())
+    if not one_each:
         raise ConfigError(f"temperature={temperature} for {members} members; give one number, or one per member")
-    values = tuple(tensor.flatten().tolist())
     check_temperature(values)
     return values
 

@@ -112,4 +112,5 @@ class Answering(nn.Module):
         """The named outputs, each `[B, …]`; which of the inputs there are, `input_fields` says."""
         main = input_ids if pixel_values is None else pixel_values
         logits, unfamiliarity = self.ensemble.answers(main, attention_mask, token_type_ids)
-        return named_tensors(self.ensemble.prediction(logits, unfamiliarity, check_finite=False))
+        outputs = named_tensors(self.ensemble.prediction(logits, unfamiliarity, check_finite=False))
+        return outputs | {"score": outputs["score"].clone()}  # it may be another output, and one has two names nowhere

@@ -39,7 +39,8 @@ def pictures(count: int) -> list[Image.Image]:
 
 def same(found: dict[str, Any], wanted: dict[str, Any], rows: Any = slice(None)) -> None:
     for name, array in wanted.items():
-        np.testing.assert_allclose(np.asarray(found[name])[rows], array, rtol=1e-5, atol=1e-6, err_msg=name)
+        step = 1 / 40 if name in ("p_value", "familiarity") else 1e-5  # a score may pass a held-out one, by rounding
+        np.testing.assert_allclose(np.asarray(found[name])[rows], array, rtol=1e-5, atol=step, err_msg=name)
 
 
 # --- batches --------------------------------------------------------------------------------------------------------
