@@ -220,7 +220,7 @@ class _Server:
         """A route that asks for the key, keeps limits and the deadline, and turns errors into answers."""
         from fastapi import Request, Response
         from python_multipart.exceptions import FormParserError
-        from starlette.exceptions import HTTPException
+        from starlette.formparsers import MultiPartException
         from starlette.requests import ClientDisconnect
 
         async def answered(request: Request) -> Response:
@@ -240,9 +240,8 @@ class _Server:
             except TimeoutError:
                 limit = f"no answer within {self.settings.timeout:g} seconds"
                 response = self.refusal(RequestError(limit, 504))
-            except (HTTPException, FormParserError) as error:  # the latter of earlier releases of Starlette
-                reason = getattr(error, "detail", error)
-                response = self.refusal(RequestError(f"the form cannot be read: {reason}", 400))
+            except (MultiPartException, FormParserError) as error:  # the latter of earlier releases of Starlette
+                response = self.refusal(RequestError(f"the form cannot be read: {error}", 400))
             except ClientDisconnect:
                 response = _response(b"", CLOSED_BY_CLIENT)
             except Exception as error:
@@ -389,8 +388,7 @@ class _Server:
         if charset is not None and charset[1].lower() not in UTF_8:
             raise RequestError(f"the charset {charset[1][:100]!r} is not taken; send UTF-8", 415)
         if kind == "multipart/form-data":
-            async with _undecoded(request).form(max_files=most, max_fields=most) as form:
-                pairs = [(name, one if isinstance(one, str) else await one.read()) for name, one in form.multi_items()]
+            pairs = await _parts_of(request, most)
             return lambda: self._samples(*read_form(pairs, most), nearest)
         body = await request.body()
         if kind == "application/x-www-form-urlencoded":
@@ -460,12 +458,25 @@ class _Server:
         return self.service.texts([text_of(text) for text in inputs[raw]])
 
 
-def _undecoded(request: "Request") -> "Request":
-    """The request, whose form gives strings as bytes in Latin-1: by itself it guesses what bytes stand for."""
-    from fastapi import Request
+async def _parts_of(request: "Request", most: int) -> list[tuple[str, str | bytes]]:
+    """The parts of a form by name; strings are bytes in Latin-1: by itself Starlette guesses what bytes stand for."""
+    from starlette.datastructures import Headers
+    from starlette.formparsers import MultiPartParser
 
-    kind = f"{request.headers['content-type']}; charset=latin-1".encode("latin-1")
-    return Request({**request.scope, "headers": [(b"content-type", kind)]}, request.receive)
+    class Parser(MultiPartParser):
+        ended = False
+
+        def on_end(self) -> None:
+            self.ended = True
+
+    headers = Headers({"content-type": f"{request.headers['content-type']}; charset=latin-1"})
+    parser = Parser(headers, request.stream(), max_files=most, max_fields=most)
+    form = await parser.parse()
+    if not parser.ended:  # what came of its last part would be missing among the answers
+        raise RequestError("the form is cut off: it does not end with its boundary")
+    parts = [(name, one if isinstance(one, str) else await one.read()) for name, one in form.multi_items()]
+    await form.close()
+    return parts
 
 
 def _digests(parts: Sequence[str]) -> str:

@@ -141,6 +141,14 @@ BROKEN = {
     "no type": ({"content": picture()}, 415, "image/*"),
     "another type": ({"content": b"x", "headers": typed("application/x-pickle")}, 415, "application/json"),
     "a broken form": ({"content": b"x", "headers": typed("multipart/form-data; boundary=q")}, 400, "form|sample"),
+    "a form without an end": (
+        {
+            "content": b'--q\r\nContent-Disposition: form-data; name="text"\r\n\r\na\r\n' * 2,
+            "headers": typed("multipart/form-data; boundary=q"),
+        },
+        400,
+        "cut off",
+    ),
     "no boundary": ({"content": b"x", "headers": typed("multipart/form-data")}, 400, "form"),
     "compressed": ({"content": b"x", "headers": {"Content-Encoding": "gzip", **JSON}}, 415, "compressed"),
     "a length of 5000 digits": ({"content": b"x", "headers": {"Content-Length": "9" * 5000, **JSON}}, 413, "200000"),
