@@ -1,7 +1,5 @@
 """Scores as integers."""
 
-from fractions import Fraction
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from circuit_models import SCORES
 from hydra_ensembles.circuit import scores
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.heads.ranking import Head
-from hydra_ensembles.metrics.ood import discordance
 
 STEP = scores.quantum(torch.float64)
 
@@ -39,22 +36,6 @@ def test_the_first_of_tied_classes_is_the_answer_and_what_is_not_finite_is_told(
     assert scores.judge(bad, torch.zeros(4), STEP)[2].tolist() == [True, False, False, False]
 
 
-@settings(derandomize=True, deadline=None)
-@given(st.lists(st.integers(-3, 3), min_size=16, max_size=16), st.permutations([2, 3, 5]))
-def test_sources_of_any_size_count_alike(values: list[int], sizes: list[int]) -> None:
-    """The integer stands for the mean of the sources' AUROCs, to the last unit, however large they are."""
-    confidence, wrong = torch.tensor([values]), torch.tensor([values]) > 1
-    inside, *outside = (-confidence[0]).split([6, *sizes])
-    area = sum(1 - Fraction(discordance(inside, one), 2 * 6 * len(one)) for one in outside) / 3
-    accuracy = 1 - Fraction(int(wrong[0, :6].sum()), 6)
-    for score, expected in (("acc", accuracy), ("ood", area), ("avg", (accuracy + area) / 2)):
-        objective = scores.Objective(score, 6, tuple(sizes))
-        result = objective.result(scores.NO_HEAD, objective.count(wrong, confidence)[0].tolist())
-        units = {"acc": 6, "ood": 2 * 6 * objective.balanced, "avg": 4 * 6 * objective.balanced}
-        assert 1 - Fraction(result.value, units[score]) == expected
-        assert objective.achieved(result.errors, result.discordance) == pytest.approx(float(expected))
-
-
 def test_many_sources_of_odd_sizes_do_not_overflow() -> None:
     sizes = (997, 991, 983, 977, 971, 967, 953, 947)
     objective = scores.Objective("ood", 1000, sizes)
@@ -63,13 +44,6 @@ def test_many_sources_of_odd_sizes_do_not_overflow() -> None:
     assert objective.achieved(0, worst.discordance) == 0
     better = objective.result(scores.NO_HEAD, [0, *(2 * 1000 * size for size in sizes[:-1]), 2 * 1000 * sizes[-1] - 1])
     assert better < worst
-
-
-def test_more_errors_than_allowed_come_last() -> None:
-    objective = scores.Objective("ood", 10, (4,), most_errors=2)
-    bad, good = objective.result(Head(0, 0), [3, 0]), objective.result(Head(1, 0), [2, 80])
-    assert good < bad
-    assert not good.over
 
 
 def test_the_loss_of_labels_is_that_of_torch_and_never_negative() -> None:

@@ -46,13 +46,6 @@ def test_columns_come_back_as_they_were_given(tmp_path: Path, names: list[str]) 
     assert read_columns(tmp_path / "seed-1.parquet") == {}
 
 
-def test_a_change_in_one_column_stays_there(tmp_path: Path) -> None:
-    write_columns(tmp_path / "seed-0.parquet", COLUMNS)
-    found = read_columns(tmp_path / "seed-0.parquet")
-    found["Single|own|msp"][:] = 0
-    assert same({**COLUMNS, "Single|own|msp": np.zeros_like(HALVES)}, found)
-
-
 def test_any_reader_opens_a_file(tmp_path: Path) -> None:
     """A line has its values in the list of their type; all of them lie in one row group."""
     write_columns(tmp_path / "seed-0.parquet", COLUMNS)

@@ -290,15 +290,6 @@ def test_pairs_are_training_images_with_fresh_texts() -> None:
     assert "A photo of a cat." in drawn
 
 
-def test_features_belong_to_their_images() -> None:
-    dual, data = small_dual(), [images(("cat", "dog", "bus"), 6)]
-    pairs = pairs_of(dual, data, batch_size=4)
-    for features, _, labels in pairs:
-        for one, label in zip(features, labels.tolist(), strict=True):
-            gaps = (pairs.features[0] - one).abs().amax(-1)  # [views, N]
-            assert int(data[0].samples.labels[int(gaps.amin(0).argmin())]) == label
-
-
 def test_held_out_names_are_every_fifth_and_nothing_of_them_is_learnt() -> None:
     names, dual = ("cat", "dog", "bus", "boat", "tree"), small_dual()
     data = [images(names, 20), described(4), images(("house", "cat"), 6, seed=5)]
