@@ -31,6 +31,7 @@ _ALL_READ = tuple(chain.from_iterable(READ.values()))
 _INNER = ("base_dataloader", "batches", "sampler", "batch_sampler", "dataset")
 _KEPT = ("epoch", "stream", "generator")
 _FORMS = "(inputs, labels), (inputs,), a mapping with 'labels', or a tensor"
+_RAW = "texts and pictures have to be preprocessed: data.batches(data, model.metadata.preprocessing), or by collate_fn"
 
 
 def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = True) -> tuple[Inputs, Tensor | None]:
@@ -56,12 +57,11 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
         tensors = tensors_of(inputs, where)
         if not tensors:
             raise DataError(
-                f"{where} is a mapping without tensors, with {sorted(inputs)}; from it no model reads anything (let "
-                "the loader's collate function preprocess the inputs)"
+                f"{where} is a mapping without tensors, with {sorted(inputs)}; from it no model reads anything ({_RAW})"
             )
         inputs = tensors
     elif not isinstance(inputs, Tensor):
-        raise DataError(f"the inputs in {where} are a {type(inputs).__name__}; expected tensors, in {_FORMS}")
+        raise DataError(f"the inputs in {where} are a {type(inputs).__name__}; expected tensors, in {_FORMS} ({_RAW})")
     if any(not tensor.dim() for tensor in (inputs.values() if isinstance(inputs, dict) else (inputs,))):
         raise DataError(f"the inputs in {where} have no axis of samples; expected tensors [B, ...], in {_FORMS}")
     if labels is None or not labelled:

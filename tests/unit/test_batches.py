@@ -51,8 +51,9 @@ def test_what_is_named_like_an_input_is_read_or_refused_and_texts_are_left_out()
     for wrong in ([[1], [1, 2]], object(), np.array([object()]), [[10**30]]):
         with pytest.raises(DataError, match="attention_mask of batch 3 of val"):
             read_batch({**given, "attention_mask": wrong}, "val", 3)
-    with pytest.raises(DataError, match="without tensors"):
-        read_batch({"text": ["one", "two"], "labels": [0, 1]})
+    for raw in ({"text": ["one", "two"], "labels": [0, 1]}, (["one", "two"], [0, 1])):
+        with pytest.raises(DataError, match=r"tensors.*data\.batches\("):
+            read_batch(raw)
     for of_any_type in (np.arange(4, dtype=np.uint16), [0, 1, 2, 3], Y.to(torch.uint8)):
         assert torch.equal(require_labels(read_batch((X, of_any_type))[1], 4), Y)
 

@@ -197,7 +197,8 @@ def _steps(
     if scope == "global":
         return [(candidates, len(candidates))]
     if budget % len(layers):
-        raise HeadError(f'budget {budget} cannot be spread evenly over {len(layers)} layers; or use scope="global"')
+        whole = f"budget {budget} cannot be spread evenly over {len(layers)} layers; give a multiple of {len(layers)}"
+        raise HeadError(f'{whole}, or use scope="global"')
     per_layer = budget // len(layers)
     steps = []
     for layer in layers:
