@@ -297,7 +297,7 @@ def fit_calibration(
             f"all {samples} labels are {int(labels[0])}: temperature and threshold are those of one class, and say "
             "nothing of the others; shuffle sorted data before taking a part"
         )
-    ones = torch.zeros(len(member_logits), dtype=torch.float64)  # logarithms of temperatures
+    ones = torch.zeros(len(member_logits), dtype=torch.float64, device="cpu")  # logarithms of temperatures
     nll_before = nll_after = _nll(_label_log_probs(member_logits, labels, ones)[0])
     temperatures: tuple[float, ...] = (1.0,)
     if temperature:
@@ -368,22 +368,21 @@ def _lowest(member_logits: Tensor, labels: Tensor) -> tuple[Tensor, float]:
     Newton's method. The grid is there because the NLL of a mean over members may have more than one valley.
     """
     members, samples = member_logits.shape[:2]
-    every, weight = torch.arange(members), 1 / (_PRIOR**2 * samples)
+    every, weight = list(range(members)), 1 / (_PRIOR**2 * samples)
     low, high = math.log(COLDEST), math.log(HOTTEST)
-    grid = torch.linspace(low, high, _GRID, dtype=torch.float64)
+    grid = torch.linspace(low, high, _GRID, dtype=torch.float64, device="cpu")
     table = torch.cat([_label_log_probs(member_logits, labels, point.expand(members)) for point in grid])  # [G, M, n]
 
     def cost(label_log_probs: Tensor, logs: Tensor) -> float:
         return _nll(label_log_probs) + weight / 2 * float(logs.square().sum())
 
     lowest, best = min((cost(table[index], grid[index].expand(members)), index) for index in range(_GRID))
-    place = torch.full((members,), best)
+    place = [best] * members
     better = members > 1
     while better:
         better = False
-        for member, index in product(range(members), range(_GRID)):
-            other = place.clone()
-            other[member] = index
+        for member, index in product(every, range(_GRID)):
+            other = [*place[:member], index, *place[member + 1 :]]
             if (value := cost(table[other, every], grid[other])) < lowest:
                 place, lowest, better = other, value, True
     logs = grid[place]
@@ -392,8 +391,8 @@ def _lowest(member_logits: Tensor, labels: Tensor) -> tuple[Tensor, float]:
         shares = parts.softmax(dim=0)
         pulls = shares * slopes
         slope = weight * logs - pulls.mean(dim=1).cpu()  # [M], of the cost
-        bend = weight * torch.eye(members) + (pulls @ pulls.T / samples).cpu()  # [M, M]
-        bend -= (shares * (bends + slopes.square())).mean(dim=1).diag().cpu()
+        bend = (pulls @ pulls.T / samples).cpu()  # [M, M]
+        bend.diagonal().add_(weight - (shares * (bends + slopes.square())).mean(dim=1).cpu())
         inside = ((logs > low) | (slope < 0)) & ((logs < high) | (slope > 0)) & bend.isfinite().all()
         values, directions = torch.linalg.eigh(bend[inside][:, inside])
         step = torch.zeros_like(logs)

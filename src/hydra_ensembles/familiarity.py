@@ -74,7 +74,8 @@ def fit_familiarity(
     """A copy of an ensemble that says how familiar an input is: `p.score("mahalanobis")`, `p.familiarity`.
 
     A share of the samples, drawn by the seed, is held out: it has no part in the statistics, and p-values come from it.
-    `calibrate` sets a threshold, on other data, and p-values then come from those. Scores that were fitted here before
+    `calibrate` sets a threshold, on other data, and p-values then come from those: of samples that trained the model,
+    which look more familiar than new ones, they are too low for these. Scores that were fitted here before
     are replaced; those of `baselines.vilu` and `baselines.neg_label` stay, behind the new ones. Features are in the
     precision of the model, whatever autocast the caller has. Digests of 1,024 of the samples are kept, as by
     `calibrate`, which refuses to set a threshold on data most of which fitted this, and warns of less; `evaluate` warns

@@ -263,7 +263,7 @@ def evaluate_logits(
     def labelled(raw: Tensor, targets: Tensor, key: str, like: Tensor | None = None) -> LabelledLogits:
         logits = read(raw, key, like)
         _, samples, classes = logits.shape
-        return LabelledLogits(logits, check_labels(torch.as_tensor(targets).cpu(), samples, classes, key))
+        return LabelledLogits(logits, check_labels(torch.as_tensor(targets, device="cpu"), samples, classes, key))
 
     id_set = labelled(id_logits, labels, id_name)
     id_members, groups = id_set.logits, read_groups(ood).items()

@@ -260,8 +260,8 @@ def _agreement(prediction: Prediction) -> Tensor:
 def _thin(x: Tensor, y: Tensor) -> Curve:
     """At most `POINTS` of the points, evenly spaced along the curve, the first and last always among them."""
     if len(x) > POINTS:
-        length = torch.cat([torch.zeros(1).double(), (x.diff().abs() + y.diff().abs()).cumsum(dim=0)])
-        positions = torch.linspace(0, float(length[-1]), POINTS, dtype=torch.float64)
+        length = torch.cat([x.new_zeros(1), (x.diff().abs() + y.diff().abs()).cumsum(dim=0)])
+        positions = torch.linspace(0, float(length[-1]), POINTS, dtype=torch.float64, device="cpu")
         chosen = torch.searchsorted(length, positions).unique()
         x, y = x[chosen], y[chosen]
     return Curve(_rounded(x), _rounded(y))

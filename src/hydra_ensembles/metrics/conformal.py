@@ -51,8 +51,8 @@ def chance_of_fewer(accepted: int, samples: int, share: float, held_out: int) ->
     rank = rank_for(share, held_out)
     if rank > held_out:
         return float(accepted >= samples)
-    counts = torch.arange(accepted + 1, dtype=torch.float64)
-    more, fewer = torch.tensor([rank, held_out + 1 - rank], dtype=torch.float64)
+    counts = torch.arange(accepted + 1, dtype=torch.float64, device="cpu")
+    more, fewer = (counts.new_tensor(count) for count in (rank, held_out + 1 - rank))
 
     def log_beta(one: Tensor, other: Tensor) -> Tensor:
         return torch.lgamma(one) + torch.lgamma(other) - torch.lgamma(one + other)

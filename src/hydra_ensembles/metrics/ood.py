@@ -107,9 +107,9 @@ def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: PositiveShare = 0
 def risk_curve(scores: Tensor, errors: Tensor) -> RiskCoverage:
     """`risk_coverage` of values known to be good."""
     _, run, sizes = scores.detach().cpu().unique(return_inverse=True, return_counts=True)  # by run of equal scores
-    wrong = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, run, errors.detach().cpu().double())
-    answered = torch.arange(1, len(run) + 1, dtype=torch.float64)
-    run = torch.arange(len(sizes)).repeat_interleave(sizes)  # [B], now of the k-th most certain sample
+    wrong = sizes.new_zeros(len(sizes), dtype=torch.float64).index_add(0, run, errors.detach().cpu().double())
+    answered = torch.arange(1, len(run) + 1, dtype=torch.float64, device="cpu")
+    run = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)  # [B], now of the k-th most certain sample
     missing = sizes.cumsum(dim=0)[run] - answered  # of its run, not answered yet
     risk = (wrong.cumsum(dim=0)[run] - wrong[run] * missing / sizes[run]) / answered
     return RiskCoverage(coverage=answered / len(run), risk=risk)
@@ -194,9 +194,9 @@ def roc_curve(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Te
     fp, tp, thresholds = (tensor.cpu().double().flatten() for tensor in flagged(id_scores, ood_scores))
     if len(fp) > 2:
         bends = (fp.diff(n=2) != 0) | (tp.diff(n=2) != 0)
-        kept = torch.cat([torch.ones(1), bends, torch.ones(1)]).bool()
+        kept = torch.cat([bends.new_ones(1), bends, bends.new_ones(1)])
         fp, tp, thresholds = fp[kept], tp[kept], thresholds[kept]
-    zero = torch.zeros(1).double()
+    zero = fp.new_zeros(1)
     return torch.cat([zero, fp / fp[-1]]), torch.cat([zero, tp / tp[-1]]), torch.cat([zero + torch.inf, thresholds])
 
 

@@ -181,10 +181,10 @@ def adaptive_ece_of_confidence(confidence: Tensor, correct: Tensor, *, bins: Who
     confidence, correct = check_confidence(confidence, correct)
     rising, order = confidence.sort()
     _, run, sizes = rising.unique_consecutive(return_inverse=True, return_counts=True)  # by run of equal confidences
-    right = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, run, correct.double()[order]) / sizes
+    right = sizes.new_zeros(len(sizes), dtype=torch.float64).index_add(0, run, correct.double()[order]) / sizes
     size, larger = divmod(len(order), bins)  # the first `larger` bins hold one sample more
-    sizes = torch.tensor([size + 1] * larger + [size] * (bins - larger))
-    groups = torch.repeat_interleave(torch.arange(bins), sizes)
+    sizes = sizes.new_tensor([size + 1] * larger + [size] * (bins - larger))
+    groups = torch.repeat_interleave(sizes)
     return _weighted_gap(groups, rising, right[run], bins)
 
 
@@ -195,7 +195,7 @@ def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS)
     groups = _equal_width_groups(confidence, bins).clamp(max=bins - 1)
     count = torch.bincount(groups, minlength=bins)
     return ReliabilityBins(
-        edges=torch.linspace(0, 1, bins + 1, dtype=torch.float64),
+        edges=torch.linspace(0, 1, bins + 1, dtype=torch.float64, device="cpu"),
         count=count,
         confidence=torch.bincount(groups, weights=confidence.double(), minlength=bins) / count,
         accuracy=torch.bincount(groups, weights=correct.double(), minlength=bins) / count,
@@ -220,7 +220,7 @@ def _equal_width_groups(confidence: Tensor, bins: int) -> Tensor:
 
     Bins are found in float32, where torchmetrics finds them, so that a confidence on an edge lands alike.
     """
-    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float32)
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float32, device="cpu")
     return torch.bucketize(confidence.float(), edges, right=True) - 1
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from hydra_ensembles import metrics
+from hydra_ensembles.calibrate import fit_calibration
 from hydra_ensembles.errors import DataError, HydraWarning
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
 from hydra_ensembles.evaluation.evaluation import Evaluation, Selective
@@ -60,6 +61,15 @@ def test_every_number_is_that_of_the_metric_functions(evaluation):
     assert numbers["shift.fog.accuracy"] == metrics.accuracy(shifted.probs, targets)
     assert numbers["energy:far.fpr95"] == evaluation.means["far"]["energy"].fpr95
     assert numbers["ood.digits.aupr"] == evaluation.ood["digits"].detection["msp"].aupr
+
+
+def test_numbers_do_not_hang_on_the_default_device():
+    wanted = evaluate_logits(GOOD, TARGETS, SUITE, bootstrap=2)
+    fit = fit_calibration(GOOD, TARGETS, per_member=True)
+    with torch.device("meta"):  # as a GPU would, it lies apart from what is made on the CPU
+        assert evaluate_logits(GOOD, TARGETS, SUITE, bootstrap=2) == wanted
+        assert fit_calibration(GOOD, TARGETS, per_member=True) == fit
+        assert metrics.p_values(*FAR["digits"][0, :, :2].T).device.type == "cpu"
 
 
 def test_detection_per_set_per_score_and_unweighted_means(evaluation):
