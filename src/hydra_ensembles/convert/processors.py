@@ -214,7 +214,7 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
         pad_id=int(processor.pad_token_id),
         pad_token=str(processor.pad_token),
         attention_mask="attention_mask" in processor.model_input_names,
-        segments="token_type_ids" in processor.model_input_names,
+        segments="token_type_ids" in processor.model_input_names and stem.segments > 0,  # DistilBERT reads none
         tokenizer=copied.to_str(),
     )
     ours, _ = read.encode(_TEXTS)

@@ -1,6 +1,7 @@
 """Preprocessing read off tokenizers and image processors gives what they give."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ def test_tokens_equal_those_of_transformers(make: Any, segments: bool) -> None:
         assert found.segments is segments
         assert_same_encoding(found(TEXTS), tokenizer(TEXTS, **settings))
         assert_same_encoding(found(PAIRS), tokenizer(first, second, **settings))
+    assert not read_processor(tokenizer, replace(STEM, segments=0)).segments  # as of DistilBERT, which reads none
 
 
 def test_length_is_bounded_by_the_position_embedding() -> None:
