@@ -10,6 +10,8 @@ import importlib.util
 import inspect
 import json
 import logging
+import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -39,6 +41,7 @@ def main() -> None:
 def run(name: str, options: dict[str, Any]) -> None:
     """Load the package, and run a command; without its libraries, and before and after it, none ends in a traceback."""
     try:
+        _end_when_interrupted(True)
         from hydra_ensembles._utils import require
         from hydra_ensembles.errors import MissingExtraError
 
@@ -47,13 +50,30 @@ def run(name: str, options: dict[str, Any]) -> None:
         try:
             for library in ("typer", "rich", "yaml"):
                 require(library, extra="cli")
-            require("hydra_ensembles.cli.main", extra="cli").run_command(name, options)
+            loaded = require("hydra_ensembles.cli.main", extra="cli")
+            _end_when_interrupted(False)
+            loaded.run_command(name, options)
         except MissingExtraError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    finally:
+        _end_when_interrupted(False)
+
+
+def _end_when_interrupted(at_once: bool) -> None:
+    """Let Ctrl-C end the process `at_once`, as long as the package loads: PyTorch may abort in the middle of that."""
+    usual: Any = signal.default_int_handler
+    former, new = (usual, _end) if at_once else (_end, usual)
+    if signal.getsignal(signal.SIGINT) is former:
+        signal.signal(signal.SIGINT, new)
+
+
+def _end(*_: object) -> None:
+    print("interrupted", file=sys.stderr, flush=True)
+    os._exit(130)
 
 
 def answer() -> None:
@@ -68,6 +88,7 @@ def answer() -> None:
                 raise
         except KeyboardInterrupt:
             sys.exit(130)
+        _end_when_interrupted(True)
 
 
 def read_table() -> dict[str, Any] | None:

@@ -1,6 +1,8 @@
 """What all commands share: options from settings, files of settings, exit codes, one line on what went wrong."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import fields
@@ -194,6 +196,15 @@ def test_a_missing_library_is_named_with_its_extra_and_an_interrupt_outside_a_co
     monkeypatch.setattr(sys, "argv", ["hydra-ensembles", "info", "m"])
     monkeypatch.setattr("hydra_ensembles.cli.main.run_command", Mock(side_effect=KeyboardInterrupt))
     assert main_ends_with(capsys) == (130, "interrupted\n")
+
+    def load(*_, **__):
+        with pytest.raises(KeyboardInterrupt):  # as code does that makes something else of it, or aborts
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr("hydra_ensembles._utils.require", load)
+    assert main_ends_with(capsys) == (130, "interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path, monkeypatch):
