@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from .._utils import require, require_device, warn
 from ..arguments import END, Checked, Count, Range, Whole
 from ..classes import are_numbers, class_names_in, class_numbers, require_as_many, same_names, some
+from ..convert.altered import MERGE
 from ..convert.convert import convert, require_supported
 from ..convert.processors import IMAGE_SETTINGS, TEXT_SETTINGS, with_preprocessing
 from ..convert.refusals import explained, in_lines, refusal
@@ -148,6 +149,10 @@ def _from_folder(folder: Path, settings: ModelSettings) -> Ensemble | DualEncode
     path = (folder / RESULT if is_run else folder) / "config.json"
     if not path.is_file():
         hint = "run the same build again" if is_run else "give the folder that save_pretrained wrote"
+        if (folder / "adapter_config.json").is_file():
+            hint = f"it holds adapters alone: {MERGE}, and save what that gives"
+        elif inside := not is_run and sorted(one.parent.name for one in folder.glob("*/config.json")):
+            hint += f"; such are {', '.join(inside[:5])} in it"
         raise CheckpointError(f"{folder} has no {'finished ensemble' if is_run else 'config.json'}; {hint}")
     return _by_config(str(path.parent), "local-dir", path, settings)
 

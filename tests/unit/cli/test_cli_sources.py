@@ -58,6 +58,11 @@ def test_a_run_folder_stands_for_its_result(run_folder, tmp_path):
     assert load_classifier(ModelSettings(str(run_folder))).num_members == 3
     (tmp_path / "run.json").write_bytes((run_folder / "run.json").read_bytes())
     assert "no finished ensemble" in fail("info", tmp_path)
+    (tmp_path / "runs/checkpoint-10").mkdir(parents=True)
+    (tmp_path / "runs/checkpoint-10/config.json").write_text("{}")
+    assert "such are checkpoint-10 in it" in fail("info", tmp_path / "runs")
+    (tmp_path / "runs/adapter_config.json").write_text("{}")
+    assert "merge_and_unload" in fail("info", tmp_path / "runs")
 
 
 @pytest.mark.parametrize(
