@@ -102,34 +102,11 @@ def test_the_found_temperatures_are_the_likeliest_under_the_prior(count):
     assert cost(each) <= minimize(cost, each, bounds=[(-3, 3)] * 3).fun + 1e-10  # whatever members change together
 
 
-def test_one_temperature_per_member_is_at_least_as_good_as_one_for_all():
-    logits, labels = sample(3, 300, 4, 1.0, seed=2)
-    logits = logits * torch.tensor([0.2, 1.0, 8.0])[:, None, None]
-    common = fit_calibration(logits, labels)
-    each = fit_calibration(logits, labels, per_member=True)
-    assert each.nll_after < common.nll_after - 0.01
-    first, _, last = each.calibration.temperature
-    assert first < last
-
-
 @pytest.mark.filterwarnings("error")
 def test_the_temperature_stays_exactly_one_where_asked_or_where_none_is_better():
     assert fit_calibration(torch.zeros(2, 20, 3), torch.arange(20) % 3).calibration.temperature == (1.0,)
     fit = fit_calibration(*sample(2, 50, 3, 10.0, seed=3), temperature=False)
     assert (fit.calibration.temperature, fit.nll_after) == ((1.0,), fit.nll_before)
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("per_member", [False, True])
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_few_samples_without_a_mistake_do_not_make_answers_much_surer(per_member, wrong):
-    """Their likelihood alone would: it grows down to the coldest temperature, or nearly so."""
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(60) % 3
-    logits = F.one_hot(labels, 3) * 6 + torch.rand(2, 60, 3, generator=generator)
-    logits[:, :wrong] = logits[:, :wrong].roll(1, dims=-1) / 6
-    temperatures = fit_calibration(logits, labels, per_member=per_member).calibration.temperature
-    assert all(0.5 < one < 1.0 for one in temperatures)
 
 
 def test_separable_data_stay_within_the_range_and_warn():

@@ -207,7 +207,7 @@ class HydraConfig(Checked):
     def pool_size(self, heads: int) -> int:
         """Size of the pool, out of `heads` that could be pruned."""
         if self.pool is None:
-            return min(max(round(self.lost * PAPER_POOL), self.lost + 1), heads)
+            return min(round(self.lost * PAPER_POOL), heads)
         if self.pool > heads:
             raise ConfigError(f"HydraConfig.pool is {self.pool}, but only {heads} heads can be pruned; lower it")
         return self.pool
