@@ -329,13 +329,14 @@ def _saved() -> Path:
 
 def _zero_shot(add: Add) -> None:
     towers, names = dual(), list(NAMES)
+    classes = he.zero_shot(towers, names)
     words = either(nothing, ["a", "b"])  # letters that the tokenizer does not tell apart
     add("zero_shot(dual)", lambda v: he.zero_shot(v, names), nothing)
     add("zero_shot(class_names)", lambda v: he.zero_shot(towers, v), words)
     add("zero_shot(templates)", lambda v: he.zero_shot(towers, names, v), nothing)
     add("retarget(ensemble)", lambda v: he.retarget(v, names), nothing)
-    add("retarget(class_names)", lambda v: he.retarget(he.zero_shot(towers, names), v), words)
-    add("retarget(templates)", lambda v: he.retarget(he.zero_shot(towers, names), names, v), only(none=True))
+    add("retarget(class_names)", lambda v: he.retarget(classes, v), words)
+    add("retarget(templates)", lambda v: he.retarget(classes, names, v), only(none=True))
     given = pairs(8)
 
     def tune(train: Any = given, **settings: Any) -> Any:

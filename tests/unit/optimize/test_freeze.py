@@ -17,7 +17,6 @@ CASES: dict[str, tuple[Sharing, KeptHeads | None]] = {
     "single": (Sharing(), None),
     "trunk": (HYDRA, tuple(((0, 1, 2, 3), *member[1:]) for member in UNEVEN)),
     "nothing": (Sharing(), UNEVEN),
-    "stem": (Sharing(stem=True), UNEVEN),
     "hydra": (HYDRA, UNEVEN),
     "all-but-heads": (Sharing(stem=True, mlp=True, norms=True, readout=True), UNEVEN),
     "gaps": (HYDRA, WITH_GAPS),

@@ -19,10 +19,9 @@ from PIL import Image
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
-from checkpoint_models import TOKENIZER, ensemble, map_pooled
+from checkpoint_models import TOKENIZER, ensemble, map_pooled, single
 from contract.all_architectures import ALL_CASES
 from contract.models import variants
-from hydra_ensembles.demo import load_backbone
 from hydra_ensembles.errors import ConfigError, ConversionError, DataError, MissingExtraError
 from hydra_ensembles.metrics.conformal import Reference
 from hydra_ensembles.schema import to_plain
@@ -172,7 +171,7 @@ def test_a_row_is_measured_by_its_largest_number(monkeypatch, tmp_path: Path) ->
 
 
 def test_the_callers_autocast_is_not_written_into_the_file(tmp_path: Path) -> None:
-    one = load_backbone()
+    one = ensemble(single())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         he.export(one, tmp_path / "model.pt2")
     inputs = inputs_for(one, 2)
