@@ -317,7 +317,7 @@ class Fitting:
             features = F.normalize(features, dim=-1) if normalised else features
             if normalised not in self.sums:
                 self.sums[normalised] = Sums(features, self.ensemble.num_classes, self.labelled)
-            self.sums[normalised].add(features, samples.labels)
+            self.sums[normalised].add(features, samples.labels if self.labelled else torch.zeros_like(samples.labels))
         if {"knn", "vim"} & set(self.scores):
             self.kept.offer(samples)
 

@@ -22,7 +22,7 @@ from hydra_ensembles.calibrate import _fitted_on_a_half
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning, TooFewSamplesError
 from hydra_ensembles.familiarity import Answered, Reservoir, fit_familiarity
 from hydra_ensembles.metrics.conformal import conformal_threshold
-from hydra_ensembles.metrics.distance import BY_CLASS
+from hydra_ensembles.metrics.distance import BY_CLASS, FAMILIARITY_NAMES
 from hydra_ensembles.model.config import EnsembleConfig
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Metadata
@@ -293,9 +293,10 @@ def test_a_build_goes_on_without_familiarity_for_want_of_samples_alone(monkeypat
 def test_calibrate_without_familiarity_or_with_another() -> None:
     one, data = model(CONFIG), labelled(CONFIG, 200)
     assert he.calibrate(one, data, familiarity=None).metadata.familiarity is None
-    by_neighbours = he.calibrate(one, data, familiarity="knn").metadata.familiarity.settings
-    assert by_neighbours.scores == ("knn",)
-    assert by_neighbours.threshold is not None
+    for name in FAMILIARITY_NAMES:
+        settings = he.calibrate(one, data, familiarity=name).metadata.familiarity.settings
+        assert settings.scores == (name,)
+        assert settings.threshold is not None
     with pytest.warns(HydraWarning, match="not fitted"):
         few = he.calibrate(one, data[:1])
     assert few.metadata.familiarity is None
