@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import hydra_ensembles as he
 from architectures import timm_model
-from hydra_ensembles.errors import ConfigError, DataError
+from hydra_ensembles.errors import ConfigError
 from hydra_ensembles.heads import Head
 from hydra_ensembles.training.recipe import Recipe
 from random_ensembles import noisy, small
@@ -292,21 +292,6 @@ def test_seeds_and_towers_are_read_from_stored_studies() -> None:
     shown = seeds.towers_table(registry.read_stored("towers", "zero-shot", RESULTS / "studies"))
     assert "image tower, text fine-tuned" in shown
     assert "*72.92*" in shown
-
-
-def test_what_does_not_run_is_refused(seed: Seed, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nonsense"):
-        registry.chosen("untrained,nonsense")
-    with pytest.raises(ConfigError, match="results of studies"):
-        registry.analysed("seeds", [seed])
-    with pytest.raises(ConfigError, match="stored"):
-        registry.read_stored("shares", TASK, tmp_path)
-    for name, task in (("towers", TASK), ("seeds", "zero-shot")):
-        with pytest.raises(ConfigError, match=f"got the task '{task}'"):
-            registry.read_stored(name, task, tmp_path)
-    with pytest.raises(DataError, match="analyse"):
-        registry.load("shares", TASK, tmp_path)
-    assert "analyse" in registry.blocks(tmp_path)[f"analysis_shares_{TASK}"]
 
 
 def test_the_command_makes_tables_and_figures_again_from_results(seed: Seed, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Columns come back as they were given, and what is none, or no file of them, is refused."""
+"""Columns come back as they were given, and files of them that are damaged are refused."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,28 +44,6 @@ def test_columns_come_back_as_they_were_given(tmp_path: Path, names: list[str]) 
     write_columns(place, dict(reversed(given.items())))
     assert place.read_bytes() == first
     assert read_columns(tmp_path / "seed-1.parquet") == {}
-
-
-def test_any_reader_opens_a_file(tmp_path: Path) -> None:
-    """A line has its values in the list of their type; all of them lie in one row group."""
-    write_columns(tmp_path / "seed-0.parquet", COLUMNS)
-    table = pq.read_table(tmp_path / "seed-0.parquet")
-    assert [str(one.type) for one in table.schema] == [
-        "string",
-        *(f"list<element: {kind}>" for kind in ("halffloat", "bool", "double", "string")),
-    ]
-    lines = {line.pop("name"): line for line in table.to_pylist()}
-    assert lines["Single|own|mutual_information"] == {"float64": [1 / 3], "float16": None, "bool": None, "string": None}
-    assert pq.read_metadata(tmp_path / "seed-0.parquet").num_row_groups == 1
-
-
-@pytest.mark.parametrize(
-    "wrong", [np.zeros(3, np.float32), np.zeros(3, int), np.zeros((2, 2)), np.array(0.5), np.array([None])]
-)
-def test_what_is_no_column_is_refused(tmp_path: Path, wrong: Array) -> None:
-    with pytest.raises(DataError, match=f"'x' .* is {wrong.dtype.name}"):
-        write_columns(tmp_path / "seed-0.parquet", {"x": wrong})
-    assert not list(tmp_path.iterdir())
 
 
 def test_files_that_are_damaged_or_something_else_are_refused(tmp_path: Path) -> None:

@@ -215,17 +215,6 @@ def test_a_second_run_makes_nothing_again(finished: Finished, capsys: pytest.Cap
     assert source.opened == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "token"),
-    [({"prune": 0}, "prune"), ({"dual": None}, "dual"), ({"pairs": ()}, "pairs"), ({"factors": "folder"}, "--model")],
-)
-def test_recipes_check_themselves(changes: dict[str, Any], token: str) -> None:
-    with pytest.raises(ConfigError, match=token):
-        dual_recipe(**changes)
-    with pytest.raises(ConfigError, match="nowhere"):
-        load_dual_recipe(suite="nowhere")
-
-
 @pytest.mark.parametrize(("factors", "less"), [(None, {"BayesVLM"}), ("folder", set())])
 def test_a_given_model_has_no_rows_that_need_pairs(factors: str | None, less: set[str]) -> None:
     own = load_dual_recipe(suite="paper", model="folder", tiny=True, factors=factors)
