@@ -17,8 +17,10 @@ ROWS = (
     SearchRow(YOURS, 1.0, "judged", numbers={"nll": 0.5}),
     SearchRow("dear", 4.0, "too dear", config=he.HydraConfig(prune=2, training="together")),
 )
+MADE = {"seed": 3, "removed": ((0, 0), he.Head(1, 2)), "nested": {"sizes": (1, 2), "none": None}}
+RANKING = he.HeadRanking(((2, 1), (0, 0), (1, 3, "text")), (0.1, 1 / 3, 5e-324), "m", "acc", MADE, only=3)
 SAVED: dict[str, tuple[Any, type[HydraError]]] = {
-    "ranking": (he.HeadRanking(((0, 0), (1, 1)), (0.25, 0.5), "m", "acc", {"seed": 1}), HeadError),
+    "ranking": (RANKING, HeadError),
     "evaluation": (evaluation(), DataError),
     "atlas": (he.atlas(cases.image_model(), cases.batches(), layers=[0], inputs=1, progress=False), DataError),
     "search": (SearchResult(ROWS, 1.3, "latency", ("all.auroc",), {"ID": 9}, choice=YOURS), CheckpointError),

@@ -1,7 +1,6 @@
 """Rankings: what they accept, how they compare, files that bring back what was saved; and fingerprints."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,18 +86,6 @@ def test_divergence() -> None:
     assert jensen_shannon(low, high, 2) == math.log(2)
     assert jensen_shannon(low, ranking((0, 3), (0, 4), (0, 5)), 3) == 0.0  # same layers, other heads
     assert jensen_shannon(low, ranking((0, 0, "text")), 1) == math.log(2)
-
-
-@pytest.mark.parametrize("only", [None, 3])
-def test_round_trip(tmp_path: Path, only: int | None) -> None:
-    provenance = {"seed": 3, "removed": ((0, 0), Head(1, 2)), "nested": {"sizes": (1, 2), "none": None}}
-    heads, scores = ((2, 1), (0, 0), (1, 3, "text")), (0.1, 1 / 3, 5e-324)
-    made = ranking(*heads, scores=scores, provenance=provenance, only=only)
-    path = tmp_path / "deep" / "ranking.json"
-    made.save(str(path))
-    loaded = HeadRanking.load(path)
-    assert loaded == made
-    assert loaded.provenance["removed"] == [[0, 0], [1, 2, "main"]]
 
 
 def test_every_weight_the_dtype_and_the_configuration_count() -> None:

@@ -19,11 +19,6 @@ def binary(*confidences):
     return torch.stack([first, 1 - first], dim=1)
 
 
-def votes(*classes, of=3):
-    """Certain members that vote for the given classes, one sample: `[M, 1, C]`."""
-    return torch.nn.functional.one_hot(T(classes), of).float().unsqueeze(1)
-
-
 def test_accuracy_brier_and_nll():
     assert metrics.accuracy(binary(*[0.9] * 9, 0.2), torch.zeros(10, dtype=torch.long)) == 0.9  # exact
     probs = T([[0.7, 0.2, 0.1], [0.0, 0.0, 1.0]])
@@ -50,17 +45,6 @@ def test_ece_has_fifteen_bins_of_equal_width_and_one_for_certainty():
     assert metrics.reliability_bins(*metrics.top_label(probs, labels)).count.tolist() == [0] * 14 + [2]
     rounded = T([[1.0000001, 0.0], [0.0, 1.0000001], [0.75, 0.25]])  # no logits for all that
     assert metrics.ece(rounded, T([0, 1, 0])) == pytest.approx(0.25 / 3, abs=1e-6)
-
-
-def test_diversity_by_hand():
-    for given, expected in (((0, 0, 1), 2 / 3), ((0, 1, 2), 1), ((1, 1, 1), 0), ((2,), 0)):
-        assert metrics.disagreement_per_sample(votes(*given)).tolist() == pytest.approx([expected])
-    assert metrics.mutual_information(votes(0, 1, of=2)) == pytest.approx(math.log(2))  # sure, and opposite
-    assert metrics.mutual_information(T([[[0.5, 0.5]], [[0.5, 0.5]]])) == 0  # unsure, but of one mind
-    parts = metrics.entropy_parts(T([[[0.5, 0.5]], [[1.0, 0.0]]]))
-    total = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    expected = (total, math.log(2) / 2, total - math.log(2) / 2)
-    assert tuple(part.item() for part in parts) == pytest.approx(expected)
 
 
 def test_random_cases_equal_the_referees(referee, quiet):
