@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from ..data.dataset import IMAGE_SUFFIXES, AnyDataset, images_below, read_image
+from ..data.dataset import IMAGE_SUFFIXES, AnyDataset, decode_image, images_below, read_image
 from ..data.loading import TABLE_SUFFIXES, Columns, load
 from ..errors import ConfigError, DataError
 from ..files import expanded, read_file
@@ -101,7 +101,7 @@ def named_columns(pairs: Iterable[str] | None) -> Columns:
 def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns: Columns) -> list[NamedItem]:
     """The inputs that arguments name, for a model that reads this kind, in their order; `texts` come last.
 
-    Arguments are files and folders; for text also `-`, the standard input. `columns` are for tables.
+    Arguments are files and folders, and `-`, the standard input: an image, or texts. `columns` are for tables.
     """
     if kind == "image" and texts:
         raise DataError("got a text, but the model reads images; give image files or folders")
@@ -116,6 +116,8 @@ def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns:
             if data.kind != kind:
                 raise DataError(f"{path} holds {data.kind}s, but the model reads {kind}s")
             items += [(f"{path}:{row}", partial(_content, data, row)) for row in range(len(data))]
+        elif kind == "image" and argument == "-":
+            items.append((argument, partial(decode_image, sys.stdin.buffer.read(), "standard input")))
         elif kind == "image":
             images = images_below(path) if path.is_dir() else [path]
             if not images:

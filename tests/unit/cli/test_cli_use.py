@@ -30,6 +30,7 @@ def test_predict_says_what_the_library_says(run_folder, world):
         assert row[key] == pytest.approx(getattr(expected, key).item(), abs=1e-6)
     assert expected.accept is not None
     assert row["verdict"] == ("accept" if expected.accept.item() else "abstain")
+    assert predicted(run_folder, "-", input=file.read_bytes()) == [{**row, "input": "-"}]
 
 
 def test_predictions_as_a_table_as_csv_without_formulas_and_in_files(run_folder, text_folder, world, tmp_path):
