@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
+import torch
 
-from cli_cases import fail
+from cli_cases import fail, run
 from hydra_ensembles.cli.serving import listen
+from hydra_ensembles.serve.service import Service
 from processes import environment
 from served_models import served
 from serving import LIMIT, opened, picture, settings
@@ -121,6 +124,13 @@ def test_a_socket_left_by_a_killed_server_is_taken_over(tmp_path: Path, monkeypa
 )
 def test_settings_are_refused_before_anything_is_loaded(options: list[Any], token: str) -> None:
     assert token in fail("serve", "no-such-folder", *options)
+
+
+def test_a_start_that_fails_ends_as_every_failure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hydra_ensembles.cli.serving.log_to_stdout", lambda: None)  # which is for a process
+    monkeypatch.setattr(Service, "workers", Mock(side_effect=torch.OutOfMemoryError("full")))
+    ended = run("serve", folder, "--port", 0)
+    assert (ended.exit_code, "--max-batch" in ended.stderr) == (2, True)
 
 
 def test_a_port_that_is_taken_is_said_at_once() -> None:

@@ -118,6 +118,8 @@ def run_server(uvicorn: Any, app: Any, listener: socket.socket, settings: ServeS
         Announcing(config).run([listener])
     except KeyboardInterrupt:  # likewise
         pass
+    except SystemExit as end:  # it could not start
+        raise getattr(app.state, "failure", end) from None
     finally:
         signal.signal(signal.SIGTERM, former)
 

@@ -30,7 +30,7 @@ from ..model.metadata import Calibration
 from ..schema import short
 from . import protocol
 from .batcher import Batcher
-from .service import Answer, Sample, ServeSettings, Service, finite, read_form, read_named, text_of
+from .service import Answer, Sample, ServeSettings, Service, finite, form_parts, read_form, read_named, text_of
 from .telemetry import Telemetry, log, log_failure
 
 if TYPE_CHECKING:
@@ -144,7 +144,11 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
-        await backend.start()
+        try:
+            await backend.start()
+        except Exception as error:
+            app.state.failure = error  # for whoever runs it: a server says that it cannot start, and the log why
+            raise
         try:
             yield
         finally:
@@ -388,7 +392,7 @@ class _Server:
         if charset is not None and charset[1].lower() not in UTF_8:
             raise RequestError(f"the charset {charset[1][:100]!r} is not taken; send UTF-8", 415)
         if kind == "multipart/form-data":
-            pairs = await _parts_of(request, most)
+            pairs = await form_parts(request, most)
             return lambda: self._samples(*read_form(pairs, most), nearest)
         body = await request.body()
         if kind == "application/x-www-form-urlencoded":
@@ -456,27 +460,6 @@ class _Server:
         if self.service.kind == "image":
             return self.service.images(inputs[raw])
         return self.service.texts([text_of(text) for text in inputs[raw]])
-
-
-async def _parts_of(request: "Request", most: int) -> list[tuple[str, str | bytes]]:
-    """The parts of a form by name; strings are bytes in Latin-1: by itself Starlette guesses what bytes stand for."""
-    from starlette.datastructures import Headers
-    from starlette.formparsers import MultiPartParser
-
-    class Parser(MultiPartParser):
-        ended = False
-
-        def on_end(self) -> None:
-            self.ended = True
-
-    headers = Headers({"content-type": f"{request.headers['content-type']}; charset=latin-1"})
-    parser = Parser(headers, request.stream(), max_files=most, max_fields=most)
-    form = await parser.parse()
-    if not parser.ended:  # what came of its last part would be missing among the answers
-        raise RequestError("the form is cut off: it does not end with its boundary")
-    parts = [(name, one if isinstance(one, str) else await one.read()) for name, one in form.multi_items()]
-    await form.close()
-    return parts
 
 
 def _digests(parts: Sequence[str]) -> str:

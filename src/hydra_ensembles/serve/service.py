@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -35,6 +35,9 @@ from ..optimize.runner import USUAL_SHAPES, OptimizedEnsemble
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
 from ..schema import short
 from .outputs import REASON_WORDS, columns, input_fields, output_fields
+
+if TYPE_CHECKING:
+    from fastapi import Request
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # decoders that run nothing else, as that of EPS does
 SLIMMEST = 100  # times that one side may be the other: the shorter one is scaled up to what the model reads
@@ -422,6 +425,27 @@ def read_named(body: Mapping[str, Any]) -> tuple[list[bytes], list[str | tuple[s
             raise RequestError(f"{name}s must be a list")
         values[name] = [*([body[name]] if name in body else []), *several]
     return [image_of(value) for value in values["image"]], [text_of(value) for value in values["text"]]
+
+
+async def form_parts(request: "Request", most: int) -> list[tuple[str, str | bytes]]:
+    """The parts of a form by name; strings are bytes in Latin-1: by itself Starlette guesses what bytes stand for."""
+    from starlette.datastructures import Headers
+    from starlette.formparsers import MultiPartParser
+
+    class Parser(MultiPartParser):
+        ended = False
+
+        def on_end(self) -> None:
+            self.ended = True
+
+    headers = Headers({"content-type": f"{request.headers['content-type']}; charset=latin-1"})
+    parser = Parser(headers, request.stream(), max_files=most, max_fields=most)
+    form = await parser.parse()
+    if not parser.ended:  # what came of its last part would be missing among the answers
+        raise RequestError("the form is cut off: it does not end with its boundary")
+    parts = [(name, one if isinstance(one, str) else await one.read()) for name, one in form.multi_items()]
+    await form.close()
+    return parts
 
 
 def read_form(
