@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,10 @@ class OurModel(nn.Module):
     def dtype(self) -> torch.dtype:
         """Dtype of the parameters."""
         return next(self.parameters()).dtype
+
+    def to(self, *where: Any, memory_format: torch.memory_format | None = None, **more: Any) -> Self:
+        """As of any module; a memory format is that of images: weights, whose axes are others, stay as they are."""
+        return super().to(*where, **more)
 
 
 @contextmanager

@@ -153,6 +153,9 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
     A single model is an ensemble with one member, a pruned model one with fewer heads, a Deep Ensemble one
     whose members share nothing, a Hydra Ensemble one whose members share stem and MLPs.
 
+    Parameters have an axis of copies in front, norms and biases too, `[G, d]`: in a training loop of your own, rules
+    that know these by a single axis (`ndim <= 1` for weight decay, 2 for Muon) have to go by their names instead.
+
     Attributes:
         config: What it is made of.
         metadata: Labels, preprocessing, calibration, history; of the weights as they are.

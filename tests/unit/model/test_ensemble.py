@@ -283,7 +283,7 @@ def test_tensors_of_inference_mode_stay_calibrated() -> None:
     [
         lambda one: one.bfloat16(),
         lambda one: one.double().float(),
-        lambda one: one.to("cpu"),
+        lambda one: one.to("cpu").to(memory_format=torch.channels_last),
         lambda one: one.double().requires_grad_(True).train(),
         lambda one: copy.deepcopy(copy.deepcopy(one)),
         lambda one: pickle.loads(pickle.dumps(one)),
