@@ -324,7 +324,7 @@ def report_failure(error: BaseException, debug: bool) -> int | None:
         message = f"error: {error}"
     elif isinstance(error, torch.OutOfMemoryError | MemoryError):
         code = 2
-        message = f"error: not enough memory ({error}); lower the batch size (of serve: --max-batch), or use another device"
+        message = f"error: not enough memory ({error}); lower the batch size (serve: --max-batch), or change the device"
     else:
         hint = "" if debug else "; --debug shows where"
         code = 1
