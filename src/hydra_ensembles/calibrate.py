@@ -204,15 +204,13 @@ def _fitted_on_a_half(
     Samples of one key are copies, and go together: a copy of what was fitted looks more familiar than new data.
     """
     draws = np.random.default_rng(0)
-    fits = torch.from_numpy(draws.random(len(samples.labels)) < 0.5)
-    lent = 0
-    for label in samples.labels.unique().tolist() if score in BY_CLASS else ():
-        of_class = (samples.labels == label).nonzero()[:, 0]
-        if not bool(fits[of_class].any()):  # by chance all samples of a rare class may be in one half
-            fits[of_class[0]] = True
-            lent += 1
+    labels = samples.labels.numpy()
+    drawn = draws.random(len(labels)) < 0.5
+    classes, first = np.unique(labels, return_index=True)
+    lent = ~np.isin(classes, labels[drawn]) & (score in BY_CLASS)  # by chance all of a rare class may be in one half
+    drawn[first[lent]] = True
     _, first_copy, copies = np.unique(keys, return_index=True, return_inverse=True)
-    fits = fits[torch.from_numpy(first_copy[copies])]
+    fits = torch.from_numpy(drawn[first_copy[copies]])
     held_out = samples.pick(~fits)
     if len(held_out.labels) < max(samples_for(share), 1):
         few = f"a half of {len(samples.labels)} samples is too few to promise a share of {share:.4g} of familiar inputs"
@@ -222,7 +220,7 @@ def _fitted_on_a_half(
         fitting.add(samples.pick(rows))
     fitting.mark(keys[fits.numpy()])
     familiarity = fitting.finish()
-    held_out = fitting.standing_in(held_out, lent)
+    held_out = fitting.standing_in(held_out, int(lent.sum()))
     return Familiarity(replace(familiarity.settings, halved=True), familiarity.state), held_out
 
 
