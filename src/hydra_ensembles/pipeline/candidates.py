@@ -28,6 +28,7 @@ from ..fuse import fuse, soup
 from ..heads.members import random_members
 from ..metrics.distance import FamiliarityName
 from ..model.cost import measure_costs
+from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.zero_shot import DEFAULT_TEMPLATES
 from ..report.table import to_markdown
@@ -135,7 +136,7 @@ def search(
     settings = _Settings(cost, first, tolerance, price, batch_size, familiarity, seed)
     if launched():
         raise ConfigError("a search runs in one process; start it without torchrun or accelerate launch")
-    base: Any = model if isinstance(model, Ensemble) else convert(model)
+    base: Any = model if isinstance(model, Ensemble | DualEncoder) else convert(model)
     if not isinstance(base, Ensemble):
         raise ConfigError("search takes classifiers; of a dual encoder make one: zero_shot(dual, class_names)")
     start = starting_model(base, None, DEFAULT_TEMPLATES, device)

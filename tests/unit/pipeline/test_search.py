@@ -24,6 +24,7 @@ from hydra_ensembles.pipeline.choice import DEEP, FUSED, SOUP, YOURS, SearchRow
 from hydra_ensembles.training.finetune import EnsembleLearner
 from processes import count_calls, watch_replacements
 from random_ensembles import noisy, small
+from unit.training.training_cases import tiny_dual
 
 PLAIN = {"shared_layers": 2, "strategy": "random", "prune": 1}
 TOGETHER = {**PLAIN, "training": "together"}
@@ -349,6 +350,7 @@ def test_a_finished_search_is_read_back_and_its_folder_is_for_it_and_one_worker(
         ({"ood": batches(3, seed=3, shift=1.5)}, DataError, "4 or more"),
         ({"id": [(samples(248, 2)[0], torch.zeros(248, dtype=torch.long))]}, DataError, "classes"),
         ({"models": [text_model()]}, HydraError, "."),
+        ({"model": tiny_dual()}, ConfigError, "zero_shot"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_trained(changes, kind, token, work) -> None:
