@@ -434,6 +434,7 @@ async def form_parts(request: "Request", most: int) -> list[tuple[str, str | byt
 
     class Parser(MultiPartParser):
         ended = False
+        spool_max_size = max_file_size = 0  # nothing of a request goes to a disk; the latter of earlier releases
 
         def on_end(self) -> None:
             self.ended = True
@@ -441,10 +442,10 @@ async def form_parts(request: "Request", most: int) -> list[tuple[str, str | byt
     headers = Headers({"content-type": f"{request.headers['content-type']}; charset=latin-1"})
     parser = Parser(headers, request.stream(), max_files=most, max_fields=most)
     form = await parser.parse()
-    if not parser.ended:  # what came of its last part would be missing among the answers
-        raise RequestError("the form is cut off: it does not end with its boundary")
     parts = [(name, one if isinstance(one, str) else await one.read()) for name, one in form.multi_items()]
     await form.close()
+    if not parser.ended:  # what came of its last part would be missing among the answers
+        raise RequestError("the form is cut off: it does not end with its boundary")
     return parts
 
 

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -91,6 +92,11 @@ def test_whoever_sent_an_input_is_told_what_was_done_with_it() -> None:
     assert "notes" not in one_scene
     answer = post("image", f"{MODEL}/infer", json=pixels([0.0, 255.0] * 192))
     assert "sample 1: images have values from 0 to 255" in answer.json()["parameters"]["notes"]
+
+
+def test_an_upload_is_not_written_to_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.TemporaryFile", Mock(side_effect=OSError(30, "Read-only file system")))
+    assert post("image", files={"file": picture(0, (1000, 700), "BMP")}).status_code == 200
 
 
 def test_an_image_as_it_is_and_its_nearest_class() -> None:
