@@ -126,6 +126,15 @@ def test_settings_are_refused_before_anything_is_loaded(options: list[Any], toke
     assert token in fail("serve", "no-such-folder", *options)
 
 
+@pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), pytest.param("SIGTERM", 143, marks=pytest.mark.slow)])
+def test_a_signal_while_the_model_is_warmed_ends_at_once(signal: str, code: int, folder: Path) -> None:
+    waits = "from threading import Event; Service.workers = lambda _: (os.kill(os.getpid(), number), Event().wait())"
+    program = ENDED_INSIDE.replace("Service.workers = workers", waits)
+    command = [sys.executable, "-c", program, signal, "serve", str(folder), "--port", "0"]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT)
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (code, "interrupted")
+
+
 def test_a_start_that_fails_ends_as_every_failure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hydra_ensembles.cli.serving.log_to_stdout", lambda: None)  # which is for a process
     monkeypatch.setattr(Service, "workers", Mock(side_effect=torch.OutOfMemoryError("full")))

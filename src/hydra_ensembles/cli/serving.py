@@ -113,6 +113,12 @@ def run_server(uvicorn: Any, app: Any, listener: socket.socket, settings: ServeS
             if self.started:
                 _announce(listener, settings)
 
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            if not self.started:  # nothing was taken in, and a thread that warms or compiles plans is waited for
+                print("interrupted", file=sys.stderr, flush=True)
+                os._exit(128 + sig)
+            super().handle_exit(sig, frame)
+
     former = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it is done: a clean end is 0
     try:
         Announcing(config).run([listener])
