@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hydra_ensembles.data.corruptions import CORRUPTIONS
 from hydra_ensembles.errors import CheckpointError, DataError
 from hydra_ensembles.files import read_json, write_json
-from studies import all_tasks, cells, classifiers, findings, storing
+from studies import all_tasks, classifiers, findings, storing
 from studies import rows as study_rows
 from studies.__main__ import app
 from studies.cells import PAPER
@@ -72,20 +72,6 @@ def test_corrupted_images_are_measured_by_severity(study: Study) -> None:
         means = [columns[f"{HYDRA}|{name}|brier"][level] for name in CORRUPTIONS]
         assert study.mean(HYDRA, f"severity {level + 1}.brier") == pytest.approx(np.mean(means, dtype=float), rel=2e-3)
     assert len(columns[f"{HYDRA}|severity 1|nll"]) == 3  # images
-
-
-def test_means_compare_whichever_seeds_a_row_has(study: Study) -> None:
-    """MC Dropout has seed 0 alone, where Single is not what it is on average; means differ as paired rows do."""
-    for key in ("accuracy", "calibrated.nll", "all.auroc", "ece"):
-        ours = [study.numbers(SINGLE, seed)[key].value for seed in (0, 1)]
-        gap = study.numbers(MC_DROPOUT, 0)[key].value - ours[0]
-        assert study.mean(SINGLE, key) == pytest.approx(np.mean(ours))
-        assert study.mean(MC_DROPOUT, key) == pytest.approx(np.mean(ours) + gap)
-    assert study.mean(MC_DROPOUT, "mahalanobis:all.auroc") is None
-    assert cells.level(study, [SINGLE, HYDRA, SOUP]) == "Means over 2 seeds"  # of Soup there is nothing
-    tables = ("summary", "main", "sets", "detection")
-    assert all("(1 a row; 2 of Single, Hydra)" in findings.TABLES[name](study) for name in tables)
-    assert "(1 a row; 2 of Single)" in findings.paper_table(study)  # the paper has no Hydra of ours
 
 
 def test_the_command_shows_every_table(study: Study) -> None:
