@@ -291,8 +291,8 @@ def test_marks_are_drawn_evenly_and_from_parts_as_from_the_whole() -> None:
     assert np.array_equal(np.sort(overlap.marked(keys[:5])), keys[:5])
 
 
-@pytest.mark.parametrize(("fitted", "new"), [(700, 250), (6_000, 1_000), (40, 30), (300, 300), (500, 2_000)])
-@pytest.mark.parametrize("known", [1.0, 0.5, 0.1, 0.0])
+@pytest.mark.parametrize(("fitted", "new"), [(700, 250), (6_000, 1_000), (500, 2_000)])
+@pytest.mark.parametrize("known", [1.0, 0.1, 0.0])
 def test_the_share_of_the_new_set_is_estimated(fitted: int, new: int, known: float) -> None:
     """Not the share of the fitted set: all of a small set may be a small part of it."""
     common = min(int(known * new), fitted)
