@@ -422,11 +422,11 @@ def _find_tower(dual: DualArchitecture, kind: str, model: nn.Module) -> tuple[st
         tower: Any = getattr(model, path, None) if path else model
         if qualified_name(tower) in architecture.classes:
             return path, tower, architecture
-    classes = {path: type(getattr(model, path, None)).__name__ for path, _ in options if path}
+    found = sorted({type(getattr(model, path, None)).__name__ for path, _ in options if path})
     allowed = [name for _, architecture in options for name in architecture.classes]
     raise ConversionError(
-        f"{dual.name}: the {kind} tower is a {classes}; supported are {allowed}. Convert the towers on their own where "
-        "that is possible, and put them together with DualEncoder(image, text, …)"
+        f"{dual.name}: the {kind} tower is a {', '.join(found)}; supported are {allowed}. Convert the towers "
+        "on their own where that is possible, and put them together with DualEncoder(image, text, …)"
     )
 
 

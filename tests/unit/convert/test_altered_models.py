@@ -8,7 +8,6 @@ import pytest
 import torch
 from convert_cases import alike, changed, refused, vit
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 import hydra_ensembles as he
 from architectures import timm_model
@@ -100,7 +99,6 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("timm", lambda model: put("blocks", nn.Sequential())(model), "no blocks"),
     ("timm", put(BLOCK + "mlp.drop2", nn.Dropout(0.5)), "blocks.1.mlp.drop2.p"),
     ("timm", lambda model: [put("mlp.drop1", nn.AlphaDropout(0.2))(block) for block in model.blocks], "AlphaDropout"),
-    ("timm", lambda model: parametrizations.weight_norm(model.blocks[1].mlp.fc1), "ParametrizedLinear"),
     ("timm", lambda model: model.norm.register_forward_hook(lambda *given: given[2] * 2), "forward hook"),
     ("timm", put("pool_include_prefix", True, ("global_pool", "avg")), None),
     ("timm", put("no_embed_class", True), "stem.position"),
