@@ -6,6 +6,7 @@ are given.
 
 import base64
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -19,6 +20,7 @@ from ..errors import ConfigError
 from ..evaluation.atlas import Atlas
 from ..evaluation.evaluation import Evaluation
 from ..files import expanded, write_atomically
+from ..metrics.bootstrap import Interval
 from ..model.cost import Cost
 from ..model.metadata import ACCEPTS_ALL
 from . import figures
@@ -107,7 +109,7 @@ def write_report(
         shown=shown,
         accepts_all=ACCEPTS_ALL,
         colours={name: figures.colour(index) for index, name in enumerate(methods)},
-        tiles=list(_tiles(comparison, shown, focus, baseline, spread=len(methods[focus]) > 1)),
+        tiles=list(_tiles(comparison, methods, focus, baseline)),
         lead=list(lead),
         summary=None if summary is None else _table(summary, summary.columns),
         summary_notes=() if summary is None else summary.notes,
@@ -187,9 +189,14 @@ def _write_page(path: Path, template: str, **values: Any) -> Path:
 
 
 def _tiles(
-    comparison: Comparison, shown: Evaluation, focus: str, baseline: str, spread: bool
+    comparison: Comparison, methods: Mapping[str, Sequence[Evaluation]], focus: str, baseline: str
 ) -> Iterator[dict[str, Any]]:
-    """The numbers a reader asks for first, against the baseline; better or worse where its number is beyond chance."""
+    """The numbers a reader asks for first, against the baseline; better or worse where they differ beyond chance.
+
+    Chance moves both. How far together is not known here: they count as if by themselves, which says too little rather
+    than too much.
+    """
+    ours, theirs = ({} if len(methods[name]) > 1 else methods[name][0].intervals for name in (focus, baseline))
     rows = {row.name: row.cells for row in comparison.rows}
     entries = {entry[0].key: entry for entry in zip(comparison.columns, rows[focus], rows[baseline], strict=True)}
     for kind in ("auroc", "abstained"):
@@ -199,14 +206,15 @@ def _tiles(
         column, cell, other = entries[key]
         if cell.value is None:
             continue
-        interval = None if spread else shown.intervals.get(key)
+        interval = ours.get(key)
         if interval is not None and interval.low == interval.high:
             interval = None  # all samples have the same, as where all are right: it says nothing
         outcome, change = "", ""
         if other.value is not None and baseline != focus:
             amount = (cell.value - other.value) * column.scale
             change = f"{amount:+.{column.digits}f}".replace("-", "−") + f" vs {baseline}"
-            beyond_chance = interval is not None and other.value not in interval
+            room = (_room(one, up) for one, up in ((interval, amount < 0), (theirs.get(key), amount > 0)))
+            beyond_chance = interval is not None and abs(cell.value - other.value) > math.hypot(*room)
             shown_alike = column.write(cell.value) == column.write(other.value)
             if column.better != "neither" and column.ranked and beyond_chance and not shown_alike:
                 outcome = "better" if (amount > 0) == (column.better == "higher") else "worse"
@@ -217,6 +225,13 @@ def _tiles(
             "outcome": outcome,
             "interval": interval and f"{column.write(interval.low)} to {column.write(interval.high)}",
         }
+
+
+def _room(interval: Interval | None, up: bool) -> float:
+    """How far an interval goes up, or down, from its number; no way where there is none."""
+    if interval is None:
+        return 0.0
+    return interval.high - interval.value if up else interval.value - interval.low
 
 
 def _table(comparison: Comparison, columns: Sequence[Column]) -> dict[str, Any]:

@@ -120,14 +120,17 @@ def test_one_evaluation_without_sets_makes_a_report_in_which_sentences_and_a_sum
 
 
 def test_a_change_within_the_interval_or_without_one_has_no_colour(render):
-    """The baseline's number may be the true one of the method that is shown."""
+    """Nor one that chance may have given the baseline."""
     single, hydra = (evaluation(name, seed=seed, ood=False, bootstrap=50) for name, seed in (("Single", 1), ("H", 2)))
     change = f"{(hydra.id.accuracy - single.id.accuracy) * 100:+.2f}".replace("-", "−")
     assert single.id.accuracy in hydra.intervals["accuracy"]
     assert single.id.accuracy != hydra.id.accuracy
     assert f'<span class="">{change} vs Single</span>' in render([single, hydra])
-    apart = Interval(0.5, 0.4, 0.6, level=0.95, resamples=50)  # without the number of the baseline
-    assert f'<span class="worse">{change}' in render([single, replace(hydra, intervals={"accuracy": apart})])
+    narrow, wide = (Interval(0.5, 0.5 - by, 0.5 + by, level=0.95, resamples=50) for by in (0.01, 0.1))
+    hydra = replace(hydra, intervals={"accuracy": narrow})
+    for of_single, outcome in (({"accuracy": wide}, ""), ({"accuracy": narrow}, "worse"), ({}, "worse")):
+        page = render([replace(single, intervals=of_single), hydra])
+        assert f'<span class="{outcome}">{change} vs Single</span>' in page, of_single
     assert f'<span class="">{change} vs Single</span>' in render([single, replace(hydra, intervals={})])
 
 
