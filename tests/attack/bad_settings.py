@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import hydra_ensembles as he
-from hydra_ensembles import metrics
+from hydra_ensembles import baselines, metrics
 from hydra_ensembles.model.config import EncoderConfig, PatchStemConfig, ReadoutConfig, TextStemConfig
 from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.training.recipe import RandAugment
@@ -72,7 +72,7 @@ def settings() -> dict[str, tuple[Callable[[Any], Any], Takes, bool]]:
     def add(name: str, call: Callable[[Any], Any], takes: Takes, costly: bool = False) -> None:
         found[name] = call, takes, costly
 
-    for table in (_dataclasses, _functions, _circuits, _models, _zero_shot, _metrics, _results):
+    for table in (_dataclasses, _baselines, _functions, _circuits, _models, _zero_shot, _metrics, _results):
         table(add)
     return found
 
@@ -175,6 +175,25 @@ def _dataclasses(add: Add) -> None:
         "eot_token": either(whole(0, none=True), -1),
     }
     _each(add, "ReadoutConfig.{}", ReadoutConfig, readout)
+
+
+def _baselines(add: Add) -> None:
+    some, several, positive, share = whole(1), whole(2), number(0, above=True), number(0, 1, below=False)
+    few, scale = whole(1, none=True), number(0, above=True, none=True)
+    known: dict[Any, dict[str, Takes]] = {
+        baselines.LoRA: {"rank members": some, "alpha": scale, "training": nothing},
+        baselines.BatchEnsemble: {"members": several, "deviation": number(0), "rate": positive, "last_layers": few},
+        baselines.Packed: {"members": some, "alpha": positive, "heads": few},
+        baselines.OBA: {"keep": number(0, 1), "steps": some},
+        baselines.Laplace: {"members": some, "samples": few, "prior_precision": scale, "structure": nothing},
+        baselines.MIMO: {"members": several, "rho": share, "batch_repeat": some},
+        baselines.SWAG: {"points": either(several, 2), "rank": either(several, LARGE), "scale": number(0)},
+        baselines.BayesVLM: {"pseudo_count": positive, "negatives": several},
+        baselines.NegLabel: {"share": number(0, 1, above=True, below=False), "percentile": share, "groups": some},
+        baselines.ViLU: {"batch_size": some},
+    }
+    for kind, takes in known.items():
+        _each(add, f"{kind.__name__}.{{}}", kind, takes)
 
 
 def _warmup(value: Any) -> bool | None:

@@ -96,8 +96,11 @@ WHOLE = recipe(train_groups=("stem", "attention", "mlp", "norms", "readout"))
         (he.HydraConfig, {"average_trunk": True, "training": "together"}, "average_trunk"),
         (he.HydraConfig, {"average_trunk": True, "training": "apart", "shared_layers": 0}, "average_trunk"),
         (DemoSettings, {"shared_layers": 6}, "last_blocks"),
+        *((DemoSettings, {name: 0}, name) for name in ("epochs", "limit", "draws")),
+        (DemoSettings, {"share": 1}, "share"),
         (he.ImagePreprocessing, {"mean": (0.0, 0.0)}, "mean"),
         (TrainTransform, {"crop_scale": (0.9, 0.5)}, "crop_scale"),
+        (TrainTransform, {"flip_probability": 1.5}, "flip_probability"),
         (TrainTransform, {"std": (1, 0, 1)}, "std"),
     ],
 )

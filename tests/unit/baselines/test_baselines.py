@@ -153,7 +153,7 @@ TRAINED_BY = {
 }
 
 
-@pytest.mark.parametrize(  # what a field refuses by its annotation, tests of settings give to all
+@pytest.mark.parametrize(  # which numbers a setting takes by itself is said in attack/bad_settings.py
     ("kind", "settings", "token"),
     [
         (LoRA, {"rank": 10}, "rank"),
