@@ -98,7 +98,7 @@ def lora_ensemble(
     trunk = 0 if recipe.last_blocks is None else max(model.num_layers - recipe.last_blocks, 0)
     sharing = Sharing(stem=True, mlp=True, norms=True, readout=model.config.readout.cosine is not None)
     together = settings.training == "together"
-    start = joined([model] * settings.members, sharing, trunk) if together else model
+    start = joined([model] * (settings.members if together else 1), sharing, trunk)
     identity = {"method": "lora", "settings": to_plain(settings)}
 
     def trained(index: int) -> Ensemble:
