@@ -49,6 +49,8 @@ def _labelled(one: Ensemble, count: int, seed: int) -> list[Any]:
     inputs, labels = inputs_for(one, count, seed), torch.arange(count) % one.num_classes
     if one.kind == "image":
         inputs["pixel_values"] += labels[:, None, None, None]
+    else:  # longer than the texts of tests: of equal ones rounding would decide a p-value
+        inputs["attention_mask"][:, :3] = 1
     return [(inputs, labels)]
 
 

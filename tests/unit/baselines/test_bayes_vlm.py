@@ -137,7 +137,7 @@ def test_the_closed_form_is_that_of_ten_thousand_projections(bias):
     expected = cosines.softmax(-1).mean(0)
     single = he.zero_shot(model, NAMES)(IMAGES)[0].softmax(-1)
     off, away = ((one - expected).abs().max() for one in (probit(IMAGES)[0].softmax(-1).double(), single))
-    assert off < 0.005
+    assert off < 0.008
     assert away > 3 * off  # so that Single does not pass for it
 
 

@@ -149,7 +149,7 @@ VARIANTS: Rows = [
     (lambda: vit(norm_layer=lambda width, **_: nn.Identity()), "no norms"),
     (lambda: vit(global_pool="map", final_norm=False), "final_norm"),
     (lambda: timm_model(EVA02, use_post_norm=True), "EvaBlockPostNorm"),
-    (lambda: timm_model(EVA02, rope_rotate_half=True), "in different ways"),
+    (lambda: changed(timm_model(EVA02), "rope.rotate_half", True), "in different ways"),
     (lambda: timm_model(EVA_DINOV3, rope_grid_offset=0.5), "RotaryEmbeddingDinoV3"),
     (lambda: timm_model(EVA_DINOV3, attn_only_layer_scale=True), "attn_only_layer_scale, no tensor.*mlp.scale"),
     (

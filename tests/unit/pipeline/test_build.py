@@ -57,6 +57,8 @@ def test_other_numbers_of_members(strategy: Strategy, members: int, tmp_path: Pa
     hydra = he.build(image_model(), config(strategy=strategy, members=members), output=tmp_path, **sets())
     assert (hydra.num_members, len(set(hydra.heads)), hydra.config.trunk) == (members, members, 0)
     rankings = {path.stem: len(he.HeadRanking.load(path)) for path in (tmp_path / "rankings").glob("*.json")}
+    if "acc-further" in rankings:  # by weights that some versions of torch draw: all circuits go on where two are equal
+        assert {rankings.pop(f"{score}-further") for score in ("acc", "ood")} == {5}
     expected = {"taylor": {"taylor-0": 3}, "sampled": {"avg": 6}, "circuit": {"avg": 3}}[strategy]
     if members == 5:  # the pool is 100 / 48 of the heads to prune; the other circuits need no more than those
         expected |= {"avg": 6, "acc": 3, "ood": 3}
@@ -72,7 +74,7 @@ def test_other_numbers_of_members(strategy: Strategy, members: int, tmp_path: Pa
 )
 def test_shared_layers_become_the_trunk(strategy: Strategy, kind: str, shared: int) -> None:
     """Whole, common and frozen, whatever the recipe trains."""
-    base = image_model() if kind == "image" else text_model()
+    base = image_model() if kind == "image" else text_model(seed=1)
     everything = recipe(steps=2, train_groups=("stem", "attention", "mlp", "norms", "readout"))
     asked = config(strategy=strategy, members=2, prune=2 * (LAYERS - shared), shared_layers=shared, recipe=everything)
     hydra = he.build(base, asked, **(sets() if kind == "image" else text_sets()))
