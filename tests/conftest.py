@@ -107,8 +107,11 @@ def pytest_configure(config: pytest.Config) -> None:
             "same", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
         )
         hypothesis.settings.load_profile("same")  # the same examples everywhere, however long a busy machine takes
+        import torch
+
         from hydra_ensembles.optimize import runner
 
+        torch.ones(1, requires_grad=True).sum().backward()  # the first one behind a torch.export lets no fork train
         runner.REPEATS = 1  # plans are timed to choose between them, and no test asks which is the faster one
         # what ours say, tests ask for by pytest.warns
         config.addinivalue_line("filterwarnings", "ignore::hydra_ensembles.errors.HydraWarning")
