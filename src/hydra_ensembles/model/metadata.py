@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .._utils import warn
 from ..arguments import Checked, Count, PositiveShare
 from ..errors import ConfigError
 from ..metrics.conformal import Reference
@@ -323,10 +324,15 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
             advice = "retrain one of them, or give both the same with .with_metadata(preprocessing=...)"
             raise ConfigError(f"members {prepared[0][0]} and {index} have different preprocessing; {advice}")
     history = tuple(dict.fromkeys(line for member in members for line in member.history))
-    labels = members[0].labels if len(named) == len(members) else ()
+    labels = named[0][1] if named else ()
+    if len(named) not in (0, len(members)):
+        labels, bare = (), next(index for index, member in enumerate(members) if not member.labels)
+        advice = "give it those of the others with .with_metadata(labels=...), if it numbers classes alike"
+        warn(f"member {bare} has no class names, so all have none; {advice}")
+    preprocessing = prepared[0][1].preprocessing if prepared else None
     side = join_text_sides([member.text_side for member in members])
     marks, samples = together([member.trained_set for member in members])
-    common = replace(members[0].unmeasured, labels=labels, history=history, text_side=side)
+    common = replace(members[0].unmeasured, labels=labels, preprocessing=preprocessing, history=history, text_side=side)
     return replace(common, train_marks=marks, train_samples=samples)
 
 

@@ -207,7 +207,8 @@ def held_against_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadB
         )
     if not lines:
         return ensemble
-    advice = "prune fewer heads, train the members (recipe= and train=), or keep the model: he.calibrate(model, …)"
+    fewer = "prune fewer heads, " if ensemble.config.heads != base.config.heads * ensemble.num_members else ""
+    advice = f"{fewer}train the members (recipe= and train=), or keep the model: he.calibrate(model, …)"
     warn(f"{'; '.join(lines)}: {advice}")
     return ensemble.with_metadata(history=(*ensemble.metadata.history, *lines))
 
