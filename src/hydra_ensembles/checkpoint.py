@@ -416,7 +416,7 @@ def _open(path: Path, folder: Path) -> BufferedReader:
     try:
         real = path.resolve(strict=True)
         root = folder.resolve(strict=True)
-    except RuntimeError as error:  # links in a circle
+    except RuntimeError as error:  # links in a circle; an OSError from Python 3.13 on
         raise CheckpointError(_missing(folder, path.name)) from error
     roots = [root]
     if root.parent.name == "snapshots":  # the hub client's cache has links into the folders `blobs` beside it
