@@ -342,9 +342,8 @@ def _fit_temperature(
     if nll_before - lowest <= _WORTHWHILE:
         logs = torch.zeros_like(logs)
     temperatures = logs.exp().tolist()
-    nll_after = min(
-        _nll(_label_log_probs(member_logits, labels, logs)[0]), nll_before
-    )  # at 1, they are equal but for rounding
+    fitted = _nll(_label_log_probs(member_logits, labels, logs)[0])
+    nll_after = min(fitted, nll_before)  # at 1, they are equal but for rounding
     at_bound = False
     for member, found in enumerate(temperatures):
         for bound, cause in ((COLDEST, _AT_COLDEST), (HOTTEST, _UNFIT)):

@@ -106,9 +106,8 @@ def export(
         with _staged(path) as file:
             about = _about(model, format, inputs, outputs)
             with _quiet(format):
-                program = _traced(
-                    answering, _random(model, inputs, *(n + model.num_members for n in TRACED)), inputs, model
-                )
+                samples, tokens = (count + model.num_members for count in TRACED)
+                program = _traced(answering, _random(model, inputs, samples, tokens), inputs, model)
                 _WRITERS[format](program, file, inputs, outputs, about)
                 run = _RUNNERS[format](file)
                 pairs = zip(batches, expected, strict=True)
