@@ -121,6 +121,15 @@ def _is_text(value: Any) -> bool:
     return isinstance(first, str | bytes) or (isinstance(value, np.ndarray) and value.dtype.kind in "US")
 
 
+def require_usual_device(name: str) -> None:
+    """Refuse another default device of torch than the CPU."""
+    if (default := torch.get_default_device()).type != "cpu":
+        raise ConfigError(
+            f"torch's default device is {default}, and numbers of {name} are put together on the CPU; call "
+            "torch.set_default_device('cpu') first: the model stays where it is"
+        )
+
+
 def iterate(
     batches: Batches, name: str = "data", labelled: bool = True, whole: bool = True
 ) -> Iterator[tuple[Inputs, Tensor | None]]:
@@ -129,11 +138,7 @@ def iterate(
     So is one of which every process has a part of its own, where the `whole` is asked for; and another default device
     of torch than the CPU, where numbers of all batches are put together.
     """
-    if (default := torch.get_default_device()).type != "cpu":
-        raise ConfigError(
-            f"torch's default device is {default}, and numbers of {name} are put together on the CPU; call "
-            "torch.set_default_device('cpu') first: the model stays where it is"
-        )
+    require_usual_device(name)
     if whole:
         check_unsharded(batches, name)
     try:
@@ -208,6 +213,7 @@ def within_classes(labels: Tensor, classes: int, where: str) -> Tensor:
 
 def require_rereadable(batches: Batches, name: str) -> None:
     """Refuse a one-shot iterator: training reads its data once per epoch, and again to resume."""
+    require_usual_device(name)
     if isinstance(batches, Iterator):
         raise DataError(
             f"{name} is a {type(batches).__name__}, which can be read only once; give a DataLoader or a list of batches"

@@ -213,7 +213,8 @@ def _fitted_on_a_half(
     fits = torch.from_numpy(drawn[first_copy[copies]])
     held_out = samples.pick(~fits)
     if len(held_out.labels) < max(samples_for(share), 1):
-        few = f"a half of {len(samples.labels)} samples is too few to promise a share of {share:.4g} of familiar inputs"
+        few = f"{len(held_out.labels)} of {len(samples.labels)} samples, those that do not fit it, are too few"
+        few = f"{few} to promise a share of {share:.4g} of familiar inputs"
         raise TooFewSamplesError(f"{few}; it takes {samples_for(share)}, or statistics fitted before (fit_familiarity)")
     fitting = Fitting(ensemble, (score,), draws)
     for rows in fits.nonzero()[:, 0].split(_ROWS):

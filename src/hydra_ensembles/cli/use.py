@@ -80,11 +80,18 @@ def predict(
         stored = ensemble.metadata.calibration or Calibration()
         ensemble = ensemble.with_metadata(calibration=replace(stored, threshold=threshold))
     items = find_inputs(ensemble.kind, inputs or (), text or (), named_columns(column))
-    answers: list[dict[str, Any]] = []
-    for start in range(0, len(items), batch_size):
-        batch = items[start : start + batch_size]
-        answers += _answers([name for name, _ in batch], ensemble.predict([read() for _, read in batch]))
+    problems: list[DataError] = []
+    answers = [
+        answer
+        for start in range(0, len(items), batch_size)
+        for answer in _answered(ensemble, items[start : start + batch_size], problems)
+    ]
+    if not answers:
+        raise problems[0]
     emit(_formatted(answers, format), output)
+    if problems:
+        first = f"{len(problems)} of {len(items)} inputs have no answer, the others do; the first: {problems[0]}"
+        raise DataError(first) from problems[0]
     if answers[0]["verdict"] is None:
         print("no verdict: this model has no calibrated threshold; build stores one, or give --threshold",
               file=sys.stderr)  # fmt: skip
@@ -108,6 +115,8 @@ def find_inputs(kind: str, inputs: Sequence[str], texts: Sequence[str], columns:
     items: list[NamedItem] = []
     for argument in inputs:
         path = expanded(argument)
+        if argument == "-" and sys.stdin is None:
+            raise DataError("- is the standard input, which is closed; open it, or name files")
         if argument != "-" and not path.exists():
             hint = f"; for a text write --text {argument!r}" if kind == "text" else ""
             raise DataError(f"{path} does not exist{did_you_mean(path)}{hint}")
@@ -153,6 +162,17 @@ def _texts(argument: str, path: Path) -> list[str]:
         blank = len(lines) - len(texts)
         print(f"blank lines of {source} have no answer: {blank} passed over", file=sys.stderr)
     return texts
+
+
+def _answered(ensemble: Ensemble, items: Sequence[NamedItem], problems: list[DataError]) -> list[dict[str, Any]]:
+    """The answers to a batch; what cannot be read or prepared is found one by one, and added to the problems."""
+    try:
+        return _answers([name for name, _ in items], ensemble.predict([read() for _, read in items]))
+    except DataError as error:
+        if len(items) == 1:
+            problems.append(error)
+            return []
+        return [answer for item in items for answer in _answered(ensemble, [item], problems)]
 
 
 def _answers(names: Sequence[str], prediction: Prediction) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ one is within the threshold with at least the share asked for. Of inputs from el
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -76,7 +76,7 @@ def p_values(reference: Tensor, scores: Tensor) -> Tensor:
 class Reference:
     """Scores of held-out samples, sorted, that those of new samples are held against; of many, some at even ranks."""
 
-    values: tuple[float, ...]
+    values: tuple[float, ...] = field(repr=False)
     samples: int  # how many there were
 
     def __post_init__(self) -> None:

@@ -92,8 +92,10 @@ def shapes_of(config: EnsembleConfig) -> Mapping[str, torch.Size]:
         return {name: parameter.shape for name, parameter in parameters}
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors, each contiguous."""
+    """Copies of tensors, each contiguous; also in inference mode they can be trained, and edits of them are counted."""
     return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
 
 

@@ -114,7 +114,7 @@ class FamiliaritySettings(Checked):
     threshold: float | None = None
     accepted_share: PositiveShare = 0.95
     reference: Reference | None = None
-    marks: tuple[str, ...] = ()
+    marks: tuple[str, ...] = field(default=(), repr=False)
     embedding: Count = field(default=0, metadata=ADDED_LATER)
     hidden: tuple[Count, ...] = field(default=(), metadata=ADDED_LATER)
     words: tuple[Count, Count] = field(default=(0, 0), metadata=ADDED_LATER)

@@ -177,10 +177,12 @@ def make_app(
         routes += [("GET", prefix, server.metadata, True), ("GET", f"{prefix}/ready", server.is_ready, False)]
         routes += [("POST", f"{prefix}/infer", server.infer, True)]
     for method, path, handler, locked in routes:
-        handler_name = handler.__name__
+        handler_name, answered = handler.__name__, server.guarded(path, handler, locked)
+        if method == "GET":  # whoever asks for the head alone, as balancers do, is told the same; FastAPI has it not
+            app.router.add_route(path, answered, methods=["HEAD"], include_in_schema=False)
         app.add_api_route(
             path,
-            server.guarded(path, handler, locked),
+            answered,
             methods=[method],
             summary=(handler.__doc__ or "").partition("\n")[0],
             openapi_extra={"requestBody": {"content": BODIES[handler_name]}} if handler_name in BODIES else None,

@@ -382,10 +382,9 @@ def _require_same_answers(folder: RunFolder, about: Mapping[str, Any]) -> None:
 def _identity(ensemble: Ensemble) -> dict[str, Any]:
     """What answers depend on."""
     metadata, fitted = ensemble.metadata, ensemble.metadata.familiarity
-    familiarity = None if fitted is None else [repr(fitted.settings), tensors_digest(fitted.state)]
-    about = [repr(metadata.preprocessing), repr(metadata.calibration), list(metadata.labels), familiarity]
-    tokenizer = getattr(metadata.preprocessing, "tokenizer", "")
-    return {"weights": model_fingerprint(ensemble), "metadata": digest_of([*about, tokenizer])}
+    familiarity = None if fitted is None else [to_plain(fitted.settings), tensors_digest(fitted.state)]
+    about = [to_plain(metadata.preprocessing), to_plain(metadata.calibration), list(metadata.labels), familiarity]
+    return {"weights": model_fingerprint(ensemble), "metadata": digest_of(about)}
 
 
 def _about(scorer: Scorer) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -225,11 +226,14 @@ class Recipe(Checked):
                 f"(requires_grad=False, first {frozen[0]}), and train all the same: train_groups and last_blocks of "
                 "the recipe say what stays as it is"
             )
-        first, *others = (x.detach() for name, x in model.named_parameters() if name.endswith("mlp.down.weight"))
-        one = bool(others) and not first.is_meta and bool(first.any()) and all(torch.equal(first, x) for x in others)
-        if one and any(place_of(name)[1] is not None for name in trained):
+        downs = [x.detach() for name, x in model.named_parameters() if name.endswith("mlp.down.weight")]
+        real = [layer for layer, x in enumerate(downs) if not x.is_meta and bool(x.any())]
+        moved = {place_of(name)[1] for name in trained}
+        pairs = [pair for pair in combinations(real, 2) if not moved.isdisjoint(pair)]
+        same = next(((one, other) for one, other in pairs if torch.equal(downs[one], downs[other])), None)
+        if same is not None:
             warn(
-                f"the {model.num_layers} layers have the same weights, as those of ALBERT, which are one layer: here "
+                f"layers {same[0]} and {same[1]} have the same weights, as those of ALBERT, which are one layer: here "
                 "each is a copy that trains by itself, so the trained model is another kind, with more parameters. "
                 "Train it in its own library first and convert it then, or train train_groups=('readout',) alone"
             )

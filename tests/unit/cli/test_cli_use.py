@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 import hydra_ensembles as he
 from cli_cases import APP, COLOURS, fail, run, succeed, vit_flags
-from hydra_ensembles.cli.use import KEPT, PRUNED, _value
+from hydra_ensembles.cli.use import KEPT, PRUNED, _value, find_inputs
+from hydra_ensembles.data.loading import Columns
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.model.metadata import ACCEPTS_ALL
 from hydra_ensembles.report.compare import load_costs
 
@@ -21,7 +23,7 @@ def predicted(*arguments, **settings):
     return [json.loads(line) for line in lines]
 
 
-def test_predict_says_what_the_library_says(run_folder, world):
+def test_predict_says_what_the_library_says(run_folder, world, monkeypatch):
     file = world / "test" / "red" / "0.png"
     (row,) = predicted(run_folder, file)
     expected = he.Ensemble.from_pretrained(run_folder / "ensemble").predict(Image.open(file))
@@ -31,6 +33,13 @@ def test_predict_says_what_the_library_says(run_folder, world):
     assert expected.accept is not None
     assert row["verdict"] == ("accept" if expected.accept.item() else "abstain")
     assert predicted(run_folder, "-", input=file.read_bytes()) == [{**row, "input": "-"}]
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdin", None)
+        with pytest.raises(DataError, match="closed"):
+            find_inputs("image", ["-"], (), Columns())
+    result = run("predict", run_folder, world / "news.txt", file, "-f", "jsonl")  # the others have their answers
+    assert (json.loads(result.stdout), result.exit_code) == (row, 2)
+    assert "1 of 2 inputs have no answer, the others do; the first: " in result.stderr
 
 
 def test_predictions_as_a_table_as_csv_without_formulas_and_in_files(run_folder, text_folder, world, tmp_path):

@@ -37,6 +37,7 @@ def test_p_values_by_hand_and_of_many_samples() -> None:
     assert p_values(shifted.repeat(20_000), torch.zeros(1).half()).item() == pytest.approx(0.25, abs=1e-4)
     many = torch.randn(7 * KEPT + 13, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     reference, fresh = Reference.of(many), torch.linspace(-5, 5, 400, dtype=torch.float64)
+    assert len(repr(reference)) < 100
     exact, rounded = p_values(many, fresh), reference.p_values(fresh)
     assert (len(reference.values), reference.samples) == (KEPT, len(many))
     assert (rounded >= exact - 1e-12).all()  # never too small: that is what is promised

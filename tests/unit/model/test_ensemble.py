@@ -269,13 +269,17 @@ def test_weights_that_were_edited_are_not_calibrated(edit: str, use: str, tmp_pa
     assert ours.metadata.calibration is None
 
 
-def test_tensors_of_inference_mode_stay_calibrated() -> None:
-    """Edits of them are not counted."""
+def test_tensors_of_inference_mode_stay_calibrated_and_what_is_made_there_is_none() -> None:
+    """Edits of them are not counted; of what is made, they are."""
     one, images = measured(), torch.randn(1, 3, 8, 8)
     with torch.inference_mode():
         assert one.double().predict(images).threshold == 0.5
         made = he.Ensemble.from_state(one.config, one.state_dict(), one.metadata)
     assert made.predict(images).threshold == 0.5
+    made(images.double()).sum().backward()
+    EDITS["in place"](made)
+    with pytest.warns(he.HydraWarning, match="edited"):
+        assert made.predict(images).threshold is None
 
 
 @pytest.mark.parametrize(

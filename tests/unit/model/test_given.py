@@ -330,7 +330,8 @@ def test_the_default_device_of_torch_changes_no_answer_and_batches_are_not_read_
         one.save_pretrained(tmp_path)
         assert torch.equal(he.load(tmp_path).predict([picture])[[0]].probs, expected)
         assert he.convert(original).predict(images).probs.device.type == "cpu"
-        for use in (he.calibrate, partial(evaluate, progress=False)):
+        recipe = he.Recipe(learning_rate=1e-4, steps=1)
+        for use in (he.calibrate, partial(evaluate, progress=False), partial(he.finetune, recipe=recipe)):
             with pytest.raises(ConfigError, match=r"default device is meta.*set_default_device\('cpu'\) first"):
                 use(one, [(PIXELS, LABELS[:2])])
 

@@ -249,7 +249,7 @@ def test_a_key_is_asked_for_everywhere_but_at_the_door(monkeypatch: pytest.Monke
 
     async def conversation(client: httpx.AsyncClient) -> None:
         for path in ("/", "/v2", "/v2/health/live", "/v2/health/ready", f"{MODEL}/ready"):
-            assert (await client.get(path)).status_code == 200
+            assert (await client.get(path)).status_code == (await client.head(path)).status_code == 200
         for path in ("/metrics", "/v1/model", MODEL):
             assert (await client.get(path)).status_code == 401
         wrong = ({}, {"X-API-Key": "correct hors"}, {"Authorization": "Basic correct horse"}, {"X-API-Key": "ü"})
