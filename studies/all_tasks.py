@@ -115,15 +115,20 @@ def gains_table(studies: Sequence[Study]) -> str:
     return "\n\n".join([*tables, note])
 
 
+def of_tasks(studies: Sequence[Study]) -> list[Study]:
+    """Studies of classifiers that stand in tables of all tasks; controls of them do not."""
+    return [study for study in studies if study.name in TITLES]
+
+
 def leading(studies: Sequence[Study]) -> list[Study]:
     """Studies of the first page: those that have Hydra."""
-    return [study for study in studies if HYDRA in study.rows]
+    return [study for study in of_tasks(studies) if HYDRA in study.rows]
 
 
 def intervals(studies: Sequence[Study], table: str) -> Iterator[Difference]:
     """Every interval of a table of all tasks, `gains` or `methods`, by which a cell may be called better or worse."""
     rows, keys = {"gains": (GAINING, list(LEADING)), "methods": (OFFERED, list(GAINS))}[table]
-    for study, row, key in product(leading(studies) if table == "gains" else studies, rows, keys):
+    for study, row, key in product((leading if table == "gains" else of_tasks)(studies), rows, keys):
         gap = study.difference(row, SINGLE, key)
         if gap is not None and gap.seeds >= FEWEST_SEEDS:
             yield gap
@@ -178,7 +183,7 @@ def blocks(studies: Sequence[Study], shown: Collection[str]) -> dict[str, str]:
         for name, table in tables_of(study).items()
     }
     of_studies = {name: table(study) for name, (table, study) in tables.items() if name in shown}
-    classifiers = [study for study in studies if not isinstance(study, DualStudy)]
+    classifiers = of_tasks(studies)
     of_all = {"study_gains": gains_table(classifiers), "study_methods": methods_table(classifiers)}
     return {**of_studies, **of_all, "compared": compared_table(classifiers[0])}
 
@@ -258,7 +263,7 @@ def price_of(study: Study, row: str) -> tuple[float | None, bool]:
 
 def priced_studies(studies: Sequence[Study]) -> list[Study]:
     """Those that the figure shows: they have Hydra, or are zero-shot, and know a price."""
-    shown = [study for study in studies if HYDRA in study.rows or isinstance(study, DualStudy)]
+    shown = [*leading(studies), *(study for study in studies if isinstance(study, DualStudy))]
     return [study for study in shown if any(price_of(study, row)[0] for row in study.rows)]
 
 

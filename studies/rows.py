@@ -358,6 +358,7 @@ ROWS: Mapping[str, Row] = {
 
 
 def rows_of(task: Task) -> dict[str, Row]:
-    """The rows that a task has; from scratch, none that averages weights of models that were trained apart."""
+    """The rows that a task has, a control those it names; from scratch, none that averages models trained apart."""
     kind = "scratch" if task.scratch else task.kind
-    return {name: row for name, row in ROWS.items() if kind in row.kinds and row.only in (None, task.name)}
+    rows = {name: row for name, row in ROWS.items() if kind in row.kinds and row.only in (None, task.name)}
+    return {name: rows[name] for name in task.plain.get("rows", rows)}

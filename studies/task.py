@@ -40,7 +40,7 @@ def recipe() -> dict[str, Any]:
 def decisive(settings: Mapping[str, Any], task: str) -> dict[str, Any]:
     """What decides the models of a task; what they are asked, and what rows there are, is apart."""
     common = ("members", "circuits", "taylor_batches", "familiar")
-    apart = ("seeds", "row_seeds", "held_out", "corruptions", "most")
+    apart = ("rows", "seeds", "row_seeds", "held_out", "corruptions", "most")
     of_task = {key: value for key, value in settings["tasks"][task].items() if key not in apart}
     return {**{key: settings[key] for key in common}, "task": of_task}
 
