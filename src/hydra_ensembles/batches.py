@@ -187,10 +187,8 @@ def changed(inputs: Tensor | Mapping[str, Tensor], change: Callable[[Tensor], Te
 
 
 def size_of(inputs: Inputs) -> int:
-    """Number of samples in the inputs of one batch."""
-    if isinstance(inputs, Tensor):
-        return len(inputs) if inputs.dim() else 0
-    return next((len(tensor) for tensor in inputs.values() if tensor.dim()), 0)
+    """Number of samples in the inputs of one batch, each tensor of which has an axis of them."""
+    return len(inputs if isinstance(inputs, Tensor) else next(iter(inputs.values())))
 
 
 def require_labels(labels: Tensor | None, classes: int, name: str = "data", index: int = 0) -> Tensor:

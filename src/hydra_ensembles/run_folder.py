@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,12 +121,8 @@ class RunFolder:
         return finished is None or name in finished
 
     def json(self, name: str, make: Callable[[], Any]) -> Any:
-        """Plain data in `name`.json, or what `make` gives, saved."""
-
-        def as_read() -> Any:
-            return json.loads(json.dumps(make()))  # as it will be read: tuples are lists
-
-        return self.product(f"{name}.json", as_read, files.read_json, files.write_json)
+        """Plain data in `name`.json, or what `make` gives, saved; as it will be read: tuples are lists."""
+        return self.product(f"{name}.json", lambda: json.loads(json.dumps(make())), files.read_json, files.write_json)
 
     def write(self, name: str, content: Any) -> None:
         """Write plain data to `name`.json, over what is there: for people rather than for the next stage."""
@@ -138,11 +135,8 @@ class RunFolder:
 
     def ensemble(self, name: str, make: Callable[[], Ensemble]) -> Ensemble:
         """The ensemble in the folder `name`, or the one `make` gives, saved."""
-
-        def write(folder: Path, ensemble: Ensemble) -> None:
-            ensemble.save_pretrained(folder)
-
-        return self.product(name, make, lambda folder: Ensemble.from_pretrained(folder, device=self._device), write)
+        read = partial(Ensemble.from_pretrained, device=self._device)
+        return self.product(name, make, read, lambda folder, ensemble: ensemble.save_pretrained(folder))
 
     def tensors(self, name: str, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The tensors in `name`.safetensors, or those `make` gives, saved."""

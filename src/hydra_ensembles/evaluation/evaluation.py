@@ -282,9 +282,7 @@ class Evaluation:
 
         return to_markdown(compare({self.name: self}))
 
-    def _repr_markdown_(self) -> str:
-        """What a notebook shows."""
-        return str(self)
+    _repr_markdown_ = __str__  # what a notebook shows
 
     @property
     def fitted(self) -> tuple[str, ...]:

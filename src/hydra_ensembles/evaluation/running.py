@@ -373,9 +373,7 @@ def describe_model(model: object, members: int, classes: int, calibration: Calib
     info = ModelInfo("callable", members, classes, calibration=None if calibration is None else calibration.brief)
     if isinstance(model, Ensemble | OptimizedEnsemble):
         metadata = model.metadata
-        counts = model.describe()
-        kind: Literal["image", "text"] = "text" if model.kind == "text" else "image"
-        info = replace(info, kind=kind, class_names=metadata.labels, **vars(counts))
+        info = replace(info, kind=model.kind, class_names=metadata.labels, **vars(model.describe()))
         return replace(info, source=metadata.source, history=metadata.history)
     if isinstance(model, nn.Module):
         counted = sum(parameter.numel() for parameter in model.parameters())

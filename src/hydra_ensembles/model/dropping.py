@@ -35,7 +35,12 @@ def drops(module: nn.Module) -> bool | torch.Generator:
 
 
 class OurModel(nn.Module):
-    """A model of this library: it has a device and a dtype, and all of its layers do what `dropping` says."""
+    """A model of this library: it has members, a device and a dtype, and all of its layers do what `dropping` says."""
+
+    num_members: int
+
+    def _per_member(self, x: Tensor) -> Tensor:
+        return x.expand(self.num_members, *x.shape[1:])  # [N, B, …] -> [M, B, …]
 
     @property
     def device(self) -> torch.device:

@@ -115,9 +115,6 @@ class DualEncoder(OurModel, Saved):
         """
         return self._per_member(embed(self.text, self.projections.text, inputs, normalize, **named))
 
-    def _per_member(self, x: Tensor) -> Tensor:
-        return x.expand(self.num_members, *x.shape[1:])  # [M or 1, B, e] -> [M, B, e]
-
     def logits(self, image_embeddings: Tensor, text_embeddings: Tensor) -> Tensor:
         """Scaled similarities `[M, B_image, B_text]` of normalised embeddings `[M or 1, B, e]`."""
         similarity = image_embeddings @ text_embeddings.transpose(1, 2)

@@ -357,9 +357,6 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
         x, context = self.embed(*arguments)
         return self.encoder(x, context, self.readout.tokens_read()), context.key_mask, arguments[0]
 
-    def _per_member(self, x: Tensor) -> Tensor:
-        return x.expand(self.num_members, *x.shape[1:])  # [N, B, …] -> [M, B, …]
-
     def embed(
         self, inputs: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor, Context]:

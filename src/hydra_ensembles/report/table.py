@@ -61,9 +61,7 @@ class Comparison:
     def __str__(self) -> str:
         return to_markdown(self)
 
-    def _repr_markdown_(self) -> str:
-        """What a notebook shows."""
-        return to_markdown(self)
+    _repr_markdown_ = __str__  # what a notebook shows
 
 
 def tabulated(
