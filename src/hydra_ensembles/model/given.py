@@ -100,8 +100,8 @@ def warn_of_raw_pixels(images: Tensor, preprocessing: object) -> None:
     """Warn, where it can be seen, of images that are not normalised: from 0 to 255, or to 1 where the model differs.
 
     A few pixels of the first images tell; `preprocessing` is that of the model, if there is any. Normalised bright
-    pictures lie between 0 and 1, too: there it takes the steps of 8 bits, in the values as they are and not in what
-    they were before such a normalisation.
+    pictures lie between 0 and 1, too: there it takes the steps of 8 bits in the values as they are, or (resized as
+    floats, they have none) most of the range and nothing beyond it, and no such steps before the normalisation.
     """
     pixels = images[:8, :, :: max(1, images.shape[2] // 32), :: max(1, images.shape[3] // 32)]
     if not _visible(images) or not pixels.numel():
@@ -112,7 +112,9 @@ def warn_of_raw_pixels(images: Tensor, preprocessing: object) -> None:
         normalised = list(zip(preprocessing.mean, preprocessing.std, strict=True))
         brightest = max((1 - mean) / std for mean, std in normalised)
         before = [part * std + mean for part, (mean, std) in zip(pixels.unbind(1), normalised, strict=False)]
-        between = 0 <= low < 0.5 < high <= 1 and _in_steps(pixels) and not all(map(_in_steps, before))
+        dark = max(mean / std for mean, std in normalised) > 0.5  # black would be well below 0
+        raw = (dark and high - low > (0.6 if len(pixels) == 8 else 0.9)) or _in_steps(pixels)
+        between = 0 <= low < 0.5 < high <= 1 and raw and not all(map(_in_steps, before))
     if between or (low >= 0 and high > max(50, 2 * brightest)):
         warn(
             f"images have values from {low:.3g} to {high:.3g}, as pixels have that are not normalised, and the model "

@@ -300,7 +300,10 @@ def prepared(mean: float, std: float = 0.5) -> he.ImagePreprocessing:
         (prepared(0.5), pixels(128, 255, 4, 6).round() / 255 * 2 - 1, None),  # of a bright picture
         (None, pixels(0, 255, 4, 6).round() / 255, None),
         (prepared(0.0, 1.0), pixels(0, 255, 4, 6).round() / 255, None),
-        (prepared(0.5), pixels(0, 1, 4, 6), None),  # no values of 8 bits
+        (prepared(0.5), pixels(0, 1, 4, 6), "normalised"),  # no values of 8 bits, but all there are between
+        (prepared(0.5), pixels(0.2, 1, 4, 6), None),  # as of a bright picture that was resized
+        (prepared(0.5), pixels(0.2, 1, 4, 6).repeat(4, 1, 1, 1), "normalised"),  # of eight pictures
+        (prepared(0.0, 1.0), pixels(0, 1, 4, 6), None),
         (None, pixels(-60, 60, 4, 6), None),
     ],
 )
