@@ -329,17 +329,10 @@ def _bert_config(
     counts_after_padding: bool = False,
 ) -> EnsembleConfig:
     """BERT, RoBERTa and ELECTRA, which differ in the readout and in how positions are counted."""
-    config, embeddings = model.config, model.base_model.embeddings
+    config, base = model.config, model.base_model
     dropout = float(config.hidden_dropout_prob)
-    stem = text_stem(
-        embeddings.word_embeddings,
-        embeddings.position_embeddings,
-        segments=embeddings.token_type_embeddings.num_embeddings,
-        positions_after=int(embeddings.padding_idx) if counts_after_padding else None,
-        norm_eps=float(config.layer_norm_eps),
-        project=hasattr(model.base_model, "embeddings_project"),
-        dropout=dropout,
-    )
+    after = int(base.embeddings.padding_idx) if counts_after_padding else None
+    stem = _bert_stem(model, positions_after=after, project=hasattr(base, "embeddings_project"))
     encoder = read_encoder(config, norm_first=False, projection_dropout=dropout, output_dropout=dropout)
     rate = dropout if config.classifier_dropout is None else float(config.classifier_dropout)
     readout = text_readout(model, num_labels, hidden, rate, drops_first_token)
@@ -366,20 +359,17 @@ def _distilbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 
 def _albert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     """ALBERT, whose layers are one: the canonical encoder has a copy of it for each."""
-    config = model.config
-    dropout = float(config.hidden_dropout_prob)
-    embeddings = model.base_model.embeddings
-    stem = text_stem(
-        embeddings.word_embeddings,
-        embeddings.position_embeddings,
-        segments=embeddings.token_type_embeddings.num_embeddings,
-        norm_eps=float(config.layer_norm_eps),
-        project=True,
-        dropout=dropout,
-    )
-    encoder = read_encoder(config, norm_first=False, projection_dropout=dropout)
+    config, stem = model.config, _bert_stem(model, project=True)
+    encoder = read_encoder(config, norm_first=False, projection_dropout=float(config.hidden_dropout_prob))
     readout = text_readout(model, num_labels, "tanh", float(config.classifier_dropout_prob), False)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
+
+
+def _bert_stem(model: Any, **settings: Any) -> TextStemConfig:
+    config, tables = model.config, model.base_model.embeddings
+    settings["segments"] = tables.token_type_embeddings.num_embeddings
+    settings |= {"norm_eps": float(config.layer_norm_eps), "dropout": float(config.hidden_dropout_prob)}
+    return text_stem(tables.word_embeddings, tables.position_embeddings, **settings)
 
 
 def text_stem(words: Any, positions: Any, **settings: Any) -> TextStemConfig:

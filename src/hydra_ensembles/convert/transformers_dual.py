@@ -77,14 +77,10 @@ def _clip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     stem = patch_stem(config, "bicubic", patch_bias=False, norm=True, norm_eps=float(config.layer_norm_eps))
     encoder = read_encoder(config, attention_dropout=float(config.attention_dropout))
     readout = _clip_readout(getattr(model, "visual_projection", None), config, num_labels)
+    if hasattr(model, "classifier"):  # which reads the mean patch, before the final norm
+        classes, bias = read_classes(model, model.classifier, num_labels)
+        readout = replace(readout, pool="mean", norm="none", num_classes=classes, bias=bias)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
-
-
-def _clip_classifier_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    """`CLIPForImageClassification` reads the mean patch, before the final norm."""
-    config = _clip_image_config(model, num_labels)
-    classes, bias = read_classes(model, model.classifier, num_labels)
-    return replace(config, readout=replace(config.readout, pool="mean", norm="none", num_classes=classes, bias=bias))
 
 
 def _clip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
@@ -139,7 +135,7 @@ _CLIP_IMAGES = Architecture(
 _CLIP_CLASSIFIER = Architecture(
     name="transformers CLIP image tower with classifier",
     classes=_clip_classes("ForImageClassification"),
-    config=_clip_classifier_config,
+    config=_clip_image_config,
     weights=_CLIP_IMAGE_WEIGHTS,
     ignored=("vision_model.post_layernorm",),
     metadata=metadata_of_classifier,
