@@ -297,7 +297,7 @@ def parse_json(content: bytes, name: str, *, most: int = MAX_BYTES, foreign: boo
     """
     require_limits(content, name, most, foreign=foreign)
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique, parse_constant=_refuse)
         if not foreign:
             _check(value)
     except RecursionError as error:
@@ -326,7 +326,8 @@ def json_bytes(value: Any, name: str, *, most: int = MAX_BYTES) -> bytes:
     return content
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for `json`; one that has a key twice is refused: of two values, one would be lost."""
     keys = [key for key, _ in pairs]
     if len(set(keys)) < len(keys):
         raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import RequestError
+from ..files import unique
 from ..schema import short
 from .outputs import REASON_WORDS, Field
 from .service import Answer, Service, finite
@@ -40,19 +41,11 @@ AskedField = tuple[Field, bool]  # an output, and whether it is to be binary
 def request_of(body: bytes) -> dict[str, Any]:
     """A JSON object, or a refusal."""
     try:
-        content = json.loads(body, object_pairs_hook=_object)
+        content = json.loads(body, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise RequestError("the body is not valid JSON, or has a field twice") from error
     if not isinstance(content, dict):
         raise RequestError(f"the body is JSON of the type {type(content).__name__}; give an object with named fields")
-    return content
-
-
-def _object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, each of whose fields is there once: of two, one would not be answered."""
-    content = dict(fields)
-    if len(content) < len(fields):
-        raise ValueError("a field is there twice")
     return content
 
 
