@@ -62,8 +62,7 @@ def timm_model(name: str, **settings: Any) -> nn.Module:
 
     torch.manual_seed(0)
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 5}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return perturbed(timm.create_model(name, **{**sizes, **settings}))
 
 

@@ -114,8 +114,7 @@ _OPEN_TEXT = {**_OPEN_WORDS, "width": 32, "heads": 4, "layers": 2}
 def open_clip_model(
     image: dict[str, Any] | None = None, text: dict[str, Any] | None = None, custom: bool = False, **settings: Any
 ) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg, CustomTextCLIP
 
     torch.manual_seed(0)
@@ -137,8 +136,7 @@ def open_clip_from_timm(name: str, pool: str, projection: str, heads: int = 4, *
     image = {"timm_model_name": name, "timm_pool": pool, "timm_proj": projection, "image_size": 32, **settings}
     timm.create_model = small
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return open_clip_model(image, custom=True, init_logit_bias=-10.0)
     finally:
         timm.create_model = create

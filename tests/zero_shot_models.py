@@ -37,9 +37,7 @@ def word_tokenizer(end: int = END, pad: int = 0, mask: bool = False) -> he.TextP
 
 def dual_of(case: DualCase, model: nn.Module | None = None) -> he.DualEncoder:
     """The case's model, converted, with a tokenizer."""
-    dual = he.convert(case.build() if model is None else model, processor=tokenizer_for(case))
-    assert isinstance(dual, he.DualEncoder)
-    return dual
+    return he.convert(case.build() if model is None else model, processor=tokenizer_for(case))
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

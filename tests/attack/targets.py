@@ -61,7 +61,6 @@ def _of_images(save: int) -> he.Ensemble:
     data = [(torch.randn(60, 3, 2, 4, generator=generator), torch.arange(60) % 2)]
     fitted = he.fit_familiarity(_varied(ensemble(tiny(), metadata=about), save), data, ("mahalanobis", "knn"), stored=8)
     known = fitted.metadata.familiarity
-    assert known is not None
     return fitted.with_metadata(familiarity=replace(known, settings=replace(known.settings, threshold=4.0)))
 
 

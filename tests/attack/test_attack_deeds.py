@@ -41,8 +41,7 @@ def test_a_deed_that_must_be_refused_must_not_be_answered_nor_the_other_way_roun
 
 def tried(part: Any, cases: list[Any]) -> Row:
     """Cases of a table, in this process, none of which may fail."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         row = Row.of(part.__name__, [(case, *outcome_of(part.check, case)) for case in cases])
     assert not row.failures, row.examples
     return row

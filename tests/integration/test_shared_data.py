@@ -16,7 +16,6 @@ def test_a_known_image_and_the_papers_sst2_split() -> None:
     sst2, chosen = load(shared("data/text/sst2"), "train"), suite("sst2")
     assert sst2[0] == ("hide new secretions from the parental units", 0)
     for ref, rows in ((chosen.validation, range(3000)), (chosen.train, range(3000, 67_349))):
-        assert ref is not None
         assert ref.part_of(sst2).rows.tolist() == list(rows)
 
 

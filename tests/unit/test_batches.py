@@ -42,7 +42,6 @@ def test_what_is_named_like_an_input_is_read_or_refused_and_texts_are_left_out()
     mask.flags.writeable = False
     given = {"input_ids": [[1, 2, 3], [4, 5, 6]], "attention_mask": mask, "image_ids": ["a", "b"], "rows": [1, 2]}
     inputs, labels = read_batch({**given, "labels": [0, 1], "segment_ids": np.array(["x", "y"]), "position_ids": None})
-    assert isinstance(inputs, dict)
     assert {name: tensor.tolist() for name, tensor in inputs.items()} == {
         "input_ids": [[1, 2, 3], [4, 5, 6]],
         "attention_mask": [[1, 1, 1], [1, 1, 1]],

@@ -255,8 +255,7 @@ def test_any_tiny_model(problem: Problem, score: Score, data: st.DataObject) -> 
         problem = Problem(problem.model, problem.id_batches, sources)
     if data.draw(st.booleans()):
         options["max_accuracy_loss"] = data.draw(st.sampled_from([0, 0.25, 0.5]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the circuit ends early
+    with warnings.catch_warnings(action="ignore"):  # that the circuit ends early
         assert_same_choices(problem, score=score, budget=data.draw(st.integers(1, total)), **options)
 
 

@@ -73,7 +73,6 @@ def test_classes_are_matched_by_name(run_folder, world, tmp_path):
     shutil.rmtree(tmp_path / "some" / "blue")
     succeed("evaluate", run_folder, "--id", tmp_path / "some", "-o", tmp_path / "a.json", "--keep-logits", "-q")
     logits = Evaluation.load(tmp_path / "a.json", with_logits=True).logits
-    assert logits is not None
     assert set(logits.id.labels.tolist()) == {1, 2}  # green and red of blue, green, red
     printed = succeed("evaluate", run_folder, "--id", tmp_path / "some", "-o", tmp_path / "a.json", "-q", "--json")
     assert json.loads(printed) == json.loads((tmp_path / "a.json").read_text())

@@ -233,8 +233,7 @@ def test_classes_that_are_numbers_are_the_models_or_said_to_be_doubtful(labels, 
         with pytest.raises(DataError, match=token):
             fit_to_model(data, model, DataSettings())
         return
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         assert sorted(fit_to_model(data, model, DataSettings()).labels.tolist()) == found
     assert [token in str(one.message) for one in said] == ([] if token is None else [True])
 

@@ -95,8 +95,7 @@ def with_classifier(model: Any, change: str) -> Any:
     ("change", "said"), [("", True), ("zeros", True), ("bias", False), ("weights", False), ("all drawn", False)]
 )
 def test_a_classifier_that_nobody_trained_is_warned_of(make: Any, change: str, said: bool) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         he.convert(with_classifier(make(), change))
     assert ["as it was drawn" in str(one.message) for one in caught] == [True] * said
 

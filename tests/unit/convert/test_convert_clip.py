@@ -75,8 +75,7 @@ TEXTS = [
 
 @cache
 def open_clip_tokenizer(**settings: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         import open_clip
 
     return open_clip.get_tokenizer("ViT-B-32", **settings)
@@ -191,7 +190,6 @@ def test_the_embedding_of_a_tower_is_not_taken_for_classes_without_a_word() -> N
         he.convert(tower)
     refused(tower, r"projection.*num_labels=3 was asked for.*proj = None", num_labels=3)
     tower.proj = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert he.convert(tower, num_labels=3).num_classes == 3
         he.convert(open_clip_model())  # a dual encoder takes its projections for what they are

@@ -160,7 +160,6 @@ def test_all_that_does_not_fit_is_said_at_once_with_the_nearest_name() -> None:
 )
 def test_a_wrong_setting_is_found_out_and_the_right_one_named(name: str, settings: Any, agrees: str) -> None:
     build, declaration, _ = CASES[name]
-    assert declaration is not None
     where = r"somewhere: layers\.0 is not called.*" if name == "bert" else ""
     refused(build(), f"{where}agree with .*({agrees})", declaration=but(declaration, settings))
 
@@ -323,8 +322,7 @@ def test_padding_on_the_left_is_warned_of_where_it_is_not_the_same(declaration: 
         counted = he.convert(own(CountedText), declaration=declaration)
     assert caught[0].filename == __file__
     near(counted(TEXTS)[0], own(CountedText)(IDS * MASK, MASK.long()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         alike = he.convert(own(EncoderText), declaration=declaration)
     left = {name: one.flip(1) for name, one in TEXTS.items()}
     near(alike(left)[0], own(EncoderText)(left["input_ids"], left["attention_mask"] == 0))

@@ -130,8 +130,7 @@ class TakesAll(SelfMasked):
 
 @pytest.mark.parametrize(("kind", "said"), [(SelfMasked, True), (TakesAll, False), (RopeBert, False)])
 def test_a_model_that_finds_padding_itself_is_warned_of(kind: Any, said: bool) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         he.convert(own(kind), declaration=ROPE_BERT)
     assert ["attention_mask" in str(one.message) for one in caught if "without" in str(one.message)] == [True] * said
 

@@ -111,8 +111,7 @@ def with_prompts() -> Any:
 
 
 def quantised() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return torch.ao.quantization.quantize_dynamic(bert(), {nn.Linear})
 
 

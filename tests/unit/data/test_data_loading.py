@@ -488,7 +488,6 @@ def test_items_that_two_sets_share_are_counted_as_they_are_stored(tmp_path: Path
     assert ImageDataset([picture(0)], [0]).shared_with(one) == (0, 0)  # of these nothing is known
     with pytest.warns(HydraWarning, match="1 of 2 samples of validation"):
         warn_if_shared("train", Known.of(train), "validation", Known.of(SimpleNamespace(dataset=val)), "so")  # type: ignore[arg-type]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         warn_if_shared("train", Known.of(train), "validation", Known.of(val.select([1])), "so")
         warn_if_shared("train", Known([1], None), "validation", Known.of(val), "so")

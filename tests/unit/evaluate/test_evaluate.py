@@ -355,8 +355,7 @@ def test_probabilities_in_place_of_logits_are_warned_of():
     trained = 8 * torch.nn.functional.one_hot(labels, 4) - 4 + logits
     with pytest.warns(HydraWarning, match="sigmoids"):
         evaluate_logits(trained.sigmoid(), labels)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for quiet in (logits.abs(), logits.log_softmax(-1), trained, torch.rand(3, 8, 4)):
             evaluate_logits(quiet, labels)
 
@@ -371,8 +370,7 @@ def test_thresholds_that_accept_fewer_than_they_promise_are_told():
     )
     with pytest.warns(HydraWarning, match=r"^0 % of the 60 samples .* sure enough .* 95 % are promised"):
         evaluate(unsure, batches, calibration=calibration, progress=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         evaluate(sure, batches, calibration=calibration, progress=False)
         evaluate(unsure, [(torch.randn(2, 4), torch.arange(2))], calibration=calibration, progress=False)
 

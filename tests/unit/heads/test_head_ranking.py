@@ -107,7 +107,6 @@ def test_every_weight_the_dtype_and_the_configuration_count() -> None:
 
 def test_what_counts_about_data_and_that_the_cut_into_batches_does_not() -> None:
     ((images, labels),) = random_batches(random_ensemble(), (6,))
-    assert isinstance(images, torch.Tensor)
     changed = images.clone()
     changed[3, 0, 0, 0] += 1e-9
     batches: list[Any] = [

@@ -76,7 +76,6 @@ def test_gradients_inside_and_across_the_end_of_a_mask() -> None:
     assert all(parameter is parameters[name] for name, parameter in ensemble.named_parameters())  # for optimisers
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in ensemble.parameters())
     gradient = ensemble.encoder.layers[1].attention.qkv.grad
-    assert gradient is not None
     assert torch.equal(gradient[1], torch.zeros_like(gradient[1]))  # a head that is off has no say
     assert gradient[0].abs().max() > 0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -22,8 +22,7 @@ def part_of_torch_uncertainty(name):
     package.__path__ = list(spec.submodule_search_locations)
     sys.modules["torch_uncertainty"] = package
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             try:
                 return importlib.import_module(f"torch_uncertainty.{name}")
             except ImportError as error:
@@ -47,6 +46,5 @@ def conformal_referee():
 @pytest.fixture
 def quiet():
     """The referees warn about memory, and scikit-learn about nothing of ours: not what is tested here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         yield

@@ -188,8 +188,7 @@ def test_weights_that_were_measured_stay_calibrated(target: Any, assign: bool) -
     source = measured()
     before = source.metadata.calibration
     made, state = target(source), {name: one.clone() for name, one in measured().state_dict().items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         made.load_state_dict(state, assign=assign)
     assert made.metadata.calibration == before
     with pytest.warns(he.HydraWarning, match="calibrate again"):  # and from now on they are what was measured
@@ -369,8 +368,7 @@ def test_what_is_made_with_heads_masked_keeps_the_mask_and_no_calibration(made: 
     prediction = found.predict(IMAGES_24)
     assert (prediction.threshold, prediction.temperature) == (None, (1.0,))
     assert ours.predict(IMAGES_24).threshold == 0.5
-    with he.masked(plain, [(0, 0)]), warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing was measured: nothing to be said but in the history
+    with he.masked(plain, [(0, 0)]), warnings.catch_warnings(action="error"):  # the history alone says it
         assert f"{deed} with heads masked" in made(plain, tmp_path / "b").metadata.history
 
 
@@ -406,8 +404,7 @@ def test_a_mean_of_many_tokens_neither_overflows_nor_loses_count(dtype: torch.dt
 
 def test_training_a_calibrated_ensemble_by_hand_is_warned_of() -> None:
     ours, images = measured(), torch.randn(2, 3, 8, 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         ours(images)  # gradients in evaluation mode: attributions, Taylor scores
         ours.train().predict(images)
     with pytest.warns(he.HydraWarning, match="calibrate it again"):

@@ -235,8 +235,7 @@ def test_segments_of_a_model_that_has_none_are_refused_unless_they_say_nothing()
 
 
 def warned_of(run: Callable[[], object]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         run()
     return [str(each.message) for each in caught]
 

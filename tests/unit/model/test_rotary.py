@@ -51,7 +51,6 @@ def test_what_local_layers_see_is_worked_out_once_a_pass(monkeypatch: pytest.Mon
 def test_padding_far_from_all_words_stays_a_number_and_changes_no_answer() -> None:
     model = random_ensemble("text-rotary-local")
     (inputs, _), *_ = random_batches(model, (3,))
-    assert isinstance(inputs, dict)
     mask = torch.arange(7)[None] < torch.tensor([[1], [2], [7]])
     answer = model({**inputs, "attention_mask": mask})
     assert answer.isfinite().all()

@@ -87,7 +87,6 @@ def test_only_the_bias_of_the_query_is_left_and_where_a_norm_follows_of_the_key(
     ensemble = random_ensemble(shape, UNEVEN)
     for block in blocks(simplified(ensemble)):
         bias = block.attention.qkv_bias
-        assert bias is not None
         assert [bool(bias[:, part].abs().max() > 0) for part in range(3)] == [part in biased for part in range(3)]
         assert block.attention.scale is None
         assert block.mlp.scale is None

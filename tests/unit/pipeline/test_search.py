@@ -92,7 +92,6 @@ def test_every_candidate_is_judged_beside_the_given_model_and_the_choice_is_read
     assert found.samples == {"ID": 124, "ood": 24}
     assert set(found.rows[0].numbers) == {"accuracy", "nll", "ece", "aurc", "all.auroc", "mahalanobis:all.auroc"}
     chosen = found.ensemble
-    assert chosen is not None
     assert chosen.metadata.calibration is not None
     assert chosen.metadata.familiarity is not None
     assert same(chosen, he.Ensemble.from_pretrained(folder / "ensemble"))
@@ -105,7 +104,6 @@ def test_every_candidate_is_judged_beside_the_given_model_and_the_choice_is_read
     row = next(row for row in found.rows if row.name.endswith("heads off"))
     assert row.numbers["nll"] == judged.id.nll
     inner = he.Ensemble.from_pretrained(folder / "candidates" / "random-3-trunk-2-1-heads-off" / "ensemble")
-    assert inner.metadata.familiarity is not None
     assert inner.metadata.familiarity.settings.samples == 62  # a quarter of id; another one calibrates
 
 
@@ -120,8 +118,7 @@ def test_the_reason_says_whether_chance_could_choose_so(
     rows = (SearchRow(YOURS, 1.0, "judged"), *(SearchRow(name, 1.2, state) for name, state in others.items()))  # type: ignore[arg-type]
     decided = he.SearchResult(rows, 1.5, "latency", (), {}, choice="other", why="it is so")
     work: Any = SimpleNamespace(judges={"ID": []}, settings=SimpleNamespace(seed=0), _final=lambda name: name)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         weighed = searching._Search._weighed(work, decided)
     assert weighed.why.startswith(f"it is so; lower {chance} (")
     assert "for 2 candidates" in weighed.why
@@ -238,7 +235,6 @@ def test_the_usual_budget_admits_what_the_documents_recommend() -> None:
         assert row.state == "planned"
         assert 1.25 < row.price < 1.35
     assert rows[DEEP].state == "too dear"
-    assert trained.config is not None
     assert trained.config.mlp == "separate"
 
 
@@ -304,8 +300,6 @@ def test_a_search_that_is_stopped_again_and_again_goes_on_and_finds_the_same(
                 run(tmp_path)
     found = run(tmp_path)
     assert found == finished[1]
-    assert found.ensemble is not None
-    assert finished[1].ensemble is not None
     assert same(found.ensemble, finished[1].ensemble)
     assert work["update"] <= 2 * STEPS + 2 + STEPS  # of both trainings, short and whole, at most one was begun twice
 

@@ -109,8 +109,7 @@ def test_what_cannot_be_read_has_a_row_and_a_reason(good: list[int]) -> None:
 
 
 def test_what_was_cut_or_turned_says_so_in_its_row_and_bright_images_that_are_prepared_here_say_nothing() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for texts in (["hello", "hello " * 500], ["hello", "hello " * 500, "half \ud800"]):
             found = Scorer(served("text"))({"text": texts})
             assert ["tokens" in note for note in found["note"]] == [False, True, False][: len(texts)]

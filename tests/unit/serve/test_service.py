@@ -45,8 +45,7 @@ def test_what_the_model_would_warn_of_is_told_where_a_row_is_read_and_nowhere_el
     served_images = service("image")
     (answer,) = served_images.workers()
     rows = served_images.tensors({"pixel_values": torch.rand(3, 3, 8, 8) * 255}, nearest)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         assert len(answer(rows)) == 3
     assert said == []
     assert all("as pixels have that are not normalised" in row.notes[0] for row in rows)

@@ -9,8 +9,7 @@ import torch
 
 from architectures import perturbed
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of libraries that open_clip imports
+with warnings.catch_warnings(action="ignore"):  # of libraries that open_clip imports
     import open_clip
 
 SMALL = "small-clip"

@@ -113,9 +113,7 @@ class SmallDual(DualTask):
         self.sets.main = replace(main, tasks=tuple(one for one in main.tasks if one.name in UNSEEN))
 
     def untrained(self, seed: int) -> he.DualEncoder:
-        dual = he.convert(transformers_clip({}, {}), processor=word_tokenizer(pad=1, mask=True))
-        assert isinstance(dual, he.DualEncoder)
-        return dual
+        return he.convert(transformers_clip({}, {}), processor=word_tokenizer(pad=1, mask=True))
 
 
 def dual_recipe(**changes: Any) -> DualRecipe:

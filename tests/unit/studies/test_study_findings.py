@@ -123,7 +123,6 @@ def test_the_figure_marks_what_was_measured(study: Study, tmp_path: Path, monkey
     pytest.importorskip("matplotlib")
     (field,) = all_tasks.figure([study]).axes
     gain, (mark, *_) = study.difference(HYDRA, SINGLE, "all.auroc"), (bar.lines[0] for bar in field.containers)
-    assert gain is not None
     assert mark.get_xdata() == pytest.approx(study.cost(HYDRA)["latency_ratio"])
     assert mark.get_ydata() == pytest.approx(100 * gain.value)
     assert not all_tasks.drawn([study], tmp_path / "figure.svg")
@@ -174,7 +173,6 @@ def test_runs_are_stored_beside_each_other(
             assert not both.across(row, SINGLE)
         apart = both.difference(added, MC_DROPOUT, "calibrated.nll")  # the same columns, in runs with two Singles
         gap = Difference.of(*([study.numbers(row, 0)["calibrated.nll"]] for row in (SINGLE, HYDRA)))
-        assert apart is not None
         assert (apart.value, apart.half_width) == pytest.approx((gap.value, gap.half_width))
         assert apart.as_they_are == Difference(0.0, 0.0, 1)
     assert all_tasks.seeds_cell([both, study], added) == "1, –"

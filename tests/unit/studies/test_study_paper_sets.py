@@ -130,7 +130,6 @@ def test_a_given_model_has_bayes_vlm_by_its_factors_and_vilu_on_training_images(
     recipe = replace(recipe, counts=replace(recipe.counts, calibration=3))  # of six images, one of each class
     seed = DualSeed(DualTask(recipe, DataFolder(root), CPU), 0, tmp_path / "run")
     for tag, one in (("img", seed.dual.projections.image), ("txt", seed.dual.projections.text)):
-        assert one is not None
         for letter, size in (("A", one.weight.shape[2]), ("B", one.weight.shape[1])):
             drawn = torch.randn(size, size, generator=torch.Generator().manual_seed(size))
             torch.save(drawn @ drawn.T / size, tmp_path / f"{letter}_{tag}_analytic.pt")

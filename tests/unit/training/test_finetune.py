@@ -82,8 +82,7 @@ def test_frozen_parameters_that_train_all_the_same_are_said():
     member.stem.requires_grad_(False)
     with pytest.warns(HydraWarning, match=r"are frozen.*first stem\.patch"):
         train(member, recipe=replace(RECIPE, steps=1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         train(member, recipe=replace(RECIPE, steps=1, train_groups=("readout",)))  # those stay as they are
         train(member.requires_grad_(False), recipe=replace(RECIPE, steps=1))  # a model that only answered so far
 
@@ -93,8 +92,7 @@ def test_layers_that_were_one_and_train_apart_are_said():
     member.encoder.layers[-1].load_state_dict(member.encoder.layers[0].state_dict())
     with pytest.warns(HydraWarning, match=f"layers 0 and {LAYERS - 1} have the same weights"):
         train(member, recipe=replace(RECIPE, steps=1, last_blocks=1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         train(member, recipe=replace(RECIPE, steps=1, train_groups=("readout",)))
 
 
@@ -205,8 +203,7 @@ def test_classes_that_the_model_calls_otherwise_are_said(names, said):
     model = tiny().with_metadata(labels=("neg", "pos", "other"))
     data = TensorDataset(*samples(4))
     data.classes = names
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         found = train(model, DataLoader(data, 4))
     assert ["spam" in str(one.message) for one in caught] == [True] * said
     assert found.metadata.labels == model.metadata.labels

@@ -151,6 +151,5 @@ def test_images_that_are_meant_to_be_changed_and_are_not() -> None:
     changed = BatchLoader(items, TrainTransform.matching(plain), 2)  # type: ignore[arg-type]
     own = BatchLoader(items, lambda images: torch.zeros(len(images), 3, 8, 8), 2)  # type: ignore[arg-type]
     for recipe, train in ((meant, changed), (meant, own), (replace(meant, augment=False), loader), (meant, batches(8))):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             recipe.check(tiny(), train, None)
