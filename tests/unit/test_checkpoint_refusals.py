@@ -13,23 +13,27 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hydra_ensembles as he
-from architectures_clip import open_clip_model
+from architectures_clip import DUAL_CASES, open_clip_model
 from checkpoint_models import ensemble, same_state, text, tiny
 from hydra_ensembles.errors import CheckpointError
 from hydra_ensembles.files import checksum, sealed
 from hydra_ensembles.model.dual_encoder import DualEncoder
 from hydra_ensembles.model.ensemble import Ensemble
+from zero_shot_models import NAMES, dual_of
 
 Change = Callable[[dict[str, Any]], object]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a text ensemble, a tiny one and a dual encoder; not to be changed."""
+    """A folder of a text ensemble, a tiny one, a dual encoder and a zero-shot classifier; not to be changed."""
     folder = tmp_path_factory.mktemp("saved")
     ensemble(text()).save_pretrained(folder / "text")
     ensemble(tiny()).save_pretrained(folder / "tiny")
     he.convert(open_clip_model()).save_pretrained(folder / "dual")
+    dual = dual_of(next(case for case in DUAL_CASES if case.name == "open_clip-nonscalar"))
+    members = [he.prune(dual, heads) for heads in ([(0, 1, "image"), (1, 2, "text")], [(1, 0, "text")])]
+    he.zero_shot(he.fuse(members), NAMES).save_pretrained(folder / "zero-shot")
     return folder
 
 
@@ -168,6 +172,17 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
         (lambda c: c["model"]["image_projection"].update(outputs=0), "outputs"),
         (lambda c: c["model"].update(image=c["model"]["text"]), "text and text"),
         (lambda c: c["metadata"]["image"].update(preprocessing={"kind": "text", "max_length": 5}), "preprocessing"),
+    ],
+    "zero-shot": [
+        (lambda c: c["metadata"].update(text_side=None), "tokenizer"),
+        (lambda c: c["files"].pop("tokenizer.json"), "tokenizer"),
+        (lambda c: c["metadata"]["text_side"].pop("templates"), "templates"),
+        (lambda c: c["metadata"]["text_side"]["tower"]["encoder"].pop("causal"), "causal"),
+        (lambda c: c["metadata"]["text_side"].update(projection=None), "width 32"),
+        (lambda c: c["metadata"]["text_side"]["projection"].update(outputs=23), "width 23"),
+        (lambda c: c["metadata"]["text_side"].update(logit_scale=[1.0] * 5), "once per member"),
+        (lambda c: c["model"]["readout"].pop("cosine"), "class embeddings"),
+        (lambda c: c["model"]["readout"]["cosine"].update(width=None, bias=False), "does not fit"),
     ],
 }
 

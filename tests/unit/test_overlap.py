@@ -94,43 +94,22 @@ class Folder(Items, ImageFolder):
         Items.__init__(self, imgs=[(f"{row}.png", 0) for row in range(16)])
 
 
-def in_memory() -> tuple[Any, Any]:
-    return ID, copied(ID)
+ITEMS, ROWS = Items(), list(zip(*(torch.cat(part) for part in zip(*ID, strict=True)), strict=True))
+PICTURES = ImageDataset([picture(seed) for seed in range(16)], [row % cases.CLASSES for row in range(16)])
+PREPARED = [batches(PICTURES, ImagePreprocessing(size=(8, 8)), 4, shuffle=shuffle) for shuffle in (True, False)]
+HELD_OUT: dict[str, tuple[Any, Any, str]] = {  # data that train a model, data that are held out, and how many are both
+    "in memory": (ID, copied(ID), "16 of 16"),
+    "shuffled tensors": (DataLoader(TensorDataset(*map(torch.cat, zip(*ID, strict=True))), 4, True), ID, "16 of 16"),
+    "the same rows": (DataLoader(ITEMS, 4, shuffle=True), DataLoader(ITEMS, 4), "16 of 16"),
+    # the usual leak: one folder twice, with and without augmentation, split by different seeds
+    "two draws": (*(DataLoader(Subset(Folder(), rows), 4) for rows in (range(12), range(8, 16))), "4 of 8"),
+    "one source": (*PREPARED, "16 of 16"),
+}
 
 
-def shuffled_tensors() -> tuple[Any, Any]:
-    return DataLoader(TensorDataset(*(torch.cat(part) for part in zip(*ID, strict=True))), 4, shuffle=True), copied(ID)
-
-
-def same_rows() -> tuple[Any, Any]:
-    data = Items()
-    return DataLoader(data, 4, shuffle=True), DataLoader(data, 4)
-
-
-def two_draws() -> tuple[Any, Any]:
-    """The usual leak: one folder twice, with and without augmentation, split by different seeds."""
-    train, held_out = Folder(), Folder()
-    return DataLoader(Subset(train, range(12)), 4), DataLoader(Subset(held_out, range(8, 16)), 4)
-
-
-def one_source() -> tuple[Any, Any]:
-    pictures = ImageDataset([picture(seed) for seed in range(16)], [row % cases.CLASSES for row in range(16)])
-    prepare = ImagePreprocessing(size=(8, 8))
-    return batches(pictures, prepare, 4, shuffle=True), batches(pictures, prepare, 4)
-
-
-@pytest.mark.parametrize(
-    ("make", "shared"),
-    [
-        (in_memory, "16 of 16"),
-        (shuffled_tensors, "16 of 16"),
-        (same_rows, "16 of 16"),
-        (two_draws, "4 of 8"),
-        (one_source, "16 of 16"),
-    ],
-)
-def test_held_out_data_that_are_trained_on(make: Any, shared: str) -> None:
-    train, held_out = make()
+@pytest.mark.parametrize("case", HELD_OUT)
+def test_held_out_data_that_are_trained_on(case: str) -> None:
+    train, held_out, shared = HELD_OUT[case]
     for name in ("id", "validation"):
         sets = {"id": None, "validation": None, name: held_out}
         with pytest.warns(HydraWarning, match=f"{shared} samples of {name} .*are samples of train, too"):
@@ -360,9 +339,6 @@ def test_calibrated_on_the_same_samples_again_halves_them_again(calibrated: he.E
     assert fresh.settings.marks == calibrated.metadata.familiarity.settings.marks  # others set the threshold anew
     with pytest.raises(DataError, match="too few"):  # the threshold of before is not left there
         he.calibrate(calibrated, FIT, share=0.999)
-
-
-ROWS = list(zip(*(torch.cat(part) for part in zip(*ID, strict=True)), strict=True))
 
 
 @pytest.mark.parametrize("source", [ID, DataLoader(Items(ROWS), 4, shuffle=True)], ids=["in memory", "a loader"])

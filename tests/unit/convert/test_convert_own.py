@@ -1,12 +1,14 @@
 """What models of one's own are asked beside random batches: samples alone and together, special ids, dropout."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from convert_cases import IMAGES, around, look_for_no_remedy, near, refused
+from convert_cases import IMAGES, around, changed, look_for_no_remedy, near, refused
 from torch import Tensor, nn
 
 import hydra_ensembles as he
@@ -39,23 +41,25 @@ class ReshapedViT(EncoderViT):
         return self.head(self.encoder(x.reshape(x.shape[1], x.shape[0], -1))[0])
 
 
-class NormedText(EncoderText):
-    """Embeddings are normalised by the statistics of the batch, in evaluation too."""
+class PassedText(EncoderText):
+    """Words pass one more part behind their positions, as PyTorch's tutorial has dropout there."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH, affine=False, track_running_stats=False)
+        self.behind_positions = part
 
     def forward(self, ids: Tensor, src_key_padding_mask: Tensor | None = None) -> Tensor:
-        x = self.norm(self.embedding(ids).transpose(1, 2)).permute(2, 0, 1) + self.pe[: ids.shape[1]]
+        x = self.behind_positions(self.embedding(ids).transpose(0, 1) * WIDTH**0.5 + self.pe[: ids.shape[1]])
         return self.classify(self.encoder(x, src_key_padding_mask=src_key_padding_mask)[0])
 
 
+CENTRED = partial(PassedText, lambda x: x - x.mean(1, keepdim=True))  # by the batch, in evaluation too
+DROPPING = partial(PassedText, nn.Dropout(0.2))
 RANDOM = around(OwnViT, lambda model, images: nn.functional.dropout(images, 0.1))  # it forgets to ask whether it trains
 
 
 @pytest.mark.parametrize(
-    ("kind", "declaration"), [(ReshapedViT, ENCODER_VIT), (NormedText, ENCODER_TEXT), (RANDOM, OWN_VIT)]
+    ("kind", "declaration"), [(ReshapedViT, ENCODER_VIT), (CENTRED, ENCODER_TEXT), (RANDOM, OWN_VIT)]
 )
 def test_a_model_that_answers_samples_by_their_neighbours_or_at_random_is_refused_as_such(
     kind: Any, declaration: he.Declaration, monkeypatch: pytest.MonkeyPatch
@@ -114,7 +118,7 @@ def test_images_of_another_range_are_compared_too() -> None:
 class SelfMasked(RopeBert):
     """Looks for padding itself, where it is told of none."""
 
-    padding: int | None = 0
+    padding: int | None
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         if attention_mask is None:
@@ -122,38 +126,16 @@ class SelfMasked(RopeBert):
         return super().forward(input_ids, attention_mask)
 
 
-class TakesAll(SelfMasked):
-    """Takes every id for a token, as the converted one."""
-
-    padding = None
-
-
-@pytest.mark.parametrize(("kind", "said"), [(SelfMasked, True), (TakesAll, False), (RopeBert, False)])
-def test_a_model_that_finds_padding_itself_is_warned_of(kind: Any, said: bool) -> None:
+@pytest.mark.parametrize(  # None: every id is a token, as it is to the converted one
+    ("kind", "padding", "said"), [(SelfMasked, 0, True), (SelfMasked, None, False), (RopeBert, 0, False)]
+)
+def test_a_model_that_finds_padding_itself_is_warned_of(kind: Any, padding: int | None, said: bool) -> None:
     with warnings.catch_warnings(record=True, action="always") as caught:
-        he.convert(own(kind), declaration=ROPE_BERT)
+        he.convert(changed(own(kind), "padding", padding), declaration=ROPE_BERT)
     assert ["attention_mask" in str(one.message) for one in caught if "without" in str(one.message)] == [True] * said
 
 
 # --- dropout -------------------------------------------------------------------------------------------------
-
-
-class DroppingText(EncoderText):
-    """As PyTorch's tutorial has it: behind positions, too, where the layers of torch drop as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.behind_positions = nn.Dropout(0.2)
-
-    def forward(self, ids: Tensor, src_key_padding_mask: Tensor | None = None) -> Tensor:
-        x = self.behind_positions(self.embedding(ids).transpose(0, 1) * WIDTH**0.5 + self.pe[: ids.shape[1]])
-        return self.classify(self.encoder(x, src_key_padding_mask=src_key_padding_mask)[0])
-
-
-def other_rate() -> nn.Module:
-    model = own(EncoderText)
-    model.encoder.layers[1].dropout1.p = 0.3
-    return model
 
 
 @pytest.mark.filterwarnings("error::hydra_ensembles.errors.HydraWarning")
@@ -162,9 +144,10 @@ def test_rates_are_read_off_layers_of_torch_and_other_dropout_is_named(declarati
     encoder = he.convert(own(EncoderText), declaration=declaration).config.encoder
     assert {encoder.attention_dropout, encoder.projection_dropout, encoder.activation_dropout} == {0.1}
     assert encoder.output_dropout == 0.1
-    for model, name in ((own(DroppingText), "behind_positions,"), (other_rate(), "encoder.layers.1.dropout1,")):
+    other_rate = changed(own(EncoderText), "encoder.layers.1.dropout1.p", 0.3)
+    for model, name in ((own(DROPPING), "behind_positions,"), (other_rate, "encoder.layers.1.dropout1,")):
         with pytest.warns(HydraWarning, match=f" {name}.*dropout=") as caught:
             assert he.convert(model, declaration=declaration).config.stem.dropout == 0.0
         assert caught[0].filename == __file__
-    said = he.convert(own(DroppingText), declaration=replace(ENCODER_TEXT, dropout=0.2)).config
+    said = he.convert(own(DROPPING), declaration=replace(ENCODER_TEXT, dropout=0.2)).config
     assert said.encoder.projection_dropout == said.stem.dropout == 0.2

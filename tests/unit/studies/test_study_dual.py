@@ -1,6 +1,5 @@
 """All stages of the zero-shot study on a small model, its captions and trainings, and dual encoders of a user's own."""
 
-import ast
 import json
 import shutil
 from collections.abc import Mapping
@@ -17,9 +16,8 @@ from small_studies import CPU, UNSEEN, ManyClasses, SmallDual, dual_recipe, dual
 from typer.testing import CliRunner
 
 import hydra_ensembles as he
-import studies
 from hydra_ensembles import ImagePreprocessing, Recipe
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.model.metadata import Metadata
 from pictures import picture
 from random_ensembles import noisy, small
@@ -135,15 +133,6 @@ def test_test_sets_are_opened_after_all_is_fixed(finished: Finished, tmp_path: P
     with pytest.raises(DataError, match="fix"):
         dual_study.report(dual_seed(tmp_path, source=source), HYDRA_CIRC)
     assert not source.opened
-    readers = {
-        f"{path.stem}.{function.name}"
-        for path in (Path(studies.__file__).parent / f"{name}.py" for name in ("dual_seed", "dual_study", "captions"))
-        for function in ast.walk(ast.parse(path.read_text()))
-        if isinstance(function, ast.FunctionDef)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Attribute) and node.attr in ("near", "far", "test_sets")
-    }
-    assert readers == {"dual_seed.test_sets", "dual_study.report", "dual_study.collect"}
 
 
 def test_rows_that_come_later_are_added_to_what_is_fixed(finished: Finished, tmp_path: Path) -> None:
@@ -163,20 +152,13 @@ def test_rows_that_come_later_are_added_to_what_is_fixed(finished: Finished, tmp
     assert found["heads"] == {name: whole["heads"][name] for name in ("single", "both")}
 
 
-def test_held_out_names_choose_how_to_learn(finished: Finished, tmp_path: Path) -> None:
+def test_held_out_names_choose_how_to_learn(finished: Finished) -> None:
     """The choice that is written is the best of all that were measured, and the one that training takes."""
     found, seed = finished.facts["choice"], dual_seed(finished.output)
     assert [one["steps"] for one in found["measured"]] == [one.steps for one in seed.recipe.choices]
     best = max(found["measured"], key=lambda one: one["accuracy"])
     assert found["choice"]["steps"] == best["steps"]
     assert seed.choice in seed.recipe.choices
-    with pytest.raises(DataError, match="choose"):
-        dual_seed(tmp_path).dual.eval()
-
-
-def test_a_folder_of_another_recipe_is_refused(finished: Finished) -> None:
-    with pytest.raises(CheckpointError, match="views was"):
-        dual_seed(finished.output, recipe=dual_recipe(views=2))
 
 
 def test_members_lose_heads_of_the_right_towers(finished: Finished) -> None:
@@ -367,8 +349,6 @@ def test_a_model_of_open_clip_answers_as_there(tmp_path: Path) -> None:
     dual = models.trained(0, None)
     assert models.trained(1, None) is dual  # seeds change nothing in it
     assert source in models.about()["description"]
-    with pytest.raises(ConfigError, match="cannot be trained"):
-        models.tuned(dual, 0)
     pictures = [picture(number).resize((40, 36)) for number in range(2)]
     transform = small_clip.open_clip.image_transform(small_clip.IMAGE_SIZE, is_train=False)
     pixels = torch.stack([transform(picture) for picture in pictures])
@@ -385,9 +365,3 @@ def test_a_saved_model_answers_alike(tmp_path: Path) -> None:
     dual.save_pretrained(tmp_path / "saved")
     pictures, names = [picture(3).resize((50, 40))], ["cat", "red bus"]
     assert torch.equal(answer(load_dual(str(tmp_path / "saved")), names, pictures), answer(dual, names, pictures))
-    bare = he.DualEncoder(he.Ensemble(dual.image.config), dual.text, dual.projections, dual.logit_scale)
-    bare.save_pretrained(tmp_path / "bare")
-    with pytest.raises(CheckpointError, match="images"):
-        load_dual(str(tmp_path / "bare"))
-    with pytest.raises(ConfigError, match="which weights"):
-        load_dual("open_clip:ViT-B-32")

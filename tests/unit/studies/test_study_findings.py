@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hydra_ensembles.data.corruptions import CORRUPTIONS
 from hydra_ensembles.errors import CheckpointError, DataError
-from hydra_ensembles.files import read_json, write_json
+from hydra_ensembles.files import write_json
 from studies import all_tasks, classifiers, findings, storing
 from studies import rows as study_rows
 from studies.__main__ import app
@@ -79,8 +79,6 @@ def test_the_command_shows_every_table(study: Study) -> None:
     assert made.exit_code == 0, made.exception
     assert re.findall(rf"^### {NAME}: (\w+)$", made.stdout, re.MULTILINE) == list(findings.TABLES)
     assert findings.main_table(study) in made.stdout
-    wrong = CliRunner().invoke(app, ["run", NAME, "--seeds", "0;1", "-o", str(study.folder)])
-    assert "commas between, as 0,1,2; got '0;1'" in str(wrong.exception)
 
 
 def test_prices_are_measured_without_the_models_of_the_run(
@@ -286,10 +284,3 @@ def test_a_study_goes_on_where_it_stopped_and_choices_stay(study: Study, tmp_pat
     assert place.stat().st_mtime_ns == before
     with pytest.raises(DataError, match="choose"):
         Seed(task, 0, tmp_path).chosen("CircAvg")
-    stored = {**read_json(study.folder / "study.json"), "format": "another"}
-    write_json(tmp_path / NAME / "study.json", stored)
-    with pytest.raises(DataError, match="another"):
-        Study(NAME, tmp_path)
-    write_json(tmp_path / NAME / "study.json", study.facts)
-    with pytest.raises(DataError, match="lacks seed-0"):
-        Study(NAME, tmp_path).columns(HYDRA, 0)

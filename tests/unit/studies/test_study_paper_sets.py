@@ -16,7 +16,6 @@ from small_studies import CPU
 
 import hydra_ensembles as he
 from hydra_ensembles.baselines import BayesVLM, published_bayes_vlm
-from hydra_ensembles.errors import DataError
 from pictures import picture
 from studies import dual_rows
 from studies.dual_recipe import DualCounts, load_dual_recipe
@@ -96,16 +95,6 @@ def test_circuits_of_the_image_tower_read_cifar100_as_well(root: Path) -> None:
     few = PaperSets(root, replace(COUNTS, classes=6)).calibration()
     assert (few.names[:2], len(few.names)) == (("tench", "goldfish"), 6)
     assert set(few.images.labels.tolist()) <= set(range(6))
-
-
-def test_names_by_position_need_every_folder_of_imagenet(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="ImageNet"):
-        PaperSets(tmp_path, COUNTS).circuits()
-    folder = tmp_path / paper_files.IMAGENET
-    paper_files.save(folder / "val" / "n1" / "0.JPEG", paper_files.JPEG)
-    torch.save(({"n1": ("one",)}, ["n1"]), folder / "meta.bin")
-    with pytest.raises(DataError, match="1000"):
-        PaperSets(tmp_path, COUNTS).circuits()
 
 
 def test_a_study_on_the_papers_sets_opens_them_all(root: Path, tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from paper_files import save, write_lists
 from architectures import timm_model
 from architectures_transformers import TEXT, save_tokenizer, transformers_model
 from datasets_stand_in import stand_in_hub
-from hydra_ensembles.data import suite
-from hydra_ensembles.errors import CheckpointError, ConfigError, DataError
+from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json
 from hydra_ensembles.training.recipe import RandAugment
 from pictures import encoded, picture
@@ -139,12 +138,6 @@ def test_all_that_is_missing_is_named_at_once(tmp_path: Path, monkeypatch: pytes
     assert "- ninco (" not in told
     assert str(tmp_path / "imagenet" / "val") in told
     assert "test_ssb_hard.txt" in told
-    with pytest.raises(DataError, match="hub:wmt/wmt16"):
-        PaperFolder(tmp_path).require(suite("paper-sst2"))
-    with pytest.raises(ConfigError, match="imagenet, cifar100, sst2"):
-        run(monkeypatch, "mnist", "--model", vit, "--data", tmp_path)
-    with pytest.raises(DataError, match="nowhere"):
-        run(monkeypatch, "sst2", "--model", vit, "--data", tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +182,3 @@ def test_models_of_ones_own(vit: Path, bert: Path, tmp_path: Path) -> None:
         assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
     found.save_pretrained(tmp_path / "ours")
     assert own_backbone(str(tmp_path / "ours"), ("a", "b"), text=False).num_classes == 2
-    with pytest.raises(ConfigError, match="2 classes"):
-        own_backbone(str(tmp_path / "ours"), ("a", "b", "c"), text=False)
-    with pytest.raises(CheckpointError, match="config"):
-        own_backbone(str(tmp_path), ("a", "b"), text=False)
