@@ -6,7 +6,6 @@ raised to float32; float64 stays float64. A temperature makes probabilities hone
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -481,6 +480,6 @@ def require_members_for(score: ScoreName, members: int) -> None:
 
 
 def check_temperature(values: Sequence[float]) -> None:
-    """Refuse temperatures that are not positive and finite, and none at all."""
-    if not values or not all(0 < value < math.inf for value in values):
+    """Refuse temperatures that are not positive and finite, as single precision has them, and none at all."""
+    if not values or not all(1e-38 <= value <= 1e38 for value in values):
         raise ConfigError(f"temperature={list(values)} must be positive and finite; 1 changes nothing")

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 TextCleaning = Literal["none", "whitespace", "lower", "canonicalize"]
-Pixels = Annotated[int, Range(1, 1 << 16)]
+MOST_PIXELS = 1 << 16  # of a side
+Pixels = Annotated[int, Range(1, MOST_PIXELS)]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class ImagePreprocessing(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_channels(self.mean, self.std)
+        largest = max(self.size) / self.crop_fraction
+        if largest > MOST_PIXELS:
+            raise ConfigError(f"crop_fraction {self.crop_fraction:g} of {self.size} makes images of {largest:g} pixels")
 
     def __call__(self, images: "Image | Sequence[Image]") -> Tensor:
         """Turn PIL images into a tensor `[B, channels, height, width]`, ready for the model."""

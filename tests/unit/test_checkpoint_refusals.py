@@ -149,6 +149,8 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
         (lambda c: c["model"].update(trunk=1), "share"),
         (lambda c: c["metadata"].update(labels=["one"]), "1 labels"),
         (lambda c: c["metadata"]["calibration"].update(temperature=[1, 1]), "2 temperatures"),
+        (lambda c: c["metadata"]["calibration"].update(temperature=[1e-320]), "must be positive"),
+        (lambda c: c["metadata"]["calibration"].update(reference={"values": [1.0], "samples": 1 << 63}), "scores of"),
         (lambda c: c["metadata"]["preprocessing"].update(tokenizer="{}"), "tokenizer"),
         (lambda c: c["metadata"].update(preprocessing=None), "tokenizer"),
         (lambda c: c["metadata"].update(text_side=None), "text_side"),
@@ -166,6 +168,7 @@ WRONG: dict[str, list[tuple[Change, str]]] = {
     ],
     "dual": [
         (lambda c: c.update(kind="ensemble"), "kind 'ensemble'"),
+        (lambda c: c["metadata"]["image"]["preprocessing"].update(crop_fraction=1e-9), "makes images of"),
         (lambda c: c["metadata"].pop("text"), r"\['image'\]"),
         (lambda c: c["model"].update(text_projection=None), "width 24"),
         (lambda c: c["model"].update(scale_copies=2), "scale_copies"),

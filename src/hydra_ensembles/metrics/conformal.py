@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..arguments import Count, NotNegative, PositiveShare, checked
+from ..arguments import END, Count, NotNegative, PositiveShare, checked
 from ..errors import ConfigError, DataError
 from .inputs import Labels, check_probs, check_rows, check_scores
 
@@ -81,7 +81,7 @@ class Reference:
 
     def __post_init__(self) -> None:
         ordered = all(first <= second for first, second in zip(self.values, self.values[1:], strict=False))
-        if not self.values or not ordered or len(self.values) > self.samples:
+        if not self.values or not ordered or not len(self.values) <= self.samples < END:
             raise ConfigError(f"a reference has sorted scores of its samples; got {len(self.values)}, {self.samples}")
 
     @classmethod
