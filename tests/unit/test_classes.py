@@ -98,9 +98,6 @@ def test_sets_without_a_name_in_common_are_told_of_once() -> None:
     assert sum("none of the classes" in str(one.message) for one in caught) == 1
 
 
-# --- a model without names that is right on all samples; sets with an order of their own -----------------------------
-
-
 def answered(model: he.Ensemble, names: tuple[str, ...], called: Callable[[int], str], seed: int) -> ImageDataset:
     """Images that the model takes for the classes of these names, in the order of the names."""
     images = torch.randn(400, 3, 8, 8, generator=torch.Generator().manual_seed(seed))

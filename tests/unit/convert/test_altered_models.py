@@ -25,8 +25,6 @@ CASES = {
     "open_clip-timm": KNOWN["open_clip-timm-linear"],
 }
 
-# --- how they are changed ----------------------------------------------------------------------------------------
-
 Change = Callable[[Any], object]
 
 

@@ -27,8 +27,6 @@ from architectures_own import (
 from hydra_ensembles.convert.guess import _agrees
 from hydra_ensembles.errors import HydraWarning
 
-# --- samples alone and together ------------------------------------------------------------------------------
-
 
 class ReshapedViT(EncoderViT):
     """Sequence first, by `reshape` where `transpose` was meant: the same for one image alone."""
@@ -78,9 +76,6 @@ def test_samples_may_be_said_to_be_answered_alone() -> None:
 
 def test_answers_without_an_axis_of_samples_are_said() -> None:
     refused(own(around(OwnViT, after=Tensor.squeeze)), r"a tensor \[5\], where \[1, classes\]", declaration=OWN_VIT)
-
-
-# --- ids and numbers that a model looks at -------------------------------------------------------------------
 
 
 class LargeText(EncoderText):
@@ -133,9 +128,6 @@ def test_a_model_that_finds_padding_itself_is_warned_of(kind: Any, padding: int 
     with warnings.catch_warnings(record=True, action="always") as caught:
         he.convert(changed(own(kind), "padding", padding), declaration=ROPE_BERT)
     assert ["attention_mask" in str(one.message) for one in caught if "without" in str(one.message)] == [True] * said
-
-
-# --- dropout -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("error::hydra_ensembles.errors.HydraWarning")

@@ -55,9 +55,6 @@ def disturbed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-# --- it sees a difference in every architecture, and where it is ---------------------------------------------
-
-
 PLACES = (
     ("encoder.layers.1.norm2.weight", r"part first in .*[._ ]1;"),
     ("encoder.layers.0.norm2.weight", r"part first in .*[._ ]0;"),
@@ -109,9 +106,6 @@ def test_a_small_change_does_not_pass_for_the_rounding_of_half_precision(
     refused(model.to(dtype), "of their size")
 
 
-# --- what only answers tell ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("build", "part", "place"),
     [
@@ -156,9 +150,6 @@ def test_a_classifier_of_zeros_proves_nothing(disturbed: list[str]) -> None:
     refused(model, "in encoder.layers.encoder_layer_1;")
 
 
-# --- what it costs -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", [case for case in ALL_CASES if case.kind == "image"], ids=str)
 def test_blocks_that_agree_see_few_tokens_of_an_image(case: ArchitectureCase, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
@@ -177,9 +168,6 @@ def test_tokens_that_the_blocks_do_not_see_are_compared_before(monkeypatch: pyte
     convert_wrongly(monkeypatch, lambda ensemble: ensemble.stem.position[..., -1, :].add_(torch.linspace(-3, 3, 32)))
     monkeypatch.setattr(probe, "_FEW", 2)
     refused(vit(), "part first before")
-
-
-# --- what it leaves alone ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -21,8 +21,6 @@ from hydra_ensembles.errors import ConversionError, HydraWarning
 
 Rows = list[tuple[Callable[[], Any], str]]
 
-# --- kinds of models ---------------------------------------------------------------------------------------
-
 _SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1], "num_heads": [2], "window_size": 4}
 _GPT = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 60, "pad_token_id": 0}
 _T5 = {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 16, "d_kv": 8, "vocab_size": 60}
@@ -84,9 +82,6 @@ def test_it_is_said_what_it_is_why_and_what_works(build: Any, token: str) -> Non
     with pytest.raises(ConversionError, match=rf"(?s){token}") as caught:
         he.convert(build())
     assert 2 < len(str(caught.value).splitlines()) <= 5
-
-
-# --- variants of known models ------------------------------------------------------------------------------
 
 
 def parallel_blocks() -> Any:
@@ -225,9 +220,6 @@ def test_settings_of_the_conversion_that_do_not_fit_the_model_are_refused() -> N
     assert he.convert(other, num_labels=3).num_classes == 3  # what it was trained for does not matter
     refused(open_clip_model(), "no classifier", num_labels=3)
     refused(open_clip_model(), "no classifier", labels=["a"])
-
-
-# --- names -------------------------------------------------------------------------------------------------
 
 
 def test_nothing_that_is_supported_has_a_row() -> None:

@@ -155,33 +155,25 @@ def test_risk_coverage_equals_the_referee(referee, quiet):
             assert risk_at_coverage(-confidence, errors, coverage) == pytest.approx(expected, abs=1e-6), seed
 
 
-@pytest.mark.parametrize(
-    ("id_scores", "ood_scores", "token"),
-    [
-        (T([]), T([1.0]), "no ID scores"),
-        (T([1.0]), T([]), "no OOD scores"),
-        (T([1.0, 2.0]), T([1.0, torch.nan]), "1 of 2 OOD scores are NaN, the first at index 1"),
-        (T([[1.0]]), T([1.0]), r"ID scores.*\[1, 1\]"),
-        (T([1.0 + 1j]), T([1.0]), "ID scores.*real"),
-    ],
-)
-def test_bad_detection_scores_are_refused(id_scores, ood_scores, token):
-    for metric in (auroc, aupr, fpr95, discordance, roc_curve):
-        with pytest.raises(DataError, match=token):
-            metric(id_scores, ood_scores)
+DETECTION, RISK = (auroc, aupr, fpr95, discordance, roc_curve), (risk_coverage, aurc, risk_at_coverage)
 
 
 @pytest.mark.parametrize(
-    ("scores", "errors", "token"),
+    ("functions", "first", "second", "token"),
     [
-        (T([]), T([]), "no scores"),
-        (T([0.1, 0.2]), T([True]), "2 scores, 1 errors"),
-        (T([0.1, torch.nan]), T([True, False]), "1 of 2 scores are NaN"),
-        (T([0.1, 0.2]), T([torch.nan, 0]), "1 of 2 errors are NaN"),
-        (T([0.1, 0.2]), T([[1, 0]]), "vector"),
+        (DETECTION, T([]), T([1.0]), "no ID scores"),
+        (DETECTION, T([1.0]), T([]), "no OOD scores"),
+        (DETECTION, T([1.0, 2.0]), T([1.0, torch.nan]), "1 of 2 OOD scores are NaN, the first at index 1"),
+        (DETECTION, T([[1.0]]), T([1.0]), r"ID scores.*\[1, 1\]"),
+        (DETECTION, T([1.0 + 1j]), T([1.0]), "ID scores.*real"),
+        (RISK, T([]), T([]), "no scores"),
+        (RISK, T([0.1, 0.2]), T([True]), "2 scores, 1 errors"),
+        (RISK, T([0.1, torch.nan]), T([True, False]), "1 of 2 scores are NaN"),
+        (RISK, T([0.1, 0.2]), T([torch.nan, 0]), "1 of 2 errors are NaN"),
+        (RISK, T([0.1, 0.2]), T([[1, 0]]), "vector"),
     ],
 )
-def test_bad_scores_and_errors_are_refused(scores, errors, token):
-    for metric in (risk_coverage, aurc, risk_at_coverage):
+def test_bad_scores_and_errors_are_refused(functions, first, second, token):
+    for function in functions:
         with pytest.raises(DataError, match=token):
-            metric(scores, errors)
+            function(first, second)

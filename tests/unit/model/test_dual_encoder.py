@@ -39,9 +39,6 @@ def three(case: DualCase) -> list[DualEncoder]:
     return [he.convert(perturbed(case.build(), seed)) for seed in (11, 12, 13)]
 
 
-# --- converted == original -------------------------------------------------------------------------------
-
-
 @every_case
 @torch.no_grad()
 def test_features_and_logits_equal_the_originals(case: DualCase) -> None:
@@ -110,9 +107,6 @@ def test_it_compiles_and_exports_without_a_graph_break() -> None:
     assert relative_error(exported(batch, batch)[0], expected) < 1e-5
 
 
-# --- members ---------------------------------------------------------------------------------------------
-
-
 def fused(members: list[DualEncoder]) -> DualEncoder:
     """Members that share nothing."""
     return he.fuse(members, stem="separate", mlp="separate")
@@ -136,9 +130,6 @@ def test_a_member_taken_out_is_the_member_put_in_also_where_one_image_tower_serv
         assert relative_error(dual(pixels, texts)[index], expected) < 1e-5
         assert relative_error(dual.member(index)(pixels, texts)[0], expected) < 1e-5
     assert fused([dual, members[1]]).num_members == 4
-
-
-# --- put together from two encoders ----------------------------------------------------------------------
 
 
 def separate_towers() -> tuple[he.Ensemble, he.Ensemble]:

@@ -44,9 +44,6 @@ def three() -> list[he.DualEncoder]:
     return [dual_of(OPEN_CLIP, perturbed(OPEN_CLIP.build(), seed)) for seed in (11, 12, 13)]
 
 
-# --- the originals' logits ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", [CASES[name] for name in VARIED], ids=str)
 @torch.no_grad()
 def test_logits_are_the_originals_also_after_loading(case: DualCase, tmp_path: Path) -> None:
@@ -87,9 +84,6 @@ def test_a_tower_that_projects_by_itself_keeps_its_projection() -> None:
         assert relative_error(he.zero_shot(wrapped, NAMES)(pixels), wrapped(pixels, tokens)) < 1e-5
 
 
-# --- members -----------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def test_each_member_has_the_class_embeddings_of_its_own_text_tower() -> None:
     duals, pixels = three(), OPEN_CLIP.pixels()
@@ -119,9 +113,6 @@ def test_one_tower_may_serve_all_members(many: str) -> None:
     assert ensemble.metadata.text_side.settings.members == (3 if many == "text" else 1)
 
 
-# --- like any other ensemble -------------------------------------------------------------------------------
-
-
 def test_it_is_pruned_fused_optimised_saved_and_asked_with_pictures(tmp_path: Path) -> None:
     ensemble, pixels = he.zero_shot(one_dual(), NAMES), OPEN_CLIP.pixels()
     members = [he.prune(ensemble, heads) for heads in ([(0, 1)], [(1, 2)], [(0, 3), (1, 0)])]
@@ -146,9 +137,6 @@ def test_it_runs_and_is_re_targeted_in_bfloat16() -> None:
     half = ensemble.to(torch.bfloat16)
     assert relative_error(half(pixels.bfloat16()).float(), expected) < 0.05
     assert he.retarget(half, NAMES).dtype == torch.bfloat16  # by text towers that are still in float32
-
-
-# --- refused -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -178,9 +166,6 @@ def test_a_tokenizer_and_text_towers_are_needed(tmp_path: Path) -> None:
     assert not (tmp_path / "tokenizer.json").exists()
     with pytest.raises(ConfigError, match="kept no text towers"):
         he.retarget(he.Ensemble.from_pretrained(tmp_path), OTHER_NAMES)
-
-
-# --- other classes -----------------------------------------------------------------------------------------
 
 
 def hydra(case: DualCase) -> he.DualEncoder:

@@ -124,8 +124,6 @@ def test_errors_reach_the_client_as_its_own(images: Any) -> None:
         assert refused.value.status().startswith("4")
 
 
-# --- what is not the protocol ----------------------------------------------------------------------------------------
-
 ONE = {"name": "a", "shape": [2], "datatype": "FP32", "data": [1, 2.5]}
 
 

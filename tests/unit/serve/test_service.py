@@ -137,9 +137,6 @@ def test_the_nearest_class_is_that_of_the_features() -> None:
     assert bare.workers()[0](bare.tensors(inputs_for(bare.ensemble, 1), nearest=True))[0][NEAREST] == -1
 
 
-# --- limits ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("content", "status", "token"),
     [

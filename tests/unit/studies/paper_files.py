@@ -69,35 +69,24 @@ def write_cifar10(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(folder / CIFAR10.meta["filename"], pickle.dumps({"label_names": CIFAR10_NAMES}))
 
 
-def write_food101(root: Path) -> None:
-    found = {name: [f"{name}/{number}" for number in range(2)] for name in ("apple_pie", "waffles")}
-    save(root / "food-101" / "meta" / "test.json", json.dumps(found).encode())
-    for name in (path for paths in found.values() for path in paths):
-        save(root / "food-101" / "images" / f"{name}.jpg", JPEG)
-
-
-def write_pets(root: Path) -> None:
-    lines = ["Abyssinian_1 1 1 1", "american_bulldog_7 2 2 1", "British_Shorthair_3 3 1 2"]
-    save(root / "oxford-iiit-pet" / "annotations" / "test.txt", "\n".join(lines).encode())
-    for line in lines:
-        save(root / "oxford-iiit-pet" / "images" / f"{line.split()[0]}.jpg", JPEG)
-
-
-def write_dtd(root: Path) -> None:
-    names = ("banded/0.jpg", "polka-dotted/0.jpg")
-    save(root / "dtd" / "dtd" / "labels" / "test1.txt", "\n".join(names).encode())
-    for name in names:
-        save(root / "dtd" / "dtd" / "images" / name, JPEG)
-
-
-def write_eurosat(root: Path) -> None:
-    for name in ("AnnualCrop", "Forest", "SeaLake"):
-        save(root / "eurosat" / "2750" / name / f"{name}_1.jpg", JPEG)
-
-
-def write_caltech101(root: Path) -> None:
-    for name in ("BACKGROUND_Google", "Faces", "Faces_easy", "water_lilly"):
-        save(root / "caltech101" / "101_ObjectCategories" / name / "image_0001.jpg", JPEG)
+FOOD = {name: [f"{name}/{number}" for number in range(2)] for name in ("apple_pie", "waffles")}
+PETS = ("Abyssinian_1 1 1 1", "american_bulldog_7 2 2 1", "British_Shorthair_3 3 1 2")
+TEXTURES = ("banded/0.jpg", "polka-dotted/0.jpg")
+LISTED = {  # what tells the libraries which images there are
+    "food-101/meta/test.json": json.dumps(FOOD).encode(),
+    "oxford-iiit-pet/annotations/test.txt": "\n".join(PETS).encode(),
+    "dtd/dtd/labels/test1.txt": "\n".join(TEXTURES).encode(),
+}
+IMAGES = [
+    *(f"food-101/images/{name}.jpg" for names in FOOD.values() for name in names),
+    *(f"oxford-iiit-pet/images/{line.split()[0]}.jpg" for line in PETS),
+    *(f"dtd/dtd/images/{name}" for name in TEXTURES),
+    *(f"eurosat/2750/{name}/{name}_1.jpg" for name in ("AnnualCrop", "Forest", "SeaLake")),
+    *(
+        f"caltech101/101_ObjectCategories/{name}/image_0001.jpg"
+        for name in ("BACKGROUND_Google", "Faces", "Faces_easy", "water_lilly")
+    ),
+]
 
 
 def write_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +94,8 @@ def write_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_imagenet(root)
     write_lists(root)
     write_cifar10(root, monkeypatch)
-    for write in (write_food101, write_pets, write_dtd, write_eurosat, write_caltech101):
-        write(root)
+    for name, content in (*LISTED.items(), *((name, JPEG) for name in IMAGES)):
+        save(root / name, content)
     images = [{"bytes": encoded(picture(number)), "path": None} for number in range(3)]
     sun397 = Table({"image": images, "label": [2, 0, 1]}, SUN397_NAMES)
     stand_in_hub(monkeypatch, {"tanganke/sun397": {"test": sun397}})

@@ -209,8 +209,6 @@ def test_classes_that_the_model_calls_otherwise_are_said(names, said):
     assert found.metadata.labels == model.metadata.labels
 
 
-# --- weights that are computed ---------------------------------------------------------------------------------------
-
 NAME = "encoder.layers.1.mlp.up.weight"
 
 
