@@ -140,6 +140,11 @@ def warn(message: str) -> None:
     warnings.warn(message, HydraWarning, stacklevel=level)
 
 
+def few_digits(value: float) -> str:
+    """Two digits after the point, or two that count, where a number is so small that the others would be zeros."""
+    return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
 def derive_seed(*parts: int | str) -> int:
     """A seed of 63 bits that depends on every part and on nothing else, the same on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)

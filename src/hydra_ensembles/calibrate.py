@@ -131,7 +131,8 @@ def calibrate(
     settings: dict[str, Any] = {"share": share, "score": score, "per_member": per_member, "temperature": temperature}
     fit = fit_calibration(samples.logits, samples.labels, **settings)
     degrees = ", ".join(f"{value:.4g}" for value in fit.calibration.temperature)
-    line = f"calibrated on {fit.samples} samples: temperature {degrees}; {score} threshold accepts {fit.accepted:.2%}"
+    told = f"calibrated on {fit.samples} samples, {fit.accuracy:.2%} of them right"
+    line = f"{told}: temperature {degrees}; {score} threshold accepts {fit.accepted:.2%}"
     metrics = {
         "validation/accuracy": fit.accuracy,
         "validation/nll_uncalibrated": fit.nll_before,

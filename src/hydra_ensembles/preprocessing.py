@@ -80,12 +80,10 @@ class ImagePreprocessing(Checked):
                 )
             if not image.width or not image.height:
                 raise DataError(f"image {index} is {image.width}x{image.height}, without a pixel; leave it out")
-        turned = next((index for index, image in enumerate(batch) if _is_turned(image)), None)
-        if turned is not None:
-            which = "the image" if len(batch) == 1 else f"image {turned}"
+        if any(map(_is_turned, batch)):
             warn(
-                f"{which} is stored on its side or mirrored (EXIF), and is taken as it is stored, as data sets "
-                "are: PIL.ImageOps.exif_transpose turns it upright"
+                f"{_some(batch, 'image')} is stored on its side or mirrored (EXIF), and is taken as it is stored, as "
+                "data sets are: PIL.ImageOps.exif_transpose turns it upright"
             )
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
         mean, std = (pixels.new_tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
@@ -146,8 +144,7 @@ class TextPreprocessing(Checked):
         batch = _items(texts, str)
         encoded, remarks = self.encode(batch)
         for remark in dict.fromkeys(remarks.values()):
-            first = next(index for index, other in remarks.items() if other == remark)
-            warn(f"{'the text' if len(batch) == 1 else f'text {first}'} {remark}")
+            warn(f"{_some(batch, 'text')} {remark}")
         return encoded
 
     def encode(self, batch: "Sequence[str | tuple[str, str]]") -> tuple[dict[str, Tensor], dict[int, str]]:
@@ -218,6 +215,11 @@ def is_raw(inputs: Any) -> bool:
     while isinstance(item, list | tuple) and item:  # several, or a pair of texts
         item = item[0]
     return isinstance(item, str) or type(item).__module__.startswith("PIL.")
+
+
+def _some(batch: Sequence[Any], kind: str) -> str:
+    """Who is meant by a warning; the same words for every batch of a data set, so that it is shown once."""
+    return f"the {kind}" if len(batch) == 1 else f"at least one {kind}"
 
 
 def _items(inputs: Any, *single: type) -> list[Any]:

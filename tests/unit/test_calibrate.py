@@ -190,7 +190,8 @@ def test_a_calibrated_ensemble_predicts_and_abstains(per_member):
     assert again.metadata.calibration == calibration  # replaced, not stacked
     assert (metrics["kept"], metrics["validation/accepted_share"]) == (1.0, 33 / 40)  # ⌈0.8 · 41⌉ of 40
     assert metrics["validation/nll"] <= metrics["validation/nll_uncalibrated"]
-    assert "calibrated on 40 samples" in calibrated.metadata.history[-1]
+    right = f"calibrated on 40 samples, {metrics['validation/accuracy']:.2%} of them right"
+    assert right in calibrated.metadata.history[-1]
     predictions = Prediction.concat([calibrated.predict(images) for images, _ in data])
     assert int(predictions.accept.sum()) == 33
     found = F.nll_loss(predictions.log_probs, labels).item()

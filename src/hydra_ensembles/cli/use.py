@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from .._utils import few_digits
 from ..data.dataset import IMAGE_SUFFIXES, AnyDataset, decode_image, images_below, read_image
 from ..data.loading import TABLE_SUFFIXES, Columns, load
 from ..errors import ConfigError, DataError
@@ -270,7 +271,7 @@ def _described(title: str, ensemble: Ensemble) -> str:
     encoder = ensemble.config.encoder
     shared = ", ".join(group for group in GROUPS if getattr(ensemble.config.sharing, group))
     common = f", shared by all members: {shared or 'nothing'}, layers that run once: {ensemble.config.trunk}"
-    counts = f"{_millions(facts['parameters'], 2)} M, {facts['multiply_adds'] / 1e9:,.2f} G multiply-adds"
+    counts = f"{few_digits(facts['parameters'] / 1e6)} M, {few_digits(facts['multiply_adds'] / 1e9)} G multiply-adds"
     rows = [
         ("source", facts["source"] or "unknown"),
         ("members", f"{facts['members']}{common if ensemble.num_members > 1 else ''}"),

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._utils import few_digits
 from ..arguments import Count, Whole, checked
 from ..batches import changed
 from ..errors import ConfigError, DataError
@@ -42,8 +43,8 @@ class Description:
 
     def __str__(self) -> str:
         lines = [
-            f"parameters     {self.parameters / 1e6:,.2f} M",
-            f"multiply-adds  {self.multiply_adds / 1e9:,.2f} G  ({self.tokens} tokens)",
+            f"parameters     {few_digits(self.parameters / 1e6)} M",
+            f"multiply-adds  {few_digits(self.multiply_adds / 1e9)} G  ({self.tokens} tokens)",
             f"heads kept     of {self.heads_per_layer} per layer",
             "layer" + "".join(f"{f'member {member}':>10}" for member in range(len(self.heads))),
         ]

@@ -38,11 +38,16 @@ class Column:
         """Title and an arrow to where better is."""
         return self.title + {"higher": " ↑", "lower": " ↓", "neither": ""}[self.better]
 
-    def write(self, value: float, spread: float | None = None) -> str:
-        """A number as the table shows it."""
+    def number(self, value: float) -> str:
+        """A number as the table shows it; counts of a small model are not shown as nothing."""
         text = f"{value * self.scale:.{self.digits}f}"
         if float(text) == 0:
-            text = text.removeprefix("-")
+            text = text.removeprefix("-") if self.scale >= 1 or not value else f"{value * self.scale:.1g}"
+        return text
+
+    def write(self, value: float, spread: float | None = None) -> str:
+        """What a cell says: a number, perhaps with its spread."""
+        text = self.number(value)
         return text + self.suffix if spread is None else f"{text} ± {spread * self.scale:.{self.digits}f}{self.suffix}"
 
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .._utils import __version__, require
+from .._utils import __version__, few_digits, require
 from ..arguments import checked
 from ..errors import ConfigError
 from ..evaluation.atlas import Atlas
@@ -210,13 +210,13 @@ def _tiles(
         if interval is not None and interval.low == interval.high:
             interval = None  # all samples have the same, as where all are right: it says nothing
         outcome, change = "", ""
-        if other.value is not None and baseline != focus:
+        if other.value is not None and baseline != focus and column.ranked:
             amount = (cell.value - other.value) * column.scale
             change = f"{amount:+.{column.digits}f}".replace("-", "−") + f" vs {baseline}"
             room = (_room(one, up) for one, up in ((interval, amount < 0), (theirs.get(key), amount > 0)))
             beyond_chance = interval is not None and abs(cell.value - other.value) > math.hypot(*room)
             shown_alike = column.write(cell.value) == column.write(other.value)
-            if column.better != "neither" and column.ranked and beyond_chance and not shown_alike:
+            if column.better != "neither" and beyond_chance and not shown_alike:
                 outcome = "better" if (amount > 0) == (column.better == "higher") else "worse"
         yield {
             "title": _TILES[key],
@@ -253,7 +253,8 @@ def _costs(runs: Mapping[str, Evaluation], measured: Mapping[str, Cost]) -> dict
         costs = {name: value / size for name, value in values.items() if value}
         if costs:
             most = max(costs.values())
-            kinds[heading] = [(name, f"{cost:,.2f} {unit}", max(100 * cost / most, 1)) for name, cost in costs.items()]
+            words = {name: f"{few_digits(cost)} {unit}" for name, cost in costs.items()}
+            kinds[heading] = [(name, words[name], max(100 * cost / most, 1)) for name, cost in costs.items()]
     return kinds
 
 

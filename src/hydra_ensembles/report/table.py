@@ -79,7 +79,7 @@ def tabulated(
 
 def rank_cells(cells: list[Cell], column: Column) -> list[Cell]:
     """Mark the best number as shown and, of three or more, the second best; where all are equal nothing is marked."""
-    shown = [None if cell.value is None else float(f"{cell.value * column.scale:.{column.digits}f}") for cell in cells]
+    shown = [None if cell.value is None else float(column.number(cell.value)) for cell in cells]
     distinct = sorted({value for value in shown if value is not None}, reverse=column.better == "higher")
     if column.better == "neither" or not column.ranked or len(distinct) < 2:
         return cells

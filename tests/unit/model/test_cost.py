@@ -56,6 +56,7 @@ def test_an_ensemble_brings_its_counts_and_keeps_its_mode():
     plain = nn.Flatten()
     costs = measure_costs({"ensemble": ensemble, "flat": plain}, torch.zeros(2, 3, 8, 8), repeats=1)
     description = ensemble.describe()
+    assert "multiply-adds  9.5e-06 G" in str(description)  # not 0.00
     assert (costs[0].parameters, costs[0].multiply_adds) == (description.parameters, description.multiply_adds)
     assert (costs[1].parameters, costs[1].multiply_adds) == (0, None)
     assert all(module.training for module in ensemble.modules())

@@ -36,6 +36,9 @@ def test_numbers_are_written_as_the_paper_writes_them_and_others_where_they_are_
     assert [found[key].text for key in ("heads", "parameters", "latency_ratio")] == ["3x3", "4.00", "1.25×"]
     assert cells(comparison, "Single")["heads"].text == "5"
     assert (Column("x", "X").write(-0.001), Column("x", "X").write(-0.01)) == ("0.00", "-0.01")
+    counts = [4_021_152, 17_600_000_000, 0, 2_010_000]
+    assert [COLUMNS[-2].write(count) for count in counts] == ["0.004", "17.60", "0.00", "0.002"]
+    assert [one.rank for one in rank_cells([Cell("", count) for count in counts[::3]], COLUMNS[-2])] == ["", "best"]
     for words in ("own (160 samples)", "near: close; far: textures, digits", "Score: msp; convention: torch-unc"):
         assert words in comparison.notes[0]
     for made in (comparison, hydra):

@@ -12,7 +12,7 @@ import pytest
 
 from hydra_ensembles.errors import MissingExtraError
 from hydra_ensembles.metrics import Interval
-from hydra_ensembles.model.metadata import ACCEPTS_ALL
+from hydra_ensembles.model.metadata import ACCEPTS_ALL, Calibration
 from hydra_ensembles.report.columns import Column
 from hydra_ensembles.report.html import write_report
 from hydra_ensembles.report.table import Cell, Comparison, Row
@@ -132,6 +132,9 @@ def test_a_change_within_the_interval_or_without_one_has_no_colour(render):
         page = render([replace(single, intervals=of_single), hydra])
         assert f'<span class="{outcome}">{change} vs Single</span>' in page, of_single
     assert f'<span class="">{change} vs Single</span>' in render([single, replace(hydra, intervals={})])
+    warm = replace(hydra.model, calibration=Calibration(temperature=(1.3,)))  # ECE of one that is not does not compare
+    pages = (render([single, replace(hydra, model=model)]) for model in (hydra.model, warm))
+    assert [page.count("vs Single") for page in pages] == [2, 1]
 
 
 def test_the_first_numbers_stand_against_the_baseline(text):
