@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -35,6 +35,8 @@ from .telemetry import Telemetry, log, log_failure
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
+
+T = TypeVar("T")
 
 PAGE = Path(__file__).with_name("page.html")
 CHARSET = re.compile(r";\s*charset\s*=\s*[\"']?([^\s;\"']*)", re.IGNORECASE)
@@ -302,6 +304,14 @@ class _Server:
 
         return limited
 
+    async def _decoded(self, work: Callable[[], T]) -> T:
+        """What work gives, in a thread of its own; given up before its turn, it is let go at once, with its body."""
+        turns = [work]
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.decoders, lambda: turns.pop()())
+        finally:
+            turns.clear()
+
     async def _answers(
         self, request: "Request", rows: Callable[[], list[Sample]], timeout: float = math.inf
     ) -> tuple[list[Sample], Sequence[Answer]]:
@@ -325,7 +335,7 @@ class _Server:
             async with asyncio.timeout(None if math.isinf(timeout) else timeout) as wait:
                 watching = asyncio.create_task(watch(wait))
                 try:
-                    samples = await loop.run_in_executor(self.decoders, rows)
+                    samples = await self._decoded(rows)
                     answers = await self.engine.answer(samples)
                 finally:
                     watching.cancel()
@@ -439,8 +449,7 @@ class _Server:
         """Answers as named tensors."""
         async with self._admitted():
             parts = await request.body(), request.headers.get(protocol.HEADER)
-            loop = asyncio.get_running_loop()
-            message, inputs = await loop.run_in_executor(self.decoders, protocol.read_request, *parts)
+            message, inputs = await self._decoded(lambda: protocol.read_request(*parts))
             outputs, deadline = protocol.asked_outputs(message, self.service), protocol.deadline_of(message)
             rows, answers = await self._answers(request, lambda: self._tensor_rows(inputs), deadline)
         notes = [row.notes for row in rows]
