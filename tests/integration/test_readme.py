@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import hydra_ensembles as he
-from architectures import timm_model
+from architectures import perturbed, timm_model
 
 SAMPLES = 33
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,9 +48,7 @@ def fine_tunings(count: int) -> list[torch.nn.Module]:
     made = [timm_model("vit_base_patch16_224", depth=12) for _ in range(count)]
     for index, one in enumerate(made):
         one.load_state_dict(made[0].state_dict())
-        with torch.no_grad():
-            for parameter in one.parameters():
-                parameter.add_(0.01 * index * torch.randn_like(parameter))
+        perturbed(one, index, 0.01)
     return made
 
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import hydra_ensembles as he
+from architectures import perturbed
 from checkpoint_models import same_state
 from cli_cases import fail, save_images, small_vit, succeed, vit_flags
 from hydra_ensembles import data
@@ -18,10 +19,7 @@ def tunings(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three fine-tunings of one model."""
     folder, found = tmp_path_factory.mktemp("tunings"), []
     for seed in range(3):
-        model = he.convert(small_vit(), labels=["blue", "green", "red"])
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+        model = perturbed(he.convert(small_vit(), labels=["blue", "green", "red"]), seed, 0.02)
         model.save_pretrained(folder / f"seed-{seed}")
         found.append(folder / f"seed-{seed}")
     return found

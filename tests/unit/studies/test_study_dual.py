@@ -189,14 +189,6 @@ def test_members_in_turn_are_the_one_model_whose_cost_is_measured(finished: Fini
     torch.testing.assert_close(row.asked(seed, held).member_logits, expected.detach(), atol=1e-4, rtol=1e-4)
 
 
-def test_a_second_run_makes_nothing_again(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
-    source = ManyClasses()
-    task, stages = SmallDual(dual_recipe(), source, CPU), ["choose", "train", "rank", "report"]
-    ZERO_SHOT.run(Run(task, finished.output, finished.output / "results", [], [0]), stages)
-    assert "zero-shot seed 0:" not in capsys.readouterr().out  # what is made says how long it took
-    assert source.opened == []
-
-
 @pytest.mark.parametrize(("factors", "less"), [(None, {"BayesVLM"}), ("folder", set())])
 def test_a_given_model_has_no_rows_that_need_pairs(factors: str | None, less: set[str]) -> None:
     own = load_dual_recipe(suite="paper", model="folder", tiny=True, factors=factors)
@@ -297,18 +289,6 @@ def test_views_are_the_image_its_mirrored_middle_and_each_of_both() -> None:
     for view, pixels in ((1, middle.flip(-1)), (2, samples.pixels.flip(-1)), (3, middle)):
         alone = view_features(dual, ImageSamples(pixels, samples.labels, SIZE), 1)[0]
         torch.testing.assert_close(features[view], alone)
-
-
-def test_the_towers_before_training() -> None:
-    first, again, other = small_dual(0), small_dual(0), small_dual(1)
-    assert torch.equal(first.projections.text.weight[0], torch.eye(16))
-    assert torch.equal(first.projections.image.weight, again.projections.image.weight)
-    assert not torch.equal(first.projections.image.weight, other.projections.image.weight)
-    padded = first.text.prepare(["the cat", "a photo of the red house"])
-    tokens, key_mask = first.text.embed(padded["input_ids"], padded["attention_mask"])
-    hidden = first.text.encoder(tokens, key_mask, None)[0]  # [B, T, d]
-    kept = [one[mask.bool()].mean(0) for one, mask in zip(hidden, padded["attention_mask"], strict=True)]
-    torch.testing.assert_close(first.text(padded)[0], torch.stack(kept), rtol=1e-5, atol=1e-6)
 
 
 def test_a_trained_dual_knows_names() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hydra_ensembles.errors import ConfigError, DataError, SameMembersError
+from hydra_ensembles.errors import DataError, SameMembersError
 from hydra_ensembles.files import read_json
-from studies.engine import COSTS, Here, Job, Kind, Plan, Run, do_all, write_costs
+from studies.engine import COSTS, Kind, Plan, Run, write_costs
 from studies.storing import newest_costs
 
 
@@ -57,27 +57,6 @@ def test_a_job_that_fails_or_has_no_different_members_stops_neither_the_others_n
     KIND.run(Run(Numbers(), tmp_path, tmp_path, ["same"], [2]), KIND.stages)  # which is no failure
 
 
-def test_a_job_waits_for_those_it_needs_and_goes_before_those_that_fewer_wait_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done: list[str] = []
-    monkeypatch.setattr("studies.engine._do", lambda job: done.append(job[2]))
-    monkeypatch.setattr("studies.engine._OWN", {"name": "numbers"})
-    lone, base, middle, top = (("step", 0, name) for name in ("lone", "base", "middle", "top"))
-    elsewhere: Job = ("step", 1, "of another plan")
-    plan = {lone: [], base: [elsewhere], middle: [base], top: [base, middle]}
-    assert do_all(plan, Here(), 1) == []
-    assert done == ["base", "middle", "lone", "top"]
-    done.clear()
-    end: Job = ("report", 0, "end")  # nothing waits for it, and yet it does not wait for the rest
-    assert do_all({**plan, end: [base]}, Here(), 1, quick=("report",)) == []
-    assert done == ["base", "end", "middle", "lone", "top"]
-    done.clear()
-    assert [type(error) for error in do_all(plan, Here(), 1, until=0.0)] == [ConfigError]
-    assert done == []
-    assert "4 jobs left, step base, seed 0 first" in capsys.readouterr().out
-
-
 def test_costs_that_were_measured_side_by_side_stay_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,10 +77,3 @@ def test_costs_that_were_measured_side_by_side_stay_together(
     assert newest_costs("numbers", before, found, ["one", "two"]) is before
     assert newest_costs("numbers", before, found, ["one"]) is found  # there is no second row any more
     assert newest_costs("numbers", before, None, ["one"]) is before
-
-
-def test_what_made_nothing_to_store_is_what_is_raised(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="three cannot be doubled"):
-        KIND.run(Run(Numbers(), tmp_path, tmp_path / "missing", ["three"], [0]), KIND.stages)
-    with pytest.raises(FileNotFoundError):
-        KIND.run(Run(Numbers(), tmp_path, tmp_path / "missing", ["one"], [0]), KIND.stages)

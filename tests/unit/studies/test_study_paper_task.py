@@ -1,4 +1,4 @@
-"""The paper's tables with data and a model of one's own: from stand-in files to the table, and what is refused."""
+"""The paper's tables with data and a model of one's own: from stand-in files to the table."""
 
 import sys
 from dataclasses import replace
@@ -14,8 +14,6 @@ from paper_files import save, write_lists
 
 from architectures import timm_model
 from architectures_transformers import TEXT, save_tokenizer, transformers_model
-from datasets_stand_in import stand_in_hub
-from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json
 from hydra_ensembles.training.recipe import RandAugment
 from pictures import encoded, picture
@@ -124,20 +122,6 @@ def test_texts_from_files_to_the_table(bert: Path, tmp_path: Path, monkeypatch: 
     report = read_json(tmp_path / "run" / "paper-sst2" / "seed-0" / "report" / "circacc.json")
     single = read_json(tmp_path / "run" / "paper-sst2" / "seed-0" / "report" / "single.json")
     assert report["parameters"] < single["parameters"]
-
-
-def test_all_that_is_missing_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vit: Path) -> None:
-    stand_in_hub(monkeypatch, {})
-    (tmp_path / "ninco").mkdir()
-    save(tmp_path / "ninco" / "0.png", encoded(picture(0)))
-    with pytest.raises(DataError) as caught:
-        run(monkeypatch, "imagenet", "--model", vit, "--data", tmp_path, "-o", tmp_path / "run")
-    told = str(caught.value)
-    for name in ("imagenet-train", "imagenet-validation", "openimage_o", "ssb_hard", "inaturalist", "textures"):
-        assert f"- {name} (" in told
-    assert "- ninco (" not in told
-    assert str(tmp_path / "imagenet" / "val") in told
-    assert "test_ssb_hard.txt" in told
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from small_studies import CPU, Pictures, SmallFolder, SmallTask
 import hydra_ensembles as he
 from hydra_ensembles.data.dataset import ImageDataset
 from hydra_ensembles.errors import CheckpointError, DataError, DivergedError
-from hydra_ensembles.files import read_json, write_json
+from hydra_ensembles.files import read_json
 from studies import classifiers, rows
 from studies.classifiers import choose, report
 from studies.column_files import read_columns
@@ -190,11 +190,6 @@ def test_a_row_with_one_setting_seals_it_for_rows_that_are_like_it() -> None:
     assert not ROWS[SINGLE].options(task)
 
 
-def planned(rows: list[str], seeds: list[int], folder: Path, stages: str) -> dict[Any, Any]:
-    run = Run(SmallTask(IMAGES), folder, folder, rows, seeds)
-    return {job: needs for stage in stages.split() for job, needs in classifiers.jobs(run, stage).items()}
-
-
 @pytest.mark.parametrize("name", recipe()["tasks"])
 def test_a_study_has_the_seeds_of_its_recipe(tmp_path: Path, name: str) -> None:
     """So that the command without options is the one that made what is stored."""
@@ -203,28 +198,3 @@ def test_a_study_has_the_seeds_of_its_recipe(tmp_path: Path, name: str) -> None:
     assert {row: task.seeds_of(row) for row in study.rows} == {row: study.seeds(row) for row in study.rows}
     plan = classifiers.jobs(Run(task, tmp_path, tmp_path, study.rows, []), "report")
     assert {job[1:] for job in plan} == {(seed, row) for row in study.rows for seed in study.seeds(row)}
-
-
-@pytest.mark.parametrize(("row", "count"), [(SINGLE, 1), (DEEP, 3), (HYDRA_CIRC, 1), (LORA, 0)])
-def test_a_row_waits_for_the_fine_tunings_that_it_is_made_of(tmp_path: Path, row: str, count: int) -> None:
-    plan = planned([row], [4], tmp_path, "train make report")
-    waits = {job for job in plan["report", 4, row] if job[0] == "train"}
-    assert waits == {("train", 4, str(index)) for index in range(count)}
-    assert waits == {job for job in plan if job[:2] == ("train", 4)}
-    assert (("make", 4, row) in plan["report", 4, row]) == (("make", 4, row) in plan) == (row == LORA)
-
-
-def test_a_run_trains_the_first_seed_only_while_something_is_to_be_chosen(tmp_path: Path) -> None:
-    stages = "train rank option choose recover report"
-    before = planned([HYDRA_CIRC], [4], tmp_path, stages)
-    assert {("train", 0, "0"), ("rank", 0, "avg"), ("option", 0, f"{CIRC_AVG}#0")} <= before.keys()
-    assert ("choose", 0, CIRC_AVG) in before["recover", 4, "circuits 0"]
-    write_json(tmp_path / IMAGES / "choices" / f"{slug(CIRC_AVG)}.json", {"row": CIRC_AVG, "setting": {"rate": 0.01}})
-    after = planned([HYDRA_CIRC], [4], tmp_path, stages)
-    assert after == {job: needs for job, needs in before.items() if job[1] == 4}
-
-
-def test_recovery_of_other_steps_waits_for_the_circuits_of_its_heads(tmp_path: Path) -> None:
-    plan = planned(["CircAvg, 100 steps"], [4], tmp_path, "rank report")
-    assert ("rank", 4, "avg") in plan["report", 4, "CircAvg, 100 steps"]
-    assert ("rank", 4, "avg") in plan
