@@ -2,7 +2,8 @@
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Any, get_args
@@ -30,13 +31,13 @@ def guessed(model: nn.Module, num_labels: int | None, size: tuple[int, int] | No
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return None  # without values there is no proof
-    copies = _copies(model)
+    trial = _Trial(model, num_labels)
     for declaration in (with_size(candidate, model, size) for candidate in _candidates(model)):
         try:
-            _require_agreement(declaration, copies, num_labels, locate=False)
+            trial.require_agreement(declaration, locate=False)
         except OtherSizeError as error:
             variants = (replace(declaration, resample=way) for way in get_args(Resample))
-            agreeing = next((variant for variant in variants if _agrees(variant, copies, num_labels)), None)
+            agreeing = next(filter(trial.agrees, variants), None)
             if agreeing is None:
                 raise ConversionError(f"{error}; begin with names={dict(declaration.names)}") from error
             return agreeing
@@ -61,13 +62,10 @@ def beginning(model: nn.Module) -> str:
 
 
 def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | None, metadata: Metadata) -> None:
-    """Refuse a declaration by which answers differ, and name the setting with which they would agree, if there is one.
-
-    They are compared in float64, where a wrong activation or epsilon cannot pass for rounding, if the model runs in it.
-    """
-    copies = _copies(model)
+    """Refuse a declaration by which answers differ, and name the setting with which they would agree, if any."""
+    trial = _Trial(model, num_labels, metadata)
     try:
-        _require_agreement(declaration, copies, num_labels, metadata)
+        trial.require_agreement(declaration)
     except (NoAnswerError, OwnIdError):
         raise
     except ConversionError as error:
@@ -75,56 +73,44 @@ def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | 
         for change in ({"resample": way} for way in get_args(Resample)) if other_size else _changes(declaration, model):
             if all(getattr(declaration, name) == value for name, value in change.items()):
                 continue  # that is the one which differs
-            if _agrees(replace(declaration, **change), copies, num_labels, metadata):
+            if trial.agrees(replace(declaration, **change)):
                 settings = ", ".join(f"{name}={value!r}" for name, value in change.items())
                 raise ConversionError(f"{error}; they agree with {settings}") from error
         raise
 
 
-def _copies(model: nn.Module) -> list[nn.Module]:
-    """The model in float64, if it can be copied, and as it is."""
-    try:
-        return [copy.deepcopy(model).double(), model]
-    except Exception:  # whatever somebody's model may raise
-        return [model]
+class _Trial:
+    """A model that declarations are tried on.
 
+    Answers are compared in float64, where a wrong activation or epsilon cannot pass for rounding, if it runs in it.
+    """
 
-def _require_agreement(
-    declaration: Declaration,
-    copies: Sequence[nn.Module],
-    num_labels: int | None,
-    metadata: Metadata | None = None,
-    *,
-    locate: bool = True,
-) -> None:
-    """Refuse a declaration by which the first of these copies that can answer answers otherwise."""
-    for model in copies:
-        both = _both(declaration, model, num_labels, metadata)
+    def __init__(self, model: nn.Module, num_labels: int | None, metadata: Metadata | None = None) -> None:
+        self.copies, self.num_labels, self.metadata = [model], num_labels, metadata
+        with suppress(Exception):  # whatever somebody's model may raise
+            self.copies.insert(0, copy.deepcopy(model).double())
+
+    def require_agreement(self, declaration: Declaration, *, locate: bool = True) -> None:
+        """Refuse a declaration by which the first of the copies that can answer answers otherwise."""
+        for model in self.copies:
+            architecture = read_declaration(declaration, model)
+            config = architecture.config(model, self.num_labels)
+            state, fresh, _ = translate(architecture, model, config, may_be_fresh=self.num_labels is not None)
+            both = Both(architecture, model, Ensemble.from_state(config, state, self.metadata), fresh)
+            try:
+                require_same_answers(both, locate=locate)
+                require_special_ids(both)
+                return
+            except NoAnswerError:
+                if model is self.copies[-1]:
+                    raise
+
+    def agrees(self, declaration: Declaration) -> bool:
         try:
-            require_same_answers(both, locate=locate)
-            require_special_ids(both)
-            return
-        except NoAnswerError:
-            if model is copies[-1]:
-                raise
-
-
-def _both(declaration: Declaration, model: nn.Module, num_labels: int | None, metadata: Metadata | None = None) -> Both:
-    """The model and what it becomes by this declaration."""
-    architecture = read_declaration(declaration, model)
-    config = architecture.config(model, num_labels)
-    state, fresh, _ = translate(architecture, model, config, may_be_fresh=num_labels is not None)
-    return Both(architecture, model, Ensemble.from_state(config, state, metadata), fresh)
-
-
-def _agrees(
-    declaration: Declaration, copies: Sequence[nn.Module], num_labels: int | None, metadata: Metadata | None = None
-) -> bool:
-    try:
-        _require_agreement(declaration, copies, num_labels, metadata, locate=False)
-    except HydraError:
-        return False
-    return True
+            self.require_agreement(declaration, locate=False)
+        except HydraError:
+            return False
+        return True
 
 
 def _changes(declaration: Declaration, model: nn.Module) -> Iterator[dict[str, Any]]:

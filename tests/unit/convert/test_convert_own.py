@@ -24,7 +24,7 @@ from architectures_own import (
     RopeBert,
     own,
 )
-from hydra_ensembles.convert.guess import _agrees
+from hydra_ensembles.convert.guess import _Trial
 from hydra_ensembles.errors import HydraWarning
 
 
@@ -106,8 +106,8 @@ BYTES = around(OwnViT, lambda model, x: torch.where(x.amax((1, 2, 3), keepdim=Tr
 
 
 def test_images_of_another_range_are_compared_too() -> None:
-    assert _agrees(OWN_VIT, [own(OwnViT)], None)
-    assert not _agrees(OWN_VIT, [own(BYTES)], None)  # convert would look for a setting that helps
+    assert _Trial(own(OwnViT), None).agrees(OWN_VIT)
+    assert not _Trial(own(BYTES), None).agrees(OWN_VIT)  # convert would look for a setting that helps
 
 
 class SelfMasked(RopeBert):
