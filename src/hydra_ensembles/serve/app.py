@@ -469,7 +469,7 @@ class _Server:
         if raw not in inputs:
             return self.service.tensors({name: torch.tensor(array) for name, array in inputs.items()})
         if self.service.kind == "image":
-            return self.service.images(inputs[raw])
+            return self.service.images([protocol.image_file(content) for content in inputs[raw]])
         return self.service.texts([text_of(text) for text in inputs[raw]])
 
 

@@ -15,7 +15,7 @@ from ..errors import RequestError
 from ..files import unique
 from ..schema import short
 from .outputs import REASON_WORDS, Field
-from .service import Answer, Service, finite
+from .service import Answer, Service, finite, image_of
 
 HEADER = "Inference-Header-Content-Length"
 DATATYPES = {
@@ -30,7 +30,7 @@ DATATYPES = {
     "FP64": "float64",
 }
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
-RAW = {"image": ("image", "Encoded images, bytes of PNG or JPEG files, as binary data."), "text": ("text", "Texts.")}
+RAW = {"image": ("image", "Encoded images, bytes of PNG or JPEG files; in JSON base64."), "text": ("text", "Texts.")}
 
 LONGEST_NUMBER = 18  # digits: all of them fit 64 bits
 
@@ -149,6 +149,14 @@ def _from_binary(called: str, datatype: str, shape: tuple[int, ...], content: by
         expected = math.prod(shape) * dtype.itemsize
         raise RequestError(f"input {called} of {datatype} {list(shape)} has {len(content)} bytes, not {expected}")
     return np.frombuffer(content, dtype).reshape(shape)
+
+
+def image_file(content: bytes) -> bytes:
+    """An image file, out of base64 where that is what JSON holds; no such file is base64 itself."""
+    try:
+        return image_of(content.decode("ascii"))
+    except (UnicodeDecodeError, RequestError):
+        return content
 
 
 # --- what goes out ---------------------------------------------------------------------------------------------------

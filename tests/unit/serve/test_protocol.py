@@ -1,5 +1,6 @@
 """The Open Inference Protocol, as an ordinary client of Triton speaks it, and what is not the protocol refused."""
 
+import base64
 import json
 import math
 from collections.abc import Iterator
@@ -92,8 +93,9 @@ def test_encoded_images(images: Any) -> None:
     formats = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
     contents = [picture(seed, format=one) for seed, one in enumerate(formats)]
     expected = columns(served("image").predict([opened(one) for one in contents]))
-    result = images.infer("my-image", [tensor("image", np.array(contents, dtype=object), True)], headers=dict(HEADERS))
-    check(result, expected, list(expected))
+    for binary, sent in ((True, contents), (False, list(map(base64.b64encode, contents)))):
+        given = tensor("image", np.array(sent, dtype=object), binary)
+        check(images.infer("my-image", [given], headers=dict(HEADERS)), expected, list(expected))
 
 
 @pytest.mark.parametrize("binary", [True, False])
