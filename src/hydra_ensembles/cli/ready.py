@@ -18,7 +18,7 @@ from ..prediction import ScoreName
 from . import sources as source
 from .command import command, option
 from .sources import USUAL_BATCH, DataSettings, ModelSettings
-from .use import next_commands
+from .use import next_commands, preprocessing_of
 
 
 @dataclass(frozen=True)
@@ -116,5 +116,6 @@ def _new_folder(output: str, data: str | None = None) -> Path:
 def _save(model: Ensemble, folder: Path, *commands: str) -> None:
     """Save a model, and say what it is, what was done last, where it lies, and which commands may follow."""
     model.save_pretrained(folder)
-    print(f"{model.describe()}\n{model.metadata.history[-1]}\n\nThe model is in {folder}. Next:")
+    print(f"{model.describe()}\npreprocessing  {preprocessing_of(model)}\n{model.metadata.history[-1]}")
+    print(f"\nThe model is in {folder}. Next:")
     print(next_commands(folder, model.kind, *commands))

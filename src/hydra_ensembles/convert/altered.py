@@ -38,6 +38,9 @@ def require_unaltered(wrapped: nn.Module, model: nn.Module) -> None:
                     f"would not run; remove it first with {way}"
                 )
     for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule":
+            way = "put the module in it back (its _orig_mod), or compile that in place, by its method compile()"
+            raise ConversionError(f"{name} is compiled by itself, and its parts lie under other names; {way}")
         for method, attribute in vars(module).items():
             original = getattr(type(module), method, None)
             if callable(original) and not _is_method(attribute, original):

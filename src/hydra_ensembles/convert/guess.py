@@ -58,6 +58,15 @@ def beginning(model: nn.Module) -> str:
     why = "the answers differ"
     if unknown := unknown_arguments(candidate, model):
         why = f"its forward takes {', '.join(unknown)} too: say with answer= how it is called"
+    elif not any(parameter.is_meta for parameter in model.parameters()):
+        try:
+            both = _Trial(model, None).both(candidate, model)
+            with both.answering():
+                answer = both.original(both.samples())
+            if answer.min() >= 0 and answer.max() <= 1:
+                why = "its answers lie between 0 and 1: if those are probabilities, let it answer with its logits"
+        except HydraError as error:
+            why = str(error)
     return f"\nIts parts were found, but {why}; begin with names={dict(candidate.names)}."
 
 
@@ -93,10 +102,7 @@ class _Trial:
     def require_agreement(self, declaration: Declaration, *, locate: bool = True) -> None:
         """Refuse a declaration by which the first of the copies that can answer answers otherwise."""
         for model in self.copies:
-            architecture = read_declaration(declaration, model)
-            config = architecture.config(model, self.num_labels)
-            state, fresh, _ = translate(architecture, model, config, may_be_fresh=self.num_labels is not None)
-            both = Both(architecture, model, Ensemble.from_state(config, state, self.metadata), fresh)
+            both = self.both(declaration, model)
             try:
                 require_same_answers(both, locate=locate)
                 require_special_ids(both)
@@ -104,6 +110,13 @@ class _Trial:
             except NoAnswerError:
                 if model is self.copies[-1]:
                     raise
+
+    def both(self, declaration: Declaration, model: nn.Module) -> Both:
+        """One of the copies, and what it becomes by this declaration."""
+        architecture = read_declaration(declaration, model)
+        config = architecture.config(model, self.num_labels)
+        state, fresh, _ = translate(architecture, model, config, may_be_fresh=self.num_labels is not None)
+        return Both(architecture, model, Ensemble.from_state(config, state, self.metadata), fresh)
 
     def agrees(self, declaration: Declaration) -> bool:
         try:

@@ -72,6 +72,7 @@ def test_a_model_is_calibrated_as_the_function_does(world, held_out, tmp_path) -
     )
     assert found.metadata.calibration == again.metadata.calibration
     assert found.metadata.history[-1] in out
+    assert "preprocessing  size" in out  # the user's to check
     assert "verdict" in succeed("predict", tmp_path / "ready", world / "test", "--format", "csv")
 
 

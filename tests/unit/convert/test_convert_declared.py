@@ -230,6 +230,10 @@ def test_what_answers_otherwise_than_its_modules_say_is_refused(monkeypatch: pyt
     look_for_no_remedy(monkeypatch)
     refused(own(OTHER), "Around is not a supported.*answers differ.*'encoder': 'encoder'")
     refused(own(OTHER), "differ", declaration=ENCODER_VIT)
+    refused(own(around(EncoderViT, after=torch.sigmoid)), "between 0 and 1.*'encoder': 'encoder'")
+    one = own(EncoderViT)
+    one.head = nn.Linear(WIDTH, 1)
+    refused(one, "one output.*'encoder': 'encoder'")
 
 
 @pytest.mark.parametrize("precise", [False, True])
