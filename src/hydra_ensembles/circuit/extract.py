@@ -23,6 +23,7 @@ from ..errors import ConfigError, DataError
 from ..files import expanded, resumable
 from ..fingerprints import model_fingerprint
 from ..heads.masking import ONE_TOWER, checked_layers, may_go, most_to_go, off_and_left, towers_of, working_copy
+from ..heads.members import Score
 from ..heads.ranking import Head, HeadLike, HeadRanking, require_budget
 from ..model.dual_encoder import DualEncoder, Tower
 from ..model.ensemble import Ensemble
@@ -32,7 +33,7 @@ from .cache import CachedTower, Work, WorkingModel, default_max_memory, fitting_
 from .exact import Exact, Naive
 from .joint import JointExact, JointNaive, Texts, of_tower, read_texts
 from .journal import FORMAT, Journal, Step, resumed, stored_journal
-from .scores import CircuitData, Distance, Method, Objective, OODScore, Score, Ties, read_samples
+from .scores import CircuitData, Distance, Method, Objective, OODScore, Ties, read_samples
 from .screened import AFRESH, Screened
 from .timing import MINUTES, in_words, moving, say, seconds_of, speed_of
 

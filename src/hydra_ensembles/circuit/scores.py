@@ -23,7 +23,7 @@ from .._utils import torch_seeded
 from ..batches import Batches, Sources, begin_epoch, borrowed, iterate, named_sources, require_labels
 from ..errors import DataError
 from ..fingerprints import DataFingerprint
-from ..heads.members import Score as Score
+from ..heads.members import Score
 from ..heads.ranking import Head
 from ..metrics.distance import FamiliarityName, ready, unfamiliarity
 from ..model.ensemble import Ensemble

@@ -20,6 +20,7 @@ from .logits import MemberLogits
 
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
 MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}  # groups that each mean is over
+_DIVERSITY = ("mutual_information", "disagreement")
 DECLINED = ("abstained", "unsure", "unfamiliar")  # shares of an OOD set: by any threshold, and by each
 UNNAMED = "model"  # what an evaluation is called that was given no name
 
@@ -310,16 +311,14 @@ class Evaluation:
                 prefix = "" if score == self.score else f"{score}:"
                 numbers |= {f"{prefix}{name}.{key}": value for key, value in vars(detection).items()}
         for name, result in self.ood.items():
-            numbers[f"ood.{name}.mutual_information"] = result.mutual_information
-            numbers[f"ood.{name}.disagreement"] = result.disagreement
-            declined = {key: getattr(result, key) for key in DECLINED}
-            numbers |= {f"ood.{name}.{key}": share for key, share in declined.items() if share is not None}
+            shares = {key: getattr(result, key) for key in (*_DIVERSITY, *DECLINED)}
+            numbers |= {f"ood.{name}.{key}": share for key, share in shares.items() if share is not None}
         for name, groups in MEANS.items():
             counted = [result for result in self.ood.values() if result.group in groups]
-            for key in (*(("mutual_information", "disagreement") if name == "all" else ()), *DECLINED):
-                shares = [share for result in counted if (share := getattr(result, key)) is not None]
-                if counted and len(shares) == len(counted):
-                    numbers[f"{name}.{key}"] = sum(shares) / len(shares)
+            for key in (*(_DIVERSITY if name == "all" else ()), *DECLINED):
+                each = [getattr(result, key) for result in counted]
+                if each and None not in each:
+                    numbers[f"{name}.{key}"] = sum(each) / len(each)
         for name, shifted in self.shift.items():
             numbers |= {f"shift.{name}.{key}": value for key, value in shifted.numbers().items()}
         if self.selective is not None:

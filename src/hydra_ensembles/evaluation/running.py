@@ -70,7 +70,7 @@ class Kept:
     """
 
     def __init__(self, folder: str | Path | None, model: object, settings: Mapping[str, Any], what: str) -> None:
-        self._run: RunFolder | None = None
+        self._run = RunFolder(None, {})  # which keeps nothing
         self._stored: dict[str, dict[str, Tensor]] = {}
         self._new: dict[str, dict[str, Tensor]] = {}
         self._parts = 0
@@ -96,12 +96,11 @@ class Kept:
         self._run = RunFolder(folder, identity, what=what)
 
     def __enter__(self) -> "Kept":
-        if self._run is not None:
-            self._open.enter_context(self._run.working())
-            while self._run.has(f"{PART.format(self._parts)}.safetensors"):
-                for path, tensor in self._part({}).items():
-                    key, _, name = path.partition("/")
-                    self._stored.setdefault(key, {})[name] = tensor
+        self._open.enter_context(self._run.working())
+        while self._run.has(f"{PART.format(self._parts)}.safetensors"):
+            for path, tensor in self._part({}).items():
+                key, _, name = path.partition("/")
+                self._stored.setdefault(key, {})[name] = tensor
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -109,7 +108,7 @@ class Kept:
             self._write()
         finally:
             self._open.__exit__(*raised)
-            folder = None if self._run is None else self._run.path
+            folder = self._run.path
             if folder is not None and not self._parts:  # nothing came of it: the place is free for something else
                 (folder / IDENTITY).unlink(missing_ok=True)
                 if not any(folder.iterdir()):
@@ -117,7 +116,7 @@ class Kept:
 
     def key(self, inputs: Inputs, keys: Keys, labels: Tensor | None = None) -> str:
         """What a batch is known by: the keys of its samples, and all numbers that these leave out."""
-        if self._run is None:
+        if self._run.path is None:
             return ""
         tensors = {"inputs": inputs} if isinstance(inputs, Tensor) else dict(sorted(inputs.items()))
         exact = {name: tensor for name, tensor in tensors.items() if not tensor.is_floating_point()}  # masks, segments
@@ -130,7 +129,7 @@ class Kept:
 
     def put(self, key: str, answers: Mapping[str, Tensor]) -> None:
         """Keep the answers to a batch."""
-        if self._run is not None:
+        if self._run.path is not None:
             self._new[key] = dict(answers)
             if monotonic() - self._written >= EVERY:
                 self._write()
@@ -143,7 +142,6 @@ class Kept:
 
     def _part(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The next part: as it lies there, or as it is written now."""
-        assert self._run is not None
         self._parts += 1
         return self._run.tensors(PART.format(self._parts - 1), lambda: tensors)
 

@@ -20,12 +20,11 @@ from ..arguments import checked
 from ..batches import Batches, Sources, named_sources
 from ..calibrate import calibrate
 from ..circuit.extract import extract_circuit
-from ..circuit.scores import Score
 from ..errors import CheckpointError, ConfigError, DataError, SameMembersError, TooFewSamplesError
 from ..familiarity import fit_familiarity
 from ..fingerprints import model_fingerprint
 from ..fuse import fuse
-from ..heads.members import CIRCUIT_ORDER, circuit_members, distinct_taylor, random_members, sampled_members
+from ..heads.members import CIRCUIT_ORDER, Score, circuit_members, distinct_taylor, random_members, sampled_members
 from ..heads.ranking import Head, HeadRanking
 from ..heads.taylor import taylor
 from ..metrics.bootstrap import Interval, bootstrap_mean
@@ -274,25 +273,20 @@ class Choices:
         return [(member.origin, list(member.heads)) for member in self.members]
 
 
+@dataclass(eq=False)
 class Chain:
-    """The stages. Each gives its product from the run folder, or makes it from that of the stage before.
+    """The stages. Each gives its product from the run folder, or makes it from that of the stage before."""
 
-    Builds from one model and the same data may have a folder for their `rankings` in common.
-    """
+    config: HydraConfig
+    start: StartingModel
+    data: BuildData
+    run: RunFolder
+    progress: bool
+    rankings: RunFolder | None = None  # a folder for them that builds from one model and the same data have in common
 
-    def __init__(
-        self,
-        config: HydraConfig,
-        start: StartingModel,
-        data: BuildData,
-        run: RunFolder,
-        progress: bool,
-        rankings: RunFolder | None = None,
-    ) -> None:
-        self.config, self.start, self.data, self.run, self.progress = config, start, data, run, progress
-        self.rankings = rankings
-        self.layers = config.layers(start)
-        self.pool = config.pool_size(start.heads(self.layers)) if config.draws_from_pool else None
+    def __post_init__(self) -> None:
+        config, self.layers = self.config, self.config.layers(self.start)
+        self.pool = config.pool_size(self.start.heads(self.layers)) if config.draws_from_pool else None
 
     def finish(self) -> Ensemble:
         """Run what is missing; the result, with its summary written."""
