@@ -166,7 +166,7 @@ def test_saved_calibration_is_applied_and_can_be_replaced_and_copies_are_said():
     with pytest.warns(HydraWarning, match="27 of the 54 samples of the in-distribution set 'id'"):
         evaluate(plain, [*data, *data], progress=False)
     with pytest.raises(DataError, match="temperature"):  # the logits overflow
-        evaluate(plain, data, calibration=Calibration(temperature=(1e-40,)), progress=False)
+        evaluate(lambda x: 1e4 * plain(x), data, calibration=Calibration(temperature=(1e-38,)), progress=False)
 
 
 def test_both_thresholds_are_told_apart():
