@@ -106,9 +106,9 @@ def fuse(
 
 
 def _new_folder(output: str, data: str | None = None) -> Path:
-    """Where a model is written to: a folder that has nothing in it yet, and is not among the data."""
+    """Where a model is written to: a folder that has nothing in it yet but what a kill left, not among the data."""
     folder = source.output_folder(output, ("id", data))
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if folder.exists() and not (folder.is_dir() and all(entry.name.startswith(".") for entry in folder.iterdir())):
         raise ConfigError(f"output is {folder}, where something is already; name a new folder")
     return folder
 

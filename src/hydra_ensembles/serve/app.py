@@ -387,7 +387,7 @@ class _Server:
     async def predict(self, request: "Request") -> "Response":
         """Labels of images or texts, each with its uncertainty and a verdict."""
         async with self._admitted():
-            nearest = request.query_params.get("nearest", "") in ("1", "true")
+            nearest = request.query_params.get("nearest", "").lower() in ("1", "true")
             rows = await self._raw_rows(request, nearest)
             samples, answers = await self._answers(request, rows)
         predictions = [self.service.plain(answer, row.notes) for row, answer in zip(samples, answers, strict=True)]

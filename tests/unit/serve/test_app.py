@@ -101,7 +101,7 @@ def test_an_upload_is_not_written_to_a_disk(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_image_as_it_is_and_its_nearest_class() -> None:
     asked: dict[str, Any] = {"content": picture(), "headers": typed("image/png; charset=binary")}
-    (found,) = post("image", "/v1/predict?nearest=1", **asked).json()["predictions"]
+    (found,) = post("image", "/v1/predict?nearest=True", **asked).json()["predictions"]
     assert found["nearest"] in served("image").metadata.labels
     (plain,) = post("image, bare", "/v1/predict?nearest=1", **asked).json()["predictions"]
     assert (plain["nearest"], plain["accept"], plain["reason"]) == (None, None, None)
