@@ -26,6 +26,7 @@ from ..model.cost import measure_costs
 from ..model.ensemble import Ensemble
 from ..pipeline.chain import build
 from ..pipeline.settings import HydraConfig, Strategy
+from ..prediction import Prediction
 from ..report.compare import save_costs
 from ..report.html import write_report
 from ..run_folder import RunFolder
@@ -229,16 +230,10 @@ def build_models(
     return {SINGLE: calibrate(familiar, data["calibration"], share=config.accepted_share), BRANCHES: hydra}
 
 
-def answers_of(
-    model: Ensemble, data: Mapping[str, Sequence[ImageBatch]], names: Sequence[str] = SEEN
-) -> dict[str, Answers]:
-    """What a model with fitted familiarity says of some sets."""
-    answers = {}
-    for name in names:
-        predictions = [model.predict(inputs) for inputs, _ in data[name]]
-        logits = torch.cat([prediction.member_logits for prediction in predictions], dim=1)  # [M, N, C]
-        answers[name] = Answers(logits, torch.cat([prediction.score("mahalanobis") for prediction in predictions]))
-    return answers
+def answers_of(model: Ensemble, data: Mapping[str, Sequence[ImageBatch]]) -> dict[str, Answers]:
+    """What a model with fitted familiarity says of the sets behind the numbers."""
+    said = {name: Prediction.concat([model.predict(inputs) for inputs, _ in data[name]]) for name in SEEN}
+    return {name: Answers(answer.member_logits, answer.score("mahalanobis")) for name, answer in said.items()}
 
 
 def _reported(sets: AnswersBySet) -> dict[str, Answers]:

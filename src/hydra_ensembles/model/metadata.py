@@ -18,7 +18,7 @@ from ..metrics.distance import BY_CLASS, FittedName, Statistics, is_relative, ne
 from ..overlap import FittedSet, together
 from ..prediction import Calibrates, Prediction, ScoreName, Unfamiliarity, check_temperature, require_members_for
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
-from ..schema import ADDED_LATER, require_types
+from ..schema import ADDED_LATER
 from .config import EnsembleConfig, ProjectionConfig
 from .states import join_equal, member_config, member_state, unequal
 
@@ -189,11 +189,6 @@ class Familiarity(_WithTensors):
     settings: FamiliaritySettings
     _placed: dict[torch.device, dict[str, Statistics]] = field(default_factory=dict, repr=False)
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the statistics, by name."""
-        return {name: tuple(tensor.shape) for name, tensor in self.state.items()}
-
     def scores(self, features: Tensor, logits: Tensor) -> Tensor:
         """Every score of every member, `[S, M, B]`, from features `[M, B, d]` and logits `[M, B, C]`."""
         names, neighbours, statistics = self.settings.scores, self.settings.neighbours, self._on(features.device)
@@ -222,7 +217,7 @@ class Familiarity(_WithTensors):
 
 
 @dataclass(frozen=True)
-class Metadata:
+class Metadata(Checked):
     """Everything about an ensemble that is not needed to compute its logits.
 
     Attributes:
@@ -271,9 +266,6 @@ class Metadata:
         """The same without what was found with the weights as they were."""
         return replace(self, calibration=None, familiarity=None, metrics={})
 
-    def __post_init__(self) -> None:
-        require_types(self)
-
     def check(self, config: EnsembleConfig) -> None:
         """Refuse labels, temperatures, scores, statistics and preprocessing that do not belong to such a model."""
         classes = config.readout.num_classes
@@ -286,7 +278,8 @@ class Metadata:
         if self.calibration is not None:
             require_members_for(self.calibration.score, config.members)
         familiarity = self.familiarity
-        if familiarity is not None and familiarity.shapes != familiarity.settings.shapes(config.members, classes):
+        shapes = {} if familiarity is None else {name: tuple(one.shape) for name, one in familiarity.state.items()}
+        if familiarity is not None and shapes != familiarity.settings.shapes(config.members, classes):
             raise ConfigError("the familiarity was fitted to another model: fit it to this one, by fit_familiarity")
         preprocessing = self.preprocessing
         if preprocessing is not None and preprocessing.kind != config.kind:
