@@ -373,6 +373,13 @@ def sets_of_suite(name: str) -> dict[str, SetRef]:
     return {part: ref for part, ref in sets.items() if ref is not None}
 
 
+def require_preprocessing(model: Ensemble) -> None:
+    """Refuse a model that cannot read files."""
+    if model.metadata.preprocessing is None:
+        missing = "tokenizer" if model.kind == "text" else "image processor"
+        raise DataError(f"the model has no preprocessing; save its {missing} into the same folder")
+
+
 def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labelled: bool = True) -> AnyDataset:
     """Check that a model can read a set, and number the classes of a labelled one as the model's logits.
 
@@ -381,9 +388,7 @@ def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labe
     """
     if data.kind != model.kind:
         raise DataError(f"{data.name} holds {data.kind}s, but the model reads {model.kind}s; give it {model.kind}s")
-    if model.metadata.preprocessing is None:
-        missing = "tokenizer" if model.kind == "text" else "image processor"
-        raise DataError(f"the model has no preprocessing; save its {missing} into the same folder")
+    require_preprocessing(model)
     if not labelled:
         return data
     present = np.unique(data.labels).tolist()

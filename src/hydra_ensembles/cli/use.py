@@ -32,7 +32,7 @@ from ..report.compare import save_costs
 from ..report.table import csv_text
 from ..schema import from_plain, to_plain
 from .command import Json, NamedColumns, assign, command, did_you_mean, emit, emit_json
-from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model
+from .sources import USUAL_BATCH, ModelSettings, load_classifier, load_model, require_preprocessing
 
 NUMBERS = ("confidence", "epistemic", "entropy", "disagreement", "score", "familiarity")  # of `prediction.OUTPUTS`
 IN_TABLE = ("confidence", "epistemic", "familiarity")  # of them, what fits a terminal
@@ -77,6 +77,7 @@ def predict(
       cat reviews.txt | hydra-ensembles predict my-hydra-bert - --format csv
     """
     ensemble = load_classifier(model)
+    require_preprocessing(ensemble)
     if threshold is not None:
         stored = ensemble.metadata.calibration or Calibration()
         ensemble = ensemble.with_metadata(calibration=replace(stored, threshold=threshold))
@@ -90,12 +91,12 @@ def predict(
     if not answers:
         raise problems[0]
     emit(_formatted(answers, format), output)
-    if problems:
-        first = f"{len(problems)} of {len(items)} inputs have no answer, the others do; the first: {problems[0]}"
-        raise DataError(first) from problems[0]
     if answers[0]["verdict"] is None:
         print("no verdict: this model has no calibrated threshold; build stores one, or give --threshold",
               file=sys.stderr)  # fmt: skip
+    if problems:
+        first = f"{len(problems)} of {len(items)} inputs have no answer, the others do; the first: {problems[0]}"
+        raise DataError(first) from problems[0]
 
 
 def named_columns(pairs: Iterable[str] | None) -> Columns:
