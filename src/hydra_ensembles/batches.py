@@ -78,9 +78,10 @@ def read_labels(labels: Any, samples: int, where: str) -> Tensor:
         raise DataError(f"labels in {where} must be whole numbers [B] from 0, got a {got} ({error})") from error
     not_whole = tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta or tensor.dtype == torch.bool
     if tensor.dim() != 1 or not_whole or len(tensor) != samples:
+        way = "class numbers [B]: .long() of floats, .squeeze(1) of [B, 1], .argmax(1) of one-hot rows"
         raise DataError(
             f"labels in {where} must be whole numbers, one for each of its {samples} inputs; got {tensor.dtype} "
-            f"{list(tensor.shape)} on {tensor.device}"
+            f"{list(tensor.shape)} on {tensor.device}; give {way if tensor.dim() else 'a DataLoader of the data set'}"
         )
     return tensor
 
@@ -194,7 +195,7 @@ def size_of(inputs: Inputs) -> int:
 def require_labels(labels: Tensor | None, classes: int, name: str = "data", index: int = 0) -> Tensor:
     """Labels that exist and fit the number of classes, or an error that names the batch."""
     if labels is None:
-        raise DataError(f"batch {index} of {name} has no labels; this call needs (inputs, labels)")
+        raise DataError(f"batch {index} of {name} has no labels; this call needs a list of (inputs, labels)")
     return within_classes(labels, classes, f"batch {index} of {name}")
 
 

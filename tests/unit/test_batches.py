@@ -28,6 +28,9 @@ def test_labels_that_are_not_wanted_are_not_read(beside: Any) -> None:
         assert inputs is X or inputs == {"pixel_values": X}
     with pytest.raises(DataError, match="batch 2 of val"):
         read_batch((X, beside), "val", 2)
+    for one, way in ((3, "DataLoader"), (Y[:, None], "squeeze")):  # of a data set itself; of a table
+        with pytest.raises(DataError, match=way):
+            read_batch((X, one))
 
 
 def test_only_copies_towards_the_gpu_are_not_waited_for() -> None:
