@@ -57,7 +57,6 @@ def perturbed(model: Module, seed: int = 0, noise: float = 0.05) -> Module:
 
 
 def timm_model(name: str, **settings: Any) -> nn.Module:
-    """A small random model of a timm architecture."""
     import timm
 
     torch.manual_seed(0)

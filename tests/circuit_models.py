@@ -22,8 +22,6 @@ SCORES: tuple[Score, ...] = ("acc", "ood", "avg")
 
 @dataclass(frozen=True)
 class Problem:
-    """A model with ID and OOD batches."""
-
     model: Ensemble
     id_batches: Batches
     ood_batches: Batches

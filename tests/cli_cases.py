@@ -48,7 +48,6 @@ def fail(*arguments: object, **settings: Any) -> str:
 
 
 def vit_flags(weights: Path) -> list[str]:
-    """The small ViT as the command line names it."""
     options = [f"--model-option={name}={value}" for name, value in VIT_OPTIONS.items()]
     return ["timm:test_vit", "--weights", str(weights), *options]
 
@@ -105,7 +104,6 @@ def reviews(count: int, seed: int) -> list[tuple[str, int]]:
 
 
 def save_reviews(file: Path, count: int, seed: int) -> Path:
-    """Reviews as CSV or JSON lines, by the suffix."""
     rows = reviews(count, seed)
     if file.suffix == ".csv":
         text = "text,label\n" + "".join(f"{review},{label}\n" for review, label in rows)

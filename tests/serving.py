@@ -29,7 +29,6 @@ def settings(**changes: Any) -> ServeSettings:
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (20, 16), format: str = "PNG") -> bytes:
-    """An image of noise as a file."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return encoded(Image.fromarray(pixels), format)
 
@@ -101,7 +100,6 @@ def listening(app: Any) -> Iterator[int]:
 
 
 def typed(kind: str) -> dict[str, str]:
-    """Headers that say what a body is."""
     return {"Content-Type": kind}
 
 

@@ -26,7 +26,6 @@ def pictures(count: int, seed: int, first_pattern: int = 0, noise: float = 0.5) 
 
 
 def id_pictures(count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Pictures like those of the training."""
     return pictures(count, seed)
 
 

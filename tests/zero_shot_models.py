@@ -36,7 +36,6 @@ def word_tokenizer(end: int = END, pad: int = 0, mask: bool = False) -> he.TextP
 
 
 def dual_of(case: DualCase, model: nn.Module | None = None) -> he.DualEncoder:
-    """The case's model, converted, with a tokenizer."""
     return he.convert(case.build() if model is None else model, processor=tokenizer_for(case))
 
 

@@ -73,11 +73,6 @@ def _chosen(candidates: list[Any], place: float) -> Any:
     return candidates[int(place * len(candidates))]
 
 
-def _modules(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Parent, name and module of all parts."""
-    return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-
-
 def _scaled(answer: Any) -> Any:
     """An answer, and all tensors in it, a quarter larger; the shape of things stays."""
     if isinstance(answer, Tensor):
@@ -187,7 +182,7 @@ def config_edited(model: nn.Module, place: float) -> None:
 def put(by: Callable[[nn.Module], nn.Module], where: Callable[[nn.Module], bool]) -> Alteration:
     """Another module in the place of one."""
     return one_of(
-        lambda model: [found for found in _modules(model) if where(found[2])],
+        lambda model: [(up, name, part) for up in model.modules() for name, part in up.named_children() if where(part)],
         lambda found: setattr(found[0], found[1], by(found[2])),
     )
 

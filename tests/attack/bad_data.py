@@ -22,7 +22,6 @@ CASES = 1200
 
 
 def run(cases: int, seed: int) -> list[Row]:
-    """One row."""
     return [count("sets of batches", check, drawn(all_cases(), cases, seed))]
 
 
@@ -71,7 +70,6 @@ class OwnError(Exception):
 
 @cache
 def deeds(kind: str) -> dict[tuple[str, str], Callable[[], Deed]]:
-    """Every set for every function."""
     return {
         (entry, name): partial(_data_deed, kind, entry, name, expectation, make)
         for entry in readers.__wrapped__(kind)

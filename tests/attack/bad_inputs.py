@@ -29,13 +29,11 @@ Value = tuple[str, Callable[[], Any], Callable[[], Any] | None]  # expectation, 
 
 
 def run(cases: int, seed: int) -> list[Row]:
-    """One row."""
     return [count("inputs of a model", check, drawn(all_cases(), cases, seed))]
 
 
 @cache
 def good_inputs(kind: str) -> Any:
-    """Four samples."""
     return samples(kind, 4, seed=3)[0]
 
 

@@ -36,7 +36,6 @@ Case = tuple[str, str]  # a setting, and a value by its name
 
 
 def run(cases: int, seed: int) -> list[Row]:
-    """One row."""
     return [count("settings", check, drawn(all_cases(), cases, seed))]
 
 
@@ -47,7 +46,6 @@ def all_cases() -> list[Case]:
 
 
 def check(case: Case) -> str:
-    """Give a setting a value."""
     name, value = case
     call, takes, _ = settings()[name]
     made = VALUES[value]()

@@ -34,7 +34,6 @@ def run(cases: int, seed: int) -> list[Row]:
 
 
 def check(case: Case) -> str:
-    """Do one of the three to one job."""
     what, name, size = case
     checks = {"full": _full, "read-only": _read_only, "finished": _finished, "umask": _umask}
     return checks[what](name, size)

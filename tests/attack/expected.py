@@ -55,12 +55,10 @@ Deeds = Callable[[str], Mapping[tuple[str, str], Callable[[], Deed]]]  # of a ki
 
 
 def cases_of(deeds: Deeds) -> list[Case]:
-    """Every deed with every kind of model."""
     return [(kind, *deed) for kind in KINDS for deed in deeds(kind)]
 
 
 def check_of(deeds: Deeds, case: Case) -> str:
-    """Do one of them."""
     kind, *deed = case
     return outcome(deeds(kind)[deed[0], deed[1]]())
 

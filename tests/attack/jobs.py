@@ -41,7 +41,6 @@ class Job:
 
 
 def ranked(journal: Path | None, kind: str = "image", **settings: Any) -> he.HeadRanking:
-    """The circuit of a model."""
     own, foreign = batches(kind, 12, 4, seed=2), batches(kind, 8, 4, seed=3, shift=1.5)
     return he.extract_circuit(model(kind), own, foreign, journal=journal, progress=False, **settings)
 
@@ -65,7 +64,6 @@ def _joint_circuit(folder: Path) -> str:
 
 
 def finetune(folder: Path, recipe: he.Recipe, train: Any, kind: str = "image") -> he.Ensemble:
-    """A model trained on."""
     held_out = batches(kind, 8, 4, seed=2)
     return he.finetune(model(kind), train, recipe, held_out, output=folder, progress=False, checkpoint_every=1)
 
@@ -82,7 +80,6 @@ def _tune_text(folder: Path) -> str:
 
 
 def build(folder: Path, recipe: he.Recipe, train: Any, kind: str = "image", **settings: Any) -> he.Ensemble:
-    """Two members of a model."""
     config = he.HydraConfig(**{"prune": 3, "shared_layers": 0, "members": 2, "recipe": recipe, **settings})
     own, foreign = Shuffled(kind, 24, seed=2), batches(kind, 8, 4, seed=3, shift=1.5)
     return he.build(model(kind), config, train=train, id=own, ood=foreign, output=folder, progress=False)
@@ -121,7 +118,6 @@ def _other_hydra() -> he.Ensemble:
 
 @cache
 def evaluation(seed: int = 1, name: str = "Hydra") -> he.Evaluation:
-    """An evaluation with everything in it."""
     own, foreign = batches("image", 16, 4, seed), {"near": {"other": batches("image", 12, 4, seed + 1, 1.5)}}
     kept: dict[str, Any] = {"name": name, "gallery": 2, "keep_logits": True, "progress": False}
     return he.evaluate(hydra(), own, foreign, **kept)

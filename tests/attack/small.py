@@ -76,12 +76,10 @@ def samples(kind: str, count: int, seed: int = 1, shift: float = 0.0) -> Batch:
 
 
 def rows(inputs: Any, index: Any) -> Any:
-    """Some samples of inputs."""
     return inputs[index] if isinstance(inputs, Tensor) else {key: value[index] for key, value in inputs.items()}
 
 
 def batches(kind: str = "image", count: int = 24, size: int = 4, seed: int = 1, shift: float = 0.0) -> list[Batch]:
-    """Labelled batches."""
     inputs, labels = samples(kind, count, seed, shift)
     cuts = [slice(start, start + size) for start in range(0, count, size)]
     return [(rows(inputs, cut), labels[cut]) for cut in cuts]

@@ -32,8 +32,6 @@ from .jobs import build, finetune, ranked, recipe
 
 @dataclass(frozen=True)
 class Target:
-    """One stored format."""
-
     name: str
     make: Callable[[Path, int], object]  # the folder, and which of the two saves
     answer: Callable[[Path], str]

@@ -23,7 +23,6 @@ Case = tuple[str, str, int]  # what is asked, in which mode, and a number that t
 
 
 def run(cases: int, seed: int) -> list[Row]:
-    """One row for each mode."""
     each = max(1, cases // (2 * len(SUBJECTS)))
     return [
         count(f"8 threads, {mode} mode", check, [(name, mode, seed + i) for name in SUBJECTS for i in range(each)])
@@ -90,14 +89,6 @@ def _probs(subject: Any, inputs: Any) -> Any:
     return subject.predict(inputs).probs
 
 
-def _evaluated(subject: he.Ensemble, inputs: Any) -> Any:
-    return he.evaluate(subject, [(inputs, torch.arange(3))], progress=False).numbers()
-
-
-def _parameters(subject: he.Ensemble, inputs: Any) -> Any:
-    return measure_costs({"m": subject}, inputs, repeats=1, warmup=0)[0].parameters
-
-
 @torch.no_grad()
 def _compared(towers: he.DualEncoder, images: Any) -> Any:
     return towers(images, ["a photo of a cat", "the dog"])
@@ -113,6 +104,6 @@ SUBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Any]]] = {
     "MC dropout": (lambda: he.mc_dropout(model(seed=9), 0.3, 4), _probs),
     "a zero-shot classifier": (lambda: he.zero_shot(dual(), NAMES), _probs),
     "two towers": (partial(dual, seed=3), _compared),
-    "evaluate": (DROPPING, _evaluated),
-    "measure_costs": (DROPPING, _parameters),
+    "evaluate": (DROPPING, lambda one, x: he.evaluate(one, [(x, torch.arange(3))], progress=False).numbers()),
+    "measure_costs": (DROPPING, lambda one, x: measure_costs({"m": one}, x, repeats=1, warmup=0)[0].parameters),
 }

@@ -101,8 +101,6 @@ def only(*accepted: Any, none: bool = False) -> Takes:
 
 
 def text(none: bool = False, empty: bool | None = None) -> Takes:
-    """Any text."""
-
     def takes(value: Any) -> bool | None:
         if value is None:
             return none
@@ -114,7 +112,6 @@ def text(none: bool = False, empty: bool | None = None) -> Takes:
 
 
 def nothing(value: Any) -> bool:
-    """None of the values."""
     return False
 
 

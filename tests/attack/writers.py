@@ -25,7 +25,6 @@ READ = tuple(name for name, job in JOBS.items() if job.state is not None)
 
 
 def run(cases: int, seed: int) -> list[Row]:
-    """One row for second writers, one for readers."""
     random = Random(seed)
     each = max(1, cases // (len(JOBS) + len(READ)))
 

@@ -41,7 +41,6 @@ def adapted(command: list[str]) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with everything the document names."""
     import timm
 
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,6 @@ from zero_shot_models import relative_error
 
 
 def samples(file: str, preprocess: Any, start: int = 0, count: int = 12) -> tuple[Any, torch.Tensor]:
-    """Some samples of a set as one batch."""
     some = load(shared(f"data/{file}")).select(range(start, start + count))
     return preprocess([item for item, _ in some]), torch.tensor(some.labels)
 

@@ -22,7 +22,6 @@ ANSWERED = '!document.getElementById("result").hidden && document.getElementById
 
 @pytest.fixture(scope="module")
 def ports() -> Iterator[dict[str, int]]:
-    """Servers of images, of texts, and one that asks for a key."""
     images, texts = make_app(served("image"), settings(name="images")), make_app(served("text"), settings(name="texts"))
     locked = make_app(served("text, bare"), settings(name="locked", api_key="correct horse"))
     with listening(images) as first, listening(texts) as second, listening(locked) as third:

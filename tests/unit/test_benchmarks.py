@@ -27,7 +27,6 @@ TINY = ["--dtype", "float32", "--device", "cpu", "--modes", "eager", "--repeats"
 
 
 def ran(benchmark: Any, folder: Path, *options: str) -> Any:
-    """What a benchmark writes."""
     path = folder / "results.json"
     benchmark.main([*options, "--output", str(path)])
     return json.loads(path.read_text())

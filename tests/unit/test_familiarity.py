@@ -34,7 +34,6 @@ EXACT: dict[str, Any] = {"held_out": 0.0, "shrinkage": 0.0}
 
 
 def model(config: EnsembleConfig) -> Ensemble:
-    """A model with nothing fitted to it yet."""
     return ensemble(config, metadata=Metadata())
 
 

@@ -13,7 +13,6 @@ TEXTS = {"input_ids": torch.tensor([[5, 6, 0], [7, 0, 0]]), "attention_mask": to
 
 
 def numbered(shape: str, dtype: torch.dtype) -> Ensemble:
-    """An ensemble whose parameters count up."""
     ensemble = Ensemble(SHAPES[shape])
     with torch.no_grad():
         for parameter in ensemble.parameters():

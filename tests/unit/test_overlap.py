@@ -30,7 +30,6 @@ MODEL = cases.image_model()
 
 
 def copied(batches: list[Any], size: int = 5) -> list[Any]:
-    """The same samples in other tensors and other batches."""
     images, labels = (torch.cat(part).clone() for part in zip(*batches, strict=True))
     return list(zip(images.split(size), labels.split(size), strict=True))
 

@@ -48,7 +48,6 @@ def good(kind: Any) -> dict[str, Any]:
 
 
 def wrong(hint: Any) -> Iterator[Any]:
-    """Values that a field of this type refuses."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         accepted, step = inner[1], partial(add, 1) if inner[0] is int else lambda x: math.nextafter(x, math.inf)

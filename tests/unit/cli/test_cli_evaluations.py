@@ -23,7 +23,6 @@ from sample_evaluations import costs, evaluation, methods
 
 @pytest.fixture(scope="module")
 def evaluations(run_folder, world, tmp_path_factory):
-    """The ensemble and the single model on the same data."""
     folder = tmp_path_factory.mktemp("evaluations")
     sets = ["--id", world / "test", "--ood", f"near:dots={world / 'dots'}", "--ood", f"far:stripes={world / 'stripes'}"]
     for model, name in ((run_folder, "Hydra"), (run_folder / "base", "Single")):
@@ -185,7 +184,6 @@ def test_names_in_the_settings_of_an_evaluation_mean_the_same_from_every_folder(
 
 @pytest.fixture
 def saved(tmp_path):
-    """Evaluations, costs, and other things beside them."""
     for index, one in enumerate(methods()):
         one.save(tmp_path / f"{index}.json")
     save_costs(tmp_path / "costs.json", costs())

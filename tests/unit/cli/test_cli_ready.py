@@ -16,7 +16,6 @@ from hydra_ensembles import data
 
 @pytest.fixture(scope="module")
 def tunings(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three fine-tunings of one model."""
     folder, found = tmp_path_factory.mktemp("tunings"), []
     for seed in range(3):
         model = perturbed(he.convert(small_vit(), labels=["blue", "green", "red"]), seed, 0.02)

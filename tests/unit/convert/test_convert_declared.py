@@ -267,8 +267,6 @@ class NearBlock(OwnBlock):
 
 
 class NearText(nn.Module):
-    """Texts of up to 100 tokens."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(60, WIDTH), nn.Embedding(100, WIDTH)

@@ -17,7 +17,6 @@ SENTENCES = ["a b c", "d e f g h a b", "c"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BERT and its tokenizer, as `save_pretrained` leaves them."""
     path = tmp_path_factory.mktemp("bert")
     save_tokenizer(path)
     transformers_model("BertModel", TEXT).save_pretrained(path)

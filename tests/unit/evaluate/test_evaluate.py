@@ -110,7 +110,6 @@ def test_answers_are_written_as_time_goes_by(tmp_path, monkeypatch):
 
 
 def whole(data):
-    """All samples in one batch."""
     return [torch.cat(parts) for parts in zip(*data, strict=True)]
 
 

@@ -28,7 +28,6 @@ def model_and_batches(sizes: tuple[int, ...] = (5, 5, 2), **options: Any) -> tup
 
 
 def joined(batches: list[Batch]) -> Batch:
-    """All samples in one batch."""
     labels = torch.cat([labels for _, labels in batches])
     first = batches[0][0]
     if isinstance(first, Tensor):

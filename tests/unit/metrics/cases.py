@@ -5,7 +5,6 @@ from torch import Tensor
 
 
 def updated(metric, *inputs) -> float:
-    """The value of a referee's metric on one batch."""
     metric.update(*inputs)
     return float(metric.compute())
 

@@ -33,13 +33,11 @@ def part_of_torch_uncertainty(name):
 
 @pytest.fixture(scope="session")
 def referee():
-    """The metrics of torch-uncertainty."""
     return part_of_torch_uncertainty("metrics.classification")
 
 
 @pytest.fixture(scope="session")
 def conformal_referee():
-    """The conformal sets of torch-uncertainty."""
     return part_of_torch_uncertainty("post_processing.conformal")
 
 

@@ -108,7 +108,6 @@ def test_it_compiles_and_exports_without_a_graph_break() -> None:
 
 
 def fused(members: list[DualEncoder]) -> DualEncoder:
-    """Members that share nothing."""
     return he.fuse(members, stem="separate", mlp="separate")
 
 

@@ -70,7 +70,6 @@ def inputs_of(model: he.Ensemble) -> dict[str, Tensor]:
 def trained(
     model: he.Ensemble, dtype: torch.dtype | None, backend: list[SDPBackend] | None, run: Any = None
 ) -> dict[str, Tensor]:
-    """Logits and the gradient of every parameter after one pass."""
     model.train().zero_grad()
     with (
         torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None),

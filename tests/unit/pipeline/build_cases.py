@@ -63,7 +63,6 @@ def text_batches(seed: int = 1) -> list[dict[str, Tensor]]:
 
 
 def sets(**changes: Any) -> dict[str, Any]:
-    """The data arguments of `build`."""
     usual = {"train": batches(40), "id": batches(32, 16, seed=2), "ood": batches(16, 16, seed=3, shift=1.5)}
     return {**usual, "progress": False, **changes}
 
@@ -80,5 +79,4 @@ def recipe(**changes: Any) -> he.Recipe:
 
 
 def same(one: he.Ensemble, other: he.Ensemble) -> bool:
-    """Same configuration, same metadata, same bits."""
     return one.config == other.config and one.metadata == other.metadata and same_state(one, other)

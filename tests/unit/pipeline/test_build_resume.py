@@ -36,7 +36,6 @@ def run(folder: Path | None, **changes: Any) -> he.Ensemble:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a build that nobody stopped."""
     folder = tmp_path_factory.mktemp("finished")
     run(folder)
     return folder
@@ -55,7 +54,6 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts how often each stage works."""
     done: Counter[str] = Counter()
     stages = {"extract_circuit": chain, "finetune": chain, "fuse": chain, "calibrate": chain, "prune": given}
     for name, owner in {**stages, "update": EnsembleLearner}.items():

@@ -47,7 +47,6 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def render(tmp_path_factory):
-    """The report as text."""
     path = tmp_path_factory.mktemp("report") / "new" / "report.html"
     return lambda evaluations, **about: write_report(path, evaluations, **about).read_text()
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from architectures_clip import DUAL_CASES, DualCase
@@ -50,14 +49,10 @@ def test_scores_of_both_towers_against_plain_autograd(case: DualCase, monkeypatc
     classes = F.normalize(torch.stack(texts).mean(0), dim=-1)[None]
     F.cross_entropy(dual.logits(dual.encode_image(images), classes)[0], labels).backward()
     for name, tower in (("image", dual.image), ("text", dual.text)):
-        expected = torch.stack([sensitivity(block.attention.qkv) for block in tower.encoder.layers])
+        weights = [block.attention.qkv for block in tower.encoder.layers]  # [H, 3, d_k, d]
+        expected = torch.stack([(one.detach() * one.grad).abs().mean((1, 2, 3)) for one in weights])
         assert expected.min() > 0
         torch.testing.assert_close(scores[name], expected, rtol=1e-9, atol=0)
-
-
-def sensitivity(weight: Tensor) -> Tensor:
-    """Mean of |W · dL/dW| of each head, `[H, 3, d_k, d]` to `[H]`."""
-    return (weight.detach() * weight.grad).abs().mean((1, 2, 3))
 
 
 def test_the_figure_of_both_towers_is_drawn_from_the_results() -> None:

@@ -14,7 +14,6 @@ from studies.storing import in_rows
 
 
 def row_of(table: str, row: str) -> list[str]:
-    """Cells of a row of a table."""
     (line,) = [line for line in table.splitlines() if line.startswith(f"| {row} |")]
     return [cell.strip() for cell in line.strip("| ").split("|")]
 

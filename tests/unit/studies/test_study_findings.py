@@ -197,7 +197,6 @@ def report_of(study: Study, run: Path, row: str, like: str) -> None:
 
 
 def stored_from(run: Path) -> Study:
-    """The study after a run is stored."""
     CLASSIFIERS.run(Run(SmallTask(NAME), run, run / "results", [], [0]), ["store"])
     return Study(NAME, run / "results")
 

@@ -57,18 +57,14 @@ def test_influences_have_the_deviation_that_a_bootstrap_finds() -> None:
         ours, theirs = (numbers(model, "own", GROUPS) for model in models)
         return {key: ours[key].minus(theirs[key]) for key in ours}
 
-    draws = np.random.default_rng(5)
+    draws, sizes = np.random.default_rng(5), {key.partition("|")[0]: len(part) for key, part in one.items()}
     replicates = []
     for _ in range(100):
-        rows = {name: draws.integers(size, size=size) for name, size in _sizes(one).items()}
+        rows = {name: draws.integers(size, size=size) for name, size in sizes.items()}
         drawn = [{key: part[rows[key.partition("|")[0]]] for key, part in model.items()} for model in (one, other)]
         replicates.append({key: found.value for key, found in differences(*drawn).items()})
     for key, exact in differences(one, other).items():
         assert exact.deviation == pytest.approx(float(np.std([each[key] for each in replicates])), rel=0.25), key
-
-
-def _sizes(found: Columns) -> dict[str, int]:
-    return {place.partition("|")[0]: len(part) for place, part in found.items()}
 
 
 def test_intervals_have_seeds_and_samples() -> None:

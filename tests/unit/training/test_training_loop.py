@@ -170,8 +170,6 @@ def test_members_and_seeds_have_augmentations_of_their_own():
 
 
 class Told(TensorDataset):
-    """A data set that is told the epoch."""
-
     epoch = 4
     told: tuple[int, ...] = ()
 
@@ -217,7 +215,6 @@ class Deadly(Stopping):
 
 
 def hard_run(folder, source=None):
-    """The training that is killed."""
     source = Stopping(shuffled(count=40)) if source is None else source
     return train(source, HARD, shuffled(count=16, seed=9), output=folder, checkpoint_every=2, index=1)
 
@@ -339,7 +336,6 @@ def stopped_run(tmp_path_factory):
 
 @pytest.fixture
 def stopped(stopped_run, tmp_path):
-    """A copy of it, to be changed."""
     return shutil.copytree(stopped_run, tmp_path / "member-0" / "rate-0.01")
 
 

@@ -60,7 +60,6 @@ def trained(name: str, size: int, **options):
 
 
 def train_all(folder: Path) -> None:
-    """The work of one of the processes."""
     rank = os.environ["RANK"]
     for name in START:
         save_file(trained(name, 4, output=folder / name), folder / f"{name}-{rank}.safetensors")
