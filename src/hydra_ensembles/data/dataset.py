@@ -18,7 +18,7 @@ from torch.utils.data import Dataset as TorchDataset
 from .._utils import require, warn
 from ..arguments import checked
 from ..classes import same_names, some
-from ..errors import CheckpointError, DataError
+from ..errors import CheckpointError, DataError, StorageError
 from ..files import read_file
 from ..overlap import mixed
 from ..preprocessing import to_rgb
@@ -289,19 +289,29 @@ def is_image(file: Path) -> bool:
 def files_below(folder: Path, without: Path | None = None) -> list[Path]:
     """The plain files in a folder, however deep, sorted by path; litter is passed over, also whole folders of it.
 
-    Links to folders are followed, and each folder is read once. `without`, resolved, is a folder that is left out.
+    Links to folders are followed, and each folder is read once. `without`, resolved, is a folder that is left out. One
+    that cannot be read is an error, and links that lead to nothing are warned of: what they hold would be missing.
     """
-    files: list[Path] = []
+    files, lost = list[Path](), list[Path]()
     seen = set() if without is None or without == folder.resolve() else {without}
-    for path, folders, names in os.walk(folder, followlinks=True):
+    for path, folders, names in os.walk(folder, onerror=_unreadable, followlinks=True):
         parent = Path(path)
         if parent.resolve() in seen:  # a link to a folder above it, or to one that has been read
             folders.clear()
             continue
         seen.add(parent.resolve())
         folders[:] = sorted(name for name in folders if not is_litter(name))
-        files += [parent / name for name in names if not is_litter(name) and (parent / name).is_file()]
+        present = [parent / name for name in names if not is_litter(name)]
+        files += filter(Path.is_file, present)
+        lost += (file for file in present if file.is_symlink() and not file.exists())
+    if lost:
+        warn(f"links below {folder} lead to nothing, and are left out: {len(lost)}, the first {lost[0]}")
     return sorted(files, key=lambda file: file.relative_to(folder).parts)
+
+
+def _unreadable(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # as a class that has no folder
+        raise StorageError(f"{error.filename} cannot be read ({error.strerror}); see to the disk and the permissions")
 
 
 def images_below(folder: Path) -> list[Path]:

@@ -1,4 +1,7 @@
+import os
 import pickle
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_ensembles.data import TextDataset, only_classes, split, subset, without_classes
-from hydra_ensembles.data.dataset import cut_position, hash_key, keyed_order
-from hydra_ensembles.errors import DataError
+from hydra_ensembles.data.dataset import cut_position, hash_key, images_below, keyed_order
+from hydra_ensembles.errors import DataError, HydraWarning, StorageError
 
 seeds = st.integers(min_value=-(2**70), max_value=2**70)
 
@@ -137,3 +140,21 @@ def test_classes_can_be_left_out_or_kept() -> None:
     ):
         with pytest.raises(DataError, match=token):
             without_classes(numbered([0, 1], names), classes)  # type: ignore[arg-type]
+
+
+def test_what_is_missing_below_a_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ant").mkdir()
+    (tmp_path / "ant" / "0.png").touch()
+    (tmp_path / "ant" / "1.png").symlink_to(tmp_path / "unmounted" / "1.png")
+    with pytest.warns(HydraWarning, match=r"lead to nothing.*: 1, the first .*1\.png"):
+        assert len(images_below(tmp_path)) == 1
+    scan = os.scandir
+
+    def denied(path: str) -> Any:
+        if path.endswith("ant"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(StorageError, match=r"ant cannot be read \(Permission denied\)"):
+        images_below(tmp_path)
