@@ -6,7 +6,7 @@ and every prediction has its scores.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -281,28 +281,26 @@ class Sums:
         return self.sums.sum(dim=1) / self.count.sum()
 
 
+@dataclass(eq=False)
 class Fitting:
     """Statistics in the making; what is to be fitted, and how, is described at `fit_familiarity`."""
 
-    def __init__(
-        self,
-        ensemble: Ensemble,
-        scores: tuple[FamiliarityName, ...],
-        draws: np.random.Generator,
-        shrinkage: float | None = None,
-        neighbours: int | None = None,
-        principal: int | None = None,
-        stored: int = 10_000,
-    ) -> None:
-        if not scores or len(set(scores)) < len(scores):
-            raise ConfigError(f"score={list(scores)} cannot be fitted; give one or more, each once")
-        self.ensemble, self.scores, self.labelled = ensemble, scores, any(name in BY_CLASS for name in scores)
-        self.shrinkage, self.neighbours, self.principal = shrinkage, neighbours, principal
+    ensemble: Ensemble
+    scores: tuple[FamiliarityName, ...]
+    draws: np.random.Generator
+    shrinkage: float | None = None
+    neighbours: int | None = None
+    principal: int | None = None
+    stored: int = 10_000
+
+    def __post_init__(self) -> None:
+        if not self.scores or len(set(self.scores)) < len(self.scores):
+            raise ConfigError(f"score={list(self.scores)} cannot be fitted; give one or more, each once")
+        self.labelled = any(name in BY_CLASS for name in self.scores)
         self.sums: dict[bool, Sums] = {}  # by whether features are normalised
-        self.samples = 0
-        self.width = 0
-        self.peaks = torch.zeros(ensemble.num_members, dtype=torch.float64)
-        self.kept = Reservoir(stored, draws)
+        self.samples = self.width = 0
+        self.peaks = torch.zeros(self.ensemble.num_members, dtype=torch.float64)
+        self.kept = Reservoir(self.stored, self.draws)
         self.marks: Keys = np.empty(0, dtype=np.int64)
 
     def add(self, samples: Answered) -> None:
