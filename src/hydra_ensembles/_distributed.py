@@ -83,14 +83,6 @@ class Ranks:
         dist.all_reduce(summed)
         return summed
 
-    def of_first(self, tensor: Tensor) -> Tensor:
-        """The tensor of rank 0; those of the others have its shape and dtype, truth values."""
-        if self.size == 1:
-            return tensor
-        bytes_of = tensor.contiguous().clone().view(torch.uint8)  # not every backend sends truth values
-        dist.broadcast(bytes_of, 0)
-        return bytes_of.view(torch.bool)
-
     def rows(self, tensor: Tensor) -> list[Tensor]:
         """The tensor of every rank; they may differ in the number of rows."""
         return [tensor] if self.size == 1 else [part.to(tensor.device) for part in self.gather(tensor.cpu())]

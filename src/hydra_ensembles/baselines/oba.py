@@ -209,7 +209,7 @@ def pruned_masks(
                 curved = {name: ranks.total(values) for name, values in curved.items()}
             scores = importances(curved, {name: weight.detach() for name, weight in weights.items()})
             masks = kept(scores, masks, round(settings.keep ** ((step + 1) / settings.steps) * total) - fixed)
-            masks = {name: ranks.of_first(mask) for name, mask in masks.items()}
+            masks = {name: ranks.rows(mask)[0] for name, mask in masks.items()}
             last = step + 1 == settings.steps
             state = replace(state, position=Position(step + 1), finished=last)
             if folder is not None and ranks.rank == 0:
