@@ -123,10 +123,6 @@ class Ranks:
             return own
         return parts[0] if any(self.gather(is_sharded(batches) or read() != own)) else own
 
-    def smallest(self, item: T | None) -> T:
-        """The smallest item of all ranks; None stands for none."""
-        return min(candidate for candidate in self.gather(item) if candidate is not None)  # type: ignore[type-var]
-
     def require_same(self, item: object, what: str, advice: str = "all ranks must be given the same") -> None:
         """Refuse to go on where ranks disagree."""
         items = self.gather(item)

@@ -65,7 +65,7 @@ class Naive(Search):
         for head in self.ranks.share(candidates):
             results.append(self.evaluate(head))
             self.tell(len(results))
-        return self.ranks.smallest(min(results, default=None))
+        return min(filter(None, self.ranks.gather(min(results, default=None))))
 
     def remove(self, head: Head) -> None:
         """Leave a head off from now on."""

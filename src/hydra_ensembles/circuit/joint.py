@@ -115,7 +115,7 @@ class JointExact(Search):
             self.tell(len(judged))
         results = self.images.ranks.gather(min(judged, default=None))
         use_classes(self._classifier, self._current)
-        best = min((result for result in results if result is not None), default=None)
+        best = min(filter(None, results), default=None)
         self.images.tell = lambda decided: self.tell(len(heads) + decided)
         return self.images.choose(of_tower(candidates, text=False), best)
 
