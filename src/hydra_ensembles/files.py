@@ -36,6 +36,7 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _LOCKLESS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 _UNFLUSHED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}  # said of folders by some network disks
 _VANISHED = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
+_OF_A_FILE = {None, *_FORBIDDEN, *_VANISHED, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG}  # not of the disk
 
 
 def expanded(path: str | Path) -> Path:
@@ -256,13 +257,20 @@ def plain_file(path: Path) -> Path:
 
 
 def read_file(path: Path, most: int | None = MAX_BYTES) -> bytes:
-    """The content of a plain file of at most so many bytes; None for any number."""
+    """The content of a plain file of at most so many bytes; None for any number.
+
+    Raises:
+        CheckpointError: The file is missing, or not to be read.
+        StorageError: It is no fault of the file, as where the disk fails: another time it may be read.
+    """
     try:
         with plain_file(path).open("rb") as file:
             content = file.read() if most is None else file.read(most + 1)
     except OSError as error:
-        reason = error.strerror or error
-        raise CheckpointError(f"{path} cannot be read ({reason}); check the path and its permissions") from error
+        own = error.errno in _OF_A_FILE
+        advice = "check the path and its permissions" if own else "see to the disk, and try again"
+        failure = f"{path} cannot be read ({error.strerror or error}); {advice}"
+        raise (CheckpointError if own else StorageError)(failure) from error
     _require_size(len(content), path, most)
     return content
 

@@ -22,7 +22,7 @@ from ..batches import READ
 from ..checkpoint import locate
 from ..data.dataset import decode_image, read_image
 from ..data.loading import Columns
-from ..errors import CheckpointError, ConfigError, DataError, HydraError
+from ..errors import CheckpointError, ConfigError, DataError, HydraError, StorageError
 from ..files import checksum, digest_of, expanded, read_object, write_atomically
 from ..fingerprints import model_fingerprint, tensors_digest
 from ..model.contents import CONFIG
@@ -206,6 +206,8 @@ class Scorer:
             with noted() as notes:
                 try:
                     return preprocess([_image(item)]), "", "; ".join(notes)
+                except StorageError:  # of a disk that fails: the same image may be read when this is run again
+                    raise
                 except HydraError as error:
                     return None, str(error), ""
                 except Exception as error:  # decoders raise whatever broken data lead them to

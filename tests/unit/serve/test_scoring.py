@@ -27,7 +27,7 @@ from hydra_ensembles.serve.scoring import Scored, Scorer, score_archive
 from pictures import encoded
 from processes import count_calls, in_a_child
 from served_models import inputs_for, served
-from serving import POSTSCRIPT, opened, png, turned
+from serving import POSTSCRIPT, opened, picture, png, turned
 
 pytestmark = pytest.mark.usefixtures("usual_kernels")  # they round a sample alike in a batch of any size
 
@@ -426,6 +426,23 @@ def test_a_disk_that_fails_ends_the_work_and_nothing_moves(source, output, tmp_p
     assert len(list(output.glob("rows/*"))) == 1
     assert score(source, output) == wanted
     assert written(output) == written(tmp_path / "undisturbed")
+
+
+def test_an_image_that_the_disk_does_not_give_is_not_called_broken(output, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        (tmp_path / "in" / f"{number}.png").write_bytes(picture(number))
+    scorer, failures = Scorer(served("image")), iter([False, True])
+
+    def failing(path: Path) -> Path:
+        if path.suffix == ".png" and next(failures, False):
+            raise OSError(5, "Input/output error")
+        return path
+
+    monkeypatch.setattr("hydra_ensembles.files.plain_file", failing)
+    with pytest.raises(StorageError, match="Input/output error"):
+        score(tmp_path / "in", output, scorer=scorer)
+    assert score(tmp_path / "in", output, scorer=scorer).rows == 3
 
 
 def test_an_archive_that_reads_otherwise_than_before_is_refused(source: Path, output: Path, monkeypatch) -> None:
