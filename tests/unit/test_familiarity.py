@@ -11,12 +11,13 @@ import pytest
 import torch
 from pytorch_ood import detector
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import hydra_ensembles as he
 from architectures_clip import DUAL_CASES
 from checkpoint_models import ensemble, hydra, labelled, ragged, single, text
 from hydra_ensembles import familiarity
+from hydra_ensembles._distributed import check_unsharded
 from hydra_ensembles.calibrate import _fitted_on_a_half
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning, TooFewSamplesError
 from hydra_ensembles.familiarity import Answered, Reservoir, fit_familiarity
@@ -338,23 +339,28 @@ def test_what_overflows_is_fitted_batch_by_batch(monkeypatch: pytest.MonkeyPatch
     assert len(added) <= 2 * len(data)
 
 
-READERS = {
-    "fit_familiarity": fit_familiarity,
-    "calibrate": he.calibrate,
-    "taylor": partial(he.taylor, budget=1, scope="global"),
-    "atlas": partial(he.atlas, progress=False),
-    "build": lambda ensemble, data: he.build(ensemble, he.HydraConfig(strategy="random"), id=data, progress=False),
+OTHERS, RECIPE = labelled(CONFIG, seed=1), he.Recipe(optimizer="sgd", learning_rate=0.1, steps=1)
+READERS: dict[str, tuple[str, Any]] = {  # with what each calls its data
+    "fit_familiarity": ("id_batches", fit_familiarity),
+    "calibrate": ("validation", he.calibrate),
+    "evaluate": ("set 'id'", partial(he.evaluate, progress=False)),
+    "taylor": ("the calibration data", partial(he.taylor, budget=1, scope="global")),
+    "atlas": ("set 'id'", partial(he.atlas, progress=False)),
+    "build": ("id", lambda one, data: he.build(one, he.HydraConfig(strategy="random"), id=data)),
+    "training": ("train,", lambda one, data: he.build(one, he.HydraConfig(strategy="taylor"), train=data, id=OTHERS)),
+    "finetune": ("validation", lambda one, data: he.finetune(one, OTHERS, RECIPE, data)),
 }
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_a_loader_that_is_split_between_processes_is_refused(name: str) -> None:
-    data = TensorDataset(*joined(labelled(CONFIG)))
-    split = DataLoader(data, 16, sampler=DistributedSampler(data, 2, 0))
-    one = model(CONFIG)
-    for refused in by_two_ranks(lambda rank: READERS[name](one, split)):
-        with pytest.raises(ConfigError, match="split between processes"):
-            refused.result()
+@pytest.mark.parametrize(("called", "read"), READERS.values(), ids=READERS)
+def test_a_loader_that_is_split_between_processes_is_refused(called: str, read: Any) -> None:
+    data, one = TensorDataset(*joined(labelled(CONFIG))), model(CONFIG)
+    part = DistributedSampler(data, 2, 0)
+    for split in (DataLoader(data, 16, sampler=part), DataLoader(data, batch_sampler=BatchSampler(part, 16, False))):
+        check_unsharded(split, "alone")  # one process: nothing is split twice
+        for refused in by_two_ranks(partial(lambda split, rank: read(one, split), split)):
+            with pytest.raises(ConfigError, match=f"^{called} .*split between processes"):
+                refused.result()
 
 
 def test_copies_and_few_samples_are_said() -> None:

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
-from hydra_ensembles._distributed import check_unsharded
 from hydra_ensembles.calibrate import calibrate
 from hydra_ensembles.data.batching import batches
 from hydra_ensembles.data.dataset import ImageDataset
@@ -411,12 +410,3 @@ def test_processes_with_other_samples_are_refused_and_stop_when_one_fails():
     assert isinstance(failed, RuntimeError)
     assert isinstance(healthy, DataError)
     assert "out of memory" in str(healthy)
-
-
-def test_a_loader_that_is_split_already_is_refused():
-    data = TensorDataset(torch.zeros(4, 2))
-    sampler = DistributedSampler(data, num_replicas=2, rank=0)
-    for loader in (DataLoader(data, sampler=sampler), DataLoader(data, batch_sampler=BatchSampler(sampler, 2, False))):
-        check_unsharded(loader, "alone")  # one process: nothing is split twice
-        for refused in by_two_ranks(partial(lambda one, rank: check_unsharded(one, "cifar"), loader)):
-            assert isinstance(refused.exception(), ConfigError)

@@ -11,7 +11,6 @@ import torch
 from build_cases import HEADS, LAYERS, batches, image_model, recipe, same, samples, sets, text_model, text_sets
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hydra_ensembles as he
 from architectures import VISION_CASES
@@ -23,7 +22,6 @@ from hydra_ensembles.model.metadata import Calibration
 from hydra_ensembles.pipeline import chain, material
 from hydra_ensembles.pipeline.settings import Strategy
 from hydra_ensembles.schema import from_plain, to_plain
-from processes import by_two_ranks
 from zero_shot_models import NAMES, OTHER_NAMES, dual_of
 
 # One head of each layer for Taylor; on a model this small, the slowest way to find circuits is the quickest.
@@ -208,16 +206,6 @@ def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path, monkeyp
     with pytest.raises(error, match=message):
         he.build(image_model(), config(**settings), output=tmp_path, **sets(**data))
     assert not list(tmp_path.iterdir())
-
-
-def test_taylor_refuses_training_data_that_are_split_between_processes_by_their_name() -> None:
-    inputs, labels = (torch.cat(part) for part in zip(*batches(12), strict=True))
-    data = TensorDataset(inputs, labels)
-    split = DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0))
-    model, given = image_model(), sets(train=split)
-    for refused in by_two_ranks(lambda rank: he.build(model, config(strategy="taylor"), **given)):
-        with pytest.raises(ConfigError, match=r"^train, .*split between processes"):
-            refused.result()
 
 
 def test_recipes_that_a_config_takes_and_those_that_are_not_for_texts() -> None:

@@ -22,7 +22,7 @@ from training_cases import batches, pairs, shuffled, tiny, tiny_dual
 
 from hydra_ensembles._distributed import Ranks
 from hydra_ensembles.baselines.lora import LoRA, lora_ensemble
-from hydra_ensembles.errors import ConfigError, DataError, HydraError, HydraWarning
+from hydra_ensembles.errors import DataError, HydraError, HydraWarning
 from hydra_ensembles.training.finetune import finetune
 from hydra_ensembles.training.recipe import Recipe
 from hydra_ensembles.training.text import tune_text
@@ -93,15 +93,6 @@ def test_ranks_load_only_their_own_batches():
             ranks.share_batches(DataLoader(data, batch_sampler=BatchSampler(drawn, 4, False)))  # nothing to warn of
         split = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 3, rank))
         assert ranks.share_batches(split) is split
-
-
-def test_validation_that_is_split_already_is_refused():
-    data = shuffled(28, 4).dataset
-    split = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0))
-    model, train = tiny(), batches(8, 4)
-    for refused in by_two_ranks(lambda rank: finetune(model, train, RECIPE, split, progress=False)):
-        with pytest.raises(ConfigError, match=r"^validation .* split between processes"):
-            refused.result()
 
 
 @pytest.mark.parametrize("other", ["model", "recipe", "data", "batches"])
