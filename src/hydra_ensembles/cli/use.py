@@ -92,7 +92,7 @@ def predict(
         raise problems[0]
     emit(_formatted(answers, format), output)
     if answers[0]["verdict"] is None:
-        print("no verdict: this model has no calibrated threshold; build stores one, or give --threshold",
+        print("no verdict: this model has no calibrated threshold; calibrate stores one, or give --threshold",
               file=sys.stderr)  # fmt: skip
     if problems:
         first = f"{len(problems)} of {len(items)} inputs have no answer, the others do; the first: {problems[0]}"

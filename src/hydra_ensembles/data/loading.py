@@ -320,7 +320,8 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
         raise DataError(f"{table.where} has no rows")
     if not table.has(columns.image) and not table.has(columns.text):
         problem = f"{table.where} has no column {columns.image!r} or {columns.text!r}; it has {table.data.column_names}"
-        raise DataError(f"{problem}. Name the right ones with columns=Columns(image=..., text=..., label=...)")
+        way = "columns=Columns(image=..., text=..., label=...), on the command line --column text=..."
+        raise DataError(f"{problem}. Name the right ones with {way}")
     used = {getattr(columns, column.name).partition(".")[0] for column in fields(columns)}
     twice = sorted(name for name in used if table.data.column_names.count(name) > 1)
     if twice:

@@ -90,7 +90,7 @@ def test_no_threshold_no_verdict(run_folder, world):
     result = run("predict", base, file, "-f", "jsonl")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["verdict"] is None
-    assert "no verdict: this model has no calibrated threshold" in result.stderr
+    assert "no verdict: this model has no calibrated threshold; calibrate stores one" in result.stderr
     for threshold, verdict in ((0.0, "abstain"), (1.0, "accept")):
         assert predicted(base, file, "--threshold", threshold)[0]["verdict"] == verdict
     assert predicted(*vit_flags(world / "mine.safetensors"), file)[0]["label"] in ("0", "1", "2")  # without names
