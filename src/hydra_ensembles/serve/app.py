@@ -468,9 +468,7 @@ class _Server:
                 raise RequestError(f"input {short(name)} must {'be of the type' if name == raw else 'not be'} BYTES")
         if raw not in inputs:
             return self.service.tensors({name: torch.tensor(array) for name, array in inputs.items()})
-        if self.service.kind == "image":
-            return self.service.images([protocol.image_file(content) for content in inputs[raw]])
-        return self.service.texts([text_of(text) for text in inputs[raw]])
+        return self._samples(*read_named({f"{raw}s": inputs[raw]}), nearest=False)
 
 
 def _digests(parts: Sequence[str]) -> str:

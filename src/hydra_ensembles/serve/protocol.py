@@ -15,7 +15,7 @@ from ..errors import RequestError
 from ..files import unique
 from ..schema import short
 from .outputs import REASON_WORDS, Field
-from .service import Answer, Service, finite, image_of
+from .service import Answer, Service, finite
 
 HEADER = "Inference-Header-Content-Length"
 DATATYPES = {
@@ -149,14 +149,6 @@ def _from_binary(called: str, datatype: str, shape: tuple[int, ...], content: by
         expected = math.prod(shape) * dtype.itemsize
         raise RequestError(f"input {called} of {datatype} {list(shape)} has {len(content)} bytes, not {expected}")
     return np.frombuffer(content, dtype).reshape(shape)
-
-
-def image_file(content: bytes) -> bytes:
-    """An image file, out of base64 where that is what JSON holds; no such file is base64 itself."""
-    try:
-        return image_of(content.decode("ascii"))
-    except (UnicodeDecodeError, RequestError):
-        return content
 
 
 # --- what goes out ---------------------------------------------------------------------------------------------------

@@ -478,14 +478,15 @@ def _decoded(content: bytes) -> str:
 
 
 def image_of(value: Any) -> bytes:
-    """The file of an image, in base64 where JSON holds it."""
-    if isinstance(value, bytes):
-        return value
+    """The file of an image, in base64 where JSON holds it; no such file is base64 itself."""
     try:
-        if not isinstance(value, str):
+        text = value.decode("ascii") if isinstance(value, bytes) else value
+        if not isinstance(text, str):
             raise ValueError
-        return base64.b64decode(value.partition(",")[2] if value.startswith("data:") else value, validate=True)
+        return base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
     except ValueError as error:
+        if isinstance(value, bytes):
+            return value
         raise RequestError("an image that is not bytes is a string in base64, in one line") from error
 
 
