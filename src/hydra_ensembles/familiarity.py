@@ -377,13 +377,14 @@ class Fitting:
             return 0.0
         missing = self.missing()
         classes = len(self.counts)
+        other = "or use score='knn', which knows no classes (familiarity='knn' of calibrate)"
         if missing:
             problem = f"classes {some(list(map(str, missing)))} have no samples, so nothing is familiar there"
-            raise TooFewSamplesError(f"{problem}; give some of every class")
+            raise TooFewSamplesError(f"{problem}; give some of every class, {other}")
         if self.samples < 2 * classes:
             raise TooFewSamplesError(
                 f"{self.samples} samples of {classes} classes are too few for a covariance; give two a class at least, "
-                f"better {FEW_A_CLASS}, or use score='knn'"
+                f"better {FEW_A_CLASS}, {other}"
             )
         if self.shrinkage == 0.0 and self.samples - classes < self.width:
             raise TooFewSamplesError(
