@@ -53,7 +53,7 @@ def price_table() -> str:
     seeds = ", ".join(f"{count} on {task}" for task, count in counts.items())
     about = (
         f"Means over seeds ({seeds}); differences are to Single of the same seed, ± the half width of Student's 95 % "
-        f"interval over the seeds. Ensembles have {settings['members']} members. Per cent but for NLL; calibrated on "
+        f"interval over the seeds. Ensembles have {settings['members']} members. Per cent except NLL; calibrated on "
         f"held-out data. AUROC: the mean over the OOD sets of a task. Cost: a batch of {costs['batch']} on an "
         f"{costs['device']}, bfloat16, against Single compiled. From `results/price.json`."
     )
@@ -70,7 +70,7 @@ def demo_line() -> str:
     """Of the README: what the demo's ensemble catches, beside the model that it is from."""
     result = load("demo.json")["gains"]
     ours, single = (result["methods"][name] for name in ("Pruned branches", "Single"))
-    keys = {"mistakes.both": "of its own mistakes", "near.both": "of near foreign images", "far.both": "of far ones"}
+    keys = {"mistakes.both": "of its own mistakes", "near.both": "of near OOD images", "far.both": "of far ones"}
     means = {key: [method["numbers"][key]["mean"] for method in (ours, single)] for key in keys}
     shares = ", ".join(f"{100 * means[key][0]:.0f} % {words}" for key, words in keys.items())
     alone = ", ".join(f"{100 * means[key][1]:.0f} %" for key in keys)

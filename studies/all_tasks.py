@@ -43,12 +43,12 @@ GIVEN = {  # columns of the README
     "accuracy": "accuracy ↑",
     "calibrated.nll": "NLL ↓",
     "aurc": "own mistakes, AURC ↓",
-    "all.auroc": "foreign, unsure ↑",
-    "mahalanobis:all.auroc": "foreign, unfamiliar ↑",
+    "all.auroc": "OOD, unsure ↑",
+    "mahalanobis:all.auroc": "OOD, unfamiliar ↑",
 }
 GAINED = (
     "Gain over Single: accuracy ↑ / NLL ↓ after calibration / OOD AUROC near ↑ / far ↑ by the largest probability, "
-    f"in points but for NLL; **better** and *worse* beyond chance {BEYOND}."
+    f"in points except NLL; **better** or *worse* where significant {BEYOND}."
 )
 
 
@@ -70,12 +70,12 @@ def priced(studies: Sequence[Study]) -> str:
     timed = {TITLES[study.name]: measured_on(study.facts["costs"]) for study in studies if study.facts["costs"]}
     if not timed:
         return (
-            "Price, in brackets: multiply-adds of an answer over Single's; not timed in these studies, `docs/price.md` "
+            "Price, in brackets: multiply-adds relative to Single's; not timed in these studies, `docs/price.md` "
             "has times."
         )
     devices = "; ".join(dict.fromkeys(timed.values()))
     return (
-        f"Price: time of an answer over Single's ({devices}), on the first task that has the row; in brackets "
+        f"Price: inference time relative to Single's ({devices}), on the first task that has the row; in brackets "
         "multiply-adds, where no time was measured."
     )
 
@@ -109,7 +109,7 @@ def gains_table(studies: Sequence[Study]) -> str:
         tables.append(markdown(head, lines))
     note = (
         "NLL after calibration; near: OOD AUROC by the largest probability, in points. ± half an interval; **better** "
-        f"and *worse* beyond chance {BEYOND}. Trainings of a whole model, Single's among them. {priced(shown)}"
+        f"or *worse* where significant {BEYOND}. Trainings: of a whole model, Single's included. {priced(shown)}"
         f"{same_models(shown, GAINING)}"
     )
     return "\n\n".join([*tables, note])
@@ -146,7 +146,7 @@ def methods_table(studies: Sequence[Study]) -> str:
     note = (
         f"A dash: not run, or not for this task; {MC_DROPOUT} has Single's parameters and takes five of its passes, "
         "timed in plain PyTorch where the other rows are compiled. "
-        "Trainings of a whole model, Single's among them; parameters on the "
+        "Trainings: of a whole model, Single's included; parameters on the "
         f"first task that has the row (Single: {singles}). {priced(studies)} {GAINED}"
     )
     head = ["method", "trainings ↓", "parameters ↓", "price ↓", *(TITLES[study.name] for study in studies), "seeds"]
@@ -162,10 +162,10 @@ def compared_table(study: Study) -> str:
     ]
     fewest, most = (choose(len(study.seeds(row)) for row in rows) for choose in (min, max))
     about = (
-        f"{TITLES[study.name]}, per cent but for NLL, which is after calibration; AURC and *unsure* by the largest "
-        "probability before it, *unfamiliar* by Mahalanobis distance, fitted to training data. **Better** and *worse* "
-        f"than Single beyond chance (95 % intervals, paired). {fewest} to {most} seeds a row: Single's mean, and the "
-        "gain over it on the seeds of the row. Work: multiply-adds. From `results/studies/`."
+        f"{TITLES[study.name]}, per cent except NLL, which is after calibration; AURC and *unsure* by the largest "
+        "probability before it, *unfamiliar* by Mahalanobis distance, fitted to training data. **Better** or *worse* "
+        f"than Single where significant (95 % intervals, paired). {fewest} to {most} seeds a row: Single's mean, and "
+        "the gain over it on the seeds of the row. Work: multiply-adds. From `results/studies/`."
     )
     return markdown(["method", "trainings ↓", "work ↓", *GIVEN.values()], lines, about)
 

@@ -11,12 +11,12 @@ from .storing import SINGLE
 LOWER = ("nll", "brier", "ece", "aurc", "fpr95")  # is better
 PLAIN = ("nll", "brier")  # not in per cent
 BEYOND = "(95 % intervals over seeds and test samples, paired; from three seeds on)"
-MARKED = f"**Better** and *worse* than Single beyond chance {BEYOND}"
+MARKED = f"**Better** or *worse* than Single where significant {BEYOND}"
 PAPER = "(paper)"  # in brackets, as its numbers are: italics are for what is worse
 ACROSS = "†"  # behind what two runs are compared by
 ACROSS_TOLD = (
-    f"{ACROSS} Rows of two runs: shown is what each gains over the Single of its own run; beyond chance, or a verdict, "
-    "is only what is so for the rows as they are, too."
+    f"{ACROSS} Rows of two runs: shown is what each gains over the Single of its own run; it is called significant, or "
+    "judged, only where the rows as they are agree."
 )
 
 
@@ -70,7 +70,7 @@ def with_paper(
 
 def later_runs(study: Study) -> str:
     """What is to be known of a study that several runs made."""
-    return " Rows that a later run added are held against the Single of that run." if study.in_parts else ""
+    return " Rows that a later run added are compared with the Single of that run." if study.in_parts else ""
 
 
 def level(study: Study, rows: Sequence[str]) -> str:

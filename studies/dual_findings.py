@@ -56,8 +56,8 @@ def main_table(study: DualStudy) -> str:
     ]
     note = (
         f"**{facts['model']['name']}.** {facts['model']['description']}\n\n"
-        f"Means over {len(facts['runs'])} seeds{few_seeds(study)}, in per cent but for NLL and Brier score; **better** "
-        f"and *worse* than Single beyond chance {BEYOND}; the paper's "
+        f"Means over {len(facts['runs'])} seeds{few_seeds(study)}, in per cent except NLL and Brier score; **better** "
+        f"or *worse* than Single where significant {BEYOND}; the paper's "
         f"numbers in brackets below; aECE has no interval.{later_runs(study)} Classification: mean over "
         f"{', '.join(study.counted) or 'no task'}. {left_out(study)} OOD: AUROC, mean over the near, the far and all "
         f"sets of an ID task. {BY_OWN} Circuits: {'; '.join(ranked) or 'none'}. "
@@ -142,7 +142,7 @@ def claims_table(study: DualStudy) -> str:
     lines = [[claim["scope"], *claim_cells(claim)] for claim in tried]
     note = (
         f"Here: paired differences ± half a 95 % interval over {len(study.facts['runs'])} seeds{few_seeds(study)} and "
-        "test samples, in points but for NLL; AUROC by the largest probability, ViLU's by its own score. A claim is "
+        "test samples, in points except NLL; AUROC by the largest probability, ViLU's by its own score. A claim is "
         "reproduced when the whole interval lies on its side of the margin, which is how much less still counts as "
         "equal, not reproduced when it lies on the other, else a tie. The paper's: of ImageNet-1K for tinyimagenet, "
         "over its nine sets for unseen."
@@ -190,7 +190,7 @@ OFFERED = {
     BAYES_VLM: "pairs of images and texts, or factors that others publish",
     VILU: "labelled images, to train a small network on",
     NEG_LABEL: "a list of words",
-    HYDRA_CIRC: "images of the task and foreign ones, to rank heads; three passes",
+    HYDRA_CIRC: "images of the task and OOD images, to rank heads; three passes",
 }
 
 
@@ -205,8 +205,8 @@ def methods_table(study: DualStudy) -> str:
             cells = [gains(study, row, keys) for keys in gained.values()]
             lines.append([row, needs, f"{study.facts['trainings'][row]:g}", *cells, str(len(study.seeds(row)))])
     note = (
-        "Trainings of a text side, Single's among them. Gain over Single: accuracy ↑ / NLL ↓ / ECE ↓; AUROC near ↑ / "
-        "far ↑; in points but for NLL; **better** and *worse* beyond chance "
+        "Trainings: of a text side, Single's included. Gain over Single: accuracy ↑ / NLL ↓ / ECE ↓; AUROC near ↑ / "
+        "far ↑; in points except NLL; **better** or *worse* where significant "
         f"{BEYOND}. {BY_OWN}"
     )
     return markdown(["method", "what it needs", "trainings", *gained, "seeds"], lines, note, align="ll")

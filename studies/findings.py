@@ -55,12 +55,12 @@ def main_table(study: Study) -> str:
     head = ["row", *MAIN.values(), "parameters", *measured, "trainings ↓", "seeds"]
     priced = f" Cost{' and memory' * bool(counted)}: {measured_on(costs)}." if costs else ""
     note = (
-        f"{level(study, study.rows)}. In per cent but for NLL and Brier score; **better** and *worse* than Single "
-        f"beyond chance {BEYOND}. NLL, Brier score and ECE after "
+        f"{level(study, study.rows)}. In per cent except NLL and Brier score; **better** or *worse* than Single "
+        f"where significant {BEYOND}. NLL, Brier score and ECE after "
         "calibration on held-out data. OOD AUROC by the largest probability, near and far; by entropy and Mahalanobis "
-        "distance, mean over all sets. FPR95 of sets of 1,000 samples or more, at the first threshold that finds 95 % "
+        "distance, mean over all sets. FPR95 of sets of 1,000 samples or more, at the first threshold that flags 95 % "
         "of them. "
-        f"Trainings: of a whole model, Single's among them.{priced} From `results/studies/{study.name}/`."
+        f"Trainings: of a whole model, Single's included.{priced} From `results/studies/{study.name}/`."
     )
     return markdown(head, lines, note)
 
@@ -89,7 +89,7 @@ def sets_table(study: Study) -> str:
     like = [f"{LIKE[name]} for {name}" for name in study.outside if name in LIKE] if study.paper() else []
     stand_ins = f" The paper's are of {', '.join(like)}." if like else ""
     note = (
-        f"{_note(study)}{stand_ins} In brackets samples of a set, which AUPR hangs on, beside "
+        f"{_note(study)}{stand_ins} In brackets samples of a set, which AUPR depends on, beside "
         f"{sizes[study.facts['inside']]:,} of the task; FPR95 of sets of 1,000 or more."
     )
     return markdown(["row", *heads], lines, note)
@@ -142,8 +142,8 @@ def shift_table(study: Study) -> str:
     brackets = f" In brackets the paper's on {study.stands_for}." if f"{SHIFT}.accuracy" in theirs[SINGLE] else ""
     note = (
         f"{study.facts['recipe']['shift']['images']} test images under each of the fifteen corruptions of ImageNet-C, "
-        "means over corruptions and seeds, before calibration; **better** and *worse* than Single beyond chance (95 % "
-        f"intervals over seeds and images, paired; from three seeds on).{brackets} "
+        "means over corruptions and seeds, before calibration; **better** or *worse* than Single where significant "
+        f"(95 % intervals over seeds and images, paired; from three seeds on).{brackets} "
         f"From `results/studies/{study.name}/`."
     )
     return "\n\n".join([*tables, note])
@@ -287,8 +287,8 @@ def summary_table(study: Study) -> str:
     ]
     head = ["row", "what it is", "trainings", *(MAIN[key] for key in SUMMARY_KEYS)]
     note = (
-        f"{level(study, SUMMARY)}. In per cent but for NLL; **better** and *worse* than Single beyond "
-        f"chance {BEYOND}. NLL and ECE after calibration; OOD AUROC near "
+        f"{level(study, SUMMARY)}. In per cent except NLL; **better** or *worse* than Single where "
+        f"significant {BEYOND}. NLL and ECE after calibration; OOD AUROC near "
         "and far by the largest probability, over all sets by Mahalanobis distance. From "
         f"`results/studies/{study.name}/`."
     )
@@ -319,8 +319,8 @@ def paper_table(study: Study) -> str:
     small = small_sets(study)
     note = (
         f"Ours, and in brackets the paper's on {study.stands_for}; before calibration, OOD by the largest probability "
-        f"over all sets, in per cent but for NLL and Brier score. {level(study, list(theirs))}. AUPR hangs on how many "
-        "samples a set has."
+        f"over all sets, in per cent except NLL and Brier score. {level(study, list(theirs))}. AUPR depends on the "
+        "number of samples in a set."
     ) + (f" Our FPR95 leaves out sets under 1,000 samples: {', '.join(small)}." if small else "")
     return markdown(["row", *PRINTED.values()], lines, note)
 
