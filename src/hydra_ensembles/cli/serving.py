@@ -152,7 +152,7 @@ def export(
     example: Annotated[
         list[str] | None, typer.Option(help="An image, folder or text file to compare on, too; once for each.")
     ] = None,
-    tolerance: Annotated[float | None, typer.Option(help="How much answers may differ; 1e-5 for float32.")] = None,
+    tolerance: Annotated[float | None, typer.Option(help="How much answers may differ; 5e-5 for float32.")] = None,
 ) -> None:
     """Write a model as a file that runs without this library.
 
