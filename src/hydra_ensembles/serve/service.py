@@ -481,10 +481,8 @@ def image_of(value: Any) -> bytes:
     """The file of an image, in base64 where JSON holds it; no such file is base64 itself."""
     try:
         text = value.decode("ascii") if isinstance(value, bytes) else value
-        if not isinstance(text, str):
-            raise ValueError
         return base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
-    except ValueError as error:
+    except (AttributeError, ValueError) as error:  # no text, or no base64
         if isinstance(value, bytes):
             return value
         raise RequestError("an image that is not bytes is a string in base64, in one line") from error
