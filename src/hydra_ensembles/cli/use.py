@@ -404,12 +404,12 @@ def _cost_table(costs: list[Cost]) -> Table:
             f"{cost.latency_ms:.2f}",
             f"{cost.latency_ratio:.2f}×",
             f"{cost.batch / cost.latency_ms * 1e3:,.0f}",
-            _millions(cost.parameters, 2),
-            _millions(cost.peak_memory_bytes, 1),
+            _millions(cost.parameters),
+            _millions(cost.peak_memory_bytes),
             end_section=index + 1 < len(costs) and costs[index + 1].batch != cost.batch,
         )
     return table
 
 
-def _millions(value: int | None, digits: int) -> str:
-    return "–" if value is None else f"{value / 1e6:.{digits}f}"
+def _millions(value: int | None) -> str:
+    return "–" if value is None else few_digits(value / 1e6)
