@@ -14,7 +14,8 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from enum import Enum
 from functools import partial
@@ -29,13 +30,23 @@ NEAR = 0.7  # of difflib's measure, which is 1 for what is the same
 
 def main() -> None:
     """Run the command line; without its libraries, the package names them."""
-    try:
+    with _no_traceback():
         table = read_table()
         if table is None:
             run("", {})
         make_app(table or {}, run)(prog_name=NAME)
+
+
+@contextmanager
+def _no_traceback() -> Iterator[None]:
+    """End with an exit code where Ctrl-C is pressed, or where help cannot be written, as to a full disk."""
+    try:
+        yield
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def run(name: str, options: dict[str, Any]) -> None:
@@ -82,12 +93,11 @@ def answer() -> None:
     asked = list[str]()
     if table is not None:
         try:
-            make_app(table, lambda name, _: asked.append(name))(prog_name=NAME)
+            with _no_traceback():
+                make_app(table, lambda name, _: asked.append(name))(prog_name=NAME)
         except SystemExit as end:
             if end.code or not asked:  # help was wanted, or something is wrong
                 raise
-        except KeyboardInterrupt:
-            sys.exit(130)
         _end_when_interrupted(True)
 
 

@@ -144,6 +144,10 @@ def test_it_is_saved_loaded_optimized_and_evaluated(config, tmp_path) -> None:
     assert found.ood["other"].abstained == pytest.approx((~p.accept).double().mean().item())
     found.save(tmp_path / "evaluation.json")
     assert he.Evaluation.load(tmp_path / "evaluation.json").numbers() == found.numbers()
+    with torch.inference_mode():
+        fitted = fit_familiarity(model(config), data, names)
+        fitted.predict(inputs)
+    fitted.answers(inputs)[1].sum().backward()  # what was made and used there has gradients all the same
 
 
 def test_a_zero_shot_ensemble_learns_what_is_familiar() -> None:

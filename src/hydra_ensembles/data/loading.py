@@ -15,7 +15,7 @@ import numpy as np
 from .._utils import require, warn
 from ..arguments import checked
 from ..errors import DataError
-from ..files import expanded
+from ..files import expanded, unique
 from ..preprocessing import to_rgb
 from .dataset import (
     IMAGE_SUFFIXES,
@@ -270,7 +270,7 @@ def _read_json_lines(file: Path) -> dict[str, list[Any]]:
     rows = []
     for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):
         try:
-            row = json.loads(line) if line.strip() else None
+            row = json.loads(line, object_pairs_hook=unique) if line.strip() else None
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from error
         if isinstance(row, dict):

@@ -211,8 +211,11 @@ class Familiarity(_WithTensors):
         """The statistics of each score on a device; they stay there."""
         if device not in self._placed:
             parts = {score: self.part(f"{score}.") for score in self.settings.scores}
-            placed = {score: {name: one.to(device) for name, one in part.items()} for score, part in parts.items()}
-            self._placed[device] = {score: ready(tensors) for score, tensors in placed.items()}
+            with torch.inference_mode(False):  # gradients may be asked for later
+                self._placed[device] = {
+                    score: ready({name: one.to(device, copy=one.is_inference()) for name, one in part.items()})
+                    for score, part in parts.items()
+                }
         return self._placed[device]
 
 

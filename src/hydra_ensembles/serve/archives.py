@@ -20,7 +20,7 @@ from .._utils import require
 from ..data.dataset import IMAGE_SUFFIXES, Text, files_below
 from ..data.loading import DELIMITERS, JSON_LINES, TABLE_SUFFIXES, Columns, nested
 from ..errors import DataError, StorageError
-from ..files import digest_of, expanded
+from ..files import digest_of, expanded, unique
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 LINES = ".txt"  # one text a line; in a tar shard, one text
@@ -199,7 +199,7 @@ class Archive:
             for row, line in enumerate(lines):
                 if line.strip():
                     try:
-                        cells = json.loads(line)
+                        cells = json.loads(line, object_pairs_hook=unique)
                         if not isinstance(cells, dict):
                             raise ValueError(f"it is a {type(cells).__name__}, not an object")
                     except (ValueError, RecursionError) as error:

@@ -436,6 +436,11 @@ async def form_parts(request: "Request", most: int) -> list[tuple[str, str | byt
         ended = False
         spool_max_size = max_file_size = 0  # nothing of a request goes to a disk; the latter of earlier releases
 
+        def on_headers_finished(self) -> None:
+            part = self._current_part  # older clients write a name that is not ASCII so; without one it is no file
+            part.content_disposition = (part.content_disposition or b"").replace(b"filename*=", b"filename=")
+            super().on_headers_finished()
+
         def on_end(self) -> None:
             self.ended = True
 

@@ -1,5 +1,6 @@
 """What all commands share: options from settings, files of settings, exit codes, one line on what went wrong."""
 
+import io
 import os
 import re
 import signal
@@ -47,6 +48,17 @@ def test_every_command_is_listed_and_helps_with_examples():
         assert f"\n  {name} " in out
         assert f"\n    hydra-ensembles {name} " in succeed(name, "-h").split("Examples:")[1]
     assert succeed("--version") == f"hydra-ensembles {he.__version__}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_help_that_cannot_be_written_is_an_error_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hydra-ensembles", "--help"])
+    for end in (hydra_ensembles_cli.main, hydra_ensembles_cli.answer):
+        with Path("/dev/full").open("wb", buffering=0) as full:
+            monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
+            with pytest.raises(SystemExit, match="2"):
+                end()
+    assert capsys.readouterr().err == 2 * "error: [Errno 28] No space left on device\n"
 
 
 def test_the_table_behind_help_and_completion_is_that_of_the_commands():

@@ -76,6 +76,7 @@ def test_files_and_splits_that_are_not_there(image_folder: Path, path: str, spli
         ("a.csv", "text,label\nhello,1000000000000000000000000\nbye,0\n", "id"),
         ("a.jsonl", '{"text": "a\u2028b", "label": 0}\n\n{"text": \n', r"a\.jsonl.*line 3"),
         ("a.jsonl", "[1]\n", r"a\.jsonl.*line 1"),
+        ("a.jsonl", '{"text": "a", "label": 0, "label": 1}\n', r"a\.jsonl.*line 1.*'label' is given twice"),
         ("a.jsonl", '{"text": "\udcff\udcfe", "label": 0}\n', r"a\.jsonl.*utf-8"),
         ("a.jsonl", '{"text": "a", "label": 0}\n{"text": "b", "label": [1]}\n', r"a\.jsonl.*list"),
         ("a.jsonl", '{"text": "a", "label": [1]}\n', "row 0 of .* label"),

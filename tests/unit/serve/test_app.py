@@ -40,6 +40,15 @@ def encoded(content: bytes) -> str:
     "options",
     [
         {"files": [("file", ("a.png", picture(0))), ("file", ("b.png", picture(1)))]},
+        {  # as requests writes names that are not ASCII by urllib3 before 2.0
+            "content": b"".join(
+                b"--q\r\nContent-Disposition: form-data; name=\"image\"; filename*=utf-8''%%C3%%A9.png\r\n\r\n%b\r\n"
+                % one
+                for one in (picture(0), picture(1))
+            )
+            + b"--q--\r\n",
+            "headers": typed("multipart/form-data; boundary=q"),
+        },
         {"json": {"images": [encoded(picture(0)), "data:image/png;base64," + encoded(picture(1))]}},
         {
             "json": {"image": encoded(picture(0)), "images": [encoded(picture(1))]},

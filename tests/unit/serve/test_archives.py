@@ -87,7 +87,9 @@ def test_texts_of_every_kind(tmp_path: Path) -> None:
 def test_what_is_broken_is_an_item(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,id\nfine,1\nshort\nfine,2\nfine,3,4\nfine,4\n")
     (tmp_path / "b.csv").write_text("other\nhello\n")
-    (tmp_path / "c.jsonl").write_text('{"text": "fine"}\n{"text"\n[1]\n{"text": 3}\n{"text": "fine"}\n')
+    (tmp_path / "c.jsonl").write_text(
+        '{"text": "fine"}\n{"text"\n[1]\n{"text": 3}\n{"text": "fine"}\n{"text": "", "text": "fine"}\n'
+    )
     (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing PAR1")
     whole = tar(tmp_path / "e.tar", {"1.txt": b"fine", "2.txt": b"x" * 5000}).read_bytes()
     (tmp_path / "e.tar").write_bytes(whole[:2000])
@@ -97,8 +99,8 @@ def test_what_is_broken_is_an_item(tmp_path: Path) -> None:
     assert [name for name, content in found if content == "fine"] == [
         "a.csv:0", "a.csv:2", "a.csv:4", "c.jsonl:0", "c.jsonl:4", "e.tar/1.txt"]  # fmt: skip
     broken = [
-        "a.csv:1", "a.csv:3", "b.csv", "c.jsonl:1", "c.jsonl:2", "c.jsonl:3", "d.parquet", "e.tar", "f.tgz", "g.txt"
-    ]  # fmt: skip
+        "a.csv:1", "a.csv:3", "b.csv", "c.jsonl:1", "c.jsonl:2", "c.jsonl:3", "c.jsonl:5", "d.parquet", "e.tar",
+        "f.tgz", "g.txt"]  # fmt: skip
     assert [name for name, content in found if content == "!"] == broken
     whole_files = [item.name for item in Archive(tmp_path, "text") if item.error.startswith("the file")]
     assert whole_files == [name for name in broken if ":" not in name]
