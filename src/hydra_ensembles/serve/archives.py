@@ -11,6 +11,7 @@ import json
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from lzma import LZMAError
 from pathlib import Path, PurePosixPath
@@ -160,11 +161,18 @@ class Archive:
         with tarfile.open(file) as members:
             for member in members:
                 member_path = PurePosixPath(member.name)
-                if member.isfile() and member_path.suffix.lower() in suffixes and not member_path.name.startswith("."):
+                hidden = member_path.name.startswith(".")
+                if member.isdir() or member_path.suffix.lower() not in suffixes or hidden:
+                    continue
+                name = f"{self._name(file)}/{member_path}".encode("utf-8", "replace").decode()
+                opened = None
+                with suppress(KeyError, RecursionError):  # links that lead to nothing, or to each other
                     opened = members.extractfile(member)
-                    content = b"" if opened is None else opened.read()
-                    text = content.decode("utf-8-sig", "surrogateescape") if self.kind == "text" else content
-                    yield Item(f"{self._name(file)}/{member_path}".encode("utf-8", "replace").decode(), text)
+                if opened is None:
+                    yield Item(name, None, error="it cannot be read: it is no file, nor a link to one in the archive")
+                else:
+                    content = opened.read()
+                    yield Item(name, content.decode("utf-8-sig", "surrogateescape") if self.kind == "text" else content)
             _require_end(members)
 
     def _parquet(self, file: Path) -> Iterator[Item]:
@@ -190,7 +198,7 @@ class Archive:
             for row, cells in enumerate(rows):
                 if len(cells) == len(header):
                     yield self._item(file, row, dict(zip(header, cells, strict=True)))
-                else:
+                elif cells:  # no empty line
                     error = DataError(f"it has {len(cells)} fields, and the header {len(header)}")
                     yield self._broken(file, error, f":{row}")
 

@@ -85,7 +85,7 @@ def test_texts_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_what_is_broken_is_an_item(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("text,id\nfine,1\nshort\nfine,2\nfine,3,4\nfine,4\n")
+    (tmp_path / "a.csv").write_text("text,id\nfine,1\nshort\nfine,2\nfine,3,4\nfine,4\n\n")
     (tmp_path / "b.csv").write_text("other\nhello\n")
     (tmp_path / "c.jsonl").write_text(
         '{"text": "fine"}\n{"text"\n[1]\n{"text": 3}\n{"text": "fine"}\n{"text": "", "text": "fine"}\n'
@@ -136,6 +136,20 @@ def test_a_field_may_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert read(tmp_path, "text") == [("a.csv", "!")]  # its lines are no rows
     finally:
         csv.field_size_limit(usual)
+
+
+def test_links_inside_a_tar_shard_are_what_they_lead_to(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "1.txt").write_text("fine")
+    (folder / "2.txt").hardlink_to(folder / "1.txt")
+    for name, target in (("0", "1"), ("3", "elsewhere"), ("4", "5"), ("5", "4")):
+        (folder / f"{name}.txt").symlink_to(f"{target}.txt")
+    with tarfile.open(tmp_path / "a.tgz", "w:gz") as file:
+        for name in range(6):
+            file.add(folder / f"{name}.txt", f"{name}.txt")
+    wanted = [(f"a.tgz/{name}.txt", "fine" if name < 3 else "!") for name in range(6)]
+    assert read(tmp_path / "a.tgz", "text") == wanted
 
 
 def test_linked_folders_are_read_once(tmp_path: Path) -> None:
