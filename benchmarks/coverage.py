@@ -96,7 +96,7 @@ def coverage_table() -> str:
     about = (
         f"Of {found['draws']} draws of samples each, {found['resamples']} resamples an interval: chance moves a share "
         f"by up to {fixed(196 * (0.95 * 0.05 / found['draws']) ** 0.5, 0)} points. Confidences are those of a model in "
-        "doubt or of a sure one; scores are normal, those of as many foreign samples 1.5 deviations higher. From "
+        "doubt or of a sure one; scores are normal, those of as many OOD samples 1.5 deviations higher. From "
         "`results/interval_coverage.json`."
     )
     cells = [(metric, law, f"{true:.3f}", ", ".join(held)) for (metric, law, true), held in lines.items()]

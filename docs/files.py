@@ -8,23 +8,23 @@ DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "src" / "hydra_ensembles"
 HEAD = """# Every file
 
-To look things up; [architecture](architecture.md) tells the way through. `python docs/files.py` writes this page from
-the first sentence of each file and from the table of rooms there.
+To look up a file; [architecture](architecture.md) explains the whole. `python docs/files.py` writes this page from
+the first sentence of each file and the table of modules there.
 
 | layer | file | what is in it |
 |---:|---|---|
 """
 
 
-def room_layers() -> dict[str, int]:
-    """The layer of each room, as the page on architecture has it; what holds all rooms together is on top."""
+def module_layers() -> dict[str, int]:
+    """The layer of each module, as on the page on architecture; what holds all of them together is on top."""
     rows = re.findall(r"^\| (\d) \| (`.*?`) \|", (DOCS / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE)
-    return {room: int(layer) for layer, rooms in rows for room in re.findall(r"`(\w+)/?`", rooms)} | {"__init__": 7}
+    return {name: int(layer) for layer, names in rows for name in re.findall(r"`(\w+)/?`", names)} | {"__init__": 7}
 
 
 def table() -> str:
-    """The page: by layer, files of the root before those of rooms."""
-    layers = room_layers()
+    """The page: by layer, files of the root before those of folders."""
+    layers = module_layers()
     rows = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts

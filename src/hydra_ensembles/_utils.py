@@ -1,4 +1,4 @@
-"""Small things that many rooms need: the version, optional libraries, devices, memory, seeds, flags."""
+"""Small things that many modules need: the version, optional libraries, devices, memory, seeds, flags."""
 
 import contextlib
 import hashlib

@@ -74,7 +74,7 @@ def test_optional_libraries_are_not_loaded_at_the_top_and_studies_and_benchmarks
 def test_the_page_of_every_file_is_as_written_and_the_page_on_architecture_has_its_layers() -> None:
     docs = PACKAGE.parents[1] / "docs"
     script = runpy.run_path(str(docs / "files.py"))
-    assert script["room_layers"]() == LAYER
+    assert script["module_layers"]() == LAYER
     assert (docs / "files.md").read_text() == script["table"](), "python docs/files.py"
 
 
