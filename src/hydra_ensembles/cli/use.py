@@ -1,6 +1,7 @@
 """`hydra-ensembles predict`, `info` and `bench`: what a model answers, what is in it, and what it costs."""
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -156,7 +157,8 @@ def _texts(argument: str, path: Path) -> list[str]:
         content = sys.stdin.read() if argument == "-" else read_file(path, most=None).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{source} is not text in UTF-8 ({error})") from error
-    lines = [line.strip() for line in content.removeprefix("\ufeff").rstrip().split("\n")]  # a mark of UTF-8 is no text
+    plain = content.removeprefix("\ufeff").rstrip()  # a mark of UTF-8 is no text
+    lines = [line.strip() for line in re.split(r"\r\n|\r|\n", plain)]
     texts = [line for line in lines if line]
     if not texts:
         raise DataError(f"{source} has no text; give one text a line")

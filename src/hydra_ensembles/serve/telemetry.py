@@ -101,7 +101,7 @@ def _score_bins(service: Service) -> list[tuple[str, str, Sequence[float]]]:
         reference, threshold = references.get(field.name, (None, None))
         if reference is not None:
             values = reference.values
-            edges = {values[min(len(values) * step // BINS, len(values) - 1)] for step in range(1, BINS + 1)}
+            edges = {values[max(len(values) * step // BINS, 1) - 1] for step in range(1, BINS + 1)}
         elif field.name in ("confidence", "disagreement", "p_value", "familiarity"):
             edges = {*SHARES, 1.0}
         elif field.name in ("entropy", "aleatoric", "epistemic"):

@@ -58,7 +58,7 @@ def test_predictions_as_a_table_as_csv_without_formulas_and_in_files(run_folder,
 
 def test_texts_from_options_files_tables_and_standard_input(text_folder, world, tmp_path):
     (tmp_path / "other.csv").write_text("sentence\na good film\n")
-    (tmp_path / "one.txt").write_text("good\u2028film\n", encoding="utf-8")  # a line break only to some
+    (tmp_path / "two.txt").write_bytes("good\u2028film\rbad film\n".encode())  # the first a line break only to some
     rows = predicted(text_folder, world / "news.txt", world / "test.jsonl", "--text", "good", "--text", "a dull film")
     assert [row["input"] for row in rows[:2]] == ["long long film", "the dull plot"]
     assert rows[2]["input"] == f"{world / 'test.jsonl'}:0"
@@ -67,7 +67,7 @@ def test_texts_from_options_files_tables_and_standard_input(text_folder, world, 
     result = run("predict", text_folder, "-", "-f", "jsonl", input="good film\n\n \nbad film\n\n")
     assert len(result.stdout.splitlines()) == 2
     assert "blank lines of standard input have no answer: 2" in result.stderr
-    assert len(predicted(text_folder, tmp_path / "one.txt")) == 1
+    assert len(predicted(text_folder, tmp_path / "two.txt")) == 2
     (tmp_path / "marked.txt").write_text("good film\n", encoding="utf-8-sig")
     assert predicted(text_folder, tmp_path / "marked.txt") == predicted(text_folder, "--text", "good film")
     assert len(predicted(text_folder, tmp_path / "other.csv", "--column", "text=sentence")) == 1
