@@ -44,10 +44,10 @@ class BuildSources(DataSettings, ModelSettings):
     output: str = option(..., "Run folder.")
     id: str | None = option(None, "Held-out labelled data.")
     ood: tuple[str, ...] = option(
-        (), "Data unlike the training data, for circuits, once for each source, as [NAME=]DATA, or synthetic."
+        (), "Data unlike the training data, for circuits: [NAME=]DATA, once per source, or synthetic."
     )
     train: str | None = option(None, "Labelled training data, for fine-tuning and Taylor rankings.")
-    validation: str | None = option(None, "Held-out labelled data for calibration; half of `id` if not given.")
+    validation: str | None = option(None, "Held-out labelled data for calibration; half of --id if not given.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,14 +68,14 @@ def ood_sources(specs: tuple[str, ...]) -> list[tuple[str | None, str]]:
 
 @command
 def build(sources: BuildSources, hydra: HydraConfig, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Make an ensemble from one trained model: the paper's pruned members, or branches that only training makes differ.
+    """Make an ensemble from one trained model: pruned members, as in the paper, or branches made by training alone.
 
-    Ranks heads, prunes a copy per member, fine-tunes if asked, fuses, calibrates. Members that are pruned and not
+    Ranks heads, prunes a copy per member, fine-tunes if asked, fuses, calibrates. Members that are pruned but not
     trained lose accuracy: prune few heads, and give --train and --recipe. Every stage leaves its product in the run
-    folder; a build that was interrupted goes on where it stopped when the same command is given again.
+    folder; an interrupted build resumes with the same command.
 
-    MODEL is a folder, timm:NAME or hub:OWNER/NAME. Data are a folder of images with a sub-folder per class, a Parquet,
-    CSV or JSONL file, hub:NAME:SPLIT or suite:NAME:SET. The circuit strategies need --ood, given once for each source,
+    MODEL is a folder, timm:NAME or hub:OWNER/NAME. Data are a folder of images with one sub-folder per class, a
+    Parquet, CSV or JSONL file, hub:NAME:SPLIT or suite:NAME:SET. The circuit strategies need --ood, once per source,
     or --ood synthetic, which makes such data from --id; taylor and random do not.
 
     Examples:
@@ -107,32 +107,32 @@ class SearchSources(DataSettings, ModelSettings):
     """What goes into a search and where it comes out; `search` says more of each."""
 
     output: str = option(..., "Folder of the search.")
-    id: str = option(..., "Held-out labelled data, of which a half judges.")
+    id: str = option(..., "Held-out labelled data; half of it is used to judge.")
     ood: tuple[str, ...] = option(
         (),
-        "Data unlike the training data, of which a half judges, once for each source, as [NAME=]DATA, or synthetic, "
-        "which is made from id and is what is taken if none is given.",
+        "Data unlike the training data, half of it used to judge: [NAME=]DATA, once per source, or synthetic, "
+        "the default, which makes such data from --id.",
     )
-    train: str | None = option(None, "Labelled training data; without them no candidate is trained.")
-    cost: float = option(1.5, "The highest price, as a multiple of that of the model.")
+    train: str | None = option(None, "Labelled training data; without it no candidate is trained.")
+    cost: float = option(1.5, "The highest price, as a multiple of the model's.")
     candidates: str | None = option(None, "YAML file with a list of candidates, each with settings of build.")
     models: tuple[str, ...] = option(
-        (), "Further training of the model, a folder or a file like weights, once for each."
+        (), "Another training of the model, a folder or a file like --weights, repeatable."
     )
-    recipe: Recipe | None = option(None, "How candidates train that bring no recipe of their own.")
-    judge_id: str | None = option(None, "Labelled data to judge on, instead of a half of id.")
+    recipe: Recipe | None = option(None, "How to train candidates that have no recipe of their own.")
+    judge_id: str | None = option(None, "Labelled data to judge on, instead of half of --id.")
     judge_ood: tuple[str, ...] = option(
-        (), "OOD data to judge on, instead of a half of ood, once for each set, as [NAME=]DATA."
+        (), "OOD data to judge on, instead of half of --ood: [NAME=]DATA, once per set."
     )
     familiarity: FamiliarityName = option(
-        "mahalanobis", "The score of features that judges besides the maximum softmax probability."
+        "mahalanobis", "Feature score to judge by, in addition to the maximum softmax probability."
     )
-    first: float = option(0.1, "Share of the training after which candidates are compared for the first time.")
-    tolerance: float = option(0.0, "How far accuracy, AURC and AUROCs of the choice may lie behind the model's.")
-    price: Price = option("latency", "What costs.")
-    latency_batch: int = option(32, "Inputs of the batch whose time is measured.")
+    first: float = option(0.1, "Share of the training after which candidates are first compared.")
+    tolerance: float = option(0.0, "How much worse than the model's accuracy, AURC and AUROCs of the choice may be.")
+    price: Price = option("latency", "How cost is measured.")
+    latency_batch: int = option(32, "Batch size for measuring latency.")
     compile: bool = option(False, "Measure compiled models.")
-    seed: int = option(0, "Draws halves, batches and members.")
+    seed: int = option(0, "Seed for drawing halves, batches and members.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,15 +149,15 @@ class SearchSources(DataSettings, ModelSettings):
 @command
 def search(
     sources: SearchSources,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what the candidates would cost.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what the candidates would cost.")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Find the best ensemble for a price.
 
-    Builds candidates (trunks of different depth, heads pruned or not, trained in different ways), gives up those that
-    cannot win, judges the others on held-out data, and chooses the best that costs at most COST times the model and is
-    no worse in any number. A search that was interrupted goes on when the same command is given again.
+    Builds candidates (trunks of different depth, heads pruned or not, trained in different ways), drops those that
+    cannot win, judges the others on held-out data, and chooses the best that costs at most COST times as much as the
+    model and is not worse in any measure. An interrupted search resumes with the same command.
 
     Examples:
       hydra-ensembles search my-vit/ --id val/ --ood other/ --train train/ --cost 1.5 --output search

@@ -51,15 +51,15 @@ WIDE = 240  # characters of a table for the terminal that goes to a file
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Config = Annotated[
-    Path | None, typer.Option("--config", "-c", help="YAML file of settings; options win.", metavar="FILE")
+    Path | None, typer.Option("--config", "-c", help="YAML file of settings; options override it.", metavar="FILE")
 ]
 Changes = Annotated[
-    list[str] | None, typer.Option("--set", help="Any setting, as recipe.epochs=3.", metavar="NAME=VALUE")
+    list[str] | None, typer.Option("--set", help="Any setting, e.g. recipe.epochs=3.", metavar="NAME=VALUE")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
 NamedColumns = Annotated[
-    list[str] | None, typer.Option(help="Column of a table, as text=sentence.", metavar="ROLE=NAME")
+    list[str] | None, typer.Option(help="Column of a table, e.g. text=sentence.", metavar="ROLE=NAME")
 ]
 
 
@@ -176,12 +176,13 @@ def _without_none(hint: Any) -> Any:
 
 
 def _help(settings: type) -> dict[str, str]:
-    """The first sentence that the fields of a dataclass say of themselves, or its docstring does, of each of them."""
+    """What the fields of a dataclass say of themselves, or the first clause that its docstring says of each."""
     _, _, attributes = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:\n")
     sections = re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.*)*)", attributes, re.MULTILINE)
     texts = {name: " ".join(text.split()) for names, text in sections for name in names.split(", ")}
-    texts |= {setting.name: setting.metadata["help"] for setting in fields(settings) if "help" in setting.metadata}
-    return {name: re.split(r"[.;:](?: |$)", text)[0].replace("`", "") for name, text in texts.items()}
+    first = {name: re.split(r"[.;:](?: |$)", text)[0].replace("`", "") for name, text in texts.items()}
+    own = {setting.name: setting.metadata.get("help") for setting in fields(settings)}
+    return first | {name: text.removesuffix(".") for name, text in own.items() if text is not None}
 
 
 def read_settings(

@@ -49,8 +49,8 @@ class MeasuredSettings(DataSettings, ModelSettings):
 
     name: str | None = option(None, "What tables and pages call the model; its own name if not given.")
     id: str | None = option(None, "Labelled in-distribution test set.")
-    ood: tuple[str, ...] = option((), "OOD set, once for each, as [near:|far:|apart:][NAME=]DATA.")
-    suite: str | None = option(None, "A suite that gives all sets not named here.")
+    ood: tuple[str, ...] = option((), "OOD set, repeatable: [near:|far:|apart:][NAME=]DATA.")
+    suite: str | None = option(None, "A suite, for all sets not named here.")
     score: AnyScore = option("msp", "Score that detects OOD inputs.")
 
     def __post_init__(self) -> None:
@@ -72,9 +72,9 @@ class EvaluateSettings(MeasuredSettings):
     """Which model on which sets, and what to measure."""
 
     output: str = option("evaluations", "Folder for the evaluation, or a .json file.")
-    shift: tuple[str, ...] = option((), "Labelled set under distribution shift, once for each, as NAME=DATA.")
-    scores: tuple[AnyScore, ...] = option((), "Further score to report, once for each.")
-    convention: Convention = option("torch-uncertainty", "How AUPR and FPR95 count.")
+    shift: tuple[str, ...] = option((), "Labelled set under distribution shift, repeatable: NAME=DATA.")
+    scores: tuple[AnyScore, ...] = option((), "Further score to report, repeatable.")
+    convention: Convention = option("torch-uncertainty", "How AUPR and FPR95 are computed.")
     bootstrap: int = option(0, "Resamples for confidence intervals; 0 for none.")
     keep_logits: bool = option(False, "Save the member logits too.")
 
@@ -149,9 +149,9 @@ class EvaluateSettings(MeasuredSettings):
 class AtlasSettings(MeasuredSettings):
     """Which model on which sets, and what the page shows."""
 
-    output: str = option("atlas.html", "The page, an .html file; the numbers go into a .json file beside it.")
-    inputs: int = option(4, "Inputs to show for each head, and as many foreign ones.")
-    layers: tuple[int, ...] = option((), "Only the heads of these layers, as 0,1,11.")
+    output: str = option("atlas.html", "The page, an .html file; the numbers are written to a .json file next to it.")
+    inputs: int = option(4, "ID inputs to show for each head, and as many OOD ones.")
+    layers: tuple[int, ...] = option((), "Only the heads of these layers, e.g. 0,1,11.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -211,8 +211,8 @@ def _read(spec: str, settings: MeasuredSettings, model: Ensemble, labelled: bool
 def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = False) -> None:
     """Measure a model on its task and on OOD data.
 
-    Accuracy, calibration, OOD detection and selective risk are printed and written as JSON, for compare and report,
-    with the settings in YAML beside it.
+    Prints accuracy, calibration, OOD detection and selective risk, and writes them as JSON for compare and report, with
+    the settings in a YAML file next to it.
 
     Examples:
       hydra-ensembles evaluate run --id test/ --ood near:cars=cars/ --ood far:digits=digits.parquet
@@ -293,8 +293,8 @@ def report(
     paths: SavedEvaluations,
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
-    focus: Annotated[str | None, typer.Option(help="The method it is about; the last one, if not given.")] = None,
-    baseline: Annotated[str | None, typer.Option(help="What that is held against; the first, if not given.")] = None,
+    focus: Annotated[str | None, typer.Option(help="The method it is about; the last, if not given.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="The method to compare with; the first, if not given.")] = None,
 ) -> None:
     """Write saved evaluations as one HTML page.
 
@@ -309,10 +309,10 @@ def report(
 
 @command
 def atlas(settings: AtlasSettings, quiet: Quiet = False) -> None:
-    """See what every head of a model is good for, on one HTML page.
+    """See what every head of a model does, on one HTML page.
 
-    Each head is switched off by itself: what that costs in accuracy, likelihood and OOD separation, which members keep
-    the head, and the images or texts whose answers change most. The numbers are written as JSON beside the page.
+    Switches off one head at a time and shows what that costs in accuracy, likelihood and OOD detection, which members
+    keep the head, and the images or texts whose answers change most. The numbers are also written as JSON.
 
     Examples:
       hydra-ensembles atlas run --id test/ --ood cars=cars/ --limit 200 --output atlas.html

@@ -61,9 +61,9 @@ def demo(
 ) -> None:
     """See how it works on an embedded model, offline.
 
-    Makes three members of one model by pruning, trains them together, and shows what that catches: the model's own
-    mistakes and foreign images, by two reasons to abstain, beside the model itself and a Deep Ensemble. Writes a
-    report, the model and all numbers to a folder, in minutes, on a CPU.
+    Makes three members of one model by pruning, trains them together, and shows what is caught by two reasons to
+    abstain: own mistakes and OOD images, compared with the model itself and a Deep Ensemble. Writes a report, the
+    model and all numbers to a folder, in minutes, on a CPU.
 
     Examples:
       hydra-ensembles demo

@@ -26,20 +26,20 @@ class CalibrateSettings(DataSettings, ModelSettings):
     """What is calibrated, on what, and where it goes; `calibrate` says more of each."""
 
     output: str = option(..., "New folder for the calibrated model.")
-    id: str = option(..., "Held-out labelled data, which had no part in training.")
+    id: str = option(..., "Held-out labelled data, not used in training.")
     share: PositiveShare = option(0.95, "Share of inputs like these that each threshold accepts.")
-    score: ScoreName = option("msp", "Score that says how unsure an answer is.")
+    score: ScoreName = option("msp", "Score for how unsure an answer is.")
     per_member: bool = option(False, "One temperature per member instead of one for all.")
     temperature: bool = option(True, "Fit a temperature.")
-    familiarity: FamiliarityChoice | None = option("auto", "Score of features that says how familiar an input is.")
+    familiarity: FamiliarityChoice | None = option("auto", "Feature score for how familiar an input is.")
 
 
 @command
 def calibrate(settings: CalibrateSettings) -> None:
     """Teach a trained model when not to answer.
 
-    Fits a temperature, a threshold on how unsure it is, and one on how unfamiliar an input is, on held-out labelled
-    data; nothing is trained or pruned. What is written is a model for every other command.
+    Fits a temperature, a threshold for unsure answers and one for unfamiliar inputs, on held-out labelled data; nothing
+    is trained or pruned. All other commands accept the output as a model.
 
     Examples:
       hydra-ensembles calibrate my-vit/ --id val/ --output my-model
@@ -68,13 +68,13 @@ class FuseSettings(Checked):
 
     output: str = option(..., "New folder for the fused model.")
     average: Count | Rate = option(
-        0, "The stem and the first so many layers, or below 1 this share of them, become the mean of all models."
+        0, "Average the stem and this many first layers of all models, or, below 1, this share of the layers."
     )
     stem: StemFusion = option("shared", "How the stems are fused.")
     mlp: Fusion = option("mean", "How the MLPs are fused.")
     norms: Fusion = option("separate", "How the norms are fused.")
     readout: Fusion = option("separate", "How poolers and classifiers are fused.")
-    trunk: Count | None = option(None, "At most so many equal first layers are stored once; all of them if not given.")
+    trunk: Count | None = option(None, "Maximum number of equal first layers to store once; all if not given.")
 
 
 @command
@@ -86,10 +86,10 @@ def fuse(
         typer.Argument(metavar="MODEL...", help="More models like the first, or files like its weights."),
     ] = None,
 ) -> None:
-    """Make several trainings of one model one ensemble.
+    """Fuse several fine-tunings of one model into an ensemble.
 
-    Fine-tunings of one pretrained model differ in every layer: --average 0.8 --mlp separate takes the mean of the first
-    four fifths of the layers, which then run once, and keeps every model's own above. Calibrate the result.
+    Fine-tunings of one pretrained model differ in every layer: --average 0.8 --mlp separate averages the first four
+    fifths of the layers, which then run once; every model keeps its own layers above. Calibrate the result.
 
     Examples:
       hydra-ensembles fuse seed-0/ seed-1/ seed-2/ --average 0.8 --mlp separate --output my-hydra

@@ -34,9 +34,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def serve(model: ModelSettings, settings: ServeSettings) -> None:
     """Answer requests over HTTP: a page to try it, JSON, and the Open Inference Protocol.
 
-    POST images or texts to /v1/predict; the page is at /, numbers for Prometheus at /metrics, and clients of KServe or
-    Triton find the model at /v2. An abstention is an answer: accept is false, and the reason is said. The log is a line
-    of JSON a request on the standard output. SIGTERM and Ctrl-C end it once everything taken in is answered.
+    POST images or texts to /v1/predict; the page is at /, Prometheus metrics at /metrics, and clients of KServe or
+    Triton find the model at /v2. An abstention is an answer: accept is false, with the reason. The log is one line of
+    JSON per request on standard output. SIGTERM and Ctrl-C stop it once all accepted requests are answered.
 
     Examples:
       hydra-ensembles serve run
@@ -148,16 +148,16 @@ def _announce(listener: socket.socket, settings: ServeSettings) -> None:
 def export(
     model: ModelSettings,
     output: Annotated[Path, typer.Argument(metavar="FILE", help="File to write: NAME.onnx or NAME.pt2.")],
-    format: Annotated[Format | None, typer.Option("--format", "-f", help="By the suffix if not given.")] = None,
+    format: Annotated[Format | None, typer.Option("--format", "-f", help="Format; by the suffix if not given.")] = None,
     example: Annotated[
-        list[str] | None, typer.Option(help="An image, folder or text file to compare on, too; once for each.")
+        list[str] | None, typer.Option(help="An image, folder or text file to compare on as well, repeatable.")
     ] = None,
     tolerance: Annotated[float | None, typer.Option(help="How much answers may differ; 5e-5 for float32.")] = None,
 ) -> None:
     """Write a model as a file that runs without this library.
 
-    Calibration, familiarity and the verdict are inside it; class names and preprocessing lie beside it, as JSON. Before
-    the file gets its name it is run and compared with the model; where answers differ nothing is written.
+    It contains calibration, familiarity and the verdict; a JSON file next to it has class names and preprocessing.
+    Before it is stored, the file is run and compared with the model; if answers differ, nothing is written.
 
     Examples:
       hydra-ensembles export run model.onnx --example photos/
@@ -177,10 +177,10 @@ def score(
     source: Annotated[Path, typer.Argument(metavar="IN", help="Folder, table, tar file, lines of text.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the shards; made if it does not exist.")],
     column: NamedColumns = None,
-    keep: Annotated[list[str] | None, typer.Option(help="Column of tables that comes along, once for each.")] = None,
+    keep: Annotated[list[str] | None, typer.Option(help="Column of tables to copy to the output, repeatable.")] = None,
     wide: Annotated[bool, typer.Option("--wide", help="Write probabilities and member logits, too.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples a batch.")] = USUAL_BATCH,
-    shard_rows: Annotated[int, typer.Option(min=1, help="Items a shard.")] = 4096,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per batch.")] = USUAL_BATCH,
+    shard_rows: Annotated[int, typer.Option(min=1, help="Items per shard.")] = 4096,
     workers: Annotated[int, typer.Option(min=1, help="Threads that decode images.")] = 4,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
     as_json: Json = False,
@@ -188,9 +188,9 @@ def score(
     """Label an archive of any size, or abstain, row by row.
 
     Reads folders, Parquet, CSV, TSV, JSON lines and tar shards of images or texts; writes Parquet shards with label,
-    confidence, uncertainty, familiarity and verdict. What cannot be read is listed with the reason and passed over;
-    where nothing can be read, that is an error. Whatever ends the work, the same command goes on, and no row is lost or
-    there twice.
+    confidence, uncertainty, familiarity and verdict. Unreadable items are skipped and listed with the reason; if
+    nothing can be read, that is an error. After any interruption the same command resumes; no row is lost or written
+    twice.
 
     Examples:
       hydra-ensembles score run photos/ --output scores

@@ -48,16 +48,16 @@ class ModelSettings(Checked):
     weights: str | None = option(
         None, "Weights of a timm model, a .safetensors file; its pretrained ones if not given."
     )
-    model_options: Mapping[str, Any] = option({}, "Argument of timm.create_model, as img_size=64, once for each.")
+    model_options: Mapping[str, Any] = option({}, "Argument of timm.create_model, e.g. img_size=64, repeatable.")
     device: str = option("auto", "cpu, cuda, cuda:1; auto takes a GPU if there is one.")
     image_size: tuple[int, ...] = option(
-        (), "Images are resized to this, as 224 or 224,192 (height, width), if not as the library says."
+        (), "Image size, e.g. 224 or 224,192 (height, width), instead of the library's own."
     )
-    crop: float | None = option(None, "Share of the resized image that is kept, in its middle.")
-    mean: tuple[float, ...] = option((), "Of the pixels in [0, 1] that are subtracted, as 0.5 or 0.485,0.456,0.406.")
-    std: tuple[float, ...] = option((), "What they are divided by, in the same way.")
+    crop: float | None = option(None, "Share of the resized image to keep, from its centre.")
+    mean: tuple[float, ...] = option((), "Mean to subtract from pixels in [0, 1], e.g. 0.5 or 0.485,0.456,0.406.")
+    std: tuple[float, ...] = option((), "Standard deviation to divide by, in the same form.")
     interpolation: Interpolation | None = option(None, "How images are resized.")
-    max_length: int | None = option(None, "Longest text, in tokens.")
+    max_length: int | None = option(None, "Maximum length of a text, in tokens.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,18 +272,16 @@ def _require_no_code(source: str, folder: Path) -> None:
 class DataSettings(Checked):
     """How data are read."""
 
-    root: str | None = option(None, "Folder that the data of a suite lie in.")
+    root: str | None = option(None, "Folder with the data of a suite.")
     columns: Mapping[str, str] = option(
-        {}, "Column of a table, as text=sentence; image, text, text_pair and label can be named."
+        {}, "Column of a table, e.g. text=sentence; image, text, text_pair and label can be named."
     )
     by_position: bool = option(False, "Match classes by number, whatever their names.")
     limit: Annotated[int, Range(2, END - 1)] | None = option(
-        None, "Use at most so many samples of each set, drawn for good."
+        None, "Maximum number of samples of each set, drawn at random, always the same."
     )
     batch_size: Whole | None = option(
-        None,
-        "Samples a batch; 64 if not given. Training has batches of the recipe, or of this size where those are larger, "
-        "and as many more of them an update.",
+        None, "Samples per batch; 64 if not given. If a recipe has larger batches, gradients are accumulated."
     )
     workers: Count = option(0, "Worker processes that read data.")
 

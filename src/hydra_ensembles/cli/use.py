@@ -59,17 +59,17 @@ def predict(
         list[str] | None,
         typer.Argument(metavar="INPUT", help="Images, folders, text files, tables; - for standard input."),
     ] = None,
-    text: Annotated[list[str] | None, typer.Option("--text", "-t", help="A text to predict, once for each.")] = None,
-    format: Annotated[OutputFormat, typer.Option("--format", "-f", help="How to write it.")] = "table",
+    text: Annotated[list[str] | None, typer.Option("--text", "-t", help="A text to label, repeatable.")] = None,
+    format: Annotated[OutputFormat, typer.Option("--format", "-f", help="Format of the output.")] = "table",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file instead.")] = None,
-    threshold: Annotated[float | None, typer.Option(help="Abstain where the score is above this.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Abstain if the score is above this.")] = None,
     column: NamedColumns = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples a batch.")] = USUAL_BATCH,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per batch.")] = USUAL_BATCH,
 ) -> None:
     """Label images or texts, or abstain.
 
-    The verdict is accept or abstain, by the thresholds that build calibrated and stored with the model, and the reason
-    is unsure (--threshold sets another) or unfamiliar. A model without a threshold gives no verdict.
+    The verdict is accept or abstain, from the thresholds that calibrate or build stored with the model; the reason is
+    unsure (--threshold overrides its threshold) or unfamiliar. A model without a threshold gives no verdict.
 
     Examples:
       hydra-ensembles predict run photo.jpg more-photos/
@@ -333,18 +333,20 @@ def _head_map(heads: Sequence[Sequence[Sequence[int]]], counts: Sequence[int]) -
 def bench(
     model: ModelSettings,
     batch: Annotated[str, typer.Option("--batch", "-b", help="Batch sizes.")] = "1,8",
-    baseline: Annotated[list[Baseline] | None, typer.Option(help="What to measure beside it; single.")] = None,
+    baseline: Annotated[
+        list[Baseline] | None, typer.Option(help="What to compare with, repeatable; single if not given.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="What the table calls the model.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each model.")] = 20,
     optimize: Annotated[bool, typer.Option("--optimize", help="Measure the optimized ensemble, too.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the costs as JSON, too.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what a model costs, beside baselines.
+    """Measure what a model costs, compared with baselines.
 
-    That is latency, throughput, parameters and memory. The baseline single is the same architecture with one member and
-    all heads, deep as many such models as the ensemble has members. All take turns on the same random inputs; the ratio
-    is to the first baseline. compare and report read the file that --output writes, and take its last batch size.
+    Measures latency, throughput, parameters and memory. The baseline single is the same architecture with one member
+    and all heads, deep as many such models as the ensemble has members. All take turns on the same random inputs;
+    ratios are to the first baseline. compare and report read the file of --output, and use its last batch size.
 
     Examples:
       hydra-ensembles bench run

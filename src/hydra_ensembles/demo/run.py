@@ -49,21 +49,21 @@ class DemoSettings(Checked):
     """How the demo is run: few settings, chosen on images that it does not report on (`results/demo_choice.json`).
 
     Attributes:
-        seed: Draws the images to train on and their order, and the members.
+        seed: Seed for drawing the training images and their order, and the members.
         strategy: How the members' heads are chosen.
         prune: Heads each member loses, of 36; 0 for none.
         whole: Whether the last member keeps all heads.
-        shared_layers: The first so many of 6 layers are common to all members, so they run once; they stay as they are.
-        epochs: Passes over the training images, all members together.
-        learning_rate: Of these, at its peak.
-        new_classifiers: Whether each member starts from a classifier of its own, or from that of the backbone.
-        classifier_rate: Learning rate of the classifiers over that of all else.
-        share: The share of familiar images that thresholds promise to accept.
-        draws: Draws of halves behind every number and interval.
-        limit: Use at most so many images of every set; None for all.
-        batch_size: Images a batch while ranking and evaluating.
-        latency_batch: Images in the batch whose time is measured.
-        latency_repeats: How often it is.
+        shared_layers: Number of first layers, of 6, that all members share, so that they run once; not trained.
+        epochs: Passes over the training images, for all members together.
+        learning_rate: Learning rate, at its peak.
+        new_classifiers: Whether each member starts with a new classifier, or with that of the backbone.
+        classifier_rate: Learning rate of the classifiers, as a multiple of the others'.
+        share: Share of familiar images that the thresholds promise to accept.
+        draws: Random splits into halves behind every number and interval.
+        limit: Maximum number of images of every set; None for all.
+        batch_size: Images per batch in ranking and evaluation.
+        latency_batch: Batch size for measuring latency.
+        latency_repeats: How often latency is measured.
     """
 
     seed: int = 0

@@ -36,7 +36,7 @@ def usual_trunk(layers: int) -> int:
 
 @dataclass(frozen=True)
 class HydraConfig(Checked):
-    """How to make an ensemble out of one model.
+    """How to make an ensemble from one model.
 
     Attributes:
         prune: Heads each member loses; None takes 8 % of all heads, and at most a quarter of those above the trunk.
@@ -44,26 +44,27 @@ class HydraConfig(Checked):
         strategy: How the members' heads are chosen: `"circuit"` (CircAvg, CircAcc, CircOOD, further ones
             drawn from CircAvg), `"taylor"` (one Taylor ranking per member, each on other calibration
             batches), `"sampled"` (all drawn from the first `pool` heads of CircAvg), `"random"` (a control),
-            `"branches"` (every member keeps all heads, and training alone makes them differ: the other control).
-        whole: Whether the last member keeps all heads. Beside members that train apart from pretrained layers, it is
-            the model as it was given.
-        training: `"together"` trains the fused ensemble once, on the sum of its members' losses, trunk included;
-            `"apart"` trains every member by itself before fusing; None is `"apart"` where there is a recipe, else none.
+            `"branches"` (every member keeps all heads, and only training makes them differ: the other control).
+        whole: Whether the last member keeps all heads. If members start from pretrained layers (`pretrained` of
+            `build`), it is the given model, untrained.
+        training: `"together"` trains the fused ensemble once, on the sum of its members' losses, including the trunk;
+            `"apart"` trains every member by itself before fusing; None is `"apart"` if there is a recipe, else no
+            training.
         method: How circuits are extracted; see `extract_circuit`.
-        ties: Which head goes where several leave the same score; see `extract_circuit`.
-        max_accuracy_loss: Share of its accuracy that the circuit for OOD detection may cost the model; None for any.
+        ties: Which head to remove if several leave the same score; see `extract_circuit`.
+        max_accuracy_loss: Maximum share of accuracy that the circuit for OOD detection may lose; None for any.
         pool: Heads to draw from, for `"sampled"` and for more than three circuit members; None takes the
-            paper's ratio of 100 to 48, as far as there are heads.
-        taylor_scope: `"layer"` prunes every layer alike, `"global"` compares heads of all layers.
-        calibration_batches: Batches a Taylor ranking reads; fewer than there are, or all members would be
+            paper's ratio of 100 to 48, or all heads if there are fewer.
+        taylor_scope: `"layer"` prunes equally many heads in every layer, `"global"` compares heads of all layers.
+        calibration_batches: Batches that a Taylor ranking reads; fewer than there are, or all members would be
             ranked on the same ones.
         recipe: How to fine-tune; None leaves the members as pruned, or takes `Recipe.preset("hydra")` if `training`
-            asks for some. Members that start equal, or from pretrained layers, get classifiers of their own.
-        shared_layers: The first so many layers stay whole and common to all members: they run once however many
-            members there are. Members that train apart leave them, and the stem, as they are. None takes five sixths
-            of the layers where `prune` is not given either or the trunk is averaged, else none, with a warning. Where
-            you give `prune`, give this too: 0 is the paper's way, and the dearest.
-        average_trunk: Members that train apart train these layers, and the stem, too, and the trunk is their mean: a
+            is set. Members that start equal, or from pretrained layers, get their own classifiers.
+        shared_layers: Number of first layers that stay whole and are shared by all members, so that they run once.
+            Members that train separately do not train them, nor the stem. None takes five sixths of the layers if
+            `prune` is not given either or the trunk is averaged, else none, with a warning. If you give `prune`, give
+            this too: 0 is the paper's way, and the most expensive.
+        average_trunk: Members that train apart also train these layers and the stem, and the trunk is their mean: a
             Deep Ensemble's training, and most of its gain, at the price of a trunk.
         stem: How the stems are fused; see `fuse`.
         mlp: How the MLPs are fused.
@@ -72,9 +73,8 @@ class HydraConfig(Checked):
         calibrate: Whether to fit a temperature and a threshold at the end.
         per_member_temperature: One temperature per member instead of one for all.
         accepted_share: Share of in-distribution inputs that each threshold accepts.
-        familiarity: Score of features that says how familiar an input is, fitted on the half that ranks heads; see
-            `calibrate`.
-        seed: Draws halves, batches and members. Fine-tuning has the seed of its recipe.
+        familiarity: Feature score for how familiar an input is, fitted on the half that ranks heads; see `calibrate`.
+        seed: Seed for drawing halves, batches and members. Fine-tuning uses the seed of its recipe.
 
     Examples:
         >>> import hydra_ensembles as he

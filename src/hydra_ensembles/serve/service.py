@@ -50,7 +50,7 @@ SHORTEST = 16  # tokens that texts are padded to, at least
 NEAREST = "nearest"  # what a row has beside its outputs where it was asked for: the nearest class, or -1
 
 API_KEY = "HYDRA_API_KEY"
-"""Environment variable with the key that clients have to give: command lines are seen by everyone on a machine."""
+"""Environment variable with the key that clients must send: everyone on a machine can see command lines."""
 
 ServedPrecision = Literal["float32", "bfloat16", "float16"]
 Answer = dict[str, Any]
@@ -63,18 +63,18 @@ class ServeSettings(Checked):
 
     Attributes:
         host: Address to listen on; 0.0.0.0 for every interface.
-        port: Port to listen on, 0 for any that is free.
-        uds: Unix socket to listen on instead, for this user alone.
+        port: Port to listen on, 0 for any free one.
+        uds: Unix socket to listen on instead, which only this user can open.
         name: What clients call the model.
-        api_key: Key that clients have to give; better in the environment, as HYDRA_API_KEY.
-        max_batch: Most samples that the model sees at once.
-        max_wait: Milliseconds that a sample waits for others to make up a batch.
-        max_queue: Samples, and requests, taken in at once; further ones are told to come back (503).
-        timeout: Seconds after which a request is given up (504).
-        workers: Model threads; on several GPUs one after another takes the next.
-        max_body: Megabytes that a request may have.
-        max_pixels: Megapixels that the images of a request may have.
-        max_characters: Characters that a text may have.
+        api_key: Key that clients must send (better set HYDRA_API_KEY in the environment).
+        max_batch: Maximum number of samples that the model sees at once.
+        max_wait: Milliseconds that a sample waits for others to fill a batch.
+        max_queue: Maximum number of samples, and of requests, accepted at once; further ones are told to retry (503).
+        timeout: Seconds after which a request fails (504).
+        workers: Threads that run the model; several GPUs are used in turn.
+        max_body: Maximum size of a request, in megabytes.
+        max_pixels: Maximum size of the images of a request, in megapixels.
+        max_characters: Maximum length of a text, in characters.
         precision: Floating type to compute in; that of the model if not given.
         compile: Compile the model for the batch sizes it will see.
         warm_up: Run every batch size once before the first request.
