@@ -91,9 +91,9 @@ def convert(
         model: A live model; wrappers of `torch.compile` and of data parallelism are looked through.
         num_labels: For a model without classifier: size of a fresh one.
         labels: Class names in the order of the logits, all different, where the model does not know them.
-        processor: What turns raw inputs into tensors: a tokenizer or image processor of transformers, or an
-            `ImagePreprocessing` / `TextPreprocessing`. Saved with the ensemble. For a dual encoder also a
-            processor of both, open_clip's tokenizer, or a list of processors.
+        processor: What turns raw inputs into tensors: a tokenizer or image processor of transformers, transforms of
+            torchvision for evaluation, or an `ImagePreprocessing` / `TextPreprocessing`. Saved with the ensemble. For
+            a dual encoder also a processor of both, open_clip's tokenizer, or a list of processors.
         declaration: Where the parts of a model of your own lie. A plain classifier around an `nn.TransformerEncoder`,
             or around blocks with an `nn.MultiheadAttention`, needs none: what it is made of is found, tried and proved.
         preprocessing: What differs from what the processor or the library says: `image_size`, `crop`, `mean`, `std`,

@@ -19,7 +19,8 @@ from .core import pair, perhaps_meant, qualified_name
 
 _ACCEPTED = {
     "text": "a fast tokenizer of transformers, a tokenizer of open_clip, a TextPreprocessing",
-    "image": "an image processor of transformers, the transforms of torchvision's weights, an ImagePreprocessing",
+    "image": "an image processor of transformers, the transforms of torchvision's weights, a Compose of Resize, "
+    "CenterCrop, ToTensor and Normalize, an ImagePreprocessing",
 }
 _TEXTS = ("What 1 processor makes of a Text, it is asked.", "Nothing else")
 _LEVELS = 3.0  # of 255 that pixels may lie apart on average: libraries resize a little differently
@@ -42,6 +43,10 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
             )
         return text
     image = processor if isinstance(processor, ImagePreprocessing) else _read_image_processor(processor)
+    if len(image.mean) == 1:  # for all channels
+        image = replace(image, mean=image.mean * stem.channels, std=image.std * stem.channels)
+    if len(image.mean) != stem.channels:
+        raise ConversionError(f"images of {len(image.mean)} channels were asked for, the model reads {stem.channels}")
     if any(side % patch for side, patch in zip(image.size, stem.patch_size, strict=True)):
         raise ConversionError(
             f"images of {image.size[0]}x{image.size[1]} were asked for, which the patch size "
@@ -144,8 +149,8 @@ def is_for_images(processor: Any) -> bool | None:
     """Whether a processor reads images; None for one of both kinds, False (a tokenizer) for what is not known."""
     if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):
         return None
-    ours = isinstance(processor, ImagePreprocessing)
-    return ours or hasattr(processor, "image_mean") or hasattr(processor, "crop_size")
+    theirs = any(hasattr(processor, name) for name in ("image_mean", "crop_size", "transforms"))
+    return theirs or isinstance(processor, ImagePreprocessing)
 
 
 def _unsupported(processor: Any, kind: str) -> ConversionError:
@@ -155,6 +160,8 @@ def _unsupported(processor: Any, kind: str) -> ConversionError:
 def _tried(processor: Any, *inputs: Any, **settings: Any) -> dict[str, Tensor]:
     """What a processor itself makes of some inputs."""
     try:
+        if hasattr(processor, "transforms"):  # of torchvision
+            return {"pixel_values": processor(*inputs)[None]}
         return {
             name: torch.as_tensor(value) for name, value in processor(*inputs, **settings, return_tensors="pt").items()
         }
@@ -297,6 +304,9 @@ def read_open_clip_tokenizer(tokenizer: Any) -> TextPreprocessing:
 
 # What a processor of transformers may do to an image; labels of pixels are nothing to a classifier.
 _IMAGE_STEPS = {"do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb", "do_reduce_labels"}
+# Steps of a `Compose` that make colours or tensors of an image, as all of them do.
+_CHANGING_NOTHING = {"ToTensor", "MaybeToTensor", "PILToTensor", "ToImage", "ConvertImageDtype", "ToDtype", "RGB"}
+_CHANGING_NOTHING |= {"MaybeConvertMode", "_convert_to_rgb"}
 
 
 def _read_image_processor(processor: Any) -> ImagePreprocessing:
@@ -307,7 +317,26 @@ def _read_image_processor(processor: Any) -> ImagePreprocessing:
         mean, std = _channels(processor.mean), _channels(processor.std)
         squash = len(processor.resize_size) == 2
         return _image_preprocessing(resized, crop, squash, mean=mean, std=std, filter_=processor.interpolation)
-    raise _unsupported(processor, "image")
+    return _read_composed(processor)
+
+
+def _read_composed(processor: Any) -> ImagePreprocessing:
+    """What a `Compose` of torchvision does, as timm and open_clip make them for evaluation."""
+    listed = [(getattr(step, "__name__", type(step).__name__), step) for step in getattr(processor, "transforms", ())]
+    steps: dict[str, Any] = dict(listed)
+    resize, crop, scale = (steps.pop(name, None) for name in ("Resize", "CenterCrop", "Normalize"))
+    said = [step for step in (resize, crop, scale) if step is not None]
+    sides = np.atleast_1d(getattr(resize, "size", ())).tolist()
+    squash = len(sides) == 2
+    plain = len(listed) == len(steps) + len(said) and not steps.keys() - _CHANGING_NOTHING
+    if not plain or resize is None or resize.max_size or not (crop or squash):
+        raise _unsupported(processor, "image")
+    resized = (int(sides[0]), int(sides[-1]))
+    cropped = resized if crop is None else (int(crop.size[0]), int(crop.size[-1]))
+    mean, std = ((0.0,), (1.0,)) if scale is None else (_channels(scale.mean), _channels(scale.std))
+    read = _image_preprocessing(resized, cropped, squash, mean=mean, std=std, filter_=resize.interpolation)
+    _require_same_pixels(processor, read)
+    return read
 
 
 def _read_transformers_images(processor: Any) -> ImagePreprocessing:
@@ -337,12 +366,17 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
         filter_=processor.resample,
         crop_corner="floor",
     )
+    _require_same_pixels(processor, read)
+    return read
+
+
+def _require_same_pixels(processor: Any, read: ImagePreprocessing) -> None:
+    """Refuse a processor that makes other pixels of a picture than what was read off it."""
     picture = _picture("L" if len(read.mean) == 1 else "RGB")
     ours, theirs = read(picture), _tried(processor, picture).get("pixel_values", torch.empty(0))  # [1, channels, H, W]
     levels = 255 * torch.tensor(read.std).view(-1, 1, 1)
     if ours.shape != theirs.shape or ((ours - theirs.to(ours)) * levels).abs().mean() > _LEVELS:
         raise _other_than_said(processor, "makes other pixels of a picture than its settings say", "image")
-    return read
 
 
 def _picture(mode: str) -> Any:

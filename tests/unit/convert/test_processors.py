@@ -186,8 +186,11 @@ def test_a_processor_of_both_is_asked_for_its_part() -> None:
 
 
 def test_pixels_equal_those_of_torchvision() -> None:
+    import open_clip
+    import timm.data
     import torchvision
-    from torchvision.transforms import InterpolationMode
+    from torchvision import transforms
+    from torchvision.transforms import InterpolationMode, v2
     from torchvision.transforms._presets import ImageClassification
 
     # torchvision rounds the corner of an odd crop to the even pixel, others down; at 62 they agree
@@ -195,11 +198,24 @@ def test_pixels_equal_those_of_torchvision() -> None:
     found = read_processor(preset, PATCHES)
     for picture in pictures():
         assert torch.allclose(found(picture)[0], preset(picture), atol=1e-6)
+    normalize = transforms.Normalize([0.5], [0.25])
+    for composed in (
+        timm.data.create_transform((3, 56, 56), crop_pct=0.9, interpolation="bicubic"),
+        open_clip.image_transform(56, is_train=False),
+        transforms.Compose([transforms.Resize((56, 48)), transforms.ToTensor(), normalize]),
+        transforms.Compose([transforms.Resize([62]), transforms.CenterCrop(56), transforms.ToTensor()]),
+        v2.Compose([v2.Resize(62), v2.CenterCrop(56), v2.ToImage(), v2.ToDtype(torch.float32, scale=True), normalize]),
+    ):
+        found = read_processor(composed, PATCHES)
+        for picture in pictures():
+            assert torch.allclose(found(picture)[0], composed(picture), atol=1e-6)
     own = read_processor(torchvision.models.ViT_B_16_Weights.IMAGENET1K_V1.transforms(), PATCHES)
     assert own == ImagePreprocessing(size=(224, 224), interpolation="bilinear", crop_fraction=0.875)
 
 
 def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
+    from torchvision import transforms
+
     short = {"shortest_edge": 64}
     for kind, settings, token in [
         ("ViT", {"size": SQUARE, "do_resize": False}, "do_resize"),
@@ -220,9 +236,21 @@ def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
     ]:
         with pytest.raises(ConversionError, match=token):
             read_processor(getattr(transformers, f"{kind}ImageProcessor")(**settings), PATCHES)
-    for processor in (TextPreprocessing(max_length=5), wordpiece()):
-        with pytest.raises(ConversionError, match="image"):
+    resize, crop, tensor = transforms.Resize(64), transforms.CenterCrop(56), transforms.ToTensor()
+    for processor, token in [
+        (TextPreprocessing(max_length=5), "image"),
+        (wordpiece(), "image"),
+        (transforms.Compose([resize, tensor]), "Compose is not read"),  # images of different sizes
+        (transforms.Compose([crop, tensor]), "Compose is not read"),
+        (transforms.Compose([resize, crop, transforms.RandomHorizontalFlip(), tensor]), "Compose is not read"),
+        (transforms.Compose([transforms.Resize(64, max_size=90), crop, tensor]), "Compose is not read"),
+        (transforms.Compose([crop, transforms.Resize((56, 56)), tensor]), "rules of its own"),
+        (transforms.Compose([resize, crop]), "small example"),
+    ]:
+        with pytest.raises(ConversionError, match=token):
             read_processor(processor, PATCHES)
+    with pytest.raises(ConversionError, match=r"3 channels .* 1"):
+        read_processor(transformers.ViTImageProcessor(size=SQUARE), replace(PATCHES, channels=1))
 
 
 def test_processors_that_do_other_than_their_settings_say_are_refused() -> None:
