@@ -157,8 +157,9 @@ class EveryNth:
 
 
 def launched_rank() -> int:
-    """Number of this process among those that torchrun or accelerate launch started; 0 without them."""
-    return int(os.environ.get("RANK", "0"))
+    """Number of this process in its process group, or among those that torchrun or accelerate launch started; or 0."""
+    ranks = current_ranks()
+    return ranks.rank if ranks.size > 1 else int(os.environ.get("RANK", "0"))
 
 
 def launched() -> bool:

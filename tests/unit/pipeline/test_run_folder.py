@@ -14,6 +14,7 @@ from hydra_ensembles import run_folder
 from hydra_ensembles.errors import CheckpointError, StorageError
 from hydra_ensembles.files import checksum, sealed
 from hydra_ensembles.run_folder import RunFolder, require_own_folder
+from processes import by_two_ranks
 
 IDENTITY = {"seed": 1, "model": {"weights": "abc"}}
 
@@ -42,6 +43,10 @@ def test_without_a_path_nothing_is_kept_and_only_the_first_process_writes(
     monkeypatch.setenv("RANK", "1")
     assert RunFolder(tmp_path, IDENTITY).json("a", lambda: 1) == 1
     assert not list(tmp_path.iterdir())
+    monkeypatch.delenv("RANK")  # of a process group that nobody launched it is known all the same
+    both = by_two_ranks(lambda rank: RunFolder(tmp_path / str(rank), IDENTITY).json("a", lambda: 1))
+    assert [one.result() for one in both] == [1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
 def test_other_work_is_refused(tmp_path: Path) -> None:
