@@ -14,6 +14,7 @@ from rich.console import Console
 from ..data.dataset import AnyDataset
 from ..data.suites import suite
 from ..errors import ConfigError, DataError
+from ..evaluation.atlas import FORMAT as ATLAS
 from ..evaluation.atlas import atlas as make_atlas
 from ..evaluation.evaluate import evaluate as evaluate_model
 from ..evaluation.evaluation import FORMAT as EVALUATION
@@ -318,6 +319,9 @@ def atlas(settings: AtlasSettings, quiet: Quiet = False) -> None:
       hydra-ensembles atlas run --id test/ --ood cars=cars/ --limit 200 --output atlas.html
       hydra-ensembles atlas timm:vit_base_patch16_224 --id test/ --layers 10,11
     """
+    numbers = settings.page.with_suffix(".json")
+    if numbers.exists() and _format_of(numbers) != ATLAS:
+        raise ConfigError(f"{numbers} is no atlas, and would be lost to the numbers of this one; give another --output")
     model = source.load_classifier(settings)
     test, groups = read_sets(settings, model)
     measured = make_atlas(
@@ -330,7 +334,6 @@ def atlas(settings: AtlasSettings, quiet: Quiet = False) -> None:
         output=settings.page.with_suffix(KEPT),
         progress=not quiet,
     )
-    numbers = settings.page.with_suffix(".json")
     measured.save(numbers)
     write_atlas(settings.page, measured)
     shutil.rmtree(settings.page.with_suffix(KEPT))
@@ -346,8 +349,7 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
             raise DataError(f"{path} does not exist; give saved evaluations (.json) or folders that hold them")
         count = len(evaluations) + len(costs)
         for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
-            data = parse_json(read_file(file), str(file), foreign=True)
-            kind = data.get("format") if isinstance(data, dict) else None
+            kind = _format_of(file)
             if kind == EVALUATION:
                 evaluations.append(Evaluation.load(file))
             elif kind == COSTS:
@@ -357,3 +359,9 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Evaluation], list[Cost]]:
         if len(evaluations) + len(costs) == count:
             raise DataError(f"no saved evaluation found in {path}; hydra-ensembles evaluate MODEL writes one")
     return evaluations, costs
+
+
+def _format_of(file: Path) -> object:
+    """What a JSON file says that it holds."""
+    data = parse_json(read_file(file), str(file), foreign=True)
+    return data.get("format") if isinstance(data, dict) else None

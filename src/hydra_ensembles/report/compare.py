@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .._utils import warn
 from ..arguments import checked
 from ..errors import ConfigError, DataError
 from ..evaluation.evaluation import UNNAMED, Evaluation, read_saved
@@ -147,6 +148,9 @@ def _describe(methods: Mapping[str, Sequence[Evaluation]], allow_mismatch: bool)
     everything = [(name, run) for name, runs in methods.items() for run in runs]
     first_name, first = everything[0]
     notes = [_data_note(first)]
+    for name, runs in methods.items():
+        if any(one == other for one, other in itertools.combinations(runs, 2)):
+            warn(f"an evaluation of {name!r} is given twice, and counts as two runs: give it once, or name them apart")
     for name, run in everything[1:]:
         if (run.score, run.convention) != (first.score, first.convention):
             raise ConfigError(

@@ -256,3 +256,5 @@ def test_an_atlas_of_images_and_of_texts(run_folder, text_folder, world, tmp_pat
     assert texts.inputs[0].kind == "text"
     assert "positive" in text.read_text()
     assert ".html" in fail("atlas", run_folder, *sets, "-o", tmp_path / "atlas.json", "-q")
+    page.with_suffix(".json").write_text('{"format": "hydra_ensembles.evaluation"}')
+    assert "heads.json is no atlas" in fail("atlas", run_folder, *sets, "-o", page, "-q")

@@ -95,6 +95,8 @@ def test_several_runs_give_mean_and_standard_deviation():
     assert compare({"Single": evaluation("x", seed=9), "Hydra": runs}, costs()) == comparison
     rows = list(csv.DictReader(io.StringIO(to_csv(comparison))))
     assert [row["accuracy_sd"] for row in rows] == ["", str(found.spread)]
+    with pytest.warns(he.HydraWarning, match="'Hydra' is given twice"):
+        compare([*runs, replace(runs[0])])
 
 
 @pytest.mark.parametrize(
