@@ -66,40 +66,40 @@ def calibrate(
     temperature: bool = True,
     familiarity: FamiliarityChoice | None = "auto",
 ) -> Ensemble:
-    """A copy of an ensemble that knows its temperature and when to abstain, from held-out labelled ID batches.
+    """Fit a temperature and the thresholds for abstaining, on held-out labelled ID batches; returns a copy.
 
-    There are two reasons to abstain, each with a threshold that accepts at least `share` of inputs like these: it is
-    *unsure* (`score`), or the input is *unfamiliar* (a score of features, see `fit_familiarity`). So at least
-    2 · share - 1 are accepted by both; the share of the samples that was is a metric, and in the history.
+    There are two reasons to abstain, each with a threshold that accepts at least `share` of inputs like these: the
+    model is *unsure* (`score`), or the input is *unfamiliar* (a feature score, see `fit_familiarity`). Both together
+    accept at least 2 · share - 1; the share of these samples that they accepted is in the metrics and the history.
 
-    `predict` applies all of it and it is saved with the model, in place of an earlier calibration. The numbers of the
-    fit are added to its metrics under `validation/`. It is of these weights: once they are edited in place, or trained,
-    it is dropped with a warning. Edits through `.data` and steps of fused optimizers are not seen at once, but
-    where the model is next saved, copied, evaluated, optimized or exported. It is of answers in the precision of the
-    model, whatever autocast the caller has: convert what will answer in half precision first, `ensemble.bfloat16()`.
-    Forward hooks that are put on its parts later, and change what these compute, are not seen.
+    `predict` applies all of it, and it is saved with the model, replacing an earlier calibration. The numbers of the
+    fit are added to its metrics under `validation/`. It belongs to these weights: once they are edited in place, or
+    trained, it is dropped with a warning. Edits through `.data` and steps of fused optimizers are noticed only when
+    the model is next saved, copied, evaluated, optimized or exported. It is fitted in the precision of the model,
+    whatever autocast is active: if it will run in half precision, convert it first, `ensemble.bfloat16()`. Forward
+    hooks added later that change what its parts compute are not noticed.
 
-    Digests of 1,024 of the samples, drawn evenly, are kept with it (`Calibration.marks`), and `evaluate` warns where it
-    is given them: numbers on data that set the thresholds are too good. With a share f of these samples in a set, none
-    of the 1,024 is there, and nothing is said, with probability (1 - f)^1024: 0.004 % for a hundredth, 36 % for a
-    thousandth. Likewise it is known which of the samples given here fitted the familiarity before: more than a half of
-    such (a part of the training data, say), told by three digests or more, are refused; a warning tells of fewer.
+    Digests of 1,024 of the samples, drawn evenly, are stored with it (`Calibration.marks`), and `evaluate` warns if it
+    is given them: numbers on data that set the thresholds are too good. If a share f of these samples is in a set,
+    none of the 1,024 is in it, and nothing is noticed, with probability (1 - f)^1024: 0.004 % for a hundredth, 36 % for
+    a thousandth. In the same way, samples that fitted the familiarity are recognised: if more than half of the given
+    samples did (a part of the training data, say), by three digests or more, they are refused; fewer give a warning.
 
     Args:
         ensemble: It is not changed.
-        validation: Held-out labelled in-distribution batches, which had no part in fitting anything before. Of several
-            processes, each is given all of them.
-        share: As of `fit_calibration`, like `score`, `per_member` and `temperature`.
-        score: Score that says how unsure an answer is.
-        per_member: Whether each member gets a temperature of its own.
+        validation: Held-out labelled in-distribution batches that nothing was fitted on. If there are several
+            processes, give all batches to each.
+        share: As for `fit_calibration`, like `score`, `per_member` and `temperature`.
+        score: Score for how unsure an answer is.
+        per_member: Whether each member gets its own temperature.
         temperature: Whether to fit a temperature at all.
-        familiarity: The score that says how familiar an input is. Where it is not fitted yet, a random half of the
-            samples fits it, and the other half sets its threshold; with those samples once more, both are done anew.
-            `"auto"` takes what was fitted, else `mahalanobis` where there are samples enough (the history says so if
-            not); None sets no such threshold.
+        familiarity: Score for how familiar an input is. If it is not fitted yet, a random half of the samples fits it,
+            and the other half sets its threshold; given the same samples again, both are repeated. `"auto"` takes what
+            was fitted, else `mahalanobis` if there are enough samples (if not, the history says so); None sets no such
+            threshold.
 
     Raises:
-        DataError: More than a half of the samples fitted the familiarity: they do not say how familiar new ones look.
+        DataError: More than half of the samples fitted the familiarity: they do not show how familiar new ones look.
         ConfigError: A loader that is split between processes.
 
     Examples:
@@ -256,17 +256,17 @@ def fit_calibration(
     per_member: bool = False,
     temperature: bool = True,
 ) -> CalibrationFit:
-    """Fit temperature and threshold to member logits from anywhere.
+    """Fit temperature and threshold to member logits from any source.
 
-    The temperature divides the logarithm of the members' mean probabilities (so no label changes). It is the likeliest
-    one between 0.05 and 20, by the negative log-likelihood of the n samples and a prior that its logarithm is normal
-    around 0, with a standard deviation of 0.5: NLL + (ln T)² / (2 · 0.5² · n) is lowest. So it stays near 1 where few
-    samples, or hardly any mistake among them, cannot tell; with hundreds of mistakes it is hardly felt. It is 1
-    unless another helps. One that ends at a bound warns, and so do answers that are no likelier than a guess with any:
-    the labels may be numbered otherwise. Scores are not calibrated, and do not depend on it.
+    The temperature divides the logarithm of the members' mean probabilities (so no label changes). It is the one
+    between 0.05 and 20 that minimises NLL + (ln T)² / (2 · 0.5² · n) over the n samples: the negative log-likelihood
+    under a prior by which its logarithm is normal, with mean 0 and standard deviation 0.5. So it stays near 1 if there
+    are few samples or hardly any mistakes; with hundreds of mistakes the prior hardly matters. It is 1 unless another
+    helps. A warning is given if it ends at a bound, or if with any temperature answers are no likelier than a guess:
+    the labels may be numbered differently. Scores are not calibrated, and do not depend on it.
 
     The threshold is the ⌈share · (n + 1)⌉-th smallest of the n scores: an input like the samples is accepted with
-    probability `share` or more, whatever n. Where n is too small to refuse any, everything is accepted, with a warning.
+    probability `share` or more, for any n. If n is too small to decline any, everything is accepted, with a warning.
     Digests of 1,024 of the samples' logits are kept (`Calibration.logit_marks`), and `evaluate_logits` warns of them.
 
     Args:
@@ -274,7 +274,7 @@ def fit_calibration(
         labels: `[B]`.
         share: Share of inputs like these to accept, in (0, 1].
         score: Uncertainty score that the threshold is on.
-        per_member: Whether each member gets a temperature of its own before the mean, each under the prior; labels may
+        per_member: Whether each member gets its own temperature before the mean, each under the prior; labels may
             change.
         temperature: Whether to fit a temperature at all.
 

@@ -20,7 +20,7 @@ class HydraError(ValueError):
 
 
 class HydraWarning(UserWarning):
-    """Something that is done as asked, though it is hardly meant.
+    """Something that is done as asked, though it is probably a mistake.
 
     Examples:
         >>> import warnings, hydra_ensembles as he

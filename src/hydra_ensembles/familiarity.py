@@ -71,27 +71,27 @@ def fit_familiarity(
     stored: Whole = 10_000,
     seed: Seed = 0,
 ) -> Ensemble:
-    """A copy of an ensemble that says how familiar an input is: `p.score("mahalanobis")`, `p.familiarity`.
+    """Fit how familiar inputs are, `p.score("mahalanobis")` and `p.familiarity`; returns a copy of the ensemble.
 
-    A share of the samples, drawn by the seed, is held out: it has no part in the statistics, and p-values come from it.
-    `calibrate` sets a threshold, on other data, and p-values then come from those: of samples that trained the model,
-    which look more familiar than new ones, they are too low for these. Scores that were fitted here before
-    are replaced; those of `baselines.vilu` and `baselines.neg_label` stay, behind the new ones. Features are in the
-    precision of the model, whatever autocast the caller has. Digests of 1,024 of the samples are kept, as by
-    `calibrate`, which refuses to set a threshold on data most of which fitted this, and warns of less; `evaluate` warns
-    of any.
+    A share of the samples, drawn by the seed, is held out: the statistics do not use it, and p-values come from it.
+    If the samples trained the model, they look more familiar than new ones, so p-values of new inputs are too low:
+    `calibrate` sets a threshold on other data, and p-values then come from those. Scores fitted here before are
+    replaced; those of `baselines.vilu` and `baselines.neg_label` stay, after the new ones. Features are in the
+    precision of the model, whatever autocast is active. Digests of 1,024 of the samples are stored, as by
+    `calibrate`, which refuses to set a threshold on data most of which fitted this, and warns of fewer; `evaluate`
+    warns of any.
 
     Args:
-        ensemble: Any classifier: of images, of texts, zero-shot. It is not changed.
-        id_batches: In-distribution batches, labelled for scores that know classes; training data will do. Read once.
+        ensemble: Any classifier: for images, for texts, zero-shot. It is not changed.
+        id_batches: In-distribution batches, labelled for scores that use classes; may be training data. Read once.
         score: One score, or several, of which the first decides; see `hydra_ensembles.metrics.distance`.
         held_out: Share to hold out, at most 4,096 samples; 0 for none.
-        shrinkage: What is added to every eigenvalue of a covariance, as a share of their mean; None takes 0.01, and
-            0.1 where there are fewer than 20 samples a class.
-        neighbours: Of `knn`, which neighbour counts; None takes one in 50 of those stored, at most 50.
-        principal: Of `vim`, directions of the principal subspace; None takes two thirds.
-        stored: Features kept at most, drawn at random: those that `knn` compares with, and that `vim` is weighed by.
-        seed: Draws what is held out and what is stored.
+        shrinkage: What is added to every eigenvalue of a covariance, as a share of their mean; None takes 0.01, or
+            0.1 if there are fewer than 20 samples per class.
+        neighbours: For `knn`, which neighbour counts; None takes one in 50 of those stored, at most 50.
+        principal: For `vim`, directions of the principal subspace; None takes two thirds.
+        stored: Maximum number of features to keep, drawn at random, for `knn` to compare with and to weigh `vim`.
+        seed: Seed for drawing what is held out and what is stored.
 
     Raises:
         TooFewSamplesError: A class has no samples, or there are too few for a covariance.

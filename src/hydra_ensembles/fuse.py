@@ -70,12 +70,12 @@ def fuse(
     trunk: Count | None = None,
     average: Count | Rate = 0,
 ) -> Ensemble | DualEncoder:
-    """One model out of copies of one model that were pruned, and maybe fine-tuned, in different ways.
+    """Fuse fine-tunings, or differently pruned copies, of one model into one ensemble that runs in one forward pass.
 
-    Attention stays per member, with each member's own heads. Layers at the start in which all members are
-    equal are stored once and run once (the *trunk*), whatever the other settings. Of dual encoders both towers are
-    fused; a tower, projection or logit scale that is the same in all members is stored once, and projections and
-    scales that are not go with the readout. A `HydraWarning` tells of averaged weights that have no common start.
+    Attention stays per member, with each member's own heads. First layers in which all members are equal (the *trunk*)
+    are stored once and run once, whatever the other settings. For dual encoders both towers are fused; a tower,
+    projection or logit scale that is the same in all members is stored once; projections and scales that differ are
+    treated like the readout. A `HydraWarning` is given for averaged weights without a common start.
     Members may have been trained with different dropout, which changes no answer; the result has that of the first.
 
     Args:
@@ -84,13 +84,13 @@ def fuse(
         stem: `"shared"` stores one stem and needs the members' stems to be equal; `"mean"` averages them;
             `"separate"` keeps one each, unless they are equal and a trunk follows.
         mlp: `"mean"` averages weights and biases of the MLPs over the members, `"separate"` keeps them.
-        norms: The same for all norms of the encoder, the final one included.
-        readout: The same for pooler and classifier. An attention that pools the tokens is averaged where all members
+        norms: The same for all norms of the encoder, including the final one.
+        readout: The same for pooler and classifier. An attention that pools the tokens is averaged if all members
             keep the same heads of it.
-        trunk: At most so many of the equal first layers are stored once; None: all of them. Members that are equal
-            now and shall part in training need a limit.
-        average: The stem and the first layers become the mean of the members' and are stored once. An `int` is a number
-            of layers, 10 of 12; a `float` below 1 a share of them, rounded: 0.8 is 10 of 12, too. A share that comes to
+        trunk: Maximum number of equal first layers to store once; None for all. Needed for members that are equal
+            now and will differ after training.
+        average: Average the stem and the first layers of the members, and store them once. An `int` is a number of
+            layers, 10 of 12; a `float` below 1 a share of them, rounded: 0.8 is 10 of 12, too. A share that rounds to
             no layer, or to all, is refused. For several fine-tunings of one model, with `mlp="separate"`: most of
             what they gain together, at little more than the price of one.
 
@@ -107,7 +107,7 @@ def fuse(
         >>> hydra.num_members, hydra.config.trunk  # five layers are the same in all members and run once
         (3, 5)
 
-        Fine-tunings differ in every layer. The mean of the first ones takes their place:
+        Fine-tunings differ in every layer. Average the first ones:
 
         >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
         >>> recipe = he.Recipe(learning_rate=1e-4, steps=1)
@@ -166,14 +166,13 @@ def _single_members(models: Iterable[Ensemble | DualEncoder]) -> list[tuple[obje
 
 
 def soup(models: Iterable[nn.Module]) -> Ensemble:
-    """One model with the mean of the weights of several fine-tunings of one model: at the price of one.
+    """Average the weights of several fine-tunings of one model: one model, at the price of one.
 
-    Models that do not come from one start have no mean that means anything; a `HydraWarning` says so. Those
-    that do may have been trained with different dropout, as in `fuse`. Calibrate it (`calibrate`): the mean of weights
-    may be far too unsure of its answers.
+    The mean makes no sense for models without a common start; a `HydraWarning` says so. They may have been trained
+    with different dropout, as in `fuse`. Calibrate the result (`calibrate`): it may be far too unsure of its answers.
 
     Args:
-        models: At least one; models that `convert` takes, or ensembles with one member, all alike.
+        models: At least one; models that `convert` takes, or ensembles with one member, all of one kind.
 
     Raises:
         ConfigError: Models of different architectures, heads, dtypes, devices or class names.

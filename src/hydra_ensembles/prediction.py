@@ -51,21 +51,21 @@ class Unfamiliarity:
 class Prediction:
     """The answer of M members for B samples over C classes. Make one with `from_logits`.
 
-    All but the logits is computed when it is first asked for. `probs`, `log_probs`, `confidence` and `entropy` are
-    calibrated, all else is not: `aleatoric + epistemic` is the entropy of `mean_probs`, in nats. Indexing picks
+    Everything but the logits is computed on first use. `probs`, `log_probs`, `confidence` and `entropy` are
+    calibrated, the rest is not: `aleatoric + epistemic` is the entropy of `mean_probs`, in nats. Indexing picks
     samples, also by a mask: `prediction[prediction.accept]`.
 
-    What an ensemble cannot say because it was not calibrated, or not fitted, is None: `accept`, `doubt`, `reason`,
-    `familiarity`. A score, a p-value or a class name that is asked for and not known is refused.
+    `accept`, `doubt`, `reason` and `familiarity` are None if the ensemble was not calibrated, or not fitted. Asking for
+    an unknown score, p-value or class name is an error.
 
     Attributes:
         member_logits: `[M, B, C]`.
-        threshold: The largest score that is still accepted, or None.
-        score_name: The score the threshold is for, and the one `score()` gives by default.
+        threshold: The largest accepted score, or None.
+        score_name: The score that the threshold is for, and the default of `score()`.
         class_names: C names, or None.
-        temperature: What `probs` is calibrated by: one number after the mean, or one for each member before it.
-        reference: Held-out scores that p-values are made from, or None.
-        unfamiliarity: Scores of features, where the ensemble was fitted to give some (`fit_familiarity`), or None.
+        temperature: What calibrates `probs`: one number after the mean, or one for each member before it.
+        reference: Held-out scores for p-values, or None.
+        unfamiliarity: Feature scores, if the ensemble has any (`fit_familiarity`), or None.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -107,15 +107,15 @@ class Prediction:
             member_logits: `[M, B, C]`, finite, floating point, at least one member and two classes.
             temperature: One number, or one per member.
             threshold: Samples whose score is above it are not accepted.
-            score: Name of the score that the threshold is for; `mutual_information` takes two members or more.
+            score: Name of the score that the threshold is for; `mutual_information` needs at least two members.
             class_names: One name per class.
-            check_finite: Look at the values: refuse NaN and infinity, and warn of probabilities, whose softmax would be
+            check_finite: Check the values: refuse NaN and infinity, and warn of probabilities, whose softmax would be
                 nearly the same for all classes. On a GPU this waits for the logits, and nothing else here does.
-            calibrates: What the temperature divides: `"logits"`, before softmax and mean, so that everything follows
-                it; or for `"probs"` alone the logarithm of the mean probabilities (which keeps every label), or with
-                one per member their logits.
+            calibrates: What the temperature divides: `"logits"`, before softmax and mean, so that it changes
+                everything; or, only for `"probs"`, the logarithm of the mean probabilities (which keeps every label),
+                or with one per member their logits.
             reference: Held-out scores for p-values.
-            unfamiliarity: Scores of features, of the same samples.
+            unfamiliarity: Feature scores of the same samples.
         """
         names = None if class_names is None else tuple(class_names)
         logits, of_probs = cls.divided(member_logits, temperature, calibrates, check_finite)
@@ -214,7 +214,7 @@ class Prediction:
 
     @cached_property
     def accept(self) -> Tensor | None:
-        """`[B]` of bool, True where every score that has a threshold is at most that; None where none is known."""
+        """`[B]` of bool, True if every score with a threshold is at most that; None without a threshold."""
         decisions = [passed for passed in self.passed().values() if passed is not None]
         return reduce(and_, decisions) if decisions else None
 
@@ -229,7 +229,7 @@ class Prediction:
 
     @cached_property
     def doubt(self) -> Tensor | None:
-        """`[B]`, the place in `REASONS` of why each sample is not accepted, 0 if it is; None where none is known."""
+        """`[B]`, index in `REASONS` of why each sample is not accepted, 0 if it is; None without a threshold."""
         doubt: Tensor | None = None
         for reason, passed in self.passed().items():
             if passed is not None:
@@ -239,17 +239,17 @@ class Prediction:
 
     @cached_property
     def reason(self) -> list[Reason | None] | None:
-        """Why each sample is not accepted: `"unfamiliar"` (also where it is unsure, too), `"unsure"`, None if it is.
+        """Why each sample is not accepted: `"unfamiliar"` (also if it is unsure, too), `"unsure"`, None if it is.
 
-        None instead of a list where there is no threshold (see `calibrate`).
+        None instead of a list if there is no threshold (see `calibrate`).
         """
         return None if self.doubt is None else [REASONS[index] for index in self.doubt.tolist()]
 
     @property
     def familiarity(self) -> Tensor | None:
-        """`[B]`, how familiar each sample is: the p-value of the first score of features, near 0 for foreign ones.
+        """`[B]`, how familiar each sample is: the p-value of the first feature score, near 0 for OOD inputs.
 
-        None where no score of features was fitted (`fit_familiarity`), or none was held out for it (`calibrate`).
+        None if no feature score was fitted (`fit_familiarity`), or no data were held out for it (`calibrate`).
         """
         fitted = self.unfamiliarity
         return None if fitted is None or fitted.reference is None else self.p_value(fitted.score_names[0])
@@ -259,13 +259,13 @@ class Prediction:
 
         * `msp`: one minus the largest mean probability.
         * `entropy`: entropy of the mean probabilities.
-        * `mutual_information`: the part of it that comes from members differing.
+        * `mutual_information`: the part of it that comes from differences between members.
         * `max_logit`: minus the largest logit, of the logits averaged over members.
         * `energy`: minus the log-sum-exp of the logits averaged over members.
         * `gen`: generalised entropy, the sum of (p (1 - p))^0.1 over the 100 largest mean probabilities.
-        * the scores of features that the ensemble was fitted to give, the mean over members.
+        * fitted feature scores, the mean over members.
 
-        None is calibrated: a temperature would change the order of inputs by the first two.
+        None of them is calibrated: a temperature would change the order of inputs by the first two.
         """
         asked: Any = self.score_name if name is None else name
         name = cast(AnyScore, asked if isinstance(asked, str) else short(asked))  # arrays cannot even be compared
@@ -299,10 +299,10 @@ class Prediction:
         return self.mean_probs.scatter(-1, largest, 0.0).sum(dim=-1)
 
     def p_value(self, name: AnyScore | None = None) -> Tensor:
-        """`[B]`: how rare a score as high as this one is among inputs like the held-out data; near 0 for odd ones.
+        """`[B]`: how rare a score this high is among inputs like the held-out data; near 0 for unusual ones.
 
-        It is (1 + held-out scores at least as high) / (1 + held-out samples), of a score that has a threshold. Of
-        inputs like the held-out data at most a share p has a p-value of p or less.
+        It is (1 + held-out scores at least as high) / (1 + held-out samples), for a score that has a threshold. Of
+        inputs like the held-out data, at most a share p has a p-value of p or less.
         """
         name = self.score_name if name is None else name
         references: dict[AnyScore, Reference | None] = {self.score_name: self.reference}
@@ -331,10 +331,10 @@ class Prediction:
         return [self.class_names[index] for index in self.label.tolist()]
 
     def to_dict(self) -> dict[str, list[Any]]:
-        """The answer as plain lists by name, an entry a sample: for JSON, or as the columns of a table.
+        """The answer as plain lists by name, one entry per sample: for JSON, or as the columns of a table.
 
-        Labels are names where these are known. What is not known, for want of a calibration, is None; probabilities and
-        logits are left out, and are read as tensors.
+        Labels are names if these are known. What is unknown without a calibration is None; probabilities and logits
+        are left out.
         """
         words: dict[str, list[Any] | None] = {"reason": self.reason}
         if self.class_names is not None:
@@ -431,7 +431,7 @@ OUTPUTS: Mapping[str, Output] = {
         "How rare a score this high is among held-out data.", lambda p: p.p_value() if p.reference else None
     ),
     "familiarity": Output(
-        "How rare features this strange are among familiar data; near 0 for foreign inputs.", lambda p: p.familiarity
+        "How rare features this strange are among familiar data; near 0 for OOD inputs.", lambda p: p.familiarity
     ),
     "accept": Output("Whether every score is within its threshold.", lambda p: p.accept),
     "reason": Output(f"Why not: {_codes}.", lambda p: p.doubt),

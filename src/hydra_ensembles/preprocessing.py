@@ -34,8 +34,8 @@ class ImagePreprocessing(Checked):
     """Resize, crop and normalise images.
 
     `resize_mode="shortest"` scales the short side to `size / crop_fraction`, `"squash"` scales both sides to
-    it and ignores the aspect ratio; then the centre is cropped to `size`. Fractions of a pixel are cut off, as
-    the libraries do that the numbers come from. Where the crop cannot be centred to the pixel, its corner is
+    it and ignores the aspect ratio; then the centre is cropped to `size`. Fractions of a pixel are dropped, as in the
+    original libraries. If the crop cannot be centred exactly, its corner is
     rounded half to even (`"round"`: torchvision, timm, open_clip) or down (`"floor"`: transformers).
 
     Examples:
@@ -113,10 +113,10 @@ class ImagePreprocessing(Checked):
 
 @dataclass(frozen=True)
 class TextPreprocessing(Checked):
-    """Tokenise strings with the `tokenizers` library alone.
+    """Tokenise strings with the `tokenizers` library only.
 
-    `tokenizer` is the content of a `tokenizer.json`. It is saved as a file of its own, not in the config.
-    `cleaning` is what CLIP's tokenizers do to a string before; see `clean_text`.
+    `tokenizer` is the content of a `tokenizer.json`. It is saved in a separate file, not in the config.
+    `cleaning` is what CLIP's tokenizers do to a string first; see `clean_text`.
 
     Examples:
         >>> import hydra_ensembles as he

@@ -17,11 +17,11 @@ from .model.states import head_axis
 
 @checked
 def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
-    """A new ensemble, or dual encoder, without the given heads; the input is untouched.
+    """Remove heads: a new ensemble, or dual encoder, without them; the input is not changed.
 
     The bias of the output projection stays, also in a layer that loses its last head. Heads keep the indices they
     had in the original model, so pruning in two steps and pruning at once name the same heads. Those of an attention
-    that pools the tokens (SigLIP) are heads of layer `num_layers`; one of them stays, or nothing would be read.
+    that pools the tokens (SigLIP) are heads of layer `num_layers`; one of them must stay.
 
     Args:
         ensemble: An ensemble or a dual encoder with one member. Prune members before fusing them;

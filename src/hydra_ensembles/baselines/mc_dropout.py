@@ -15,15 +15,15 @@ from .start import View
 
 
 def mc_dropout(ensemble: Ensemble, p: Rate, passes: Whole, seed: Seed = 0) -> "MCDropout":
-    """See an ensemble as many: each member is one pass with a random part of the activations dropped.
+    """Use dropout passes as members: each drops a random part of the activations.
 
-    The ensemble, trained with dropout or without, is untouched; its weights are shared. All passes run in one batch.
+    The ensemble, trained with dropout or without, is not changed; its weights are shared. All passes run in one batch.
 
     Args:
         ensemble: One member or several.
         p: Share of the activations that a pass drops.
         passes: Passes of each member.
-        seed: Draws what is dropped: the same inputs get the same answer every time.
+        seed: Seed for what is dropped: the same inputs always get the same answer.
 
     Examples:
         >>> import torch, hydra_ensembles as he

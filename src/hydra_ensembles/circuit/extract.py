@@ -67,58 +67,58 @@ def extract_circuit(
     templates: Templates = DEFAULT_TEMPLATES,
     towers: Sequence[Tower] = ("image", "text"),
 ) -> HeadRanking:
-    """Rank heads by switching them off one after another, each time the one whose loss hurts least.
+    """Rank heads by switching them off one after another, each time the one whose removal hurts least.
 
-    This is Algorithm 1 of the paper: at every step, the head without which the score S is highest is switched off for
-    good. S is the accuracy on ID data (`"acc"`), the AUROC of the maximum softmax probability between ID and OOD data
-    (`"ood"`, ties count half; of several OOD sources the mean of their AUROCs), or the mean of both (`"avg"`).
+    This is Algorithm 1 of the paper: every step permanently switches off the head without which the score S is
+    highest. S is the accuracy on ID data (`"acc"`), the AUROC of the maximum softmax probability between ID and OOD
+    data (`"ood"`, ties count half; with several OOD sources the mean of their AUROCs), or the mean of both (`"avg"`).
 
     * `"naive"` runs the whole model for every head. The reference.
-    * `"exact"` makes the same choices with less work. In float64 the result is the naive one; in float32 rounding
+    * `"exact"` makes the same choices with less work. In float64 the result equals the naive one; in float32 rounding
       may decide between heads that are a few integer units apart.
-    * `"screened"` estimates all heads by what they did to each sample before, and measures only those that come out
-      best (on a GPU, with float32 products in TF32; for the accuracy it is `"exact"` with such products).
-      Approximate; audited steps tell how often its choice was as good as that of `"exact"`.
-    * `"auto"` times a few passes, and takes `"exact"` where that is a matter of minutes (ten at most), else
-      `"screened"` (for one tower). The ranking and the journal say which; a run that is resumed stays with it.
+    * `"screened"` estimates all heads from their earlier effect on each sample, and measures only the best ones
+      (on a GPU, with float32 products in TF32; for the accuracy it is `"exact"` with such products).
+      Approximate; audited steps show how often its choice was as good as that of `"exact"`.
+    * `"auto"` times a few passes, and takes `"exact"` if that takes at most ten minutes, else
+      `"screened"` (for one tower). The ranking and the journal say which; a resumed run keeps it.
 
-    Of a dual encoder, the heads of both towers are candidates together, and images are classified by class names
-    as `zero_shot` does. Under `torchrun` or `accelerate launch` the heads are spread over the ranks, and every rank
-    returns the same ranking. Dropout is off. The model is left alone.
+    For a dual encoder, the heads of both towers are candidates together, and images are classified by class names
+    as in `zero_shot`. Under `torchrun` or `accelerate launch` the heads are divided among the ranks, and every rank
+    returns the same ranking. Dropout is off. The model is not changed.
 
     Args:
-        ensemble: An ensemble with a classifier, or a dual encoder; one member. Heads pruned before are no candidates.
+        ensemble: An ensemble with a classifier, or a dual encoder; one member. Pruned heads are no candidates.
         id_batches: Labelled in-distribution batches. All samples are held in memory.
-        ood_batches: Out-of-distribution batches, needed for `"ood"` and `"avg"`; labels are ignored. Or a mapping from
-            names to batches: sources that count alike, however many samples each of them has.
+        ood_batches: OOD batches, needed for `"ood"` and `"avg"`; labels are ignored. Or a mapping from
+            names to batches: sources of equal weight, however many samples each of them has.
         score: What to keep high.
         budget: Heads to remove.
         method: How to find the best head of each step.
-        ties: Between heads that leave the same S, the one with the larger summed log-likelihood of the labels of the
-            ID samples goes, rounded to 1e-6 (`"likelihood"`); then, or at once (`"order"`, as in the paper), the first
+        ties: Of heads that leave the same S, remove the one with the larger summed log-likelihood of the labels of the
+            ID samples, rounded to 1e-6 (`"likelihood"`); then, or at once (`"order"`, as in the paper), the first
             (layer, head).
-        ood_score: What tells ID from OOD samples: the maximum softmax probability, or a distance of features that was
+        ood_score: What detects OOD samples: the maximum softmax probability, or a feature distance that was
             fitted to the ensemble (`fit_familiarity`), such as `"mahalanobis"`; its statistics stay those of the whole
-            model. A distance has no `"screened"`.
-        max_accuracy_loss: Share of its accuracy on the ID samples that the model may lose in all: from 90 %, 0.02
-            allows 88.2 %. A head that would cost more stays; where only such are left, the ranking ends there, with a
-            warning and fewer heads than the budget. None for no limit, as in the paper.
-        layers: Layers whose heads are candidates; None for all, and where both towers have candidates.
+            model. `"screened"` does not support distances.
+        max_accuracy_loss: Share of its accuracy on the ID samples that the model may lose in total: from 90 %, 0.02
+            allows 88.2 %. A head that would cost more stays; if only such heads are left, the ranking ends there, with
+            a warning and fewer heads than the budget. None for no limit, as in the paper.
+        layers: Layers whose heads are candidates; None for all, and if both towers have candidates.
         removed: Heads that are off from the start.
         dtype: Precision of the evaluation; None for the model's own.
         device: Where to evaluate; None for where the model is. `"cuda"` is the GPU of the rank.
-        max_memory: Bytes of activations to keep beside the embedded samples; None for half of the free memory of a
-            GPU, or a quarter of what the host, or the limit of a container, leaves.
+        max_memory: Bytes of activations to keep in addition to the embedded samples; None for half of the free memory
+            of a GPU, or a quarter of the free memory of the host or container.
         batch_size: Samples in a batch, or pairs of head and sample; None for a size that suits the device.
-        journal: A file to note every step in. Where it exists, the run goes on after its last step. One run at a time.
-        progress: Say how long it will take, and show a bar that moves with every candidate.
-        screen_size: Heads that `"screened"` measures at a step, at most; twice as many at every eighth step, where
-            it starts from nothing. None for a third of the candidates.
-        audit_steps: Steps of `"screened"`, spread evenly, at which its choice is held against that of `"exact"`.
-        seed: Start of PyTorch's random numbers while the batches are read, for loaders that shuffle.
-        class_names: Of a dual encoder: the names of the classes, in the order of the labels.
-        templates: Of a dual encoder: sentences with `{label}` where a name goes.
-        towers: Of a dual encoder: the towers whose heads are candidates.
+        journal: A file that records every step. If it exists, the run resumes after its last step. One run at a time.
+        progress: Say how long it will take, and show a progress bar that moves with every candidate.
+        screen_size: Maximum number of heads that `"screened"` measures at a step; twice as many at every eighth step,
+            where it starts afresh. None for a third of the candidates.
+        audit_steps: Steps of `"screened"`, spread evenly, at which its choice is compared with that of `"exact"`.
+        seed: Seed of PyTorch's random numbers while the batches are read, for loaders that shuffle.
+        class_names: For a dual encoder: the names of the classes, in the order of the labels.
+        templates: For a dual encoder: sentences with `{label}` in place of a name.
+        towers: For a dual encoder: the towers whose heads are candidates.
 
     Returns:
         The heads in removal order; `scores` are S after each removal. `provenance` holds the integers behind S,
@@ -135,8 +135,8 @@ def extract_circuit(
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
         >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
-        >>> foreign = [(torch.randn(7, 3, 64, 64),)]
-        >>> ranking = he.extract_circuit(base, batches, foreign, score="avg", budget=2, layers=[5], progress=False)
+        >>> ood = [(torch.randn(7, 3, 64, 64),)]
+        >>> ranking = he.extract_circuit(base, batches, ood, score="avg", budget=2, layers=[5], progress=False)
         >>> [head.layer for head in ranking.first(2)], ranking.score
         ([5, 5], 'avg')
         >>> member = he.prune(base, ranking.first(2))

@@ -81,33 +81,33 @@ def convert(
     preprocessing: Mapping[str, Any] | None = None,
     probe: bool = True,
 ) -> Ensemble | DualEncoder:
-    """Translate a model of timm, torchvision, transformers or open_clip, or one of your own, into one of ours.
+    """Convert a model of timm, torchvision, transformers or open_clip, or your own, to an `Ensemble` with one member.
 
-    The predictions do not change: every part of the model is read, and in the end both models answer the same small
-    random batch. The result has one member; it is a copy, in evaluation mode, and independent of the library the model
-    came from. What is frozen in a model that trains in part (`requires_grad`) is frozen in it, too.
+    Predictions do not change: every part of the model is read, and at the end both models answer the same small
+    random batch. The result is a copy, in evaluation mode, and independent of the library the model
+    came from. Parameters that are frozen in a partly trained model (`requires_grad`) stay frozen.
 
     Args:
-        model: A live model; wrappers of `torch.compile` and of data parallelism are looked through.
-        num_labels: For a model without classifier: size of a fresh one.
-        labels: Class names in the order of the logits, all different, where the model does not know them.
-        processor: What turns raw inputs into tensors: a tokenizer or image processor of transformers, transforms of
-            torchvision for evaluation, or an `ImagePreprocessing` / `TextPreprocessing`. Saved with the ensemble. For
-            a dual encoder also a processor of both, open_clip's tokenizer, or a list of processors.
-        declaration: Where the parts of a model of your own lie. A plain classifier around an `nn.TransformerEncoder`,
-            or around blocks with an `nn.MultiheadAttention`, needs none: what it is made of is found, tried and proved.
-        preprocessing: What differs from what the processor or the library says: `image_size`, `crop`, `mean`, `std`,
-            `interpolation`; of a text model `max_length`.
-        probe: Compare the answers of both models. False leaves the comparison out, for a model that cannot be run
-            here or whose difference is known and meant.
+        model: A live model; wrappers of `torch.compile` and of data parallelism are removed.
+        num_labels: For a model without classifier: number of classes of a new one.
+        labels: Class names in the order of the logits, all different, if the model does not have them.
+        processor: What turns raw inputs into tensors: a tokenizer or image processor of transformers, evaluation
+            transforms of torchvision, or an `ImagePreprocessing` / `TextPreprocessing`. Saved with the ensemble. For a
+            dual encoder also a processor of both, open_clip's tokenizer, or a list of processors.
+        declaration: Where the parts of your own model are. A plain classifier around an `nn.TransformerEncoder`,
+            or around blocks with an `nn.MultiheadAttention`, needs none: its parts are found, and compared.
+        preprocessing: Changes to the preprocessing of the processor or library: `image_size`, `crop`, `mean`, `std`,
+            `interpolation`; for a text model `max_length`.
+        probe: Compare the answers of both models. False skips the comparison, for a model that cannot be run
+            here or whose difference is known and intended.
 
     Returns:
-        An `Ensemble`; for a dual encoder (CLIP), whose features stay the same instead, a `DualEncoder`.
+        An `Ensemble`; for a dual encoder (CLIP) a `DualEncoder`, with the same features.
 
     Raises:
         ConversionError: The architecture, or this variant of it, is not supported: forward hooks, replaced methods
-            and parts, blocks that differ, several labels per input, and weights that are not finite among others; or
-            the answers differ, and then it names the first layer where they part.
+            and parts, blocks that differ, several labels per input, weights that are not finite, and others; or
+            the answers differ, and then it names the first layer where they do.
 
     Examples:
         >>> import timm, torch, hydra_ensembles as he

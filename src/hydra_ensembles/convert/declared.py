@@ -29,50 +29,50 @@ _FLAGS = ("return_", "output_", "use_")
 
 @dataclass(frozen=True)
 class Declaration:
-    """Where the parts of a transformer classifier lie in a module of your own, and what its tensors do not tell.
+    """Where the parts of a transformer classifier are in your own module, and what its tensors do not show.
 
-    Sizes, biases, the number of layers, and for parts of `torch.nn` also norms, are read off the model.
+    Sizes, biases, the number of layers, and for parts from `torch.nn` also norms, are read from the model.
 
     Attributes:
-        names: Part → where it lies in the model: the path of a module or tensor, with `{i}` for the number of the
+        names: Part → where it is in the model: the path of a module or tensor, with `{i}` for the number of the
             block. A part that the model computes instead of storing (sinusoidal positions) may be given as a tensor.
-            Of an image model: `patch` (a convolution, or a linear layer on flattened patches), `class_token`,
-            `registers`, `position`. Of a text model: `words`, `position`, `segments`, `embedding_norm`,
-            `embedding_projection`. Of a block: `norm1`, `qkv` (one path for all three, or a tuple of three), `out`,
-            `norm2`, `up`, `down`, where there are any `query_norm`, `key_norm`, `scale1`, `scale2` (LayerScale) and
-            `gate` (GLU); in place of `qkv` and `out`, `attention` names an `nn.MultiheadAttention`; in place of a whole
-            block, `block` names an `nn.TransformerEncoderLayer`; in place of all of them, `encoder` names an
-            `nn.TransformerEncoder`. Behind them: `norm`, `pooler`, `classifier`.
-        heads: Attention heads of a block; not needed for modules of `torch.nn`.
+            Image models: `patch` (a convolution, or a linear layer on flattened patches), `class_token`,
+            `registers`, `position`. Text models: `words`, `position`, `segments`, `embedding_norm`,
+            `embedding_projection`. Blocks: `norm1`, `qkv` (one path for all three, or a tuple of three), `out`,
+            `norm2`, `up`, `down`, and if present `query_norm`, `key_norm`, `scale1`, `scale2` (LayerScale) and
+            `gate` (GLU); instead of `qkv` and `out`, `attention` names an `nn.MultiheadAttention`; instead of a whole
+            block, `block` names an `nn.TransformerEncoderLayer`; instead of all of them, `encoder` names an
+            `nn.TransformerEncoder`. After the blocks: `norm`, `pooler`, `classifier`.
+        heads: Attention heads of a block; not needed for modules from `torch.nn`.
         head_layout: How the rows of `qkv` are ordered, outermost first: `"qkv h d"` (all queries, then all keys, then
-            all values) or any other order of the three; without `qkv` where there are three tensors.
-        attention_scale: What scores are multiplied by, where it is not one over the root of the width of a head.
-        norm_first: Pre-norm (True, usual for images) or post-norm; of a `block` or `encoder` it is read.
-        activation: Of the MLP, `"gelu"` if not said; of a `block` or `encoder` it is read.
+            all values) or any other order of the three; without `qkv` if there are three tensors.
+        attention_scale: What scores are multiplied by, if not by one over the square root of the head width.
+        norm_first: Pre-norm (True, usual for images) or post-norm; read from a `block` or `encoder`.
+        activation: Activation of the MLP, by default `"gelu"`; read from a `block` or `encoder`.
         pool: What is classified: the first token (`"cls"`), the mean of the patches or tokens (`"mean"`), both
             (`"cls_mean"`), or the last token (`"last"`).
-        pool_prefix: Whether the mean takes in class token and registers, too.
-        norm_after_pool: Whether `norm` comes after the pooling, not before.
-        norm_kind: `"layer"` or `"rms"`, for norms that are not of `torch.nn`.
-        norm_eps: Of the norms of a block, where these are not of `torch.nn`.
-        pooler_activation: Behind `pooler`.
-        image_size: Height and width of the images, or one number for both; if not said, that of the preprocessing, if
-            there are as many positions, else a square, with a warning.
-        resample: How positions are fitted to images of other sizes, as `F.interpolate` has it.
+        pool_prefix: Whether the mean includes class token and registers.
+        norm_after_pool: Whether `norm` comes after the pooling instead of before.
+        norm_kind: `"layer"` or `"rms"`, for norms that are not from `torch.nn`.
+        norm_eps: Epsilon of the norms of a block, if these are not from `torch.nn`.
+        pooler_activation: Activation after `pooler`.
+        image_size: Height and width of the images, or one number for both; by default that of the preprocessing if
+            the number of positions agrees, else a square, with a warning.
+        resample: How positions are resampled for images of other sizes, as in `F.interpolate`.
         patch_order: How a linear layer flattens a patch: `"chw"` or `"hwc"`.
-        embedding_scale: What word embeddings are multiplied by (often the root of the width).
-        rotary: Base of rotary positions (usually 10000), where queries and keys are rotated; for images, whose rows and
+        embedding_scale: What word embeddings are multiplied by (often the square root of the width).
+        rotary: Base of rotary positions (usually 10000), if queries and keys are rotated; for images, whose rows and
             columns are counted in several ways, a `RotaryConfig`.
         rotary_pairs: Which numbers of a head rotate together: those of its two `"halves"`, or `"neighbours"`.
-        max_tokens: Longest text, where no `position` says so, or the model takes fewer than it has positions.
-        dropout: Rate behind embedding, attention and MLP while training. If not said, rates are read off layers and
-            attention of `torch.nn`; a warning names other modules that drop.
-        ignored: Beginnings of names of tensors that take no part in the answer.
+        max_tokens: Longest text, if there is no `position`, or the model accepts fewer tokens than it has positions.
+        dropout: Rate after embedding, attention and MLP in training. By default rates are read from layers and
+            attention from `torch.nn`; a warning names other modules with dropout.
+        ignored: Prefixes of names of tensors that do not affect the answer.
         answer: How the model is called: the model and a batch (`pixel_values`, or `input_ids` with `attention_mask`, 1
-            at tokens, and `token_type_ids`) in, logits `[B, C]` out. If not said, the model is called with the images
-            or token ids, and with mask and segments where its `forward` has arguments of these names.
-        masked: Whether a text model knows which tokens are padding; if not said, it does where `answer` is given or
-            its `forward` is told. One that does not attends to padding, and so does what it is converted into.
+            at tokens, and `token_type_ids`) in, logits `[B, C]` out. By default the model is called with the images
+            or token ids, and with mask and segments if its `forward` has arguments of these names.
+        masked: Whether a text model knows which tokens are padding; by default yes if `answer` is given or its
+            `forward` takes a mask. If not, it attends to padding, and so does the converted model.
 
     Examples:
         >>> import torch, hydra_ensembles as he

@@ -154,7 +154,7 @@ class Atlas:
     provenance: Provenance
 
     def cost(self, head: HeadEffect) -> dict[str, float]:
-        """What the loss of a head takes from each of `Quality.numbers`; what it adds is below zero."""
+        """How much each of `Quality.numbers` falls without the head; negative where it rises."""
         without = head.without.numbers
         return {name: value - without[name] for name, value in self.whole.numbers.items()}
 
@@ -195,30 +195,30 @@ def atlas(
     output: str | Path | None = None,
     progress: bool = True,
 ) -> Atlas:
-    """Switch off every head by itself, in all members that have it, and see what becomes of the answers.
+    """Switch off one head at a time, in all members that have it, and measure how the answers change.
 
-    One pass over each set: the blocks below a head are run once for all heads above, and those from its layer on once
-    for each head. The numbers are those that `evaluate` gives of the ensemble inside `masked(ensemble, [head])`.
+    One pass over each set: the blocks below a head run once for all heads above, and those from its layer on once
+    for each head. The numbers are those that `evaluate` gives inside `masked(ensemble, [head])`.
 
     Args:
         ensemble: A classifier of any number of members, also a zero-shot one; it is not changed.
-        id_data: Labelled in-distribution set, as `evaluate` takes it.
-        ood: OOD sets, as `evaluate` takes them; those of a group `"apart"` are left out.
+        id_data: Labelled in-distribution set, as for `evaluate`.
+        ood: OOD sets, as for `evaluate`; those in the group `"apart"` are left out.
         name: What the page calls the model.
-        id_name: Name of the in-distribution set; that of a data set is known.
+        id_name: Name of the in-distribution set; not needed for a data set.
         score: Score that detects OOD inputs.
         inputs: How many ID inputs, and how many OOD inputs, to keep for each head; at most 16.
         layers: Only the heads of these layers; None for all.
-        preprocess: Turns a list of raw items into inputs; an ensemble brings its own.
+        preprocess: Turns a list of raw items into inputs; an ensemble has its own.
         batch_size: For data sets that are not in batches.
         num_workers: Worker processes for such data sets.
-        output: Run folder that keeps the answers to every batch; an atlas that was interrupted goes on there when it
-            is called again with the same arguments. None keeps nothing.
-        progress: Whether to say how long it takes, and show a bar.
+        output: Run folder that keeps the answers to every batch; an interrupted atlas resumes when called again with
+            the same arguments. None keeps nothing.
+        progress: Whether to say how long it takes, and show a progress bar.
 
     Raises:
         ConfigError: The model is no ensemble with a classifier, or a setting is out of range.
-        DataError: A set is empty, does not fit the model, or is given twice. A `HydraWarning` tells of samples that
+        DataError: A set is empty, does not fit the model, or is given twice. A `HydraWarning` is given for samples that
             trained it, or fitted calibration or familiarity, as in `evaluate`.
         HeadError: There is no such layer.
 
@@ -227,8 +227,8 @@ def atlas(
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
         >>> batches = [(torch.randn(7, 3, 64, 64), torch.arange(7)) for _ in range(2)]  # or a DataLoader
-        >>> foreign = {"noise": [(torch.randn(7, 3, 64, 64),)]}
-        >>> found = he.atlas(base, batches, foreign, layers=[5], inputs=1, progress=False)
+        >>> ood = {"noise": [(torch.randn(7, 3, 64, 64),)]}
+        >>> found = he.atlas(base, batches, ood, layers=[5], inputs=1, progress=False)
         >>> found.save("atlas.json")
         >>> len(he.Atlas.load("atlas.json").heads), sorted(found.whole.numbers)
         (6, ['accuracy', 'auroc', 'log_likelihood'])

@@ -70,46 +70,45 @@ def evaluate(
 ) -> Evaluation:
     """Measure a model: accuracy, calibration, diversity, OOD detection, selective risk. One pass over each set.
 
-    Under `torchrun` or `accelerate` (an initialised `torch.distributed`) the processes share the batches, every
-    one of them gets the whole result, and the numbers are those of a single process. Give every process the plain
+    Under `torchrun` or `accelerate` (an initialised `torch.distributed`) the processes share the batches, each
+    returns the whole result, and the numbers are those of a single process. Give every process the plain
     loader, in the same order: one that is split between them, or a stream that splits itself, is refused. With NCCL
     each must have chosen its GPU before (`torch.cuda.set_device`).
 
     Args:
         ensemble: An `Ensemble`, as it is or prepared by `optimize`; or anything that is called with the inputs of a
-            batch and answers with member logits `[M, B, C]` (`[B, C]` counts as one member; an object with `.logits`
-            is looked into; a mapping is given as keywords where its `forward` has them). A module of another library is
+            batch and returns member logits `[M, B, C]` (`[B, C]` counts as one member; of an object, `.logits` is
+            taken; a mapping is passed as keywords if its `forward` has them). A module of another library is
             in evaluation mode meanwhile: do not train it in another thread. Ours change no flag.
-        id_data: Labelled in-distribution set: batches, as a `DataLoader` gives them, or a data set of
-            `hydra_ensembles.data`, which is put in batches with the model's preprocessing.
-        ood: OOD sets, `{"near": {name: data}, "far": {...}}` as `Suite.load` gives them, or flat, `{name: data}`,
-            for the mean over all sets only. A group `"apart"` is in no mean. Labels of OOD sets are not read.
+        id_data: Labelled in-distribution set: batches, as from a `DataLoader`, or a data set of
+            `hydra_ensembles.data`, which is batched with the model's preprocessing.
+        ood: OOD sets, `{"near": {name: data}, "far": {...}}` as from `Suite.load`, or flat, `{name: data}`,
+            for the mean over all sets only. The group `"apart"` is in no mean. Labels of OOD sets are not read.
         shift: `{name: data}` of labelled sets under distribution shift, such as corruptions.
         name: What tables call the model.
-        id_name: Name of the in-distribution set; that of a data set is known.
+        id_name: Name of the in-distribution set; not needed for a data set.
         score: Score that detects OOD samples, of the mean over members.
-        scores: Further scores to report; those that the ensemble was fitted to give (`fit_familiarity`) are reported
-            unasked.
+        scores: Further scores to report; fitted ones (`fit_familiarity`) are always reported.
         convention: How AUPR and FPR95 are defined; see `hydra_ensembles.metrics.ood`.
-        calibration: Temperature and threshold to apply; an ensemble brings its own.
-        preprocess: Turns a list of raw items into inputs; an ensemble brings its own.
+        calibration: Temperature and threshold to apply; an ensemble has its own.
+        preprocess: Turns a list of raw items into inputs; an ensemble has its own.
         batch_size: For data sets that are not in batches.
         num_workers: Worker processes for such data sets.
         device: Where to run, if not where the model is; it is moved back. One prepared by `optimize` cannot be moved.
         bootstrap: Number of resamples for confidence intervals; 0 for none. `metrics.bootstrap` says how often they
-            hold the true number: of few samples they are too narrow.
+            contain the true number: with few samples they are too narrow.
         gallery: How many of the inputs it was most and least sure about to keep in the evaluation, for the report.
-        keep_logits: Whether the result keeps the member logits, to be saved beside it.
-        output: Run folder that keeps the answers of an `Ensemble` to every batch; an evaluation that was interrupted
-            goes on there when it is called again. None keeps nothing.
+        keep_logits: Whether the result keeps the member logits, to be saved with it.
+        output: Run folder that keeps the answers of an `Ensemble` to every batch; an interrupted evaluation resumes
+            when called again. None keeps nothing.
         progress: Whether to show progress bars.
 
     Raises:
         DataError: A set is empty, has one class, holds NaN, does not fit the model, or is given twice, also under
-            another name; the message names it. A `HydraWarning` tells of OOD sets with some ID samples, or one sample;
-            of shifted sets with samples that are not shifted; of sets with samples that trained the model, or fitted
-            calibration or familiarity, with their share of the set, as up to 1,024 of these tell; and of thresholds
-            that accept fewer of the in-distribution set than they promise, beyond chance.
+            another name; the message names it. A `HydraWarning` is given for OOD sets with some ID samples, or one
+            sample; for shifted sets with samples that are not shifted; for sets with samples that trained the model, or
+            fitted calibration or familiarity, with their estimated share, from up to 1,024 digests; and for thresholds
+            that accept significantly fewer of the in-distribution set than they promise.
         ConfigError: A setting is not known.
 
     Examples:

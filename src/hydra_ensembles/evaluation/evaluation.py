@@ -231,7 +231,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Every metric of one model on one suite. Printed it is a table of one row; `numbers` has everything.
+    """Every metric of one model on one suite. Printed as a table of one row; `numbers` has everything.
 
     Attributes:
         score: The score that detects OOD samples and orders the risk-coverage curve.
@@ -239,12 +239,13 @@ class Evaluation:
         shift: Results on labelled sets under distribution shift.
         intervals: Bootstrap intervals, under the names of `numbers`; empty unless asked for.
         gallery: The inputs the model was most and least sure about; empty unless asked for.
-        logits: The member logits; None unless asked for. They are saved as a file of their own.
-        logits_digest: The digest of that file; None where there is none.
-        reused: About which share of the in-distribution samples trained the model, or fitted calibration or familiarity
-            (the largest of these), as up to 1,024 of them tell; above 0, numbers are better than those of new data.
-            None where they are not known: nothing was trained or fitted here, or before there were such marks.
-        traces: Of every set, by its name in `samples`, by which `compare` knows other samples; empty in older files.
+        logits: The member logits; None unless asked for. They are saved in a separate file.
+        logits_digest: The digest of that file; None if there is none.
+        reused: Estimated share of the in-distribution samples that trained the model, or fitted calibration or
+            familiarity (the largest of these), from up to 1,024 digests; above 0, numbers are better than on new data.
+            None if not known: nothing was trained or fitted with this library, or in a version without digests.
+        traces: Digests of every set, by its name in `samples`, from which `compare` recognises other samples; empty in
+            older files.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -287,7 +288,7 @@ class Evaluation:
 
     @property
     def fitted(self) -> tuple[str, ...]:
-        """Those of the reported scores that were fitted to features, such as `mahalanobis`."""
+        """The reported scores that were fitted to features, such as `mahalanobis`."""
         scores = [score for result in self.ood.values() for score in result.detection if score in get_args(FittedName)]
         return tuple(dict.fromkeys(scores))
 
@@ -301,8 +302,8 @@ class Evaluation:
     def numbers(self) -> dict[str, float]:
         """Every number under one flat name: `accuracy`, `near.auroc`, `ood.cifar100.fpr95`, `shift.fog.ece`.
 
-        Detection results of a score other than the evaluation's own have its name in front: `energy:near.auroc`. Shares
-        that are declined are `far.abstained`, and by reason `far.unsure` and `far.unfamiliar`.
+        Detection results of another score than the evaluation's own are prefixed with its name: `energy:near.auroc`.
+        Declined shares are `far.abstained`, and by reason `far.unsure` and `far.unfamiliar`.
         """
         numbers = self.id.numbers()
         single = {f"ood.{name}": result.detection for name, result in self.ood.items()}
@@ -339,10 +340,10 @@ class Evaluation:
 
     @checked
     def save(self, path: str | Path) -> None:
-        """Write a JSON file, and before it `<name>.logits.safetensors` beside it where member logits were kept.
+        """Write a JSON file, and before it `<name>.logits.safetensors` next to it if member logits were kept.
 
-        Both have digests, and the first knows that of the second. An evaluation without logits leaves alone those
-        beside the file: it may have been read without them.
+        Both have digests, and the first stores that of the second. An evaluation without logits does not touch those
+        next to the file: it may have been read without them.
         """
         file = expanded(path)
         digest = self.logits_digest if self.logits is None else self.logits.save(logits_path(file))
@@ -351,7 +352,7 @@ class Evaluation:
     @classmethod
     @checked
     def load(cls, path: str | Path, *, with_logits: bool = False) -> "Evaluation":
-        """Read a JSON file that `save` wrote; `with_logits` reads the member logits beside it, too.
+        """Read a JSON file that `save` wrote; `with_logits` also reads the member logits next to it.
 
         Raises:
             DataError: The file is missing, was changed, is no evaluation or one of a newer version; the logits are

@@ -33,18 +33,16 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
     """Switch heads off within a `with` block, by zeroing their part of the output projection.
 
     The parameters stay the same objects and are restored to the last bit when the block ends, also by an exception.
-    Blocks may be nested, and may name the same head. Logits computed inside must be differentiated inside. What was
-    measured (calibration, familiarity) stays as it is; copies and files that are made inside keep the mask for good, so
-    they go without it, with a warning.
+    Blocks may be nested, and may name the same head. Logits computed inside must be differentiated inside. Calibration
+    and familiarity stay; copies and files made inside keep the mask for good, so they lose both, with a warning.
 
-    The model is one and the same for all threads: where others predict with it meanwhile, they get its answers without
-    these heads. Give each thread a copy (`copy.deepcopy`). Masks come off in any order, and the weights are whole when
-    the last one has.
+    All threads share the model: others that predict with it meanwhile get its answers without these heads. Give each
+    thread a copy (`copy.deepcopy`). Masks may end in any order; the weights are whole after the last one.
 
     Args:
         ensemble: An ensemble or a dual encoder; changed in place until the block ends.
         heads: Heads by layer and original index; those of a dual encoder with their tower, `"image"` or `"text"`.
-        member: The member to switch them off in, where members do not share the attention; None means every member
+        member: The member to switch them off in, if members do not share the attention; None for every member
             that has the head.
 
     Yields:

@@ -70,11 +70,11 @@ class HeadRanking:
 
     Attributes:
         heads: The heads, in the order in which they were removed.
-        scores: For a circuit, the score of the model after each removal; for Taylor, the importance the head had.
+        scores: For a circuit, the score of the model after each removal; for Taylor, the importance of the head.
         method: How the order was found, such as `"circuit/exact"` or `"taylor/layer"`.
         score: What was scored: `"acc"`, `"ood"`, `"avg"`, or `"taylor"`.
-        provenance: Data sizes, seed, model fingerprint, counters, whatever tells two runs apart.
-        only: When set, `first` takes this number only (per-layer Taylor: fewer would not prune the layers evenly).
+        provenance: Data sizes, seed, model fingerprint, counters and all else that distinguishes two runs.
+        only: If set, `first` accepts only this number (per-layer Taylor: fewer would not prune the layers evenly).
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -121,7 +121,7 @@ class HeadRanking:
 
     @property
     def ties(self) -> str | None:
-        """What decided between heads of one score: `"likelihood"`, or `"order"` as in circuits of before; else None."""
+        """What decided between heads of equal score: `"likelihood"`, or `"order"` as in older circuits; else None."""
         return self.provenance.get("ties", "order") if self.method.startswith("circuit/") else None
 
     @checked
@@ -146,7 +146,7 @@ class HeadRanking:
     @classmethod
     @checked
     def load(cls, path: str | Path) -> "HeadRanking":
-        """Read a ranking that `save` wrote; one of before, without a digest, is accepted too."""
+        """Read a ranking that `save` wrote; older ones, without a digest, are accepted too."""
         try:
             return from_plain(cls, read_sealed(expanded(path)), "ranking", complete=True)
         except ValueError as error:

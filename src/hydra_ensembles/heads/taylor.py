@@ -58,22 +58,22 @@ def taylor(
 ) -> HeadRanking:
     """Rank heads by their first-order Taylor score, least important first.
 
-    `scope="layer"` takes the same number of heads from every layer: layers first to last, the lowest scores of a layer
-    go, and the gradients are computed anew before the next layer; `first` of such a ranking accepts `budget` only.
-    `scope="global"` compares the heads of all layers after a single gradient pass and ranks every one that may go.
+    `scope="layer"` removes the same number of heads from every layer: from first layer to last, those with the lowest
+    scores, with new gradients before each layer; `first` of such a ranking accepts only `budget`.
+    `scope="global"` compares the heads of all layers after a single gradient pass and ranks all of them.
 
-    Dropout is off. The ensemble is left alone: weights, gradients, flags and training mode.
+    Dropout is off. Nothing of the ensemble is changed: weights, gradients, flags, training mode.
 
     Args:
         ensemble: An ensemble with one member and a classifier.
-        batches: Calibration data, `(inputs, labels)` or mappings with `labels`. What is drawn is kept in
+        batches: Calibration data, `(inputs, labels)` or mappings with `labels`. Drawn batches are kept in
             memory, except by a global ranking on all batches.
         budget: Heads to remove, in addition to those in `removed`.
         scope: Whether heads are compared within their layer or across layers.
-        layers: Layers whose heads may be removed; None for all of them, of which an attention that pools the tokens
-            (layer `num_layers`) is one where heads are compared across layers.
+        layers: Layers whose heads may be removed; None for all of them, with the global scope including an attention
+            that pools the tokens (layer `num_layers`).
         removed: Heads that are already off; they are no candidates.
-        seed: Draws the calibration batches: this is how the members of a Taylor ensemble come to differ.
+        seed: Seed for drawing the calibration batches, by which the members of a Taylor ensemble differ.
         calibration_batches: How many batches to draw. None uses all: then the seed changes nothing.
         dtype: Precision of the passes; None for the ensemble's own. Gradients add up in float32 at least.
         device: Where to compute; None for where the ensemble is.

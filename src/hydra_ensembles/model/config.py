@@ -23,18 +23,18 @@ NormKind = Literal["layer", "layer_no_bias", "rms"]
 
 @dataclass(frozen=True)
 class RotaryConfig(Checked):
-    """Positions as rotations of queries and keys: of n pairs of numbers, pair j turns by position / base^(j / n).
+    """Positions as rotations of queries and keys: of n pairs of numbers, pair j rotates by position / base^(j / n).
 
-    In a text the position of a token is its number. In an image half of the pairs turn by the row of a patch and half
-    by its column, and the tokens before the patches are not turned.
+    In a text, the position of a token is its number. In an image, half of the pairs rotate by the row of a patch and
+    half by its column, and tokens before the patches do not rotate.
 
     Attributes:
-        local_base: Base of the layers with local attention, where they have another.
+        local_base: Base of the layers with local attention, if they have another.
         centred: Rows and columns of an image run from -2π to 2π, whatever its size (DINOv3), instead of counting.
         offset: Where counting rows and columns starts.
-        reference: The grid that counted rows and columns are scaled to (EVA); None leaves them as they are.
-        shift: In training, rows and columns that run from -1 to 1 are moved by up to so much, each by its own.
-        jitter: In training, rows and columns are stretched or shrunk by up to this factor, each by its own.
+        reference: The grid that counted rows and columns are scaled to (EVA); None does not scale them.
+        shift: In training, rows and columns, from -1 to 1, are shifted by up to this much, independently.
+        jitter: In training, rows and columns are stretched or shrunk by up to this factor, independently.
         rescale: In training, both are stretched or shrunk by up to this factor.
 
     Examples:

@@ -29,8 +29,8 @@ INITIAL_SCALE = math.log(1 / 0.07)  # where CLIP's training starts
 class DualEncoder(OurModel, Saved):
     """An image tower and a text tower whose features are projected into one embedding (CLIP).
 
-    The towers have the same number of members, or one of them has a single member that serves all. The logit of an
-    image and a text is the cosine of their embeddings times `exp(logit_scale)`, plus `logit_bias` where there is one.
+    The towers have the same number of members, or one of them has a single member for all. The logit of an image and
+    a text is the cosine of their embeddings times `exp(logit_scale)`, plus `logit_bias` if there is one.
 
     Attributes:
         config: What it is made of.
@@ -38,7 +38,7 @@ class DualEncoder(OurModel, Saved):
         embedding_width: Width of the common embedding, e.
 
     Examples:
-        `dual` is a CLIP of transformers or open_clip, made one of ours by `convert(model, processor=...)`:
+        `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
 
         >>> import torch
         >>> images, texts = torch.randn(2, 3, 32, 32), ["a photo of a cat", "a photo of a dog", "a red bus"]
@@ -100,7 +100,7 @@ class DualEncoder(OurModel, Saved):
             inputs: Images `[B, 3, H, W]`, a mapping with `pixel_values`, or PIL images, which go through the
                 saved preprocessing.
             normalize: Scale each embedding to length one.
-            named: The same as keywords; those that the other tower reads are left to it.
+            named: The same as keywords; those for the other tower are ignored.
         """
         return self._per_member(embed(self.image, self.projections.image, inputs, normalize, **named))
 

@@ -150,24 +150,24 @@ class Saved(ABC):
 
 
 class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the place of such a one
-    """A transformer classifier with M members: stem, encoder, readout; `forward` gives `[M, B, C]`.
+    """A transformer classifier with M members: stem, encoder, readout; `forward` returns `[M, B, C]`.
 
     A single model is an ensemble with one member, a pruned model one with fewer heads, a Deep Ensemble one
     whose members share nothing, a Hydra Ensemble one whose members share stem and MLPs.
 
-    Parameters have an axis of copies in front, norms and biases too, `[G, d]`: in a training loop of your own, rules
-    that know these by a single axis (`ndim <= 1` for weight decay, 2 for Muon) have to go by their names instead.
+    The first axis of every parameter is that of copies, also of norms and biases, `[G, d]`: in your own training loop,
+    rules based on the number of axes (`ndim <= 1` for weight decay, 2 for Muon) must use names instead.
 
     Attributes:
         config: What it is made of.
-        metadata: Labels, preprocessing, calibration, history; of the weights as they are.
+        metadata: Labels, preprocessing, calibration, history, for the current weights.
         kind: `"image"` or `"text"`.
         num_members: Number of members, M.
         num_classes: Number of classes; 0 when there is no classifier.
         num_layers: Number of transformer blocks.
         num_heads: Heads per layer before pruning.
-        heads: Original indices of the heads kept in the blocks, `heads[member][layer]`; `config.heads` has behind them
-            those of an attention that pools the tokens, which is layer `num_layers` for whoever prunes.
+        heads: Original indices of the heads kept in the blocks, `heads[member][layer]`. `config.heads` also has, as the
+            last layer, those of an attention that pools the tokens; for pruning that is layer `num_layers`.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -242,23 +242,24 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
     ) -> Tensor:
         """Member logits `[M, B, C]`.
 
-        `nn.DataParallel` around an ensemble joins what its GPUs give along the first axis, which is that of members,
-        not of samples: use `DistributedDataParallel`, or put a module in between that gives samples first. So does the
-        `Trainer` of transformers, which also writes into `config`: give it a module that has none and gives a loss.
+        `nn.DataParallel` concatenates the outputs of its GPUs along the first axis, which is that of members, not of
+        samples: use `DistributedDataParallel`, or wrap the ensemble in a module that returns samples first. The
+        `Trainer` of transformers does the same, and also writes to `config`: give it a module without a `config` that
+        returns a loss.
 
         Args:
-            inputs: Images `[B, 3, H, W]`, token ids `[B, T]`, or a mapping as tokenizers and image processors give it
-                (`pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`); or raw inputs, as `predict`
-                takes them.
+            inputs: Images `[B, 3, H, W]`, token ids `[B, T]`, or a mapping from a tokenizer or image processor
+                (`pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`); or raw inputs, as for
+                `predict`.
             attention_mask: `[B, T]`, 1 at tokens and 0 at padding.
             token_type_ids: `[B, T]`, the segment of each token.
-            named: The same as keywords: `ensemble(**tokenizer(texts, return_tensors="pt"))`. What changes no answer
-                (`labels`, see `given.PASSED_OVER`) may be there; all else is refused.
+            named: The same as keywords: `ensemble(**tokenizer(texts, return_tensors="pt"))`. Keywords that do not
+                affect the answer (`labels`, see `given.PASSED_OVER`) are ignored; all others are refused.
         """
         return self._per_member(self.readout(*self._encoded(inputs, attention_mask, token_type_ids, **named)))
 
     def features(self, *inputs: Any, **named: Any) -> Tensor:
-        """Pooled features `[M, B, d]`, as classifier or hidden layer see them; takes what `forward` takes."""
+        """Pooled features `[M, B, d]`, the input of the classifier or its hidden layer; arguments as for `forward`."""
         return self._per_member(self.readout.pool(*self._encoded(*inputs, **named)))
 
     @torch.no_grad()
@@ -273,15 +274,15 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
     ) -> Prediction:
         """Label, confidence and uncertainty of a batch, with the saved calibration applied.
 
-        The answer is that of evaluation mode in any mode, and no flag is changed: threads may share the model.
+        The answer is always that of evaluation mode, and no flag is changed: threads may share the model.
 
         Args:
-            inputs: What `forward` takes; or raw inputs, which go through the saved preprocessing: a PIL
+            inputs: As for `forward`; or raw inputs, which go through the saved preprocessing: a PIL
                 image, a string, or a list of them, in which a tuple of two strings is a pair.
-            attention_mask: As of `forward`, like `token_type_ids`.
+            attention_mask: As for `forward`, like `token_type_ids`.
             token_type_ids: The segment of each token.
             check_finite: Refuse logits that are NaN or infinite. On a GPU this waits for them; nothing else does.
-            named: What `forward` takes as keywords: `ensemble.predict(**tokenizer(texts, return_tensors="pt"))`.
+            named: As keywords, as for `forward`: `ensemble.predict(**tokenizer(texts, return_tensors="pt"))`.
         """
         ready = self.prepare(inputs, attention_mask, token_type_ids, **named)
         with dropping(False):
@@ -290,7 +291,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
     def answers(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Member logits `[M, B, C]`, and how unfamiliar the inputs are by every fitted score, `[S, M, B]`.
 
-        This and `features_and_logits` take what `forward` takes.
+        Arguments of this and of `features_and_logits` are as for `forward`.
         """
         familiarity = self.metadata.familiarity
         if familiarity is None:
@@ -307,9 +308,9 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
     def prepare(
         self, inputs: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **named: Any
     ) -> Inputs:
-        """What `predict` takes, as inputs for `forward` on the device and in the dtype of the model.
+        """Inputs of `predict` as inputs for `forward`, on the device and in the dtype of the model.
 
-        Whatever comes from the CPU is checked before it is sent to another device.
+        Inputs on the CPU are checked before they are sent to another device.
         """
         by_name = bool(named) or attention_mask is not None or token_type_ids is not None
         ready = isinstance(inputs, Tensor | Mapping) or (inputs is None and by_name)
@@ -380,7 +381,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
         return fitting(self.config, arguments, self._metadata.preprocessing)
 
     def optimize(self, example_inputs: Given | None = None, **options: Any) -> "OptimizedEnsemble":
-        """A frozen, faster runner of this ensemble; `OptimizedEnsemble` says which options there are."""
+        """A frozen, faster runner of this ensemble; for the options see `OptimizedEnsemble`."""
         from ..optimize.runner import OptimizedEnsemble
 
         return OptimizedEnsemble(self, example_inputs, **options)
@@ -392,7 +393,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
         """One ensemble with all members of the given ones and nothing shared between them.
 
         Stacking three independently trained models gives their Deep Ensemble, in one forward pass. Models of other
-        libraries are converted. A `HydraWarning` tells of two that are equal.
+        libraries are converted. A `HydraWarning` is given if two are equal.
         """
         from ..convert.convert import as_ours  # a layer above
 
@@ -406,7 +407,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
         return Ensemble.from_state(config, join_states(config, states), metadata)
 
     def member(self, index: int) -> "Ensemble":
-        """A copy of one member as an ensemble of its own; the calibration of several members is not its own."""
+        """A copy of one member as an ensemble by itself, without the calibration, which belongs to several members."""
         index = member_index(index, self.num_members)
         state = member_state(self.config, self.whole_state(), index)
         metadata = member_metadata(self.kept_metadata("taken apart"), index, self.num_members)
@@ -420,9 +421,9 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
         return built_around(lambda: cls(config, metadata), copied(state))
 
     def with_metadata(self, **changes: Any) -> "Ensemble":
-        """The same ensemble with some of its metadata replaced; what was measured goes with another preprocessing.
+        """The same ensemble with some of its metadata replaced; another preprocessing drops what was measured.
 
-        Its weights are these, not copies of them: training one in place, or masking heads of it, changes both.
+        The weights are shared, not copied: training one in place, or masking heads of it, changes both.
         """
         names = [field.name for field in fields(Metadata)]
         strange = sorted(set(changes) - set(names))

@@ -25,11 +25,11 @@ def load(
     dtype: torch.dtype | None = None,
     token: str | None = None,
 ) -> Ensemble | Any:
-    """The saved model in a folder or on the hub, ready to answer: an `Ensemble` or a `DualEncoder`.
+    """Load a saved model from a folder or the hub: an `Ensemble` or a `DualEncoder`, ready to use.
 
-    `he.load("my-hydra").predict(inputs)` gives answers and `he.load("my-hydra")(inputs)` member logits, of tensors, and
-    of texts and pictures where the preprocessing was saved. To type checkers it is an `Ensemble`, unless `isinstance`
-    says otherwise; `DualEncoder.from_pretrained` reads the other kind alone.
+    `he.load("my-hydra").predict(inputs)` returns answers and `he.load("my-hydra")(inputs)` member logits, for tensors
+    and, if the preprocessing was saved, for texts and pictures. To type checkers it is an `Ensemble`, unless
+    `isinstance` says otherwise; `DualEncoder.from_pretrained` reads only the other kind.
 
     Args:
         source: The folder that `save_pretrained` wrote, or a name on the hub, `owner/name` or `hub:owner/name`.

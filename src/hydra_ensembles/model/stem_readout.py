@@ -250,7 +250,7 @@ class Projections(nn.Module):
     """One linear map per tower; None where a tower's features are the embedding already.
 
     Examples:
-        Of a `dual` encoder, taken apart and put together again:
+        A `dual` encoder, taken apart and put together again:
 
         >>> import hydra_ensembles as he
         >>> both = he.Projections(dual.projections.image, dual.projections.text)

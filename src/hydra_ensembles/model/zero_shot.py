@@ -106,15 +106,15 @@ _CLASSIFIER, _PROJECTION, _CLASSES = "readout.classifier.", "readout.projection.
 def zero_shot(
     dual: DualEncoder, class_names: Sequence[str], templates: Templates = DEFAULT_TEMPLATES, keep_text: bool = True
 ) -> Ensemble:
-    """An image classifier out of a dual encoder and the names of its classes; nothing is trained.
+    """Make an image classifier from a dual encoder and the names of its classes; nothing is trained.
 
     Each member's text tower embeds the names once, here; the result is an ensemble like any other.
 
     Args:
         dual: One member or several; it is not changed. Its text tower must have a tokenizer.
         class_names: One per class, in the order of the logits.
-        templates: Sentences with `{label}` where the name goes. With several, the embeddings of a class are
-            averaged: each scaled to length one, and their mean again.
+        templates: Sentences with `{label}` in place of the name. With several, the embeddings of a class are
+            averaged: each is scaled to length one, and so is their mean.
         keep_text: Keep text towers and tokenizer, also in `save_pretrained`, so that `retarget` can set other
             classes. They stay on the CPU and take no part in inference.
 
@@ -123,7 +123,7 @@ def zero_shot(
             dual encoder without tokenizer, or an image tower that has no single feature vector.
 
     Examples:
-        `dual` is a CLIP of transformers or open_clip, made one of ours by `convert(model, processor=...)`:
+        `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
 
         >>> import torch, hydra_ensembles as he
         >>> classifier = he.zero_shot(dual, ["cat", "dog", "red bus"], "a photo of the {label}")
@@ -161,15 +161,15 @@ def zero_shot(
 @checked
 @own_precision()
 def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Templates | None = None) -> Ensemble:
-    """The same zero-shot ensemble for other classes, by the text towers it kept; the calibration does not carry over.
+    """The same zero-shot ensemble for other classes, from the text towers it kept; the calibration is dropped.
 
     Args:
         ensemble: Made by `zero_shot` with `keep_text`, perhaps pruned, fused, saved and loaded since.
         class_names: The new classes.
-        templates: The new templates; None for those it was made with.
+        templates: The new templates; None for the same as before.
 
     Examples:
-        `dual` is a CLIP of transformers or open_clip, made one of ours by `convert(model, processor=...)`:
+        `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
 
         >>> import hydra_ensembles as he
         >>> classifier = he.zero_shot(dual, ["cat", "dog"])

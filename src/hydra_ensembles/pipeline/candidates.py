@@ -77,50 +77,49 @@ def search(
 ) -> SearchResult:
     """Find the best ensemble for a price: build candidates, judge them on held-out data, choose.
 
-    The choice has the lowest NLL of all that cost at most `cost` times the given model and are no worse than it in
-    accuracy, NLL, selective risk (AURC) and OOD AUROC by both scores; where there is none, it is the given model
-    itself. It was chosen by these numbers, so report others, of data that no part of the search has seen. Its reason
-    (`why`) says whether its NLL is lower beyond chance, and a warning does where it is not.
+    The choice has the lowest NLL of all that cost at most `cost` times as much as the given model and are not worse in
+    accuracy, NLL, selective risk (AURC) and OOD AUROC by both scores; if there is none, it is the given model
+    itself. These numbers made the choice, so report others, on data that the search has not seen. `why` says whether
+    its NLL is significantly lower; if it is not, there is also a warning.
 
-    Prices are measured before anything is trained: what is too dear is not built. Candidates that follow the same
-    recipe first train for a short while, and one that is then better in no number, and worse in some, than another
-    that costs no more is given up; so is one whose training diverges. Called again with the same arguments, a search
-    that was stopped goes on; a finished one is read back.
+    Prices are measured before anything is trained: candidates above `cost` are not built. Those with the same recipe
+    first train for a short while; one is dropped if another costs no more and is better in some measures and worse in
+    none, or if its training diverges. Called again with the same arguments, an interrupted search resumes; a finished
+    one is read back.
 
     Args:
-        model: A trained classifier, as `build` takes it; it is always a candidate, with its calibration if it has one.
-            Its familiarity is fitted anew, as of all candidates.
-        id: Held-out labelled ID batches, kept in memory. A half drawn by the seed judges; of the other, one half ranks
-            heads and fits familiarity, the other calibrates.
-        ood: Batches unlike the training data, kept in memory, or `{name: batches}` of several sources, which count
-            alike. One half is for circuits, the other judges. `"synthetic"` makes both from `id`, see
-            `data.synthetic_ood`: better than none, but what candidates are worth on them need not be what they are
-            worth on inputs that really come.
-        train: Labelled training batches that can be read again and again; without them no candidate is trained.
+        model: A trained classifier, as for `build`; it is always a candidate, with its calibration if it has one.
+            Its familiarity is fitted again, as for all candidates.
+        id: Held-out labelled ID batches, kept in memory. A half drawn by the seed is used to judge; of the other, one
+            half ranks heads and fits familiarity, the other calibrates.
+        ood: Batches unlike the training data, kept in memory, or `{name: batches}` of several sources of equal
+            weight. One half is for circuits, the other to judge. `"synthetic"` makes both from `id`, see
+            `data.synthetic_ood`: better than none, but results on real OOD inputs may differ.
+        train: Labelled training batches that can be read repeatedly; without them no candidate is trained.
         cost: The highest price, 1 or more; the given model costs 1. Three members above five sixths of the layers have
             1.33 times its multiply-adds.
         candidates: `HydraConfig`s, or mappings of their fields; None takes trunks of different depth, with and without
             pruned heads, trained in different ways.
         models: Further trainings of the model: candidates are also their soup, their Deep Ensemble, and all of them
-            fused above the mean of their first five sixths, with MLPs of their own.
-        pretrained: As of `build`, for all candidates that train.
-        recipe: How candidates train that bring no recipe of their own; None takes `Recipe.preset("hydra")`.
-        judge_id: Labelled ID batches to judge on, instead of a half of `id`.
-        judge_ood: OOD batches to judge on, or `{name: batches}`, whose mean counts; instead of a half of `ood`.
-        familiarity: The score of features besides the maximum softmax probability; None for none.
-        first: Share of the updates after which candidates are compared for the first time; 1 leaves that out.
-        tolerance: How far accuracy, AURC and AUROCs of the choice may lie behind those of the given model.
-        price: What costs: time of a batch, optimized, or multiply-adds.
-        batch_size: Inputs of the batch whose time is measured.
+            fused, with the mean of their first five sixths of the layers and separate MLPs.
+        pretrained: As for `build`, for all candidates that train.
+        recipe: How to train candidates that have no recipe of their own; None takes `Recipe.preset("hydra")`.
+        judge_id: Labelled ID batches to judge on, instead of half of `id`.
+        judge_ood: OOD batches to judge on, or `{name: batches}`, whose mean counts; instead of half of `ood`.
+        familiarity: Feature score to judge by, in addition to the maximum softmax probability; None for none.
+        first: Share of the updates after which candidates are first compared; 1 skips that.
+        tolerance: How much worse than the given model's accuracy, AURC and AUROCs of the choice may be.
+        price: How cost is measured: time of a batch, optimized, or multiply-adds.
+        batch_size: Batch size for measuring latency.
         optimize: Options of `Ensemble.optimize` for the measurement, such as `{"compile": True}`.
         output: Folder for `search.json`, the choice in `ensemble`, and every candidate; None keeps nothing.
         device: Where to compute; None stays where the model is.
-        seed: Draws halves, batches and members.
+        seed: Seed for drawing halves, batches and members.
         dry_run: Only measure what the candidates would cost: a result without numbers.
         progress: Whether to print the plan and show progress bars.
 
     Raises:
-        HydraError: Model, candidates and data do not go together, no candidate is within the price, or `output` holds
+        HydraError: Model, candidates and data do not fit together, no candidate is within the price, or `output` holds
             something else; found before any long work.
 
     Examples:
@@ -128,7 +127,7 @@ def search(
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
         >>> batches = [(torch.randn(28, 3, 64, 64), torch.arange(28) % 7) for _ in range(2)]  # or a DataLoader
-        >>> settings = {"id": batches, "cost": 3.0, "price": "multiply_adds", "progress": False}  # and ood=, at best
+        >>> settings = {"id": batches, "cost": 3.0, "price": "multiply_adds", "progress": False}  # better also ood=
         >>> plan = he.search(base, candidates=[{"strategy": "random", "prune": 2}], dry_run=True, **settings)
         >>> [row.state for row in plan.rows]  # nothing is built yet; leave dry_run out, and plan.ensemble is the choice
         ['planned', 'planned']

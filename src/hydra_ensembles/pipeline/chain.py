@@ -63,46 +63,46 @@ def build(
 ) -> Ensemble:
     """Make an ensemble from one model: convert, rank heads, choose members, prune, fine-tune and fuse, calibrate.
 
-    Members train apart and are fused, or are fused and train together (`HydraConfig.training`). A warning, and
-    the history, tell of a result that is worse on held-out data than the model itself, calibrated alike, in accuracy or
-    NLL, beyond chance.
+    Members train separately and are fused, or are fused and train together (`HydraConfig.training`). If the result is
+    significantly worse than the model itself, calibrated in the same way, in accuracy or NLL on held-out data, a
+    warning says so and the history records it.
 
-    Each stage leaves its product in `output`. Called again with the same arguments, a build that was stopped at any
-    point goes on there and (on a CPU) ends with the same bits; of a finished one the result is read back. To repeat a
-    stage, delete its product and those after it. The folder of another build is refused: held-out data are compared
-    sample by sample, of `train` the length, the first batch, and all labels where the source has them in memory.
+    Each stage leaves its product in `output`. Called again with the same arguments, an interrupted build resumes and
+    (on a CPU) gives a bit-identical result; a finished one is read back. To repeat a stage, delete its product and
+    those after it. The folder of another build is refused: held-out data are compared sample by sample; of `train`,
+    the length, the first batch, and all labels that the source has in memory.
 
-    Of a dual encoder (CLIP), heads of both towers are ranked together and pruned, and the members classify images
-    by the class names, as `zero_shot` does. For the image tower alone, build from `zero_shot(dual, class_names)`.
+    For a dual encoder (CLIP), heads of both towers are ranked together and pruned, and members classify images
+    by class names, as in `zero_shot`. For the image tower alone, build from `zero_shot(dual, class_names)`.
 
     Args:
         model: A model that `convert` takes, or an `Ensemble` or a `DualEncoder` with one member. It is not changed.
         config: What to make.
-        train: Labelled training batches that can be read again and again, for fine-tuning and Taylor rankings. Images
-            are cropped and mirrored at random where these do so, whatever the recipe says (`data.TrainTransform`).
+        train: Labelled training batches that can be read repeatedly, for fine-tuning and Taylor rankings. Images are
+            cropped and mirrored at random only if these do so, whatever the recipe says (`data.TrainTransform`).
         id: Held-out labelled in-distribution batches, kept in memory. A half drawn by the seed ranks heads, the
             other half calibrates (and chooses between learning rates), unless `validation` is given.
         ood: Batches unlike the training data, for circuits, kept in memory. Use other data to report results. A mapping
-            from names to batches gives several sources, which count alike; `"synthetic"` makes them from `id`, see
+            from names to batches gives several sources of equal weight; `"synthetic"` makes them from `id`, see
             `data.synthetic_ood`.
-        validation: Held-out labelled batches for calibration and for choosing in fine-tuning.
+        validation: Held-out labelled batches for calibration and for choices in fine-tuning.
         output: Run folder; None keeps nothing.
         device: Where to compute; None stays where the model is.
         progress: Whether to show progress bars.
-        class_names: Of a dual encoder: the names of the classes, in the order of the labels.
-        templates: Of a dual encoder: sentences with `{label}` where a name goes.
+        class_names: For a dual encoder: the names of the classes, in the order of the labels.
+        templates: For a dual encoder: sentences with `{label}` in place of a name.
         pretrained: The model before its fine-tuning: members start from its layers above the trunk.
-        preprocessing: What differs from the preprocessing that is known of the model, as in `convert`.
+        preprocessing: Changes to the model's own preprocessing, as in `convert`.
 
     Returns:
-        The fused ensemble, calibrated where there are data for it, in evaluation mode, ready to `predict`.
+        The fused ensemble, calibrated if there are data for it, in evaluation mode, ready to `predict`.
 
     Raises:
-        HydraError: Config, model and data do not go together, which is found before any long work as far as
-            possible; `output` holds another build, or a product that this one did not make, or is in use.
+        HydraError: Config, model and data do not fit together (found before any long work, as far as possible);
+            `output` holds another build, or a product that this one did not make, or is in use.
 
     Examples:
-        Your own model (of timm, transformers, ...) goes in place of `base`, and a `DataLoader` in that of `batches`:
+        Use your own model (from timm, transformers, ...) instead of `base`, and a `DataLoader` instead of `batches`:
 
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
@@ -111,7 +111,7 @@ def build(
         >>> config = he.HydraConfig(members=3, strategy="random", accepted_share=0.8)  # "circuit" needs ood=
         >>> hydra = he.build(base, config, id=batches, output="run", progress=False)
         >>> answer = hydra.predict(torch.randn(5, 3, 64, 64))
-        >>> hydra.num_members, answer.accept.shape  # where it is False, `answer.reason` says why
+        >>> hydra.num_members, answer.accept.shape  # if it is False, `answer.reason` says why
         (3, torch.Size([5]))
         >>> hydra.save_pretrained("my-hydra")
     """

@@ -52,20 +52,20 @@ class SearchResult:
         cost: The highest price that was allowed.
         measured: What a price is a ratio of.
         scores: Names of the OOD AUROCs that candidates are judged by, besides `accuracy`, `nll` and `aurc`.
-        samples: Number of samples that judged, by set.
-        choice: Name of the best one that is no worse than the given model; empty for a plan, of which nothing is built.
+        samples: Number of samples used to judge, by set.
+        choice: Name of the best one that is not worse than the given model; empty for a plan, which builds nothing.
         why: The reason, in a sentence.
-        front: Names of the candidates that none beats at their price or below, cheapest first: by `nll`, and by
+        front: Names of the candidates that are not beaten at their price or below, cheapest first: by `nll`, and by
             `auroc`, the mean of the scores.
-        ensemble: The choice, calibrated, ready to answer; None for a plan, or where the result was read from a file.
+        ensemble: The choice, calibrated, ready to use; None for a plan, or if the result was read from a file.
 
     Examples:
         >>> import torch, hydra_ensembles as he
         >>> from hydra_ensembles.demo import load_backbone
         >>> base = load_backbone()  # a small vision transformer: one member, 6 layers of 6 heads, 7 classes
         >>> batches = [(torch.randn(28, 3, 64, 64), torch.arange(28) % 7) for _ in range(2)]  # or a DataLoader
-        >>> foreign = [(torch.randn(7, 3, 64, 64),) for _ in range(2)]
-        >>> plan = he.search(base, id=batches, ood=foreign, price="multiply_adds", dry_run=True, progress=False)
+        >>> ood = [(torch.randn(7, 3, 64, 64),) for _ in range(2)]
+        >>> plan = he.search(base, id=batches, ood=ood, price="multiply_adds", dry_run=True, progress=False)
         >>> plan.rows[0].price, plan.choice == "", len(plan.table().rows) == len(plan.rows)
         (1.0, True, True)
     """
@@ -81,7 +81,7 @@ class SearchResult:
     ensemble: Ensemble | None = field(default=None, compare=False, repr=False)
 
     def table(self) -> Comparison:
-        """All candidates side by side, an arrow at the choice, for `to_markdown`, `to_rich` and so on."""
+        """All candidates side by side, with an arrow at the choice, for `to_markdown`, `to_rich` and so on."""
         columns = (
             Column("price", "Time" if self.measured == "latency" else "MAdds", better="lower", suffix="×"),
             Column("accuracy", "Acc %", better="higher", digits=1, scale=100),

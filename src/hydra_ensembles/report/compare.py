@@ -37,17 +37,17 @@ def compare(
 
     Args:
         evaluations: By method name, one evaluation or several (seeds), which are shown as mean ± standard
-            deviation; or evaluations that bring their names, where equal names are runs of one method: models of one
-            make, which may keep other heads. Several that nobody named are rows of their own, `model 1` and so on.
+            deviation; or evaluations with names, where equal names are runs of one method: models that differ at most
+            in which heads they keep. Evaluations without a name are separate rows, `model 1` and so on.
         costs: Rows of `measure_costs`, found by method name.
-        columns: What to show, from left to right: `COLUMNS`, and unless they are given also what a model with fitted
-            familiarity declines, and the AUROC of its fitted scores. A column nobody has a number for is left out.
-        allow_mismatch: Compare evaluations of different sets, sizes or labels all the same, and say so in the notes.
-            Inputs that differ where labels do not are noted, never refused: models may want them prepared otherwise.
+        columns: What to show, from left to right; by default `COLUMNS`, what a model with fitted familiarity declines,
+            and the AUROC of its fitted scores. Columns without any number are left out.
+        allow_mismatch: Compare evaluations of different sets, sizes or labels anyway, and say so in the notes. Inputs
+            that differ while labels agree are noted, never refused: models may need different preprocessing.
 
     Raises:
         DataError: There is nothing to compare, or the evaluations are not of the same data.
-        ConfigError: They use different scores or conventions; or evaluations of models that differ are called the same.
+        ConfigError: They use different scores or conventions; or evaluations of different models have the same name.
 
     Examples:
         >>> import torch, hydra_ensembles as he

@@ -62,17 +62,17 @@ def write_report(
     summary: Comparison | None = None,
     allow_mismatch: bool = False,
 ) -> Path:
-    """Write a report: the numbers asked for first, the comparison, and every figure, in one HTML file.
+    """Write a report in one HTML file: the main numbers, the comparison, and every figure.
 
     Args:
-        path: Where to.
-        evaluations: As `compare` takes them; figures show the first run of each method.
+        path: The file to write.
+        evaluations: As for `compare`; figures show the first run of each method.
         costs: Rows of `measure_costs`, found by method name.
         title: Heading of the page.
         focus: The method the report is about; the last one, if not given.
-        baseline: What it is held against; the first one, if not given.
-        lead: Sentences that stand before everything else.
-        summary: A table that stands before the others.
+        baseline: The method to compare with; the first one, if not given.
+        lead: Sentences at the start of the page.
+        summary: A table before the others.
         allow_mismatch: As in `compare`.
 
     Raises:
@@ -129,14 +129,14 @@ def write_report(
 
 @checked
 def write_atlas(path: str | Path, atlas: Atlas, *, title: str | None = None) -> Path:
-    """Write a head atlas as one HTML file: a map of all heads, and behind each its numbers and inputs.
+    """Write a head atlas as one HTML file: a map of all heads, with the numbers and inputs of each.
 
-    The page loads nothing. Its one script, known by its digest, is for keys and for showing one head at a time;
-    without, links lead to the heads, and the map changes between what it shows all the same.
+    The page loads nothing else. Its only script, allowed by its digest, handles keys and shows one head at a time;
+    without it, links lead to the heads, and the map still switches between measures.
 
     Args:
-        path: Where to.
-        atlas: What `atlas` found, or `Atlas.load` has read.
+        path: The file to write.
+        atlas: The result of `atlas` or `Atlas.load`.
         title: Heading of the page.
 
     Examples:

@@ -57,22 +57,22 @@ def export(
 ) -> Path:
     """Write an ensemble, with calibration, familiarity and verdict, as a file that runs without this library.
 
-    The file takes preprocessed inputs (`pixel_values`; `input_ids` and what belongs to it) and gives the outputs of
-    `serve.outputs` by name. Any number of samples may be in a batch, and of tokens in a text; images have the size of
-    the model. Beside it lie `NAME.json` (inputs, outputs, class names, preprocessing), for texts
-    `NAME.tokenizer.json`, and of ONNX beyond 2 GB the weights, `NAME.DIGEST.data`.
+    The file takes preprocessed inputs (`pixel_values`; `input_ids` and what belongs to it) and returns the outputs of
+    `serve.outputs` by name. Batches may have any number of samples, and texts any number of tokens; images have the
+    size of the model. Next to it are `NAME.json` (inputs, outputs, class names, preprocessing), for texts
+    `NAME.tokenizer.json`, and for ONNX above 2 GB the weights, `NAME.DIGEST.data`.
 
-    Before the file gets its name it is run by its own runtime and compared with the ensemble, on random inputs of
-    several sizes and on yours. Where answers differ nothing is written.
+    Before the file is stored it is run in its own runtime and compared with the ensemble, on random inputs of
+    several sizes and on yours. If answers differ, nothing is written.
 
     Args:
         ensemble: A classifier; a zero-shot one, too.
         path: The file; an earlier one is replaced.
         format: `"onnx"` (ONNX Runtime, CPU), `"pt2"` (`torch.export.load`) or `"aoti"` (compiled for the device of the
             ensemble by AOTInductor, which takes about a minute). None takes it from the suffix: `.onnx` or `.pt2`.
-        examples: Inputs of yours, as `predict` takes them, to compare on, too.
+        examples: Your own inputs, as for `predict`, to compare on as well.
         tolerance: How much answers may differ, as a part of 1 + the largest number of a row; 5e-5 for float32.
-            Distances of features may differ 100 times as much.
+            Feature distances may differ 100 times as much.
 
     Raises:
         ConversionError: The ensemble cannot be traced, or the file answers differently.

@@ -183,36 +183,36 @@ def finetune(
     index: Count = 0,
     checkpoint_every: Whole = 500,
 ) -> Ensemble:
-    """Train a copy of an ensemble; the input is untouched.
+    """Train a copy of an ensemble; the input is not changed.
 
-    Its members train together, on the sum of their mean losses: what they share is moved by all of them. Members that
-    are ensembles of their own train one by one, each with an `index`: random numbers are derived from the recipe's
-    seed and the index, so the order of the calls makes no difference.
+    Its members train together, on the sum of their mean losses, and all of them train what they share. To train
+    separate ensembles as members, train them one by one, each with its `index`: random numbers are derived from the
+    recipe's seed and the index, so the order of the calls does not matter.
 
-    With `validation`, the weights with the best validation accuracy are kept (equal: lower NLL, then earlier);
-    without, the last ones. A grid of learning rates needs it, and the rate is chosen in the same way (equal: the
+    With `validation`, the weights with the best validation accuracy are kept (if equal: lower NLL, then earlier);
+    without, the last ones. A grid of learning rates needs it, and the rate is chosen in the same way (if equal: the
     smaller rate).
 
-    With `output`, a run that was killed goes on where it was when called again with the same arguments, and ends
-    (on a CPU) with the same bits; a finished one is read back. Data are known again by their length, first batch, and
-    all labels that the source has in memory; after other changes of the data, give another `output`.
+    With `output`, a killed run resumes when called again with the same arguments, and (on a CPU) gives a bit-identical
+    result; a finished one is read back. Data are recognised by their length, first batch, and all labels that the
+    source has in memory; after other changes of the data, give another `output`.
 
-    Started in several processes (accelerate launch, torchrun), they share the batches and average gradients. A loader
-    of `train` that a `DistributedSampler` has split stays as it is; one of `validation` is refused. Of other `train`,
-    as many batches go to each process, and the last ones of an epoch that are left over to none.
+    Several processes (accelerate launch, torchrun) share the batches and average gradients. If `train` is split by a
+    `DistributedSampler`, it is used as it is; such a `validation` is refused. Of any other `train` each process
+    gets equally many batches; what is left over at the end of an epoch is not used.
 
     Args:
         member: An ensemble with a classifier.
-        train: Batches with labels that can be read again and again: a DataLoader, or a list of batches. Images are
-            cropped and mirrored at random where it does so, whatever `recipe.augment` says (`data.TrainTransform`).
+        train: Batches with labels that can be read repeatedly: a DataLoader, or a list of batches. Images are
+            cropped and mirrored at random only if it does so, whatever `recipe.augment` says (`data.TrainTransform`).
         recipe: How to train.
         validation: Held-out batches with labels.
         output: Folder for checkpoints and the journal of evaluations, `member-<index>/rate-<rate>/`.
         progress: Whether to show a progress bar.
         device: Where to train; None stays on the ensemble's device. The result is where its input was.
         index: Number of the member.
-        checkpoint_every: Updates between checkpoints. The ends of epochs and evaluations are saved too, and one
-            process saves after 20 seconds and then about every minute.
+        checkpoint_every: Updates between checkpoints. Ends of epochs and evaluations are saved too, and a single
+            process also saves after 20 seconds and then about every minute.
 
     Returns:
         A new ensemble in evaluation mode, without the calibration of the old one.

@@ -51,42 +51,42 @@ class Recipe(Checked):
     Attributes:
         optimizer: `"sgd"` or `"adamw"` (decoupled weight decay).
         learning_rate: Peak learning rate.
-        classifier_rate: Learning rate of the classifier over that of all else; not for class embeddings.
+        classifier_rate: Learning rate of the classifier, as a multiple of the others'; not for class embeddings.
         grid: Peak learning rates to try; the one with the best validation accuracy wins. One that diverges is left
             out, with a warning.
-        steps: Updates of the weights in all; with gradient accumulation each reads several batches.
+        steps: Total number of weight updates; with gradient accumulation each reads several batches.
         epochs: Passes over the training data.
-        momentum: Of SGD.
-        betas: Of AdamW.
+        momentum: Momentum of SGD.
+        betas: Betas of AdamW.
         weight_decay: As the optimizer applies it.
-        no_decay_on_bias_and_norm: Whether biases and norm weights are spared from it.
+        no_decay_on_bias_and_norm: Whether biases and norm weights are exempt from it.
         warmup: Updates (a whole number), or a fraction of all updates (a float below 1).
         schedule: How the rate falls after the warm-up.
-        floor: Where it falls to, as a fraction of the peak.
-        label_smoothing: Of the cross-entropy.
-        dropout: Rate after attention projection, MLP activation and MLP output of every layer while training. 0
-            switches every dropout off, stochastic depth included; None leaves the model's own.
-        clip_norm: Largest norm of the whole gradient, that of all members that train together; None for no clipping.
-        train_groups: Parameter groups that train; the others stay as they are, bit for bit. `requires_grad` of the
-            model's parameters has no say in it; a warning tells of those that are frozen and train.
-        last_blocks: Only this many blocks at the end train, with what comes after them; None for all.
-        reinit_classifier: `"zeros"` starts the classifier at zero, `"random"` draws one for every member (normal, of
-            deviation 0.02) from the seed; not for class embeddings, either.
+        floor: Final rate, as a fraction of the peak.
+        label_smoothing: Label smoothing of the cross-entropy.
+        dropout: Rate after attention projection, MLP activation and MLP output of every layer in training. 0
+            switches off all dropout, including stochastic depth; None keeps the model's own.
+        clip_norm: Largest norm of the whole gradient, of all members that train together; None for no clipping.
+        train_groups: Parameter groups to train; the others stay unchanged, bit for bit. `requires_grad` of the model's
+            parameters is ignored, with a warning if frozen ones are trained.
+        last_blocks: Train only this many last blocks, and what comes after them; None for all.
+        reinit_classifier: `"zeros"` starts the classifier at zero, `"random"` draws one for every member (normal,
+            standard deviation 0.02) from the seed; not for class embeddings, either.
         patience: Evaluations without improvement after which training stops; None never stops early.
         min_delta: Validation accuracy must rise by more than this to count as an improvement.
         evaluate_every: Updates between evaluations; None evaluates after every epoch.
         precision: `"bf16"` and `"fp16"` compute in mixed precision; the weights stay in float32.
-        compile: Whether blocks run as compiled code: some seconds for each kind of block once, then faster steps on a
-            GPU. The numbers are the same up to rounding; dropout draws others.
+        compile: Whether to compile blocks: a few seconds once for each kind of block, then faster steps on a
+            GPU. The numbers are the same up to rounding, but dropout draws differently.
         gradient_accumulation: Batches per update.
-        seed: Of the order of the data, random augmentation and dropout.
-        order_seed: Of the order of the data and their augmentation alone, then the same for every member, while
-            `seed` still decides about dropout; None leaves both to `seed`.
-        batch_size: Samples per update that the recipe is meant for; batches come from the caller's loader.
-        augment: Whether the recipe is meant for images that are cropped and mirrored at random (`data.TrainTransform`);
-            likewise: the commands do so, and whoever makes batches in Python gives them that transform. A warning
-            tells of a `data.BatchLoader` with a model's plain preprocessing instead.
-        rand_augment: RandAugment that it is meant for besides; likewise.
+        seed: Seed for the order of the data, random augmentation and dropout.
+        order_seed: Separate seed for the order of the data and their augmentation, then the same for every member,
+            while `seed` is used for dropout; None uses `seed` for both.
+        batch_size: Samples per update that the recipe is meant for; batches come from your loader.
+        augment: Whether the recipe is meant for images that are cropped and mirrored at random. The commands do so; in
+            Python give your batches `data.TrainTransform`. A `data.BatchLoader` with a model's plain preprocessing
+            instead gives a warning.
+        rand_augment: RandAugment that it is meant for in addition; likewise.
         ours: Names of the settings whose value the paper does not state.
 
     Examples:
@@ -172,7 +172,7 @@ class Recipe(Checked):
         return self.augment or self.rand_augment is not None
 
     def plan(self, batches: int | None) -> tuple[int, int]:
-        """Updates in all, and of the warm-up, when one pass over the training data has `batches` batches."""
+        """Number of updates, in total and in the warm-up, if one pass over the training data has `batches` batches."""
         if self.steps is not None:
             total = self.steps
         elif batches is not None and self.epochs is not None:

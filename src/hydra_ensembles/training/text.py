@@ -248,28 +248,28 @@ def tune_text(
     projection_rate: Positive = 1.0,
     **run: Unpack[TrainOptions],
 ) -> DualEncoder:
-    """Train a copy of a dual encoder with one member so that its texts meet its images; the input is untouched.
+    """Train the text tower of a copy of a dual encoder with one member to match its images; the input is not changed.
 
-    The image tower is locked: it gets no gradient and ends with the bits it had. The loss is CLIP's, over all pairs of
-    an update; pairs of one class are positives of each other. `Recipe.gradient_accumulation` batches, from every
-    process that accelerate or torchrun started, count as one large batch: every image is compared with every text of
-    all of them. The logit scale (a logarithm, as CLIP has it) is trained and kept between 0 and
-    log(100); one that begins beyond them, as SigLIP's does, goes no further.
+    The image tower is locked: it gets no gradient and stays the same to the last bit. The loss is CLIP's, over all
+    pairs of an update; pairs of one class are positives of each other. `Recipe.gradient_accumulation` batches, from
+    every process started by accelerate or torchrun, count as one large batch: every image is compared with every text
+    of all of them. The logit scale (a logarithm, as in CLIP) is trained and kept between 0 and log(100); one that
+    starts outside, as SigLIP's does, goes no further.
 
-    `Recipe.train_groups` and `last_blocks` speak of the text tower; the text projection belongs to the group
+    `Recipe.train_groups` and `last_blocks` refer to the text tower; the text projection belongs to the group
     `readout`. With `validation`, the weights are kept with which the text nearest to an image is most often of its
-    class; a grid of learning rates is decided in the same way. With `output`, a run resumes as that of `finetune`.
+    class; a grid of learning rates is decided in the same way. With `output`, a run resumes as in `finetune`.
 
     Args:
-        dual: One member, perhaps pruned in either tower. Tune members one by one and fuse them afterwards.
-        train: Batches `(images, texts, labels)` that can be read again and again. Images as `encode_image` takes them,
-            or features `[B, d]` computed once by `image_features`; texts as `encode_text` takes them; labels `[B]`
-            or None, or left out: then each pair stands alone.
+        dual: One member, perhaps pruned in either tower. Train members one by one and fuse them afterwards.
+        train: Batches `(images, texts, labels)` that can be read repeatedly. Images as for `encode_image`,
+            or features `[B, d]` computed once by `image_features`; texts as for `encode_text`; labels `[B]`
+            or None, or left out: then each text belongs only to its own image.
         recipe: How to train.
         validation: Held-out batches of the same kind.
-        train_image_projection: Whether the image projection learns, too; for one that is new.
-        projection_rate: Learning rate of image projection and logit scale, over that of the recipe.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
+        train_image_projection: Whether to train the image projection, too, if it is new.
+        projection_rate: Learning rate of image projection and logit scale, as a multiple of the recipe's.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
     Raises:
         ConfigError: More than one member, or a recipe that does not fit.
@@ -277,7 +277,7 @@ def tune_text(
         CheckpointError: A checkpoint in `output` that belongs to another recipe, model or data.
 
     Examples:
-        `dual` is a CLIP of transformers or open_clip, made one of ours by `convert(model, processor=...)`:
+        `dual` is a CLIP of transformers or open_clip, converted by `convert(model, processor=...)`:
 
         >>> import torch, hydra_ensembles as he
         >>> pairs = [(torch.randn(4, 3, 32, 32), ["a cat", "a dog", "a red bus", "a tree"], torch.arange(4))]

@@ -116,7 +116,8 @@ def test_every_setting_of_a_build_is_an_option():
     renamed = {"model": "MODEL", "model_options": "--model-option", "columns": "--column"}
     for field in (*fields(he.HydraConfig), *fields(BuildSources)):
         assert renamed.get(field.name, f"--{field.name.replace('_', '-')} ") in out
-    assert all(words in out for words in ("Heads each member loses", "(0.95)", "circuit|taylor|sampled|random"))
+    words = ("Heads each member loses", "(0.95)", "circuit|taylor|sampled|random", "; half of --id if not given")
+    assert all(one in " ".join(out.split()) for one in words)
 
 
 def test_the_file_then_options_then_single_settings(tmp_path):
