@@ -239,11 +239,11 @@ def evaluate(settings: EvaluateSettings, quiet: Quiet = False, as_json: Json = F
         output=settings.file.with_suffix(KEPT),
         progress=not quiet,
     )
+    write_settings(settings.file.with_suffix(SETTINGS_SUFFIX), settings.by_full_names(), "evaluate")  # for who goes on
     evaluation.save(settings.file)
     shutil.rmtree(settings.file.with_suffix(KEPT))
     if evaluation.logits is None:  # those of an evaluation that this one replaces
         logits_path(settings.file).unlink(missing_ok=True)
-    write_settings(settings.file.with_suffix(SETTINGS_SUFFIX), settings.by_full_names(), "evaluate")
     if as_json:
         emit_json(read_json(settings.file))
         return

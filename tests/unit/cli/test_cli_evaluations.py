@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -239,6 +240,14 @@ def test_an_interruption_names_the_line_that_goes_on(run_folder, world, tmp_path
     assert len(calls) == 3  # two batches, the second of which was asked for twice
     assert not (tmp_path / "a.run").exists()
     assert (tmp_path / result).exists()
+
+
+def test_an_evaluation_that_was_killed_once_written_runs_again(run_folder, world, tmp_path, monkeypatch):
+    words = ["evaluate", run_folder, "--id", world / "test", "-o", tmp_path, "-q"]
+    with monkeypatch.context() as killed:
+        killed.setattr("shutil.rmtree", Mock(side_effect=KeyboardInterrupt))
+        assert run(*words).exit_code == 130
+    succeed(*words)
 
 
 def test_an_atlas_of_images_and_of_texts(run_folder, text_folder, world, tmp_path):
