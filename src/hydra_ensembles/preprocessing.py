@@ -155,7 +155,7 @@ class TextPreprocessing(Checked):
             pair = isinstance(text, tuple) and len(text) == 2 and all(isinstance(part, str) for part in text)
             if not pair and not isinstance(text, str):
                 raise DataError(
-                    f"item {index} is a {type(text).__name__}, expected a string or a pair of strings; give token ids "
+                    f"item {index} is a {type(text).__name__}, expected a string, or a tuple of two; give token ids "
                     "as one tensor [B, T] or as a mapping with 'input_ids', and of a labelled batch the inputs alone"
                 )
         if not self.tokenizer:

@@ -11,7 +11,6 @@ import torch
 import typer
 
 from .._utils import require
-from ..data.loading import Columns
 from ..errors import DataError, StorageError
 from ..files import expanded
 from ..schema import to_plain
@@ -150,8 +149,9 @@ def export(
     output: Annotated[Path, typer.Argument(metavar="FILE", help="File to write: NAME.onnx or NAME.pt2.")],
     format: Annotated[Format | None, typer.Option("--format", "-f", help="Format; by the suffix if not given.")] = None,
     example: Annotated[
-        list[str] | None, typer.Option(help="An image, folder or text file to compare on as well, repeatable.")
+        list[str] | None, typer.Option(help="Images, a folder, texts or a table to compare on as well, repeatable.")
     ] = None,
+    column: NamedColumns = None,
     tolerance: Annotated[float | None, typer.Option(help="How much answers may differ; 5e-5 for float32.")] = None,
 ) -> None:
     """Write a model as a file that runs without this library.
@@ -165,7 +165,7 @@ def export(
       hydra-ensembles export run compiled.pt2 --format aoti
     """
     ensemble = load_classifier(model)
-    inputs = find_inputs(ensemble.kind, example, (), Columns()) if example else []
+    inputs = find_inputs(ensemble.kind, example, (), named_columns(column)) if example else []
     examples = [read() for _, read in inputs] or None
     path = write_export(ensemble, output, format, examples=examples, tolerance=tolerance)
     print(f"wrote {path} and {path.name}.json")

@@ -44,7 +44,9 @@ UTF_8 = ("utf-8", "utf8", "us-ascii", "ascii")
 CONTENT = "multipart/form-data, application/json, image/* or text/plain"
 _FILE = {"schema": {"type": "string", "format": "binary"}}
 _STRINGS = {"type": "array", "items": {"type": "string"}}
-_NAMED = {"schema": {"type": "object", "properties": {"images": _STRINGS, "texts": _STRINGS}}}
+_PAIR = _STRINGS | {"minItems": 2, "maxItems": 2}
+_TEXTS = {"type": "array", "items": {"anyOf": [{"type": "string"}, _PAIR]}}
+_NAMED = {"schema": {"type": "object", "properties": {"images": _STRINGS, "texts": _TEXTS}}}
 _TENSORS = {"schema": {"type": "object", "required": ["inputs"]}}
 BODIES = {  # what /openapi.json says of bodies, which are read here, not by FastAPI
     "predict": {"multipart/form-data": _FILE, "application/json": _NAMED, "image/*": _FILE, "text/plain": _FILE},

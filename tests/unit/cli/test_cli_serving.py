@@ -57,10 +57,12 @@ def test_score_writes_shards_and_says_what_it_left_out(run_folder, world, tmp_pa
     assert "nothing in" in fail("score", run_folder, pictures / "0.png", "-o", tmp_path / "none", "--no-progress")
 
 
-def test_score_reads_the_columns_it_is_told(text_folder, tmp_path):
+def test_score_and_export_read_the_columns_they_are_told(text_folder, tmp_path, monkeypatch):
     (tmp_path / "in.csv").write_text("sentence,id\na good film,7\n")
-    succeed("score", text_folder, tmp_path / "in.csv", "-o", tmp_path / "out", "--column", "text=sentence",
-            "--keep", "id", "--no-progress")  # fmt: skip
+    pretend(monkeypatch, he.Ensemble.from_pretrained(text_folder / "ensemble"))
+    named = ("--column", "text=sentence")
+    succeed("export", text_folder, tmp_path / "model.pt2", "--example", tmp_path / "in.csv", *named)
+    succeed("score", text_folder, tmp_path / "in.csv", "-o", tmp_path / "out", *named, "--keep", "id", "--no-progress")
     (row,) = pq.read_table(tmp_path / "out" / "rows").to_pylist()
     assert (row["input"], row["id"]) == ("in.csv:0", "7")
     assert "'text'" in fail("score", text_folder, tmp_path / "in.csv", "-o", tmp_path / "other")

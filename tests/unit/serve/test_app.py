@@ -349,7 +349,9 @@ def test_what_a_server_says_of_itself() -> None:
     assert (model["kind"], model["members"], model["labels"]) == ("image", 3, labels)
     assert model["unsure_above"] == served("image").metadata.calibration.threshold
     routes = answers["/openapi.json"].json()["paths"]
-    assert "multipart/form-data" in routes["/v1/predict"]["post"]["requestBody"]["content"]
+    bodies = routes["/v1/predict"]["post"]["requestBody"]["content"]
+    assert "multipart/form-data" in bodies
+    assert bodies["application/json"]["schema"]["properties"]["texts"]["items"]["anyOf"][1]["maxItems"] == 2  # a pair
     assert f"{MODEL}/infer" in routes
     page = answers["/"]
     assert (page.status_code, "default-src 'none'" in page.headers["Content-Security-Policy"]) == (200, True)
