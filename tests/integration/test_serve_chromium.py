@@ -137,10 +137,10 @@ def test_what_was_not_asked_is_not_claimed(tab: Tab, tmp_path: Path) -> None:
         tab.give_file("#file", tmp_path / "one.png")
         tab.until(ANSWERED)
         assert text(tab, "outcome") == "Accepted"
-        assert text(tab, "why") == "As sure as it should be. Whether the input is familiar was not asked."
+        assert text(tab, "why") == "Sure enough. Familiarity was not checked."
         told = 'label: "a", top: [], members: [{label: "a", probability: null}]'
         tab.run(f"model.unsure_share = null; model.unfamiliar_share = 0.1; show({{accept: true, {told}}}, 0)")
-        assert text(tab, "why") == "Familiar. Whether it is sure enough was not asked."
+        assert text(tab, "why") == "Familiar. How sure it is was not checked."
         tab.run(f"show({{accept: false, reason: 'unsure', confidence: null, {told}}}, 0)")
         assert (text(tab, "outcome"), text(tab, "confidence")) == ("No answer", "not known")
     assert tab.complaints == []

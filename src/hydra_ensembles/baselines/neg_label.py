@@ -1,4 +1,4 @@
-"""NegLabel: words that are no classes, beside the classes of a zero-shot model; what they attract looks foreign."""
+"""NegLabel: words that are not classes, next to the classes of a zero-shot model; inputs they attract look OOD."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""What a user gains: mistakes and foreign images caught at a promised acceptance, over many draws.
+"""What a user gains: mistakes and OOD images caught at a promised acceptance, over many draws.
 
 A draw cuts the labelled images in two (one half sets temperature and thresholds, the other is measured) and takes half
-of each foreign set. All methods see the same draws, so their differences are paired. The spread between halves of one
+of each OOD set. All methods see the same draws, so their differences are paired. The spread between halves of one
 set is about the error of its mean.
 """
 
@@ -167,7 +167,7 @@ def gains(
     Args:
         methods: Of each, what it says of every set, once for every backbone that it was made from.
         labels: `[N]`, of the familiar set.
-        groups: Names of the foreign sets that are near and far.
+        groups: Names of the OOD sets that are near and far.
         prices: Multiply-adds of each method over those of the single model.
         share: The share of familiar images that thresholds promise to accept.
         draws: How many draws.
@@ -234,7 +234,7 @@ def _measured(
         numbers[f"mistakes.{reason}"] = mean(declined[reason][wrong])  # NaN without a mistake
         caught = {group: np.mean([mean(foreign[name][reason]) for name in names]) for group, names in groups.items()}
         numbers |= {f"{group}.{reason}": float(part) for group, part in caught.items()}
-        # familiar images answered right, or declined where wrong; foreign ones declined: each kind counts alike
+        # familiar images answered right, or declined where wrong; OOD ones declined: each kind counts alike
         numbers[f"handled.{reason}"] = float(np.mean([mean(declined[reason] == wrong), *caught.values()]))
     return numbers
 

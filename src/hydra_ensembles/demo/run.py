@@ -237,7 +237,7 @@ def answers_of(model: Ensemble, data: Mapping[str, Sequence[ImageBatch]]) -> dic
 
 
 def _reported(sets: AnswersBySet) -> dict[str, Answers]:
-    """The labelled sets as one, from which every draw takes its halves, and the foreign ones."""
+    """The labelled sets as one, from which every draw takes its halves, and the OOD ones."""
     familiar = Answers.joined([sets["calibration"], sets["test"]])
     return {FAMILIAR: familiar, **{name: sets[name] for names in FOREIGN.values() for name in names}}
 

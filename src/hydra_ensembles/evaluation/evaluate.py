@@ -207,7 +207,7 @@ def _held_against(
 def warn_of_broken_promises(
     title: str, evaluation: Evaluation, calibration: Calibration, familiarity: Familiarity | None
 ) -> None:
-    """Warn where a threshold accepts fewer samples of the in-distribution set than it promises, beyond chance."""
+    """Warn if a threshold accepts significantly fewer samples of the in-distribution set than it promises."""
     found, samples = evaluation.selective, evaluation.id.samples
     if found is None:
         return
@@ -218,9 +218,10 @@ def warn_of_broken_promises(
             continue
         if chance_of_fewer(round(share * samples), samples, promised, reference.samples) < _CHANCE:
             warn(
-                f"{100 * share:.4g} % of the {samples:,} samples of {title} are {word} enough to be accepted, where "
-                f"{100 * promised:.4g} % are promised of inputs like the {reference.samples:,} that set the threshold. "
-                "Beyond chance, these are other inputs, or those trained the model; calibrate on data like these"
+                f"{100 * share:.4g} % of the {samples:,} samples of {title} are {word} enough to be accepted, "
+                f"significantly fewer than the {100 * promised:.4g} % promised for inputs like the "
+                f"{reference.samples:,} that set the threshold: these inputs differ from those, or those trained the "
+                "model; calibrate on data like these"
             )
 
 

@@ -137,13 +137,13 @@ def auroc(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch
 
     Args:
         id_scores: Scores of familiar samples, `[n]`: the higher, the stranger.
-        ood_scores: Scores of foreign samples, `[m]`.
+        ood_scores: Scores of OOD samples, `[m]`.
         convention: `"torch-uncertainty"` or `"openood"`; see the top of this file.
 
     Examples:
         >>> import torch, hydra_ensembles as he
-        >>> familiar, foreign = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
-        >>> round(he.metrics.auroc(familiar, foreign), 3)  # five pairs of six in the right order
+        >>> id_scores, ood_scores = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
+        >>> round(he.metrics.auroc(id_scores, ood_scores), 3)  # five pairs of six in the right order
         0.833
     """
     return _measured("auroc", id_scores, ood_scores, convention)
@@ -155,13 +155,13 @@ def aupr(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch-
 
     Args:
         id_scores: Scores of familiar samples, `[n]`: the higher, the stranger.
-        ood_scores: Scores of foreign samples, `[m]`.
+        ood_scores: Scores of OOD samples, `[m]`.
         convention: `"torch-uncertainty"` or `"openood"`; see the top of this file.
 
     Examples:
         >>> import torch, hydra_ensembles as he
-        >>> familiar, foreign = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
-        >>> round(he.metrics.aupr(familiar, foreign), 3)
+        >>> id_scores, ood_scores = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
+        >>> round(he.metrics.aupr(id_scores, ood_scores), 3)
         0.833
     """
     return _measured("aupr", id_scores, ood_scores, convention)
@@ -173,13 +173,13 @@ def fpr95(id_scores: Tensor, ood_scores: Tensor, convention: Convention = "torch
 
     Args:
         id_scores: Scores of familiar samples, `[n]`: the higher, the stranger.
-        ood_scores: Scores of foreign samples, `[m]`.
+        ood_scores: Scores of OOD samples, `[m]`.
         convention: `"torch-uncertainty"` or `"openood"`; see the top of this file.
 
     Examples:
         >>> import torch, hydra_ensembles as he
-        >>> familiar, foreign = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
-        >>> round(he.metrics.fpr95(familiar, foreign), 3)
+        >>> id_scores, ood_scores = torch.tensor([0.1, 0.2, 0.5]), torch.tensor([0.4, 0.8])
+        >>> round(he.metrics.fpr95(id_scores, ood_scores), 3)
         0.333
     """
     return _measured("fpr95", id_scores, ood_scores, convention)

@@ -304,7 +304,7 @@ class _Search:
         return self._weighed(replace(planned, rows=tuple(rows.values())).decided(self.settings.tolerance))
 
     def _weighed(self, decided: SearchResult) -> SearchResult:
-        """The result, whose reason says whether the NLL of the choice is lower beyond chance; a warning, if it is not.
+        """The result, whose reason says whether the NLL of the choice is significantly lower; a warning, if it is not.
 
         That is the whole interval of the difference, by a paired bootstrap over the samples that judge, of a level at
         which 95 of 100 searches are right in which no candidate is any better, however many there are.
@@ -315,14 +315,14 @@ class _Search:
         pair = Paired.of(self._final(decided.choice), self._final(YOURS), self.judges["ID"])
         rise = pair.rise(resamples=RESAMPLES, level=1 - 0.05 / others, seed=self.settings.seed)
         interval = f"{rise.value:+.4f}, paired bootstrap for {others} candidates {rise.low:+.4f} to {rise.high:+.4f}"
-        chance = f"{'beyond' if rise.high < 0 else 'within'} chance ({interval})"
+        lower = f"its NLL is {'significantly' if rise.high < 0 else 'not significantly'} lower ({interval})"
         if rise.high >= 0:
             price = next(row.price for row in decided.rows if row.name == decided.choice)
             warn(
-                f"the choice, {decided.choice}, at {price:.2f} times the price of the given model, has a lower NLL "
-                f"{chance}: judge on more samples (judge_id=), or keep the model"
+                f"the choice, {decided.choice}, has {price:.2f} times the price of the given model, but {lower}: "
+                "judge on more samples (judge_id=), or keep the model"
             )
-        return replace(decided, why=f"{decided.why}; lower {chance}")
+        return replace(decided, why=f"{decided.why}; {lower}")
 
     def _rivals(self, rows: Sequence[SearchRow]) -> Iterator[list[SearchRow]]:
         """Candidates that follow the same recipe, and so can be compared before they have done so to the end."""

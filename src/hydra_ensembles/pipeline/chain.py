@@ -186,23 +186,24 @@ def _familiar(
 
 
 def held_against_base(ensemble: Ensemble, base: Ensemble, validation: list[ReadBatch], seed: int) -> Ensemble:
-    """The ensemble, with a warning and lines in its history where accuracy or NLL is worse than the base's.
+    """The ensemble, with a warning and lines in its history if accuracy or NLL is significantly worse than the base's.
 
-    Beyond chance, that is: the whole 95 % interval of the difference, by a paired bootstrap over the samples.
+    That is the whole 95 % interval of the difference, by a paired bootstrap over the samples.
     """
     pair = Paired.of(ensemble, base, validation)
     gain, rise = bootstrap_mean(pair.right - pair.right_before, seed=seed), pair.rise(seed=seed)
-    chance = "of the model itself, beyond chance"
     lines = []
     if gain.high < 0:
         lines.append(
-            f"held-out accuracy {pair.right.mean():.1%} is below the {pair.right_before.mean():.1%} {chance} "
-            f"({gain.value:+.1%}, paired bootstrap {gain.low:+.1%} to {gain.high:+.1%}, {len(pair.right)} samples)"
+            f"held-out accuracy {pair.right.mean():.1%} is significantly below the model's "
+            f"{pair.right_before.mean():.1%} ({gain.value:+.1%}, "
+            f"paired bootstrap {gain.low:+.1%} to {gain.high:+.1%}, {len(pair.right)} samples)"
         )
     if rise.low > 0:
         lines.append(
-            f"held-out NLL {pair.nll.mean():.3f} is above the {pair.nll_before.mean():.3f} {chance} "
-            f"({rise.value:+.3f}, paired bootstrap {rise.low:+.3f} to {rise.high:+.3f}, {len(pair.nll)} samples)"
+            f"held-out NLL {pair.nll.mean():.3f} is significantly above the model's "
+            f"{pair.nll_before.mean():.3f} ({rise.value:+.3f}, "
+            f"paired bootstrap {rise.low:+.3f} to {rise.high:+.3f}, {len(pair.nll)} samples)"
         )
     if not lines:
         return ensemble

@@ -41,7 +41,7 @@ from ..prune import prune
 ReadBatch = tuple[Inputs, Tensor | None]
 Judges = Mapping[str, list[ReadBatch]]  # held-out sets by name: the first is labelled, the others are OOD
 
-BY_HEART = "what the model knows by heart says little of new data; calibrate on others"
+TRAINED_ON = "the model is surer of samples it trained on than of new ones; use others"
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +197,7 @@ def read_data(
     known = {"train": Known.of(train)}
     known |= {"id": Known(id, keys_at_hand(ranking)), "validation": Known(validation, keys_at_hand(checked))}
     for name in ("id", "validation"):
-        warn_if_shared("train", known["train"], name, known[name], BY_HEART)
+        warn_if_shared("train", known["train"], name, known[name], TRAINED_ON)
     warn_if_shared("id", known["id"], "validation", known["validation"], "what ranks the heads calibrates them, too")
     id_keys = {name: some.keys for name, some in known.items() if some.keys is not None}
     if unlike is not None and id_keys:
@@ -238,7 +238,7 @@ def read_for_search(
     outside = {**circuits, **foreign}
     apart = {name: np.concatenate([sample_keys(inputs) for inputs, _ in batches]) for name, batches in outside.items()}
     require_unlike("the in-distribution data", np.concatenate(id_keys), apart)
-    warn_if_shared("train", known["train"], "id", known["id"], BY_HEART)
+    warn_if_shared("train", known["train"], "id", known["id"], TRAINED_ON)
     for name in ("train", "id"):
         warn_if_shared(name, known[name], "judge_id", known["judge_id"], why)
     parts = 4 if judged is None else 2

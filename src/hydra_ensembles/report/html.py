@@ -191,7 +191,7 @@ def _write_page(path: Path, template: str, **values: Any) -> Path:
 def _tiles(
     comparison: Comparison, methods: Mapping[str, Sequence[Evaluation]], focus: str, baseline: str
 ) -> Iterator[dict[str, Any]]:
-    """The numbers a reader asks for first, against the baseline; better or worse where they differ beyond chance.
+    """The numbers a reader asks for first, against the baseline; better or worse where they differ significantly.
 
     Chance moves both. How far together is not known here: they count as if by themselves, which says too little rather
     than too much.

@@ -366,7 +366,7 @@ def test_thresholds_that_accept_fewer_than_they_promise_are_told():
     sure, unsure = (
         lambda inputs, scale=scale: scale * torch.eye(3)[torch.arange(len(inputs)) % 3] for scale in (9, 1.5)
     )
-    with pytest.warns(HydraWarning, match=r"^0 % of the 60 samples .* sure enough .* 95 % are promised"):
+    with pytest.warns(HydraWarning, match=r"^0 % of the 60 samples .* sure enough .* the 95 % promised"):
         evaluate(unsure, batches, calibration=calibration, progress=False)
     with warnings.catch_warnings(action="error"):
         evaluate(sure, batches, calibration=calibration, progress=False)

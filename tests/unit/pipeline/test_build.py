@@ -238,15 +238,15 @@ def right(model: he.Ensemble, count: int) -> list[Any]:
         return [(images, model(images)[0].argmax(-1)) for images, _ in batches(count, 16, seed=2)]
 
 
-def test_a_result_below_its_model_beyond_chance_is_warned_of(tmp_path: Path) -> None:
+def test_a_result_significantly_below_its_model_is_warned_of(tmp_path: Path) -> None:
     """Most heads of a good model are gone, and nobody trained on; the history keeps it, and a few heads are fine."""
     base = image_model()
     spoiling, held = config(prune=11, strategy="random"), {"id": right(base, 60), "progress": False}
-    with pytest.warns(he.HydraWarning, match=r"below the .* beyond chance.*he\.calibrate"):
+    with pytest.warns(he.HydraWarning, match=r"significantly below the model's .*he\.calibrate"):
         spoilt = he.build(base, spoiling, output=tmp_path, **held)
-    assert "beyond chance" in spoilt.metadata.history[-1]
+    assert "significantly" in spoilt.metadata.history[-1]
     assert "30 samples" in spoilt.metadata.history[-1]  # the half that calibrates
-    assert "beyond chance" in json.loads((tmp_path / "summary.json").read_text())["history"][-1]
+    assert "significantly" in json.loads((tmp_path / "summary.json").read_text())["history"][-1]
     assert spoilt.metadata.calibration is not None
     assert same(spoilt, he.build(base, spoiling, output=tmp_path, **held))
     with patch.object(chain, "held_against_base", wraps=chain.held_against_base) as asked:
@@ -259,7 +259,7 @@ def test_a_result_below_its_model_beyond_chance_is_warned_of(tmp_path: Path) -> 
 def test_a_result_whose_likelihood_alone_is_below_its_model_is_warned_of() -> None:
     base = image_model()
     held_out, shy = right(base, 60), base.with_metadata(calibration=Calibration((5.0,)))
-    with pytest.warns(he.HydraWarning, match=r"^held-out NLL .* is above the .* beyond chance .* 60 samples"):
+    with pytest.warns(he.HydraWarning, match=r"^held-out NLL .* is significantly above the model's .* 60 samples"):
         told = chain.held_against_base(shy, base, held_out, seed=0)
     assert len(told.metadata.history) == len(base.metadata.history) + 1
     assert chain.held_against_base(base, shy, held_out, seed=0) is base

@@ -107,9 +107,9 @@ def test_every_candidate_is_judged_beside_the_given_model_and_the_choice_is_read
     assert inner.metadata.familiarity.settings.samples == 62  # a quarter of id; another one calibrates
 
 
-@pytest.mark.parametrize(("gain", "chance"), [(0.05, "within chance"), (0.5, "beyond chance")])
+@pytest.mark.parametrize(("gain", "verdict"), [(0.05, "not significantly"), (0.5, "significantly")])
 def test_the_reason_says_whether_chance_could_choose_so(
-    gain: float, chance: str, monkeypatch: pytest.MonkeyPatch
+    gain: float, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right, nll = torch.ones(100), torch.randn(100, generator=torch.Generator().manual_seed(0)) - gain
     pair = searching.Paired(right, right, nll, torch.zeros(100), mistake=0.0)
@@ -120,9 +120,9 @@ def test_the_reason_says_whether_chance_could_choose_so(
     work: Any = SimpleNamespace(judges={"ID": []}, settings=SimpleNamespace(seed=0), _final=lambda name: name)
     with warnings.catch_warnings(record=True, action="always") as caught:
         weighed = searching._Search._weighed(work, decided)
-    assert weighed.why.startswith(f"it is so; lower {chance} (")
+    assert weighed.why.startswith(f"it is so; its NLL is {verdict} lower (")
     assert "for 2 candidates" in weighed.why
-    assert [chance in str(warning.message) for warning in caught] == [True] * (chance == "within chance")
+    assert [verdict in str(warning.message) for warning in caught] == [True] * (verdict == "not significantly")
     kept = replace(decided, choice=YOURS)
     assert searching._Search._weighed(work, kept) is kept
 
