@@ -329,7 +329,7 @@ def _read_composed(processor: Any) -> ImagePreprocessing:
     sides = np.atleast_1d(getattr(resize, "size", ())).tolist()
     squash = len(sides) == 2
     plain = len(listed) == len(steps) + len(said) and not steps.keys() - _CHANGING_NOTHING
-    if not plain or resize is None or resize.max_size or not (crop or squash):
+    if not plain or resize is None or resize.max_size or resize.antialias is False or not (crop or squash):
         raise _unsupported(processor, "image")
     resized = (int(sides[0]), int(sides[-1]))
     cropped = resized if crop is None else (int(crop.size[0]), int(crop.size[-1]))

@@ -244,6 +244,7 @@ def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
         (transforms.Compose([crop, tensor]), "Compose is not read"),
         (transforms.Compose([resize, crop, transforms.RandomHorizontalFlip(), tensor]), "Compose is not read"),
         (transforms.Compose([transforms.Resize(64, max_size=90), crop, tensor]), "Compose is not read"),
+        (transforms.Compose([tensor, transforms.Resize(64, antialias=False), crop]), "Compose is not read"),
         (transforms.Compose([crop, transforms.Resize((56, 56)), tensor]), "rules of its own"),
         (transforms.Compose([resize, crop]), "small example"),
     ]:
