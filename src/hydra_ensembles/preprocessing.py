@@ -27,6 +27,7 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 TextCleaning = Literal["none", "whitespace", "lower", "canonicalize"]
 MOST_PIXELS = 1 << 16  # of a side
 Pixels = Annotated[int, Range(1, MOST_PIXELS)]
+OTHER_CHANNELS = "Pictures are grey or RGB: a model of other channels takes tensors, prepared as in training"
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class TextPreprocessing(Checked):
 def require_channels(mean: Sequence[float], std: Sequence[float]) -> None:
     """Refuse a normalisation that is neither for grey images nor for RGB."""
     if len(mean) not in (1, 3) or len(mean) != len(std):
-        raise ConfigError(f"mean and std must have one or three entries each; got {mean}, {std}")
+        raise ConfigError(f"mean and std must have one or three entries each; got {mean}, {std}. {OTHER_CHANNELS}")
 
 
 def is_raw(inputs: Any) -> bool:

@@ -26,7 +26,7 @@ from ..files import expanded, parse_json, plain_file, read_file
 from ..model.dual_encoder import DualEncoder
 from ..model.ensemble import Ensemble
 from ..model.kinds import load
-from ..preprocessing import Interpolation
+from ..preprocessing import OTHER_CHANNELS, Interpolation
 from ..run_folder import IDENTITY, RESULT
 from ..schema import from_plain
 from .command import did_you_mean, option
@@ -375,7 +375,9 @@ def require_preprocessing(model: Ensemble) -> None:
     """Refuse a model that cannot read files."""
     if model.metadata.preprocessing is None:
         missing = "tokenizer" if model.kind == "text" else "image processor"
-        raise DataError(f"the model has no preprocessing; save its {missing} into the same folder")
+        other = getattr(model.config.stem, "channels", 3) not in (1, 3)
+        advice = f"{OTHER_CHANNELS}, in Python" if other else f"Save its {missing} into the same folder"
+        raise DataError(f"the model has no preprocessing. {advice}")
 
 
 def fit_to_model(data: AnyDataset, model: Ensemble, settings: DataSettings, labelled: bool = True) -> AnyDataset:

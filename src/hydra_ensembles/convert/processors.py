@@ -14,7 +14,7 @@ from ..errors import ConfigError, ConversionError
 from ..model.config import PatchStemConfig, TextStemConfig
 from ..model.ensemble import Ensemble
 from ..model.metadata import Metadata
-from ..preprocessing import ImagePreprocessing, Interpolation, TextCleaning, TextPreprocessing
+from ..preprocessing import OTHER_CHANNELS, ImagePreprocessing, Interpolation, TextCleaning, TextPreprocessing
 from .core import pair, perhaps_meant, qualified_name
 
 _ACCEPTED = {
@@ -102,6 +102,8 @@ def amended(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStemConfi
         return metadata
     if metadata.preprocessing is None:
         missing = [name for name in names if name not in changes and name != "image_size"]
+        if isinstance(stem, PatchStemConfig) and stem.channels not in (1, 3):
+            raise ConfigError(f"this model reads {stem.channels} channels. {OTHER_CHANNELS}")
         if missing or not for_images:
             advice = f"give also {', '.join(missing)}" if for_images else "give its tokenizer: processor=..."
             raise ConfigError(f"the preprocessing of this model is not known; {advice}")

@@ -11,6 +11,7 @@ from convert_cases import vit
 import hydra_ensembles as he
 from architectures import torchvision_model
 from architectures_transformers import TEXT, VISION, transformers_model
+from hydra_ensembles.cli.sources import require_preprocessing
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
 
@@ -106,6 +107,10 @@ def test_of_a_model_that_says_nothing_all_must_be_said() -> None:
     assert found == he.ImagePreprocessing((32, 32), MEAN, STD, "bilinear", 0.9)
     with pytest.raises(he.HydraError, match="give also std, interpolation"):
         he.convert(unknown(), preprocessing={"mean": MEAN, "crop": 0.9})
+    with pytest.raises(he.HydraError, match=r"4 channels.*tensors"):
+        he.convert(vit(in_chans=4), preprocessing={"mean": 0.5, "crop": 0.9})
+    with pytest.raises(he.HydraError, match=r"no preprocessing.*tensors"):
+        require_preprocessing(he.convert(vit(in_chans=4)))
 
 
 @pytest.mark.parametrize(
