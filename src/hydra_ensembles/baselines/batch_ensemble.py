@@ -25,21 +25,19 @@ from .start import joined, parted
 class BatchEnsemble(Checked):
     """How members of a BatchEnsemble are scaled.
 
-    A linear map of member m is `y = ((x ∘ r_m) Wᵀ) ∘ s_m + b_m`; query, key and value are one map. With the scales of a
-    pretrained model far from one its answers are lost at the start: keep `deviation` small, or scale few layers, as the
-    published vision transformers do (`last_layers=3, deviation=0.5`).
+    A linear map of member m is `y = ((x ∘ r_m) Wᵀ) ∘ s_m + b_m`; query, key and value are one map. Scales far from one
+    destroy a pretrained model: keep `deviation` small, or scale few layers, as the published vision transformers do
+    (`last_layers=3, deviation=0.5`).
 
     Attributes:
         members: Number of members.
-        scales: `"all"`: inputs and outputs of every linear map. `"inputs"`: inputs of attention and MLP alone, which
+        scales: `"all"`: inputs and outputs of every linear map. `"inputs"`: only inputs of attention and MLP, which
             are folded into the norms before them, so that attention and MLP are stored once; for pre-norm blocks.
-            Scales of their outputs could go into LayerScales where a model has these; they do not: a LayerScale belongs
-            to the attention or MLP that is stored once, and is multiplied into its weights wherever they are made fast.
-        last_layers: Only so many layers at the end are scaled, and the classifier; those before are run once for all
-            members. None scales all layers.
+        last_layers: Scale only this many last layers, and the classifier; those before run once for all members. None
+            scales all layers.
         start: Scales are drawn from `"normal"`, N(1, deviation), or are random `"signs"`.
-        deviation: Of `"normal"`.
-        rate: Learning rate of the scales over that of the weights. Scales never decay.
+        deviation: Standard deviation of `"normal"`.
+        rate: Learning rate of the scales, as a multiple of that of the weights. Scales never decay.
     """
 
     members: Annotated[int, Range(2, END - 1)] = 3
@@ -70,20 +68,20 @@ def batch_ensemble(
     validation: Batches | None = None,
     **run: Unpack[TrainOptions],
 ) -> Ensemble:
-    """Members out of one model by scales of their own on shared weights; both train, every batch for all members.
+    """Make members from one model by separate scales on shared weights; both train, every batch for all members.
 
-    The scales are multiplied into the weights in the end, or folded into norms: the result needs no other forward pass.
-    Where weights are scaled on both sides, it is as large as that many copies of the layers above the trunk.
-    The loss is the sum over members, as of `finetune`; published code takes their mean, so that with SGD its rates are
-    as many times too high here as there are members, for what they share and for their scales.
+    At the end the scales are multiplied into the weights, or folded into norms: the forward pass is the ordinary one.
+    If weights are scaled on both sides, the result is as large as M copies of the layers above the trunk.
+    The loss is the sum over members, as for `finetune`; published code takes their mean, so with SGD its learning rates
+    are M times too high here.
 
     Args:
         model: A classifier with one member; it is not changed.
-        train: Batches with labels that can be read again and again.
-        recipe: How to train; its groups say which weights and biases do, scales always do.
+        train: Batches with labels that can be read repeatedly.
+        recipe: How to train; its groups say which weights and biases are trained, scales always are.
         settings: Which scales, and how they start.
         validation: Held-out batches with labels, as for `finetune`.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
     """
     require_single(model, "batch_ensemble")
     settings.check(model)

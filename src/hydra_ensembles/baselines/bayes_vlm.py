@@ -51,10 +51,10 @@ class BayesVLM(Checked):
     Attributes:
         pseudo_count: How many pairs the data count for, however many there are.
         negatives: Pairs that are compared with each other at once, as in contrastive training.
-        prior_precision: Of a normal prior around zero: one for both sides, or two, of images and texts; None takes the
-            one of largest evidence, for each side.
-        as_published: The evidence as the public code has it (the powers of both determinants exchanged, no factor of a
-            half, a thousand steps of Adam), and only the variance of each number of an embedding, not what they share.
+        prior_precision: Precision of a normal prior around zero: one for both sides, or two, for images and texts; None
+            maximises the evidence, for each side.
+        as_published: The evidence as in the public code (the powers of both determinants exchanged, no factor of a
+            half, a thousand steps of Adam), and only the variances of an embedding, without covariances.
     """
 
     pseudo_count: Positive = 10.0
@@ -69,9 +69,9 @@ def bayes_vlm(dual: DualEncoder, pairs: Batches, settings: BayesVLM = BayesVLM()
     """The posterior of both projections, from pairs of images and texts; nothing is trained.
 
     Args:
-        dual: A dual encoder with one member and two projections; it is not changed, and what becomes of it later does
-            not reach the result.
-        pairs: Batches `(images, texts)`, as for `tune_text`, features in the place of images too; read once, their
+        dual: A dual encoder with one member and two projections; it is not changed, and later changes to it do not
+            affect the result.
+        pairs: Batches `(images, texts)`, as for `tune_text`, also features instead of images; read once, their
             embeddings are kept.
         settings: How much the pairs count, and the prior.
     """
@@ -101,14 +101,14 @@ def published_bayes_vlm(
 ) -> "VLMPosterior":
     """The posterior from factors as BayesVLM publishes them: `A_img_analytic.pt`, `B_img_analytic.pt`, and of txt.
 
-    The files are pickles, and read with torch's `weights_only`: tensors alone, no code in them is run. What lies beside
-    them in `prior_precision_analytic.json` is for a pseudo-count of one, and the authors' own script finds it anew for
-    theirs, as is done here; to have it, give `BayesVLM(1.0, prior_precision=(lambda_img, lambda_txt))`. The published
+    The files are pickles, read with torch's `weights_only`: only tensors, no code is run. The priors next to them in
+    `prior_precision_analytic.json` are for a pseudo-count of one, and the authors' own script fits them again for
+    theirs, as is done here; to use them, give `BayesVLM(1.0, prior_precision=(lambda_img, lambda_txt))`. The published
     factors of SigLIP are of the last map inside its pooling head, not of a projection: they fit no model here.
 
     Args:
-        dual: The dual encoder that the files are of.
-        folder: Where they lie.
+        dual: The dual encoder that the files belong to.
+        folder: Their folder.
         settings: How much the pairs count, and the prior.
     """
     sides = []
@@ -251,9 +251,9 @@ def published_prior(mean: Tensor, inputs: Tensor, outputs: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class VLMPosterior:
-    """Posteriors of both projections of a dual encoder; a classifier out of it is an ensemble, or one closed form.
+    """Posteriors of both projections of a dual encoder, for classifiers: an ensemble, or one closed form.
 
-    The dual encoder is a copy: towers that are edited, or trained, are not those that the posteriors are of.
+    The dual encoder is a copy, because the posteriors belong to its towers as they are now.
     """
 
     dual: DualEncoder

@@ -24,21 +24,21 @@ def deep_ensemble(
     snapshots: bool = False,
     **run: Unpack[TrainOptions],
 ) -> Ensemble:
-    """Several fine-tunings of one model, each with an order of the data, dropout and classifier of its own.
+    """Fine-tune one model several times, each with its own order of the data, dropout and classifier.
 
     What the recipe does not train is the same in all of them and stored once: with `train_groups=("readout",)` this is
-    an ensemble of classifiers at the price of one model, with `last_blocks` one above a common trunk. Models that were
-    pretrained apart are put together by `Ensemble.stack`.
+    an ensemble of classifiers at the price of one model, with `last_blocks` one above a common trunk. To combine
+    separately pretrained models, use `Ensemble.stack`.
 
     Args:
         model: A classifier with one member; it is not changed.
-        train: Batches with labels that can be read again and again.
-        recipe: How to train; `reinit_classifier="random"` gives every member a classifier of its own to start from.
-        members: How often.
+        train: Batches with labels that can be read repeatedly.
+        recipe: How to train; `reinit_classifier="random"` gives every member its own classifier to start from.
+        members: Number of members.
         validation: Held-out batches with labels, as for `finetune`.
-        snapshots: Each fine-tuning goes on from where the one before ended, its learning rate high again: a Snapshot
-            Ensemble, for which each run may be short. A classifier starts anew in the first alone.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
+        snapshots: Start each fine-tuning from the end of the one before, with a high learning rate again: a Snapshot
+            Ensemble, for which each run may be short. Only the first starts with a new classifier.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
     Examples:
         >>> import torch, hydra_ensembles as he

@@ -23,14 +23,15 @@ MOST_FULL = 20_000  # parameters of a full covariance: 3.2 GB in float64
 
 @dataclass(frozen=True)
 class Laplace(Checked):
-    """What is known of the classifier, and how many are drawn.
+    """The posterior of the classifier, and how many are drawn.
 
     Attributes:
         members: Classifiers to draw.
-        structure: Of the curvature: `"kron"` (a Kronecker product), `"diag"`, or `"full"`, for small classifiers.
-        prior_precision: Of a normal prior around zero; None takes the one of largest marginal likelihood.
-        samples: How many training samples there are, where only some of them are given; None for as many as given.
-        seed: Draws the classifiers.
+        structure: Structure of the curvature: `"kron"` (a Kronecker product), `"diag"`, or `"full"`, for small
+            classifiers.
+        prior_precision: Precision of a normal prior around zero; None maximises the marginal likelihood.
+        samples: Total number of training samples, if only some of them are given; None for as many as given.
+        seed: Seed for drawing the classifiers.
     """
 
     members: Whole = 20
@@ -44,15 +45,15 @@ class Laplace(Checked):
 @own_precision()
 @torch.no_grad()
 def laplace(model: Ensemble, batches: Batches, settings: Laplace = Laplace()) -> Ensemble:  # noqa: B008 (frozen)
-    """Members that share everything but classifiers, which are drawn around the model's own; nothing is trained.
+    """Draw classifiers around the model's own as members, which share everything else; nothing is trained.
 
     The posterior is normal; its precision is the Gauss-Newton curvature of the cross-entropy on the training data plus
     that of the prior. All members cost little more than one: only the last layer differs.
 
     Args:
         model: A classifier with one member, trained on the same data; it is not changed.
-        batches: The training data, read once; labels are not looked at. With a part of them, say in `samples` how
-            many there are: the fewer samples, the less is known of the classifier.
+        batches: The training data, read once; labels are not used. If you give only a part, give their total number
+            as `samples`: with fewer samples the posterior is wider.
         settings: Structure, prior, and number of members.
 
     Raises:

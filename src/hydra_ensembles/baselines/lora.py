@@ -27,16 +27,16 @@ INPUTS = ("query", "key", "value")
 class LoRA(Checked):
     """How members of a LoRA-Ensemble differ from the model they come from, and how they are trained.
 
-    The defaults are the paper's: rank 4, alpha 8, three fine-tunings with seeds of their own. `LoRA.joint` has the
+    The defaults are the paper's: rank 4, alpha 8, three fine-tunings with different seeds. `LoRA.joint` has the
     settings of the public code of LoRA-Ensemble, whose members train together and start further apart.
 
     Attributes:
         members: Number of members; one is LoRA-single.
-        rank: Of every update `B A`.
+        rank: Rank of every update `B A`.
         alpha: Updates are scaled by alpha / rank; None for no scale.
         start: How A is drawn: `"kaiming"` as in peft, or `"xavier"`; B starts at zero.
-        gain: Of `"xavier"`.
-        training: `"apart"` (one run each, seeds of their own) or `"together"` (one run, each batch for all).
+        gain: Gain of `"xavier"`.
+        training: `"apart"` (one run each, with different seeds) or `"together"` (one run, each batch for all).
     """
 
     members: Whole = 3
@@ -74,19 +74,19 @@ def lora_ensemble(
     validation: Batches | None = None,
     **run: Unpack[TrainOptions],
 ) -> Ensemble:
-    """Members out of one model by low-rank updates of its attention; all else but the classifiers stays as it is.
+    """Make members from one model by low-rank updates of its attention; all else except the classifiers is frozen.
 
-    The updates are merged in the end: the result is an ensemble with attention and classifier per member, which needs
-    no other forward pass. Of the recipe's `train_groups`, attention trains by its updates, and of the readout the
-    classifiers; the rest is frozen. With `last_blocks`, the blocks before are run once for all members.
+    The updates are merged at the end: the result is an ensemble with attention and classifier per member, and an
+    ordinary forward pass. Of the recipe's `train_groups`, attention trains by its updates, and the readout by its
+    classifiers; the rest is frozen. With `last_blocks`, earlier blocks run once for all members.
 
     Args:
         model: A classifier with one member; it is not changed.
-        train: Batches with labels that can be read again and again.
-        recipe: How to train; `reinit_classifier="random"` gives every member a classifier of its own to start from.
+        train: Batches with labels that can be read repeatedly.
+        recipe: How to train; `reinit_classifier="random"` gives every member its own classifier to start from.
         settings: Ranks, scales, and whether members train together.
         validation: Held-out batches with labels, as for `finetune`.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
     Raises:
         ConfigError: A rank that is not below the width, several members, or a recipe that does not fit.

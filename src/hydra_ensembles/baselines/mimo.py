@@ -31,9 +31,9 @@ class MIMO(Checked):
     Attributes:
         members: Images at once, and classifiers.
         rho: Share of the examples in which all members see the same image.
-        batch_repeat: How often each image of a batch is there; the batch grows by as much.
-        start: `"pretrained"` shows every member the model's own patch kernel over M (so that it starts as the model is,
-            where all images are the same); `"scratch"` draws all weights.
+        batch_repeat: How often each image of a batch is repeated; the batch grows accordingly.
+        start: `"pretrained"` gives every member the model's own patch kernel divided by M (so that it starts as the
+            model, if all images are the same); `"scratch"` draws all weights.
     """
 
     members: Annotated[int, Range(2, END - 1)] = 3
@@ -58,12 +58,12 @@ def mimo(
 
     Args:
         model: An image classifier with one member; it is not changed.
-        train: Batches with labels that can be read again and again; each has at least as many images as members.
-        recipe: How to train; its groups mean what they mean for `finetune`. The stem, where members learn to tell
-            their images apart, is one of them; from scratch all are.
-        settings: How images are put together.
+        train: Batches with labels that can be read repeatedly; each has at least as many images as members.
+        recipe: How to train; groups as for `finetune`. They must include the stem, where members learn to tell their
+            images apart; from scratch all groups.
+        settings: How images are combined.
         validation: Held-out batches with labels, as for `finetune`.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
     """
     require_single(model, "mimo")
     start = wide(model, settings, recipe.seed)

@@ -21,10 +21,10 @@ class NegLabel(Checked):
     """How words are chosen; the defaults are those of the public code.
 
     Attributes:
-        share: Share of the words that is taken: those least like the classes.
+        share: Share of the words to use: those least like the classes.
         percentile: How like the classes a word is: this percentile of its similarities to all of them.
-        groups: The score is the mean over so many groups of words; words that are left over are dropped.
-        seed: Draws the groups.
+        groups: The score is the mean over this many groups of words; words left over are dropped.
+        seed: Seed for drawing the groups.
     """
 
     share: PositiveShare = 0.15
@@ -35,7 +35,7 @@ class NegLabel(Checked):
 
 @dataclass(frozen=True, eq=False)
 class EmbeddedWords:
-    """Words and what a text side makes of them, for classifiers of one dual encoder that differ in their classes.
+    """Words and their embeddings, for classifiers of one dual encoder with different classes.
 
     Attributes:
         words: Each once, no blanks.
@@ -52,7 +52,7 @@ class EmbeddedWords:
 @own_precision()
 @torch.no_grad()
 def embed_words(ensemble: Ensemble, words: Sequence[str], templates: Templates | None = None) -> EmbeddedWords:
-    """Embed words once, for `neg_label` of every ensemble that is made of the same dual encoder.
+    """Embed words once, for `neg_label` of all ensembles made from the same dual encoder.
 
     Args:
         ensemble: Made by `he.zero_shot` with `keep_text`, for any classes.
@@ -86,14 +86,14 @@ def neg_label(
     templates: Templates | None = None,
     settings: NegLabel = NegLabel(),  # noqa: B008 (frozen)
 ) -> Ensemble:
-    """A copy of a zero-shot ensemble with the score `neglabel`: `p.score("neglabel")`, saved with the model.
+    """Add the score `neglabel` to a copy of a zero-shot ensemble: `p.score("neglabel")`, saved with the model.
 
     No images are needed, and nothing is trained: the text tower embeds the words once.
 
     Args:
         ensemble: Made by `he.zero_shot` with `keep_text`; it is not changed.
-        words: A large list of nouns and adjectives, such as WordNet's; those that are class names are left out. What
-            `embed_words` made of it saves the work where several classifiers take the same words.
+        words: A large list of nouns and adjectives, such as WordNet's; those that are class names are left out. If
+            several classifiers use the same words, embed them once with `embed_words`.
         templates: Sentences with `{label}`; None for those of the classes, or of the words that are embedded already.
         settings: Which words are taken.
 

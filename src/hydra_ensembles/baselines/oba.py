@@ -39,9 +39,9 @@ class OBA(Checked):
     """How weights are removed; the schedule and the rule are those of the public code.
 
     Attributes:
-        keep: Share of all parameters that is left: the paper has 0.891 (as removing 4 of 12 heads) and 0.94.
-        steps: Steps on the way, each of which leaves the same share of what there was.
-        batches: Batches that the importance of a step is computed on, or all there are.
+        keep: Share of all parameters to keep: the paper has 0.891 (like removing 4 of 12 heads) and 0.94.
+        steps: Pruning steps, each of which keeps the same share of what is left.
+        batches: Batches to compute the importance of a step on, at most.
     """
 
     keep: Rate = 0.891
@@ -68,21 +68,21 @@ def oba(
     validation: Batches | None = None,
     **run: Unpack[TrainOptions],
 ) -> Ensemble:
-    """A model with many zeros: weights whose removal the second-order term of the loss says to cost least are gone.
+    """Set single weights to zero: those whose removal costs least by the second-order term of the loss.
 
     The importance of a weight is `|θ (Hθ)|`, with H the Hessian of the cross-entropy, in evaluation mode, summed with
     its sign over batches. All maps of stem, attention and MLP are pruned, with their biases. A recipe trains what is
-    left: zeros stay zeros (a `finetune` afterwards would fill them). Time and memory of the result are those of the
+    left: zeros stay zeros (a `finetune` afterwards would fill them). The result takes as much time and memory as the
     whole model.
 
     Args:
         model: A classifier with one member; it is not changed.
-        train: Batches with labels that can be read again and again. In several processes all prune the same weights:
+        train: Batches with labels that can be read repeatedly. In several processes all prune the same weights:
             by the batches of the first, or by those of all where the loader is split between them.
         recipe: How to train what is left; None leaves it as it is.
         settings: How much is removed, and in how many steps.
         validation: Held-out batches with labels, as for `finetune`.
-        run: `output` for checkpoints, of the pruning too, `progress`, `device`, `checkpoint_every`, as of `finetune`.
+        run: `output` for checkpoints, of the pruning too, `progress`, `device`, `checkpoint_every`, as for `finetune`.
     """
     require_single(model, "oba")
     settings.check(model)

@@ -23,7 +23,7 @@ class Packed(Checked):
 
     Attributes:
         members: Number of members.
-        alpha: Width of all members together, over that of the model; as many as members makes a Deep Ensemble.
+        alpha: Width of all members together, relative to the model's; the number of members makes a Deep Ensemble.
         heads: Heads of a member; None keeps the width of a head. With 12 heads of a ViT-B and the paper's three members
             and alpha 2 a head would be 42.67 wide: 8 heads keep it at 64.
     """
@@ -74,18 +74,18 @@ def packed_ensemble(
     validation: Batches | None = None,
     **run: Unpack[TrainOptions],
 ) -> Ensemble:
-    """Narrow members trained together from scratch, on the architecture of a model; its weights cannot be used.
+    """Train narrow members together from scratch, with the architecture of a model; its weights cannot be used.
 
-    One group inside a member (gamma 1): members never meet, so this is a Deep Ensemble of narrow models with one loss,
-    run in one pass. They differ by what they start from, which the recipe's seed draws.
+    One group inside a member (gamma 1): members are independent, so this is a Deep Ensemble of narrow models with one
+    loss, run in one pass. They differ by their initial weights, which the recipe's seed draws.
 
     Args:
-        model: A classifier with one member, whose sizes, classes and preprocessing are taken.
-        train: Batches with labels that can be read again and again.
-        recipe: How to train, all groups; as one would the model from scratch.
+        model: A classifier with one member, for sizes, classes and preprocessing.
+        train: Batches with labels that can be read repeatedly.
+        recipe: How to train, with all groups, as for the model from scratch.
         settings: How many members, and how wide.
         validation: Held-out batches with labels, as for `finetune`.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
     """
     require_single(model, "packed_ensemble")
     config = settings.narrow(model.config)

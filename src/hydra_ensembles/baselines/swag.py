@@ -28,7 +28,7 @@ class SWAG(Checked):
         members: Models to draw.
         points: Points of the training that are collected; the recipe leads from one to the next.
         rank: How many of the last points give the directions in which weights move together.
-        scale: Of the covariance; 1 as published: half of the diagonal and half of the low-rank part.
+        scale: Scale of the covariance; 1 as published: half of the diagonal and half of the low-rank part.
     """
 
     members: Whole = 3
@@ -50,17 +50,17 @@ def swag(
     settings: SWAG = SWAG(),  # noqa: B008 (frozen)
     **run: Unpack[TrainOptions],
 ) -> Ensemble:
-    """Members around the mean of the points that a trained model visits when it trains on at a constant rate.
+    """Draw members around the mean of the points that a trained model visits in further training at a constant rate.
 
-    Each stretch between two points is a fine-tuning of its own, whose optimizer starts anew. What the recipe does not
+    Each stretch between two points is a separate fine-tuning with a new optimizer. What the recipe does not
     train is the same in all members and stored once, as in `deep_ensemble`.
 
     Args:
         model: A classifier with one member, trained; it is not changed.
-        train: Batches with labels that can be read again and again.
+        train: Batches with labels that can be read repeatedly.
         recipe: How to train from one point to the next; `schedule="constant"`, tens of steps or a part of an epoch.
         settings: How many points and members.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
     """
     require_single(model, "swag")
     sharing, trunk = trained_apart(model, recipe)

@@ -31,10 +31,10 @@ class ViLU(Checked):
     """The network, and the batches it learns from.
 
     Attributes:
-        hidden: Widths of its layers but the last.
+        hidden: Widths of all its layers except the last.
         batch_size: Samples in a batch of cached embeddings.
-        projections: Whether maps of image and classes inside the attention over classes train too, from the identity
-            on. In the public code they may after some updates; its ImageNet script leaves them as they are.
+        projections: Whether to train the maps of image and classes inside the attention over classes, too, starting
+            from the identity. The public code can do so after some updates; its ImageNet script does not.
     """
 
     hidden: tuple[Whole, ...] = (512, 256, 128)
@@ -45,9 +45,9 @@ class ViLU(Checked):
     def recipe(epochs: int = 300, learning_rate: float | None = 0.01, **changes: Any) -> Recipe:
         """How the network is trained in the public code: SGD with momentum and weight decay, a cosine.
 
-        That is for hundreds of thousands of updates. Its inputs are short and its layers shrink them further, so that
-        after a few thousand at rate 0.01 it still gives one number for all images. With fewer images let AdamW train
-        it: `recipe(30, 1e-3, optimizer="adamw")`. A choice of rates, made on `validation=` of `vilu`, is
+        That is for hundreds of thousands of updates. Its inputs are short and its layers shrink them further, so after
+        a few thousand at rate 0.01 it still gives one number for all images. With fewer images use AdamW:
+        `recipe(30, 1e-3, optimizer="adamw")`. To choose the rate on `validation=` of `vilu`:
         `recipe(learning_rate=None, grid=(3e-4, 1e-3), optimizer="adamw")`.
         """
         plain = {"optimizer": "sgd", "weight_decay": 5e-4, "no_decay_on_bias_and_norm": False}
@@ -63,19 +63,19 @@ def vilu(
     validation: Batches | None = None,
     **run: Unpack[TrainOptions],
 ) -> Ensemble:
-    """A copy of a zero-shot ensemble with the score `vilu`: `p.score("vilu")`, saved with the model.
+    """Train the score `vilu` for a copy of a zero-shot ensemble: `p.score("vilu")`, saved with the model.
 
-    Images are embedded once, and the network learns on the embeddings; the model itself is not changed, nor are its
-    answers. The score is minus the log-odds of being right, so `sigmoid(-score)` is a confidence.
+    Images are embedded once, and the network learns on the embeddings; neither the model nor its answers change. The
+    score is minus the log-odds of being right, so `sigmoid(-score)` is a confidence.
 
     Args:
-        ensemble: Made by `he.zero_shot`; every member gets a network of its own.
+        ensemble: Made by `he.zero_shot`; every member gets its own network.
         train: Labelled batches, read once.
-        recipe: How to train; None takes `ViLU.recipe()`. Of its settings, those of blocks and groups mean nothing here.
+        recipe: How to train; None takes `ViLU.recipe()`. Settings of blocks and groups are ignored.
         settings: Size of the network, and of batches.
         validation: Held-out labelled batches; the best network, of all epochs and rates, is that whose
-            confidence has the lowest NLL. It may be none better than a constant: look at `p.score("vilu")`.
-        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as of `finetune`.
+            confidence has the lowest NLL. It may be no better than a constant: look at `p.score("vilu")`.
+        run: `output` for checkpoints, `progress`, `device`, `checkpoint_every`, as for `finetune`.
 
     Raises:
         ConfigError: A model without class embeddings, or several processes: one is enough.

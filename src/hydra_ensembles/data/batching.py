@@ -30,19 +30,19 @@ Preprocess = Callable[[list[Any]], Tensor | Mapping[str, Tensor]]
 class BatchLoader:
     """Batches of a data set: an iterable with a length that yields `(inputs, labels)`, labels `[B]` integers.
 
-    Where `preprocess` gives a mapping, that mapping is yielded with `labels` added. It can be iterated any number of
+    If `preprocess` returns a mapping, that mapping is yielded with `labels` added. It can be iterated any number of
     times. Every pass over the same epoch is the same, in order and in the random augmentations of `preprocess` (as
-    far as they draw from torch's CPU generator), whatever the number of workers; `set_epoch` moves on. The state of
-    torch's generators is left as it was. Members that are ranked or trained on it have orders and augmentations of
-    their own (`set_stream`).
+    far as they draw from torch's CPU generator), for any number of workers; `set_epoch` sets the epoch. The state of
+    torch's generators is not changed. Members that are ranked or trained on it have their own orders and
+    augmentations (`set_stream`).
 
     Attributes:
         dataset: Gives `(item, label)` by position.
         preprocess: Turns a list of items into a tensor `[B, ...]` or a mapping of such tensors: a model's
             preprocessing, a `TrainTransform`, or any function.
-        batch_size: Samples a batch; the last one may have fewer.
-        shuffle: Whether each epoch has an order of its own.
-        seed: Decides order and augmentations.
+        batch_size: Samples per batch; the last one may have fewer.
+        shuffle: Whether each epoch has its own order.
+        seed: Seed for order and augmentations.
         num_workers: Worker processes that read and preprocess; 0 does it in this one.
         drop_last: Leave out a last batch that is not full.
 
@@ -150,7 +150,7 @@ class TrainTransform(Checked):
     """Random resized crop, random flip, optionally RandAugment, then normalisation.
 
     The defaults are the paper's fine-tuning transform for ImageNet-1K; for CIFAR-100 it leaves RandAugment
-    out (`rand_augment=None`). Draws from torch's CPU generator alone.
+    out (`rand_augment=None`). Draws only from torch's CPU generator.
 
     Attributes:
         size: Height and width of the result.

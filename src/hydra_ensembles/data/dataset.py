@@ -72,7 +72,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
     Attributes:
         name: What reports and error messages call the data set.
         class_names: Names of the classes, in label order; empty if they are not known.
-        labels: Label of every item, `[N]`; `-1` where an item has none.
+        labels: Label of every item, `[N]`; `-1` if an item has none.
         rows: Row of the source behind every item, `[N]`.
     """
 
@@ -336,7 +336,7 @@ def warn_of_others(folder: Path, files: Iterable[Path]) -> None:
 def subset(dataset: SomeDataset, n: int, seed: int, stratified: bool = False) -> SomeDataset:
     """Draw `n` items without replacement; they keep their order, and the same seed draws the same items.
 
-    `stratified` keeps the class proportions. A `DataError` where there are fewer than `n` items.
+    `stratified` keeps the class proportions. A `DataError` if there are fewer than `n` items.
 
     Args:
         dataset: What to draw from.

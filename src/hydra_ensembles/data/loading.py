@@ -52,8 +52,8 @@ _LISTED = re.compile(r"(?P<path>.+?)(?: (?P<label>-?\d+))?")
 class Columns:
     """Which columns of a table hold what; a dot reaches into a nested column (`translation.en`).
 
-    A table with the `image` column holds images, others need the `text` column; `text_pair` is used where it exists,
-    and one with another name than this has to.
+    A table with the `image` column holds images, others need the `text` column; `text_pair` is used if it exists, and
+    a column given under another name must exist.
     """
 
     image: str = "image"

@@ -145,7 +145,7 @@ class Suite:
 
 
 def suite(name: str) -> Suite:
-    """Give a suite by its name; the `DataError` for one that does not exist lists those there are.
+    """A suite by its name; the `DataError` for an unknown one lists all of them.
 
     Args:
         name: As `all_suites` lists it.

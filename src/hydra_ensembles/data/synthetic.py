@@ -31,20 +31,20 @@ Draws = Iterator[tuple[int, torch.Generator]]  # of each sample: its number, and
 
 @checked
 def synthetic_ood(id_batches: Batches, *, seed: Seed = 0, model: Ensemble | None = None) -> list[tuple[Inputs]]:
-    """Make OOD batches out of ID batches, as many samples in the same shapes and types.
+    """Make OOD batches from ID batches, as many samples in the same shapes and types.
 
     Images `[B, C, H, W]`, in turn: patches shuffled, phases scrambled (the spectrum stays), a strong blur, strong
     noise, and half of the patches taken from the image before. Texts, token ids `[B, T]`, in turn: words shuffled, half
-    of them replaced by any others of the vocabulary, all replaced by such that occur in no text. Special tokens and
-    padding stay where they are.
+    of them replaced by others of the vocabulary, all replaced by words that occur in no text. Special tokens and
+    padding stay.
 
-    What comes out depends on the samples, their order and the seed alone.
+    The result depends only on the samples, their order and the seed.
 
     Args:
         id_batches: In-distribution batches, ready for a model; labels are not read. All are held in memory.
-        seed: Draws everything that is random.
-        model: Of texts: whose vocabulary and special tokens count. Without one, words are replaced by others below the
-            largest id there is, and tokens are special that begin, or end, every text.
+        seed: Seed for everything that is random.
+        model: For texts: the model whose vocabulary and special tokens are used. Without one, words are replaced by
+            others below the largest id that occurs, and tokens at the start or end of every text are taken as special.
 
     Returns:
         Batches without labels, to be read any number of times.

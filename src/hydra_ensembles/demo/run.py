@@ -125,10 +125,10 @@ def run_demo(
     progress: bool = True,
     announce: Callable[[str], object] = print,
 ) -> Gains:
-    """Make pruned branches of the embedded backbone; hold them against that model and a Deep Ensemble. No network.
+    """Make pruned branches of the embedded backbone; compare them with that model and a Deep Ensemble. No network.
 
-    Interrupted, it goes on where it stopped when it is called again with the same settings. Called again after it
-    has finished, it does everything anew, with the same numbers. A folder that holds something else is refused.
+    An interrupted run resumes when called again with the same settings; a finished one is repeated, with the same
+    numbers. A folder that holds something else is refused.
 
     Args:
         output: Folder for `report.html`, the fused ensemble in `model`, saved evaluations with the cost of each method

@@ -88,7 +88,7 @@ class Changed:
 
     Attributes:
         input: Which of the inputs of the atlas.
-        moved: Share of the probability that goes from some classes to others, 0 to 1.
+        moved: Share of the probability that moves to other classes, 0 to 1.
     """
 
     input: int
@@ -99,14 +99,14 @@ class Changed:
 
 @dataclass(frozen=True)
 class HeadEffect:
-    """One head: who has it, and what becomes of the ensemble when every member that has it loses it.
+    """One head: which members have it, and how the ensemble changes if all of them lose it.
 
     Attributes:
         head: Its index before any pruning.
         members: Who keeps it.
         shared: Whether it is stored once for all members.
         without: The ensemble without it.
-        lost: ID inputs answered rightly with it and wrongly without.
+        lost: Number of ID inputs answered correctly with it and wrongly without.
         gained: The opposite.
         changed: The ID inputs whose answers change most, most first, then such OOD inputs.
     """

@@ -246,11 +246,11 @@ def evaluate_logits(
     """Every metric from member logits `[M, B, C]` (or `[B, C]` for one member) before any temperature, on the CPU.
 
     `ood` is nested or flat as in `evaluate`, with logits for data; `shift` is `{name: (logits, labels)}`; settings and
-    errors are those of `evaluate`. Where it is known, `model` says what made the logits, and `provenance` where. Stored
+    errors are those of `evaluate`. If known, `model` says what made the logits, and `provenance` where. Stored
     logits are given as `evaluate_logits(*kept.id, kept.ood, kept.shift)`.
 
-    There are no samples here to be known again. A `HydraWarning` tells of logits, the same to the last bit, that
-    `fit_calibration` fitted `calibration` on; of a calibration by `calibrate`, `evaluate` alone tells its samples.
+    Samples cannot be recognised here. A `HydraWarning` is given for logits, the same to the last bit, that
+    `fit_calibration` fitted `calibration` on; samples of `calibrate` are recognised only by `evaluate`.
     """
     calibration = calibration or Calibration()
     measure = Measure(name, id_name, score, scores, convention, calibration, bootstrap, keep_logits)

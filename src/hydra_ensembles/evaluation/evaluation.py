@@ -27,7 +27,7 @@ UNNAMED = "model"  # what an evaluation is called that was given no name
 
 @dataclass(frozen=True)
 class Classification:
-    """How well a labelled set is classified, and how far the stated confidence can be trusted.
+    """How well a labelled set is classified, and how well its confidence is calibrated.
 
     Attributes:
         brier: Squared error summed over classes, mean over samples.
@@ -38,7 +38,7 @@ class Classification:
         disagreement: Share of member pairs that predict different classes, mean over samples.
         aurc: Area under the risk-coverage curve, ordered by the evaluation's score.
         risk_at_coverage: Error that remains when this share of the samples is answered.
-        commonest: Share of the most frequent class, which is the accuracy of naming it always; None in files of before.
+        commonest: Share of the most frequent class, which is the accuracy of naming it always; None in older files.
     """
 
     samples: int
@@ -77,8 +77,8 @@ class OodSet:
         group: `near`, `far`, `apart` (in no mean), or `ungrouped` (in the mean over all sets only).
         detection: Of each score.
         abstained: Share of the set that is declined by any calibrated threshold; None without one.
-        unsure: Share whose score of uncertainty is above its threshold; None without one.
-        unfamiliar: Share whose fitted score of features is; a sample may be both.
+        unsure: Share whose uncertainty score is above its threshold; None without one.
+        unfamiliar: Share whose fitted feature score is; a sample may be both.
     """
 
     group: OodGroup
@@ -96,13 +96,13 @@ class Selective:
     """What calibrated thresholds do on the in-distribution set: together, and each by itself.
 
     Attributes:
-        score: The score that says how unsure an answer is.
-        threshold: Of that score; None where familiarity alone has one.
+        score: The score for how unsure an answer is.
+        threshold: Threshold of that score; None if only familiarity has one.
         accepted: Share of the samples answered: those that pass every threshold.
-        risk: Share of wrong answers among them; None where nothing is answered.
+        risk: Share of wrong answers among them; None if nothing is answered.
         sure: Share that passes the threshold of `score`; None without one, and in older files.
-        familiarity: The fitted score that says how unfamiliar an input is; None where it has no threshold.
-        familiarity_threshold: Of that score.
+        familiarity: The fitted score for how unfamiliar an input is; None if it has no threshold.
+        familiarity_threshold: Threshold of that score.
         familiar: Share that passes it.
     """
 

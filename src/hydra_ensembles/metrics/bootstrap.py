@@ -55,9 +55,9 @@ def bootstrap_metric(
     level: InnerShare = 0.95,
     seed: Seed = 0,
 ) -> Interval:
-    """Interval of `metric(*samples)`, a function of arrays with one row a sample.
+    """Interval of `metric(*samples)`, a function of arrays with one row per sample.
 
-    Hand over the least the metric needs: it is called once a resample. `top_label` gives confidence and
+    Pass only what the metric needs: it is called once per resample. `top_label` gives confidence and
     correctness for `ece_of_confidence`, and the mean of `brier_per_sample` is the Brier score.
 
     Args:
@@ -66,8 +66,8 @@ def bootstrap_metric(
         minus: Arrays of another method, of which row i is the same sample: a paired interval of the difference
             `metric(*samples) - metric(*minus)`.
         resamples: How often samples are drawn.
-        level: Share of the replicates the interval holds.
-        seed: Decides the draws.
+        level: Share of the replicates inside the interval.
+        seed: Seed for the draws.
     """
     if not samples:
         raise DataError("got no arrays to draw samples from; give at least one")

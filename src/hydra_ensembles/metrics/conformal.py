@@ -34,9 +34,9 @@ def samples_for(share: float) -> int:
 
 @checked
 def conformal_threshold(scores: Tensor, share: PositiveShare) -> float:
-    """The threshold that a new sample's score is at most with probability `share` or more, from held-out scores `[n]`.
+    """The threshold below or at which a new score lies with probability `share` or more, from held-out scores `[n]`.
 
-    It is the ⌈share · (n + 1)⌉-th smallest score, and infinite where there are too few to promise it.
+    It is the ⌈share · (n + 1)⌉-th smallest score, and infinite if there are too few to promise it.
     """
     ordered = check_scores(scores, "scores").sort().values
     rank = rank_for(share, len(ordered))
@@ -66,7 +66,7 @@ def chance_of_fewer(accepted: int, samples: int, share: float, held_out: int) ->
 def p_values(reference: Tensor, scores: Tensor) -> Tensor:
     """How many held-out scores `[n]` are at least as high as each score `[B]`: (1 + that many) / (n + 1), `[B]`.
 
-    Of a new sample of the same kind it is at most a given level with at most that probability.
+    For a new sample of the same kind it is at most a given level with at most that probability.
     """
     precise = torch.promote_types(torch.promote_types(reference.dtype, scores.dtype), torch.float32)
     return Reference.of(reference, most=None).p_values(check_scores(scores, "scores").to(precise))
@@ -74,7 +74,7 @@ def p_values(reference: Tensor, scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Reference:
-    """Scores of held-out samples, sorted, that those of new samples are held against; of many, some at even ranks."""
+    """Sorted scores of held-out samples, to compare those of new samples with; of many, some at even ranks."""
 
     values: tuple[float, ...] = field(repr=False)
     samples: int  # how many there were
@@ -116,7 +116,7 @@ class LabelSets:
 
     Attributes:
         thresholds: One for all classes, or one for each; infinite where there were too few samples to leave any out.
-        kind: `"lac"` (smallest sets), `"aps"` (larger where it is hard) or `"raps"` (these without a long tail).
+        kind: `"lac"` (smallest sets), `"aps"` (larger for hard inputs) or `"raps"` (the same without a long tail).
         share: The share of right labels promised; with a threshold for each class, of every class.
         penalty: Of `"raps"`: added for each rank beyond `free_ranks`.
         free_ranks: Of `"raps"`.
@@ -180,10 +180,10 @@ def fit_sets(
         probs: `[B, C]` of held-out samples: `Prediction.probs`.
         labels: `[B]`.
         share: The share promised, in (0, 1].
-        kind: As of `label_scores`.
-        by_class: Whether the share is promised for every class, not only on the whole. Takes samples of every class.
-        penalty: Of `raps`.
-        free_ranks: Of `raps`.
+        kind: As for `label_scores`.
+        by_class: Whether the share is promised for every class, not only overall. Needs samples of every class.
+        penalty: For `raps`.
+        free_ranks: For `raps`.
     """
     probs, targets = check_probs(probs, labels)
     scores = _label_scores(probs, kind, penalty, free_ranks).gather(-1, targets[:, None])[:, 0]  # [B]

@@ -81,7 +81,7 @@ def brier(probs: Tensor, labels: Labels) -> float:
 def nll(probs: Tensor, labels: Labels) -> float:
     """Negative log-likelihood of the label, mean over the samples.
 
-    Infinite as soon as one label has probability zero, as in torch-uncertainty; scikit-learn would clip.
+    Infinite if a label has probability zero, as in torch-uncertainty; scikit-learn would clip.
 
     Args:
         probs: Class probabilities `[B, C]`.
@@ -100,7 +100,7 @@ def nll(probs: Tensor, labels: Labels) -> float:
 def ece(probs: Tensor, labels: Labels, *, bins: Whole = BINS) -> float:
     """Expected calibration error: equal-width bins of top-1 confidence, L1, as torchmetrics defines it.
 
-    Like there, a confidence of exactly 1 has a bin of its own.
+    As there, a confidence of exactly 1 has its own bin.
 
     Args:
         probs: Class probabilities `[B, C]`.
@@ -120,9 +120,9 @@ def ece(probs: Tensor, labels: Labels, *, bins: Whole = BINS) -> float:
 def adaptive_ece(probs: Tensor, labels: Labels, *, bins: Whole = BINS) -> float:
     """Calibration error over bins of equal count, L1 weighted by count.
 
-    torch-uncertainty's is NaN with fewer samples than bins, where here the empty bins are dropped. Where a bin ends
-    among equal confidences, nothing says which of them are in it: each counts with their share of right answers, so the
-    number does not depend on the order of the data.
+    With fewer samples than bins, torch-uncertainty gives NaN; here empty bins are dropped. If a bin ends among equal
+    confidences, each of them counts with their share of right answers, so the number does not depend on the order of
+    the data.
 
     Args:
         probs: Class probabilities `[B, C]`.

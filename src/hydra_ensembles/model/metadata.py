@@ -30,11 +30,11 @@ Copied = TypeVar("Copied", Tensor, tuple[float, ...])  # something with one entr
 class Calibration(Checked):
     """A temperature (one, or one per member) and a threshold on an uncertainty score.
 
-    Inputs whose score is above `threshold` are to be abstained from; `accepted_share` is the share of
-    in-distribution inputs the threshold was chosen to accept. What the temperature `calibrates` is said at
-    `Prediction.from_logits`; `reference` has the scores of the held-out data, for p-values, and `marks` the digests of
-    1,024 of its samples, drawn evenly (in files of before, 64): by them `evaluate` tells which share of a set they
-    are. Where logits were all there was (`fit_calibration`), `logit_marks` has those of as many, for `evaluate_logits`.
+    Inputs whose score is above `threshold` are declined; `accepted_share` is the share of in-distribution inputs that
+    the threshold was chosen to accept. For what the temperature `calibrates`, see `Prediction.from_logits`.
+    `reference` has the scores of the held-out data, for p-values, and `marks` the digests of 1,024 of its samples,
+    drawn evenly (in older files, 64), from which `evaluate` estimates their share of a set. If only logits were given
+    (`fit_calibration`), `logit_marks` has those of as many, for `evaluate_logits`.
     """
 
     temperature: tuple[float, ...] = (1.0,)
@@ -87,22 +87,22 @@ class FamiliaritySettings(Checked):
     """What was fitted to say how familiar an input is, without the tensors.
 
     Attributes:
-        scores: The scores, the first of which the threshold and the p-values are of.
+        scores: The scores; threshold and p-values are for the first.
         width: Length of the features.
         samples: How many samples the statistics are from.
-        stored: Of `knn`: features stored.
-        neighbours: Of `knn`: which neighbour counts.
-        principal: Of `vim`: directions of the principal subspace.
+        stored: For `knn`: features stored.
+        neighbours: For `knn`: which neighbour counts.
+        principal: For `vim`: directions of the principal subspace.
         threshold: Inputs whose score is above it are unfamiliar; None before calibration.
         accepted_share: The share of familiar inputs that the threshold accepts.
-        reference: Scores of samples that the statistics are not from.
-        marks: Digests of some samples they are from, drawn evenly: these must not choose a threshold, and `evaluate`
-            tells where it is given them.
-        embedding: Of `vilu` and `neglabel`: width of the common embedding of images and texts.
-        hidden: Of `vilu`: widths of the layers of its network but the last.
-        words: Of `neglabel`: groups of words, and words in a group.
-        projected: Of `vilu`: whether its attention over classes has projections of its own.
-        halved: Whether they are from a half of what `calibrate` was given: given it again, it fits them again.
+        reference: Scores of other samples, which the statistics are not from.
+        marks: Digests of some samples they are from, drawn evenly: these must not set a threshold, and `evaluate`
+            warns if it is given them.
+        embedding: For `vilu` and `neglabel`: width of the common embedding of images and texts.
+        hidden: For `vilu`: widths of all layers of its network except the last.
+        words: For `neglabel`: groups of words, and words in a group.
+        projected: For `vilu`: whether its attention over classes has its own projections.
+        halved: Whether they are from one half of the data of `calibrate`: given these again, it fits them again.
     """
 
     scores: tuple[FittedName, ...]
@@ -230,11 +230,11 @@ class Metadata(Checked):
         calibration: Temperature and abstention threshold; None before calibration.
         history: What was done to the model, one readable line per step, oldest first.
         metrics: Measured numbers worth showing on the model card.
-        text_side: Of a zero-shot ensemble, the text towers it can be re-targeted with; None where there are none.
-        familiarity: What says how familiar an input is; None where nothing was fitted.
+        text_side: For a zero-shot ensemble, the text towers that `retarget` needs; None if there are none.
+        familiarity: Fitted statistics for how familiar an input is; None if nothing was fitted.
         preprocessing_from: Where the preprocessing was taken from, in words; empty when unknown.
-        train_marks: Digests of some samples that trained it here: `calibrate` tells where it is given them.
-        train_samples: How many samples trained it here.
+        train_marks: Digests of some samples that trained it with this library: `calibrate` warns if it is given them.
+        train_samples: How many samples trained it with this library.
     """
 
     source: str = ""

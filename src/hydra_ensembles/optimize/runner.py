@@ -36,12 +36,12 @@ Key = tuple[tuple[tuple[int, ...], torch.dtype | None], ...]  # of each argument
 
 
 class OptimizedEnsemble:
-    """Runs like the ensemble it was made from, faster; inference only, with the weights it had then.
+    """A faster copy of an ensemble, for inference only, with the weights at the time it was made.
 
-    What all members have in common is stored and computed once, constants are folded into the weights. For every
-    shape of input the plans are measured once, at its first call, and the fastest is used from then on (compiled, if
-    asked for). Any batch size gives the numbers of the ensemble, up to rounding. Threads may share it: what is
-    measured, compiled or recorded runs for one of them at a time.
+    What all members have in common is stored and computed once; constants are folded into the weights. For every
+    input shape the plans are measured once, at its first call, and the fastest is used from then on (compiled, if
+    asked for). Any batch size gives the numbers of the ensemble, up to rounding. Threads may share it; measuring,
+    compiling and recording are done for one of them at a time.
 
     `config`, `metadata`, `kind`, `num_members`, `num_classes` and `device` are those of the ensemble.
 
@@ -147,7 +147,7 @@ class OptimizedEnsemble:
         return answers[0], answers[1] if len(answers) > 1 else None
 
     def predict(self, *inputs: Any, check_finite: bool = True, **named: Any) -> Prediction:
-        """Label, confidence and uncertainty of a batch; takes what `Ensemble.predict` takes."""
+        """Label, confidence and uncertainty of a batch; arguments as for `Ensemble.predict`."""
         return self._model.prediction(*self.answers(self.prepare(*inputs, **named)), check_finite=check_finite)
 
     def prepare(self, *inputs: Any, **named: Any) -> Inputs:
@@ -278,9 +278,9 @@ class Choice:
 
     Attributes:
         plan: The plan.
-        seconds: What each plan took, uncompiled; empty where there was nothing to choose or measure.
+        seconds: Time of each plan, uncompiled; empty if there was nothing to choose or measure.
         compiled: Whether compiled code is used.
-        note: What else there is to say: plans that cannot run such inputs, or why there is no compiled code.
+        note: Plans that cannot run such inputs, or why there is no compiled code.
     """
 
     plan: Plan

@@ -28,10 +28,10 @@ class SearchRow:
 
     Attributes:
         name: What tables call it.
-        price: Time of a batch (or multiply-adds) against the model that was given.
+        price: Time of a batch (or multiply-adds), relative to the given model.
         state: How far it came.
-        config: How it is built; None for the given model, and for what is made of several given ones.
-        numbers: What held-out data say of it, under the names of `Evaluation.numbers`; empty unless it was judged.
+        config: How it is built; None for the given model, and for combinations of several given ones.
+        numbers: Results on held-out data, under the names of `Evaluation.numbers`; empty unless it was judged.
         note: Why it was not judged.
     """
 

@@ -90,7 +90,7 @@ def set_columns(names: Sequence[str], fitted: Sequence[str] = ()) -> tuple[Colum
 
     Args:
         names: The sets.
-        fitted: Scores of features, such as `mahalanobis`, whose AUROC is shown beside that of the evaluation's score.
+        fitted: Feature scores, such as `mahalanobis`, whose AUROC is shown next to that of the evaluation's score.
     """
     return tuple(
         column
@@ -111,11 +111,11 @@ _DECLINED = "Declined %"
 
 
 def columns_for(evaluations: Iterable[Evaluation], sets: Sequence[str] = ()) -> tuple[Column, ...]:
-    """What a comparison of these shows unless it is told: `COLUMNS`, and what familiarity adds to them.
+    """What a comparison of these shows by default: `COLUMNS`, and what familiarity adds to them.
 
-    Where a model has fitted scores of features, their AUROC; and where it also declines by them, the share of the
+    If a model has fitted feature scores, their AUROC; and if it also declines by them, the share of the
     in-distribution set that is accepted, and the share of each group that is declined for either reason. Those are
-    ranked only where all promise to accept the same share. `sets` are OOD sets to show by themselves.
+    ranked only if all promise to accept the same share. `sets` are OOD sets to show by themselves.
     """
     runs = list(evaluations)
     fitted = list(dict.fromkeys(score for run in runs for score in run.fitted if score != run.score))

@@ -24,7 +24,7 @@ class Cell:
         text: As it is shown; a dash where there is none.
         value: The number; the mean where there are several runs.
         spread: Standard deviation over the runs; None for one run.
-        rank: Whether it is the best or second best of its column; numbers written alike share a rank.
+        rank: Whether it is the best or second best of its column; numbers that look equal share a rank.
     """
 
     text: str

@@ -125,7 +125,7 @@ class LocalEngine:
 def make_app(
     model: Ensemble | Service, settings: ServeSettings | None = None, engine: Engine | None = None
 ) -> "FastAPI":
-    """The server of a model, as an ASGI application: run it with `hydra-ensembles serve`, or with a server of yours.
+    """The server of a model, as an ASGI application: run it with `hydra-ensembles serve`, or your own server.
 
     Args:
         model: A classifier.

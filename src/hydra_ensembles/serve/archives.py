@@ -50,16 +50,16 @@ class Item:
 class Archive:
     """The images or texts of a file or a folder.
 
-    A folder is all files in it, however deep, sorted by path: images, Parquet, CSV, TSV, JSON lines, tar shards, for
-    texts also `.txt` with one text a line. Hidden files and other kinds are passed over. Links to folders are followed,
+    A folder is all files in it, at any depth, sorted by path: images, Parquet, CSV, TSV, JSON lines, tar shards, for
+    texts also `.txt` with one text per line. Hidden files and other kinds are skipped. Links to folders are followed,
     and each folder is read once.
 
     Args:
         path: File or folder.
         kind: What is looked for.
-        columns: Which columns of tables hold it; a pair with another name than `text_pair` has to be there.
-        keep: Columns of tables that come along.
-        without: A folder inside it that is no part of it.
+        columns: Which columns of tables hold it; a pair with another name than `text_pair` must exist.
+        keep: Columns of tables to copy.
+        without: A folder inside it to leave out.
 
     Raises:
         DataError: There is nothing of this kind, or the first table has no such column.

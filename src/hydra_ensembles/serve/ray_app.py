@@ -36,10 +36,10 @@ def ray_app(
 
     Args:
         model: A saved classifier, by a folder or hub id that every machine can read; or the ensemble itself.
-        settings: Batches and limits. Where to listen is said to Ray: `serve.start(http_options=...)`.
-            A key in HYDRA_API_KEY is read here, where this is called.
-        min_replicas: Replicas of the model that are always there.
-        max_replicas: Replicas there may be when there is much to do.
+        settings: Batches and limits. Tell Ray where to listen: `serve.start(http_options=...)`.
+            A key in HYDRA_API_KEY is read in the process that calls this.
+        min_replicas: Minimum number of replicas of the model.
+        max_replicas: Maximum number of replicas, under load.
         cpus: CPUs of a replica.
         gpus: GPUs of a replica; a part of one is enough for a small model.
     """

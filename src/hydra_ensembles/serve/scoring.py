@@ -56,22 +56,20 @@ class Scorer:
     A batch is a mapping of columns: `image` (encoded bytes, `{bytes, path}`, PIL images, `uint8` arrays `[H, W, 3]`, or
     paths), `text` (and `text_pair`), or inputs that are preprocessed already (`pixel_values`, `input_ids` …). The
     answer has a row for each of them, with the outputs of `serve.outputs`, the name of the class, and `error`: empty,
-    or why a row could not be read; its numbers are NaN, its label is -1, and it is not accepted. `note` is empty, too,
-    or says what was done with a row though it is hardly meant: a text that was cut, a photograph stored on its side.
+    or why a row could not be read; then its numbers are NaN, its label is -1, and it is not accepted. `note` is empty,
+    or says why a row is probably not what you meant: a text that was cut, a photograph stored sideways.
 
-    It can be pickled, and each process loads the model when it is first called: give it to Ray Data
-    (`map_batches(Scorer, fn_constructor_args=(path,), concurrency=2)`) or to `datasets.map(scorer, batched=True)`. What
-    it pickles to depends on what the folder holds, so that `datasets` does not take another model's answers from its
-    cache; a model that was saved anew in between is refused.
+    It can be pickled, and each process loads the model at its first call: give it to Ray Data
+    (`map_batches(Scorer, fn_constructor_args=(path,), concurrency=2)`) or to `datasets.map(scorer, batched=True)`. Its
+    pickle depends on the content of the folder, so that `datasets` does not take another model's answers from its
+    cache; a model that was saved again in between is refused.
 
     Args:
         model: Folder of a saved ensemble or of a build, a hub id, or an ensemble.
         device: `auto` takes a GPU if there is one.
         dtype: Another precision than the saved one, such as `"bfloat16"`.
-        columns: Names of the columns that are read; a pair that is called by another name than `text_pair` has to be
-            there.
-        keep: Columns that come along; the others do not. One with the name of an answer, such as `label`, is called
-            `kept_label`.
+        columns: Names of the columns to read; a pair with another name than `text_pair` must exist.
+        keep: Columns to copy to the output. One with the name of an answer, such as `label`, becomes `kept_label`.
         wide: Whether `probs` and `member_logits`, which are long, are among the answers.
         workers: Threads that decode images.
     """
@@ -288,9 +286,9 @@ def _image(item: Any) -> Any:
 
 @dataclass(frozen=True)
 class Scored:
-    """What came of an archive: rows with an answer, items that could not be read, files of other kinds, shards.
+    """Result of an archive: rows with an answer, unreadable items, files of other kinds, shards.
 
-    `noted` are the rows of which something is to be said: those whose `note` is not empty.
+    `noted` are the rows whose `note` is not empty.
     """
 
     rows: int
@@ -314,16 +312,16 @@ def score_archive(
 
     Every readable item has exactly one row in `rows/part-*.parquet`, with the outputs of `scorer` and `input`, its
     place in the archive; the others have a line in `unreadable/`, with the reason. A shard appears whole or not at all,
-    and `run.json` has its digest: whatever ends the work, also a kill, the same call goes on where it ended, and the
-    shards are those of a run without a break. Another model, archive or setting is refused, and so is what another
-    version of this library began and did not finish.
+    and `run.json` has its digest: after any interruption, even a kill, the same call resumes, and the shards are those
+    of an uninterrupted run. An output folder of another model, archive or setting is refused, and so is an unfinished
+    one of another version of this library.
 
     Args:
         scorer: With the model, the columns to read and those of tables to keep.
         source: As `Archive` takes it.
         output: Folder, made if it does not exist.
-        batch_size: Samples a pass.
-        shard_rows: Items a shard.
+        batch_size: Samples per pass.
+        shard_rows: Items per shard.
         progress: Whether to show a bar, with the rate.
     """
     path = expanded(output)

@@ -196,10 +196,10 @@ class TrainOptions(TypedDict, total=False):
     """What every training takes beside model, data and recipe, and may be left out.
 
     Attributes:
-        output: Folder for checkpoints; a run that was killed goes on from there. None, which is usual, writes none.
-        progress: Whether to show a progress bar, as is usual.
-        device: Where to train; None, which is usual, stays on the model's device.
-        checkpoint_every: Updates between checkpoints, usually 500.
+        output: Folder for checkpoints; a run that was killed resumes from there. None, the default, writes none.
+        progress: Whether to show a progress bar (default: yes).
+        device: Where to train; None, the default, stays on the model's device.
+        checkpoint_every: Updates between checkpoints, by default 500.
     """
 
     output: str | Path | None
