@@ -148,6 +148,10 @@ def test_it_is_saved_loaded_optimized_and_evaluated(config, tmp_path) -> None:
         fitted = fit_familiarity(model(config), data, names)
         fitted.predict(inputs)
     fitted.answers(inputs)[1].sum().backward()  # what was made and used there has gradients all the same
+    if config.kind == "image":  # and what is used first by a compiler is one graph
+        fresh = Ensemble.from_pretrained(tmp_path)
+        compiled = torch.compile(lambda pixels: fresh.answers(pixels)[1], backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(inputs)[0].mean(0), p.score(names[0]), rtol=1e-3, atol=1e-4)
 
 
 def test_a_zero_shot_ensemble_learns_what_is_familiar() -> None:

@@ -189,6 +189,11 @@ class Familiarity(_WithTensors):
     settings: FamiliaritySettings
     _placed: dict[torch.device, dict[str, Statistics]] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        with torch.inference_mode(False):  # what is made there has no gradients elsewhere
+            plain = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in self.state.items()}
+        object.__setattr__(self, "state", plain)
+
     def scores(self, features: Tensor, logits: Tensor) -> Tensor:
         """Every score of every member, `[S, M, B]`, from features `[M, B, d]` and logits `[M, B, C]`."""
         names, neighbours, statistics = self.settings.scores, self.settings.neighbours, self._on(features.device)
@@ -212,10 +217,8 @@ class Familiarity(_WithTensors):
         if device not in self._placed:
             parts = {score: self.part(f"{score}.") for score in self.settings.scores}
             with torch.inference_mode(False):  # gradients may be asked for later
-                self._placed[device] = {
-                    score: ready({name: one.to(device, copy=one.is_inference()) for name, one in part.items()})
-                    for score, part in parts.items()
-                }
+                placed = {score: {name: one.to(device) for name, one in part.items()} for score, part in parts.items()}
+                self._placed[device] = {score: ready(tensors) for score, tensors in placed.items()}
         return self._placed[device]
 
 
