@@ -1,6 +1,7 @@
 """Calibration on held-out data: a temperature, and thresholds that say when to abstain and why."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,6 +14,7 @@ from torch import Tensor
 from ._utils import own_precision, warn
 from .arguments import PositiveShare, checked
 from .batches import Batches, warn_if_cut
+from .classes import some
 from .errors import DataError, TooFewSamplesError
 from .familiarity import OF_BOTH, Answered, Fitting, answers, beside, require_fresh
 from .metrics.conformal import Reference, conformal_threshold, samples_for
@@ -32,6 +34,7 @@ _GRID = 24
 _PRECISION, _AT_BOUND = 1e-6, 1e-3  # of logarithms of temperatures: how well found, how close to a bound is at it
 _WORTHWHILE = 1e-6  # a gain below this is rounding, and 1 stays
 _LIKELIER = 4.0  # twice the logarithm of a ratio of likelihoods, above which it is hardly chance
+_CHANCE = 0.001  # how unlikely a class is declined so often where a warning tells
 _STEPS = 50  # of Newton's method; it takes less than ten
 _ROWS = 8192  # samples that are raised to float64 at a time
 _AT_ONCE = 2**17  # logits of which logarithms of probabilities are taken at a time: what a core has at hand
@@ -185,7 +188,7 @@ def _familiar_part(
             reused = 0.0
             familiarity, held_out = _fitted_on_a_half(ensemble, samples, keys, name, share)
             familiarity = beside(familiarity, earlier)
-        familiarity, both = _with_threshold(familiarity, held_out, fit.calibration, share)
+        familiarity, both = _with_threshold(familiarity, held_out, fit.calibration, share, ensemble.metadata.labels)
     except TooFewSamplesError as problem:
         if choice != "auto" or earlier is not None:
             raise
@@ -227,7 +230,7 @@ def _fitted_on_a_half(
 
 
 def _with_threshold(
-    familiarity: Familiarity, held_out: Answered, calibration: Calibration, share: float
+    familiarity: Familiarity, held_out: Answered, calibration: Calibration, share: float, names: Sequence[str]
 ) -> tuple[Familiarity, dict[str, float]]:
     """Set the threshold on samples that familiarity was not fitted to; also gives the shares both thresholds accept."""
     scores = familiarity.scores(held_out.features, held_out.logits)  # [S, M, n]
@@ -237,6 +240,7 @@ def _with_threshold(
     decided = calibration.prediction(held_out.logits, unfamiliarity=familiarity.about(scores))
     sure, familiar = cast(tuple[Tensor, Tensor], tuple(decided.passed().values()))  # there are both thresholds
     accept = sure & familiar
+    warn_of_declined_classes(accept, held_out.labels, names)
     wrong = decided.label != held_out.labels
     return familiarity, {
         "validation/sure_share": mean(sure),
@@ -244,6 +248,23 @@ def _with_threshold(
         "validation/accepted_share": mean(accept),
         "validation/risk_of_accepted": mean(wrong[accept]) if bool(accept.any()) else 0.0,
     }
+
+
+def warn_of_declined_classes(accept: Tensor, labels: Tensor, names: Sequence[str]) -> None:
+    """Warn of classes most samples of which are declined, beyond chance: a threshold promises a share of all."""
+    counts, taken, share = Counter(labels.tolist()), Counter(labels[accept].tolist()), mean(accept)
+    told = []
+    for number, count in sorted(counts.items()):
+        kept = taken[number] / count
+        if kept < min(share, 0.5):
+            unlike = (1 - kept) * math.log((1 - kept) / (1 - share)) + (kept * math.log(kept / share) if kept else 0.0)
+            if math.exp(-count * unlike) * len(counts) < _CHANCE:  # at least as likely as so few of a class like all
+                told.append(f"{names[number] if names else f'class {number}'} ({count - taken[number]} of {count})")
+    if told:
+        warn(
+            f"most samples of {some(told)} are declined, of all {1 - share:.2%}: thresholds promise a share of all "
+            "inputs, not of each class. Give more samples of such a class, or accept a larger share"
+        )
 
 
 @checked

@@ -379,7 +379,8 @@ class Fitting:
         classes = len(self.counts)
         other = "or use score='knn', which knows no classes (familiarity='knn' of calibrate)"
         if missing:
-            problem = f"classes {some(list(map(str, missing)))} have no samples, so nothing is familiar there"
+            names = self.ensemble.metadata.labels or tuple(map(str, range(classes)))
+            problem = f"classes {some([names[one] for one in missing])} have no samples, so nothing is familiar there"
             raise TooFewSamplesError(f"{problem}; give some of every class, {other}")
         if self.samples < 2 * classes:
             raise TooFewSamplesError(

@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from checkpoint_models import labelled
-from hydra_ensembles.calibrate import COLDEST, HOTTEST, calibrate, fit_calibration
+from hydra_ensembles.calibrate import COLDEST, HOTTEST, calibrate, fit_calibration, warn_of_declined_classes
 from hydra_ensembles.errors import ConfigError, DataError, HydraWarning
+from hydra_ensembles.evaluation.evaluate import evaluate
 from hydra_ensembles.heads.masking import masked
 from hydra_ensembles.model.ensemble import Ensemble
 from hydra_ensembles.model.metadata import Calibration, Metadata
@@ -175,6 +177,23 @@ def test_data_that_say_little_are_warned_of():
 
 def validation(count: int = 40) -> list[tuple[Tensor, Tensor]]:
     return labelled(tiny().config, count, seed=7)
+
+
+def test_classes_that_are_mostly_declined_are_told_of():
+    """A share of all is promised: where most are of one class, a rare one may be declined whole."""
+    for declined, token in (((6, 0, 8, 2), r"rare \(8 of 9\) are"), ((9, 9, 0, 1), None), ((50, 2, 0, 0), None)):
+        labels = torch.tensor([0, 1, 2, 3]).repeat_interleave(torch.tensor([150, 40, 9, 2]))
+        places = torch.cat([torch.arange(count) for count in (150, 40, 9, 2)])
+        accept = places >= torch.tensor(declined)[labels]
+        with nullcontext() if token is None else pytest.warns(HydraWarning, match=token):
+            warn_of_declined_classes(accept, labels, ("a", "b", "rare", "c"))
+    images, labels = (torch.cat(parts) for parts in zip(*validation(400), strict=True))
+    ensemble, labels = tiny(), labels % 3
+    labels[ensemble.predict(images).score().topk(12).indices] = 3  # of which the model is least sure
+    with pytest.warns(HydraWarning, match="class 3"):
+        calibrated = calibrate(ensemble, [(images, labels)])
+    with pytest.warns(HydraWarning, match="class 3"):
+        evaluate(calibrated, [(images + 0.01, labels)], progress=False)
 
 
 @pytest.mark.parametrize("per_member", [False, True])

@@ -268,8 +268,9 @@ def test_a_build_goes_on_without_familiarity_for_want_of_samples_alone(monkeypat
     assert chain._familiar(one, auto, good[:1], fresh).metadata.familiarity is not None
     few = [(inputs[:1], labels[:1]) for inputs, labels in good[:1]]
     assert chain._familiar(one, auto, few, fresh) is one
-    with pytest.raises(TooFewSamplesError, match="no samples"):
-        chain._familiar(one, named, few, fresh)
+    called = one.with_metadata(labels=[f"kind {number}" for number in range(one.num_classes)])
+    with pytest.raises(TooFewSamplesError, match=r"kind \d.* have no samples"):
+        chain._familiar(called, named, few, fresh)
     broken = [(torch.full_like(inputs, 3e38), labels) for inputs, labels in good]
     with pytest.raises(DataError, match="finite"):
         chain._familiar(one, auto, broken, fresh)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..calibrate import warn_of_declined_classes
 from ..errors import ConfigError, DataError
 from ..metrics.bootstrap import Interval, bootstrap_calibration, bootstrap_metric, bootstrap_ood
 from ..metrics.inputs import Convention, mean, where
@@ -107,6 +108,8 @@ class Measure:
                     disagreement=mean(answer.disagreement),
                     **{share: None if accepted is None else mean(~accepted) for share, accepted in passed.items()},
                 )
+        if prediction.accept is not None:
+            warn_of_declined_classes(prediction.accept, labels, () if model is None else model.class_names)
         averaged = {name: [key for key in ood if ood[key].group in groups] for name, groups in MEANS.items()}
         averaged = {name: keys for name, keys in averaged.items() if keys}
         return Evaluation(
