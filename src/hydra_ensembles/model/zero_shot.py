@@ -49,13 +49,14 @@ def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
 
 
 def checked_templates(templates: Templates) -> tuple[str, ...]:
-    """Templates, at least one; each has a place for the name."""
-    sentences = (templates,) if isinstance(templates, str) else tuple(templates)
-    if not sentences:
+    """Templates, at least one; each has a place for the name, `{}` as CLIP's own lists have it becomes ours."""
+    given = (templates,) if isinstance(templates, str) else tuple(templates)
+    if not given:
         raise DataError("templates is empty; give at least one sentence such as 'A photo of a {label}.'")
-    for index, sentence in enumerate(sentences):
-        if not isinstance(sentence, str) or LABEL not in sentence:
-            raise DataError(f"templates[{index}] is {sentence!r}; it must have {LABEL} where the class name goes")
+    for index, sentence in enumerate(given):
+        if not isinstance(sentence, str) or (LABEL not in sentence and "{}" not in sentence):
+            raise DataError(f"templates[{index}] is {sentence!r}; it needs {LABEL} or {{}} for the class name")
+    sentences = tuple(one if LABEL in one else one.replace("{}", LABEL) for one in given)
     if len(set(sentences)) < len(sentences):
         raise DataError("templates lists a sentence twice; leave it out")
     return sentences
@@ -113,7 +114,7 @@ def zero_shot(
     Args:
         dual: One member or several; it is not changed. Its text tower must have a tokenizer.
         class_names: One per class, in the order of the logits.
-        templates: Sentences with `{label}` in place of the name. With several, the embeddings of a class are
+        templates: Sentences with `{label}` (or `{}`) in place of the name. With several, the embeddings of a class are
             averaged: each is scaled to length one, and so is their mean.
         keep_text: Keep text towers and tokenizer, also in `save_pretrained`, so that `retarget` can set other
             classes. They stay on the CPU and take no part in inference.
