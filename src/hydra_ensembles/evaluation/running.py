@@ -16,7 +16,7 @@ from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal, NamedTuple, TypeGuard, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from ..fingerprints import model_fingerprint, tensors_digest
 from ..metrics.inputs import at_least_float32, check_finite, warn_of_probabilities, where
 from ..model.dropping import evaluating
 from ..model.ensemble import Ensemble
-from ..model.given import require_values
+from ..model.given import is_passed_over, require_values
 from ..model.metadata import Calibration
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import Keys, sample_keys
@@ -223,7 +223,8 @@ class Runner:
             answer = self.model(self.model.prepare(inputs))
         else:
             moved = inputs if self.device is None else move(inputs, self.device, self.dtype)
-            answer = model(**moved) if self._takes_names(moved) else model(moved)
+            named = self._named(moved)
+            answer = model(**named) if named else model(moved)
         answer = getattr(answer, "logits", answer)
         logits = member_logits(answer, name, f" of batch {index}")
         if logits.shape[1] != size_of(inputs):
@@ -233,11 +234,17 @@ class Runner:
             )
         return {"logits": logits, "dtype": torch.empty(0, dtype=answer.dtype), **scores}
 
-    def _takes_names(self, inputs: Inputs) -> TypeGuard[Mapping[str, Tensor]]:
-        """Whether a module of another library takes these as keywords, as those of transformers do."""
+    def _named(self, inputs: Inputs) -> dict[str, Tensor]:
+        """What a module of another library takes as keywords, as those of transformers do; nothing if it does not.
+
+        Segments that it does not know, and what data sets put beside inputs, are left out, as ensembles do.
+        """
         if not isinstance(inputs, Mapping) or not isinstance(self.model, nn.Module):
-            return False
-        return inputs.keys() <= inspect.signature(unwrapped(self.model).forward).parameters.keys()
+            return {}
+        taken = inspect.signature(unwrapped(self.model).forward).parameters
+        beside = {name: tensor for name, tensor in inputs.items() if name not in taken and name != "token_type_ids"}
+        plain = all(is_passed_over(name, tensor) for name, tensor in beside.items())
+        return {name: tensor for name, tensor in inputs.items() if name in taken} if plain else {}
 
     def _shelved(
         self,

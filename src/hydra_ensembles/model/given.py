@@ -56,10 +56,15 @@ def gathered(
         received = sorted(map(str, {**mapping, **arguments}))
         raise DataError(f"expected a tensor or a mapping with {main!r}, got {received or 'nothing'}")
     for name, tensor in tensors.items():
-        if name not in (main, *beside, *PASSED_OVER) and (tensor.dim() > 1 or looks_like_input(name)):
+        if name not in (main, *beside) and not is_passed_over(name, tensor):
             raise DataError(_not_read(name, kind))
     mask, segments = (tensors.get(name) if name in beside else None for name in ("attention_mask", "token_type_ids"))
     return tensors[main], mask, segments
+
+
+def is_passed_over(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor of this name may be in a mapping though no model reads it: it is no input."""
+    return name in PASSED_OVER or (tensor.dim() <= 1 and not looks_like_input(name))
 
 
 def _not_read(name: str, kind: Literal["image", "text"]) -> str:

@@ -121,7 +121,7 @@ class Named(nn.Sequential):
     """As models of transformers are called: by keywords; a tensor is the first of them."""
 
     def forward(self, pixel_values=None, labels=None):
-        return SimpleNamespace(logits=self[0](pixel_values))
+        return SimpleNamespace(logits=self[0](pixel_values.clone()))
 
 
 class Whole(nn.Sequential):
@@ -145,7 +145,7 @@ def test_evaluate_is_evaluate_logits_of_the_models_answers():
     assert found.figures == expected.figures
     assert found.samples == {"id": 27, "ood.close": 11, "ood.noise": 7, "shift.blur": 9}
     assert torch.equal(found.logits.id.logits, logits_and_labels(model, data)[0])
-    by_name = [{"pixel_values": inputs, "labels": labels} for inputs, labels in data]
+    by_name = [{"pixel_values": inputs, "labels": labels, "index": labels} for inputs, labels in data]
     for around in (Named(model), nn.DataParallel(Named(model)), Whole(model)):
         assert evaluate(around, by_name, OOD, shift, progress=False).id == found.id
     info = found.model
