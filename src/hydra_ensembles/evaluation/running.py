@@ -5,7 +5,6 @@ asked again.
 """
 
 import base64
-import inspect
 import io
 import os
 import platform
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .._distributed import current_ranks
-from .._utils import __version__, require, unwrapped
+from .._utils import __version__, require
 from ..baselines.start import View
 from ..batches import Batches, Inputs, changed, iterate, length_of, move, require_labels, size_of, warn_if_cut
 from ..errors import ConfigError, DataError
@@ -32,7 +31,7 @@ from ..fingerprints import model_fingerprint, tensors_digest
 from ..metrics.inputs import at_least_float32, check_finite, warn_of_probabilities, where
 from ..model.dropping import evaluating
 from ..model.ensemble import Ensemble
-from ..model.given import is_passed_over, require_values
+from ..model.given import asked, require_values
 from ..model.metadata import Calibration
 from ..optimize.runner import OptimizedEnsemble
 from ..overlap import Keys, sample_keys
@@ -214,7 +213,6 @@ class Runner:
     def _answer(self, inputs: Inputs, name: str, index: int) -> dict[str, Tensor]:
         """Member logits `[M, B, C]` of one batch, a tensor of the dtype they had, scores of features `[S, M, B]`."""
         answer: Any
-        model: Any = self.model
         scores: dict[str, Tensor] = {}
         if isinstance(self.model, Ensemble | OptimizedEnsemble) and self.measure.familiarity is not None:
             answer, by_features = self.model.answers(self.model.prepare(inputs))
@@ -223,8 +221,7 @@ class Runner:
             answer = self.model(self.model.prepare(inputs))
         else:
             moved = inputs if self.device is None else move(inputs, self.device, self.dtype)
-            named = self._named(moved)
-            answer = model(**named) if named else model(moved)
+            answer = asked(self.model, moved)()
         answer = getattr(answer, "logits", answer)
         logits = member_logits(answer, name, f" of batch {index}")
         if logits.shape[1] != size_of(inputs):
@@ -233,18 +230,6 @@ class Runner:
                 f"{list(answer.shape)}; expected [M, B, C] (members, inputs, classes)"
             )
         return {"logits": logits, "dtype": torch.empty(0, dtype=answer.dtype), **scores}
-
-    def _named(self, inputs: Inputs) -> dict[str, Tensor]:
-        """What a module of another library takes as keywords, as those of transformers do; nothing if it does not.
-
-        Segments that it does not know, and what data sets put beside inputs, are left out, as ensembles do.
-        """
-        if not isinstance(inputs, Mapping) or not isinstance(self.model, nn.Module):
-            return {}
-        taken = inspect.signature(unwrapped(self.model).forward).parameters
-        beside = {name: tensor for name, tensor in inputs.items() if name not in taken and name != "token_type_ids"}
-        plain = all(is_passed_over(name, tensor) for name, tensor in beside.items())
-        return {name: tensor for name, tensor in inputs.items() if name in taken} if plain else {}
 
     def _shelved(
         self,

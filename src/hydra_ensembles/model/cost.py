@@ -4,7 +4,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from ..batches import changed
 from ..errors import ConfigError, DataError
 from .config import EncoderConfig, EnsembleConfig, KeptHeads, PatchStemConfig
 from .dropping import evaluating
-from .given import Given
+from .given import Given, asked
 
 Name = TypeVar("Name", bound=str)
 
@@ -164,7 +163,7 @@ def measure_costs(
         device = next(module.parameters(), example).device
         if device != example.device:
             raise DataError(f"model {name!r} is on {device} and the inputs are on {example.device}; move one of them")
-    runs = {name: partial(model, inputs) for name, model in models.items()}
+    runs = {name: asked(model, inputs) for name, model in models.items()}
     with evaluating(*modules.values()), torch.no_grad():
         times_in_turn(runs, warmup, example.device)
         times = times_in_turn(runs, repeats, example.device)
@@ -221,7 +220,7 @@ def _peak_memory(model: Callable[[Any], Any], inputs: Given, device: torch.devic
     run, inputs = _as_allocated(model, inputs)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    run(inputs)
+    asked(run, inputs)()
     _wait(device)
     tensors = [*run.parameters(), *run.buffers()] if isinstance(run, nn.Module) else []
     return sum(tensor.nbytes for tensor in tensors) + torch.cuda.max_memory_allocated(device) - before

@@ -4,13 +4,15 @@ Nothing that could change an answer is passed over in silence. Values are looked
 data come from: a tensor on a GPU is not read back, and compiled code does not look either.
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .._utils import warn
+from .._utils import unwrapped, warn
 from ..batches import READ, looks_like_input, tensors_of
 from ..errors import ConfigError, DataError
 from ..preprocessing import ImagePreprocessing, TextPreprocessing
@@ -56,13 +58,27 @@ def gathered(
         received = sorted(map(str, {**mapping, **arguments}))
         raise DataError(f"expected a tensor or a mapping with {main!r}, got {received or 'nothing'}")
     for name, tensor in tensors.items():
-        if name not in (main, *beside) and not is_passed_over(name, tensor):
+        if name not in (main, *beside) and not _is_passed_over(name, tensor):
             raise DataError(_not_read(name, kind))
     mask, segments = (tensors.get(name) if name in beside else None for name in ("attention_mask", "token_type_ids"))
     return tensors[main], mask, segments
 
 
-def is_passed_over(name: str, tensor: Tensor) -> bool:
+def asked(model: Callable[..., Any], inputs: Given) -> Callable[[], Any]:
+    """A call of a model of any library; with keywords where a module takes them, as those of transformers do.
+
+    Segments that it does not know, and what data sets put beside inputs, are left out then, as ensembles do.
+    """
+    if not isinstance(inputs, Mapping) or not isinstance(model, nn.Module):
+        return partial(model, inputs)
+    names = inspect.signature(unwrapped(model).forward).parameters
+    taken = {name: tensor for name, tensor in inputs.items() if name in names}
+    beside = ((name, tensor) for name, tensor in inputs.items() if name not in (*names, "token_type_ids"))
+    plain = all(_is_passed_over(name, tensor) for name, tensor in beside)
+    return partial(model, **taken) if taken and plain else partial(model, inputs)
+
+
+def _is_passed_over(name: str, tensor: Tensor) -> bool:
     """Whether a tensor of this name may be in a mapping though no model reads it: it is no input."""
     return name in PASSED_OVER or (tensor.dim() <= 1 and not looks_like_input(name))
 

@@ -60,6 +60,7 @@ def test_an_ensemble_brings_its_counts_and_keeps_its_mode():
     assert (costs[0].parameters, costs[0].multiply_adds) == (description.parameters, description.multiply_adds)
     assert (costs[1].parameters, costs[1].multiply_adds) == (0, None)
     assert all(module.training for module in ensemble.modules())
+    measure_costs({"by name": plain}, {"input": torch.zeros(2, 3), "idx": torch.arange(2)}, repeats=1)
 
 
 def test_what_cannot_be_measured_is_refused():
