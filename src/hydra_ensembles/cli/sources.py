@@ -35,6 +35,7 @@ TIMM, HUB, TORCHVISION, SUITE = "timm:", "hub:", "torchvision:", "suite:"
 TRANSFORMERS = ("ForImageClassification", "ForImageClassificationWithTeacher", "ForSequenceClassification")
 SEED = 0  # the samples that `limit` keeps are the same whenever they are asked for
 USUAL_BATCH = 64
+ZERO_SHOT = "in Python, he.zero_shot(he.convert(model, processor=…), class_names) makes a classifier of it"
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ def load_classifier(settings: ModelSettings) -> Ensemble:
     """The model of the settings as an ensemble; a `HydraError` where there is none, or it is no classifier."""
     model = load_model(settings)
     if isinstance(model, DualEncoder):
-        raise ConfigError(f"{settings.model} is a dual encoder (CLIP); this command takes classifiers")
+        raise ConfigError(f"{settings.model} is a dual encoder (CLIP); commands take classifiers; {ZERO_SHOT}")
     if not model.num_classes:
         raise ConfigError(f"{settings.model} has no classifier; fine-tune it on your classes first")
     return model
@@ -231,10 +232,11 @@ def _load_transformers(source: str, folder: Path, config: Mapping[str, Any]) -> 
             raise ConversionError(f"{source}: {explained(described, kind, *names)}")
         remedy = (
             "fine-tune it as one, by AutoModelFor…Classification.from_pretrained(…, num_labels=…), or, where "
-            "transformers has none for it, by he.convert(model, num_labels=…) and he.finetune in Python; every command "
-            "takes the folder that save_pretrained writes"
+            "transformers has none for it, by he.convert(model, num_labels=…) and he.finetune in Python"
         )
-        raise ConversionError(in_lines(f"{source} is a {described}", "it has no trained classifier", remedy))
+        remedy = ZERO_SHOT if {"text_config", "vision_config"} <= config.keys() else remedy
+        every = "; every command takes the folder that save_pretrained writes"
+        raise ConversionError(in_lines(f"{source} is a {described}", "it has no trained classifier", remedy + every))
     require_supported(getattr(transformers, chosen), kind)
     try:
         transformers.utils.logging.disable_progress_bar()  # loading a local file takes no time worth a bar

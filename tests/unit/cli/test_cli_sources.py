@@ -126,12 +126,15 @@ def test_folders_that_are_no_model_or_no_classifier(tmp_path):
     for model_type, architecture, says in (
         ("bert", "BertModel", "AutoModelFor"),
         ("vit_mae", "ViTMAEModel", "he.convert(model, num_labels="),
+        ("clip", "CLIPModel", "he.zero_shot("),
         ("t5", "T5EncoderModel", "relative position bias"),
         ("bert", "BertForSequenceClassification", "could not load"),
         ("gpt2", "GPT2ForSequenceClassification", "a decoder"),
         ("rembert", "RemBertForSequenceClassification", "own_model.md"),
     ):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": [architecture]}))
+        towers = {"text_config": {}, "vision_config": {}} if model_type == "clip" else {}
+        config = {"model_type": model_type, "architectures": [architecture], **towers}
+        (tmp_path / "config.json").write_text(json.dumps(config))
         said = fail("info", tmp_path)
         assert says in said
         assert ("It does not fit" in said) == ("nearest way that works" in said)
