@@ -35,14 +35,16 @@ _ENOUGH = 3  # marks that are known again, from which on their number is hardly 
 def sample_keys(inputs: Inputs) -> Keys:
     """A number for each sample `[B]`, the same where all values are; that of a text however far padded on the right.
 
-    For that it takes the attention mask. A text that is padded on the left is another one with each length.
+    For that it takes the attention mask. A text that is padded on the left is another one with each length. One number
+    for each sample beside its inputs, such as that of its row, does not count.
     """
     if isinstance(inputs, Tensor):
         return _keys(inputs)
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if ids is not None:
         return _keys(ids if mask is None or mask.shape != ids.shape else ids * (mask != 0))
-    return np.sum([_keys(inputs[name]) for name in sorted(inputs)], axis=0, dtype=np.int64)
+    names = [name for name in sorted(inputs) if inputs[name].dim() > 1] or sorted(inputs)
+    return np.sum([_keys(inputs[name]) for name in names], axis=0, dtype=np.int64)
 
 
 def _keys(values: Tensor) -> Keys:

@@ -150,6 +150,8 @@ def test_a_key_is_of_values_and_their_places() -> None:
         values = torch.tensor([[1, 0], [0, 1]]).to(dtype)
         assert len(set(overlap.sample_keys({"pixel_values": values}).tolist())) == 2
     many = torch.randn(600, 3, 4)
+    numbered = {"pixel_values": many, "index": torch.arange(600)}  # whose row it is does not make it another sample
+    assert np.array_equal(overlap.sample_keys(many), overlap.sample_keys(numbered))
     assert np.array_equal(overlap.sample_keys(many)[500:], overlap.sample_keys(many[500:].clone()))
     assert overlap.keys_at_hand(iter(())) is None
     assert overlap.keys_at_hand([]) is None
