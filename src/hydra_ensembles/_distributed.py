@@ -53,8 +53,8 @@ class Ranks:
         shuffled = is_drawn_by(batches, RANDOM_SAMPLERS) or getattr(batches, "shuffle", False) is True
         if left and self.rank == 0 and not shuffled:
             warn(
-                f"train has {count} batches for {self.size} processes, which read as many each: what is left over, the "
-                f"last {left}, is never trained on; shuffle train, or give a multiple of {self.size} batches"
+                f"train has {count} batches for {self.size} processes, which read equally many each: the last {left} "
+                f"are never trained on; shuffle train, or give a multiple of {self.size} batches"
             )
         loader = batches if isinstance(batches, DataLoader) else None
         if loader is None or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):

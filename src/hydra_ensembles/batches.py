@@ -234,8 +234,8 @@ def warn_if_cut(batches: Batches, name: str, samples: int) -> None:
     whole = length_of(getattr(source, "sampler", getattr(source, "dataset", ())))
     if whole is not None and samples < whole:
         warn(
-            f"the loader of {name} left out {whole - samples} of {whole} samples (drop_last=True), which have no say "
-            "in what is measured; set drop_last=False"
+            f"the loader of {name} left out {whole - samples} of {whole} samples (drop_last=True), which are not "
+            "measured; set drop_last=False"
         )
 
 

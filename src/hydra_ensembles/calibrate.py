@@ -128,8 +128,8 @@ def calibrate(
     if (trained := reused_of(keys, metadata.trained_set)).share:
         warn(
             f"{trained} of the validation samples trained this ensemble, which is surer of them, and more often right, "
-            "than of new ones: so the temperature makes it too sure, and thresholds accept fewer new inputs than they "
-            "promise; calibrate on held-out data"
+            "than on new ones: the temperature makes it overconfident, and thresholds accept fewer new inputs than "
+            "they promise; calibrate on held-out data"
         )
     settings: dict[str, Any] = {"share": share, "score": score, "per_member": per_member, "temperature": temperature}
     fit = fit_calibration(samples.logits, samples.labels, **settings)

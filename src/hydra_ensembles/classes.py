@@ -97,9 +97,9 @@ def _numbered(source: Any, names: tuple[str, ...], labels: tuple[str, ...], owne
     if moved is None and (may_be_others or not unknown):
         if labels and not numbers and name != "train":  # of which `warn_of_other_classes` tells
             warn(
-                f"none of the classes of {name} ({some(names)}) is called as one of {owner} ({some(labels)}): they are "
-                "taken to be the same, in this order; if it is another, rename them: "
-                "dataset.with_classes(names) of ours, target_transform= of torchvision"
+                f"no class of {name} ({some(names)}) has the name of one of {owner} ({some(labels)}): they are assumed "
+                "to be the same, in this order; if they are not, rename them: dataset.with_classes(names) of ours, "
+                "target_transform= of torchvision"
             )
         return source
     if moved is not None and not same_names(names, labels):
@@ -150,7 +150,7 @@ def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
         if labels and learned and set(map(spelled, learned)).isdisjoint(map(spelled, labels)):
             warn(
                 f"train has the classes {', '.join(learned[:4])}, and the model {', '.join(labels[:4])}: it learns the "
-                "former and calls them by the latter. Where they are not the same, give it names: "
+                "former under the names of the latter. If they are not the same, rename the model's: "
                 "model.with_metadata(labels=...)"
             )
             return

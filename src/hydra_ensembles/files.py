@@ -223,7 +223,7 @@ def _flock_if_any(handle: int, path: Path, wait: bool) -> None:
             raise
         warn(
             f"the disk of {path.parent} has no locks ({error.strerror}), so nothing keeps two processes from working "
-            "there at a time: see to it that one does, or give another place"
+            "there at the same time: run only one, or give another place"
         )
 
 
@@ -400,8 +400,8 @@ def unsealed(plain: Mapping[str, Any], name: str, *, required: bool = True) -> d
     digest = content.pop(DIGEST, None)
     if (digest is not None or required) and digest != digest_of(content):
         raise CheckpointError(
-            f"{name} was changed after it was written: its content has not the digest it gives; restore it, or make it "
-            "anew"
+            f"{name} was changed after it was written: its content does not match its digest; restore it, or make it "
+            "again"
         )
     return content
 

@@ -307,8 +307,8 @@ def _warn_of_strangers(states: Sequence[Mapping[str, Tensor]], stored_once: Iter
         where = "the stem" if layer is None else f"layer {layer}"
         warn(
             f"the weights of members 0 and {index} that are averaged in {where} have a cosine of {least:.2f}; those of "
-            "fine-tunings of one model have 0.9 and more, and the mean of others computes what neither does. Keep such "
-            'members apart, by Ensemble.stack, or by fuse with stem="separate", mlp="separate" and no average'
+            "fine-tunings of one model have 0.9 and more, and the mean of others makes no sense. Keep such members "
+            'separate, by Ensemble.stack, or by fuse with stem="separate", mlp="separate" and no average'
         )
 
 

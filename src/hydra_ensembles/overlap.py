@@ -159,7 +159,7 @@ def warn_if_fitted(name: str, keys: Keys, fitted: Mapping[str, FittedSet]) -> fl
     remarks = [f"{reused} {deed}" for deed, reused in found.items() if reused.share]
     if remarks:
         warn(
-            f"of the samples of {name}, {' and '.join(remarks)}: numbers are then better than those of new data; "
+            f"of the samples of {name}, {' and '.join(remarks)}: numbers are then better than on new data; "
             "evaluate on others"
         )
     return max((reused.share for reused in found.values()), default=None)
@@ -264,7 +264,7 @@ def require_unlike(name: str, id_keys: Keys, ood: Mapping[str, Keys]) -> None:
 def warn_of_one_sample(title: str, samples: int) -> None:
     """Warn of an OOD set that is none."""
     if samples == 1:
-        warn(f"{title} has one sample: whether it was told apart says nothing of others; give more")
+        warn(f"{title} has one sample: whether it is detected says nothing about others; give more")
 
 
 def warn_of_copies(name: str, samples: int, different: int, why: str) -> None:
@@ -272,7 +272,7 @@ def warn_of_copies(name: str, samples: int, different: int, why: str) -> None:
     again = samples - different
     if again > _COPIES * samples:
         warn(
-            f"{again} of the {samples} samples of {name} are copies of others, as draws with replacement have them: "
+            f"{again} of the {samples} samples of {name} are copies of others, as from drawing with replacement: "
             f"{why}; give every sample once"
         )
 

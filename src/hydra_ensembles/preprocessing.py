@@ -83,7 +83,7 @@ class ImagePreprocessing(Checked):
                 raise DataError(f"image {index} is {image.width}x{image.height}, without a pixel; leave it out")
         if any(map(_is_turned, batch)):
             warn(
-                f"{_some(batch, 'image')} is stored on its side or mirrored (EXIF), and is taken as it is stored, as "
+                f"{_some(batch, 'image')} is stored sideways or mirrored (EXIF), and is used as it is stored, as "
                 "data sets are: PIL.ImageOps.exif_transpose turns it upright"
             )
         pixels = torch.stack([self._pixels(image) for image in batch])  # [B, channels, H, W]
@@ -287,8 +287,8 @@ def _plain(image: "Image") -> "Image":
         pixels = np.asarray(image, dtype=np.uint16)
         if 0 < pixels.max() < _TWELVE_BITS:
             warn(
-                f"an image of 16-bit greyscale has no pixel above {_TWELVE_BITS - 1}, as scans of 12 bits have, and "
-                "is read as nearly black, since 65535 is white; multiply such images by 16"
+                f"a 16-bit greyscale image has no pixel above {_TWELVE_BITS - 1}, like 12-bit scans, and is read as "
+                "nearly black, since 65535 is white; multiply such images by 16"
             )
         upper_bits = (pixels >> 8).astype(np.uint8)
         grey: Image = require("PIL.Image", extra="data").fromarray(upper_bits)

@@ -167,7 +167,7 @@ class RunFolder:
                 return read(path)
             except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(
-                    f"{path} cannot be used: {error}. Delete {path} and run this again: it is made anew"
+                    f"{path} cannot be used: {error}. Delete {path} and run this again, which makes it again"
                 ) from error
         with self.working():
             product = make()

@@ -63,7 +63,7 @@ def test_numbers_of_other_ranges_are_scaled_not_clipped(image: Image.Image, expe
 def test_scans_of_12_bits_in_16_are_told(brightest: int, expected: int, told: bool) -> None:
     found, messages = said(lambda: to_grey(of_numbers([[0, brightest]], np.uint16)))
     assert np.asarray(found).tolist() == [[0, expected]]
-    assert ["12 bits" in message for message in messages] == [True] * told
+    assert ["12-bit" in message for message in messages] == [True] * told
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])

@@ -69,7 +69,7 @@ def stored_journal(path: Path | None, ranks: Ranks) -> Journal | None:
             return journal
         except ValueError as error:
             problem = f"{path} is not a journal of a circuit extraction ({error})"
-            raise CheckpointError(f"{problem}; delete it to start anew, or give another path") from error
+            raise CheckpointError(f"{problem}; delete it to start over, or give another path") from error
 
     return ranks.gather(ranks.together(read))[0]
 
@@ -79,5 +79,5 @@ def resumed(journal: Journal, stored: Journal, path: Path, candidates: Sequence[
     expected = {**vars(journal), "start": stored.start, "steps": stored.steps}
     require_same_run(vars(stored), expected, path, "the journal of a circuit")
     if len(set(stored.heads) & set(candidates)) < len(stored.heads):  # of before: without a digest
-        raise CheckpointError(f"{path} has a head twice, or one that is no candidate; delete it to start anew")
+        raise CheckpointError(f"{path} has a head twice, or one that is no candidate; delete it to start over")
     return stored

@@ -60,7 +60,7 @@ class BuildSources(DataSettings, ModelSettings):
 def ood_sources(specs: tuple[str, ...]) -> list[tuple[str | None, str]]:
     """Name (None: the data's own) and data of each OOD source that is given; `synthetic` stands alone, for none."""
     if SYNTHETIC in specs and len(specs) > 1:
-        raise DataError(f"{SYNTHETIC} stands alone as ood, in place of data that you give; got {', '.join(specs)}")
+        raise DataError(f"ood is either {SYNTHETIC} or data that you give, not both; got {', '.join(specs)}")
     paths = [(None, spec) for spec in specs if source.existing_path(spec)[0] is not None]  # also one with "="
     others = [spec for spec in specs if spec != SYNTHETIC and (None, spec) not in paths]
     return [*paths, *((name, data) for _, name, data in grouped_specs(others))]
@@ -139,7 +139,7 @@ class SearchSources(DataSettings, ModelSettings):
         source.output_folder(self.output)
         if SYNTHETIC in self.judge_ood:
             raise ConfigError(
-                f"judge_ood is {SYNTHETIC}; that stands alone as ood, which judges where judge_ood is not given"
+                f"judge_ood is {SYNTHETIC}; give ood={SYNTHETIC} instead, half of which judges without judge_ood"
             )
         labelled = [(name, getattr(self, name)) for name in ("id", "train", "judge_id")]
         foreign = [("ood", data) for _, data in (*ood_sources(self.ood), *ood_sources(self.judge_ood))]

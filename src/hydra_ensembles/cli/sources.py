@@ -109,7 +109,7 @@ def further(settings: ModelSettings, name: str) -> ModelSettings:
             )
         return replace(settings, weights=name)
     if settings.weights is not None and name.startswith(TIMM):
-        raise ConfigError(f"{name} would have timm's own weights beside {settings.weights}; name a file instead")
+        raise ConfigError(f"{name} would have timm's own weights; name a file instead, as {settings.weights}")
     return replace(settings, model=name, weights=None, model_options={})
 
 
@@ -424,14 +424,14 @@ def _warn_of_numbers(data: AnyDataset, numbers: Mapping[int, int]) -> None:
     moved = next((index for index, number in numbers.items() if index != number), None)
     if moved is not None:
         warn(
-            f"{data.name} has classes called by numbers, and {numbers[moved]} is taken for the model's class of that "
-            f"number, though it is at place {moved} of the sorted names: if the model was trained on such folders by "
-            "torchvision, which counts places, give --by-position"
+            f"{data.name} has numbers as class names, and {numbers[moved]} is taken as the model's class of that "
+            f"number, though it is at position {moved} of the sorted names: if the model was trained on such folders "
+            "with torchvision, which uses positions, give --by-position"
         )
     elif min(numbers.values()) == 1:
         warn(
-            f"{data.name} has no sample of class 0, and some of class 1: the model counts classes from 0; if the data "
-            "count them from 1, every label is wrong by one"
+            f"{data.name} has no sample of class 0, but some of class 1: the model counts classes from 0; if the data "
+            "count from 1, every label is wrong by one"
         )
 
 

@@ -138,7 +138,7 @@ def convert(
     both = _converted(architecture, model, num_labels, labels, processor, preprocessing)
     if probe and both.own and both.mute:
         raise ConversionError(
-            f"{architecture.name}: its classifier has no weights but zeros: its answers prove nothing; "
+            f"{architecture.name}: all weights of its classifier are zero, so its answers prove nothing; "
             "give it other values while it is converted, or convert with probe=False"
         )
     if probe and declaration is not None:
@@ -188,8 +188,8 @@ def _converted(
         both.ensemble.get_parameter(name).requires_grad_(False)
     if not fresh and _is_as_drawn(both.ensemble, getattr(getattr(model, "config", None), "initializer_range", _SPREAD)):
         warn(
-            f"{architecture.name}: the classifier is as it was drawn (no bias, weights of the usual spread), on layers "
-            "that are trained: its answers mean nothing before it is trained, too, by he.finetune or elsewhere"
+            f"{architecture.name}: the classifier looks untrained, as it was drawn (no bias, weights of the usual "
+            "spread), on trained layers: its answers mean nothing before it is trained, by he.finetune or elsewhere"
         )
     return both
 
@@ -351,8 +351,8 @@ def _read_own(declaration: Declaration, model: nn.Module) -> Architecture:
     """The declaration of a model of the user's own; says so where its images are taken for square."""
     if "patch" in declaration.names and "position" in declaration.names and declaration.image_size is None:
         warn(
-            f"{type(model).__name__}: nothing says which shape its images have, and a square is assumed; say so with "
-            "image_size= in the declaration, or give the preprocessing"
+            f"{type(model).__name__}: the shape of its images is not known, and a square is assumed; give image_size= "
+            "in the declaration, or the preprocessing"
         )
     return read_declaration(declaration, model)
 

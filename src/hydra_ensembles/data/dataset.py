@@ -311,7 +311,7 @@ def files_below(folder: Path, without: Path | None = None) -> list[Path]:
 
 def _unreadable(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):  # as a class that has no folder
-        raise StorageError(f"{error.filename} cannot be read ({error.strerror}); see to the disk and the permissions")
+        raise StorageError(f"{error.filename} cannot be read ({error.strerror}); check the disk and the permissions")
 
 
 def images_below(folder: Path) -> list[Path]:
@@ -326,7 +326,7 @@ def warn_of_others(folder: Path, files: Iterable[Path]) -> None:
     kinds = Counter(file.suffix.lower() for file in files if not called_image(file))
     listed = ", ".join(f"{n} with {kind or 'no suffix'}" for kind, n in kinds.most_common() if kind not in _BESIDE)
     if listed:
-        warn(f"files below {folder} are left out, since their names are not those of images: {listed}; convert them")
+        warn(f"files below {folder} are left out, because their suffix is not that of an image: {listed}; convert them")
 
 
 # --- parts -----------------------------------------------------------------------------------------------

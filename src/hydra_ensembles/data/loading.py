@@ -385,7 +385,7 @@ def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_nam
     if policy == "optional":
         listed += [(file, None) for file in loose]
     elif listed and loose:
-        warn(f"{folder} has {len(loose)} images that lie in no folder of a class, and are left out")
+        warn(f"{folder} has {len(loose)} images outside of class folders, which are left out")
     warn_of_others(folder, chain(beside if policy == "optional" else (), *files.values()))
     if not listed:
         hint = f"; {len(loose)} images lie in it without a class: pass labels='optional'" if loose else ""
@@ -407,7 +407,7 @@ def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) 
     if splits and (alone is None or (_subfolders(alone) and not any(map(is_image, alone.iterdir())))):
         others = sorted(set(below).difference(splits))
         raise DataError(
-            f"{folder} has {splits}, which look like splits, beside {others}; choose one with split=..., "
+            f"{folder} has {splits}, which look like splits, and also {others}; choose one with split=..., "
             "or pass class_names= with all of them if they are classes"
         )
 

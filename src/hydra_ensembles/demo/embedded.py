@@ -101,7 +101,7 @@ def _installed(path: Path) -> Path:
     if path.exists():
         return path
     raise StorageError(
-        f"the demo's {path.name} is not installed ({path.parent} lacks it); install the wheel of hydra-ensembles anew "
+        f"the demo's {path.name} is not installed ({path.parent} lacks it); install the wheel of hydra-ensembles again "
         "(pip install --force-reinstall --no-deps), or run `make demo` in a clone of the repository"
     )
 

@@ -137,8 +137,8 @@ def evaluate(
     held = inner.modules() if isinstance(inner, nn.Module) and not isinstance(inner, Ensemble) else ()
     if calibration is None and any(isinstance(part, Ensemble) and part.metadata.measured for part in held):
         warn(
-            f"this {type(inner).__name__} holds an ensemble that is calibrated or measured, and gives logits alone: "
-            "they are evaluated as they are. Give the ensemble itself, or calibration="
+            f"this {type(inner).__name__} holds an ensemble that is calibrated or measured, but returns only logits, "
+            "which are evaluated as they are. Give the ensemble itself, or calibration="
         )
     preprocess = preprocess or metadata.preprocessing
     id_name = id_name or set_name(id_data)

@@ -117,8 +117,8 @@ def check_confidence(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tenso
     right = correct.detach().cpu()
     if right.shape != confidence.shape or not bool(((right == 0) | (right == 1)).all()):
         raise DataError(
-            f"whether answers are right is told by True and False, one a sample; got {right.dtype} "
-            f"{list(right.shape)}: of labels it is predicted == labels"
+            f"give True or False for each sample, whether its answer is right; got {right.dtype} "
+            f"{list(right.shape)}: from labels, predicted == labels"
         )
     return confidence, right
 

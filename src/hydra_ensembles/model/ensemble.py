@@ -352,8 +352,8 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
             require_at_home(arguments, next(self.parameters(), None))
             if torch.is_grad_enabled() and drops(self) is True and self.metadata.measured:
                 warn(
-                    "an ensemble is trained that was calibrated or measured before, which says nothing of the weights "
-                    "it will have: calibrate it again afterwards, or train it with he.finetune"
+                    "this ensemble was calibrated or measured, and is now trained, after which that no longer holds: "
+                    "calibrate it again afterwards, or train it with he.finetune"
                 )
         x, context = self.embed(*arguments)
         return self.encoder(x, context, self.readout.tokens_read()), context.key_mask, arguments[0]
@@ -433,7 +433,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
         new = changes.get("preprocessing")
         if current.measured and None not in (new, current.preprocessing) and new != current.preprocessing:
             if {"calibration", "familiarity", "metrics"} - changes.keys():  # those given are the caller's word
-                warn(f"what was measured saw inputs through another preprocessing: {DROPPED}")
+                warn(f"this ensemble was measured with another preprocessing: {DROPPED}")
             current = current.unmeasured
         metadata = replace(current, **changes)
         metadata.check(self.config)

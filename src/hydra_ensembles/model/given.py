@@ -138,8 +138,8 @@ def warn_of_raw_pixels(images: Tensor, preprocessing: object) -> None:
         between = 0 <= low < 0.5 < high <= 1 and raw and not all(map(_in_steps, before))
     if between or (low >= 0 and high > max(50, 2 * brightest)):
         warn(
-            f"images have values from {low:.3g} to {high:.3g}, as pixels have that are not normalised, and the model "
-            "takes them as they are: give PIL images, or what its preprocessing makes of them"
+            f"images have values from {low:.3g} to {high:.3g}, like pixels that are not normalised, and the model "
+            "takes them as they are: give PIL images, or apply its preprocessing"
         )
 
 
@@ -162,7 +162,7 @@ def warn_of_odd_images(config: EnsembleConfig, images: Tensor, preprocessing: ob
     if size not in sizes and not torch.compiler.is_compiling():
         warn(
             f"images are {size[0]}x{size[1]}, and the model has positions for {sizes[0][0]}x{sizes[0][1]}, which are "
-            "fitted: answers change, and a calibration is of images as large as those it was made with"
+            "resampled: answers change, and a calibration holds only for images of the size it was made with"
         )
 
 
@@ -207,8 +207,8 @@ def warn_of_untold_padding(config: TextStemConfig, ids: Tensor, mask: Tensor | N
         padding = preprocessing.pad_id if preprocessing.attention_mask else None
     if mask is None and padding is not None and _visible(ids) and bool((ids[:, [0, -1]] == padding).any()):
         warn(
-            f"some texts begin or end with the id {padding}, which is padding, and there is no "
-            "attention_mask: the model takes padding for tokens; give all that the tokenizer gives, model(**batch)"
+            f"some texts begin or end with the id {padding}, which is padding, and there is no attention_mask: the "
+            "model takes padding as tokens; give all that the tokenizer returns, model(**batch)"
         )
 
 

@@ -70,7 +70,7 @@ class Watched(OurModel):
         if not self._masks:
             return metadata
         if metadata.measured:
-            warn(f"this ensemble is {deed} with heads masked, which was measured with all of them: {DROPPED}")
+            warn(f"this ensemble is {deed} with heads masked, but was measured with all of them: {DROPPED}")
         return metadata.after(f"{deed} with heads masked")
 
     def take_as_measured(self) -> None:
@@ -149,7 +149,7 @@ def _warn_of_hooks(model: nn.Module, deed: str) -> None:
             if not str(getattr(hook, "__module__", "")).startswith(_PLACING_HOOKS):
                 warn(
                     f"{name or 'the ensemble'} has the forward hook {getattr(hook, '__qualname__', hook)}, and what is "
-                    f"{deed} does not run it: where it changes what is computed, that answers differently"
+                    f"{deed} does not run it: if the hook changes what is computed, answers differ"
                 )
                 return
 

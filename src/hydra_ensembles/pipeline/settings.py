@@ -127,8 +127,8 @@ class HydraConfig(Checked):
             object.__setattr__(self, "recipe", Recipe.preset("hydra"))
         if self.average_trunk and (self.recipe is None or self.training == "together" or self.shared_layers == 0):
             raise ConfigError(
-                "HydraConfig.average_trunk is for members that train apart, each its own shared layers: give a recipe, "
-                f"training='apart' and shared_layers (got {self.training!r} and {self.shared_layers})"
+                "HydraConfig.average_trunk is for members that train separately, including the shared layers: give a "
+                f"recipe, training='apart' and shared_layers (got {self.training!r} and {self.shared_layers})"
             )
         recipe = self.recipe
         one_stem = self.stem == "shared" and self.members > 1 and self.training != "together"
@@ -176,8 +176,8 @@ class HydraConfig(Checked):
             if shared < usual:
                 warn(
                     f"prune={self.prune} without shared_layers: members share none of the {layers} layers, so each "
-                    "runs once for every member. It is the paper's way: say shared_layers=0 for it, or "
-                    f"shared_layers={usual} for what members share where prune is not given"
+                    "runs once for every member, as in the paper. Set shared_layers=0 if you want that, or "
+                    f"shared_layers={usual}, the default without prune"
                 )
         prune = self.prune
         free = range(min(shared, layers - 1), self._last(start))

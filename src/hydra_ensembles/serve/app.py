@@ -256,7 +256,7 @@ class _Server:
                 response = _response(b"", CLOSED_BY_CLIENT)
             except Exception as error:
                 log_failure(error, id=name, route=route)
-                response = self.refusal(RequestError(f"internal error; the log tells more under {name}", 500))
+                response = self.refusal(RequestError(f"internal error; see the log under {name}", 500))
             response.headers["X-Request-Id"] = name
             return self.finished(route, began, response, **request.state.fields)
 
@@ -290,11 +290,11 @@ class _Server:
         received = 0
         receive = request.receive
         announced = protocol.byte_count(request.headers.get("content-length", "0"))
-        refusal = RequestError(f"the body is too large; at most {most} bytes are taken", 413)
+        refusal = RequestError(f"the body is too large; at most {most} bytes are accepted", 413)
         if announced is None or announced > most:
             raise refusal
         if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise RequestError("compressed bodies are not taken; send it as it is", 415)
+            raise RequestError("compressed bodies are not accepted; send it uncompressed", 415)
 
         async def limited() -> Any:
             nonlocal received
@@ -404,7 +404,7 @@ class _Server:
             return lambda: self._samples([image], [], nearest)
         charset = CHARSET.search(header)
         if charset is not None and charset[1].lower() not in UTF_8:
-            raise RequestError(f"the charset {charset[1][:100]!r} is not taken; send UTF-8", 415)
+            raise RequestError(f"the charset {charset[1][:100]!r} is not accepted; send UTF-8", 415)
         if kind == "multipart/form-data":
             pairs = await form_parts(request, most)
             return lambda: self._samples(*read_form(pairs, most), nearest)
@@ -415,7 +415,7 @@ class _Server:
             return lambda: self._samples(*read_named(protocol.request_of(body)), nearest)
         if kind == "text/plain":
             return lambda: self._samples([], [text_of(body)], nearest)
-        raise RequestError(f"content of the type {kind[:100]!r} is not taken; send {CONTENT}", 415)
+        raise RequestError(f"content of the type {kind[:100]!r} is not accepted; send {CONTENT}", 415)
 
     def _samples(self, images: Sequence[bytes], texts: Sequence[str | tuple[str, str]], nearest: bool) -> list[Sample]:
         if images and texts:

@@ -105,7 +105,7 @@ class ServeSettings(Checked):
             raise ConfigError(f"name is {self.name!r}; it is part of addresses: give letters, digits, and _ . - alone")
         key = self.key
         if key is not None and (len(key) < 8 or not key.isascii() or not key.isprintable() or key != key.strip()):
-            raise ConfigError("the API key is shorter than 8 characters, or has some that cannot stand in a header")
+            raise ConfigError("the API key is shorter than 8 characters, or has some that a header cannot hold")
 
     @property
     def key(self) -> str | None:
@@ -187,7 +187,7 @@ class Service:
         for index, text in enumerate(texts):
             count = sum(map(len, (text,) if isinstance(text, str) else text))
             if count > most:
-                raise RequestError(f"text {index} has {count} characters; at most {most} are taken", 413)
+                raise RequestError(f"text {index} has {count} characters; at most {most} are accepted", 413)
         rows = []
         for text in texts:
             with noted() as notes:
@@ -233,7 +233,7 @@ class Service:
     def _require_few(self, count: int) -> None:
         most = self.settings.max_queue
         if count > most:
-            raise RequestError(f"got {count} samples in one request; at most {most} are taken", 413)
+            raise RequestError(f"got {count} samples in one request; at most {most} are accepted", 413)
 
     def _require_small(self, contents: Sequence[bytes]) -> None:
         """Refuse images by their headers: a few bytes may stand for gigabytes of pixels."""

@@ -222,9 +222,9 @@ class Recipe(Checked):
         frozen = [name for name in trained if not free[name]]
         if frozen and any(free.values()):  # a model that is frozen as a whole was meant to answer, not to stay so
             warn(
-                f"{len(frozen)} of the {len(trained)} parameters that train are frozen in the model that is given "
-                f"(requires_grad=False, first {frozen[0]}), and train all the same: train_groups and last_blocks of "
-                "the recipe say what stays as it is"
+                f"{len(frozen)} of the {len(trained)} parameters that train are frozen in the given model "
+                f"(requires_grad=False, first {frozen[0]}), and train anyway: train_groups and last_blocks of "
+                "the recipe decide what is frozen"
             )
         downs = [x.detach() for name, x in model.named_parameters() if name.endswith("mlp.down.weight")]
         real = [layer for layer, x in enumerate(downs) if not x.is_meta and bool(x.any())]
@@ -233,9 +233,9 @@ class Recipe(Checked):
         same = next(((one, other) for one, other in pairs if torch.equal(downs[one], downs[other])), None)
         if same is not None:
             warn(
-                f"layers {same[0]} and {same[1]} have the same weights, as those of ALBERT, which are one layer: here "
+                f"layers {same[0]} and {same[1]} have the same weights, as in ALBERT, where they are one layer: here "
                 "each is a copy that trains by itself, so the trained model is another kind, with more parameters. "
-                "Train it in its own library first and convert it then, or train train_groups=('readout',) alone"
+                "Train it in its own library first and convert it then, or train only train_groups=('readout',)"
             )
 
     def _warn_if_unchanged(self, train: Batches) -> None:
@@ -246,7 +246,7 @@ class Recipe(Checked):
         if self.changes_images and isinstance(getattr(train, "preprocess", None), ImagePreprocessing):
             warn(
                 f"the recipe is meant for images that are changed at random (augment {self.augment}, rand_augment "
-                f"{self.rand_augment}), but train= prepares them all alike; give its batches "
+                f"{self.rand_augment}), but train= always prepares them in the same way; give its batches "
                 "data.TrainTransform.matching(model.metadata.preprocessing, rand_augment=recipe.rand_augment), or the "
                 "recipe augment=False, rand_augment=None"
             )

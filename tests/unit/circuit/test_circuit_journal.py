@@ -125,7 +125,7 @@ def test_a_changed_journal_is_refused(tmp_path: Path) -> None:
     outside = {**second, "layer": 99}
     for change in ({"steps": [first, first]}, {"steps": [first, outside]}, {"start": None}, {"start": {"errors": 1}}):
         path.write_text(json.dumps({**written, **change}))
-        with pytest.raises(CheckpointError, match=r"delete it to start anew"):
+        with pytest.raises(CheckpointError, match=r"delete it to start over"):
             problem.extract(budget=4, journal=path)
 
 

@@ -88,8 +88,8 @@ def test_bad_candidates_data_given_twice_and_too_low_a_price_are_refused(flags, 
     for option, value, token in (
         ("--candidates", tmp_path / "none.yaml", "none.yaml"),
         ("--judge-ood", world / "stripes", "same data"),
-        ("--judge-ood", "synthetic", "stands alone"),
-        ("--ood", "synthetic", "stands alone"),
+        ("--judge-ood", "synthetic", "ood=synthetic instead"),
+        ("--ood", "synthetic", "not both"),
         ("--cost", 0.5, "cost"),
     ):
         assert token in fail("search", *flags, option, value, "--output", tmp_path / "run")

@@ -45,7 +45,7 @@ def test_files_that_are_not_read_among_images_are_told_of(tmp_path: Path) -> Non
     with warnings.catch_warnings(action="error"):
         assert len(load(tmp_path)) == 2
     picture(0).save(tmp_path / "stray.png")
-    with pytest.warns(HydraWarning, match="1 images that lie in no folder"):
+    with pytest.warns(HydraWarning, match="1 images outside of class folders"):
         assert len(load(tmp_path)) == 2
     assert len(load(tmp_path, labels="optional")) == 3
     (tmp_path / "stray.png").rename(tmp_path / "stray.heic")

@@ -318,7 +318,7 @@ def test_splits_among_other_folders_are_refused_and_a_class_called_train_is_not(
     assert load(tmp_path / "mixed", class_names=["raw", "test", "train"]).labels.tolist() == [0, 1, 2]
     make_classes(tmp_path / "one" / "train", {"dog": 1})
     make_classes(tmp_path / "one", {"raw": 1})
-    with pytest.raises(DataError, match=r"\['train'\].*beside \['raw'\]"):
+    with pytest.raises(DataError, match=r"\['train'\].*and also \['raw'\]"):
         load(tmp_path / "one", labels="optional")
     vehicles = make_classes(tmp_path / "vehicles", {"train": 2, "bus": 1})
     assert load(vehicles).class_names == ("bus", "train")

@@ -48,7 +48,7 @@ def test_what_the_model_would_warn_of_is_told_where_a_row_is_read_and_nowhere_el
     with warnings.catch_warnings(record=True, action="always") as said:
         assert len(answer(rows)) == 3
     assert said == []
-    assert all("as pixels have that are not normalised" in row.notes[0] for row in rows)
+    assert all("like pixels that are not normalised" in row.notes[0] for row in rows)
 
 
 @pytest.mark.slow
