@@ -154,7 +154,7 @@ class Scorer:
         missing = [name for name in self.keep if name not in beside]
         if missing:
             raise DataError(f"the batch has no columns {missing} to keep; it has {sorted(beside)}")
-        kept = {name: np.asarray(beside[column]) for name, column in self.kept.items()}
+        kept = {name: _as_it_is(beside[column]) for name, column in self.kept.items()}
         names = READ[self.ensemble.kind]
         raw = self.columns.needed(self.ensemble.kind)
         if names[0] in batch:
@@ -260,6 +260,14 @@ def _tensor(values: Any) -> Tensor:
     """A column of equal rows as one tensor, however an engine stores it."""
     rows = list(values) if isinstance(values, np.ndarray) and values.dtype == object else values
     return rows if isinstance(rows, Tensor) else torch.from_numpy(np.ascontiguousarray(rows))
+
+
+def _as_it_is(values: Any) -> np.ndarray[Any, Any]:
+    """A column as an array; of what are no numbers, NumPy's own would cut zeros off bytes and wants equal lists."""
+    with suppress(ValueError):
+        if isinstance(values, np.ndarray) or np.asarray(values).dtype.kind in "biuf":
+            return np.asarray(values)
+    return np.fromiter(values, dtype=object, count=len(values))
 
 
 def _image(item: Any) -> Any:

@@ -184,6 +184,9 @@ def test_columns_to_keep_with_the_name_of_an_answer() -> None:
     assert found["error"].tolist() == [""]
     with pytest.raises(ConfigError, match="kept_label"):
         Scorer(served("text"), keep=["label", "kept_label"])({**batch, "kept_label": [0]})
+    for column in ([[1], [2, 3]], [b"a\0", b"b"], [1, None]):  # which NumPy has no type of its own for
+        batch = {"text": ["hello", "wörld"], "id": column}
+        assert Scorer(served("text"), keep=["id"])(batch)["id"].tolist() == column
 
 
 def test_it_is_pickled_without_the_model_loads_it_again_and_takes_no_other_for_it(tmp_path: Path) -> None:
