@@ -298,8 +298,9 @@ def _require_end(members: tarfile.TarFile) -> None:
 
 
 def _as_text(value: Any) -> str | None:
-    """A cell as a text that can be written: what is no character becomes a question mark."""
+    """A cell as a text that can be written: numbers and lists as JSON; what is no character becomes a question mark."""
     if value is None:
         return None
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    as_json = isinstance(value, int | float | list | dict)  # dates and the like would be in quotation marks
+    text = json.dumps(value, ensure_ascii=False, default=str) if as_json else str(value)
     return text.encode("utf-8", "replace").decode()

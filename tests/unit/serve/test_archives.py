@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import tarfile
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def test_images_of_every_kind_in_one_order(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("not an image")
     tar(tmp_path / "c.tgz", {"0/1.png": picture(1), "0/1.json": b"{}", "0/._1.png": b"", "2.jpeg": picture(2)})
     rows = [{"bytes": picture(3), "path": None}, {"bytes": None, "path": "a.jpg"}, None]
-    pq.write_table(pa.table({"image": rows, "id": [7, None, 9]}), tmp_path / "d.parquet")
+    days = [date(2026, 1, day) for day in (7, 8, 9)]
+    pq.write_table(pa.table({"image": rows, "id": [7, None, 9], "day": days}), tmp_path / "d.parquet")
     (tmp_path / "e.jsonl").write_text(json.dumps({"image": "a.jpg"}) + "\n")
     assert read(tmp_path, "image") == [
         ("a.jpg", tmp_path / "a.jpg"),
@@ -54,8 +56,8 @@ def test_images_of_every_kind_in_one_order(tmp_path: Path) -> None:
     archive = Archive(tmp_path, "image")
     assert (archive.ignored, archive.count()) == (1, None)
     assert Archive(tmp_path / "d.parquet", "image").count() == 3
-    assert [item.kept for item in Archive(tmp_path / "d.parquet", "image", keep=["id"])] == [
-        {"id": "7"}, {"id": None}, {"id": "9"}]  # fmt: skip
+    kept = [tuple(item.kept.values()) for item in Archive(tmp_path / "d.parquet", "image", keep=["id", "day"])]
+    assert kept == [("7", "2026-01-07"), (None, "2026-01-08"), ("9", "2026-01-09")]
     assert Archive(tmp_path, "image", without=tmp_path / "b").count() is None
     assert "b/deep/x.PNG" not in dict(read(tmp_path, "image", without=tmp_path / "b"))
 
