@@ -1,4 +1,4 @@
-"""Several processes as one: who am I, who takes which share, what do the others have."""
+"""Several processes as one: rank, share of the work, and exchange between them."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Arguments of public functions, held against their annotations: a plain mistake is said in words, at the edge."""
+"""Arguments of public functions, checked against their annotations: a plain mistake gets a plain message."""
 
 import functools
 import inspect

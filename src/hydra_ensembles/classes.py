@@ -1,4 +1,4 @@
-"""Which class of a model is which class of a data set: one rule for all that reads labels."""
+"""Matching the classes of a model and of a data set: one rule for everything that reads labels."""
 
 import unicodedata
 from collections import Counter

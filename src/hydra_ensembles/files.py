@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, JSON read strictly and known by its digest, one worker at a time in a folder.
+"""Files: written whole or not at all, JSON read strictly with its digest, one worker at a time in a folder.
 
 Every file that this library writes goes through `write_atomically` or `writing`; what it reads back is not trusted.
 """

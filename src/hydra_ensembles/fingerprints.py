@@ -1,4 +1,4 @@
-"""Models, data and tensors known again: what is stored of them in journals, run folders and saved answers.
+"""Recognising models, data and tensors: the digests stored in journals, run folders and saved answers.
 
 | name | of | is the same for | is a |
 |---|---|---|---|

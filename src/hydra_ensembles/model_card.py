@@ -1,4 +1,4 @@
-"""The README.md beside a saved model: the frame is `model_card.md`, the sections are made here."""
+"""The README.md of a saved model: the frame is `model_card.md`, the sections are made here."""
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -134,10 +134,10 @@ def _calibration(metadata: Metadata) -> str:
         rule = f"the score `{familiar.scores[0]}` of the features is above {familiar.threshold:.4g} (unfamiliar)"
         rules.append((rule, familiar.accepted_share))
     if not rules:
-        never = " Every input is accepted: held-out samples were too few to decline any, or none was to be declined."
+        never = " Every input is accepted: there were too few held-out samples to decline any, or the share was 100 %."
         return text if calibration.threshold is None else text + never
     shares = " and ".join(f"{100 * share:.4g} %" for share in dict.fromkeys(share for _, share in rules))
-    text += f" Abstain where {', or '.join(rule for rule, _ in rules)}. {'Each' if len(rules) > 1 else 'This'} "
+    text += f" Abstain if {', or '.join(rule for rule, _ in rules)}. {'Each' if len(rules) > 1 else 'This'} "
     text += f"accepts {shares} of inputs like the held-out validation data"
     if len(rules) == 1:
         return f"{text}."

@@ -1,4 +1,4 @@
-"""Sets that should have nothing in common, held against each other by the values of their samples.
+"""Finding samples that two sets have in common and should not, by their values.
 
 A set given twice makes numbers that mean nothing: ID data as OOD data have an AUROC of 0.5, and validation data that
 were trained on are predicted well. What cannot be meant is refused, the rest is warned of.

@@ -1,4 +1,4 @@
-"""What an ensemble says about a batch: probabilities, a label, and how sure it is and why.
+"""What an ensemble says about a batch: probabilities, a label, how sure it is, and why not.
 
 Everything here is a pure function of member logits `[M, B, C]`, wherever they come from. Half precision is
 raised to float32; float64 stays float64. A temperature makes probabilities honest; what tells inputs apart

@@ -1,4 +1,4 @@
-"""What becomes of an image or a text before a model sees it."""
+"""How images and texts are prepared for a model."""
 
 import html
 import importlib.util

@@ -1,4 +1,4 @@
-"""Taking heads out for good: a smaller model that computes what masking them would."""
+"""Removing heads for good: a smaller model that computes the same as with these heads masked."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A folder for long work that may be stopped: what is done stays done, and nothing else is mixed in."""
+"""Run folders for long work that may be interrupted: finished products are kept, others are refused."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""BayesVLM: what pairs of images and texts leave open about the projections of a dual encoder, and answers that say so.
+"""BayesVLM: a posterior over the projections of a dual encoder, from pairs of images and texts.
 
 For one side, with projection P, inputs a of it and embeddings h = P a, the posterior of P is normal with a Kronecker
 product as precision: `(√τ A + √λ I) ⊗ (√τ B + √λ I)`. A sums `a aᵀ`, B the Gauss-Newton curvature of the contrastive

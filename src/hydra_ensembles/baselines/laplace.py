@@ -1,4 +1,4 @@
-"""Last-layer Laplace: classifiers drawn from what the training data leave open about the one that was trained."""
+"""Last-layer Laplace: classifiers drawn from the posterior around the trained one."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""MIMO: one network that is shown several images at once and answers each; at inference, the same one every time."""
+"""MIMO: one network that gets several images at once and answers each; at inference all are the same."""
 
 from dataclasses import dataclass, replace
 from functools import partial

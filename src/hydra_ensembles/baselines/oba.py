@@ -1,4 +1,4 @@
-"""Optimal Brain Apoptosis: single weights are removed by what the curvature of the loss says of them."""
+"""Optimal Brain Apoptosis: single weights are removed by the curvature of the loss."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack

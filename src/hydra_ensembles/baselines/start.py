@@ -1,4 +1,4 @@
-"""What a method starts from, and ends with: members that are copies of one model, fresh weights, or a view."""
+"""What methods start from and end with: members that are copies of one model, new weights, or a view."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

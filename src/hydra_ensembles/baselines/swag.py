@@ -1,4 +1,4 @@
-"""SWAG: members drawn from the normal distribution of the weights that a training visits when it is nearly done."""
+"""SWAG: members drawn from a normal distribution of the weights that a training visits near its end."""
 
 import math
 from collections.abc import Mapping

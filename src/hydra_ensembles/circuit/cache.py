@@ -1,4 +1,4 @@
-"""What makes exact circuits fast: a model entered at any block, and activations kept from step to step.
+"""What makes exact circuits fast: a model run from any block, and activations kept from step to step.
 
 Level l is the input of block l; level 0 is what the stem gives. Of the model as it is, all levels are kept as far as
 memory allows. A candidate (the model without one more head) starts at the block of its head from the level of the

@@ -1,4 +1,4 @@
-"""Which head goes next: by trying every one, or by branch and bound."""
+"""Which head to remove next: by trying every one, or by branch and bound."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

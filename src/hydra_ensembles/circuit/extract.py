@@ -1,4 +1,4 @@
-"""Algorithm 1: remove the head whose loss hurts the score least, again and again."""
+"""Algorithm 1: repeatedly remove the head whose removal hurts the score least."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The journal of an extraction: a run that was stopped goes on where it was."""
+"""The journal of an extraction, from which an interrupted run resumes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which head goes next, approximately: all candidates are estimated, and only the promising ones measured.
+"""Which head to remove next, approximately: all candidates are estimated, only the promising ones measured.
 
 A head shifts the confidence of a sample, and the margin of its label, by about as much after another head has gone. So
 shifts are remembered from step to step. They come from a gradient pass, and from a measurement where there was one.

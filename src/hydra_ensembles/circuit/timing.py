@@ -1,4 +1,4 @@
-"""How long an extraction takes: said before it starts, what `auto` decides by, and a bar that moves with candidates.
+"""How long an extraction takes: told before it starts, used by `auto`, and shown by a progress bar.
 
 A few passes over a few samples are timed. Work is counted in multiply-adds: a candidate of the exact method runs the
 blocks from that of its head on, and bounds end most candidates early; by how much, benchmarks have shown.

@@ -1,4 +1,4 @@
-"""`hydra-ensembles calibrate` and `fuse`: a trained model that says when not to answer, and several made one."""
+"""`hydra-ensembles calibrate` and `fuse`: a trained model that says when not to answer, and several as one."""
 
 from dataclasses import dataclass
 from pathlib import Path

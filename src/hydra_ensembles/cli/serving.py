@@ -1,4 +1,4 @@
-"""`hydra-ensembles serve`, `score` and `export`: a model behind HTTP, over an archive, or as a file of its own."""
+"""`hydra-ensembles serve`, `score` and `export`: a model behind HTTP, on an archive, or as a file."""
 
 import os
 import signal
@@ -136,7 +136,7 @@ def _announce(listener: socket.socket, settings: ServeSettings) -> None:
         host, port = listener.getsockname()[:2]
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         if settings.key is None and settings.host not in LOOPBACK:
-            print(f"warning: anybody who reaches {where} is answered; set {API_KEY} to ask for a key", file=sys.stderr)
+            print(f"warning: anyone who reaches {where} gets answers; set {API_KEY} to require a key", file=sys.stderr)
     threads = torch.get_num_threads()
     counted = f"{threads} thread{'' if threads == 1 else 's'}"
     print(f"serving {settings.name} at {where} ({counted}); Ctrl-C ends it", file=sys.stderr)
@@ -212,6 +212,6 @@ def score(
                 f"{summary.noted} rows have a `note`, which says what was done with the input though it is hardly meant"
             )
         if summary.ignored:
-            print(f"{summary.ignored} files of other kinds were passed over")
+            print(f"{summary.ignored} files of other kinds were skipped")
     if summary.unreadable and not summary.rows:
         raise DataError(f"nothing in {source} could be read; mend what {unreadable} names, and give a new --output")

@@ -1,4 +1,4 @@
-"""Models and data by name: folders and files, the Hugging Face hub, timm, torchvision, suites; classes made to fit."""
+"""Models and data by name: folders and files, the Hugging Face hub, timm, torchvision, suites; matching classes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

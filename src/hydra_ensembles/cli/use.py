@@ -1,4 +1,4 @@
-"""`hydra-ensembles predict`, `info` and `bench`: what a model answers, what is in it, and what it costs."""
+"""`hydra-ensembles predict`, `info` and `bench`: what a model answers, contains and costs."""
 
 import json
 import re
@@ -164,7 +164,7 @@ def _texts(argument: str, path: Path) -> list[str]:
         raise DataError(f"{source} has no text; give one text a line")
     if len(texts) < len(lines):
         blank = len(lines) - len(texts)
-        print(f"blank lines of {source} have no answer: {blank} passed over", file=sys.stderr)
+        print(f"{blank} blank lines of {source} were skipped", file=sys.stderr)
     return texts
 
 

@@ -1,4 +1,4 @@
-"""Models that compute something else than their class says: hooks, replaced methods, replaced or changed parts."""
+"""Models that compute something other than their class: hooks, replaced methods, replaced or changed parts."""
 
 import re
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Architectures of one's own, declared: where their parts lie, what tensors do not tell, how a model is called."""
+"""Declarations of your own architectures: where parts are, what tensors do not show, how a model is called."""
 
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Declarations proved, and those that nobody wrote: made of a model's modules, and kept where the answers agree."""
+"""Proving declarations, and making them from a model's modules; kept if the answers agree."""
 
 import copy
 import math

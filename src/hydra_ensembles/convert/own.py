@@ -1,4 +1,4 @@
-"""What is asked of a model of one's own beside random batches: special ids, padding before texts or untold, dropout."""
+"""Further tests of your own models: special ids, padding on the left or without a mask, dropout."""
 
 import torch
 from torch import Tensor, nn

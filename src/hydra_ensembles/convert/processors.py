@@ -1,4 +1,4 @@
-"""Preprocessing read off the objects that libraries use for it: tokenizers, image processors, transforms."""
+"""Reading preprocessing from the objects of libraries: tokenizers, image processors, transforms."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A declaration held against a live model: where every tensor lies, what does not fit, and what is made of the rest."""
+"""Matching a declaration with a live model: where every tensor is, what does not fit, and the architecture."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""OOD data made from ID data: images taken apart and texts in disorder, for whoever has no other.
+"""OOD data made from ID data, if there is no other: images taken apart and texts in disorder.
 
 Every sample is spoilt in one of a few ways, which take turns, so that all of them count alike. What is left is unlike
 the ID data, but of the same shapes, types and, roughly, values: a model can read it, and should be unsure about it.

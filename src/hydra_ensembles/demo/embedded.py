@@ -1,4 +1,4 @@
-"""What lies inside the package: a trained backbone, images for it, and what two more such backbones say of them."""
+"""What is embedded in the package: a trained backbone, images, and the answers of two more such backbones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

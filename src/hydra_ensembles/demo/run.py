@@ -1,4 +1,4 @@
-"""The demo from start to end: build pruned branches from the embedded backbone, compare them, write everything down."""
+"""The demo from start to end: build pruned branches of the embedded backbone, compare them, write everything."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""A head atlas: what every head of an ensemble is good for, found by switching it off and nothing else."""
+"""A head atlas: what every head of an ensemble does, found by switching it off."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Finding heads in an ensemble, and switching them off for a while.
+"""Finding heads in an ensemble, and switching them off temporarily.
 
 Heads are always addressed by the index they had before any pruning; where one lies in the weights is found out here.
 """

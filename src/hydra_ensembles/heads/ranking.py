@@ -1,4 +1,4 @@
-"""Addresses of heads, the order in which they go, and what a ranking was made from."""
+"""Addresses of heads, the order in which they are removed, and what a ranking was made from."""
 
 import math
 from collections import Counter

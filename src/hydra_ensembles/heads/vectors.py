@@ -1,4 +1,4 @@
-"""What single heads say: the vector each of them gives for an input, and how far ID and OOD data lie apart in it."""
+"""What single heads compute: their vector for an input, and how well it separates ID and OOD data."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What metrics take. A public function checks it here, once; the arithmetic behind it trusts its caller."""
+"""Inputs of metrics, checked once by public functions; the arithmetic trusts its caller."""
 
 from collections.abc import Sequence
 from typing import Any, Literal

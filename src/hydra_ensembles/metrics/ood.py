@@ -1,4 +1,4 @@
-"""What a score of uncertainty is worth: out-of-distribution detection and selective prediction.
+"""How good an uncertainty score is: out-of-distribution detection and selective prediction.
 
 A score is higher the more uncertain the model is, and OOD is the positive class. The libraries of the field disagree on
 AUPR and FPR95, so the convention has a name:

@@ -1,4 +1,4 @@
-"""What a saved model holds: configuration, metadata and tensors as plain data, each held against the others."""
+"""What a saved model holds: configuration, metadata and tensors as plain data, checked against each other."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""Dropping parts of activations: in training mode, or as a thread says, without a flag of any module being changed."""
+"""Dropout: in training mode, or set per thread, without changing the flag of any module."""
 
 import threading
 from collections.abc import Iterator

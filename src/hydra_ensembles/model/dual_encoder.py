@@ -1,4 +1,4 @@
-"""Two towers that meet in one embedding."""
+"""Two towers with a common embedding."""
 
 import math
 from collections.abc import Mapping

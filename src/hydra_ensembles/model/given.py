@@ -1,4 +1,4 @@
-"""What a model is given: names, shapes and ranges of its inputs, looked at before anything is computed.
+"""Inputs of a model: names, shapes and ranges, checked before anything is computed.
 
 Nothing that could change an answer is passed over in silence. Values are looked at while they lie on the CPU, where
 data come from: a tensor on a GPU is not read back, and compiled code does not look either.

@@ -1,4 +1,4 @@
-"""Models of either kind: one is loaded whichever it is, and a function says which one it takes."""
+"""Both kinds of models: loading either, and checking which one a function takes."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What travels with a model beside its weights."""
+"""What is saved with a model besides its weights."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Rotary positions: angles of all tokens, worked out once a pass, and heads turned by them."""
+"""Rotary positions: the angles of all tokens, computed once per pass, and the rotation of heads."""
 
 import math
 

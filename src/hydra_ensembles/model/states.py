@@ -1,4 +1,4 @@
-"""Taking members apart and putting them together: configs and states, without a model."""
+"""Splitting and joining members: configs and states, without a model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Whether a model still has the weights it was measured with: edits are counted, and values compared where asked."""
+"""Whether a model still has the weights it was measured with: edits are counted, values compared on demand."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

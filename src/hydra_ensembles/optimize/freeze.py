@@ -1,4 +1,4 @@
-"""A frozen ensemble: equal copies merged, constants folded into the weights, and laid out for one plan to run it by."""
+"""A frozen ensemble: equal copies merged, constants folded into the weights, laid out for one plan."""
 
 import copy
 from collections import OrderedDict

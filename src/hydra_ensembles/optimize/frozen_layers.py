@@ -1,4 +1,4 @@
-"""The layers of a frozen ensemble: the attention and the patch stem as one of several plans runs them."""
+"""The layers of a frozen ensemble: attention and patch stem, as each plan runs them."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Running a frozen ensemble: by which plan, compiled or not, recorded or not, and what is fastest here."""
+"""Running a frozen ensemble: with the fastest plan, compiled or not, recorded or not."""
 
 import threading
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""The best ensemble for a price: candidates are built, given up where they cannot win, judged, and one is chosen."""
+"""The best ensemble for a price: candidates are built, dropped if they cannot win, judged, and one is chosen."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a search found: candidates with their prices and numbers, the fronts, and which one is chosen and why."""
+"""What a search found: candidates with their prices and numbers, the fronts, the choice and its reason."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace

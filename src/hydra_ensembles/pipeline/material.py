@@ -1,4 +1,4 @@
-"""What an ensemble is built from: the model it starts with, and the data, read once and held against each other."""
+"""What an ensemble is built from: the model, and the data, read once and checked against each other."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence

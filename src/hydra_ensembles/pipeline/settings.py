@@ -1,4 +1,4 @@
-"""How an ensemble is built: HydraConfig, which is held against model and data before the long work."""
+"""How an ensemble is built: HydraConfig, which is checked against model and data before the long work."""
 
 import math
 from dataclasses import dataclass, field, replace

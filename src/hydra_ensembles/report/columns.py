@@ -1,4 +1,4 @@
-"""The columns of a comparison: the paper's, costs, and what a model declines where it knows what is familiar."""
+"""The columns of a comparison: the paper's, costs, and what a model with fitted familiarity declines."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

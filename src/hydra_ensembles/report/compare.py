@@ -1,4 +1,4 @@
-"""Evaluations side by side: what is compared with what, and what a reader must know of it."""
+"""Evaluations side by side: what is compared with what, and the notes a reader needs."""
 
 import itertools
 import math

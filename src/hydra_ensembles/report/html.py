@@ -1,4 +1,4 @@
-"""HTML pages, each one file that needs nothing else: the report, which runs no script, and the head atlas.
+"""HTML pages, each one self-contained file: the report, which runs no script, and the head atlas.
 
 `report.html.j2` and `atlas.html.j2` say what the pages look like and escape whatever they are given; here is what they
 are given.

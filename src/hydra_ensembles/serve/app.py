@@ -1,4 +1,4 @@
-"""The server: routes for people, programs and clients of the Open Inference Protocol, around one engine that answers.
+"""The server: routes for people, programs and clients of the Open Inference Protocol, around one engine.
 
 An abstention is an answer: 200, `accept: false`, and the reason. Errors are `{"error": …}` with a status that says
 whose fault they are; they quote no path and no stack trace.

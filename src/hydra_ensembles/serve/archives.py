@@ -1,4 +1,4 @@
-"""What an archive holds, item by item and always in the same order: folders, tables and tar shards of any size.
+"""The items of an archive, always in the same order: folders, tables and tar shards of any size.
 
 Nothing is held in memory but the item at hand. What cannot be read is an item, too, with the reason: one broken file
 must not end a night's work. A disk that fails is another matter: what it gives next time would be at other places.

@@ -1,4 +1,4 @@
-"""Samples of many requests made into batches: by size and time, by shape, out of a bounded queue.
+"""Batches from the samples of many requests: by size, time and shape, from a bounded queue.
 
 One thread for each worker takes what waits longest and runs it. A row that nobody waits for any more (its future is
 cancelled: a deadline has passed, a client is gone) is not run. A row that the model cannot take costs no other row of

@@ -1,4 +1,4 @@
-"""Connections of the server, with limits that uvicorn does not have: on the heads of requests, and on idleness.
+"""Connections of the server, with limits that uvicorn does not have: on request headers and on idle time.
 
 Whoever has no key can open connections and send heads (or what may follow a body), so neither may cost what grows: a
 head without an end would fill the memory and, as it is put together anew with every part that arrives, stop everybody

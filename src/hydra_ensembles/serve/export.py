@@ -1,4 +1,4 @@
-"""Ensembles as files for other runtimes: traced, written, run, compared with the original, and only then named."""
+"""Ensembles as files for other runtimes: traced, written, run, compared with the original, and then stored."""
 
 import copy
 import glob

@@ -1,4 +1,4 @@
-"""What goes into an ensemble and what comes out, as named arrays: for files, servers and tables alike.
+"""Inputs and outputs of an ensemble as named arrays: the same for files, servers and tables.
 
 What a prediction consists of is listed in `prediction.OUTPUTS`; here each becomes a field with a shape and a type.
 

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol, version 2: tensors in JSON, or in binary behind it, as Triton's clients send them.
+"""The Open Inference Protocol, version 2: tensors in JSON, or in binary after it, as Triton's clients send them.
 
 A request is JSON; where the header `Inference-Header-Content-Length` says how long it is, the tensors that have a
 `binary_data_size` follow it one after another, little-endian. Answers are written in the way they were asked for.

@@ -1,4 +1,4 @@
-"""Archives scored: raw batches to columns of answers under any engine, and a folder of shards that outlives a kill."""
+"""Scoring archives: raw batches to columns of answers in any engine, and a folder of shards that survives a kill."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""A model ready to serve: its settings; raw inputs to rows, within limits, and rows to answers, by warm plans.
+"""A model ready to serve: its settings; raw inputs to rows, within limits; rows to answers.
 
 A row is one sample as the model reads it. Rows of one shape go into one batch, so texts are padded to a few lengths,
 and a batch is run in pieces of a few sizes: those are the shapes that plans are measured, compiled and recorded for

@@ -1,4 +1,4 @@
-"""What a server tells its operators: numbers for Prometheus, and one line of JSON a request. Never an input.
+"""What a server reports: Prometheus metrics, and one line of JSON per request. Never an input.
 
 Every score has a histogram. Where held-out scores are known, its bins hold equal shares of them: of inputs like the
 held-out data every bin gets as many, so drift is to be seen without knowing what the score means.

@@ -1,4 +1,4 @@
-"""What a training is saved as: how far it is and its tensors, with digests; only the same run goes on from it."""
+"""Saved training state: position and tensors, with digests; only the same run resumes from it."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Tuning the text tower of a dual encoder while the image tower is locked."""
+"""Training the text tower of a dual encoder while the image tower is locked."""
 
 import math
 from collections.abc import Mapping

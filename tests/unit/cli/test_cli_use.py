@@ -66,7 +66,7 @@ def test_texts_from_options_files_tables_and_standard_input(text_folder, world, 
     assert {row["label"] for row in rows} <= {"negative", "positive"}
     result = run("predict", text_folder, "-", "-f", "jsonl", input="good film\n\n \nbad film\n\n")
     assert len(result.stdout.splitlines()) == 2
-    assert "blank lines of standard input have no answer: 2" in result.stderr
+    assert "2 blank lines of standard input were skipped" in result.stderr
     assert len(predicted(text_folder, tmp_path / "two.txt")) == 2
     (tmp_path / "marked.txt").write_text("good film\n", encoding="utf-8-sig")
     assert predicted(text_folder, tmp_path / "marked.txt") == predicted(text_folder, "--text", "good film")
