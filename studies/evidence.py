@@ -30,13 +30,6 @@ SHIFTED = ("correct", "brier", "nll")  # columns of corrupted images
 LARGEST = 60000.0  # of float16
 
 
-@torch.no_grad()
-def answered(task: Task, model: Any, samples: Samples) -> Prediction:
-    """What a model says about samples."""
-    batches = (move(inputs, task.device, torch.float32) for inputs, _ in task.batches(samples))
-    return Prediction.concat([model.predict(inputs) for inputs in batches])
-
-
 class Judged:
     """A model of a row, with its familiarity (where wanted) fitted to training data and its temperature to half A."""
 
@@ -48,9 +41,13 @@ class Judged:
         fit = he.fit_calibration(answers.member_logits, task.calibrating.labels.to(answers.member_logits.device))
         self.calibration = fit.calibration
 
+    @torch.no_grad()
     def answers(self, samples: Samples) -> Prediction:
         """What it says about samples, without a temperature."""
-        return answered(self.task, self.model, samples)
+        parts = []
+        for inputs, _ in self.task.batches(samples):
+            parts.append(self.model.predict(move(inputs, self.task.device, torch.float32)))
+        return Prediction.concat(parts)
 
     def columns(self, samples: Samples, labelled: bool) -> dict[str, Tensor]:
         """The columns of a set, `[N]` each."""
