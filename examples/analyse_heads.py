@@ -1,10 +1,10 @@
-"""The paper's questions about heads, asked of one's own model: who agrees on them, how surely, what they tell apart.
+"""The paper's questions about heads, for your own model: do rankings agree, are they stable, what do heads separate.
 
     python examples/analyse_heads.py                          # the embedded model and images, a minute of one core
     python examples/analyse_heads.py --model my-model --prune 12
 
-Put images of your own where `drawn` reads the embedded ones. How many heads and members pay is asked by
-examples/choose_members.py, what every single head does by examples/head_atlas.py.
+Put your own images where `drawn` reads the embedded ones. How many heads and members to choose: see
+examples/choose_members.py; what every single head does: examples/head_atlas.py.
 """
 
 import argparse
@@ -23,8 +23,8 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a saved ensemble with one member, for these images")
-    parser.add_argument("--prune", type=int, default=6, help="heads that go")
-    parser.add_argument("--images", type=int, default=32, help="ID and OOD images that rank; four times as many judge")
+    parser.add_argument("--prune", type=int, default=6, help="heads to remove")
+    parser.add_argument("--images", type=int, default=32, help="ID and OOD images to rank; four times as many to judge")
     given = parser.parse_args()
     model: Any = he.load(given.model) if given.model else load_backbone()
     sample, prune = load_sample().sets, given.prune

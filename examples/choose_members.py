@@ -21,14 +21,14 @@ from hydra_ensembles.heads.members import sampled_members
 
 # start: candidates
 def candidate(base: he.Ensemble, ranking: he.HeadRanking, members: int, prune: int, seed: int = 0) -> he.Ensemble:
-    """An ensemble whose members lose heads drawn from the 100/48 · `prune` that matter least; one loses the first."""
+    """Members that lose heads drawn from the 100/48 · `prune` that matter least; a single one loses the first."""
     pool = min(round(prune * 100 / 48), len(ranking))
     chosen = [ranking.first(prune)] if members == 1 else sampled_members(ranking, prune, pool, members, seed)
     return he.fuse([he.prune(base, heads) for heads in chosen])
 
 
 def measure(ensemble: he.Ensemble, known: Any, unknown: Any) -> dict[str, float]:
-    """Quality on held-out data: batches of ID images with labels, and of images unlike them."""
+    """Quality on held-out data: batches of ID images with labels, and of OOD images."""
     seen, odd = (
         he.Prediction.concat([ensemble.predict(inputs) for inputs, _ in batches]) for batches in (known, unknown)
     )

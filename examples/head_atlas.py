@@ -1,4 +1,4 @@
-"""What the heads of an ensemble are for: a map of them, with the images whose answers each one changes.
+"""What the heads of an ensemble do: a map of them, with the images whose answers each one changes.
 
 python examples/head_atlas.py                            # three members made of the embedded model, in minutes
 python examples/head_atlas.py --model hydra-demo/model   # the ensemble that `hydra-ensembles demo` leaves
@@ -20,7 +20,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a saved ensemble for these images")
     parser.add_argument("--images", type=int, default=140, help="test images; of each OOD set half as many")
     parser.add_argument("--layers", type=int, nargs="*", help="only the heads of these layers")
-    parser.add_argument("--output", type=Path, default=Path("head-atlas.html"), help="the page; numbers go beside it")
+    parser.add_argument(
+        "--output", type=Path, default=Path("head-atlas.html"), help="the page, with numbers next to it"
+    )
     given = parser.parse_args()
     sample = load_sample()
 

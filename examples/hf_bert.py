@@ -23,7 +23,7 @@ Labelled = list[tuple[str, int]]
 
 # start: ensemble
 def make_ensemble(model: Any, tokenizer: Any, reviews: Any) -> he.Ensemble:
-    """One model as it is, with a temperature and two reasons to decline, by held-out labelled texts."""
+    """One model, with a temperature and two reasons to decline, from held-out labelled texts."""
     base = he.convert(model, processor=tokenizer, labels=["negative", "positive"])
     return he.calibrate(base, data.batches(reviews, base.metadata.preprocessing, batch_size=32))
 
@@ -31,7 +31,7 @@ def make_ensemble(model: Any, tokenizer: Any, reviews: Any) -> he.Ensemble:
 # end: ensemble
 # start: prune
 def prune_and_train(base: he.Ensemble, sets: dict[str, Any], prune: int, output: Path) -> he.Ensemble:
-    """Members of one model, each without `prune` of its heads and trained on; `sets` are id, ood and train."""
+    """Copies of one model, each without `prune` heads, then fine-tuned; `sets` are id, ood and train."""
     batches = {name: data.batches(one, base.metadata.preprocessing, batch_size=32) for name, one in sets.items()}
     recipe = he.Recipe(learning_rate=1e-5, epochs=3, train_groups=("attention", "mlp", "norms", "readout"))
     config = he.HydraConfig(prune=prune, shared_layers=0, strategy="sampled", recipe=recipe)  # drawn from one circuit

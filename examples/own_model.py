@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """A ViT as blogs have it."""
+    """A ViT as in many tutorials."""
 
     def __init__(self, classes: int, size: int = 32, patch: int = 8, width: int = 64, depth: int = 4) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ PROCESSOR = he.ImagePreprocessing(size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3
 
 
 def make_ensemble(model: nn.Module, images: data.ImageDataset, output: Path) -> he.Ensemble:
-    """From a model of one's own and held-out labelled images to a calibrated ensemble of one member."""
+    """From your own model and held-out labelled images to a calibrated ensemble of one member."""
     declaration = he.Declaration(names=OUTSIDE | BLOCKS, heads=4)
     base = he.convert(model, declaration=declaration, processor=PROCESSOR, labels=images.class_names)
     hydra = he.calibrate(base, data.batches(images, PROCESSOR, batch_size=16))
@@ -73,7 +73,7 @@ def make_ensemble(model: nn.Module, images: data.ImageDataset, output: Path) -> 
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> nn.Module:
-    """Plain training, as you did it."""
+    """Plain training, in your own way."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for rows in (torch.randint(len(labels), (32,)) for _ in range(steps)):
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ import numpy as np
 
 # start: images
 def prepare_images(images: list[Any], settings: dict[str, Any]) -> dict[str, np.ndarray]:
-    """PIL images as the file takes them, by the settings under "preprocessing" in the JSON beside it."""
+    """PIL images as inputs of the file, prepared by the settings under "preprocessing" in its JSON."""
     from PIL import Image
 
     rows = []
@@ -46,7 +46,7 @@ def prepare_images(images: list[Any], settings: dict[str, Any]) -> dict[str, np.
 
 # start: texts
 def prepare_texts(texts: list[str], settings: dict[str, Any], tokenizer_file: Path) -> dict[str, np.ndarray]:
-    """Strings as the file takes them; the tokenizer lies beside it."""
+    """Strings as inputs of the file; the tokenizer is next to it."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
@@ -66,7 +66,7 @@ def prepare_texts(texts: list[str], settings: dict[str, Any], tokenizer_file: Pa
 
 # start: run
 def answers(model: Path, images: list[Any], texts: list[str]) -> list[dict[str, Any]]:
-    """What the file says of images or of texts."""
+    """The answers of the file to images or texts."""
     import onnxruntime
 
     about = json.loads(Path(f"{model}.json").read_text(encoding="utf-8"))

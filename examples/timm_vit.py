@@ -31,7 +31,7 @@ def make_ensemble(models: list[Any], processor: Any, images: Any) -> he.Ensemble
 # end: ensemble
 # start: prune
 def prune_and_train(base: he.Ensemble, sets: dict[str, Any], prune: int, output: Path) -> he.Ensemble:
-    """Members of one model, each without `prune` of its heads and trained on; `sets` are id, train and maybe ood."""
+    """Copies of one model, each without `prune` heads, then fine-tuned; `sets` are id, train and maybe ood."""
     batches = {name: data.batches(one, base.metadata.preprocessing, batch_size=16) for name, one in sets.items()}
     recipe = he.Recipe(learning_rate=3e-5, epochs=3, train_groups=("attention", "mlp", "norms", "readout"))
     ranked: Any = {"strategy": "circuit"} if "ood" in sets else {"strategy": "taylor", "taylor_scope": "global"}
@@ -60,7 +60,7 @@ NAMES = {  # ours: timm's
 
 
 def embedded_vit() -> Any:
-    """The trained model of the package, put back into timm: it stands for your model, without a download."""
+    """The trained model of the package as a timm model, in place of yours, without a download."""
     stored = load_backbone()
     sizes = {"img_size": 64, "patch_size": 8, "embed_dim": stored.config.encoder.width, "depth": stored.num_layers}
     heads, classes = stored.num_heads, stored.num_classes

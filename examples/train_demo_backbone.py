@@ -96,7 +96,7 @@ class _Packer:
         self.contents: dict[str, Any] = {}
 
     def packed(self, name: str, parts: Mapping[str, data.Dataset[Any]], labelled: bool = True) -> dict[str, Any]:
-        """One set from rows of one or more splits, as `read_images` reads it; foreign images get the label -1."""
+        """One set from rows of one or more splits, as `read_images` reads it; OOD images get the label -1."""
         files: list[bytes] = []
         origins: list[tuple[int, str, int]] = []
         for split, dataset in parts.items():

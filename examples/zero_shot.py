@@ -58,7 +58,7 @@ def build(dual: he.DualEncoder, labels: list[str], template: str, images: Any, o
 
 # start: answer
 def answer(ensemble: he.Ensemble, picture: Any) -> str:
-    """The label of a picture, or that there is none to be trusted."""
+    """The label of a picture, or that it abstains."""
     p = ensemble.predict(picture)
     sure = p.accept is None or bool(p.accept[0])
     return f"{p.names()[0] if sure else 'abstain':22} confidence {p.confidence[0]:.2f}  epistemic {p.epistemic[0]:.4f}"
@@ -72,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="name of an open_clip model; default: a small random one")
     parser.add_argument("--pretrained", help="which weights of that model")
-    parser.add_argument("--images", type=Path, help="held-out pictures, a folder a class; default: embedded ones")
+    parser.add_argument("--images", type=Path, help="held-out pictures, one folder per class; default: embedded ones")
     parser.add_argument("--others", type=Path, help="pictures unlike them")
     parser.add_argument("--labels", nargs="+", help="class names for the text tower; default: those of the folders")
     parser.add_argument("--template", default="A photo of a {label}.")

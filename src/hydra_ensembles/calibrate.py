@@ -251,7 +251,7 @@ def _with_threshold(
 
 
 def warn_of_declined_classes(accept: Tensor, labels: Tensor, names: Sequence[str]) -> None:
-    """Warn of classes most samples of which are declined, beyond chance: a threshold promises a share of all."""
+    """Warn of classes mostly declined, and significantly more often than all: thresholds promise a share of all."""
     counts, taken, share = Counter(labels.tolist()), Counter(labels[accept].tolist()), mean(accept)
     told = []
     for number, count in sorted(counts.items()):
