@@ -288,16 +288,16 @@ def serve_table() -> str:
     served, looped = (statistics.median(fast[name]) for name in ("server_per_second", "loop_per_second"))
     rows = [
         ("uploads per second at saturation", f"{served:.1f}", f"plain loop: {looped:.1f}"),
-        ("the one over the other", f"{fast['ratio']:.2f}", f"at least {TARGETS['throughput_ratio']}"),
+        ("their ratio", f"{fast['ratio']:.2f}", f"at least {TARGETS['throughput_ratio']}"),
         ("p99 at half load, evenly spaced", f"{late['even']['p99_ms']:.0f} ms", f"at most {late['bound_ms']:.0f} ms"),
         ("p99 at half load, at random", f"{late['random']['p99_ms']:.0f} ms", ""),
-        (f"wrong of {long['requests']:,} requests, {long['broken']} of them broken", str(long["wrong"]), "0"),
-        ("memory since a fifth of them", f"{long['growth']:+.1%}", "flat"),
+        (f"wrong answers to {long['requests']:,} requests, {long['broken']} of them broken", str(long["wrong"]), "0"),
+        ("growth of memory after a fifth of them", f"{long['growth']:+.1%}", "flat"),
     ]
     before = run["load_before"]
     busy = f" that were busy with other work (load average {before:.1f})" if before > 1 else ""
     about = f"{run['hardware']}{busy}, shared by client, server and model; {run['model']}. From `results/{RESULT}`."
-    return markdown(["what", "measured", "beside it"], rows, about, "lrl")
+    return markdown(["what", "measured", "compared with"], rows, about, "lrl")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
