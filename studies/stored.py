@@ -26,7 +26,7 @@ from .measures import (
 )
 from .paper import Numbers, classifier_numbers, zero_shot_numbers
 from .seed_folder import Once
-from .storing import SINGLE, STUDY, facts_of, in_rows, single_of
+from .storing import SINGLE, STUDY, facts_of, in_rows, single_of, whole
 from .task import recipe
 
 ALL_BUT = "all but "  # of the OOD sets
@@ -67,7 +67,7 @@ class Study(Once):
             raise DataError(
                 f"{self.folder} lacks {name}, whose rows `study.json` names; take it from where it was made"
             )
-        return self.once(name, lambda: in_rows(read_columns(self.folder / name)))
+        return self.once(name, lambda: in_rows(whole(read_columns(self.folder / name))))
 
     def numbers(self, row: str, seed: int) -> dict[str, Number]:
         """Numbers with influences, on corrupted images too where they were asked about."""

@@ -3,6 +3,9 @@
 Runs that share no models have a Single each. A run with all rows of a stored seed takes its place; of another, rows
 that are not stored yet are added, and `again-N-….parquet` has the Single that they are held against. Sets that a suite
 got since are shown when all rows were asked about them. `forget` takes rows out that are to be stored anew.
+
+Numbers that follow from doubt are NaN in the files, for room, and come back when they are read: `nll`, `brier` and
+`entropy` where they are those of two classes of which the likelier is right, as all `nll` of right answers are.
 """
 
 import hashlib
@@ -12,17 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.special import entr
 
 from hydra_ensembles.errors import DataError
 from hydra_ensembles.files import read_json, read_object, write_json
 
 from .column_files import read_columns, write_columns
-from .measures import CALIBRATED, Array
+from .measures import CALIBRATED, DOUBT, Array, Floats
 from .seed_folder import CHOICES, REPORT, slug
 
-FORMAT = "hydra_ensembles.study 4"
+FORMAT = "hydra_ensembles.study 5"
 STUDY = "study.json"
 SINGLE = "Single"  # the row with the model a user has
+FOLLOW: Mapping[str, Callable[[Floats], Floats]] = {  # from doubt, as of two classes
+    "nll": lambda doubt: -np.log1p(-doubt),
+    "brier": lambda doubt: 2 * doubt**2,
+    "entropy": lambda doubt: entr(doubt) + entr(1 - doubt),
+}
+ROUNDING, SMALLEST = 2.0**-9, 2.0**-24  # relative, of doubt in float16 and what follows; and the smallest step there
+FEW = 0.1  # share of a column below which it is smaller as it is
 
 
 def read_if_there(path: Path) -> Any:
@@ -142,7 +153,7 @@ def store_shift(folder: Path, target: Path, rows: Collection[str]) -> None:
 def _store_columns(folder: Path, target: Path, number: int, rows: list[str], before: Collection[str]) -> list[str]:
     """Write the columns of a seed beside those of rows of before, or in their place; which are stored now."""
     file = target / f"seed-{number}.parquet"
-    new = {name: read_columns(folder / f"{slug(name)}.parquet") for name in rows}
+    new = {name: thinned(read_columns(folder / f"{slug(name)}.parquet")) for name in rows}
     stored = read_columns(file) if before else {}
     if not before:
         for older in _again_files(target, number):
@@ -171,7 +182,7 @@ def single_of(folder: Path, number: int) -> dict[str, dict[str, Array]]:
     """Rows of a stored seed that came with a Single of their own, and its columns."""
     singles: dict[str, dict[str, Array]] = {}
     for file in _again_files(folder, number):
-        columns = read_columns(file)
+        columns = whole(read_columns(file))
         singles |= dict.fromkeys(columns["rows"].tolist(), in_rows(columns)[SINGLE])
     return singles
 
@@ -190,10 +201,40 @@ def in_rows(columns: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
     return rows
 
 
+def thinned(columns: Mapping[str, Array]) -> dict[str, Array]:
+    """Columns as they lie in files: what follows from doubt is NaN."""
+
+    def kept(name: str, column: Array) -> Array:
+        if (follows := _following(columns, name)) is None:
+            return column
+        same = np.abs(column - follows) <= ROUNDING * follows + SMALLEST
+        return column if same.mean() < FEW else np.where(same, np.array(np.nan, column.dtype), column)
+
+    return {name: kept(name, column) for name, column in columns.items()}
+
+
+def whole(columns: Mapping[str, Array]) -> dict[str, Array]:
+    """Columns of a file with what follows from doubt."""
+
+    def filled(name: str, column: Array) -> Array:
+        follows = _following(columns, name)
+        return column if follows is None else np.where(np.isnan(column), follows, column).astype(column.dtype)
+
+    return {name: filled(name, column) for name, column in columns.items()}
+
+
+def _following(columns: Mapping[str, Array], name: str) -> Floats | None:
+    """What a column would have by the doubt beside it; None where it does not follow from any."""
+    place, _, column = name.rpartition("|")
+    prefix = CALIBRATED if column.startswith(CALIBRATED) else ""
+    follow, doubt = FOLLOW.get(column.removeprefix(prefix)), columns.get(f"{place}|{DOUBT[prefix]}")
+    return None if follow is None or doubt is None else follow(doubt.astype(np.float64))
+
+
 def _again_files(folder: Path, number: int) -> list[Path]:
     return sorted(folder.glob(f"again-{number}-*.parquet"))
 
 
 def same_columns(columns: Mapping[str, Array], stored: Mapping[str, Array]) -> bool:
     """Whether all of these columns are stored, with the same values."""
-    return all(key in stored and np.array_equal(column, stored[key]) for key, column in columns.items())
+    return all(key in stored and column.tobytes() == stored[key].tobytes() for key, column in columns.items())

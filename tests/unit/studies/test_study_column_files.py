@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.special import entr, softmax
 
 from studies.column_files import read_columns, write_columns
 from studies.measures import Array
+from studies.storing import thinned, whole
 
 HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16)  # every one there is: both zeros, infinities, all NaNs
 COLUMNS: Mapping[str, Array] = {
@@ -37,3 +39,33 @@ def test_columns_come_back_as_they_were_given(tmp_path: Path, names: list[str]) 
     write_columns(place, dict(reversed(given.items())))
     assert place.read_bytes() == first
     assert read_columns(tmp_path / "seed-1.parquet") == {}
+
+
+@pytest.mark.parametrize("classes", [2, 50])
+def test_what_follows_from_doubt_is_not_kept_and_comes_back(classes: int) -> None:
+    """Right answers have no likelihood of their own, two classes no entropy; sure ones are below what float16 tells."""
+    draws = np.random.default_rng(0)
+    probs = softmax(draws.exponential(6, (500, 1)) * draws.normal(size=(500, classes)), axis=1)  # [N, C]
+    labels, answers = draws.integers(classes, size=500), probs.argmax(axis=1)
+    labels[::2] = answers[::2]
+    places = np.arange(500)
+    columns = {
+        "own|correct": answers == labels,
+        "own|msp": 1 - probs[places, answers],
+        "own|nll": -np.log(probs[places, labels]),
+        "own|brier": ((probs - np.eye(classes)[labels]) ** 2).sum(axis=1),
+        "own|entropy": entr(probs).sum(axis=1),
+        "ood|nll": np.ones(3),  # without a doubt
+    }
+    kept = {name: column.astype(bool if "correct" in name else np.float16) for name, column in columns.items()}
+    thin = thinned(kept)
+    gone = {name.partition("|")[2]: np.isnan(column) for name, column in thin.items() if name.startswith("own")}
+    assert (gone["nll"] == columns["own|correct"]).mean() > 0.99
+    assert gone["entropy"].mean() > 0.9 if classes == 2 else not gone["entropy"].any()
+    assert not gone["msp"].any()
+    back = whole(thin)
+    assert {name: column.dtype for name, column in back.items()} == {
+        name: column.dtype for name, column in kept.items()
+    }
+    for name, column in back.items():
+        np.testing.assert_allclose(column.astype(float), kept[name].astype(float), rtol=2.0**-8, atol=2.0**-23)
