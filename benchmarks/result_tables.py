@@ -77,7 +77,7 @@ def demo_line() -> str:
     level = all({"Pruned branches", "Single"} <= set(result["best"][key]) for key in keys)
     return (
         f"The ensemble declines {shares}; the model alone {alone}, at {100 * single['price'] / ours['price']:.0f} % of "
-        f"the work{': no difference beyond the scatter of draws' if level else ''}. Both promise to accept "
+        f"the work{': no significant difference' if level else ''}. Both promise to accept "
         f"{100 * result['share']:.0f} % of familiar images. From `results/demo.json`."
     )
 

@@ -121,7 +121,7 @@ class Gains:
 
     @property
     def table(self) -> Comparison:
-        """All methods side by side; bold where no other is better beyond the intervals, and some are worse."""
+        """All methods side by side; bold if no other is significantly better, and some are significantly worse."""
         rows = []
         for name, method in self.methods.items():
             cells = []
@@ -141,14 +141,14 @@ class Gains:
         sizes = ", ".join(f"{count:,} {name}" for name, count in self.samples.items())
         half = (1 + self.share) / 2
         notes = (
-            "Mistakes, Near, Far: the share that is caught (declined) of a model's own mistakes, of images of classes "
-            "from the same source that it does not know, and of another kind of image. Every threshold promises to "
-            f"accept {self.share:.0%} of familiar images: on confidence (unsure), on the Mahalanobis distance of "
-            f"features (unfamiliar), or {half:.0%} on each (both).",
-            f"Mean ± standard deviation over {self.draws} draws of halves and over backbones ({runs}); bold: no other "
-            f"is better, and some are worse, beyond the 95 % interval of the difference. Images: {sizes}. Price: "
-            "multiply-adds. * Of models trained from different seeds; two of them, and what was built from them, are "
-            "here by their stored answers.",
+            "Mistakes, Near, Far: the declined share of own mistakes, of images of unknown classes "
+            "from the same source, and of another kind of image. Every threshold promises to accept "
+            f"{self.share:.0%} of familiar images: on confidence (unsure), on the Mahalanobis distance of features "
+            f"(unfamiliar), or {half:.0%} on each (both).",
+            f"Mean ± standard deviation over {self.draws} random halves and over backbones ({runs}); bold: no other is "
+            f"significantly better, and some are significantly worse (95 %). Images: {sizes}. Price: multiply-adds. "
+            "* Models trained from different seeds; of two of them, and of what was built from them, the package has "
+            "only stored answers.",
         )
         return Comparison(COLUMNS, tuple(rows), notes)
 

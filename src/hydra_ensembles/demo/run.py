@@ -151,11 +151,11 @@ def run_demo(
         data = prepare_data(sample, backbone, settings)
         train = training_batches(sample, backbone, settings)
         announce(
-            f"Building: three members above {settings.shared_layers} common layers of 6, trained together on "
-            f"{len(train.dataset)} images, {settings.epochs} times each"
+            f"Building three members above {settings.shared_layers} shared layers of 6, trained together on "
+            f"{len(train.dataset)} images for {settings.epochs} epochs"
         )
         models = build_models(backbone, data, train, settings, folder / "work", progress)
-        announce("Looking at EuroSAT, at unknown land use (near) and at clothes (far)")
+        announce("Evaluating on EuroSAT, unknown land use (near) and clothes (far)")
         live = {name: answers_of(model, data) for name, model in models.items()}
         stored = {name: [_limited(sets, settings.limit) for sets in parts] for name, parts in load_answers().items()}
         answers = {name: [live[name], *stored[name]] for name in live}
