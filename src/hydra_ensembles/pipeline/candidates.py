@@ -445,7 +445,12 @@ def _stand_in(config: HydraConfig, start: StartingModel) -> Ensemble:
     if count:
         heads = random_members(start.ranked, lost, count, config.seed, config.layers(start))
     members = [start.pruned(removed) for removed in (*heads, *[()] * (config.members - count))]
-    return fuse(members, **config.fusions, trunk=config.trunk)
+    ensemble = fuse(members, **config.fusions, trunk=config.trunk)
+    if config.training is not None:  # members that are trained differ: what is equal here would run once for all
+        with torch.no_grad():
+            for weight in ensemble.parameters():
+                weight += torch.linspace(-0.01, 0.01, weight.numel(), device=weight.device).view_as(weight).to(weight)
+    return ensemble
 
 
 def _slug(name: str) -> str:

@@ -158,8 +158,17 @@ def test_what_is_too_dear_is_never_built(work) -> None:
     assert next(row for row in found.rows if row.name == found.choice).price <= cost
 
 
-def test_a_plan_has_prices_and_leaves_nothing_behind(tmp_path, work) -> None:
-    plan = run(tmp_path / "new", dry_run=True, price="latency", batch_size=2, candidates=[PLAIN, TOGETHER], cost=1e5)
+def test_a_plan_has_prices_and_leaves_nothing_behind(tmp_path, work, monkeypatch) -> None:
+    logits, measure = [], searching.measure_costs
+
+    def measured(models: Any, inputs: Any, **settings: Any) -> Any:
+        logits.append(models["other"](inputs))
+        return measure(models, inputs, **settings)
+
+    monkeypatch.setattr(searching, "measure_costs", measured)
+    few = {"batch_size": 2, "candidates": [PLAIN, BRANCHES], "cost": 1e5}
+    plan = run(tmp_path / "new", dry_run=True, price="latency", **few)
+    assert [torch.equal(*one[:2]) for one in logits] == [False] * 2  # equal members would be priced as one
     assert not (tmp_path / "new").exists()
     assert not work
     assert [row.price > 0 for row in plan.rows] == [True] * 3
