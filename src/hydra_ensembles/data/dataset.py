@@ -154,7 +154,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         return item
 
     def select(self, indices: npt.ArrayLike | Iterable[int], name: str | None = None) -> Self:
-        """Give the items at these positions, in this order, as a data set of their own."""
+        """Give the items at these positions, in this order, or where a mask is True, as a data set of their own."""
         rows = self.rows[self._positions(indices, len(self))]
         return type(self)(self._source, self._source_labels, self.class_names, name or self.name, rows)
 
@@ -183,7 +183,10 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         return self.relabel(numbers, class_names)
 
     def _positions(self, indices: npt.ArrayLike | Iterable[int], count: int) -> LabelArray:
-        positions = self._whole(indices, "positions")
+        mask = np.asarray(indices)
+        if mask.dtype == bool and mask.shape != (count,):
+            raise DataError(f"{self.name}: a mask has one entry for each of its {count} items, got {list(mask.shape)}")
+        positions = np.flatnonzero(mask) if mask.dtype == bool else self._whole(indices, "positions")
         if len(positions) and not 0 <= positions.min() <= positions.max() < count:
             got = f"{positions.min()}..{positions.max()}"
             raise DataError(f"{self.name} has {count} items; positions must lie in 0..{count - 1}, got {got}")
@@ -201,9 +204,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         return whole
 
     def _check_labels(self) -> None:
-        labels = self._source_labels
-        classes = len(self.class_names)
-        count = len(self._source)
+        labels, count, classes = self._source_labels, len(self._source), len(self.class_names)
         if len(labels) != count:
             raise DataError(f"{self.name}: {count} items but {len(labels)} labels; give one label an item")
         if count and labels.min() < UNLABELLED:
@@ -249,7 +250,6 @@ def decode_image(content: bytes, where: str, formats: Sequence[str] | None = Non
     `formats` are the only ones to be tried, by Pillow's names; None for all.
     """
     pillow = require("PIL.Image", extra="data")
-    size = f"{len(content)} bytes"
     try:
         image = pillow.open(io.BytesIO(content), formats=formats)
         image.load()  # Pillow reads lazily; a truncated file must fail here, where its place is known
@@ -257,9 +257,10 @@ def decode_image(content: bytes, where: str, formats: Sequence[str] | None = Non
             warn("an image file has several frames or pages, of which the first alone is read")
         return to_rgb(image)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
-        unknown = isinstance(error, pillow.UnidentifiedImageError)  # whose own text names an object in memory
-        why = "its kind is not known" if unknown else error
-        raise DataError(f"{where} cannot be decoded as an image ({size}): {why}; repair or remove it") from error
+        # the text of the first names an object in memory
+        why = "its kind is not known" if isinstance(error, pillow.UnidentifiedImageError) else error
+        size = len(content)
+        raise DataError(f"{where} cannot be decoded as an image ({size} bytes): {why}; repair or remove it") from error
 
 
 def read_image(path: Path, where: str | None = None, formats: Sequence[str] | None = None) -> "Image":
@@ -355,8 +356,7 @@ def subset(dataset: SomeDataset, n: int, seed: int, stratified: bool = False) ->
     groups = _groups(dataset, seed, stratified)
     exact = [n * len(group) / max(len(dataset), 1) for group in groups]
     counts = [math.floor(share) for share in exact]
-    # largest remainders first; ties go to the lower class
-    order = sorted(range(len(groups)), key=lambda index: (counts[index] - exact[index], index))
+    order = sorted(range(len(groups)), key=lambda index: (counts[index] - exact[index], index))  # most left over first
     for index in order[: n - sum(counts)]:
         counts[index] += 1
     return _joined(dataset, [group[:count] for group, count in zip(groups, counts, strict=True)])

@@ -46,6 +46,10 @@ def test_select_keeps_the_order_given_and_remembers_source_rows(letters: TextDat
     assert list(pickle.loads(pickle.dumps(twice))) == [("b", 1), ("f", 2)]
     with pytest.raises(DataError, match=r"0\.\.1, got 0\.\.2"):
         twice.select([0, 2])
+    masked = letters.select(letters.labels == 1)  # of which True is no position
+    assert (set(masked.labels.tolist()), len(masked)) == ({1}, int((letters.labels == 1).sum()))
+    with pytest.raises(DataError, match=r"6 items, got \[2\]"):
+        letters.select([True, False])
 
 
 def test_labels_must_fit_are_copied_and_cannot_be_written() -> None:
