@@ -121,8 +121,8 @@ def writing(path: Path, safe: str = "what was there before is untouched") -> Ite
         elif number in _FORBIDDEN:
             remedy = "allow writing there, or give another place"
         elif number in _VANISHED:
-            remedy = "something else was moved, removed or put there: look, then run this again"
-        raise StorageError(f"{path} cannot be written ({reason or error}); {safe}. To go on, {remedy}") from error
+            remedy = "see what was moved, removed or put there, then run this again"
+        raise StorageError(f"{path} cannot be written ({reason or error}); {safe}. To continue, {remedy}") from error
 
 
 def remove(path: Path) -> None:
@@ -188,7 +188,7 @@ def resumable(path: Path | None) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         if path is not None and path.exists():
-            error.__notes__ = [f"what is done is kept in {path}; the same call goes on from there"]
+            error.__notes__ = [f"finished work is kept in {path}; the same call resumes it"]
         raise
 
 

@@ -13,7 +13,12 @@ from hydra_ensembles import data, files, load
 from hydra_ensembles.errors import CheckpointError, ConfigError, HydraWarning, StorageError
 from processes import in_a_child
 
-DISK = {errno.ENOSPC: "free some space", errno.EROFS: "allow writing", errno.ENOENT: "look", errno.EIO: "another place"}
+DISK = {
+    errno.ENOSPC: "free some space",
+    errno.EROFS: "allow writing",
+    errno.ENOENT: "see what was moved",
+    errno.EIO: "another place",
+}
 
 
 @pytest.mark.parametrize("read", [files.expanded, load, data.load])

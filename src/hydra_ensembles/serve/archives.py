@@ -123,7 +123,7 @@ class Archive:
             except _BROKEN as error:
                 # decoders of broken content raise OSErrors without a number, and seek to where nothing can be
                 if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                    advice = "see to the disk and the permissions and run this again, it goes on from here"
+                    advice = "check the disk and the permissions and run this again, it resumes here"
                     raise StorageError(f"{file} cannot be read ({error.strerror}); {advice}") from error
                 yield self._broken(file, error)
 
@@ -294,7 +294,7 @@ def _require_end(members: tarfile.TarFile) -> None:
         raise tarfile.ReadError("its next header is damaged, or it was cut off; what follows is not read")
     while chunk := file.read(1 << 20):
         if chunk.count(0) != len(chunk):
-            raise tarfile.ReadError("it goes on after its end, as joined files do; what follows is not read")
+            raise tarfile.ReadError("there is more after its end, as in concatenated files, which is not read")
 
 
 def _as_text(value: Any) -> str | None:

@@ -41,7 +41,7 @@ def test_score_writes_shards_and_says_what_it_left_out(run_folder, world, tmp_pa
     monkeypatch.setattr(Scorer, "answer", interrupted)
     stopped = run(*command)
     assert stopped.exit_code == 130
-    assert "goes on" in stopped.stderr
+    assert "resumes" in stopped.stderr
     monkeypatch.setattr(Scorer, "answer", answer)
     out = succeed(*command)
     assert "5 rows in 3 shards" in out
