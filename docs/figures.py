@@ -142,9 +142,9 @@ def trunk() -> None:
 
 
 def circuits() -> None:
-    """One head after another goes, the one whose loss hurts least."""
+    """One head after another is removed, each time the one whose removal hurts least."""
     drawing = Drawing(
-        352, "At every step each head is switched off on trial; the one whose loss leaves the best score goes."
+        352, "At every step each head is switched off on trial; the one whose removal leaves the best score is removed."
     )
     steps = ([52, 30, 44, 58, 22, 40, 49, 35], [47, 26, 41, 0, 20, 38, 51, 30], [43, 22, 45, 0, 17, 33, 0, 27])
     for step, scores in enumerate(steps):
@@ -156,8 +156,8 @@ def circuits() -> None:
             x = 112 + 38 * head
             drawing.box(x - 10, foot - score, 20, score, "m1" if head == best else "mlp", 2)
             drawing.dot(x, foot + 16, "off" if score == 0 else "m1" if head == best else "base", 7)
-        drawing.say(420, foot - 22, "score without each", "soft", "start")
-        drawing.say(420, foot - 4, "head: the best goes", "soft", "start")
+        drawing.say(420, foot - 22, "score without a head:", "soft", "start")
+        drawing.say(420, foot - 4, "highest is removed", "soft", "start")
     drawing.say(300, 332, "three scores (accuracy, OOD detection, both) give three members", "soft")
     drawing.save("circuits")
 
@@ -165,7 +165,8 @@ def circuits() -> None:
 def two_reasons() -> None:
     """Answers of a demo ensemble by both scores, with the thresholds that accept 95 % of familiar images each."""
     drawing = Drawing(
-        452, "Each image by how unsure the model is and how unfamiliar it looks; mistakes lie right, clothes above."
+        452,
+        "Each image by how unsure the model is and how unfamiliar it looks; mistakes to the right, clothes above.",
     )
     answers = load_answers()["Pruned branches"][0]
     unsure = {name: 1 - one.logits.softmax(-1).mean(0).amax(-1) for name, one in answers.items()}
@@ -218,7 +219,7 @@ def two_reasons() -> None:
 def calibration() -> None:
     """First the mean, then one temperature."""
     drawing = Drawing(
-        306, "The members' probabilities are averaged first; one temperature then sharpens the mean until it is honest."
+        306, "The members' probabilities are averaged first; one temperature then sharpens the mean to the right level."
     )
     for number, kind in enumerate(MEMBERS):
         drawing.bars(28, 92 + 74 * number, [(0.95, 0.03, 0.02), (0.8, 0.15, 0.05), (0.5, 0.1, 0.4)][number], kind, 52)
@@ -238,7 +239,7 @@ def calibration() -> None:
     for kind, values in sketches.items():
         drawing.path([(left + size * v, foot - size * one) for v, one in zip(at, values, strict=True)], f"curve {kind}")
     drawing.path([(left + size * v, foot - size * (v - 0.012 * math.sin(9 * v))) for v in at], "curve s2")
-    drawing.say(left + 12, foot - size + 34, "the mean: too shy", "", "start")
+    drawing.say(left + 12, foot - size + 34, "mean: too unsure", "", "start")
     drawing.say(left + size - 8, foot - 14, "one model: too sure", "", "end")
     drawing.say(left + size / 2, foot + 20, "confidence →, right answers ↑", "soft")
     drawing.say(left + size / 2, foot + 40, "green: after one temperature", "soft")
