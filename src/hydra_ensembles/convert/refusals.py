@@ -45,7 +45,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "bit pp_lcnet textnet byobnet cspnet dla dpn vovnet senet hrnet rexnet repvit "
         "mixer mlp_mixer gmixer gmlp resmlp",
         "a network of MLPs or a convolutional network",
-        "it has no attention heads, of which different ones could be pruned",
+        "it has no attention heads",
         _PLAIN_VIT,
     ),
     Refusal(
@@ -57,19 +57,19 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "siglip2 naflexvit",
         "a model for images of any shape (NaFlex)",
-        "it takes patches that were cut out before, with a number of them for each image",
+        "its inputs are patches that are already cut out, a different number for each image",
         f"{_PLAIN_VIT}, or a SigLIP 2 of a fixed size (google/siglip2-base-patch16-224, whose class is SiglipModel)",
     ),
     Refusal(
         "qwen3_vit gemma4_vit deepseek_vit",
         "the image encoder of a language model",
-        "its patches, norms or positions are its own, and no converter reads them",
+        "its patches, norms or positions are unusual, and no converter reads them",
         _PLAIN_VIT,
     ),
     Refusal(
         "deberta",
         "a DeBERTa",
-        "its attention is disentangled: scores depend on relative positions in a way of their own",
+        "its attention is disentangled: scores depend on relative positions in a way that attention here does not",
         _PLAIN_BERT,
         text=True,
     ),
@@ -77,26 +77,26 @@ REFUSALS: tuple[Refusal, ...] = (
         "beit data2vec_vision data2vec-vision modeling_data2vec_vision vision_transformer_relpos vit_relpos "
         "vit_srelpos vision_transformer_sam samvit",
         "an image model with a relative position bias",
-        "each head adds a bias of its own for every pair of positions to its scores, and attention here adds none",
+        "each head adds its own bias for every pair of positions to its scores, and attention here adds none",
         _PLAIN_VIT,
     ),
     Refusal(
         "mpnet xlnet funnel *T5EncoderModel",
         "a text model with a relative position bias",
-        "each head adds a bias of its own for every pair of positions to its scores, and attention here adds none",
+        "each head adds its own bias for every pair of positions to its scores, and attention here adds none",
         f"{_PLAIN_BERT}; for sentences a MiniLM, GTE or Nomic BERT of sentence-transformers with num_labels=...",
     ),
     Refusal(
         "longformer led big_bird bigbird reformer nystromformer yoso fnet squeezebert canine convbert mobilebert mra "
         "perceiver",
-        "a transformer with attention of its own",
+        "a transformer with another kind of attention",
         "tokens do not attend to all others through whole heads of queries, keys and values",
         _PLAIN_BERT,
     ),
     Refusal(
         "t5 mt5 umt5 longt5 t5gemma bart mbart plbart pegasus marian mvp fsmt prophetnet whisper speech_to_text",
         "an encoder and a decoder",
-        "the decoder attends to the encoder, and the answer is read off the decoder",
+        "the decoder attends to the encoder, and the answer comes from the decoder",
         _PLAIN_BERT,
         text=True,
     ),
@@ -106,28 +106,28 @@ REFUSALS: tuple[Refusal, ...] = (
         "jamba jetmoe minicpm minimax modernbert_decoder modernbert-decoder nemotron persimmon phimoe seed_oss "
         "starcoder zamba",
         "a decoder",
-        "it was trained to continue texts: attention sees what came before only, with norms and positions of its own",
+        "it was trained to continue texts: attention only sees earlier tokens, and norms and positions are unusual",
         _PLAIN_BERT,
         text=True,
     ),
     Refusal(
         "layoutlm layoutlmv2 layoutlmv3 lilt luke markuplm tapas",
         "a model that reads more than words",
-        "it is given boxes, entities or tables beside the text, and models here read images or texts",
+        "it reads boxes, entities or tables in addition to text, and models here read images or texts",
         _PLAIN_BERT,
     ),
     Refusal(
         "altclip chinese_clip blip blip_2 clipseg align groupvit owlvit owlv2 x_clip flava vilt bridgetower tipsv2 "
         "videoprism vision_text_dual_encoder *CoCa",
         "a model of images and texts",
-        "what its towers are, and how they meet, is its own",
-        "a CLIP, MetaCLIP 2 or SigLIP of transformers or open_clip; or its towers, where docs/models.md lists them, "
-        "converted one by one and put together, he.DualEncoder(image, text, he.Projections(...))",
+        "no converter reads its towers and how they are combined",
+        "a CLIP, MetaCLIP 2 or SigLIP of transformers or open_clip; or its towers, if docs/models.md lists them, "
+        "converted one by one and combined, he.DualEncoder(image, text, he.Projections(...))",
     ),
     Refusal(
         "timm_wrapper",
         "a wrapper around a model of timm",
-        "what it holds is known by its own class",
+        "only the model inside can be converted",
         "the model inside, he.convert(model.timm_model); on the command line timm:NAME, or the hub id that timm loads",
     ),
     Refusal(
@@ -203,9 +203,9 @@ def explained(*names: str) -> str:
     listed = "models of timm, torchvision, transformers, open_clip and sentence-transformers that docs/models.md lists"
     return in_lines(
         f"{names[0]} is not a supported architecture",
-        f"what a model computes is known of {listed}, and of plain ones around nn.TransformerEncoder",
+        f"converters know {listed}, and plain ones around nn.TransformerEncoder",
         "a table of names for a model of your own, he.convert(model, declaration=he.Declaration(names={...}));\n"
-        f"{HOW_TO} has an example, and every command takes the folder that save_pretrained writes of what it gives",
+        f"{HOW_TO} has an example, and every command takes the folder that save_pretrained of the result writes",
     )
 
 
