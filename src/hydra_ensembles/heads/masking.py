@@ -198,7 +198,7 @@ def checked_layers(config: EnsembleConfig, layers: Iterable[int] | None) -> tupl
     if layers is None:
         return tuple(range(count))
     chosen = tuple(layers)
-    bad = [layer for layer in chosen if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < count]
-    if bad or not chosen or len(set(chosen)) != len(chosen):
+    exist = all(layer in range(count) and not isinstance(layer, bool | float) for layer in chosen)
+    if not exist or not chosen or len(set(chosen)) != len(chosen):
         raise HeadError(f"layers must be distinct numbers from 0 to {count - 1}, at least one, got {list(chosen)}")
-    return tuple(sorted(chosen))
+    return tuple(sorted(map(int, chosen)))
