@@ -109,7 +109,7 @@ class ServeSettings(Checked):
 
     @property
     def key(self) -> str | None:
-        """The key that clients have to give, from the settings or the environment; None where none is asked for."""
+        """The key that clients must send, from the settings or the environment; None if none is required."""
         return self.api_key if self.api_key is not None else os.environ.get(API_KEY)
 
     @property
@@ -196,11 +196,7 @@ class Service:
         return rows
 
     def tensors(self, inputs: Mapping[str, Tensor], nearest: bool = False) -> list[Sample]:
-        """Rows of inputs as the model reads them, `[B, …]` each.
-
-        Raises:
-            RequestError, DataError: They do not fit the model.
-        """
+        """Rows of inputs as the model reads them, `[B, …]` each; refused if they do not fit it."""
         with noted() as notes:
             main, mask, segments = self.ensemble.unpack(inputs)
             if self.kind == "image":
