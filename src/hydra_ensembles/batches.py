@@ -72,7 +72,8 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
 def read_labels(labels: Any, samples: int, where: str) -> Tensor:
     """Labels `[B]` in any integer type, one for each sample; not yet held against classes. `where` is for messages."""
     try:
-        tensor = labels if isinstance(labels, Tensor) else torch.as_tensor(labels, device="cpu")
+        plain = np.array(labels) if hasattr(labels, "iloc") else labels  # of pandas
+        tensor = plain if isinstance(plain, Tensor) else torch.as_tensor(plain, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         got = type(labels).__name__
         raise DataError(f"labels in {where} must be whole numbers [B] from 0, got a {got} ({error})") from error

@@ -97,7 +97,8 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
             raise DataError(f"{name}: items come from a list, or what has a length and gives one, got {short(source)}")
         self.name = name
         self.class_names = tuple(map(str, class_names))
-        self._source = source
+        by_name = hasattr(source, "iloc")  # of pandas, whose rows keep their names when they are shuffled or chosen
+        self._source = source.to_numpy() if by_name else source  # type: ignore[attr-defined]
         self._source_labels = self._whole(labels, "labels")
         self._check_labels()
         self.rows: LabelArray = np.arange(len(source)) if rows is None else self._positions(rows, len(source))

@@ -5,9 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hydra_ensembles as he
 from hydra_ensembles.data import TextDataset, only_classes, split, subset, without_classes
 from hydra_ensembles.data.dataset import cut_position, hash_key, images_below, keyed_order
 from hydra_ensembles.errors import DataError, HydraWarning, StorageError
@@ -50,6 +52,12 @@ def test_select_keeps_the_order_given_and_remembers_source_rows(letters: TextDat
     assert (set(masked.labels.tolist()), len(masked)) == ({1}, int((letters.labels == 1).sum()))
     with pytest.raises(DataError, match=r"6 items, got \[2\]"):
         letters.select([True, False])
+
+
+def test_rows_of_pandas_are_taken_by_their_place() -> None:
+    frame = pytest.importorskip("pandas").DataFrame({"text": list("abcd"), "label": [0, 1, 2, 3]}).iloc[[3, 1, 2]]
+    assert list(TextDataset(frame["text"], frame["label"])) == [("d", 3), ("b", 1), ("c", 2)]
+    assert he.metrics.accuracy(torch.eye(4)[[3, 1, 0]], frame["label"]) == 2 / 3
 
 
 def test_labels_must_fit_are_copied_and_cannot_be_written() -> None:
