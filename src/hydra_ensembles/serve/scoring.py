@@ -32,7 +32,7 @@ from ..run_folder import RESULT, RunFolder
 from ..schema import to_plain
 from .archives import Archive, Item
 from .outputs import REASON_WORDS, Arrays, Field, columns, output_fields
-from .service import FORMATS, SLIMMEST
+from .service import FORMATS, SHORTEST, SLIMMEST
 
 SHARD, UNREADABLE, SUMMARY = "rows/part-{:05d}.parquet", "unreadable/part-{:05d}.jsonl", "summary"
 ABOUT = "about"  # what a reader of the shards has to know
@@ -219,7 +219,7 @@ class Scorer:
         return parts, [error for _, error, _ in decoded], [note for _, _, note in decoded]
 
     def _texts(self, batch: Mapping[str, Any]) -> tuple[list[tuple[Any, list[int]]], list[str], list[str]]:
-        """Texts are padded to the longest; where the model cannot tell padding, each length is a part of its own."""
+        """Texts of about one length are a part; where the model cannot tell padding, each length is one of its own."""
         preprocess: Any = self.ensemble.metadata.preprocessing
         texts: list[Any] = list(batch[self.columns.text])
         if self.columns.text_pair in batch:
@@ -229,8 +229,7 @@ class Scorer:
                 (text, pair) if paired or isinstance(pair, str) else text
                 for text, pair in zip(texts, pairs, strict=True)
             ]
-        errors = [""] * len(texts)
-        notes = [""] * len(texts)
+        errors, notes = [""] * len(texts), [""] * len(texts)
         padded = preprocess.attention_mask or preprocess.pad_to_max
 
         def encode(rows: list[int]) -> dict[str, Tensor]:
@@ -241,7 +240,8 @@ class Scorer:
 
         if padded:
             with suppress(DataError):  # one of them: which?
-                return [(encode(list(range(len(texts)))), list(range(len(texts))))], errors, notes
+                every = list(range(len(texts)))
+                return _by_length(encode(every), every, preprocess.pad_to_max), errors, notes
         lengths: dict[int, list[int]] = {}  # rows that go together
         for row in range(len(texts)):
             try:
@@ -249,7 +249,22 @@ class Scorer:
                 lengths.setdefault(0 if padded else length, []).append(row)
             except DataError as error:
                 errors[row] = str(error)
-        return [(encode(rows), rows) for rows in lengths.values()], errors, notes
+        whole = preprocess.pad_to_max or not padded
+        return [part for rows in lengths.values() for part in _by_length(encode(rows), rows, whole)], errors, notes
+
+
+def _by_length(encoded: dict[str, Tensor], rows: list[int], whole: bool) -> list[tuple[Any, list[int]]]:
+    """Encoded texts, parted by length unless they stay whole: padding costs as much as text, and one may be long."""
+    if whole:
+        return [(encoded, rows)]
+    lengths = encoded["attention_mask"].sum(dim=1)  # [B]
+    powers = (lengths.clamp(min=SHORTEST) - 1).double().log2().floor()  # up to 16 tokens, 32, 64 …
+    groups = [(powers == power).nonzero()[:, 0] for power in powers.unique()]
+    tokens = [max(int(lengths[group].max()), 1) for group in groups]
+    return [
+        ({name: ids[group, :most] for name, ids in encoded.items()}, [rows[index] for index in group.tolist()])
+        for group, most in zip(groups, tokens, strict=True)
+    ]
 
 
 def _pillow() -> Any:

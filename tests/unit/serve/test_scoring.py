@@ -159,9 +159,11 @@ def test_no_image_ends_the_work_and_whatever_a_decoder_raises_is_the_error_of_it
     same({name: found[name][:1] for name in found}, scalars(served("image").predict([good])))
 
 
-def test_texts_do_not_depend_on_their_neighbours() -> None:
-    """A model that is given no mask reads padding as text."""
-    tokenizer = replace(served("text").metadata.preprocessing, attention_mask=False)
+@pytest.mark.parametrize("masked", [False, True])
+def test_texts_do_not_depend_on_their_neighbours(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is given no mask reads padding as text; one that is given it need not run short texts as long."""
+    monkeypatch.setattr(scoring, "SHORTEST", 2)
+    tokenizer = replace(served("text").metadata.preprocessing, attention_mask=masked)
     one = served("text").with_metadata(preprocessing=tokenizer)
     texts: list[Any] = ["hello", "hello wörld hello wörld", "half \ud800", "wörld", None, "hello"]
     good = [0, 1, 3, 5]
@@ -170,6 +172,8 @@ def test_texts_do_not_depend_on_their_neighbours() -> None:
     found = Scorer(one)({"text": texts})
     same(found, wanted, good)
     assert [bool(error) for error in found["error"]] == [row not in good for row in range(6)]
+    parts = Scorer(one).prepare({"text": [texts[row] for row in good]}).parts
+    assert {inputs["input_ids"].shape[1]: rows for inputs, rows in parts} == {1: [0, 2, 3], 4: [1]}
     padded = replace(tokenizer, pad_to_max=True)
     one = one.with_metadata(preprocessing=padded)
     assert len(Scorer(one).prepare({"text": [texts[row] for row in good]}).parts) == 1
