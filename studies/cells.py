@@ -1,4 +1,4 @@
-"""How tables of studies write a number: its form, whether it is beyond chance, and over which seeds it is a mean."""
+"""How tables of studies write a number: its form, whether it is significant, and over which seeds it is a mean."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,13 +33,13 @@ def gap_text(gap: Difference, key: str) -> str:
 
 
 def marked(study: Study, row: str, key: str) -> str:
-    """A mean; bold where it is better than Single's beyond chance, in italics where worse; where that is known."""
+    """A mean; bold where it is significantly better than Single's, in italics where worse; where that is known."""
     text = printed(study.mean(row, key), key)
     return text if row == SINGLE else judged_text(text, study.difference(row, SINGLE, key), key)
 
 
 def judged_text(text: str, gap: Difference | None, key: str) -> str:
-    """A text: bold where a difference is better beyond chance, italics where it is worse; plain what rounds to zero."""
+    """A text: bold where a difference is significantly better, italics where it is worse; plain what rounds to zero."""
     if gap is None or not gap.certain or not float(printed(gap.value, key)):
         return text
     better = (gap.value < 0) == (key.rpartition(".")[2] in LOWER)
