@@ -10,8 +10,8 @@ Below a paragraph, or several, a comment names where their numbers come from, on
     -->
 
 `tables.py` writes the numbers anew, with as many decimals as they have. What it cannot write is words: it fails where a
-number without a sign is negative, and where a claim is wrong: significantly `better` or `worse`, not significant (`chance`), on
-average `higher` or `lower`. A line that begins with `!` is a claim without a number.
+number without a sign is negative, and where a claim is wrong: significantly `better` or `worse`, not significant
+(`chance`), on average `higher` or `lower`. A line that begins with `!` is a claim without a number.
 
 Lines, their parts with ` | ` between (several on a line have ` ; ` between them):
 
