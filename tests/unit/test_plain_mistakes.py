@@ -20,7 +20,7 @@ import hydra_ensembles as he
 from attack import values
 from attack.bad_data import data_table
 from hydra_ensembles import metrics
-from hydra_ensembles.data.dataset import ImageDataset, split, subset
+from hydra_ensembles.data.dataset import ImageDataset, only_classes, split, subset, without_classes
 from hydra_ensembles.data.loading import load
 from hydra_ensembles.errors import ConfigError, HydraError
 from hydra_ensembles.evaluation.evaluate import evaluate_logits
@@ -74,7 +74,7 @@ METHODS: dict[str, Any] = {  # small settings of the baselines that train
     "vilu": BASELINES.ViLU(hidden=(4,)),
 }
 ATLAS = {"ensemble": MODEL, "id_data": data(1), "ood": {"far": data(2, 1.5)}, "inputs": 1, "layers": [0]}
-LOGITS = torch.randn(2, 6, 3)
+LOGITS, TWO = torch.randn(2, 6, 3), ImageDataset([1, 2], [0, 1], ("a", "b"))
 SETS = {"ood": {"x": torch.randn(2, 5, 3)}, "shift": {"s": (torch.randn(2, 6, 3), Y)}}
 Call = tuple[Callable[..., Any], Callable[[], dict[str, Any]]]  # a function, and arguments that it takes
 CALLS: dict[str, Call] = {  # of a partial function, what is given is looked at; of others also what has a default
@@ -117,8 +117,13 @@ CALLS: dict[str, Call] = {  # of a partial function, what is given is looked at;
     "save_pretrained": (MODEL.save_pretrained, lambda: {"folder": "saved"}),
     "write_atlas": (he.write_atlas, lambda: {"path": "atlas.html", "atlas": small_atlas()}),
     "load": (load, lambda: {"name_or_path": "folder"}),
-    "subset": (subset, lambda: {"dataset": ImageDataset([1, 2], [0, 1]), "n": 1, "seed": 0}),
-    "split": (split, lambda: {"dataset": ImageDataset([1, 2], [0, 1]), "fractions": 0.5, "seed": 0}),
+    "subset": (subset, lambda: {"dataset": TWO, "n": 1, "seed": 0}),
+    "split": (split, lambda: {"dataset": TWO, "fractions": 0.5, "seed": 0}),
+    "select": (TWO.select, lambda: {"indices": [1, 0]}),
+    "relabel": (TWO.relabel, lambda: {"new_labels": {0: 1, 1: 0}, "class_names": ["b", "a"]}),
+    "with_classes": (TWO.with_classes, lambda: {"class_names": ["b", "a"]}),
+    "only_classes": (only_classes, lambda: {"dataset": TWO, "classes": ["a"]}),
+    "without_classes": (without_classes, lambda: {"dataset": TWO, "classes": ["a"]}),
     "fit_sets": (metrics.fit_sets, lambda: {"probs": torch.full((6, 3), 1 / 3), "labels": Y, "share": 0.9}),
     "conformal_threshold": (metrics.conformal_threshold, lambda: {"scores": SCORES, "share": 0.9}),
     "p_values": (metrics.p_values, lambda: {"reference": SCORES, "scores": SCORES}),

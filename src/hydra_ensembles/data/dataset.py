@@ -6,7 +6,7 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Self, TypeAlias, TypeVar
@@ -97,8 +97,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
             raise DataError(f"{name}: items come from a list, or what has a length and gives one, got {short(source)}")
         self.name = name
         self.class_names = tuple(map(str, class_names))
-        by_name = hasattr(source, "iloc")  # of pandas, whose rows keep their names when they are shuffled or chosen
-        self._source = source.to_numpy() if by_name else source  # type: ignore[attr-defined]
+        self._source = source.to_numpy() if hasattr(source, "iloc") else source  # type: ignore[attr-defined] # pandas
         self._source_labels = self._whole(labels, "labels")
         self._check_labels()
         self.rows: LabelArray = np.arange(len(source)) if rows is None else self._positions(rows, len(source))
@@ -154,11 +153,13 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         item: Any = source[row] if self.kind == "text" else None
         return item
 
+    @checked
     def select(self, indices: npt.ArrayLike | Iterable[int], name: str | None = None) -> Self:
         """Give the items at these positions, in this order, or where a mask is True, as a data set of their own."""
         rows = self.rows[self._positions(indices, len(self))]
         return type(self)(self._source, self._source_labels, self.class_names, name or self.name, rows)
 
+    @checked
     def relabel(self, new_labels: dict[int, int], class_names: Sequence[str]) -> Self:
         """Replace every label that occurs, e.g. to number the classes that remain from zero; names in the new order."""
         missing = sorted(set(self.labels.tolist()) - set(new_labels))
@@ -167,6 +168,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         labels = [new_labels.get(int(label), UNLABELLED) for label in self._source_labels]
         return type(self)(self._source, labels, class_names, self.name, self.rows)
 
+    @checked
     def with_classes(self, class_names: Sequence[str]) -> Self:
         """The same items, with the classes numbered in the order of these names, as a model's `metadata.labels`.
 
@@ -184,23 +186,21 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         return self.relabel(numbers, class_names)
 
     def _positions(self, indices: npt.ArrayLike | Iterable[int], count: int) -> LabelArray:
-        mask = np.asarray(indices)
-        if mask.dtype == bool and mask.shape != (count,):
-            raise DataError(f"{self.name}: a mask has one entry for each of its {count} items, got {list(mask.shape)}")
-        positions = np.flatnonzero(mask) if mask.dtype == bool else self._whole(indices, "positions")
+        positions = self._whole(indices, "positions", np.arange(count))
         if len(positions) and not 0 <= positions.min() <= positions.max() < count:
             got = f"{positions.min()}..{positions.max()}"
             raise DataError(f"{self.name} has {count} items; positions must lie in 0..{count - 1}, got {got}")
         return positions
 
-    def _whole(self, values: npt.ArrayLike | Iterable[int], name: str) -> LabelArray:
+    def _whole(self, values: Any, name: str, masked: LabelArray | None = None) -> LabelArray:
         """Numbers in a row; those that would have to be rounded, and what is no number, are refused."""
         try:
             array = np.array(values)
+            array = masked[array] if masked is not None and array.dtype == bool else array
             whole = array.reshape(-1).astype(np.int64)
             if array.size and (array.dtype.kind not in "iufb" or (whole != array.reshape(-1)).any()):
                 raise ValueError("a value is no whole number")
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError, IndexError) as error:
             raise DataError(f"{self.name}: {name} must be whole numbers, got {short(values)} ({error})") from error
         return whole
 
@@ -258,8 +258,7 @@ def decode_image(content: bytes, where: str, formats: Sequence[str] | None = Non
             warn("an image file has several frames or pages, of which the first alone is read")
         return to_rgb(image)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
-        # the text of the first names an object in memory
-        why = "its kind is not known" if isinstance(error, pillow.UnidentifiedImageError) else error
+        why = "its kind is not known" if isinstance(error, pillow.UnidentifiedImageError) else error  # no object's name
         size = len(content)
         raise DataError(f"{where} cannot be decoded as an image ({size} bytes): {why}; repair or remove it") from error
 
@@ -402,7 +401,8 @@ def cut_position(fraction: float, count: int) -> int:
     return min(count, math.floor(fraction * count + 0.5 + 1e-9))
 
 
-def without_classes(dataset: SomeDataset, classes: Collection[str | int], relabel: bool = False) -> SomeDataset:
+@checked
+def without_classes(dataset: SomeDataset, classes: Collection[Any], relabel: bool = False) -> SomeDataset:
     """Leave out the items of some classes, given by name or number.
 
     Labels and class names stay as they are, unless `relabel` numbers the remaining classes from zero.
@@ -424,7 +424,8 @@ def without_classes(dataset: SomeDataset, classes: Collection[str | int], relabe
     return _renumbered(chosen, kept) if relabel else chosen
 
 
-def only_classes(dataset: SomeDataset, classes: Sequence[str | int], relabel: bool = False) -> SomeDataset:
+@checked
+def only_classes(dataset: SomeDataset, classes: Sequence[Any], relabel: bool = False) -> SomeDataset:
     """Keep the items of some classes, given by name or number.
 
     Labels and class names stay as they are, unless `relabel` numbers the kept classes in the order given.
@@ -490,11 +491,10 @@ def _all_classes(dataset: Dataset[Any]) -> list[int]:
     return list(range(len(dataset.class_names))) or np.unique(dataset.labels[dataset.labels >= 0]).tolist()
 
 
-def _class_numbers(dataset: Dataset[Any], classes: Collection[str | int]) -> list[int]:
-    if isinstance(classes, str):
-        raise DataError(f"classes must be a collection of names or numbers, got the string {classes!r}")
-    numbers: dict[str | int, int] = {number: number for number in _all_classes(dataset)}
-    unknown = [entry for entry in classes if entry not in numbers and entry not in dataset.class_names]
+def _class_numbers(dataset: Dataset[Any], classes: Collection[Any]) -> list[int]:
+    names = dataset.class_names
+    numbers: dict[Any, int] = {name: names.index(name) for name in names} | {n: n for n in _all_classes(dataset)}
+    unknown = [entry for entry in classes if not isinstance(entry, Hashable) or entry not in numbers]
     if unknown:
-        raise DataError(f"{dataset.name} has no classes {unknown}; it has {list(dataset.class_names) or list(numbers)}")
-    return [numbers[entry] if entry in numbers else dataset.class_names.index(str(entry)) for entry in classes]
+        raise DataError(f"{dataset.name} has no classes {unknown}; it has {list(names) or list(numbers)}")
+    return [numbers[entry] for entry in classes]

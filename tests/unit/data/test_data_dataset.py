@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import hydra_ensembles as he
 from hydra_ensembles.data import TextDataset, only_classes, split, subset, without_classes
 from hydra_ensembles.data.dataset import cut_position, hash_key, images_below, keyed_order
-from hydra_ensembles.errors import DataError, HydraWarning, StorageError
+from hydra_ensembles.errors import DataError, HydraError, HydraWarning, StorageError
 
 seeds = st.integers(min_value=-(2**70), max_value=2**70)
 
@@ -50,7 +50,7 @@ def test_select_keeps_the_order_given_and_remembers_source_rows(letters: TextDat
         twice.select([0, 2])
     masked = letters.select(letters.labels == 1)  # of which True is no position
     assert (set(masked.labels.tolist()), len(masked)) == ({1}, int((letters.labels == 1).sum()))
-    with pytest.raises(DataError, match=r"6 items, got \[2\]"):
+    with pytest.raises(DataError, match=r"axis is 6 .* 2"):
         letters.select([True, False])
 
 
@@ -147,11 +147,11 @@ def test_classes_can_be_left_out_or_kept() -> None:
         dataset.relabel({3: 0, 0: 1}, ["d", "a"])
     for names, classes, token in (
         (("a", "b", "c"), ["a", "x", 9], r"\['x', 9\]; it has \['a', 'b', 'c'\]"),
-        (("ab", "b"), "ab", "string"),
+        (("ab", "b"), "ab", "a list"),
         ((), [3], r"\[0, 1\]"),
     ):
-        with pytest.raises(DataError, match=token):
-            without_classes(numbered([0, 1], names), classes)  # type: ignore[arg-type]
+        with pytest.raises(HydraError, match=token):
+            without_classes(numbered([0, 1], names), classes)
 
 
 def test_what_is_missing_below_a_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
