@@ -50,7 +50,8 @@ def prepare_texts(texts: list[str], settings: dict[str, Any], tokenizer_file: Pa
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    tokenizer.enable_truncation(settings["max_length"])
+    side = (tokenizer.truncation or {}).get("direction", "right")  # where long texts are cut
+    tokenizer.enable_truncation(settings["max_length"], direction=side)
     length = settings["max_length"] if settings["pad_to_max"] else None
     tokenizer.enable_padding(pad_id=settings["pad_id"], pad_token=settings["pad_token"], length=length)
     found = tokenizer.encode_batch(texts)

@@ -176,9 +176,7 @@ class TextPreprocessing(Checked):
             if 1 not in encoding.attention_mask:  # a tokenizer that adds nothing of its own
                 raise DataError(f"text {index} is {cleaned[index]!r}, which has no tokens; leave it out")
             if encoding.overflowing:
-                remarks[index] = (
-                    f"is longer than the {self.max_length} tokens that are read: what comes after has no say"
-                )
+                remarks[index] = f"is longer than the {self.max_length} tokens that are read: the rest has no say"
             elif 0 not in encoding.special_tokens_mask:  # those that the tokenizer adds, and padding
                 remarks[index] = "has no word in it, and is answered all the same, as every empty one: leave it out"
             elif 0 in encoding.attention_mask and not self.attention_mask and not self.pad_to_max:
@@ -238,7 +236,8 @@ def _tokenizer(settings: TextPreprocessing) -> Any:
     library = require("tokenizers", extra="text")
     with _tokenizing():
         tokenizer = library.Tokenizer.from_str(settings.tokenizer)
-        tokenizer.enable_truncation(settings.max_length)
+        side = (tokenizer.truncation or {}).get("direction", "right")  # on which long texts are cut
+        tokenizer.enable_truncation(settings.max_length, direction=side)
         length = settings.max_length if settings.pad_to_max else None
         tokenizer.enable_padding(pad_id=settings.pad_id, pad_token=settings.pad_token, length=length)
     return tokenizer

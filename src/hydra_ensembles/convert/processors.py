@@ -204,8 +204,7 @@ def _read_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
 
 
 def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocessing:
-    for attribute, supported in (("padding_side", "right"), ("truncation_side", "right")):
-        _require_setting(f"tokenizer.{attribute}", getattr(processor, attribute, supported), supported)
+    _require_setting("tokenizer.padding_side", getattr(processor, "padding_side", "right"), "right")
     _require_setting("tokenizer.split_special_tokens", getattr(processor, "split_special_tokens", False), False)
     if processor.pad_token is None:
         raise ConversionError("the tokenizer has no padding token; set tokenizer.pad_token first")
@@ -218,8 +217,11 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
     copied = require("tokenizers", extra="text").Tokenizer.from_str(processor.backend_tokenizer.to_str())
     copied.no_padding()  # what its last call left behind
     copied.no_truncation()
+    most = min(int(processor.model_max_length), stem.max_tokens)
+    if getattr(processor, "truncation_side", "right") == "left":
+        copied.enable_truncation(most, direction="left")  # which is read off the file
     read = TextPreprocessing(
-        max_length=min(int(processor.model_max_length), stem.max_tokens),
+        max_length=most,
         pad_id=int(processor.pad_token_id),
         pad_token=str(processor.pad_token),
         attention_mask="attention_mask" in processor.model_input_names,
