@@ -1,6 +1,6 @@
 """Finding heads in an ensemble, and switching them off temporarily.
 
-Heads are always addressed by the index they had before any pruning; where one lies in the weights is found out here.
+Heads are always addressed by the index they had before any pruning; `head_rows` maps it to rows of the weights.
 """
 
 import threading
@@ -84,25 +84,25 @@ def masked(ensemble: Model, heads: Iterable[HeadLike], member: int | None = None
         if begun:
             with _ONE_AT_A_TIME, torch.no_grad(), masking(*towers, on=False):
                 for attention, row in places:
-                    values, masks = _OFF.get(attention, {}).get(row, (None, {mask}))  # None: it was interrupted before
+                    values, masks = _OFF.get(attention, {}).get(row, (None, {mask}))  # None: interrupted before saving
                     masks.discard(mask)
-                    if values is not None and not masks:  # no mask keeps it off any more
+                    if values is not None and not masks:  # this was the last mask on the row
                         attention.out[row].copy_(values)
                         del _OFF[attention][row]
 
 
 _ONE_AT_A_TIME = threading.Lock()
-Off = dict[int, tuple[Tensor, set[object]]]  # by row of the output projection: its values, and the masks on it
+Off = dict[int, tuple[Tensor, set[object]]]  # row of the output projection: its original values, and its active masks
 _OFF: "WeakKeyDictionary[Attention, Off]" = WeakKeyDictionary()
 
 
 def towers_of(model: Ensemble | DualEncoder) -> dict[str, Ensemble]:
-    """The transformers of a model, by the name its heads give as their tower."""
+    """Return the transformers of a model, keyed by tower name."""
     return {ONE_TOWER: model} if isinstance(model, Ensemble) else {"image": model.image, "text": model.text}
 
 
 def tower_of(model: Ensemble | DualEncoder, head: Head) -> Ensemble:
-    """The transformer a head lies in."""
+    """Return the transformer that contains a head."""
     towers = towers_of(model)
     if head.tower not in towers:
         examples = " or ".join(f"Head({head.layer}, {head.head}, {name!r})" for name in towers)
@@ -114,7 +114,7 @@ def tower_of(model: Ensemble | DualEncoder, head: Head) -> Ensemble:
 def off_and_left(
     model: Ensemble | DualEncoder, towers: Iterable[str], layers: Iterable[int] | None, removed: Iterable[HeadLike] = ()
 ) -> tuple[tuple[Head, ...], list[Head]]:
-    """Heads that are off, each of which exists, and those left in some layers (None: in all) of some towers."""
+    """Return the `removed` heads, checked to exist, and the heads left in `layers` (None: all) of `towers`."""
     off = as_heads(removed)
     by_name = towers_of(model)
     for head in off:
@@ -125,7 +125,7 @@ def off_and_left(
 
 
 def pooling_of(model: Ensemble | DualEncoder, heads: Iterable[Head]) -> list[Head]:
-    """Of some heads, those of an attention that pools the tokens, which keeps one: without any, nothing is read."""
+    """Return the heads of attention pooling among `heads`; one of them must stay, or nothing would be read."""
     tower = model.image if isinstance(model, DualEncoder) else model
     if tower.config.pooling is None:
         return []
@@ -133,34 +133,34 @@ def pooling_of(model: Ensemble | DualEncoder, heads: Iterable[Head]) -> list[Hea
 
 
 def may_go(model: Ensemble | DualEncoder, left: Sequence[Head]) -> list[Head]:
-    """Of the heads that are left in some layers, those of which the next one may go."""
+    """Return those remaining heads that may be removed next."""
     pooling = pooling_of(model, left)
     return [head for head in left if pooling != [head]]
 
 
 def most_to_go(model: Ensemble | DualEncoder, left: Sequence[Head]) -> int:
-    """How many of the heads that are left in some layers may go in all."""
+    """Count how many of the remaining heads may be removed in total."""
     return len(left) - bool(pooling_of(model, left))
 
 
 def attention_of(ensemble: Ensemble, layer: int) -> Attention:
-    """The attention sublayer of a layer; after the last block, the one that pools the tokens."""
+    """Return the attention sublayer of a layer; layer `num_layers` is the attention pooling, where there is one."""
     if layer == ensemble.num_layers and ensemble.readout.map is not None:
         return ensemble.readout.map.attention
     return cast(Attention, ensemble.encoder.layers[layer].attention)
 
 
 def working_copy(ensemble: Ensemble, dtype: torch.dtype | None, device: torch.device | None) -> Ensemble:
-    """A private copy in evaluation mode, whose flags and weights may be changed freely; None is as the original."""
+    """Return a private copy in evaluation mode, free to be modified; None keeps the original's dtype or device."""
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"dtype must be a floating-point type such as torch.float32, got {dtype}")
     return Ensemble.from_state(ensemble.config, ensemble.whole_state()).to(device, dtype).requires_grad_(False)
 
 
 def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> tuple[int, ...]:
-    """Where a head lies on the head axis of `attention.qkv` and `attention.out` of its layer.
+    """Return the indices of a head on the head axis of its layer's `attention.qkv` and `attention.out`.
 
-    One row for one member; with `member=None`, a row for each stored copy that has the head, at least one.
+    One row for one member; with `member=None`, one for each stored copy that has the head. Raises if there is none.
     """
     if member is not None and not 0 <= member < config.members:
         raise ConfigError(f"member {member} does not exist: there are {config.members}, counted from 0")
@@ -187,13 +187,13 @@ def head_rows(config: EnsembleConfig, head: Head, member: int | None = None) -> 
 def existing_heads(
     config: EnsembleConfig, layers: Iterable[int] | None = None, tower: str = ONE_TOWER
 ) -> tuple[Head, ...]:
-    """The heads that the first member keeps in the given layers (None: in all), first layer first."""
+    """Return the heads that the first member keeps in the given layers (None: all), in layer order."""
     chosen = checked_layers(config, layers)
     return tuple(Head(layer, head, tower) for layer in chosen for head in config.heads[0][layer])
 
 
 def checked_layers(config: EnsembleConfig, layers: Iterable[int] | None) -> tuple[int, ...]:
-    """Layer numbers in ascending order, each of which exists; None stands for all of them."""
+    """Check that the layers exist and are distinct, and return them in ascending order; None means all."""
     count = len(config.head_counts)
     if layers is None:
         return tuple(range(count))

@@ -1,7 +1,7 @@
 """Choosing the members of an ensemble: which heads each of them loses.
 
-Every choice is one tuple of heads per member, ready for pruning. The same set of heads is never chosen twice: two such
-members would be one model, counted double.
+Every function returns one tuple of heads per member, ready for pruning. No two members lose the same set of heads: they
+would be one model, counted twice.
 """
 
 import math
@@ -18,25 +18,25 @@ from .masking import off_and_left, pooling_of, towers_of
 from .ranking import Head, HeadRanking
 
 Members = tuple[tuple[Head, ...], ...]
-Score = Literal["acc", "ood", "avg"]  # what a circuit keeps high: accuracy, OOD detection, or their mean
+Score = Literal["acc", "ood", "avg"]  # what a circuit maximises: accuracy, OOD detection, or their mean
 
-CIRCUIT_ORDER: tuple[Score, ...] = ("avg", "acc", "ood")  # in which members take the circuits
-TAYLOR_DRAWS = 4  # rankings made per member before giving up on members that differ
+CIRCUIT_ORDER: tuple[Score, ...] = ("avg", "acc", "ood")  # order in which circuits are assigned to members
+TAYLOR_DRAWS = 4  # rankings computed per member before giving up on finding distinct members
 
 
 @checked
 def circuit_members(
     rankings: Mapping[str, HeadRanking], prune: Whole, members: Whole, pool: int | None = None, seed: Seed = 0
 ) -> Members:
-    """The circuits for both goals, for accuracy and for OOD detection, in this order; then draws from the first.
+    """Members from the circuits for `"avg"`, `"acc"` and `"ood"`, in this order, then draws from the `"avg"` ranking.
 
-    Of a circuit that repeats an earlier member the last head gives way to the next one of its ranking, if that goes on.
+    If a circuit repeats an earlier member, its last head is replaced by a later one of its ranking, if there is one.
 
     Args:
         rankings: Circuits by score: `"avg"`, from two members on `"acc"`, from three on `"ood"`.
         prune: Heads each member loses.
         members: Number of members. Those after the third lose `prune` heads drawn from the pool.
-        pool: The pool is the first `pool` heads of the `"avg"` ranking; None for the whole of it.
+        pool: The pool is the first `pool` heads of the `"avg"` ranking; None for all of them.
         seed: Draws the members after the third.
     """
     needed = CIRCUIT_ORDER[:members]
@@ -69,10 +69,10 @@ def circuit_members(
 
 @checked
 def distinct_taylor(rank: Callable[[int], HeadRanking], prune: Whole, members: Whole) -> list[tuple[int, HeadRanking]]:
-    """Taylor rankings with the number of their draw, one a member, no two of which remove the same `prune` heads.
+    """Return one (draw, Taylor ranking) pair per member; no two rankings remove the same `prune` heads.
 
-    `rank` makes the ranking of a draw, 0, 1, 2, …, each with its own seed. A draw that repeats an earlier member is
-    passed over; `TAYLOR_DRAWS` a member without enough different ones raise a `SameMembersError`.
+    `rank` computes the ranking of draw 0, 1, 2, …, each with its own seed. A draw that repeats an earlier member is
+    skipped. Raises `SameMembersError` if `TAYLOR_DRAWS` draws per member do not give enough distinct ones.
     """
     distinct: dict[frozenset[Head], tuple[int, HeadRanking]] = {}
     for draw in range(members * TAYLOR_DRAWS):
@@ -107,8 +107,8 @@ def random_members(
     """Members that lose `prune` heads drawn from all heads: the control every ranking has to beat.
 
     Args:
-        model: The model to be pruned, one member; of a dual encoder, the heads of both towers are drawn from.
-        prune: Heads each member loses, listed first layer first.
+        model: The model to be pruned, with one member; for a dual encoder, heads are drawn from both towers.
+        prune: Heads each member loses, listed in layer order.
         members: Number of members.
         seed: Draws the heads.
         layers: Layers to draw from (of each tower); None for all of them.
@@ -128,10 +128,10 @@ def _draw_distinct(
     taken: Sequence[tuple[Head, ...]] = (),
     never_all: Sequence[Head] = (),
 ) -> list[tuple[Head, ...]]:
-    """Draw `count` different subsets of `prune` heads, none of them in `taken`; a repeated draw is made again.
+    """Draw `count` distinct subsets of `prune` heads, none of them in `taken`; repeated draws are rejected.
 
-    Each subset keeps the order of `heads`, and none has all of `never_all`. `setting` is the argument that decides how
-    many heads there are.
+    Each subset keeps the order of `heads`, and none contains all of `never_all`. `setting` names the argument that
+    determines how many heads there are, for error messages.
     """
     if prune > len(heads):
         raise HeadError(f"prune is {prune}, but there are {len(heads)} heads to draw from; enlarge `{setting}`")

@@ -1,4 +1,4 @@
-"""Addresses of heads, the order in which they are removed, and what a ranking was made from."""
+"""Addresses of heads, and rankings: the order in which heads are removed, with its provenance."""
 
 import math
 from collections import Counter
@@ -55,11 +55,11 @@ def _as_head(value: HeadLike) -> Head:
     integers = len(parts) in (2, 3) and all(isinstance(p, Integral) and not isinstance(p, bool) for p in parts[:2])
     if not integers or not all(isinstance(tower, str) for tower in parts[2:]):
         raise HeadError(f"a head is Head(layer, head) or a tuple (layer, head), got {value!r}")
-    return Head(int(parts[0]), int(parts[1]), *parts[2:])  # plain integers also where numpy's were given
+    return Head(int(parts[0]), int(parts[1]), *parts[2:])  # NumPy integers become Python ones
 
 
 def require_budget(budget: int, candidates: int) -> None:
-    """Refuse to remove no head, or more than there are."""
+    """Raise unless the budget is between 1 and the number of candidates."""
     if not 1 <= budget <= candidates:
         raise HeadError(f"budget is {budget}; there are {candidates} heads to choose from, at least one must go")
 
@@ -97,7 +97,7 @@ class HeadRanking:
     only: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that heads are distinct and each has its score; make the provenance what JSON would give back."""
+        """Check that heads are distinct and each has a finite score; convert the provenance to plain JSON values."""
         object.__setattr__(self, "heads", as_heads(self.heads))
         try:
             object.__setattr__(self, "scores", tuple(float(score) for score in self.scores))
@@ -121,7 +121,7 @@ class HeadRanking:
 
     @property
     def ties(self) -> str | None:
-        """What decided between heads of equal score: `"likelihood"`, or `"order"` as in older circuits; else None."""
+        """How a circuit broke ties: `"likelihood"`, or `"order"` as in older circuits; None for other rankings."""
         return self.provenance.get("ties", "order") if self.method.startswith("circuit/") else None
 
     @checked
@@ -155,7 +155,7 @@ class HeadRanking:
 
 @checked
 def overlap(first: HeadRanking, second: HeadRanking, count: Whole) -> float:
-    """Share of heads that two rankings have in common among the first `count` of each, at least one."""
+    """Share of heads that two rankings have in common among the first `count` (at least one) of each."""
     heads, other_heads = (set(ranking.first(count)) for ranking in (first, second))
     return len(heads & other_heads) / count
 
@@ -172,8 +172,8 @@ def stability(rankings: Sequence[HeadRanking], count: int) -> float:
 def jensen_shannon(first: HeadRanking, second: HeadRanking, count: Whole) -> float:
     """Jensen–Shannon divergence (natural logarithm) between two choices of `count` heads over the layers.
 
-    Each choice is a distribution over (tower, layer): the share of its heads that lie there. It is 0 when both take
-    as many heads from every layer, and at most log 2.
+    Each choice is a distribution over (tower, layer): the share of its heads that lie there. The divergence is 0 if
+    both take the same number of heads from every layer, and at most log 2.
     """
     chosen = [ranking.first(count) for ranking in (first, second)]
     p, q = (Counter((head.tower, head.layer) for head in heads) for heads in chosen)

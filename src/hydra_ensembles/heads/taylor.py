@@ -1,4 +1,4 @@
-"""Taylor scores of heads, and the batches they are computed on."""
+"""Taylor scores of heads, and the calibration batches they are computed on."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
@@ -72,7 +72,7 @@ def taylor(
         scope: Whether heads are compared within their layer or across layers.
         layers: Layers whose heads may be removed; None for all of them, with the global scope including an attention
             that pools the tokens (layer `num_layers`).
-        removed: Heads that are already off; they are no candidates.
+        removed: Heads that are already off; they are not candidates.
         seed: Seed for drawing the calibration batches, by which the members of a Taylor ensemble differ.
         calibration_batches: How many batches to draw. None uses all: then the seed changes nothing.
         dtype: Precision of the passes; None for the ensemble's own. Gradients add up in float32 at least.
@@ -96,7 +96,7 @@ def taylor(
         True
     """
     require_single(ensemble, "taylor")
-    blocks = range(ensemble.num_layers) if scope == "layer" else None  # as many heads in each
+    blocks = range(ensemble.num_layers) if scope == "layer" else None  # "layer" leaves attention pooling out
     chosen_layers = checked_layers(ensemble.config, blocks if layers is None else layers)
     off, candidates = off_and_left(ensemble, [ONE_TOWER], chosen_layers, removed)
     steps = _steps(ensemble, candidates, chosen_layers, budget, scope)
@@ -112,11 +112,11 @@ def taylor(
         bar = masks.enter_context(tqdm(total=total, desc=f"taylor/{scope}", unit="batch", disable=not progress))
         for heads, count in steps:
             scores = head_importance(model, _counted(samples, bar), heads)
-            lowest = sorted(zip(scores, heads, strict=True))[:count]  # ties: first head
+            lowest = sorted(zip(scores, heads, strict=True))[:count]  # ties go to the first head
             order += lowest
             if len(steps) > 1:
                 masks.enter_context(masked(model, [head for _, head in lowest]))
-    if scope == "global":  # an attention that pools keeps the last of its heads
+    if scope == "global":  # attention pooling keeps its highest-ranked head
         order = [pair for i, pair in enumerate(order) if pair[1] in may_go(ensemble, [head for _, head in order[i:]])]
     return HeadRanking(
         heads=tuple(head for _, head in order),
@@ -140,7 +140,7 @@ def taylor(
 
 
 def head_importance(model: Ensemble, batches: LabelledBatches, heads: Sequence[Head]) -> list[float]:
-    """Taylor scores of some heads of a private model as it is, after one pass over the batches."""
+    """Return the Taylor scores of `heads` after one pass over the batches. Changes `requires_grad` of the model."""
     weights = {head.layer: attention_of(model, head.layer).qkv for head in heads}
     gradients = gradients_of_mean_loss(model, batches, list(weights.values()))
     pairs = zip(weights.items(), gradients, strict=True)
@@ -149,7 +149,7 @@ def head_importance(model: Ensemble, batches: LabelledBatches, heads: Sequence[H
 
 
 def layer_scores(weight: Tensor, gradient: Tensor) -> Tensor:
-    """Scores `[K]` of the heads of a layer, means of |W · dL/dW| over query, key and value, `[K, 3, d_k, d]` each."""
+    """Return head scores `[K]` of a layer: mean |W · dL/dW| over the query, key and value weights `[K, 3, d_k, d]`."""
     sensitivity = (weight.detach().cpu().double() * gradient.cpu().double()).abs()
     scores = sensitivity.mean((2, 3)).mean(1)  # [K, 3] for query, key, value -> [K]
     if not scores.isfinite().all():
@@ -158,9 +158,9 @@ def layer_scores(weight: Tensor, gradient: Tensor) -> Tensor:
 
 
 def gradients_of_mean_loss(model: Ensemble, batches: LabelledBatches, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Gradient of the mean cross-entropy over all samples, for some parameters of a model with one member.
+    """Return the gradients of the mean cross-entropy over all samples with respect to `weights`; one member.
 
-    No other parameters require gradients afterwards, so that nothing below the first is recorded for the way back.
+    All other parameters have `requires_grad=False` afterwards: autograd records nothing below the first of `weights`.
     """
     model.requires_grad_(False)
     for weight in weights:
@@ -183,7 +183,7 @@ def gradients_of_mean_loss(model: Ensemble, batches: LabelledBatches, weights: S
 
 
 def _counted(batches: LabelledBatches, bar: Any) -> Iterator[tuple[int, Inputs, Tensor]]:
-    """The same batches; the bar moves when the next one is asked for."""
+    """Yield the batches, and advance the bar when the next one is requested."""
     for batch in batches:
         yield batch
         bar.update()
@@ -192,7 +192,7 @@ def _counted(batches: LabelledBatches, bar: Any) -> Iterator[tuple[int, Inputs, 
 def _steps(
     model: Ensemble, candidates: list[Head], layers: Sequence[int], budget: int, scope: Scope
 ) -> list[tuple[list[Head], int]]:
-    """One entry for each gradient pass: the heads it scores, and how many of them it ranks."""
+    """Return one entry per gradient pass: the heads it scores, and how many of them it ranks."""
     require_budget(budget, most_to_go(model, candidates))
     if scope == "global":
         return [(candidates, len(candidates))]
@@ -213,10 +213,10 @@ def _steps(
 
 
 class CalibrationBatches:
-    """Labelled batches out of a source, checked and fingerprinted as they are read, once.
+    """Labelled batches of a source, checked and fingerprinted while they are read. Iterate only once.
 
-    `count` are drawn by the seed; None takes all of them. A source that has random numbers of its own starts from the
-    seed; PyTorch's global ones are the caller's to seed.
+    `count` batches are drawn with the seed; None takes all. A source with its own generator is seeded too; seeding
+    PyTorch's global generator is up to the caller.
     """
 
     def __init__(self, source: Batches, count: int | None, seed: int, classes: int) -> None:
@@ -226,7 +226,7 @@ class CalibrationBatches:
         self.fingerprint = DataFingerprint()
 
     def __iter__(self) -> Iterator[tuple[int, Inputs, Tensor]]:
-        """Position in the source, inputs and labels of each batch."""
+        """Yield the position in the source, the inputs and the labels of each batch."""
         begin_epoch(self._source, 0, self._seed)
         for index, batch in drawn(self._source, self._count, self._seed):
             inputs, labels = read_batch(batch, NAME, index)
@@ -239,10 +239,10 @@ class CalibrationBatches:
 
 
 def drawn(source: Batches, count: int | None, seed: int) -> Iterator[tuple[int, Any]]:
-    """Position and content of some batches of a source, in its order; None for all of them.
+    """Yield the position and content of `count` random batches of a source, in source order; None for all.
 
     Every batch gets a random key from the seed, and those with the smallest keys are taken; so a list, a loader and a
-    generator of the same batches give the same draw. Of a loader, the samples of other batches are not read.
+    generator of the same batches give the same draw. A map-style `DataLoader` reads only the samples of drawn batches.
     """
     if count is None:
         yield from enumerate(source)
@@ -258,7 +258,7 @@ def drawn(source: Batches, count: int | None, seed: int) -> Iterator[tuple[int, 
     if loader is None or sampler is None:
         yield from ((index, batch) for _, index, batch in smallest)
         return
-    torch.default_generator.manual_seed(seed)  # what is random about the samples does not depend on the sampler
+    torch.default_generator.manual_seed(seed)  # random transforms must not depend on the sampler's draws
     fewer = DataLoader(
         loader.dataset,
         batch_sampler=[samples for _, _, samples in smallest],

@@ -1,4 +1,4 @@
-"""What single heads compute: their vector for an input, and how well it separates ID and OOD data."""
+"""Output vectors of single heads, and how well they separate ID from OOD data."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,22 +18,22 @@ from ..model.layers import Block, Context
 from .masking import attention_of, existing_heads
 from .ranking import Head
 
-SHRINKAGE = 1e-6  # of the mean variance, added to every direction, so that a covariance can be inverted
+SHRINKAGE = 1e-6  # share of the mean variance added to the diagonal, to make a covariance invertible
 
 
 @checked
 def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | None = None) -> dict[Head, Tensor]:
-    """What each head gives for each input, `[N, d_k]` in float32 on the CPU, before the output projection.
+    """Return the output of each head for each input, `[N, d_k]` in float32 on the CPU, before the output projection.
 
-    It is the vector of the class token, or of models without one the mean over all tokens but padding.
+    It is the vector of the class token; for models without one, the mean over all tokens except padding.
 
     Args:
-        ensemble: A model with one member; heads that were pruned are not there.
+        ensemble: A model with one member; pruned heads are not included.
         batches: Inputs; labels are not read.
-        layers: Layers whose heads are wanted; None for the last one.
+        layers: Layers whose heads to return; None for the last one.
 
     Raises:
-        DataError: There are no batches, or a head gives numbers that are not finite.
+        DataError: There are no batches, or the output of a head is not finite.
     """
     require_single(ensemble, "head_vectors", classifies=False)
     heads = existing_heads(ensemble.config, (ensemble.num_layers - 1,) if layers is None else layers)
@@ -63,7 +63,7 @@ def head_vectors(ensemble: Ensemble, batches: Batches, layers: Iterable[int] | N
 
 
 def _mean_token(z: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Mean over tokens of `[B, T, H, d_k]`, padding left out."""
+    """Mean of `[B, T, H, d_k]` over tokens, ignoring padding."""
     if key_mask is None:
         return z.mean(1)
     weight = key_mask[:, :, None, None].to(z.dtype)
@@ -72,7 +72,7 @@ def _mean_token(z: Tensor, key_mask: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class CentroidDistance:
-    """How far the means of ID and OOD vectors lie apart: as they are, and in the covariance of the ID vectors."""
+    """Distance between the means of ID and OOD vectors: Euclidean, and Mahalanobis with the ID covariance."""
 
     euclidean: float
     mahalanobis: float
