@@ -119,6 +119,7 @@ CALLS: dict[str, Call] = {  # of a partial function, what is given is looked at;
     "load": (load, lambda: {"name_or_path": "folder"}),
     "subset": (subset, lambda: {"dataset": TWO, "n": 1, "seed": 0}),
     "split": (split, lambda: {"dataset": TWO, "fractions": 0.5, "seed": 0}),
+    "batches": (he.data.batches, lambda: {"dataset": TWO, "preprocess": len, "batch_size": 1}),
     "select": (TWO.select, lambda: {"indices": [1, 0]}),
     "relabel": (TWO.relabel, lambda: {"new_labels": {0: 1, 1: 0}, "class_names": ["b", "a"]}),
     "with_classes": (TWO.with_classes, lambda: {"class_names": ["b", "a"]}),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .._utils import require
-from ..arguments import Checked, Positive, PositiveShare, Share, Whole
+from ..arguments import Checked, Count, Positive, PositiveShare, Share, Whole, checked
 from ..classes import some
 from ..errors import ConfigError, DataError
 from ..preprocessing import ImagePreprocessing, Interpolation, require_channels, to_grey, to_rgb
@@ -47,7 +47,8 @@ class BatchLoader:
         drop_last: Leave out a last batch that is not full.
 
     Raises:
-        DataError: A setting is out of range; while iterating, what `preprocess` gives has the wrong length.
+        ConfigError: A setting is out of range.
+        DataError: While iterating, what `preprocess` gives has the wrong length.
 
     Examples:
         >>> from hydra_ensembles import data
@@ -60,18 +61,13 @@ class BatchLoader:
 
     dataset: Items[tuple[Any, Any]]
     preprocess: Preprocess
-    batch_size: int
+    batch_size: Whole
     shuffle: bool = False
     seed: int = 0
-    num_workers: int = 0
+    num_workers: Count = 0
     drop_last: bool = False
     epoch: int = field(default=0, init=False)
     stream: int | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.num_workers < 0:
-            got = f"{self.batch_size} and {self.num_workers}"
-            raise DataError(f"batch_size must be at least 1, num_workers 0 (none) or more; got {got}")
 
     def __len__(self) -> int:
         batches = len(self.dataset) / self.batch_size
@@ -112,6 +108,7 @@ class BatchLoader:
         return iter(loader)
 
 
+BatchLoader.__init__ = checked(BatchLoader.__init__)  # type: ignore[method-assign]
 batches = BatchLoader
 """Make batches of a data set; see `BatchLoader`."""
 

@@ -13,7 +13,7 @@ from hydra_ensembles.data import RandAugment
 from hydra_ensembles.data.batching import BatchLoader, TrainTransform, batches
 from hydra_ensembles.data.dataset import ImageDataset, TextDataset
 from hydra_ensembles.data.loading import load
-from hydra_ensembles.errors import DataError
+from hydra_ensembles.errors import HydraError
 from hydra_ensembles.preprocessing import ImagePreprocessing
 from pictures import picture
 
@@ -101,7 +101,7 @@ def test_the_order_of_a_seed_stays_what_it_was_and_workers_change_nothing(number
     [({"batch_size": 0}, "batch_size"), ({"num_workers": -1}, "num_workers"), ({"batch_size": 4}, "3 rows of 4 items")],
 )
 def test_bad_settings_and_bad_preprocessing(numbers: TextDataset, settings: dict[str, int], token: str) -> None:
-    with pytest.raises(DataError, match=token):
+    with pytest.raises(HydraError, match=token):
         next(iter(batches(numbers, lambda texts: torch.zeros(3, 2), **{"batch_size": 1, **settings})))
 
 
