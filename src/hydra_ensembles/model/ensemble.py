@@ -318,13 +318,14 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
             if self._metadata.preprocessing is None:
                 advice = "give tensors, or convert the model with processor="
                 raise DataError(f"got {type(inputs).__name__}, but there is no saved preprocessing; {advice}")
-            raw: Any = [inputs] if isinstance(inputs, tuple) and self.kind == "text" else inputs
-            if raw is not inputs and len(inputs) == 2:
+            two = self.kind == "text" and isinstance(inputs, tuple) and len(inputs) == 2
+            pair = two and all(isinstance(part, str) for part in inputs)
+            if pair:
                 warn(
                     "two texts in a tuple are read as one pair, with one answer; give a pair in a list, [(first, "
                     "second)], and two texts as a list: a DataLoader gives batches of texts as tuples"
                 )
-            inputs = self._metadata.preprocessing(raw)
+            inputs = self._metadata.preprocessing([inputs] if pair else inputs)
         arguments = self.unpack(inputs, attention_mask, token_type_ids, **named)
         home = next(self.parameters())
         require_values(home)
