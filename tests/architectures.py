@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 Module = TypeVar("Module", bound=nn.Module)
 Inputs = dict[str, Tensor]
-BLOCKS = {"num_hidden_layers": 2, "num_attention_heads": 4}  # as transformers calls them
+BLOCKS = {"num_hidden_layers": 2, "num_attention_heads": 4}  # transformers' names
 
 
 def images(height: int = 32, width: int = 32, batch: int = 3, seed: int = 1) -> Inputs:
@@ -25,13 +25,13 @@ class ArchitectureCase:
 
     Attributes:
         name: Shown in the test's name.
-        build: Makes a small random model, evaluation mode, dropout 0, no parameter left at zero or one.
+        build: Returns a small random model in eval mode, dropout 0, no parameter left at zero or one.
         inputs: A batch, under the names transformers uses (`pixel_values`, or `input_ids` with masks).
-        logits: What the original model answers.
+        logits: Returns the original model's logits.
         kind: Image or text.
-        convert_kwargs: Arguments of `convert` beside the model.
-        other_inputs: Batches of other image sizes the library itself can take.
-        one_layer: Whether the layers of the original are one (ALBERT): the gradients of its copies add up to its own.
+        convert_kwargs: Arguments of `convert` besides the model.
+        other_inputs: Batches of other image sizes that the library itself accepts.
+        one_layer: Whether the original reuses one layer (ALBERT): its gradient is the sum of the copies' gradients.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ArchitectureCase:
 
 
 def perturbed(model: Module, seed: int = 0, noise: float = 0.05) -> Module:
-    """Add noise to every parameter, so that a bias or LayerScale that gets lost is noticed."""
+    """Add noise to every parameter, so that a lost bias or LayerScale changes the output."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -102,7 +102,7 @@ VISION_CASES: list[ArchitectureCase] = [
     _timm_case("pe-core", "vit_pe_core_tiny_patch16_384", attn_pool_num_heads=2, qk_norm=True),
     ArchitectureCase("torchvision-vit", torchvision_model),
 ]
-VISION_VARIANTS: list[ArchitectureCase] = [  # of kinds that are among the cases
+VISION_VARIANTS: list[ArchitectureCase] = [  # variants of architectures in the cases above
     _timm_case("prefix-pooled", "vit_base_patch16_224", global_pool="avg", reg_tokens=2, pool_include_prefix=True),
     _timm_case("eva02-packed", "eva02_tiny_patch14_224"),
     _timm_case("eva02-no-positions", "eva02_base_patch14_224", use_abs_pos_emb=False, use_rot_pos_emb=False),

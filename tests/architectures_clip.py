@@ -14,7 +14,7 @@ from architectures_transformers import text_case, transformers_model, vision_cas
 
 CONTEXT = 12
 VOCABULARY = 60
-END = 59  # also the highest id, so that both ways to find the end of a text agree on it
+END = 59  # also the highest id, so that both ways of finding the end of a text agree
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class DualCase:
 
     Attributes:
         name: Shown in the test's name.
-        build: Makes a small random model, evaluation mode, no parameter left at zero or one.
-        texts: A batch of token ids, padded; with a mask where the library takes one.
-        image_features: What the original answers, before normalisation.
-        text_features: Likewise.
+        build: Returns a small random model in eval mode, no parameter left at zero or one.
+        texts: A batch of padded token ids; with a mask where the library takes one.
+        image_features: Returns the original's image features, before normalisation.
+        text_features: Returns the original's text features, before normalisation.
         logits: The original's logits per image.
-        other_sizes: Further image sizes that the library itself can take.
+        other_sizes: Further image sizes that the library itself accepts.
     """
 
     name: str
@@ -48,7 +48,7 @@ class DualCase:
 
 
 def texts(end: int, pad: int, mask: bool) -> Inputs:
-    """Four texts of different length, each with its end token; all after it is padding."""
+    """Four texts of different lengths, each with its end token, then padding."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(5, END - 4, (4, CONTEXT), generator=generator)
     ends = torch.tensor([CONTEXT - 1, 6, 3, 1])
@@ -124,7 +124,7 @@ def open_clip_model(
 
 
 def open_clip_from_timm(name: str, pool: str, projection: str, heads: int = 4, **settings: Any) -> nn.Module:
-    """A model whose image tower is a small timm model; open_clip builds it by name, so names get sizes here."""
+    """A model whose image tower is a small timm model; open_clip builds it by name, so its size is set here."""
     import timm
 
     create = timm.create_model
@@ -204,7 +204,7 @@ _ENDED = partial(texts, END, 1, mask=True)
 TOWER_CASES: list[ArchitectureCase] = [
     vision_case("clip-image", "CLIPVisionModel", _IMAGE, _POOLED),
     vision_case("clip-image-projected", "CLIPVisionModelWithProjection", _IMAGE, "image_embeds"),
-    # the classifier does not hand the request on to resample positions
+    # the classifier does not pass on the request to resample positions
     vision_case("clip-image-classifier", "CLIPForImageClassification", _WHOLE, resize=False, sizes=()),
     text_case("clip-text", "CLIPTextModel", _TEXT, _POOLED, _ENDED),
     text_case("clip-text-projected", "CLIPTextModelWithProjection", _TEXT, "text_embeds", _ENDED),
@@ -217,9 +217,9 @@ TOWER_CASES: list[ArchitectureCase] = [
         kind="text",
     ),
 ]
-_META_TEXT = {**_TEXT, "eos_token_id": 2}  # as released
+_META_TEXT = {**_TEXT, "eos_token_id": 2}  # as in the released checkpoints
 _SIGLIP = "SiglipForImageClassification"
-TOWER_VARIANTS: list[ArchitectureCase] = [  # of kinds that are among the cases
+TOWER_VARIANTS: list[ArchitectureCase] = [  # variants of architectures in the cases above
     vision_case("clip-meta-image", "MetaClip2VisionModel", _IMAGE, _POOLED),
     text_case(
         *("clip-meta-text", "MetaClip2TextModel", _META_TEXT, _POOLED),

@@ -1,4 +1,4 @@
-"""Small models as people write them for themselves, with the declarations they are converted by."""
+"""Small hand-written models, as users write them, with the declarations that convert them."""
 
 import math
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from architectures_transformers import token_batch
 
 WIDTH, HEADS, CLASSES = 32, 4, 5
 
-# --- models as people write them -----------------------------------------------------------------------------
+# --- models as users write them -----------------------------------------------------------------------------
 
 
 class EncoderViT(nn.Module):
-    """Around an `nn.TransformerEncoder`."""
+    """A ViT built on `nn.TransformerEncoder`."""
 
     def __init__(
         self, norm_first: bool = True, activation: str = "gelu", batch_first: bool = True, mean: bool = False
@@ -43,11 +43,11 @@ class EncoderViT(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.tokens(images)
         x = self.encoder(x) if self.batch_first else self.encoder(x.transpose(0, 1)).transpose(0, 1)
-        return self.head(x.mean(1) if self.mean else x[:, 0])  # the mean takes the class token in
+        return self.head(x.mean(1) if self.mean else x[:, 0])  # the mean includes the class token
 
 
 class EncoderText(nn.Module):
-    """As PyTorch's tutorial has it: scaled words, sinusoids in a buffer, sequence first, a mask true at padding."""
+    """As in PyTorch's tutorial: scaled embeddings, sinusoids in a buffer, sequence first, a mask true at padding."""
 
     pe: Tensor
 
@@ -79,7 +79,7 @@ class MultiheadBlock(nn.Module):
 
 
 class MultiheadViT(nn.Module):
-    """Post-norm, ReLU, no class token: the mean of the patches is classified."""
+    """Post-norm, ReLU, no class token: classifies the mean of the patches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class MultiheadViT(nn.Module):
 
 
 class OwnBlock(nn.Module):
-    """Everything by hand; queries, keys and values of a head lie together."""
+    """A hand-written block; queries, keys and values of a head are stored together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class OwnBlock(nn.Module):
 
 
 class OwnViT(nn.Module):
-    """A post-norm ReLU ViT written by hand, patches cut out by `unfold`."""
+    """A hand-written post-norm ReLU ViT that cuts patches with `unfold`."""
 
     def __init__(self, block: Callable[[], nn.Module] = OwnBlock) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class OwnViT(nn.Module):
 
 
 class OwnBert(nn.Module):
-    """Written by hand, with everything BERT has and names of its own."""
+    """A hand-written BERT with all of BERT's parts under different names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,11 +160,11 @@ class OwnBert(nn.Module):
 
 
 class RopeBlock(nn.Module):
-    """RMSNorm before, rotary positions, SwiGLU, no bias."""
+    """Pre-RMSNorm, rotary positions, SwiGLU, no biases."""
 
     def __init__(self, neighbours: bool, normed: bool) -> None:
         super().__init__()
-        self.precise, self.activation = False, F.silu  # angles in float64 or not
+        self.precise, self.activation = False, F.silu  # whether angles are float64
         if normed:
             self.qn, self.kn = (nn.RMSNorm(WIDTH // HEADS, eps=1e-6) for _ in range(2))
         self.neighbours, self.n1, self.n2 = neighbours, nn.RMSNorm(WIDTH, eps=1e-6), nn.RMSNorm(WIDTH, eps=1e-6)
@@ -192,7 +192,7 @@ class RopeBlock(nn.Module):
 
 
 class RopeBert(nn.Module):
-    """As people write them now; the mean of the tokens is read."""
+    """A BERT in today's style; classifies the mean of the tokens."""
 
     def __init__(self, neighbours: bool = False, normed: bool = False) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ ENCODER_TEXT = he.Declaration(
 
 
 def in_layers(**parts: str) -> dict[str, Any]:
-    """Names of parts in each of the `layers`; several for one part stand side by side."""
+    """Names of parts in each of the `layers`; a part with several names gets a tuple."""
     paths = {part: tuple(f"layers.{{i}}.{name}" for name in names.split()) for part, names in parts.items()}
     return {part: found[0] if len(found) == 1 else found for part, found in paths.items()}
 

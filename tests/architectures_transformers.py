@@ -23,7 +23,7 @@ DISTILBERT = {**_WORDS, **_NO_DROPOUT, "dim": 32, "n_layers": 2, "n_heads": 4, "
 
 
 def transformers_model(model: str, settings: dict[str, Any], **arguments: Any) -> nn.Module:
-    """A random model of a transformers class, by its name and what its configuration is made of."""
+    """A random model of a transformers class, given its name and its configuration."""
     import transformers
 
     torch.manual_seed(0)
@@ -32,7 +32,7 @@ def transformers_model(model: str, settings: dict[str, Any], **arguments: Any) -
 
 
 def token_batch(pad: int, segments: bool, tokens: int = 11, seed: int = 2) -> Inputs:
-    """Three sequences of different length, padded on the right with `pad`; no other token has that id."""
+    """Three sequences of different lengths, right-padded with `pad`; no other token has that id."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 60, (3, tokens), generator=generator)
     mask = torch.arange(tokens)[None] < torch.tensor([tokens, tokens - 4, 3])[:, None]  # [B, T]
@@ -42,7 +42,7 @@ def token_batch(pad: int, segments: bool, tokens: int = 11, seed: int = 2) -> In
     return inputs
 
 
-SIZES = ((48, 48), (24, 40), (16, 64))  # of images, other than the model's own
+SIZES = ((48, 48), (24, 40), (16, 64))  # image sizes other than the model's own
 
 
 def vision_case(
@@ -53,7 +53,7 @@ def vision_case(
     resize: bool = True,
     sizes: Sequence[tuple[int, int]] = SIZES,
 ) -> ArchitectureCase:
-    """An image model; `resize` where the library has to be asked to resample the position embedding."""
+    """An image model; set `resize` where the library must be asked to resample the position embedding."""
     asked: dict[str, Any] = {"interpolate_pos_encoding": True} if resize else {}
     return ArchitectureCase(
         name=f"transformers-{label}",
@@ -73,7 +73,7 @@ def text_case(
     segments: bool = True,
     **arguments: Any,
 ) -> ArchitectureCase:
-    """A text model; where it does not have the answer, that is its first token."""
+    """A text model; without an output named `answer`, its first token is the answer."""
 
     def logits(model: nn.Module, inputs: Inputs) -> Tensor:
         output = model(**inputs)
@@ -91,14 +91,14 @@ def text_case(
 
 
 def _mae_features(model: Any, inputs: Inputs) -> Tensor:
-    """The class token of an encoder that sees all patches, in their order."""
+    """The class token of an encoder that sees all patches in order."""
     batch, _, height, width = inputs["pixel_values"].shape
     order = torch.arange(height // 8 * (width // 8)).expand(batch, -1).float()
     return model(**inputs, noise=order, interpolate_pos_encoding=True).last_hidden_state[:, 0]
 
 
 def save_tokenizer(folder: Path, words: Sequence[str] = "abcdefgh") -> None:
-    """A tokenizer of a few words, as `save_pretrained` leaves it beside a model."""
+    """Save a tokenizer of a few words, as `save_pretrained` does next to a model."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -111,7 +111,7 @@ def save_tokenizer(folder: Path, words: Sequence[str] = "abcdefgh") -> None:
 
 
 def sentence_model(folder: Path, pooling: str, *more: str) -> Any:
-    """A model of sentence-transformers around the encoder in a folder, which has a tokenizer too."""
+    """A sentence-transformers model around the encoder and tokenizer saved in a folder."""
     library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
@@ -122,7 +122,7 @@ def sentence_model(folder: Path, pooling: str, *more: str) -> Any:
 
 
 def sentence_bert() -> nn.Module:
-    """A BERT in a model of sentence-transformers that gives the mean of its tokens."""
+    """A BERT in a sentence-transformers model with mean pooling."""
     with TemporaryDirectory() as folder:
         save_tokenizer(Path(folder))
         transformers_model("BertModel", TEXT).save_pretrained(folder)
@@ -136,7 +136,7 @@ _NARROW = {**TEXT, "embedding_size": 16}
 _ONE_KIND = {**TEXT, "type_vocab_size": 1}
 _SHARED = {**_NARROW, "classifier_dropout_prob": 0.0}
 _GATED = {"num_register_tokens": 2, "use_gated_mlp": True, "hidden_act": "silu", "layerscale_value": 0.5}
-_STILL = {"pos_embed_rescale": None}  # in training
+_STILL = {"pos_embed_rescale": None}  # no random rescaling in training
 DINOV3 = {**BLOCKS, **_GATED, **_STILL, "hidden_size": 32, "image_size": 32, "patch_size": 8, "intermediate_size": 48}
 _SPECIAL = {"pad_token_id": 0, "cls_token_id": 1, "bos_token_id": 1, "sep_token_id": 2, "eos_token_id": 2}
 MODERNBERT = {**_WORDS, **BLOCKS, **_SPECIAL, "hidden_size": 32, "intermediate_size": 48, "local_attention": 4}
@@ -183,7 +183,7 @@ CASES: list[ArchitectureCase] = [
 ]
 _MEAN = {**MODERNBERT, "classifier_pooling": "mean", "norm_bias": True, "attention_bias": True, "mlp_bias": True}
 _PLAIN = {**DINOV3, "query_bias": False, "value_bias": False, "num_register_tokens": 0}
-VARIANTS: list[ArchitectureCase] = [  # of kinds that are among the cases
+VARIANTS: list[ArchitectureCase] = [  # variants of architectures in the cases above
     vision_case("dinov3-plain", "DINOv3ViTModel", _PLAIN, resize=False, answer=_POOLED),
     text_case("modernbert-mean", "ModernBertForSequenceClassification", _MEAN, segments=False),
     text_case("modernbert-bare", "ModernBertModel", MODERNBERT, segments=False, answer=_POOLED),

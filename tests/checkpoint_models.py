@@ -1,4 +1,4 @@
-"""Small ensembles that between them use every part of the checkpoint format, with random weights."""
+"""Small random ensembles that together use every part of the checkpoint format."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def single() -> EnsembleConfig:
 
 
 def ragged() -> EnsembleConfig:
-    """Three members, nothing shared, other heads each, layers without any head."""
+    """Three members, nothing shared, different heads each, some layers without heads."""
     return EnsembleConfig(PatchStemConfig((4, 4), (2, 3)), encoder(), ReadoutConfig(num_classes=3), RAGGED)
 
 
@@ -91,7 +91,7 @@ def metadata_for(config: EnsembleConfig) -> Metadata:
 
 
 def ensemble(config: EnsembleConfig, dtype: torch.dtype = torch.float32, metadata: Metadata | None = None) -> Ensemble:
-    """An ensemble with random values everywhere, biases and norms too."""
+    """An ensemble with random values in every parameter, biases and norms included."""
     generator = torch.Generator().manual_seed(0)
     model = Ensemble(config, metadata_for(config) if metadata is None else metadata)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def inputs_for(config: EnsembleConfig, dtype: torch.dtype = torch.float32) -> Te
 
 
 def labelled(config: EnsembleConfig, count: int = 120, seed: int = 0, size: int = 16, shift: float = 0.0) -> list[Any]:
-    """Batches of labelled inputs whose classes differ in more than their labels; of images, all shifted."""
+    """Labelled batches whose inputs depend on the class (images only); `shift` is added to all images."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % config.readout.num_classes
     if isinstance(config.stem, TextStemConfig):

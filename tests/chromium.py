@@ -1,4 +1,4 @@
-"""A headless Chromium, where one is installed, and what it says about a page."""
+"""A headless Chromium, if one is installed, and the errors and requests of a page."""
 
 import base64
 import itertools
@@ -19,21 +19,21 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
-    "--allow-pre-commit-input",  # else keys that come before the first picture of a page are dropped without a word
-    "--disable-dev-shm-usage", "--disable-hang-monitor",  # a small /dev/shm, or a slow machine, ends no page
+    "--allow-pre-commit-input",  # otherwise keys pressed before the first paint are dropped silently
+    "--disable-dev-shm-usage", "--disable-hang-monitor",  # no crash on a small /dev/shm or a slow machine
 )  # fmt: skip
 
 
 @contextmanager
 def open_tab() -> Iterator["Tab"]:
-    """An empty tab of the installed Chromium, which runs as long as the block; or a skip."""
+    """Run the installed Chromium for the block and yield an empty tab; skip if there is none."""
     binary = next((path for name in _NAMES if (path := shutil.which(name))), None)
     if binary is None:
         pytest.skip(f"no Chromium is installed (looked for {', '.join(_NAMES)})")
     (theirs, ours), (back, forth) = os.pipe(), os.pipe()
-    # its helpers outlive the browser for an instant, and may write to the folder while it is removed
+    # helper processes briefly outlive the browser and may write to the folder while it is removed
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        # the browser reads from 3 and writes to 4, which a process cannot choose for its child but by another one
+        # the browser uses fds 3 and 4; Popen cannot choose a child's fds, so another process in between does
         free = f"[fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in ({theirs}, {forth})]"  # neither 3 nor 4
         moved = f"import fcntl, os, sys; a, b = {free}; os.dup2(a, 3); os.dup2(b, 4);"
         shell = [sys.executable, "-c", f"{moved} os.execvp(sys.argv[1], sys.argv[1:])", binary]
@@ -43,7 +43,7 @@ def open_tab() -> Iterator["Tab"]:
             pass_fds=(theirs, forth),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "LC_ALL": "C.UTF-8"},  # in others it could not open files of every name
+            env={**os.environ, "LC_ALL": "C.UTF-8"},  # in other locales it could not open every file name
         )
         os.close(theirs)
         os.close(forth)
@@ -56,11 +56,11 @@ def open_tab() -> Iterator["Tab"]:
 
 
 class Tab:
-    """One page, driven by the protocol of Chromium's developer tools, over a pipe.
+    """One page, controlled over a pipe by the Chrome DevTools Protocol.
 
     Attributes:
-        complaints: Errors of scripts, of the console and of loading.
-        requests: Addresses that the page asked for.
+        complaints: Errors from scripts, the console and loading.
+        requests: URLs the page requested.
     """
 
     def __init__(self, commands: Any, events: Any) -> None:
@@ -74,7 +74,7 @@ class Tab:
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Give a command and wait for what comes of it; what happens meanwhile is kept."""
+        """Send a command and wait for its result; record events that arrive meanwhile."""
         number = next(self._numbers)
         command = {"id": number, "method": method, "params": parameters}
         command |= {} if self._session is None else {"sessionId": self._session}
@@ -105,7 +105,7 @@ class Tab:
             self.requests.append(found["request"]["url"])
 
     def open(self, address: str, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Load a page in a window of a size and wait until it is there."""
+        """Load a page in a window of this size and wait until it is loaded."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         still = {"name": "prefers-reduced-motion", "value": "reduce"}
@@ -114,13 +114,13 @@ class Tab:
         self.run('new Promise((done) => document.readyState === "complete" ? done() : addEventListener("load", done))')
 
     def run(self, script: str) -> Any:
-        """The value of a script; a promise is waited for."""
+        """Evaluate a script and return its value; awaits promises."""
         found = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def until(self, condition: str) -> None:
-        """Wait until something on the page makes a condition true."""
+        """Wait until a condition on the page is true."""
         self.run(
             f"""new Promise((done) => {{
               const look = () => ({condition}) && done();
@@ -131,13 +131,13 @@ class Tab:
         )
 
     def give_file(self, selector: str, path: Path) -> None:
-        """Choose a file in a field for files."""
+        """Choose a file in a file input."""
         root = self.send("DOM.getDocument")["root"]["nodeId"]
         node = self.send("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.send("DOM.setFileInputFiles", nodeId=node, files=[str(path.resolve())])
 
     def press(self, key: str, control: bool = False) -> None:
-        """Press a key and let it go: Tab, Enter or an arrow."""
+        """Press and release a key: Tab, Enter or an arrow."""
         codes = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
         common = {"key": key, "windowsVirtualKeyCode": codes[key], "modifiers": 2 if control else 0}
         typed = {"type": "keyDown", "text": "\r"} if key == "Enter" and not control else {"type": "rawKeyDown"}
@@ -145,10 +145,10 @@ class Tab:
         self.send("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def write(self, text: str) -> None:
-        """Type a text where the focus is."""
+        """Type text into the focused element."""
         self.send("Input.insertText", text=text)
 
     def screenshot(self, target: Path, full: bool = True) -> None:
-        """A picture of the page, with what lies below the window."""
+        """Save a screenshot of the page, including the part below the window."""
         content = self.send("Page.captureScreenshot", captureBeyondViewport=full)["data"]
         target.write_bytes(base64.b64decode(content))

@@ -40,7 +40,7 @@ def random_problem(
     seed: int = 0,
     ties: bool = False,
 ) -> Problem:
-    """A random model and random data; with `ties`, samples occur more than once, also on both sides."""
+    """A random model and random data; with `ties`, some samples repeat, within and across ID and OOD."""
     model = random_ensemble(shape, seed=seed)
     id_batches = random_batches(model, id_sizes, seed, ragged=True)
     ood_batches = random_batches(model, ood_sizes, seed + 1000, ragged=True)
@@ -55,7 +55,7 @@ def random_problem(
 def searches(
     problem: Problem, score: Score, dtype: torch.dtype = torch.float64, layers: list[int] | None = None
 ) -> tuple[Naive, Exact, list[Head]]:
-    """Both methods on one problem, and the heads to choose from."""
+    """Both methods on one problem, and the candidate heads."""
     model = working_copy(problem.model, dtype, torch.device("cpu"))
     samples = read_samples(model, problem.id_batches, None if score == "acc" else problem.ood_batches, 0)
     objective = Objective(score, samples.id_count, tuple(samples.ood_sources.values()))
@@ -65,6 +65,6 @@ def searches(
 
 
 def evidence(ranking: HeadRanking) -> dict[str, object]:
-    """What two methods that agree must agree on."""
+    """What two equivalent methods must agree on."""
     made = {name: ranking.provenance[name] for name in ("errors", "discordance", "start")}
     return {"heads": [str(head) for head in ranking.heads], "scores": ranking.scores, **made}

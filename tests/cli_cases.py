@@ -1,4 +1,4 @@
-"""A small world for the command line: a timm ViT, a BERT, images and reviews, in one folder."""
+"""Fixtures for the command line: a timm ViT, a BERT, images and reviews, in one folder."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ from architectures_transformers import save_tokenizer
 from hydra_ensembles.cli import main
 
 APP = hydra_ensembles_cli.make_app(hydra_ensembles_cli.read_table() or {}, main.run_command)
-typer.testing._get_command = functools.cache(typer.main.get_command)  # else it makes all commands anew for each call
+typer.testing._get_command = functools.cache(typer.main.get_command)  # otherwise it rebuilds all commands for each call
 COLOURS = ("blue", "green", "red")
 VIT_OPTIONS = {"img_size": 16, "patch_size": 8, "depth": 3, "num_heads": 4}
 WORDS = ("good", "fine", "great", "bad", "dull", "long", "film", "plot", "a", "the")
@@ -26,19 +26,19 @@ SMALL_BERT |= {"num_hidden_layers": 3, "num_attention_heads": 4, "id2label": {0:
 
 
 def run(*arguments: object, **settings: Any) -> Any:
-    """The command line in this process."""
+    """Run the command line in this process."""
     return typer.testing.CliRunner().invoke(APP, [str(argument) for argument in arguments], **settings)
 
 
 def succeed(*arguments: object, **settings: Any) -> str:
-    """Run a command that must work; its standard output."""
+    """Run a command that must succeed and return its standard output."""
     result = run(*arguments, **settings)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def fail(*arguments: object, **settings: Any) -> str:
-    """Run a command that must refuse its input; the line it says, or those of a model that does not fit."""
+    """Run a command that must refuse its input; return its error, one line or up to five if a model does not fit."""
     result = run(*arguments, **settings)
     assert result.exit_code == 2, result.output
     said: str = result.stderr.strip()
@@ -65,18 +65,18 @@ def save_vit(path: Path) -> Path:
 
 
 def save_bert(folder: Path) -> Path:
-    """A classifier of transformers with its tokenizer, as `save_pretrained` leaves it."""
+    """A transformers classifier with its tokenizer, as `save_pretrained` saves them."""
     import transformers
 
     torch.manual_seed(0)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL_BERT))
-    perturbed(model, seed=3, noise=0.2).save_pretrained(folder)  # a seed by which rankings differ
+    perturbed(model, seed=3, noise=0.2).save_pretrained(folder)  # a seed for which rankings differ
     save_tokenizer(folder, WORDS)
     return folder
 
 
 def save_images(folder: Path, count: int, seed: int) -> Path:
-    """Noise in which one colour is brighter: a sub-folder a colour."""
+    """Noise in which one colour is brighter, one sub-folder per colour."""
     generator = np.random.default_rng(seed)
     for channel, colour in enumerate(reversed(COLOURS)):
         (folder / colour).mkdir(parents=True)
@@ -88,7 +88,7 @@ def save_images(folder: Path, count: int, seed: int) -> Path:
 
 
 def save_stripes(folder: Path, count: int, seed: int) -> Path:
-    """Images without a class."""
+    """Save images without labels."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(seed)
     for index in range(count):

@@ -1,4 +1,4 @@
-"""What all tests have in common."""
+"""Configuration common to all tests."""
 
 import gc
 import os
@@ -11,33 +11,33 @@ import pytest
 
 # A shell without job control starts `make test &` with SIGINT ignored, which Python, and every child, inherits.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-os.fsync = lambda handle: None  # no test takes the power away; the tests of files and saves count and refuse the calls
-gc.set_threshold(20_000, 50, 50)  # what is imported is much and stays: it is seldom worth a walk
+os.fsync = lambda handle: None  # no test cuts the power; tests of files and saves count these calls or make them fail
+gc.set_threshold(20_000, 50, 50)  # imports create many long-lived objects: full collections are rarely worth it
 
 
-TOGETHER = {name: name for name in ("contract", "circuit", "cli", "studies")}  # files share what takes long to make,
-TOGETHER |= dict.fromkeys(("convert", "model"), "contract")  # and these folders the models and libraries of that one
-FIRST = {*TOGETHER, "integration", "pipeline", "training"} - {"cli"}  # they take long: no worker ends with one of them,
-FIRST |= {"test_public_names", "test_checkpoint_saving", "test_every_function", "test_attack_deeds"}  # nor with these
+TOGETHER = {name: name for name in ("contract", "circuit", "cli", "studies")}  # their files share slow fixtures;
+TOGETHER |= dict.fromkeys(("convert", "model"), "contract")  # these folders share models and libraries with contract
+FIRST = {*TOGETHER, "integration", "pipeline", "training"} - {"cli"}  # slow: first, so that no worker ends with one
+FIRST |= {"test_public_names", "test_checkpoint_saving", "test_every_function", "test_attack_deeds"}  # slow files, too
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import what takes seconds to import (Ray) for tests that are not asked for."""
+    """Skip files that take seconds to import (Ray) unless their tests are selected."""
     usual = config.getoption("markexpr") == "not slow and not gpu"
     return True if usual and collection_path.name == "slow" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let what takes long go first."""
+    """Run slow tests first."""
     items.sort(key=lambda item: FIRST.isdisjoint((item.path.parent.name, item.path.stem)))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let every test draw the same random numbers, whichever ran before it, and unit tests do without oneDNN.
+    """Seed every test alike, whichever ran before it, and disable oneDNN in unit tests.
 
-    Of products as small as theirs it takes up to ten times as long as other kernels. Contract, integration and slow
-    tests compute as users do, and so do those that ask for `usual_kernels`.
+    On products as small as theirs, oneDNN is up to ten times slower than other kernels. Contract, integration and slow
+    tests compute as users do, and so do tests that use the fixture `usual_kernels`.
     """
     import torch
 
@@ -48,7 +48,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def usual_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test compute as other processes do, to the last bit."""
+    """Let a test compute exactly as other processes do, bit for bit."""
     import torch
 
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
@@ -62,24 +62,24 @@ def _seed() -> None:
     np.random.seed(0)
     if torch.cuda.is_available():
         torch.manual_seed(0)
-    else:  # it would keep the seed, and print where it was set, for every device that may come
+    else:  # torch.manual_seed would also keep the seed, with a stack trace, for CUDA devices that may appear later
         torch.default_generator.manual_seed(0)
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
-    """The same for what files draw when they are imported."""
+    """Seed likewise before a test file is imported, which may draw random numbers."""
     if isinstance(collector, pytest.Module):
         _seed()
 
 
 def pytest_collection_finish() -> None:
-    """Leave all that is imported by now out of every later walk, of those at the end of the session too."""
+    """Exclude everything imported so far from later garbage collections, those at exit included."""
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give a worker whole files, and all files of folders that share a finished study or build, or models."""
+    """Give each worker whole files, and keep folders that share a study, a build or models on one worker."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -91,29 +91,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave nothing to chance, and let untrained models be calibrated on few samples: they answer by chance."""
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # who only waits imports no torch
+    """Make runs deterministic, and allow calibration on few samples: untrained models answer by chance."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # not in xdist's main process
         import hypothesis
         import tqdm
 
-        for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "COLUMNS"):  # tables have no colours, and one width
+        for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "COLUMNS"):  # no colours, fixed table width
             os.environ.pop(name, None)
-        os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # no network, no threads behind forks
-        tqdm.tqdm.monitor_interval = 0  # its thread takes a lock now and then, which a forked child would wait for
-        if config.getoption("markexpr") not in ("slow", "gpu"):  # what takes long may have all cores
-            # sums round alike everywhere, and forked children, which lack the other threads, do not wait for them
-            os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: some of its libraries look only then
+        os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # no network, no threads before forks
+        tqdm.tqdm.monitor_interval = 0  # its thread sometimes holds a lock, on which a forked child would wait forever
+        if config.getoption("markexpr") not in ("slow", "gpu"):  # slow tests may use all cores
+            # sums round alike everywhere, and a forked child does not wait for OpenMP threads that it does not have
+            os.environ["OMP_NUM_THREADS"] = "1"  # set before torch is loaded: some of its libraries read it only then
         hypothesis.settings.register_profile(
             "same", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
         )
-        hypothesis.settings.load_profile("same")  # the same examples everywhere, however long a busy machine takes
+        hypothesis.settings.load_profile("same")  # the same examples everywhere, without a deadline on busy machines
         import torch
 
         from hydra_ensembles.optimize import runner
 
-        torch.ones(1, requires_grad=True).sum().backward()  # the first one behind a torch.export lets no fork train
-        runner.REPEATS = 1  # plans are timed to choose between them, and no test asks which is the faster one
-        # what ours say, tests ask for by pytest.warns
+        torch.ones(1, requires_grad=True).sum().backward()  # a first one after torch.export breaks training in forks
+        runner.REPEATS = 1  # plans are timed to choose one, and no test depends on which is faster
+        # tests check our own warnings with pytest.warns
         config.addinivalue_line("filterwarnings", "ignore::hydra_ensembles.errors.HydraWarning")
     config.addinivalue_line("filterwarnings", "ignore:a share of .* can be promised from:UserWarning")
     config.addinivalue_line("filterwarnings", "ignore:few samples a class:UserWarning")

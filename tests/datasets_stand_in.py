@@ -26,7 +26,7 @@ class Table:
 
 
 def stand_in_hub(monkeypatch: pytest.MonkeyPatch, known: dict[str, dict[str, Table]]) -> list[tuple[Any, ...]]:
-    """A library that knows these; what it is asked for is in the list that is returned."""
+    """Install a `datasets` module that knows these tables; return the list of requests it will record."""
     asked: list[tuple[Any, ...]] = []
 
     def load_dataset(name: str, config: str | None, split: str | None, trust_remote_code: bool) -> Any:

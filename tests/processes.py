@@ -1,4 +1,4 @@
-"""Child processes of tests, threads in their stead, and calls that are counted or end a run."""
+"""Child processes for tests, threads that act as ranks, and functions patched to count calls or to interrupt a run."""
 
 import os
 import pickle
@@ -20,18 +20,18 @@ LIMIT = 600  # seconds, a safety net: nothing here depends on the clock
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment of a child; modules are found where the parent finds them, however it was started."""
-    threads = str(torch.get_num_threads())  # as many as here, or sums would round differently
+    """Environment for a child that finds modules where the parent does, however the parent was started."""
+    threads = str(torch.get_num_threads())  # as many as here, otherwise sums round differently
     return {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **changes}
 
 
 def _started(work: Callable[[], object]) -> int:
-    """Number of a copy of this process that does some work; it ends with 0 if it gets to the end."""
+    """Fork this process to do some work and return the child's pid; the child exits with 0 on success."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads are copied without what they hold
+        warnings.simplefilter("ignore", DeprecationWarning)  # warns that other threads may hold locks
         child = os.fork()
     if child == 0:
-        torch.set_num_threads(1)  # the others of OpenMP were not copied, and would be waited for without end
+        torch.set_num_threads(1)  # the other OpenMP threads were not copied; the child would wait for them forever
         try:
             work()
         except BaseException:
@@ -46,12 +46,12 @@ def _status(child: int) -> int:
 
 
 def in_a_child(work: Callable[[], object]) -> int:
-    """Exit status of a copy of this process that does some work; nothing is tidied up."""
+    """Exit status of a fork of this process that does some work and exits without cleanup."""
     return _status(_started(work))
 
 
 def launch(work: Callable[[], object], processes: int = 2) -> list[int]:
-    """Exit statuses of copies of this process that torchrun might have started; the store's port is not guessed."""
+    """Exit statuses of forks set up as torchrun would start them; the store chooses a free port."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -70,7 +70,7 @@ def launch(work: Callable[[], object], processes: int = 2) -> list[int]:
 
 
 def by_two_ranks(work: Callable[[int], Any]) -> list[Future[Any]]:
-    """A function of the rank, run by two threads that meet where two processes would; this thread is alone."""
+    """Run a function of the rank in two threads that synchronise as two processes would; other threads have no rank."""
     barrier, given, own = threading.Barrier(2, timeout=LIMIT), [b"", b""], threading.local()
 
     def exchange(found: list[Any], item: Any) -> None:
@@ -99,7 +99,7 @@ def count_calls(
     done: Callable[[], object],
     fatal: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Let every call of a function be told to `done`, and end the run where `fatal` says so."""
+    """Patch a function to call `done` on every call, and to raise KeyboardInterrupt once `fatal` returns true."""
     original = getattr(owner, name)
 
     def counted(*arguments: Any, **options: Any) -> Any:
@@ -112,7 +112,7 @@ def count_calls(
 
 
 def watch_replacements(act: Callable[[Path], None]) -> Callable[..., None]:
-    """A stand-in for `os.replace`, the last act of every write of the library, that calls `act` first."""
+    """A replacement for `os.replace`, the last step of every write of the library, that calls `act` first."""
     original = os.replace
 
     def replace(source: Any, target: Any, **options: Any) -> None:

@@ -26,13 +26,13 @@ Batch = tuple[Tensor | dict[str, Tensor], Tensor]
 
 
 def encoder(**changes: Any) -> EncoderConfig:
-    """An encoder in which no two sizes are equal."""
+    """An encoder whose sizes all differ."""
     sizes = {"width": WIDTH, "layers": LAYERS, "heads": HEADS, "head_dim": HEAD_DIM, "mlp_width": 14}
     return EncoderConfig(**(sizes | changes))
 
 
 def shape(stem: PatchStemConfig | TextStemConfig, readout: dict[str, Any], **changes: Any) -> EnsembleConfig:
-    """A single model with all heads; `changes` are those of the encoder."""
+    """A single model with all heads; `changes` override the encoder's settings."""
     blocks = encoder(**changes)
     return EnsembleConfig(stem, blocks, ReadoutConfig(num_classes=CLASSES, **readout), blocks.all_heads())
 
@@ -43,7 +43,7 @@ TEXT = TextStemConfig(vocabulary=20, positions=8, embedding_width=WIDTH)
 PROJECTED = TextStemConfig(20, 10, embedding_width=WIDTH - 3, segments=2, positions_after=1, project=True)
 MAP = {"pool": "map", "map_heads": 2, "map_mlp_width": 7}
 GATED = {"gated": True, "activation": "silu"}
-EVEN = {"head_dim": 4}  # halves of rows and columns, or of a text, turn together
+EVEN = {"head_dim": 4}  # 2D rotary positions need a multiple of 4, 1D ones of 2
 
 SHAPES = {
     "image-cls": shape(IMAGE, {}),
@@ -54,7 +54,7 @@ SHAPES = {
     "text-mean-post-norm": shape(TEXT, {"pool": "mean", "norm": "none"}, norm_first=False),
     "text-causal": shape(TEXT, {"pool": "last"}, causal=True),
 }
-ALL_SHAPES = SHAPES | {  # for tests that look at every readout and stem
+ALL_SHAPES = SHAPES | {  # for tests of every readout and stem
     "image-distilled-registers": shape(DISTILLED, {"pool": "distilled"}),
     "image-post-norm-cls": shape(IMAGE, {"norm": "none"}, norm_first=False),
     "image-qknorm-cls": shape(IMAGE, {}, qk_norm=True, layer_scale=True),
@@ -95,7 +95,7 @@ def small(
     readout: dict[str, Any] | None = None,
     **blocks: Any,
 ) -> EnsembleConfig:
-    """A model of images of 8 x 8 pixels or of short texts, with all heads; `blocks` are settings of the encoder."""
+    """A config for images of 8 x 8 pixels or short texts, with all heads; `blocks` are settings of the encoder."""
     made = EncoderConfig(**{"width": 16, "layers": 2, "heads": 2, "head_dim": 8, "mlp_width": 24, **blocks})
     words = {"vocabulary": 20, "positions": 8, "embedding_width": made.width, **(text or {})}
     stem = TextStemConfig(**words) if kind == "text" else PatchStemConfig((4, 4), (2, 2))
@@ -111,7 +111,7 @@ def random_ensemble(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Ensemble:
-    """An ensemble in eval mode whose weights, biases and scales are all random, so that none is neutral."""
+    """An ensemble in eval mode with random weights, biases and scales, so that none is neutral."""
     config = ALL_SHAPES[shape]
     ensemble = Ensemble(replace(config, heads=heads or config.heads, sharing=sharing, trunk=trunk)).to(dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -123,7 +123,7 @@ def random_ensemble(
 
 
 def noisy(config: EnsembleConfig, seed: int = 0, noise: float = 0.2, metadata: Metadata | None = None) -> Ensemble:
-    """An ensemble as it is initialised, with noise on every parameter, so that all of it matters."""
+    """A freshly initialised ensemble with noise on every parameter, so that each has an effect."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         ensemble = Ensemble(config, metadata)
@@ -135,12 +135,12 @@ def noisy(config: EnsembleConfig, seed: int = 0, noise: float = 0.2, metadata: M
 def random_batches(
     ensemble: Ensemble, sizes: tuple[int, ...] = (5, 5, 2), seed: int = 100, ragged: bool = False
 ) -> list[Batch]:
-    """Labelled batches of the given sizes; `ragged` texts are padded to another length in each batch."""
+    """Labelled batches of the given sizes; with `ragged`, each batch of texts is padded to a different length."""
     generator = torch.Generator().manual_seed(seed)
     batches: list[Batch] = []
     for index, size in enumerate(sizes):
         labels = torch.randint(CLASSES, (size,), generator=generator)
-        labels[0] = index % CLASSES  # more than one class as soon as there are two batches
+        labels[0] = index % CLASSES  # more than one class once there are two batches
         if ensemble.kind == "image":
             batches.append((torch.randn(size, 3, 4, 6, generator=generator, dtype=torch.float64), labels))
             continue
@@ -149,7 +149,7 @@ def random_batches(
         lengths[0] = longest
         mask = torch.arange(longest)[None] < lengths
         ids = torch.randint(2, 19, (size, longest), generator=generator)
-        ids[torch.arange(size), lengths[:, 0] - 1] = 19  # the end of the text has the highest id
+        ids[torch.arange(size), lengths[:, 0] - 1] = 19  # the end token has the highest id
         inputs = {"input_ids": ids.masked_fill(~mask, 1), "attention_mask": mask.long()}
         if ensemble.config.stem.kind == "text" and ensemble.config.stem.segments:
             inputs["token_type_ids"] = (torch.arange(longest)[None] > 2).long().expand(size, -1)
@@ -158,7 +158,7 @@ def random_batches(
 
 
 def without_heads(ensemble: Ensemble, heads: set[tuple[int, int]]) -> Ensemble:
-    """The same single model with heads cut out of its weights."""
+    """The same single model with these heads removed from its weights."""
     config = ensemble.config
     kept = tuple(
         tuple(head for head in there if (layer, head) not in heads) for layer, there in enumerate(config.heads[0])

@@ -1,4 +1,4 @@
-"""Evaluations of made-up methods, for the tests of tables and reports: quick to make, with everything in them."""
+"""Evaluations of made-up methods for tests of tables and reports: quick to make, with every field filled."""
 
 from dataclasses import replace
 from functools import cache
@@ -20,7 +20,7 @@ TARGETS = torch.randint(CLASSES, (160,), generator=torch.Generator().manual_seed
 
 
 def kept_heads(members: int) -> KeptHeads:
-    """All heads of a single model, three a layer of the others."""
+    """All heads of a single model, three per layer for ensembles."""
     generator = torch.Generator().manual_seed(members)
     dropped = 0 if members == 1 else 2
     return tuple(
@@ -79,7 +79,7 @@ def evaluation(
 
 
 def methods() -> list[Evaluation]:
-    """Three methods, of which the last one has everything a report can show."""
+    """Three methods; the last has everything a report can show."""
     return [
         evaluation("Single", bootstrap=20),
         evaluation("Deep Ensemble", members=3, strength=2.4, seed=3),
@@ -96,6 +96,6 @@ def costs() -> list[Cost]:
 
 
 def cells(comparison: Comparison, name: str) -> dict[str, Cell]:
-    """Of the row of one method, by column."""
+    """The row of one method, by column."""
     row = next(row for row in comparison.rows if row.name == name)
     return {column.key: cell for column, cell in zip(comparison.columns, row.cells, strict=True)}

@@ -1,4 +1,4 @@
-"""Small ensembles as they are served: images, texts and zero-shot, trunk and uneven heads, calibrated or not."""
+"""Small ensembles for serving: image, text and zero-shot, with a trunk and uneven heads, calibrated or not."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,11 +19,11 @@ from hydra_ensembles.serve.outputs import Answering
 from zero_shot_models import NAMES, dual_of
 
 SCORES = {"image": ("relative_mahalanobis++", "vim", "knn"), "text": ("mahalanobis",), "zero-shot": ("knn",)}
-HEADS = (((0, 1), (0,)), ((0, 1), (1, 2, 3)), ((0, 1), ()))  # the same in the layer of a trunk, uneven after it
+HEADS = (((0, 1), (0,)), ((0, 1), (1, 2, 3)), ((0, 1), ()))  # equal in the trunk's layer, uneven after it
 
 
 def config_of(kind: str) -> EnsembleConfig:
-    """Three members that see images over a stem and a layer in common, or texts, with segments and post-norm."""
+    """Three members with a shared stem and first layer; the text model has segments and post-norm."""
     stem: Any = PatchStemConfig((4, 4), (2, 2))
     readout, blocks = ReadoutConfig(num_classes=3), encoder(2)
     if kind == "text":
@@ -32,7 +32,7 @@ def config_of(kind: str) -> EnsembleConfig:
 
 
 def inputs_for(one: Ensemble, size: int, seed: int = 0, tokens: int = 6) -> dict[str, torch.Tensor]:
-    """Random inputs by name, preprocessed; texts are padded, all but the first."""
+    """Random preprocessed inputs by name; all texts but the first are padded."""
     generator, stem = torch.Generator().manual_seed(seed), one.config.stem
     if one.kind == "image":
         return {"pixel_values": torch.randn(size, stem.channels, *stem.image_size, generator=generator)}
@@ -49,19 +49,19 @@ def _labelled(one: Ensemble, count: int, seed: int) -> list[Any]:
     inputs, labels = inputs_for(one, count, seed), torch.arange(count) % one.num_classes
     if one.kind == "image":
         inputs["pixel_values"] += labels[:, None, None, None]
-    else:  # longer than the texts of tests: of equal ones rounding would decide a p-value
+    else:  # longer than the texts in tests: with equal texts, rounding would decide the p-value
         inputs["attention_mask"][:, :3] = 1
     return [(inputs, labels)]
 
 
 def served(name: str) -> Ensemble:
-    """`image`, `text` or `zero-shot` with everything fitted, or the same with `, bare` and nothing."""
+    """`image`, `text` or `zero-shot`, with familiarity and calibration fitted; with `, bare` appended, neither."""
     return _served(name, torch.backends.mkldnn.enabled)
 
 
 @cache
 def _served(name: str, one_dnn: bool) -> Ensemble:
-    """Fitted by the kernels that the test computes with: scores round as those of the held-out samples do."""
+    """Fit with the kernels the test uses, so that its scores round like those of the held-out samples."""
     kind, _, bare = name.partition(", ")
     if kind == "zero-shot":
         whole = he.zero_shot(dual_of(DUAL_CASES[0]), NAMES)
@@ -79,7 +79,7 @@ Change = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, one: Ensemble, change: Change = lambda found: found) -> None:
-    """A `pt2` file that holds a word, and answers as the ensemble does, changed."""
+    """Replace export to `pt2` by a dummy file that answers as the ensemble does, after `change`."""
 
     @torch.no_grad()
     def run(inputs: Any) -> dict[str, np.ndarray]:

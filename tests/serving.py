@@ -1,4 +1,4 @@
-"""Servers for tests: inside this process, or on a port of the loopback, and images to send them."""
+"""Servers for tests, in this process or on a loopback port, and images to send to them."""
 
 import asyncio
 import io
@@ -34,7 +34,7 @@ def picture(seed: int = 0, size: tuple[int, int] = (20, 16), format: str = "PNG"
 
 
 def png(width: int, height: int, kind: int = 2, pixels: bytes = bytes(100)) -> bytes:
-    """A PNG whose header claims a size, colours (2) or grey (0), with these bytes behind it."""
+    """A PNG whose header claims this size and colour type (2: RGB, 0: grey), followed by these bytes."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
@@ -51,14 +51,14 @@ def opened(content: bytes) -> Image.Image:
 
 
 def turned() -> bytes:
-    """A photograph that was stored on its side."""
+    """A photograph stored on its side, with an EXIF rotation."""
     exif = Image.Exif()
     exif[0x0112] = 6
     return encoded(opened(picture()), "JPEG", exif=exif)
 
 
 def talk(app: Any, conversation: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]]) -> Any:
-    """Start an application in this process, talk to it, and end it."""
+    """Start an application in this process, run a conversation with it, and stop it."""
 
     async def whole() -> Any:
         async with app.router.lifespan_context(app):
@@ -70,13 +70,13 @@ def talk(app: Any, conversation: Callable[[httpx.AsyncClient], Coroutine[Any, An
 
 
 def ask(model: Ensemble, method: str, path: str, settings: ServeSettings, **options: Any) -> httpx.Response:
-    """One request to a fresh server."""
+    """Send one request to a new server."""
     return talk(make_app(model, settings), lambda client: client.request(method, path, **options))
 
 
 @contextmanager
 def listening(app: Any) -> Iterator[int]:
-    """An application behind a real socket; the port it listens on."""
+    """Serve an application on a real socket; yields its port."""
     place = socket.create_server(("127.0.0.1", 0))
     started = threading.Event()
 

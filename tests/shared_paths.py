@@ -1,4 +1,4 @@
-"""Where the real data and weights lie beside the checkout, and how a test skips when they do not."""
+"""Where real data and weights are stored next to the checkout, and how a test skips without them."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def shared(relative: str) -> Path:
-    """Path below the shared folder, or a skip that says what is missing."""
+    """Path below the shared folder; skips the test, naming what is missing."""
     path = SHARED / relative
     if not path.exists():
         pytest.skip(f"shared/{relative} is not on this machine")

@@ -1,4 +1,4 @@
-"""A small ViT that learned a small task, so that some of its heads matter and others do not."""
+"""A small ViT trained on a small task, so that some of its heads matter and others do not."""
 
 from functools import cache
 
@@ -14,7 +14,7 @@ _SIZE = 16
 
 
 def pictures(count: int, seed: int, first_pattern: int = 0, noise: float = 0.5) -> tuple[Tensor, Tensor]:
-    """Noisy pictures of fixed patterns, shifted at random, and which pattern each shows."""
+    """Noisy, randomly shifted pictures of fixed patterns, and the pattern of each."""
     generator = torch.Generator().manual_seed(seed)
     shapes = torch.Generator().manual_seed(99)
     patterns = F.interpolate(torch.randn(2 * CLASSES, 3, 4, 4, generator=shapes), size=_SIZE, mode="bilinear")
@@ -30,13 +30,13 @@ def id_pictures(count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def ood_pictures(count: int, seed: int = 2) -> tuple[Tensor, Tensor]:
-    """Pictures of patterns that the model never saw."""
+    """Pictures of patterns the model was not trained on."""
     return pictures(count, seed, first_pattern=CLASSES)
 
 
 @cache
 def trained_vit(steps: int = 40) -> Ensemble:
-    """The trained model, in float32. Callers must not change it."""
+    """The trained model, in float32. Callers must not modify it."""
     encoder = EncoderConfig(width=32, layers=LAYERS, heads=HEADS, head_dim=4, mlp_width=64)
     stem = PatchStemConfig(patch_size=(4, 4), grid=(4, 4))
     config = EnsembleConfig(stem, encoder, ReadoutConfig(num_classes=CLASSES), encoder.all_heads())

@@ -13,14 +13,14 @@ TEMPLATES = ("A photo of a {label}.", "the {label}", "a picture of the {label}")
 
 
 def tokenizer_for(case: DualCase) -> he.TextPreprocessing:
-    """A tokenizer whose ids suit the vocabulary of a case: its end token, its padding, its mask."""
+    """A tokenizer with ids that suit a case: its end token, padding and mask."""
     inputs = case.texts()
     end, pad = int(inputs["input_ids"][3, 1]), int(inputs["input_ids"][3, 2])
     return word_tokenizer(end, pad, "attention_mask" in inputs)
 
 
 def word_tokenizer(end: int = END, pad: int = 0, mask: bool = False) -> he.TextPreprocessing:
-    """A tokenizer that knows a few words, as the content of a `tokenizer.json`."""
+    """A tokenizer of a few words, stored as the content of a `tokenizer.json`."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
     ids = {word: 10 + index for index, word in enumerate(WORDS)} | {"[UNK]": 9, "[START]": 8, "[END]": end}

@@ -1,4 +1,4 @@
-"""Models of the architectures, converted and pruned ones, built once and not to be changed by a test."""
+"""Original, converted and pruned models of the architectures, cached; tests must not modify them."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -13,7 +13,7 @@ from architectures_clip import DualCase
 
 @cache
 def original(case: ArchitectureCase) -> nn.Module:
-    """The case's model, as its library made it."""
+    """The case's model, as its library builds it."""
     return case.build()
 
 
@@ -29,30 +29,30 @@ def _pruned(case: ArchitectureCase, heads: tuple[tuple[int, int], ...]) -> he.En
 
 
 def members(case: ArchitectureCase, choice: Sequence[Sequence[tuple[int, int]]]) -> list[he.Ensemble]:
-    """The case's converted model without the heads of each choice."""
+    """The case's converted model, pruned by each choice of heads."""
     return [_pruned(case, tuple(heads)) for heads in choice]
 
 
 @cache
 @torch.no_grad()
 def answers(case: ArchitectureCase, *heads: tuple[int, int]) -> Tensor:
-    """What the case's converted model answers to the case's inputs without these heads."""
+    """Logits of the case's converted model for the case's inputs, without these heads."""
     return (_pruned(case, heads) if heads else base(case))(case.inputs())
 
 
 @cache
 def variants(case: ArchitectureCase) -> tuple[he.Ensemble, ...]:
-    """Three models that differ everywhere, stem and readout included."""
+    """Three models with different values in every parameter, stem and readout included."""
     return tuple(perturbed(base(case).member(0), seed) for seed in (11, 12, 13))  # type: ignore[misc]
 
 
-# Heads that three members lose, each another number of them; nothing is left in the second layer of one.
+# Heads pruned from three members, a different number from each; one member has none left in the second layer.
 UNEVEN = [[(0, 1), (0, 2), (1, 0)], [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)], [(1, 2)]]
 
 
 @cache
 def pruned_variants(case: ArchitectureCase) -> tuple[he.Ensemble, ...]:
-    """The three models, each without other heads."""
+    """The three models, each pruned by different heads."""
     return tuple(he.prune(one, heads) for one, heads in zip(variants(case), UNEVEN, strict=True))
 
 
@@ -73,5 +73,5 @@ def dual(case: DualCase) -> he.DualEncoder:
 @cache
 @torch.no_grad()
 def dual_answers(case: DualCase) -> Tensor:
-    """What the case's converted dual encoder answers to the case's inputs."""
+    """Logits of the case's converted dual encoder for the case's inputs."""
     return dual(case)(case.pixels(), case.texts())

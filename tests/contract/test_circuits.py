@@ -1,4 +1,4 @@
-"""The exact method takes the naive method's choices, integer by integer: ties by likelihood, two OOD sources."""
+"""The exact method makes the naive method's choices, equal to the last integer; ties by likelihood, two OOD sources."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from contract.all_architectures import ALL_CASES
 from contract.models import base, original
 from hydra_ensembles.convert.convert import convert
 
-pytestmark = pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")  # samples on both sides, on purpose
+pytestmark = pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")  # ID and OOD share samples on purpose
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=str)
@@ -30,7 +30,7 @@ def test_exact_circuits_are_the_naive_ones(case: ArchitectureCase) -> None:
 
 
 def varied(inputs: Inputs, count: int, seed: int) -> dict[str, Tensor]:
-    """Other inputs of the same kind: noisy images, or texts with some words replaced by others of theirs."""
+    """Varied inputs of the same kind: noisy images, or texts whose words are drawn from their own words."""
     generator = torch.Generator().manual_seed(seed)
     assert isinstance(inputs, dict)
     many = {name: tensor.repeat(count, *[1] * (tensor.dim() - 1))[:count] for name, tensor in inputs.items()}
@@ -40,7 +40,7 @@ def varied(inputs: Inputs, count: int, seed: int) -> dict[str, Tensor]:
     ids = many["input_ids"].clone()
     ends = many["attention_mask"].sum(1) if "attention_mask" in many else torch.full((count,), ids.shape[1])
     for row, end in enumerate(ends.tolist()):
-        words = ids[row, 1 : end - 1]  # first and last token may have a meaning of their own
+        words = ids[row, 1 : end - 1]  # the first and last token may be special
         if len(words):
             ids[row, 1 : end - 1] = words[torch.randint(len(words), words.shape, generator=generator)]
     return {**many, "input_ids": ids}

@@ -1,4 +1,4 @@
-"""An ensemble is one graph: `torch.compile` and `torch.export` take it whole."""
+"""An ensemble is one graph: `torch.compile` and `torch.export` trace all of it."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from architectures import ArchitectureCase
 from contract.all_architectures import ALL_CASES
 from contract.models import variants
 
-# One architecture per kind of stem, norm placement, pooling and activation; the rest compile the same code.
+# One architecture per kind of stem, norm placement, pooling and activation; the others compile the same code.
 QUICK = {
     "timm-vit",
     "timm-augreg-qknorm-avg",
@@ -24,7 +24,7 @@ QUICK = {
     "transformers-modernbert",
     "transformers-clip-text",
 }
-# What comes after the one graph is made takes as long again: of each kind of input one, where `export` does the same.
+# The steps after tracing take as long again: one case per kind of input; `export` runs them for the others.
 THROUGH = {"timm-vit", "transformers-bert"}
 
 
@@ -58,6 +58,6 @@ def test_export_takes_the_ensemble(case: ArchitectureCase) -> None:
 
 
 def _arguments(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The batch as arguments of `forward`: the main input has a name of ours, the rest keep theirs."""
+    """The batch as arguments of `forward`, which calls the main input `inputs`; other names stay."""
     names = {"pixel_values": "inputs", "input_ids": "inputs"}
     return {names.get(name, name): tensor for name, tensor in inputs.items()}

@@ -66,7 +66,7 @@ def test_gradients_equal_the_originals_in_training(case: ArchitectureCase) -> No
     F.cross_entropy(logits, labels).backward()
     F.cross_entropy(ensemble(inputs)[0], labels).backward()
 
-    holder = he.convert(_holding_gradients(model), **case.convert_kwargs, probe=False)  # gradients answer nothing
+    holder = he.convert(_holding_gradients(model), **case.convert_kwargs, probe=False)  # no useful logits to compare
     expected = dict(holder.named_parameters())
     scale = max(parameter.abs().max().item() for parameter in expected.values())
     found = {name: parameter.grad for name, parameter in ensemble.named_parameters()}
@@ -90,7 +90,7 @@ def test_the_original_is_not_touched(case: ArchitectureCase) -> None:
 
 
 def _holding_gradients(model: nn.Module) -> nn.Module:
-    """A copy whose parameters are the gradients: converting it lays them out as the canonical ones."""
+    """A copy whose parameters hold the gradients: converting it rearranges them as it does weights."""
     holder = copy.deepcopy(model)
     for mine, theirs in zip(holder.parameters(), model.parameters(), strict=True):
         mine.data = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad.clone()

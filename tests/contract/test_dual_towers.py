@@ -1,4 +1,4 @@
-"""masked == pruned, and fused == members in turn, for both towers of every dual encoder."""
+"""masked == pruned, and fused == each member run alone, for both towers of every dual encoder."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A GPU answers as the CPU does, by every plan, and gives its gradients, for every architecture."""
+"""On a GPU, every plan gives the CPU's logits, and training the CPU's gradients, for every architecture."""
 
 import copy
 from collections.abc import Iterator
@@ -22,16 +22,16 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def exact_convolutions() -> Iterator[None]:
-    """Patches are embedded in full float32."""
+    """Embed patches in full float32, without TF32."""
     with torch.backends.cudnn.flags(allow_tf32=False):
         yield
 
 
 def fused(case: ArchitectureCase) -> tuple[he.Ensemble, he.Ensemble, Inputs, Inputs]:
-    """An ensemble of three members and a batch, on the CPU and on the device."""
+    """An ensemble of three members and a batch, on the CPU and on the GPU."""
     try:
         case.build()
-    except (ImportError, AttributeError, TypeError) as missing:  # that the others are built is the CPU's to prove
+    except (ImportError, AttributeError, TypeError) as missing:  # older libraries may lack it; CPU tests build all
         pytest.skip(f"the libraries beside this GPU do not have it: {missing}")
     ensemble, inputs = he.fuse([he.prune(base(case), heads) for heads in UNEVEN]), case.inputs()
     there = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
@@ -49,7 +49,7 @@ def test_every_plan_answers_as_on_the_cpu(case: ArchitectureCase) -> None:
     assert error(moved(there), expected) < 1e-4
     for plan in ("batched", "loop"):
         fast = moved.optimize(plans=[plan])
-        assert max(error(fast(there), expected) for _ in range(2)) < 1e-4  # recorded, and replayed
+        assert max(error(fast(there), expected) for _ in range(2)) < 1e-4  # the first call records, the second replays
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def test_half_precision_stays_within_its_rounding(case: ArchitectureCase) -> Non
     expected = ensemble(inputs)
     rounded = {name: one.to(torch.bfloat16) if one.is_floating_point() else one for name, one in inputs.items()}
     allowed = 0.02 + 3 * error(copy.deepcopy(ensemble).to(torch.bfloat16)(rounded), expected)
-    fast = moved.optimize(dtype=torch.bfloat16)  # the plans that this device can run, among them the grouped one
+    fast = moved.optimize(dtype=torch.bfloat16)  # the plans this device can run, the grouped one included
     assert error(fast(there), expected) < allowed
 
 

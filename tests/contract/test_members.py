@@ -1,4 +1,4 @@
-"""M members in one pass == the members one after another, for every architecture."""
+"""M members in one pass == each member run alone, for every architecture."""
 
 import pytest
 import torch

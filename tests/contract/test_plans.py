@@ -1,4 +1,4 @@
-"""Every way to run an ensemble gives the same numbers, for every architecture."""
+"""Every execution plan of an ensemble gives the same logits, for every architecture."""
 
 from functools import cache
 
@@ -29,7 +29,7 @@ PLANS = ("batched", "loop", "grouped")
 
 @cache
 def ensemble_of(case: ArchitectureCase, kind: str) -> he.Ensemble:
-    """Built once; not to be changed by a test."""
+    """Cached; tests must not modify it."""
     if kind == "stack":
         return stacked(case)
     if kind == "tuned":
@@ -47,7 +47,7 @@ def test_each_plan_equals_the_ensemble_at_changing_batch_sizes(case: Architectur
     inputs = case.inputs()
     first = {name: tensor[:1] for name, tensor in inputs.items()}
     for kind in KINDS:
-        expected = ensemble_of(case, kind)(inputs)  # a sample's logits are the same in every batch
+        expected = ensemble_of(case, kind)(inputs)  # a sample's logits do not depend on its batch
         for plan in PLANS:
             fast = optimized(case, kind).module(plan)
             assert close(fast(inputs), expected)
@@ -56,7 +56,7 @@ def test_each_plan_equals_the_ensemble_at_changing_batch_sizes(case: Architectur
 
 @torch.no_grad()
 def test_the_chosen_plan_equals_the_ensemble(case: ArchitectureCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "REPEATS", 1)  # which plan is the faster one does not matter
+    monkeypatch.setattr(runner, "REPEATS", 1)  # it does not matter which plan is faster
     inputs, ensemble = case.inputs(), ensemble_of(case, "uneven")
     fast = ensemble.optimize()
     assert close(fast(inputs), ensemble(inputs))
@@ -72,7 +72,7 @@ def test_what_members_have_in_common_is_kept_once(case: ArchitectureCase) -> Non
     assert branching_layer(simple) == 1
     assert close(simple(case.inputs()), ensemble(case.inputs()))
     attention = simple.encoder.layers[1].attention
-    assert attention.qkv.shape[0] == 4  # three times three heads of four
+    assert attention.qkv.shape[0] == 4  # three members x three of four heads
     assert sum(p.numel() for p in simple.parameters()) < sum(p.numel() for p in ensemble.parameters())
 
 

@@ -1,4 +1,4 @@
-"""The heads of an attention that pools the tokens (SigLIP, PE): what holds for the heads of blocks holds for them."""
+"""Heads of an attention pooling (SigLIP, PE) can be pruned, fused and ranked like the heads of blocks."""
 
 import json
 from pathlib import Path
@@ -20,10 +20,10 @@ from zero_shot_models import NAMES, tokenizer_for
 
 NAMED = ("timm-siglip", "timm-pe-core", "transformers-clip-siglip-image")
 CASES = [case for case in (*VISION_CASES, *TOWER_VARIANTS) if case.name in NAMED]
-LAST = 2  # after two blocks
+LAST = 2  # layer index of the pooling, after two blocks
 PLANS = ("batched", "loop", "grouped")
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-# even, uneven with a pooling of one head, and members that differ nowhere else
+# even; uneven, with one-head pooling; and members that differ only in the pooling
 CHOICES = [
     [[(0, 0), (LAST, 1)], [(1, 1), (LAST, 0)], [(0, 3), (LAST, 1)]],
     [[(LAST, 0)], [(1, 0), (1, 1)], [(0, 1), (0, 2)]],
@@ -112,7 +112,7 @@ def test_exact_circuits_are_the_naive_ones_and_taylor_ranks_them(case: Architect
     inside, outside = (varied(case.inputs(), count, seed=count) for count in (8, 6))
     problem = Problem(model, [(inside, labels)], [outside])  # type: ignore[arg-type,list-item]
     budget, most = model.config.readout.map_heads - 1, sum(model.config.head_counts) - 1
-    gone = [(layer, head) for layer in range(LAST) for head in (0, 2)]  # so that those to choose from are few
+    gone = [(layer, head) for layer in range(LAST) for head in (0, 2)]  # leaves few candidates
     for layers, count in ((None, most - len(gone)), ([LAST], budget), ([1, LAST], 2)):
         options = {"budget": count, "layers": layers, "removed": () if layers else gone}
         naive, exact = (problem.extract(method=how, **options) for how in ("naive", "exact"))
@@ -122,7 +122,7 @@ def test_exact_circuits_are_the_naive_ones_and_taylor_ranks_them(case: Architect
     assert {head.layer for head in problem.extract(method="screened", budget=budget, layers=[LAST]).heads} == {LAST}
     options = {"budget": 4, "scope": "global"}
     every = he.taylor(model, [(inside, labels)], **options)  # type: ignore[arg-type,list-item]
-    assert len(every.heads) == most  # the best of those that pool stays
+    assert len(every.heads) == most  # the best pooling head is kept
     assert sum(head.layer == LAST for head in every.heads) == budget
     assert he.taylor(model, [(inside, labels)], budget=4).provenance["layers"] == [0, 1]  # type: ignore[list-item]
     drawn = random_members(model, 5, 20)
@@ -146,7 +146,7 @@ def test_a_dual_encoder_and_its_zero_shot_classifier_lose_them() -> None:
     fused = he.fuse(members)
     assert close(fused(pixels, texts), torch.cat([member(pixels, texts) for member in members]))
     reading = he.convert(case.build(), processor=tokenizer_for(case))
-    texts_alone = he.fuse([he.prune(reading, [(1, head, "text")]) for head in range(2)])  # one image tower for all
+    texts_alone = he.fuse([he.prune(reading, [(1, head, "text")]) for head in range(2)])  # they share one image tower
     apart = he.fuse([he.prune(reading, [(LAST, head, "image")]) for head in range(2)])
     for model in (texts_alone, apart):
         expected = torch.cat([he.zero_shot(model.member(index), NAMES)(pixels) for index in range(2)])

@@ -1,4 +1,4 @@
-"""masked == pruned, and fused == members in turn, for every architecture."""
+"""masked == pruned, and fused == each member run alone, for every architecture."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.parametrize("case", ALL_CASES, ids=str)
 
 UNEVEN = [
     [(0, 1), (0, 2), (1, 0)],
-    [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)],  # nothing left in the second layer
+    [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)],  # leaves none in the second layer
     [(0, 0), (0, 1), (0, 2), (0, 3)],
 ]
 EVEN = [[(0, 0), (1, 1)], [(0, 1), (1, 2)], [(0, 3), (1, 3)]]
