@@ -30,25 +30,25 @@ Preprocess = Callable[[list[Any]], Tensor | Mapping[str, Tensor]]
 class BatchLoader:
     """Batches of a data set: an iterable with a length that yields `(inputs, labels)`, labels `[B]` integers.
 
-    If `preprocess` returns a mapping, that mapping is yielded with `labels` added. It can be iterated any number of
-    times. Every pass over the same epoch is the same, in order and in the random augmentations of `preprocess` (as
-    far as they draw from torch's CPU generator), for any number of workers; `set_epoch` sets the epoch. The state of
-    torch's generators is not changed. Members that are ranked or trained on it have their own orders and
-    augmentations (`set_stream`).
+    If `preprocess` returns a mapping, that mapping is yielded with `labels` added. The loader can be iterated any
+    number of times. Every pass over the same epoch is identical, in order and in the random augmentations of
+    `preprocess` (if they draw from torch's CPU generator), for any number of workers; `set_epoch` sets the epoch. The
+    state of torch's generators is not changed. Each member that is ranked or trained on the loader has its own order
+    and augmentations (`set_stream`).
 
     Attributes:
-        dataset: Gives `(item, label)` by position.
+        dataset: Returns `(item, label)` by position.
         preprocess: Turns a list of items into a tensor `[B, ...]` or a mapping of such tensors: a model's
             preprocessing, a `TrainTransform`, or any function.
         batch_size: Samples per batch; the last one may have fewer.
         shuffle: Whether each epoch has its own order.
         seed: Seed for order and augmentations.
-        num_workers: Worker processes that read and preprocess; 0 does it in this one.
+        num_workers: Worker processes that read and preprocess; with 0 the main process does both.
         drop_last: Leave out a last batch that is not full.
 
     Raises:
         ConfigError: A setting is out of range.
-        DataError: While iterating, what `preprocess` gives has the wrong length.
+        DataError: While iterating, the output of `preprocess` has the wrong length.
 
     Examples:
         >>> from hydra_ensembles import data
@@ -74,15 +74,15 @@ class BatchLoader:
         return math.floor(batches) if self.drop_last else math.ceil(batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order and random augmentations the next pass has."""
+        """Set the epoch, which determines the order and the random augmentations of the next pass."""
         self.epoch = epoch
 
     def set_stream(self, stream: int | None) -> None:
-        """Choose one of many sequences of epochs, one for each member that trains; None is that of `seed` alone."""
+        """Choose one of many sequences of epochs, one for each trained member; None depends on `seed` alone."""
         self.stream = stream
 
     def with_classes(self, class_names: Sequence[str]) -> Self:
-        """The same batches with the classes in the order of these names, see `Dataset.with_classes`."""
+        """Return the same batches with classes numbered in the order of these names, see `Dataset.with_classes`."""
         if not isinstance(self.dataset, Dataset):
             got = f"a {type(self.dataset).__name__}"
             raise DataError(f"classes of {got} cannot be put in the order {some(class_names)}; let it number them so")
@@ -102,7 +102,7 @@ class BatchLoader:
             sampler=positions,
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
-            # the seeds of the workers shall not be drawn from the global generator
+            # Without it, DataLoader draws the workers' base seed from the global generator.
             generator=torch.Generator().manual_seed(hash_key(seed, self.epoch)),
         )
         return iter(loader)
@@ -115,7 +115,7 @@ batches = BatchLoader
 
 @dataclass(frozen=True)
 class _Pass:
-    """The batches of one pass by the positions of their samples."""
+    """The batches of one pass over the data, indexed by the positions of their samples."""
 
     dataset: Items[tuple[Any, Any]]
     preprocess: Preprocess
@@ -123,8 +123,8 @@ class _Pass:
 
     def __getitem__(self, positions: list[int]) -> CollatedBatch:
         items, labels = zip(*(self.dataset[position] for position in positions), strict=True)
-        # Only the CPU generator is seeded and put back: `torch.manual_seed` would also reset the generators
-        # of the GPUs, and with them the dropout of the model that is being trained.
+        # Seed and restore only the CPU generator: `torch.manual_seed` would also reset the generators of the
+        # GPUs, and with them the dropout of the model that is being trained.
         state = torch.get_rng_state()
         torch.default_generator.manual_seed(hash_key(*self.key, positions[0]))
         try:
@@ -146,15 +146,15 @@ def _as_it_is(batch: Any) -> Any:
 class TrainTransform(Checked):
     """Random resized crop, random flip, optionally RandAugment, then normalisation.
 
-    The defaults are the paper's fine-tuning transform for ImageNet-1K; for CIFAR-100 it leaves RandAugment
-    out (`rand_augment=None`). Draws only from torch's CPU generator.
+    The defaults are the paper's fine-tuning transform for ImageNet-1K; for CIFAR-100 the paper omits RandAugment
+    (`rand_augment=None`). Draws only from torch's CPU generator.
 
     Attributes:
         size: Height and width of the result.
         crop_scale: Smallest and largest share of the image's area that a crop may take.
         flip_probability: Probability of mirroring left and right.
         rand_augment: Settings of RandAugment, or `None`.
-        mean, std: Of each channel, subtracted and divided by last; one each for a model of grey images.
+        mean, std: Mean and standard deviation of each channel, for the normalisation; one value each for grey images.
         interpolation: How crops are resized.
     """
 
@@ -179,7 +179,7 @@ class TrainTransform(Checked):
         return cls(**{**{name: getattr(preprocessing, name) for name in names}, **changes})
 
     def __call__(self, images: "Image | Sequence[Image]") -> Tensor:
-        """Transform PIL images into a tensor `[B, channels, height, width]`, each image with draws of its own."""
+        """Transform PIL images into a tensor `[B, channels, height, width]`, each image with its own random draws."""
         batch = list(images) if isinstance(images, Sequence) else [images]
         convert = to_grey if len(self.mean) == 1 else to_rgb
         return torch.stack([self._pipeline(convert(image)) for image in batch])

@@ -33,15 +33,15 @@ _scipy = partial(require, "scipy.ndimage", extra="data")
 def corrupt(image: "Image", name: str, severity: int, seed: int, parameters: ParameterSet = "imagenet") -> "Image":
     """Corrupt a PIL image as ImageNet-C does; the result is RGB, of the same size.
 
-    Motion blur and snow follow ImageMagick's definition of motion blur, as the original calls ImageMagick, and frost is
-    drawn, not photographed; everything else follows the published code up to the stream of random numbers. Values are
-    truncated to integers, as in ImageNet-C, which was saved once more as JPEG of quality 85.
+    Motion blur and snow follow ImageMagick's definition of motion blur, because the original calls ImageMagick; frost
+    is drawn, not photographed; everything else follows the published code up to the stream of random numbers. Values
+    are truncated to integers, as in ImageNet-C, whose images were then also saved as JPEG of quality 85.
 
     Args:
-        image: Of any mode and size.
+        image: An image of any mode and size.
         name: One of `CORRUPTIONS`.
         severity: 1 to 5.
-        seed: Same image, same seed, same result (numpy's PCG64). Give each image a seed of its own.
+        seed: The same image and seed give the same result (numpy's PCG64). Give each image its own seed.
         parameters: Which published set: `"imagenet"` (made for 224 pixels), `"tinyimagenet"` (64), `"cifar"`
             (32). The numbers are in pixels and are not scaled to the image.
 
@@ -65,7 +65,7 @@ def corrupted(
     parameters: ParameterSet = "imagenet",
     prepare: "Callable[[Image], Image] | None" = None,
 ) -> ImageDataset:
-    """Give a data set whose images are corrupted when they are read, with the settings of `corrupt`.
+    """Return a data set whose images are corrupted when they are read, with the settings of `corrupt`.
 
     The random numbers depend on the seed, the corruption and the row of the image in its source, so each image has its
     own, and subsets see the same corrupted images. `prepare` is applied before the corruption, such as resizing to 256
@@ -94,27 +94,27 @@ def _values(name: str, severity: int, parameters: ParameterSet) -> list[float]:
 
 @cache
 def published_numbers() -> Published:
-    """The numbers of every corruption, by parameter set and severity, as `corruptions.yaml` lists them."""
+    """The parameters of every corruption, by parameter set and severity, from `corruptions.yaml`."""
     file = Path(__file__).with_name("corruptions.yaml")
     numbers: Published = require("yaml", extra="data").safe_load(file.read_text(encoding="utf-8"))
     return numbers
 
 
-# --- the corruptions: of pixels [H, W, 3] in 0..255, random numbers, and the numbers of a severity --------------
+# --- the corruptions: each takes pixels [H, W, 3] in 0..255, a generator, and the parameters of a severity ------
 
 
 def gaussian_noise(image: PixelArray, rng: Random, deviation: float) -> PixelArray:
-    """Noise of low light: a normal deviation on every value."""
+    """Low-light noise: add Gaussian noise to every value."""
     return clip_to_bytes(image / 255.0 + rng.normal(scale=deviation, size=image.shape))
 
 
 def shot_noise(image: PixelArray, rng: Random, photons: float) -> PixelArray:
-    """Noise of counting photons: a Poisson count for every value."""
+    """Photon-counting noise: replace every value by a Poisson count."""
     return clip_to_bytes(rng.poisson(image / 255.0 * photons) / photons)
 
 
 def impulse_noise(image: PixelArray, rng: Random, share: float) -> PixelArray:
-    """Salt and pepper: some values become black or white, each with equal probability."""
+    """Salt and pepper: replace a share of the values by black or white, with equal probability."""
     replaced = rng.random(image.shape) < share
     white = rng.random(image.shape) < 0.5
     return np.where(replaced, np.where(white, 255.0, 0.0), image)
@@ -128,11 +128,11 @@ def defocus_blur(image: PixelArray, rng: Random, radius: float, sigma: float) ->
 def glass_blur(image: PixelArray, rng: Random, sigma: float, reach: int, rounds: int) -> PixelArray:
     """Frosted glass: blur, scatter pixels locally, blur again.
 
-    The published code means to swap two pixels, but copies one over the other, and so does this.
+    The published code intends to swap two pixels but copies one over the other; so does this code.
     """
     height, width = image.shape[:2]
     blurred = np.floor(gaussian_blur(image / 255.0, sigma) * 255.0)
-    source = list(range(height * width))  # which pixel each place shows; a list, because the loop is sequential
+    source = list(range(height * width))  # source pixel of each position; a list, because the loop is sequential
     rows, columns = range(height - reach, reach, -1), range(width - reach, reach, -1)
     for _ in range(rounds):
         shifts = rng.integers(-reach, reach, size=(len(rows), len(columns), 2))
@@ -157,7 +157,7 @@ def zoom_blur(image: PixelArray, rng: Random, end: float, step: float) -> PixelA
 
 
 def snow(image: PixelArray, rng: Random, *numbers: float) -> PixelArray:
-    """Flakes driven by the wind, over a whitened image."""
+    """Wind-driven flakes over a whitened image."""
     mean, deviation, zoom, threshold, radius, sigma, weight = numbers
     pixels = image / 255.0
     flakes = clipped_zoom(rng.normal(mean, deviation, size=image.shape[:2])[..., None], zoom)[..., 0]
@@ -169,9 +169,9 @@ def snow(image: PixelArray, rng: Random, *numbers: float) -> PixelArray:
 
 
 def frost(image: PixelArray, rng: Random, image_weight: float, frost_weight: float, scale: float) -> PixelArray:
-    """Ice crystals on the lens: drawn by `ice`, where the original lays photographs of frost over the image.
+    """Ice crystals on the lens: drawn by `ice`, where the original overlays photographs of frost.
 
-    Severities compare with one another, but not number for number with ImageNet-C.
+    Results are comparable between severities, but not with the numbers of ImageNet-C.
     """
     return np.clip(image_weight * image + frost_weight * ice(image.shape[0], image.shape[1], scale, rng), 0, 255)
 
@@ -185,7 +185,7 @@ def fog(image: PixelArray, rng: Random, strength: float, decay: float) -> PixelA
 
 
 def brightness(image: PixelArray, rng: Random, added: float) -> PixelArray:
-    """Add to the value of HSV at constant hue and saturation: the colour is scaled, and black becomes grey."""
+    """Raise the HSV value at constant hue and saturation: colours are scaled, and black becomes grey."""
     pixels = image / 255.0
     value = pixels.max(axis=-1, keepdims=True)
     brighter = np.minimum(value + added, 1.0)
@@ -193,14 +193,14 @@ def brightness(image: PixelArray, rng: Random, added: float) -> PixelArray:
 
 
 def contrast(image: PixelArray, rng: Random, factor: float) -> PixelArray:
-    """Draw every channel towards its mean over the image."""
+    """Scale every channel's distance from its mean over the image by `factor`, below one."""
     pixels = image / 255.0
     means = pixels.mean(axis=(0, 1), keepdims=True)
     return clip_to_bytes((pixels - means) * factor + means)
 
 
 def elastic_transform(image: PixelArray, rng: Random, *shares: float) -> PixelArray:
-    """Stretch: a random affine map, then a smooth random displacement of every pixel."""
+    """Stretch the image: a random affine map, then a smooth random displacement of every pixel."""
     *numbers, size = shares
     reach, sigma, corner_shift = (size * share for share in numbers)
     pixels = image / 255.0
@@ -210,7 +210,7 @@ def elastic_transform(image: PixelArray, rng: Random, *shares: float) -> PixelAr
     corners = centre + np.array([[side, side], [side, -side], [-side, -side]])  # [3, (x, y)]
     moved = corners + rng.uniform(-corner_shift, corner_shift, size=corners.shape)
     rows, columns = np.mgrid[:height, :width].astype(np.float64)
-    # The map that takes `moved` back to `corners` says where each pixel of the result comes from.
+    # The affine map from `moved` back to `corners` gives the source position of each output pixel.
     back = np.linalg.lstsq(np.column_stack([moved, np.ones(3)]), corners, rcond=None)[0]  # [3, (x, y)]
     from_x, from_y = (back[0, axis] * columns + back[1, axis] * rows + back[2, axis] for axis in (0, 1))
     warped = _sample(pixels, from_y, from_x, mode="mirror")
@@ -220,7 +220,7 @@ def elastic_transform(image: PixelArray, rng: Random, *shares: float) -> PixelAr
 
 
 def pixelate(image: PixelArray, rng: Random, scale: float) -> PixelArray:
-    """Reduce to fewer pixels and enlarge again, both with a box filter."""
+    """Downsample and upsample again, both with a box filter."""
     height, width = image.shape[:2]
     small = (max(1, int(width * scale)), max(1, int(height * scale)))
     picture = _pillow().fromarray(image.astype(np.uint8)).resize(small, _pillow().Resampling.BOX)
@@ -228,13 +228,13 @@ def pixelate(image: PixelArray, rng: Random, scale: float) -> PixelArray:
 
 
 def jpeg_compression(image: PixelArray, rng: Random, quality: int) -> PixelArray:
-    """Save as JPEG and read again."""
+    """Encode as JPEG and decode again."""
     stored = io.BytesIO()
     _pillow().fromarray(image.astype(np.uint8)).save(stored, "JPEG", quality=quality)
     return np.asarray(_pillow().open(stored), dtype=np.float64)
 
 
-# --- what they are made of ----------------------------------------------------------------------------------
+# --- building blocks ----------------------------------------------------------------------------------------
 
 
 def clip_to_bytes(pixels: PixelArray) -> PixelArray:
@@ -243,15 +243,15 @@ def clip_to_bytes(pixels: PixelArray) -> PixelArray:
 
 
 def gaussian_blur(image: PixelArray, sigma: float, mode: str = "nearest", truncate: float = 4.0) -> PixelArray:
-    """Blur the two leading axes; a third (the channels) is left alone."""
+    """Blur the two leading axes; a third axis (channels) is not blurred."""
     return np.asarray(_scipy().gaussian_filter(image, (sigma, sigma, 0)[: image.ndim], mode=mode, truncate=truncate))
 
 
 def directional_blur(image: PixelArray, radius: float, sigma: float, angle: float) -> PixelArray:
     """Blur along a line, as ImageMagick's `MotionBlurImage` does.
 
-    Each pixel becomes a mean of the `2·radius + 1` pixels that start at it in the direction of the angle (in degrees),
-    weighted by one half of a Gaussian. Beyond the border the edge repeats.
+    Each pixel becomes the mean of `2·radius + 1` pixels, starting at itself and running in the direction of the angle
+    (in degrees), weighted by one half of a Gaussian. The border is padded by repeating its edge pixels.
     """
     width = 2 * math.ceil(radius) + 1
     weights = np.exp(-(np.arange(width) ** 2) / (2.0 * sigma**2))
@@ -268,7 +268,7 @@ def directional_blur(image: PixelArray, radius: float, sigma: float, angle: floa
 
 
 def clipped_zoom(image: PixelArray, factor: float) -> PixelArray:
-    """Enlarge the middle of an image `[H, W, C]` linearly so that it fills the same size."""
+    """Crop the centre of an image `[H, W, C]` and resize it linearly to the original size."""
     sizes = image.shape[:2]
     crops = [math.ceil(size / factor) for size in sizes]
     starts = [(size - crop) // 2 for size, crop in zip(sizes, crops, strict=True)]
@@ -281,7 +281,7 @@ def clipped_zoom(image: PixelArray, factor: float) -> PixelArray:
 def plasma(height: int, width: int, decay: float, rng: Random) -> PixelArray:
     """Random cloud-like field in [0, 1], by the diamond–square algorithm on a torus.
 
-    The deviation starts at 100² and shrinks by `decay²` a level, so a higher decay gives a smoother field.
+    The amplitude of the noise starts at 100² and shrinks by `decay²` per level: a higher decay gives a smoother field.
     """
     side = max(2, 1 << (max(height, width) - 1).bit_length())
     field = np.zeros((side, side))
@@ -304,8 +304,8 @@ def plasma(height: int, width: int, decay: float, rng: Random) -> PixelArray:
 def ice(height: int, width: int, scale: float, rng: Random) -> PixelArray:
     """Draw a picture of frost, `[height, width, 3]` in 0..255.
 
-    Needles along axes about 60 degrees apart grow where a rough cloud field says that the ice is thick. `scale` below
-    one draws a larger picture and reduces it, for small images.
+    Needles lie along axes about 60 degrees apart and are brightest where a rough cloud field makes the ice thick. With
+    `scale` below one, for small images, a larger picture is drawn and downsampled.
     """
     rows, columns = math.ceil(height / scale), math.ceil(width / scale)
     thickness = plasma(rows, columns, 1.7, rng)
@@ -325,12 +325,12 @@ def ice(height: int, width: int, scale: float, rng: Random) -> PixelArray:
 
 
 def _needles(rows: int, columns: int, density: float, length: int, first_angle: float, rng: Random) -> PixelArray:
-    """Lines that fade from random seeds, each along one of six axes 60 degrees apart."""
+    """Lines that start at random points and fade, each along one of six directions 60 degrees apart."""
     count = max(1, round(6 * density * rows * columns))
     axes = rng.integers(0, 6, count)
     angles = np.radians(first_angle + 60.0 * axes + rng.uniform(-12.0, 12.0, count))[:, None]
     steps = np.arange(length)[None, :]
-    # Where each needle passes, [count, length]
+    # Pixels along each needle, [count, length]
     row = np.rint(rng.uniform(0, rows, count)[:, None] + steps * np.sin(angles)).astype(np.int64)
     column = np.rint(rng.uniform(0, columns, count)[:, None] + steps * np.cos(angles)).astype(np.int64)
     brightness_along = np.broadcast_to(np.exp(-((steps / (0.35 * length)) ** 2) / 2.0), row.shape)
@@ -341,7 +341,7 @@ def _needles(rows: int, columns: int, density: float, length: int, first_angle: 
 
 
 def _disc(radius: float, sigma: float) -> PixelArray:
-    """Disc of ones with a softened rim; sums to one."""
+    """Uniform disc with a softened rim, normalised to sum to one."""
     reach, rim = (8, 1) if radius <= 8 else (int(radius), 2)
     offsets = np.arange(-reach, reach + 1)
     disc = (offsets[:, None] ** 2 + offsets[None, :] ** 2 <= radius**2).astype(np.float64)
@@ -354,7 +354,7 @@ def _disc(radius: float, sigma: float) -> PixelArray:
 
 
 def _sample(image: PixelArray, rows: PixelArray, columns: PixelArray, mode: str) -> PixelArray:
-    """Read an image between its pixels, linearly."""
+    """Sample an image at fractional positions with linear interpolation."""
     read = partial(_scipy().map_coordinates, coordinates=(rows, columns), order=1, mode=mode)
     return np.stack([read(channel) for channel in np.moveaxis(image, -1, 0)], axis=-1)  # of [C, H, W]
 
@@ -368,4 +368,4 @@ _WEATHER = (snow, frost, fog, brightness)
 _DIGITAL = (contrast, elastic_transform, pixelate, jpeg_compression)
 FUNCTIONS: dict[str, Corruption] = {function.__name__: function for function in (*_NOISE, *_BLUR, *_WEATHER, *_DIGITAL)}
 CORRUPTIONS: tuple[str, ...] = tuple(FUNCTIONS)
-"""Names of the corruptions; seeds depend on their order."""
+"""Names of the corruptions; the seeds of `corrupted` depend on their order."""

@@ -1,4 +1,4 @@
-"""Labelled images and texts, and parts of them."""
+"""Data sets of labelled images and texts, their subsets and splits."""
 
 import hashlib
 import io
@@ -34,14 +34,14 @@ Text = str | tuple[str, str]
 LabelArray = npt.NDArray[np.int64]
 
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-_BESIDE = (".csv", ".db", ".ini", ".json", ".md", ".txt", ".xml", ".yaml", ".yml")  # of files that lie beside images
-LOOKED_AT = 1000  # items, about, that are looked for in another set
+_BESIDE = (".csv", ".db", ".ini", ".json", ".md", ".txt", ".xml", ".yaml", ".yml")  # expected next to images
+LOOKED_AT = 1000  # about how many items `shared_with` looks for in the other set
 UNLABELLED = -1
 """Label of an item that has none; only data sets loaded with `labels="optional"` hold it."""
 
 
 class Items(Protocol[Item_co]):
-    """Anything with a length that gives an item by position: a list will do."""
+    """Anything with a length that returns an item by position, such as a list."""
 
     def __len__(self) -> int: ...
 
@@ -50,11 +50,11 @@ class Items(Protocol[Item_co]):
 
 @dataclass(frozen=True)
 class Rows(Generic[Item]):
-    """A source that reads an item when it is asked for."""
+    """A source that reads each item on access."""
 
     count: int
     read: Callable[[int], Item]
-    stored: Callable[[int], bytes | Path | None] | None = None  # an item as it is stored, where that is known
+    stored: Callable[[int], bytes | Path | None] | None = None  # an item's stored bytes or file, if known
 
     def __len__(self) -> int:
         return self.count
@@ -87,7 +87,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         name: str = "data",
         rows: npt.ArrayLike | None = None,
     ) -> None:
-        """Wrap a source, with a label for each of its rows, and show the `rows` given, in their order (or all).
+        """Wrap a source with a label for each of its rows, restricted to `rows` in the order given (default: all).
 
         Raises:
             DataError: The labels do not fit the source or the class names.
@@ -127,9 +127,9 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         return bool((self.labels >= 0).all())
 
     def shared_with(self, other: "Dataset[Any]") -> tuple[int, int]:
-        """How many of so many items, some of all, lie in another set, too, as they are stored; no image is decoded.
+        """Count items that are also in another set: `(shared, checked)`, on a sample of about `LOOKED_AT` items.
 
-        An image that was stored anew is another one. Of images that are not stored, rows of the same source are known.
+        Compares all rows if both share a source, else stored bytes (re-encoded images differ), skipping unstored items.
         """
         if self._source is other._source:
             return int(np.isin(self.rows, other.rows).sum()), len(self)
@@ -145,7 +145,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         return len(shared), len(digests)
 
     def _stored(self, index: int) -> bytes | Path | Text | None:
-        """An item as it is stored; None where that is not known."""
+        """Stored bytes, file or text of an item; None if unknown."""
         source = self._source
         row = int(self.rows[index])
         if isinstance(source, Rows) and source.stored is not None:
@@ -155,13 +155,13 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
 
     @checked
     def select(self, indices: npt.ArrayLike | Iterable[int], name: str | None = None) -> Self:
-        """Give the items at these positions, in this order, or where a mask is True, as a data set of their own."""
+        """Return a data set of the items at these positions, in this order, or of those where a mask is True."""
         rows = self.rows[self._positions(indices, len(self))]
         return type(self)(self._source, self._source_labels, self.class_names, name or self.name, rows)
 
     @checked
     def relabel(self, new_labels: dict[int, int], class_names: Sequence[str]) -> Self:
-        """Replace every label that occurs, e.g. to number the classes that remain from zero; names in the new order."""
+        """Map every label that occurs to a new one, with class names in the new order."""
         missing = sorted(set(self.labels.tolist()) - set(new_labels))
         if missing:
             raise DataError(f"{self.name}: no new label given for labels {missing}")
@@ -170,10 +170,10 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
 
     @checked
     def with_classes(self, class_names: Sequence[str]) -> Self:
-        """The same items, with the classes numbered in the order of these names, as a model's `metadata.labels`.
+        """Return the same items with classes numbered in the order of these names, such as a model's `metadata.labels`.
 
         Raises:
-            DataError: A class that occurs is not among them.
+            DataError: A class that occurs is not among these names.
         """
         numbers = {UNLABELLED: UNLABELLED, **same_names(self.class_names, class_names)}
         unknown = [label for label in np.unique(self.labels).tolist() if label not in numbers]
@@ -193,7 +193,7 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
         return positions
 
     def _whole(self, values: Any, name: str, masked: LabelArray | None = None) -> LabelArray:
-        """Numbers in a row; those that would have to be rounded, and what is no number, are refused."""
+        """Flatten to int64; raise for values that are not numbers or would have to be rounded."""
         try:
             array = np.array(values)
             array = masked[array] if masked is not None and array.dtype == bool else array
@@ -216,14 +216,14 @@ class Dataset(TorchDataset[tuple[Item, int]], Generic[Item]):
 
 
 def _size(stored: bytes | Path | Text) -> int:
-    """What is known of an item before it is read: equal ones have the same."""
+    """Size of an item, available without reading it: equal items have equal sizes."""
     if isinstance(stored, Path):
         return stored.stat().st_size if stored.is_file() else -1
     return len(stored) if isinstance(stored, bytes | str) else sum(map(len, stored))
 
 
 def _content(stored: bytes | Path | Text) -> bytes | Text:
-    """What tells one item from others: a text, or a digest."""
+    """Identity of an item: the text itself, or a digest of the bytes."""
     if isinstance(stored, Path):
         stored = read_file(stored, most=None) if stored.is_file() else b""
     return hashlib.blake2b(stored, digest_size=16).digest() if isinstance(stored, bytes) else stored
@@ -246,15 +246,15 @@ SomeDataset = TypeVar("SomeDataset", bound=Dataset[Any])
 
 
 def decode_image(content: bytes, where: str, formats: Sequence[str] | None = None) -> "Image":
-    """Decode the bytes of an image file, called `where` in the error if they are none or only part of one, as RGB.
+    """Decode the bytes of an image file to RGB; errors name `where` if the bytes are no image or truncated.
 
-    `formats` are the only ones to be tried, by Pillow's names; None for all.
+    Only `formats` (Pillow's names) are tried; None tries all.
     """
     pillow = require("PIL.Image", extra="data")
     try:
         image = pillow.open(io.BytesIO(content), formats=formats)
-        image.load()  # Pillow reads lazily; a truncated file must fail here, where its place is known
-        if getattr(image, "is_animated", False) and image.format != "MPO":  # whose pictures are all of one scene
+        image.load()  # Pillow reads lazily; a truncated file must fail here, where its name is known
+        if getattr(image, "is_animated", False) and image.format != "MPO":  # MPO frames all show the same scene
             warn("an image file has several frames or pages, of which the first alone is read")
         return to_rgb(image)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:
@@ -264,7 +264,7 @@ def decode_image(content: bytes, where: str, formats: Sequence[str] | None = Non
 
 
 def read_image(path: Path, where: str | None = None, formats: Sequence[str] | None = None) -> "Image":
-    """Read an image file as RGB; a `DataError` where it is missing or no image, `formats` as in `decode_image`."""
+    """Read an image file as RGB; a `DataError` if it is missing or no image. `formats` as in `decode_image`."""
     try:
         content = read_file(path, most=None)
     except CheckpointError as error:
@@ -273,31 +273,31 @@ def read_image(path: Path, where: str | None = None, formats: Sequence[str] | No
 
 
 def is_litter(name: str) -> bool:
-    """Whether a file or folder of this name is what tools leave behind: hidden, or what a Mac adds to archives."""
+    """Whether a file or folder of this name is litter: hidden, or added to archives by macOS."""
     return name.startswith((".", "__MACOSX"))
 
 
 def called_image(file: Path) -> bool:
-    """Whether its suffix calls a file an image."""
+    """Whether a file has an image suffix."""
     return file.suffix.lower() in IMAGE_SUFFIXES
 
 
 def is_image(file: Path) -> bool:
-    """Whether this is a plain file that its suffix calls an image, and no litter."""
+    """Whether this is a regular file with an image suffix, and not litter."""
     return called_image(file) and not is_litter(file.name) and file.is_file()
 
 
 def files_below(folder: Path, without: Path | None = None) -> list[Path]:
-    """The plain files in a folder, however deep, sorted by path; litter is passed over, also whole folders of it.
+    """List the regular files below a folder, at any depth, sorted by path; skips litter files and litter folders.
 
-    Links to folders are followed, and each folder is read once. `without`, resolved, is a folder that is left out. One
-    that cannot be read is an error, and links that lead to nothing are warned of: what they hold would be missing.
+    Links to folders are followed, and each folder is read once. `without`, a resolved path, is a folder to leave out.
+    An unreadable folder raises an error and broken links give a warning, because their files would be missing.
     """
     files, lost = list[Path](), list[Path]()
     seen = set() if without is None or without == folder.resolve() else {without}
     for path, folders, names in os.walk(folder, onerror=_unreadable, followlinks=True):
         parent = Path(path)
-        if parent.resolve() in seen:  # a link to a folder above it, or to one that has been read
+        if parent.resolve() in seen:  # a link to a parent folder, or to one already read
             folders.clear()
             continue
         seen.add(parent.resolve())
@@ -311,26 +311,26 @@ def files_below(folder: Path, without: Path | None = None) -> list[Path]:
 
 
 def _unreadable(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):  # as a class that has no folder
+    if not isinstance(error, FileNotFoundError):  # a class may have no folder
         raise StorageError(f"{error.filename} cannot be read ({error.strerror}); check the disk and the permissions")
 
 
 def images_below(folder: Path) -> list[Path]:
-    """The images among the files below a folder, told by their suffix; a warning tells of what is left out."""
+    """List the images below a folder, recognised by suffix; warns about the files that are left out."""
     files = files_below(folder)
     warn_of_others(folder, files)
     return list(filter(called_image, files))
 
 
 def warn_of_others(folder: Path, files: Iterable[Path]) -> None:
-    """Tell of files among images that are none by their suffix, and may be images all the same."""
+    """Warn about files whose suffix is not an image's but that may be images all the same."""
     kinds = Counter(file.suffix.lower() for file in files if not called_image(file))
     listed = ", ".join(f"{n} with {kind or 'no suffix'}" for kind, n in kinds.most_common() if kind not in _BESIDE)
     if listed:
         warn(f"files below {folder} are left out, because their suffix is not that of an image: {listed}; convert them")
 
 
-# --- parts -----------------------------------------------------------------------------------------------
+# --- subsets and splits ----------------------------------------------------------------------------------
 
 
 @checked
@@ -342,7 +342,7 @@ def subset(dataset: SomeDataset, n: int, seed: int, stratified: bool = False) ->
     Args:
         dataset: What to draw from.
         n: Number of items.
-        seed: Draws them.
+        seed: Seed of the draw.
         stratified: Whether to keep the proportions of the classes.
 
     Examples:
@@ -356,7 +356,7 @@ def subset(dataset: SomeDataset, n: int, seed: int, stratified: bool = False) ->
     groups = _groups(dataset, seed, stratified)
     exact = [n * len(group) / max(len(dataset), 1) for group in groups]
     counts = [math.floor(share) for share in exact]
-    order = sorted(range(len(groups)), key=lambda index: (counts[index] - exact[index], index))  # most left over first
+    order = sorted(range(len(groups)), key=lambda index: (counts[index] - exact[index], index))  # by remainder
     for index in order[: n - sum(counts)]:
         counts[index] += 1
     return _joined(dataset, [group[:count] for group, count in zip(groups, counts, strict=True)])
@@ -373,8 +373,8 @@ def split(
 
     Args:
         dataset: What to split.
-        fractions: One, or one for each part.
-        seed: Draws the parts.
+        fractions: One fraction, or one for each part.
+        seed: Seed of the split.
         stratified: Whether every class is split in these proportions.
 
     Examples:
@@ -410,7 +410,7 @@ def without_classes(dataset: SomeDataset, classes: Collection[Any], relabel: boo
     Args:
         dataset: What to choose from.
         classes: Names or numbers.
-        relabel: Whether to number the remaining classes anew.
+        relabel: Whether to renumber the remaining classes.
 
     Examples:
         >>> from hydra_ensembles import data
@@ -433,7 +433,7 @@ def only_classes(dataset: SomeDataset, classes: Sequence[Any], relabel: bool = F
     Args:
         dataset: What to choose from.
         classes: Names or numbers.
-        relabel: Whether to number the kept classes anew, in the order given.
+        relabel: Whether to renumber the kept classes in the order given.
 
     Examples:
         >>> from hydra_ensembles import data
@@ -447,10 +447,10 @@ def only_classes(dataset: SomeDataset, classes: Sequence[Any], relabel: bool = F
 
 
 def keyed_order(count: int, *key: int) -> LabelArray:
-    """Give a permutation of `0..count-1` that depends on nothing but the key, on every machine for good.
+    """Return a permutation of `0..count-1` that depends only on the key: the same on every machine and version.
 
-    Positions are sorted by their hashes. Subsets, splits and shuffled batches all come from here, so results
-    that were published depend on these numbers.
+    Positions are sorted by their hashes. Subsets, splits and shuffled batches all use this order, so published
+    results depend on it.
     """
     with np.errstate(over="ignore"):
         steps = np.arange(1, count + 1, dtype=np.uint64) * _STEP
@@ -470,7 +470,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _groups(dataset: Dataset[Any], seed: int, stratified: bool) -> list[LabelArray]:
-    """Positions in the order in which they are drawn: all of them, or those of each class apart."""
+    """Positions in the order in which they are drawn: all in one group, or one group per class."""
     order = keyed_order(len(dataset), seed)
     if not stratified:
         return [order]

@@ -1,4 +1,4 @@
-"""What the cells of a label column mean: numbers of classes, or their names, and never both."""
+"""How the cells of a label column are read: as class numbers or as class names, never both."""
 
 import math
 import re
@@ -17,7 +17,7 @@ MOST_CLASSES = 1 << 20  # larger numbers are ids
 _PLAIN_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]*)?|-?\.[0-9]+")
 _OTHER_NUMBER = re.compile(r"-?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|inf(inity)?)", re.IGNORECASE)
 _TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T].*)?|[0-9]{2}:[0-9]{2}(:[0-9.]+)?")
-_NONE = frozenset(("", "NA", "N/A", "n/a", "#N/A", "#NA", "NaN", "nan", "-NaN", "-nan", "NULL", "null"))  # no number
+_NONE = frozenset(("", "NA", "N/A", "n/a", "#N/A", "#NA", "NaN", "nan", "-NaN", "-nan", "NULL", "null"))  # missing
 
 
 def numbered(
@@ -30,9 +30,9 @@ def numbered(
 ) -> tuple[LabelArray, tuple[str, ...]]:
     """Cells as integers, with the class names: those given, else those the table declares, else the labels themselves.
 
-    Whole numbers are taken as they are, strings are numbered in the order of the names; an empty cell or NaN is none.
-    Of CSV and TSV (`as_written`), labels are whole numbers where all are written so (`7`, `7.0`), else names, as `07`
-    and `true` are. Where labels are `required`, a row without is refused.
+    Whole numbers are used as they are, strings are numbered in the order of the names; an empty cell or NaN is no
+    label. In CSV and TSV (`as_written`), labels are whole numbers if all are written so (`7`, `7.0`), else names, such
+    as `07` and `true`. If labels are `required`, a row without one raises.
     """
     values = as_meant(values, where) if as_written else values
     names = tuple(class_names) if class_names is not None else declared
@@ -56,9 +56,9 @@ def numbered(
 
 
 def as_meant(written: Sequence[str], where: str) -> list[Any]:
-    """Labels of a table of letters as numbers, where all of them are, or as they are written; None for none.
+    """Labels of a text table: as numbers (None if missing) if all are plain numbers, else as written.
 
-    Refused are numbers with exponents, and dates: of names they would make as many classes as there are.
+    Raises for columns of numbers with exponents, or of dates: as names, every distinct value would become a class.
     """
     cells = [cell.strip() for cell in written]
     present = [cell for cell in cells if cell not in _NONE]
@@ -73,7 +73,7 @@ def as_meant(written: Sequence[str], where: str) -> list[Any]:
 
 
 def warn_of_doubtful(names: Sequence[str], where: str) -> None:
-    """Say so where classes differ in nothing but their spelling, and where one is called as a missing label is."""
+    """Warn if two class names differ only in spelling, or if one is spelled like a missing label."""
     seen: dict[str, str] = {}
     for name in names:
         first = seen.setdefault(spelled(name), name)
@@ -86,7 +86,7 @@ def warn_of_doubtful(names: Sequence[str], where: str) -> None:
 
 
 def require_one_reading(values: Sequence[Any], names: tuple[str, ...], where: str) -> None:
-    """Refuse whole numbers as labels where all could be names as well as places among the names, and these differ."""
+    """Raise if whole-number labels could be read both as class names and as class numbers, with different results."""
     numbers = {value for value in values if isinstance(value, int) and not isinstance(value, bool)}
     called = {int(name): number for number, name in enumerate(names) if name.isdecimal()}
     doubtful = next((number for number in sorted(numbers) if called.get(number, number) != number), None)
@@ -98,7 +98,7 @@ def require_one_reading(values: Sequence[Any], names: tuple[str, ...], where: st
 
 
 def as_number(value: Any, numbers: dict[str, int], where: str) -> int:
-    """A label as a number; one that would have to be rounded is refused."""
+    """Convert a label to its class number; raises for one that would have to be rounded."""
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return UNLABELLED
     if isinstance(value, str) and value in numbers:

@@ -1,4 +1,4 @@
-"""Data sets from folders, lists, tables, torchvision and the hub."""
+"""Load data sets from folders, image lists, tables, torchvision and the hub."""
 
 import inspect
 import json
@@ -50,10 +50,10 @@ _LISTED = re.compile(r"(?P<path>.+?)(?: (?P<label>-?\d+))?")
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a table hold what; a dot reaches into a nested column (`translation.en`).
+    """Column names of a table; a dot reaches into a nested column (`translation.en`).
 
     A table with the `image` column holds images, others need the `text` column; `text_pair` is used if it exists, and
-    a column given under another name must exist.
+    must exist if it is given another name.
     """
 
     image: str = "image"
@@ -62,7 +62,7 @@ class Columns:
     label: str = "label"
 
     def needed(self, kind: Literal["image", "text"]) -> tuple[str, ...]:
-        """What a table of this kind has to have: its main column, and of texts a pair that has another name."""
+        """Columns that a table of this kind must have: the main one, and for texts a renamed `text_pair`."""
         main: str = getattr(self, kind)
         return (main, self.text_pair) if kind == "text" and self.text_pair != Columns.text_pair else (main,)
 
@@ -96,12 +96,12 @@ def load(
     Args:
         name_or_path: What to load.
         split: Which part, such as `"test"`. May be left out where there is only one.
-        root: Folder that relative paths start from; for torchvision, where its data lie.
+        root: Folder that relative paths start from; for torchvision, the folder of its data.
         columns: Names of the columns of a table, where they differ from `image`, `text`, `text_pair`,
             `label`.
-        labels: `"required"`, or `"optional"` for OOD data, whose labels nobody reads; images without a class, lying
-            in a folder itself, are then taken as well.
-        class_names: Names in label order, where the data do not bring them.
+        labels: `"required"`, or `"optional"` for OOD data, whose labels are not used; images outside of class
+            folders are then loaded as well.
+        class_names: Names in label order, if the data do not contain them.
         config: Configuration of a hub data set (`"sst2"` of `"glue"`).
         images: For an image list, the folder its paths are relative to (the list's own, if not given).
         download: Whether torchvision may download what is missing.
@@ -127,7 +127,7 @@ def load(
         table = _read_hub(name.removeprefix(HUB), config, split)
     elif not path.exists():
         raise DataError(f"{path} does not exist; check the path, or write 'hub:owner/name' for a data set of the hub")
-    elif not path.is_dir() and not path.is_file():  # to open a named pipe would be to wait for ever
+    elif not path.is_dir() and not path.is_file():  # opening a named pipe would block forever
         raise DataError(f"{path} is neither a plain file nor a folder; give one of them")
     elif path.is_dir() and (splits := _table_splits(path)):
         table = _read_tables(_whole(splits[_choose(split, splits, path)]), path.name, columns)
@@ -163,10 +163,10 @@ class _Table:
     """An Arrow table as it is stored (compressed images stay compressed); cells are decoded when they are read."""
 
     data: Any
-    where: str  # what error messages call it
-    title: str  # what the data set is called
-    folder: Path = Path()  # where images lie that the table names by path; absolute, for they are read later
-    labels_as_written: bool = False  # whether they are letters, of which numbers are to be made, as in CSV
+    where: str  # name of the table in error messages
+    title: str  # name of the data set
+    folder: Path = Path()  # folder of images given by path; absolute, because they are read later
+    labels_as_written: bool = False  # whether labels are strings that may mean numbers, as in CSV
 
     def __len__(self) -> int:
         return int(self.data.num_rows)
@@ -183,13 +183,13 @@ class _Table:
         return [nested(value, inner) for value in self.data.column(top).to_pylist()]
 
     def class_names(self, column: str) -> tuple[str, ...] | None:
-        """Names that the Hugging Face metadata of the schema declares for a column, if it does."""
+        """Class names that the schema's Hugging Face metadata declares for a column, or None."""
         metadata = json.loads((self.data.schema.metadata or {}).get(b"huggingface", b"{}"))
         names = nested(metadata.get("info", {}).get("features", {}), [*column.split("."), "names"])
         return tuple(names) if names else None
 
     def image(self, column: str, row: int) -> Picture:
-        """Decode a cell `{bytes, path}`, or of plain bytes."""
+        """Decode an image cell: `{bytes, path}` or plain bytes."""
         stored, where = self.stored(column, row), f"row {row} of {self.where}"
         if stored is None:
             got = type(self.cell(column, row)).__name__
@@ -198,7 +198,7 @@ class _Table:
         return decode_image(stored, where) if isinstance(stored, bytes) else read_image(stored, f"{where} ({stored})")
 
     def stored(self, column: str, row: int) -> bytes | Path | None:
-        """An image as it is stored: its bytes, or its file."""
+        """Stored bytes or file of an image."""
         cell = self.cell(column, row)
         content, path = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
         return content if isinstance(content, bytes) else self.folder / path if path else None
@@ -214,14 +214,14 @@ class _Table:
 
 
 def nested(value: Any, path: Sequence[str]) -> Any:
-    """What a path of names leads to in nested objects, or None."""
+    """Look up a path of keys in nested dicts; None if it does not exist."""
     for part in path:
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
 
 def _table_splits(folder: Path) -> dict[str, list[Path]]:
-    """The tables in a folder, or in `data/` below it, by split, of one kind: Parquet, else CSV, TSV or JSON lines."""
+    """Tables in a folder, or in its `data/`, by split, all of one format: Parquet, else CSV, TSV or JSON lines."""
     for parent, suffix in product((folder, folder / "data"), TABLE_SUFFIXES):
         splits: dict[str, list[Path]] = {}
         files = (file for file in parent.glob("*") if file.suffix.lower() == suffix and not is_litter(file.name))
@@ -234,7 +234,7 @@ def _table_splits(folder: Path) -> dict[str, list[Path]]:
 
 
 def _whole(files: Sequence[Path]) -> Sequence[Path]:
-    """The files of a split; refused where shards are missing, or where the split lies there in two forms."""
+    """Return the files of a split; raise if shards are missing or the split is there in two versions."""
     shards = [(int(shard["number"]), int(shard["all"])) for file in files if (shard := _SHARD.match(file.stem))]
     if len(shards) != len(files) > 1 or shards != [(number, len(files)) for number in range(len(shards))]:
         listed = ", ".join(file.name for file in files[:8]) + (" and more" if len(files) > 8 else "")
@@ -266,7 +266,7 @@ def _read_tables(files: Sequence[Path], title: str, columns: Columns) -> _Table:
 
 
 def _read_json_lines(file: Path) -> dict[str, list[Any]]:
-    """Columns of all names that occur; None where a line lacks one."""
+    """One column for every key that occurs; None in lines without that key."""
     rows = []
     for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):
         try:
@@ -285,27 +285,27 @@ def _read_delimited(file: Path, strings: dict[str, Any]) -> Any:
     """Read a table with a header line.
 
     CSV fields may be quoted and may then hold commas and line breaks. TSV fields are never quoted, so that a lone
-    quotation mark in a sentence (as in the GLUE files) is just a character. Texts and labels (`strings`) are taken
-    letter by letter, so that `007` stays what it is; in the other columns numbers are recognised.
+    quotation mark in a sentence (as in the GLUE files) is just a character. Texts and labels (`strings`) are read as
+    strings, so that `007` is kept; in the other columns numbers are parsed.
     """
     csv = require("pyarrow.csv", extra="data")
     suffix = file.suffix.lower()
     quoted = suffix == ".csv"
-    one_block = csv.ReadOptions(block_size=max(1 << 20, file.stat().st_size + 1))  # a long text cannot straddle two
+    one_block = csv.ReadOptions(block_size=max(1 << 20, file.stat().st_size + 1))  # no long text straddles two
     quote = '"' if quoted else False
     quoting = csv.ParseOptions(delimiter=DELIMITERS[suffix], quote_char=quote, newlines_in_values=quoted)
     return csv.read_csv(file, one_block, quoting, csv.ConvertOptions(strings_can_be_null=False, column_types=strings))
 
 
 def _read_hub(name: str, config: str | None, split: str | None) -> _Table:
-    """Fetch one split of a hub data set (or find it in the cache); `datasets` keeps it as an Arrow table."""
+    """Download one split of a hub data set, or read it from the cache; `datasets` stores it as an Arrow table."""
     datasets = require("datasets", extra="hub")
     where = f"hub data set {name!r}" + (f" ({config})" if config else "")
     try:
         loaded = datasets.load_dataset(name, config, split=split, trust_remote_code=False)
     except (ValueError, FileNotFoundError, ConnectionError, RuntimeError) as error:
         advice = "a script is never run: download its Parquet files (branch refs/convert/parquet) and give their folder"
-        advice = f"; {advice}" if isinstance(error, RuntimeError) else ""  # that only a script of its own can read it
+        advice = f"; {advice}" if isinstance(error, RuntimeError) else ""  # raised for a set that needs its own script
         raise DataError(f"{where}, split {split!r}, cannot be loaded: {error}{advice}") from error
     if split is None:
         split = _choose(None, loaded, where)
@@ -341,7 +341,7 @@ def _from_table(table: _Table, columns: Columns, policy: LabelPolicy, class_name
 def _read_labels(
     table: _Table, column: str, policy: LabelPolicy, class_names: Sequence[str] | None
 ) -> tuple[LabelArray, tuple[str, ...]]:
-    """Read a label column as integers, with the class names; what cells mean, `labels.numbered` says."""
+    """Read a label column as integers, with the class names; see `labels.numbered`."""
     if not table.has(column):
         if policy == "optional":
             return np.full(len(table), UNLABELLED, dtype=np.int64), tuple(class_names or ())
@@ -354,14 +354,14 @@ def _read_labels(
     except DataError:
         if policy == "required" or class_names is not None:
             raise
-        return np.full(len(table), UNLABELLED, dtype=np.int64), ()  # ratings, dates: nobody reads them
+        return np.full(len(table), UNLABELLED, dtype=np.int64), ()  # ratings, dates: not used
 
 
 # --- folders and lists of images: tables of paths and labels -----------------------------------------------
 
 
 def _list_folder(folder: Path, split: str | None, policy: LabelPolicy, class_names: Sequence[str] | None) -> _Table:
-    """List a folder, or a split below it, with one subfolder a class, searched to any depth; litter is passed over."""
+    """List the images of a folder, or of a split in it: one subfolder per class, searched to any depth, no litter."""
     title = folder.name
     below = _subfolders(folder)
     splits = [entry for entry in below if entry in SPLIT_NAMES]
@@ -399,9 +399,9 @@ def _subfolders(folder: Path) -> list[str]:
 
 
 def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) -> None:
-    """Refuse splits that lie among other folders: as classes, they would be training and test data in one set.
+    """Raise if folders named like splits are next to others: as classes, they would mix training and test data.
 
-    A class may well be called `train`; then it is the only such name, and has images of its own.
+    A class may be called `train` if it is the only such name and directly contains images.
     """
     alone = folder / splits[0] if len(splits) == 1 else None
     if splits and (alone is None or (_subfolders(alone) and not any(map(is_image, alone.iterdir())))):
@@ -413,7 +413,7 @@ def _require_classes(folder: Path, splits: Sequence[str], below: Sequence[str]) 
 
 
 def _read_list(list_file: Path, images: Path) -> _Table:
-    """Read the format of the OpenOOD benchmark: a line `path label` each; a label of -1, or none, is no class."""
+    """Read an image list in OpenOOD's format, lines `path label`; a label of -1, or none, means no class."""
     try:
         lines = [line.strip() for line in list_file.read_text(encoding="utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
@@ -438,9 +438,9 @@ def _table_of_files(listed: Sequence[tuple[str, str | int | None]], where: Path,
 
 
 def _load_torchvision(name: str, split: str | None, root: Path, download: bool) -> ImageDataset:
-    """Load a classification data set of torchvision; `split` goes to its argument of that name, or to `train`.
+    """Load a classification data set of torchvision; `split` is passed as its `split` argument, or as `train`.
 
-    One that has both, as EMNIST, is asked for by both: `letters-test`.
+    For one that has both, such as EMNIST, `split` combines them: `letters-test`.
     """
     library = require("torchvision.datasets", extra="data")
     factory = getattr(library, name, None)
@@ -465,7 +465,7 @@ def _load_torchvision(name: str, split: str | None, root: Path, download: bool) 
     except (RuntimeError, ValueError, FileNotFoundError) as error:
         where = f"torchvision:{name} (split {split!r})"
         raise DataError(f"{where} cannot be loaded from {root}: {error}. Check root=, or pass download=True") from error
-    attributes = ("targets", "labels", "_labels", "y")  # torchvision's own names for the same thing
+    attributes = ("targets", "labels", "_labels", "y")  # torchvision's various names for the labels
     labels = next((getattr(data, key) for key in attributes if hasattr(data, key)), None)
     labels = [data[row][1] for row in range(len(data))] if labels is None else labels
     names = next((getattr(data, key) for key in ("classes", "categories") if hasattr(data, key)), ())
@@ -475,7 +475,7 @@ def _load_torchvision(name: str, split: str | None, root: Path, download: bool) 
 
 
 def _accepted(factory: type) -> set[str]:
-    """Names of what a class takes, those that it hands on to the classes it is made from among them."""
+    """Argument names that a class accepts, including those it passes on to its base classes."""
     accepted: set[str] = set()
     for base in inspect.getmro(factory)[:-1]:
         parameters = inspect.signature(base).parameters
@@ -487,5 +487,5 @@ def _accepted(factory: type) -> set[str]:
 
 def _torchvision_image(data: Any, row: int) -> Picture:
     image, _ = data[row]
-    image.load()  # some sets hand out a file that is still open
+    image.load()  # some data sets return a lazily opened file
     return to_rgb(image)

@@ -1,4 +1,4 @@
-"""Near and far OOD sets that belong together; the paper's are declared in `suites.yaml`."""
+"""Suites: a task with its near and far OOD sets; the paper's are declared in `suites.yaml`."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,7 +14,7 @@ from .dataset import AnyDataset, SomeDataset, cut_position, keyed_order, without
 from .loading import HUB, Columns, LabelPolicy, load
 
 SHARE_SEED = 0
-"""Seed of the order in which `SetRef.share` cuts a data set, so that everybody has the same parts."""
+"""Seed of the order in which `SetRef.share` cuts a data set, fixed so that everybody gets the same parts."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ class SetRef:
 
     Attributes:
         name: What reports call it.
-        source: Path below the root, or a name, as `load` takes it.
-        split: Split, as `load` takes it.
+        source: Path below the root, or a name, as in `load`.
+        split: Split, as in `load`.
         rows: First row and the row after the last; either may be `None` (open), or negative (from the end).
-        share: Where a part starts and ends as fractions of the data set, shuffled once for good.
-        without: Classes left out, because they overlap the in-distribution task.
-        folder: Folder below the root: torchvision's root, or where the images of a list lie.
+        share: Start and end of a part as fractions of the data set, shuffled with a fixed seed.
+        without: Classes left out because they overlap the in-distribution task.
+        folder: Folder below the root: torchvision's root, or the folder of a list's images.
         columns: Column names of a table.
         config: Configuration of a hub data set.
         labels: Whether labels are needed.
-        class_names: Names in label order, for a list of images, which does not bring them.
+        class_names: Names in label order, for a list of images, which has none.
     """
 
     name: str
@@ -52,10 +52,10 @@ class SetRef:
             raise DataError(f"{self.name}: share must be 0 <= start < end <= 1, got {self.share}")
 
     def load(self, root: str | Path | None = None) -> AnyDataset:
-        """Load the data set from a root folder; a `DataError` where it is not there, or not as described.
+        """Load the data set from a root folder; a `DataError` if it is missing or not as described.
 
-        A set of the hub is taken from the folder of its name below the root, where there is one: a copy, with the
-        columns that it has on the hub.
+        A hub data set is read from the folder of its name below the root if that exists: a local copy with the
+        same columns.
         """
         is_list = self.source.endswith(".txt")
         base = expanded(root or "")
@@ -73,7 +73,7 @@ class SetRef:
         return self.part_of(data)
 
     def part_of(self, data: SomeDataset) -> SomeDataset:
-        """The rows of loaded data that this set has."""
+        """Select the rows of loaded data that belong to this set."""
         positions = np.arange(len(data))[slice(*(self.rows or (None,)))]
         if self.share is not None:
             start, stop = (cut_position(fraction, len(data)) for fraction in self.share)
@@ -81,10 +81,10 @@ class SetRef:
         return without_classes(data.select(positions, name=self.name), self.without)
 
     def may_share_rows(self, other: "SetRef") -> bool:
-        """Whether some rows may be in both sets, whatever their names and the classes left out.
+        """Whether some rows may be in both sets, regardless of their names and the classes left out.
 
-        How many rows there are is not known: rows counted from the start and from the end may be the same ones. A split
-        that is not named may be any, but for torchvision, which has a usual one.
+        The number of rows is unknown, so rows counted from the start and from the end may coincide. An unnamed split
+        may be any split, except for torchvision, which has a default.
         """
         if (self.source, self.config) != (other.source, other.config):
             return False
@@ -94,7 +94,7 @@ class SetRef:
         return not (self._ends_before(other) or other._ends_before(self))
 
     def _ends_before(self, later: "SetRef") -> bool:
-        """Whether this part ends before another begins, for sure."""
+        """Whether this part certainly ends before another begins."""
         if (self.share or (0.0, 1.0))[1] <= (later.share or (0.0, 1.0))[0]:
             return True
         stop, start = (self.rows or (None, None))[1], (later.rows or (None, None))[0] or 0
@@ -109,7 +109,7 @@ class Suite:
         id: Test set of the task.
         circuit_ood: OOD set on which circuits are chosen; no row of it is reported.
         notes: What a reader of the results must know.
-        apart: Further OOD sets, reported by themselves and in no mean.
+        apart: Further OOD sets, reported separately and included in no mean.
         tasks: Further classification tasks (zero-shot suites), without OOD sets of their own.
     """
 
@@ -145,10 +145,10 @@ class Suite:
 
 
 def suite(name: str) -> Suite:
-    """A suite by its name; the `DataError` for an unknown one lists all of them.
+    """Return a suite by name; the `DataError` for an unknown one lists all of them.
 
     Args:
-        name: As `all_suites` lists it.
+        name: One of the names in `all_suites`.
 
     Examples:
         >>> from hydra_ensembles import data

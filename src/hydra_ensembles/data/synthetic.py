@@ -1,7 +1,7 @@
-"""OOD data made from ID data, if there is no other: images taken apart and texts in disorder.
+"""Synthetic OOD data made from ID data, for when no other is available: distorted images and scrambled texts.
 
-Every sample is spoilt in one of a few ways, which take turns, so that all of them count alike. What is left is unlike
-the ID data, but of the same shapes, types and, roughly, values: a model can read it, and should be unsure about it.
+Every sample is distorted in one of a few ways, which alternate so that all are equally frequent. The results have the
+same shapes, dtypes and, roughly, value range as the ID data: a model can read them, and should be unsure about them.
 """
 
 import itertools
@@ -20,34 +20,34 @@ from ..model.config import TextStemConfig
 from ..model.ensemble import Ensemble
 from ..preprocessing import TextPreprocessing
 
-_CELLS = 4  # rows and columns in which an image is cut
-_BLUR = 1 / 8  # standard deviation of the blur, of the shorter side
-_NOISE = 2.0  # standard deviation of the noise, of that of each channel
+_CELLS = 4  # rows and columns of patches that an image is cut into
+_BLUR = 1 / 8  # standard deviation of the blur, relative to the shorter side
+_NOISE = 2.0  # standard deviation of the noise, relative to that of each channel
 _REPLACED = 0.5  # share of the words of a text
 
-Spoil = Callable[[Tensor, Tensor, torch.Generator], Tensor]  # an image [C, H, W], another one, random numbers
-Draws = Iterator[tuple[int, torch.Generator]]  # of each sample: its number, and random numbers of its own
+Spoil = Callable[[Tensor, Tensor, torch.Generator], Tensor]  # image [C, H, W], another image, generator
+Draws = Iterator[tuple[int, torch.Generator]]  # for each sample its index and its own generator
 
 
 @checked
 def synthetic_ood(id_batches: Batches, *, seed: Seed = 0, model: Ensemble | None = None) -> list[tuple[Inputs]]:
-    """Make OOD batches from ID batches, as many samples in the same shapes and types.
+    """Make OOD batches from ID batches: as many samples, with the same shapes and dtypes.
 
-    Images `[B, C, H, W]`, in turn: patches shuffled, phases scrambled (the spectrum stays), a strong blur, strong
-    noise, and half of the patches taken from the image before. Texts, token ids `[B, T]`, in turn: words shuffled, half
-    of them replaced by others of the vocabulary, all replaced by words that occur in no text. Special tokens and
-    padding stay.
+    Images `[B, C, H, W]`, in turn: patches shuffled, phases scrambled (the spectrum is kept), a strong blur, strong
+    noise, and half of the patches taken from the previous image. Texts, token ids `[B, T]`, in turn: words shuffled,
+    half of them replaced by others of the vocabulary, all replaced by words that occur in no text. Special tokens and
+    padding are kept.
 
     The result depends only on the samples, their order and the seed.
 
     Args:
         id_batches: In-distribution batches, ready for a model; labels are not read. All are held in memory.
         seed: Seed for everything that is random.
-        model: For texts: the model whose vocabulary and special tokens are used. Without one, words are replaced by
-            others below the largest id that occurs, and tokens at the start or end of every text are taken as special.
+        model: For texts: the model whose vocabulary and special tokens are used. Without one, replacement words have
+            ids up to the largest that occurs, and tokens that start or end every text are treated as special.
 
     Returns:
-        Batches without labels, to be read any number of times.
+        Batches without labels, which can be iterated any number of times.
 
     Raises:
         DataError: The batches are neither images nor token ids.
@@ -76,7 +76,7 @@ def synthetic_ood(id_batches: Batches, *, seed: Seed = 0, model: Ensemble | None
 
 
 def _main(inputs: Inputs, index: int) -> tuple[str, Tensor]:
-    """The images or token ids of a batch, with their name there."""
+    """The images or token ids of a batch, with their key in it."""
     tensors: Mapping[str, Tensor] = {"inputs": inputs} if isinstance(inputs, Tensor) else inputs
     for name in ("inputs", "pixel_values", "input_ids"):
         tensor = tensors.get(name)
@@ -92,7 +92,7 @@ def _main(inputs: Inputs, index: int) -> tuple[str, Tensor]:
 
 
 def _spoilt_images(batches: Iterable[Tensor], draws: Draws) -> Iterator[Tensor]:
-    """Batches `[B, C, H, W]` with every image spoilt."""
+    """Yield batches `[B, C, H, W]` with every image distorted."""
     previous = torch.empty(0)
     for batch in batches:
         spoilt = batch.cpu().clone()
@@ -110,22 +110,22 @@ def _spoilt_images(batches: Iterable[Tensor], draws: Draws) -> Iterator[Tensor]:
 
 
 def shuffle_patches(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
-    """An image whose patches, a grid of four by four, are in disorder."""
+    """Shuffle the patches of a four by four grid."""
     patches = _cut(image)
     return _joined(image, patches[torch.randperm(len(patches), generator=draw)])
 
 
 def scramble_phases(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
-    """An image of the same mean and spectrum, whose waves do not meet where they did."""
+    """Randomise the phases of an image; its mean and amplitude spectrum are kept."""
     noise = torch.randn(image.shape[-2:], generator=draw, dtype=image.dtype)
-    turned = torch.fft.rfft2(noise).angle()  # of real numbers, so that real numbers come out
+    turned = torch.fft.rfft2(noise).angle()  # phases of a real field, so that the result is real
     turned[0, 0] = 0.0
     spectrum = torch.fft.rfft2(image)
     return torch.fft.irfft2(spectrum * torch.polar(torch.ones_like(turned), turned), s=image.shape[-2:])
 
 
 def blur(image: Tensor, _: Tensor, __: torch.Generator) -> Tensor:
-    """An image in which only the coarsest shapes are left."""
+    """Blur an image so strongly that only the coarsest shapes remain."""
     height, width = image.shape[-2:]
     squares = torch.fft.fftfreq(height)[:, None] ** 2 + torch.fft.rfftfreq(width) ** 2
     passed = torch.exp(-2 * (torch.pi * _BLUR * min(height, width)) ** 2 * squares).to(image.dtype)
@@ -133,13 +133,13 @@ def blur(image: Tensor, _: Tensor, __: torch.Generator) -> Tensor:
 
 
 def add_noise(image: Tensor, _: Tensor, draw: torch.Generator) -> Tensor:
-    """An image under noise of twice its own spread, in each channel."""
+    """Add noise of twice the standard deviation of each channel."""
     spread = image.std(dim=(1, 2), keepdim=True, correction=0)
     return image + _NOISE * spread * torch.randn(image.shape, generator=draw, dtype=image.dtype)
 
 
 def paste(image: Tensor, other: Tensor, draw: torch.Generator) -> Tensor:
-    """An image half of whose patches come from another one."""
+    """Replace half of the patches by those of another image."""
     patches, foreign = _cut(image), _cut(other)
     chosen = torch.randperm(len(patches), generator=draw)[: (len(patches) + 1) // 2]
     patches[chosen] = foreign[chosen]
@@ -147,18 +147,18 @@ def paste(image: Tensor, other: Tensor, draw: torch.Generator) -> Tensor:
 
 
 IMAGE_WAYS: tuple[Spoil, ...] = (shuffle_patches, scramble_phases, blur, add_noise, paste)
-"""How images are spoilt, in their turn."""
+"""How images are distorted, in turn."""
 
 
 def _grid(image: Tensor) -> tuple[int, int, int, int]:
-    """Rows and columns of patches, and height and width of one."""
+    """Rows and columns of patches, then height and width of a patch."""
     height, width = image.shape[-2:]
     rows, columns = min(_CELLS, height), min(_CELLS, width)
     return rows, columns, height // rows, width // columns
 
 
 def _cut(image: Tensor) -> Tensor:
-    """Patches `[rows · columns, C, h, w]`; what a grid of equal ones does not cover is left out."""
+    """Cut into patches `[rows · columns, C, h, w]` of equal size; leftover rows and columns of pixels are dropped."""
     rows, columns, height, width = _grid(image)
     inner = image[:, : rows * height, : columns * width]
     cells = inner.unflatten(2, (columns, width)).unflatten(1, (rows, height))  # [C, rows, h, columns, w]
@@ -166,7 +166,7 @@ def _cut(image: Tensor) -> Tensor:
 
 
 def _joined(image: Tensor, patches: Tensor) -> Tensor:
-    """The image with other patches."""
+    """Return the image with these patches in place of its own."""
     rows, columns, height, width = _grid(image)
     cells = patches.unflatten(0, (rows, columns)).permute(2, 0, 3, 1, 4)  # [C, rows, h, columns, w]
     joined = image.clone()
@@ -177,17 +177,17 @@ def _joined(image: Tensor, patches: Tensor) -> Tensor:
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 TEXT_WAYS = ("shuffled", "replaced", "foreign")
-"""How texts are spoilt, in their turn."""
+"""How texts are distorted, in turn."""
 
 
 def _mask(inputs: Inputs, ids: Tensor) -> Tensor:
-    """Where there are tokens, `[B, T]`."""
+    """Attention mask `[B, T]` as booleans: False at padding."""
     mask = None if isinstance(inputs, Tensor) else inputs.get("attention_mask")
     return torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.bool().cpu()
 
 
 def _spoilt_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, model: Ensemble | None) -> list[Tensor]:
-    """Batches `[B, T]` with every text spoilt."""
+    """Return batches `[B, T]` with every text distorted."""
     spoilt = [batch.cpu().clone() for batch in batches]
     samples = [pair for both in zip(spoilt, masks, strict=True) for pair in zip(*both, strict=True)]
     texts, padding = [ids[is_token] for ids, is_token in samples], [ids[~is_token] for ids, is_token in samples]
@@ -207,11 +207,11 @@ def _spoilt_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, mode
     fixed = torch.tensor(sorted(special), dtype=torch.long)
     for (ids, is_token), (number, draw) in zip(samples, draws, strict=False):
         way = TEXT_WAYS[number % len(TEXT_WAYS)]
-        positions = (is_token & ~torch.isin(ids, fixed)).nonzero()[:, 0]  # of words
+        positions = (is_token & ~torch.isin(ids, fixed)).nonzero()[:, 0]  # of the words
         order = positions[torch.randperm(len(positions), generator=draw)]
         if way == "shuffled" and not torch.equal(ids[positions], ids[order]):
             ids[positions] = ids[order]
-        else:  # also a text that is the same in any order
+        else:  # also if shuffling left the text unchanged
             words = foreign if way == "foreign" else anything
             count = len(order) if way == "foreign" else math.ceil(_REPLACED * len(order))
             ids[order[:count]] = words[torch.randint(len(words), (count,), generator=draw)].to(ids.dtype)
@@ -219,7 +219,7 @@ def _spoilt_texts(batches: list[Tensor], masks: list[Tensor], draws: Draws, mode
 
 
 def _special(texts: list[Tensor], model: Ensemble | None) -> set[int]:
-    """Tokens that are no words: those the tokenizer says, and such that begin, or end, every text."""
+    """Special token ids: those the tokenizer declares, and a token that starts, or ends, every text."""
     ends = [{int(text[end]) for text in texts if len(text)} for end in (0, -1)] if len(texts) > 1 else []
     special = {token for tokens in ends if len(tokens) == 1 for token in tokens}
     preprocessing = None if model is None else model.metadata.preprocessing
