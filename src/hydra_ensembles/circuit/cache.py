@@ -1,8 +1,8 @@
-"""What makes exact circuits fast: a model run from any block, and activations kept from step to step.
+"""Speeding up exact circuits: a model that can start at any block, and activations cached across steps.
 
-Level l is the input of block l; level 0 is what the stem gives. Of the model as it is, all levels are kept as far as
-memory allows. A candidate (the model without one more head) starts at the block of its head from the level of the
-model; what it computes above is kept too, and is still right after a removal further up.
+Level l is the input of block l; level 0 is the output of the stem. As many levels of the current model as fit in memory
+are cached. A candidate (the current model without one more head) starts at the block of its head, from the current
+model's activations. What it computes above is cached too, and stays valid after a head of a later layer is removed.
 """
 
 import os
@@ -24,22 +24,22 @@ from ..model.layers import Attention, Block, Context, Read, asked_by, read_token
 from ..model.stem_readout import MapPool, Readout
 from .scores import CircuitData, Distance, IntArray, SampleAnswers, SampleGroup, parts, to_device
 
-Work = Counter[str]  # "layer_evaluations", blocks run on one sample; "multiply_adds", of the products really needed
-Recorder = Callable[[IntArray, IntArray, SampleAnswers], None]  # takes answers to pairs of candidate and sample number
+Work = Counter[str]  # "layer_evaluations": blocks run on one sample; "multiply_adds": of the products actually needed
+Recorder = Callable[[IntArray, IntArray, SampleAnswers], None]  # receives pairs of candidate and sample, and answers
 
-_ROWS = 1 << 14  # samples whose logits are held at once
+_ROWS = 1 << 14  # samples whose logits are in memory at once
 
 # --- the model ---------------------------------------------------------------------------------------------
 
 
 class WorkingModel:
-    """A private copy of a model with one member that can be entered at any block and loses heads for good."""
+    """A private copy of a single-member model that can start at any block, and whose heads can be removed."""
 
     def __init__(self, model: Ensemble, off: Sequence[Head], work: Work, distance: Distance | None = None) -> None:
         self.ensemble = working_copy(model, None, None)
-        self.work = work  # counts every block that is run
+        self.work = work  # updated for every block that is run
         self.distance = distance
-        self.kept = [list(layer) for layer in model.config.heads[0]]  # original indices of the heads left, by layer
+        self.kept = [list(layer) for layer in model.config.heads[0]]  # original indices of remaining heads, by layer
         encoder, readout = model.config.encoder, self.ensemble.readout
         self.blocks: list[Block | PoolingBlock] = [cast(Block, block) for block in self.ensemble.encoder.layers]
         self.sizes = [encoder] * len(self.blocks)
@@ -52,7 +52,7 @@ class WorkingModel:
             self.drop(head)
 
     def block(self, layer: int, x: Tensor, context: Context, gates: Tensor | None = None) -> Tensor:
-        """Run one block on `[1, B, T, d]`; after the last, only the tokens the readout looks at are left.
+        """Run one block on `[1, B, T, d]`; the last block returns only the tokens that the readout reads.
 
         With gates `[B, heads]`, the output of each head is multiplied by its gate.
         """
@@ -66,11 +66,10 @@ class WorkingModel:
     def block_without(
         self, layer: int, x: Tensor, context: Context, rows: Tensor, heads: Sequence[tuple[int, slice]]
     ) -> Tensor:
-        """Run one block P times, each time without one head, on inputs `[1, S, T, d]` that the runs share.
+        """Run one block P times, each time without one head, on shared inputs `[1, S, T, d]`; returns `[1, P, T', d]`.
 
-        The attention is computed once for each input; a run takes the part of its head off. `rows` `[P]` is the input
-        of each run; `heads` are original indices with the runs that go without them, and cover all P. Returns
-        `[1, P, T', d]`.
+        The attention is computed once per input; each run subtracts the contribution of its head. `rows` `[P]` is the
+        input of each run. `heads` pairs original head indices with the runs that omit them, and covers all P runs.
         """
         self._count(layer, x, outputs=len(rows), heads_off=len(rows))
         attention = self.blocks[layer].attention
@@ -83,16 +82,16 @@ class WorkingModel:
         return self._finish(layer, asking.index_select(1, rows), attended[None])
 
     def pool(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
-        """Pooled features `[B, d]` from what the last block gives (`[B, 2, d]` where two tokens are read)."""
+        """Pool the output of the last block to features `[B, d]` (`[B, 2, d]` if two tokens are read)."""
         readout = self.ensemble.readout
         return (readout.pool(x, key_mask, ids) if readout.map is None else readout.after_pool(x[:, :, 0]))[0]
 
     def classify(self, features: Tensor) -> SampleAnswers:
-        """The answers that pooled features `[B, d]` give."""
+        """Compute the answers from pooled features `[B, d]`."""
         return SampleAnswers.of(features, self.ensemble.readout.classify(features[None])[0], self.distance)
 
     def drop(self, head: Head) -> None:
-        """Take a head out: its rows leave the projections, and later passes cost less."""
+        """Remove a head: its rows are deleted from the projections, so later passes cost less."""
         kept = self.kept[head.layer]
         attention = self.blocks[head.layer].attention
         position = kept.index(head.head)
@@ -106,14 +105,14 @@ class WorkingModel:
         attention.sizes = (len(kept),)
 
     def _read(self, layer: int, x: Tensor) -> Read:
-        """The tokens whose output is needed of `[1, B, T, d]`; None for all, as everywhere below the last block."""
+        """Return the tokens of `[1, B, T, d]` whose output is needed; None for all, as in every block but the last."""
         block = self.blocks[layer]
         if isinstance(block, PoolingBlock):
             return block.query(x)
         return self._last_read if layer == self.layers - 1 else None
 
     def _mix(self, layer: int, x: Tensor, context: Context) -> Tensor:
-        """Outputs of the single heads of a block, `[B, T', H, d_k]`."""
+        """Compute the outputs of each head of a block, `[B, T', H, d_k]`."""
         block, read = self.blocks[layer], self._read(layer, x)
         x = block.attention_input(x)
         if self._has_few_queries(layer, read):
@@ -125,13 +124,13 @@ class WorkingModel:
         return self.blocks[layer].finish(residual, attended if scale is None else attended * scale[:, None, None, :])
 
     def _has_few_queries(self, layer: int, read: Read) -> bool:
-        """Whether the block has queries of one or two tokens that see all keys, and keys linear in its input."""
+        """Whether only one or two tokens are queries, they see all keys, and keys are linear in the block's input."""
         attention = self.blocks[layer].attention
         linear = attention.key_norm is None and attention.turn is None and bool(self.kept[layer])
         return read is not None and linear and not attention.causal and attention.window is None
 
     def _count(self, layer: int, x: Tensor, outputs: int, heads_off: int = 0) -> None:
-        """Count a block with attention for the samples of `[1, B, T, d]` and an MLP for `outputs`."""
+        """Count the work of a block: attention for the samples of `[1, B, T, d]`, and an MLP for `outputs` samples."""
         encoder, read, heads = self.sizes[layer], self._read(layer, x), len(self.kept[layer])
         _, inputs, tokens, _ = x.shape
         queries = asked_by(x, read).shape[2]
@@ -139,33 +138,33 @@ class WorkingModel:
         if self._has_few_queries(layer, read):
             attention = heads * queries * encoder.width * (4 * encoder.head_dim + 2 * tokens)
         products = inputs * attention + outputs * mlp_cost(encoder, queries)
-        products += heads_off * queries * encoder.head_dim * encoder.width  # the output projection of one head each
+        products += heads_off * queries * encoder.head_dim * encoder.width  # one head's output projection per run
         self.work["layer_evaluations"] += outputs + (inputs if heads_off else 0)
         self.work["multiply_adds"] += products
 
 
 class PoolingBlock:
-    """The attention that pools the tokens, with what is before and after it, as a block: the last one, of one token."""
+    """Attention pooling, with the layers before and after it, as one more block at the end; its output is one token."""
 
     def __init__(self, readout: Readout, pooling: MapPool) -> None:
         self._readout, self._pooling = readout, pooling
         self.attention, self.query = pooling.attention, pooling.query
 
     def attention_input(self, x: Tensor) -> Tensor:
-        """What the attention sees of the tokens after the last block."""
+        """Compute the input of the attention from the tokens after the last block."""
         return self._readout.before_pool(x)
 
     def finish(self, asking: Tensor, attended: Tensor) -> Tensor:
-        """Everything after the attention; the token that asks has no residual stream."""
+        """Apply everything after the attention; the query token has no residual stream."""
         return self._pooling.finish(attended)
 
 
 def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking: Tensor) -> Tensor:
-    """Attention of the tokens `asking` `[B, T', d]` to all tokens `x` `[B, T, d]`, as `[B, T', H, d_k]`.
+    """Attention of the query tokens `asking` `[B, T', d]` over all tokens `x` `[B, T, d]`, as `[B, T', H, d_k]`.
 
-    The score of a token is (W_q a) · (W_k x) = (W_kᵀ W_q a) · x, and the mixture of values is W_v applied to a
-    mixture of inputs; so W_k and W_v are applied once for each query, not once for each token. The bias of the
-    keys adds the same to all scores of a query and drops out. The keys have no norm, and nothing is causal.
+    The score of a token is (W_q a) · (W_k x) = (W_kᵀ W_q a) · x, and the weighted sum of values is W_v applied to a
+    weighted sum of inputs; so W_k and W_v are applied once per query, not once per token. The key bias adds the same
+    number to all scores of a query, so softmax cancels it. Requires keys without norm and attention that is not causal.
     """
     heads, _, head_dim, _ = attention.qkv.shape
     to_query, to_key, to_value = attention.qkv.unbind(1)  # each [H, d_k, d]
@@ -183,7 +182,7 @@ def few_queries(attention: Attention, x: Tensor, key_mask: Tensor | None, asking
 
 
 def forward_cost(model: Ensemble, samples: CircuitData) -> int:
-    """Multiply-adds of all blocks for all samples; the last block only for the tokens that are read."""
+    """Multiply-adds of all blocks for all samples; in the last block only for the tokens that are read."""
     return sum(len(group) * sample_cost(model, group) for group in samples.groups)
 
 
@@ -191,7 +190,7 @@ def sample_cost(model: Ensemble, group: SampleGroup) -> int:
     """Multiply-adds of all blocks for one sample of a group."""
     config = model.config
     tokens = tokens_of(model, group)
-    layers = [(config.encoder, tokens)] * (model.num_layers - 1)  # sizes, and the tokens that ask
+    layers = [(config.encoder, tokens)] * (model.num_layers - 1)  # sizes, and the number of query tokens
     layers.append((config.encoder, read_tokens(tokens, model.readout.tokens_read())))
     layers += [] if config.pooling is None else [(config.pooling, 1)]
     pairs = zip(config.heads[0], layers, strict=True)
@@ -199,7 +198,7 @@ def sample_cost(model: Ensemble, group: SampleGroup) -> int:
 
 
 def tokens_of(model: Ensemble, group: SampleGroup) -> int:
-    """Tokens of the samples of a group, prefix tokens included."""
+    """Number of tokens per sample of a group, including prefix tokens."""
     stem = model.config.stem
     shape = group.inputs[0].shape
     if not isinstance(stem, PatchStemConfig):
@@ -207,14 +206,14 @@ def tokens_of(model: Ensemble, group: SampleGroup) -> int:
     return stem.prefix_tokens + (shape[2] // stem.patch_size[0]) * (shape[3] // stem.patch_size[1])
 
 
-# --- its activations and those of candidates ---------------------------------------------------------------
+# --- activations of the model and of candidates ------------------------------------------------------------
 
 
 class CachedTower:
-    """A transformer that loses heads, its activations on all samples, and those of candidates.
+    """A transformer whose heads are removed step by step, with cached activations of it and of its candidates.
 
-    `of_rank` are the candidates that this rank evaluates, and no other. Beside what the stem gives, `max_memory` bytes
-    of activations are kept; of candidates only with `carry`.
+    `of_rank` are the candidates that only this rank evaluates. At most `max_memory` bytes of activations are cached in
+    addition to the output of the stem; those of candidates only with `carry`.
     """
 
     def __init__(
@@ -244,30 +243,30 @@ class CachedTower:
         ]
 
     def index(self, heads: Sequence[Head]) -> IntArray:
-        """Positions of some candidates."""
+        """Return the positions of `heads` among the candidates."""
         return np.array([self.index_of[head] for head in heads], np.int64)
 
     def answers(self) -> Iterator[tuple[IntArray, SampleAnswers]]:
-        """The answers of the model as it is to all samples, with their numbers; no block is run."""
+        """Yield sample numbers and the current model's answers, for all samples; no block is run."""
         for features, group in zip(self.features, self.samples.groups, strict=True):
             for rows in parts(len(group), _ROWS):
                 yield group.numbers[rows], self.model.classify(features[rows])
 
     def run(self, candidates: IntArray, numbers: IntArray, record: Recorder) -> None:
-        """Evaluate pairs of candidate (by its position) and sample, each from the last level that is known."""
+        """Evaluate pairs of candidate (by its position) and sample, each from its highest cached level."""
         group_of, row_of = self.samples.group_of[numbers], self.samples.row_of[numbers]
         for index in np.unique(group_of):
             chosen = (group_of == index).nonzero()[0]
-            chosen = chosen[np.argsort(row_of[chosen], kind="stable")]  # candidates of a sample stay together
+            chosen = chosen[np.argsort(row_of[chosen], kind="stable")]  # keeps all candidates of a sample together
             for part in parts(len(chosen), self.batch_size):
                 pairs = chosen[part]
                 self._walk(index, candidates[pairs], numbers[pairs], row_of[pairs], record)
 
     def _walk(self, index: int, candidates: IntArray, numbers: IntArray, rows: IntArray, record: Recorder) -> None:
-        """Walk up the blocks with a batch that pairs join on the way.
+        """Run the blocks from first to last on a batch that grows as pairs join it.
 
-        A pair joins at the block of its candidate, where it branches off the model (whose attention is computed once
-        for all candidates of the layer), or at a later level that was kept.
+        A pair joins at the block of its candidate, where it branches off the current model (whose attention is computed
+        once for all candidates of the layer), or at a later level that is cached.
         """
         base, carried, last = self.base[index], self.carried[index], self.model.layers
         deepest = carried.deepest[candidates, rows]
@@ -279,7 +278,7 @@ class CachedTower:
         device_rows = to_device(rows, base.device)
         context = base.context(device_rows)
         x: Tensor | None = None
-        active = 0  # pairs that have joined; they come first
+        active = 0  # number of pairs that have joined; these come first
         for level in range(int(joins[0]), last + 1):
             pieces: list[Tensor] = []
             if x is not None:
@@ -300,7 +299,7 @@ class CachedTower:
         record(candidates, numbers, self.model.classify(pooled))
 
     def _branch(self, base: "BaseActivations", layer: int, candidates: IntArray, rows: IntArray) -> Tensor:
-        """Outputs of a block for pairs of this layer, sorted by head, each without its head: `[1, P, T', d]`."""
+        """Run a block for the pairs of its layer, sorted by head, each without its head: `[1, P, T', d]`."""
         distinct, inverse = np.unique(rows, return_inverse=True)
         heads, starts = np.unique(self.head_of[candidates], return_index=True)
         ends = [*starts[1:], len(candidates)]
@@ -310,11 +309,11 @@ class CachedTower:
 
     @torch.no_grad()
     def remove(self, head: Head) -> None:
-        """Take a head out: what was computed below it stays right, the rest is brought up to date."""
+        """Remove a head: activations up to its layer stay valid, the others are updated."""
         self.model.drop(head)
         for group, (base, carried) in enumerate(zip(self.base, self.carried, strict=True)):
             index = self.index_of[head]
-            valid = head.layer  # the highest level that is right
+            valid = head.layer  # highest valid level
             for level in sorted(level for level in base.levels if level > head.layer):
                 if not carried.holds_all(index, level):
                     break
@@ -325,7 +324,7 @@ class CachedTower:
 
 
 class BaseActivations:
-    """Activations of a group of samples in the model as it is, by level; others are computed from the one below."""
+    """Activations of the current model for a group of samples: some levels cached, others computed from one below."""
 
     def __init__(self, model: WorkingModel, group: SampleGroup, batch_size: int) -> None:
         ensemble = model.ensemble
@@ -344,7 +343,7 @@ class BaseActivations:
         return len(self.levels[0])
 
     def at(self, level: int, rows: Tensor) -> Tensor:
-        """Inputs of a block for some samples, `[1, S, T, d]`."""
+        """Return the inputs of a block for some samples, `[1, S, T, d]`."""
         start = max(stored for stored in self.levels if stored <= level)
         x = self.levels[start].index_select(0, rows)[None]
         context = self.context(rows)
@@ -353,16 +352,16 @@ class BaseActivations:
         return x
 
     def context(self, rows: Tensor) -> Context:
-        """The context for some samples; only the key mask differs between samples."""
+        """Return the context for some samples; only the key mask differs between samples."""
         mask = self._context.key_mask
         return self._context if mask is None else self._context.of(mask.index_select(0, rows))
 
     def token_ids(self, rows: Tensor) -> Tensor | None:
-        """Token ids of some samples of a text model, `[S, T]`."""
+        """Return the token ids of some samples, `[S, T]`; None for an image model."""
         return None if self._ids is None else self._ids.index_select(0, rows)
 
     def recompute(self, above: int, keep: Sequence[int], batch_size: int) -> Tensor:
-        """Bring all levels above one up to date, keep the given ones, and return the pooled features `[g, d]`."""
+        """Recompute all levels above `above`, cache those in `keep`, and return the pooled features `[g, d]`."""
         for level in keep:
             if level > above and level not in self.levels:
                 self.levels[level] = torch.empty_like(self.levels[0])
@@ -381,30 +380,30 @@ class BaseActivations:
 
 
 class CandidateActivations:
-    """Activations of (candidate, level, sample) for one group of samples, in a pool of slots.
+    """Cached activations of (candidate, level, sample) for one group of samples, in a pool of slots.
 
-    `layer_of` `[K]` has the layer of each candidate, -1 for those that are not evaluated here; `like` `[g, T, d]` are
-    activations of the group; `capacity` is how many slots, of one sample at one level, there is room for.
+    `layer_of` `[K]` is the layer of each candidate, -1 for those that another rank evaluates; `like` `[g, T, d]` are
+    activations of the group; `capacity` is the maximum number of slots, each for one sample at one level.
     """
 
     def __init__(self, layer_of: IntArray, layers: int, like: Tensor, capacity: int) -> None:
         candidates = layer_of[layer_of >= 0]
         rows = len(like)
-        below = [int((candidates < level).sum()) for level in range(layers)]  # candidates that reach a level
+        below = [int((candidates < level).sum()) for level in range(layers)]  # per level, candidates of lower layers
         self.levels = frozenset(worthwhile_levels(below, capacity // max(rows, 1)))
         needed = rows * sum(below[level] for level in self.levels)
         self._pool = like.new_empty(min(capacity, needed), *like.shape[1:])
         self._free = np.arange(len(self._pool), dtype=np.int64)[::-1].copy()
         self._slot = np.full((len(layer_of), layers, rows), -1, np.int64)
-        self.deepest: IntArray = np.zeros((len(layer_of), rows), np.int64)  # highest level held; 0 where there is none
+        self.deepest: IntArray = np.zeros((len(layer_of), rows), np.int64)  # highest cached level; 0 for none
 
     def load(self, level: int, candidates: IntArray, rows: IntArray) -> Tensor:
-        """Activations of pairs that are held at a level, `[1, P, T, d]`."""
+        """Return the cached activations of pairs at a level, `[1, P, T, d]`."""
         slots = to_device(self._slot[candidates, level, rows], self._pool.device)
         return self._pool.index_select(0, slots)[None]
 
     def save(self, level: int, candidates: IntArray, rows: IntArray, x: Tensor) -> None:
-        """Hold the activations `[1, P, T, d]` of pairs at a level, as many of them as there is room for."""
+        """Cache the activations `[1, P, T, d]` of pairs at a level, as many as there are free slots."""
         count = min(len(candidates), len(self._free)) if level in self.levels else 0
         if not count:
             return
@@ -415,11 +414,11 @@ class CandidateActivations:
         self._pool.index_copy_(0, to_device(slots, self._pool.device), x[0, :count])
 
     def holds_all(self, candidate: int, level: int) -> bool:
-        """Whether a candidate's activations at a level are held for every sample."""
+        """Whether a candidate's activations at a level are cached for every sample."""
         return bool((self._slot[candidate, level] >= 0).all())
 
     def forget(self, candidate: int, above: int) -> None:
-        """Give the room of a candidate back, and of all others what lies above a level."""
+        """Free all slots of a candidate, and those of all others above a level."""
         if not self.levels:
             return
         for region in (np.s_[candidate : candidate + 1], np.s_[:, above + 1 :]):
@@ -431,9 +430,9 @@ class CandidateActivations:
 
 
 def worthwhile_levels(below: Sequence[int], capacity: int) -> list[int]:
-    """Levels to hold within a number of slots for each sample: as many as fit, evenly spaced.
+    """Return the levels to cache, given a number of slots per sample: as many as fit, evenly spaced.
 
-    `below` has, for each level, how many candidates lie in a layer below it (and would be held there).
+    `below` is, for each level, the number of candidates in lower layers (each would need a slot there).
     """
     useful = [level for level, candidates in enumerate(below) if candidates]
     for count in range(len(useful), 0, -1):
@@ -447,10 +446,10 @@ def worthwhile_levels(below: Sequence[int], capacity: int) -> list[int]:
 
 
 def plan_memory(max_memory: int, groups: Sequence[Tensor], layers: int) -> tuple[list[int], list[int]]:
-    """Divide bytes: the levels of the model to keep, and slots for candidates in each group of samples.
+    """Divide the memory: return the levels of the model to cache, and slots for candidates in each group of samples.
 
-    At most half goes to the model: all levels where they fit, else evenly spaced ones. The rest is for candidates, in
-    proportion to the size of the groups, whose activations at one level are `groups`, each `[g, T, d]`.
+    At most half is for the model: all levels if they fit, else evenly spaced ones. The rest is for candidates, divided
+    in proportion to the sizes of the groups. `groups` are the activations of each group at one level, `[g, T, d]`.
     """
     level = sum(group.nbytes for group in groups)
     count = min(layers, max(1, max_memory // 2 // level))
@@ -460,25 +459,25 @@ def plan_memory(max_memory: int, groups: Sequence[Tensor], layers: int) -> tuple
 
 
 def default_max_memory(device: torch.device) -> int:
-    """Half of the free memory of a GPU, a quarter of what the host lets this process take; of local ranks, a share."""
+    """Half of the free GPU memory, or a quarter of the free host memory, divided among the local ranks."""
     if device.type == "cuda":
         return _free_on_gpu(device) // 2
     free = free_memory()
-    free = 4 << 30 if free is None else free  # where the system does not say
+    free = 4 << 30 if free is None else free  # if the system does not report it
     return free // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def fitting_batch_size(model: Ensemble, samples: CircuitData) -> int:
-    """Samples (or pairs of candidate and sample) in a batch: enough to keep the device busy, if they fit."""
+    """Batch size, in samples or pairs of candidate and sample: enough to keep the device busy, if memory allows."""
     if model.device.type != "cuda":
         return 64
     hidden = model.config.encoder.mlp_width * (2 if model.config.encoder.gated else 1)
     tokens = max(tokens_of(model, group) for group in samples.groups)
-    sample = tokens * 32 * hidden * model.dtype.itemsize  # with much to spare
+    sample = tokens * 32 * hidden * model.dtype.itemsize  # a generous upper bound
     return max(1, min(2048, _free_on_gpu(model.device) // sample))
 
 
 def _free_on_gpu(device: torch.device) -> int:
-    """What the driver has left, and what PyTorch holds without using it."""
+    """Memory that the driver reports as free, plus what PyTorch has reserved but not allocated."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused

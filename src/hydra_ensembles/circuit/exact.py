@@ -1,4 +1,4 @@
-"""Which head to remove next: by trying every one, or by branch and bound."""
+"""Choosing the head to remove next: by trying every candidate, or by branch and bound."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +14,11 @@ from ..model.ensemble import Ensemble
 from .cache import CachedTower, Work, forward_cost
 from .scores import NO_HEAD, CircuitData, Distance, IntArray, Objective, Result, SampleAnswers, Tally, parts
 
-Tell = Callable[[int], None]  # takes the number of candidates of this rank that are decided so far in a step
+Tell = Callable[[int], None]  # receives the number of this rank's candidates decided so far in a step
 
 
 class Search(ABC):
-    """A way to find the head that goes next; `result` is that of the model as it is."""
+    """A method to find the next head to remove; `result` is that of the current model."""
 
     tell: Tell = staticmethod(lambda decided: None)
 
@@ -28,12 +28,12 @@ class Search(ABC):
 
     @abstractmethod
     def remove(self, head: Head) -> None:
-        """Take a head out for good."""
+        """Remove a head permanently."""
 
     def take(self, candidates: Sequence[Head], audited: bool) -> tuple[Result, int | None]:
-        """Choose a candidate and remove it, unless too many errors are left; what is left without it.
+        """Choose a candidate and remove it, unless that causes too many errors; return the result without it.
 
-        Of an approximate choice that is `audited`, also by how much it misses the best.
+        If the choice is approximate and `audited`, also return by how much it misses the best one; else None.
         """
         choice = self.choose(candidates)
         if not choice.over:
@@ -43,7 +43,7 @@ class Search(ABC):
 
 @dataclass(eq=False)
 class Naive(Search):
-    """Evaluates each candidate from the inputs to the logits, on all samples: the reference."""
+    """The reference: runs the whole model on all samples for each candidate."""
 
     model: Ensemble
     samples: CircuitData
@@ -56,7 +56,7 @@ class Naive(Search):
 
     @property
     def result(self) -> Result:
-        """The result of the model as it is."""
+        """The result of the current model."""
         return self.evaluate(NO_HEAD)
 
     def choose(self, candidates: Sequence[Head]) -> Result:
@@ -68,17 +68,17 @@ class Naive(Search):
         return min(filter(None, self.ranks.gather(min(results, default=None))))
 
     def remove(self, head: Head) -> None:
-        """Leave a head off from now on."""
+        """Remove a head permanently."""
         self.off = [*self.off, head]
 
     @torch.no_grad()
     def evaluate(self, head: Head) -> Result:
-        """The result with one more head off."""
+        """Evaluate the current model without one more head."""
         off = [*self.off, *([] if head == NO_HEAD else [head])]
         return Tally(self.samples, self.objective, [head], self.model.dtype).result(self.answers(off))
 
     def answers(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, SampleAnswers]]:
-        """Answers without some heads to all samples in batches, with their numbers."""
+        """Yield sample numbers and answers in batches, for all samples, with the heads in `off` masked."""
         return run_without(self.model, off, self.samples, self.batch_size, self.work, self.distance)
 
 
@@ -90,7 +90,7 @@ def run_without(
     work: Work,
     distance: Distance | None = None,
 ) -> Iterator[tuple[IntArray, SampleAnswers]]:
-    """Answers of a whole model without some heads to all samples in batches, with their numbers."""
+    """Run the whole model with some heads masked; yield sample numbers and answers in batches, for all samples."""
     with masked(model, [Head(head.layer, head.head) for head in off]):
         for group in samples.groups:
             for rows in parts(len(group), batch_size):
@@ -100,24 +100,24 @@ def run_without(
     work["multiply_adds"] += forward_cost(model, samples)
 
 
-_CHUNKS = 16  # parts in which a candidate is evaluated
+_CHUNKS = 16  # in which the samples of a candidate are evaluated
 _LARGEST_CHUNK = 128
-_TOGETHER = {"cuda": 16, "cpu": 4}  # candidates advanced at once, at least
-_PAIRS = {"cuda": 1024, "cpu": 32}  # pairs of candidate and sample that are worth a sweep
+_TOGETHER = {"cuda": 16, "cpu": 4}  # minimum number of candidates advanced at once
+_PAIRS = {"cuda": 1024, "cpu": 32}  # pairs of candidate and sample that are worth one pass
 
 
 class Exact(Search):
     """Branch and bound over the candidates of this rank, in step with the other ranks.
 
-    All candidates see the samples in one order, hardest first. The integers of a candidate on the samples it has seen
-    are a lower bound of its result; one whose bound is above a complete result need not go on, and neither need one
-    that makes more errors than it may.
+    All candidates see the samples in the same order, hardest first. The integers of a candidate on the samples seen so
+    far are a lower bound of its result. A candidate is dropped once its bound exceeds a complete result, or once it
+    makes more errors than allowed.
     """
 
     def __init__(self, tower: CachedTower, objective: Objective, ranks: Ranks) -> None:
         self.tower, self.objective, self.ranks = tower, objective, ranks
         dtype, device = tower.model.ensemble.dtype, tower.model.ensemble.device
-        self.current = Tally(tower.samples, objective, [NO_HEAD], dtype)  # of the model as it is
+        self.current = Tally(tower.samples, objective, [NO_HEAD], dtype)  # of the current model
         self._answers = Tally(tower.samples, objective, tower.candidates, dtype)
         self._chunk = min(-(-objective.samples // _CHUNKS), _LARGEST_CHUNK)
         kind = "cuda" if device.type == "cuda" else "cpu"
@@ -126,21 +126,21 @@ class Exact(Search):
 
     @torch.no_grad()
     def answer(self) -> None:
-        """Answer all samples anew from the features of the model as it is; no block is run."""
+        """Update the answers to all samples from the cached features of the current model; no block is run."""
         self.result = self.current.result(self.tower.answers())
         self.hardest_first = self.objective.hardest_first(self.current.wrong[0], self.current.confidence[0])
 
     def remove(self, head: Head) -> None:
-        """Take a head out for good."""
+        """Remove a head permanently."""
         self.tower.remove(head)
         self.answer()
 
     @torch.no_grad()
     def choose(self, candidates: Sequence[Head], known: Result | None = None) -> Result:
-        """The candidate whose removal leaves the best score; `known` is one whose result is known already."""
+        """The candidate whose removal leaves the best score; `known` is a result that is already complete."""
         self._answers.clear()
         heads = [head for head in candidates if head in self.tower.of_rank and (known is None or head != known.head)]
-        seen = dict.fromkeys(heads, 0)  # samples that each candidate was evaluated on
+        seen = dict.fromkeys(heads, 0)  # number of samples each candidate was evaluated on
         bounds: dict[Head, Result] = {}
         self._advance(seen, bounds, dict.fromkeys(heads, self._chunk))
         while True:
@@ -155,9 +155,9 @@ class Exact(Search):
             self._advance(seen, bounds, self._next(sorted(waiting), None if best is None or best.over else best))
 
     def _next(self, waiting: Sequence[Result], best: Result | None) -> dict[Head, int]:
-        """How many more samples to evaluate for which candidates, given their bounds, the smallest first.
+        """Decide which candidates to evaluate next, and on how many more samples; `waiting` are bounds, smallest first.
 
-        The first goes to its end: a good result early ends the others early. Then the smallest bounds go on by chunks.
+        The first is completed at once: a good result rules out others early. The smallest bounds advance by chunks.
         """
         if best is None:
             return {bound.head: self.objective.samples for bound in waiting[:1]}
@@ -165,7 +165,7 @@ class Exact(Search):
         return {bound.head: self._chunk * max(1, self._together // len(smallest)) for bound in smallest}
 
     def _advance(self, seen: dict[Head, int], bounds: dict[Head, Result], amounts: Mapping[Head, int]) -> None:
-        """Evaluate candidates on that many more samples each, all of them together."""
+        """Evaluate each candidate on its number of further samples, all in one call."""
         if not amounts:
             return
         numbers = [self.hardest_first[seen[head] :][:amount] for head, amount in amounts.items()]

@@ -39,7 +39,7 @@ from .timing import MINUTES, in_words, moving, say, seconds_of, speed_of
 
 
 @checked
-@torch.inference_mode(False)  # a caller's own would leave the gradients of "screened" nothing to work with
+@torch.inference_mode(False)  # "screened" needs gradients, also if the caller is in inference mode
 @own_precision()
 def extract_circuit(
     ensemble: Ensemble | DualEncoder,
@@ -87,11 +87,11 @@ def extract_circuit(
     returns the same ranking. Dropout is off. The model is not changed.
 
     Args:
-        ensemble: An ensemble with a classifier, or a dual encoder; one member. Pruned heads are no candidates.
+        ensemble: An ensemble with a classifier, or a dual encoder; one member. Pruned heads are not candidates.
         id_batches: Labelled in-distribution batches. All samples are held in memory.
         ood_batches: OOD batches, needed for `"ood"` and `"avg"`; labels are ignored. Or a mapping from
             names to batches: sources of equal weight, however many samples each of them has.
-        score: What to keep high.
+        score: What to maximise.
         budget: Heads to remove.
         method: How to find the best head of each step.
         ties: Of heads that leave the same S, remove the one with the larger summed log-likelihood of the labels of the
@@ -127,8 +127,8 @@ def extract_circuit(
 
     Raises:
         HydraError: A model, setting, layer or head that does not fit, a budget larger than the number of candidates,
-            data that is missing, empty, of a single class or not finite, or a journal of another run, that was
-            changed, or that another process writes.
+            data that is missing, empty, of a single class or not finite, or a journal that belongs to another run,
+            was changed, or is being written by another process.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -145,7 +145,7 @@ def extract_circuit(
     scope = _checked_scope(ensemble, class_names, templates, towers, layers)
     off, candidates = off_and_left(ensemble, scope.towers, scope.layers, removed)
     require_budget(budget, most_to_go(ensemble, candidates))
-    with_text = "text" in {*scope.towers, *(head.tower for head in off)}  # heads of the text tower are off, or may be
+    with_text = "text" in {*scope.towers, *(head.tower for head in off)}  # text heads are off, or candidates
     _check_methods(ensemble, method, ood_score, with_text)
     if score != "acc" and ood_batches is None:
         raise DataError(f'score="{score}" compares ID with OOD samples; give ood_batches, or use score="acc"')
@@ -179,7 +179,7 @@ def extract_circuit(
             distance=distance,
             ranks=ranks,
             batch_size=batch_size or fitting_batch_size(model, samples),
-            max_memory=None if max_memory is None else int(max_memory),  # bytes are written as 2e9
+            max_memory=None if max_memory is None else int(max_memory),  # users write 2e9
         )
         alone = nullcontext() if path is None else ranks.locked(path.parent, "circuit extraction", path.name)
         with alone, resumable(path):
@@ -198,21 +198,21 @@ def extract_circuit(
 
 
 class CircuitScope(NamedTuple):
-    """Which heads are candidates; of a dual encoder, also the classes it tells apart, and the prompts for them."""
+    """Which heads are candidates; for a dual encoder, also the class names and the templates of their prompts."""
 
     towers: tuple[str, ...]
-    layers: tuple[int, ...] | None  # None for all of several towers
-    names: tuple[str, ...]  # of the classes; none of an ensemble
+    layers: tuple[int, ...] | None  # None for all layers of several towers
+    names: tuple[str, ...]  # of the classes; empty for an ensemble
     templates: tuple[str, ...]
 
 
 def identity_of(
     run: "Extraction", ensemble: Ensemble | DualEncoder, scope: CircuitScope, screen_size: int | None
 ) -> Journal:
-    """What a journal is known by: the model, the data, and all settings that decide which heads are chosen.
+    """Build the identity of a journal: the model, the data, and all settings that affect which heads are chosen.
 
-    Settings that came later are left out where they are as they were before: journals of then go on. `screen_size` is
-    as it was given.
+    Settings added in later releases are stored only if they differ from the earlier behaviour, so that older journals
+    can be resumed. `screen_size` is the user's argument.
     """
     screened = run.method == "screened"
     settings: dict[str, Any] = {
@@ -232,17 +232,17 @@ def identity_of(
         settings["max_accuracy_loss"] = run.max_accuracy_loss
     if run.distance is not None:
         settings["ood_score"] = [run.distance.name, run.distance.fingerprint.hexdigest()]
-        if run.distance.name == "knn":  # which neighbour counts is in no tensor
+        if run.distance.name == "knn":  # k is not part of any fingerprinted tensor
             settings["ood_score"].append(run.distance.neighbours)
     if screened:
         settings["screen_size"] = screen_size
-    if run.audited:  # which steps are audited depends on the budget; else a larger one continues a smaller one
+    if run.audited:  # audited steps depend on the budget; without them, a journal can resume with a larger budget
         settings["budget"] = run.budget
     return Journal(FORMAT, model_fingerprint(ensemble), run.samples.fingerprint, settings)
 
 
 def _check_methods(ensemble: Ensemble | DualEncoder, method: Method, ood_score: OODScore, with_text: bool) -> None:
-    """Refuse a method that cannot do what is asked, and a score of features that was not fitted."""
+    """Raise if the method does not support the request, or if the feature score was not fitted."""
     if method == "screened" and with_text:
         raise ConfigError('method="screened" is for one tower; use method="exact", or towers=("image",)')
     if ood_score != "msp":
@@ -264,7 +264,7 @@ def _checked_scope(
     towers: Sequence[Tower],
     layers: Iterable[int] | None,
 ) -> CircuitScope:
-    """The scope of a model that has answers to score; names and prompts of a dual encoder alone."""
+    """Check the arguments and return the scope; class names and templates are only for dual encoders."""
     if model.num_members != 1:
         raise ConfigError(f"a circuit is of one model, got {model.num_members} members; give ensemble.member(i)")
     if isinstance(model, Ensemble):
@@ -288,34 +288,34 @@ def _checked_scope(
 
 @dataclass(eq=False)
 class Extraction:
-    """The greedy steps of one run; what is not explained here is named as in `extract_circuit`."""
+    """The greedy steps of one run; fields without a comment are as in `extract_circuit`."""
 
     asked: Method
-    method: Method  # what "auto" means, settled before the first step
+    method: Method  # "auto" is replaced before the first step
     budget: int
     removed: Sequence[Head]
-    candidates: Sequence[Head]  # that could be chosen at the first step
+    candidates: Sequence[Head]  # of the first step
     screen_size: int
     audit_steps: int
     max_accuracy_loss: float | None
-    model: Ensemble  # a private copy of what classifies
-    texts: Texts | None  # of a dual encoder, where heads of the text tower may be off
+    model: Ensemble  # a private copy of the classifier
+    texts: Texts | None  # for a dual encoder, if heads of the text tower may be off
     samples: CircuitData
     objective: Objective
     ranks: Ranks
     batch_size: int
     max_memory: int | None
-    distance: Distance | None = None  # what ID and OOD samples are told apart by, if not by confidence
-    work: Work = field(default_factory=Work)  # what was run so far, on this rank
+    distance: Distance | None = None  # OOD score, if not the confidence
+    work: Work = field(default_factory=Work)  # of this rank so far
 
     @property
     def audited(self) -> set[int]:
-        """Steps of "screened" that are audited, spread evenly from the first on."""
+        """Steps of "screened" that are audited: evenly spaced, including the first."""
         audits = min(self.audit_steps, self.budget) if self.method == "screened" else 0
         return {index * self.budget // audits for index in range(audits)}
 
     def settle_method(self, journal: Journal | None) -> None:
-        """Decide how "auto" is meant: as in the journal, else by the time it takes."""
+        """Resolve "auto": to the method in the journal, else by the estimated time."""
         if self.asked != "auto":
             return
         stored = None if journal is None else journal.settings.get("method")
@@ -324,7 +324,7 @@ class Extraction:
         self.method = cast(Method, stored) if stored in get_args(Method) else "screened" if slow else "exact"
 
     def _seconds(self, left: Sequence[Head]) -> dict[Method, float]:
-        """Estimate how long the steps that are left take by each method; rank 0 estimates for all."""
+        """Estimate how long the remaining steps take with each method; all ranks use the estimate of rank 0."""
         steps = self.budget - (len(self.candidates) - len(left))
         towers = [(self.model, self.samples)]
         towers += [] if self.texts is None else [(self.texts.tower, self.texts.prompts)]
@@ -335,7 +335,7 @@ class Extraction:
         return speed_of(self.model, self.samples, self.batch_size)
 
     def _say_time(self, left: Sequence[Head], progress: bool) -> None:
-        """Say how long it will take; that "auto" means an approximation is said in any case."""
+        """Print the estimated time; if "auto" chose an approximate method, say so even without `progress`."""
         approximated = self.asked == "auto" and self.method == "screened"
         if not progress and not approximated:
             return
@@ -348,7 +348,7 @@ class Extraction:
             (say if progress else warn)(text)
 
     def take_steps(self, journal: Journal, path: Path | None, progress: bool) -> None:
-        """Take the greedy steps that the journal does not have yet."""
+        """Run the greedy steps that are not in the journal yet."""
         done = journal.heads
         if len(done) >= self.budget:
             return
@@ -358,7 +358,7 @@ class Extraction:
         if journal.start is None:
             start = search.result
             journal.start = {"errors": start.errors, "discordance": start.discordance}
-        if self.max_accuracy_loss is not None:  # decimals as they are written: 0.29 of 100 right answers is 29
+        if self.max_accuracy_loss is not None:  # as an exact decimal: 0.29 of 100 right answers is 29
             right = self.objective.id_count - journal.start["errors"]
             self.objective.most_errors = journal.start["errors"] + int(Fraction(str(self.max_accuracy_loss)) * right)
         counted = (0, 0)
@@ -384,7 +384,7 @@ class Extraction:
                 journal.add(Step(layer, head, choice.errors, choice.discordance, *spent, excess, tower), path)
                 reached = self.objective.achieved(choice.errors, choice.discordance)
                 bar.set_postfix(removed=f"{index + 1}/{self.budget}", score=f"{reached:.4f}", refresh=False)
-                search.tell(len(self.candidates))  # all of them
+                search.tell(len(self.candidates))  # the step is complete
 
     def _warn_of_end(self, journal: Journal) -> None:
         count = self.objective.id_count
@@ -401,7 +401,7 @@ class Extraction:
             )
 
     def _start(self, done: Sequence[Head]) -> Naive | Exact | JointExact | Screened:
-        """A search that goes on after some steps. "screened" repeats those since it last started from nothing."""
+        """Create the search after the steps in `done`. "screened" repeats those since it last cleared its estimates."""
         repeats = self.method == "screened" and self.objective.score != "acc"
         skipped = len(done) - (len(done) % AFRESH if repeats else 0)
         off = [*self.removed, *done[:skipped]]
@@ -409,7 +409,7 @@ class Extraction:
         if self.method == "naive":
             common = self.model, self.samples, self.objective, self.ranks, self.work, self.batch_size, off
             return Naive(*common, distance=self.distance) if self.texts is None else JointNaive(*common, self.texts)
-        if self.texts is not None:  # a quarter of the memory is for the prompts
+        if self.texts is not None:  # a quarter of the memory is for the text tower
             tower, prompts = self.texts.tower, self.texts.prompts
             text_tower = self._cached(tower, prompts, of_tower(left, text=True), of_tower(off, text=True), 0.25)
             left, off = of_tower(left, text=False), of_tower(off, text=False)
@@ -420,7 +420,7 @@ class Extraction:
             return exact
         search = Screened(exact, self.screen_size, skipped)
         for head in done[skipped:]:
-            search.choose(may_go(self.model, left))  # to remember what was measured
+            search.choose(may_go(self.model, left))  # to restore its estimates
             search.remove(head)
             left.remove(head)
         return search
@@ -428,7 +428,7 @@ class Extraction:
     def _cached(
         self, model: Ensemble, samples: CircuitData, left: Sequence[Head], off: Sequence[Head], share: float = 1.0
     ) -> CachedTower:
-        """A copy of its own without some heads, and a share of the memory for its activations."""
+        """Wrap a copy of the model without the heads in `off`, with a share of the memory for cached activations."""
         room = default_max_memory(model.device) if self.max_memory is None else self.max_memory
         working = WorkingModel(model, off, self.work, self.distance)
         of_rank = self.ranks.share(left)
@@ -436,7 +436,7 @@ class Extraction:
         return CachedTower(working, samples, left, of_rank, self.batch_size, int(share * room), carry)
 
     def ranking(self, journal: Journal, provenance: Mapping[str, Any]) -> HeadRanking:
-        """What the steps amount to; `provenance` is what else there is to say about it."""
+        """Build the ranking from the steps; `provenance` has further entries for its provenance."""
         objective = self.objective
         start = journal.start
         steps = journal.steps[: self.budget]

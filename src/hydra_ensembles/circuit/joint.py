@@ -1,7 +1,7 @@
 """Circuits over both towers of a dual encoder.
 
-A head of the text tower changes the class embeddings only: its candidates run the text tower on the prompts, and
-multiply with the image embeddings there are. A head of the image tower meets the class embeddings there are.
+Removing a head of the text tower changes only the class embeddings: such a candidate runs the text tower on the
+prompts, and uses the current image embeddings. A candidate of the image tower uses the current class embeddings.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,22 +26,22 @@ from .scores import CircuitData, IntArray, Result, SampleAnswers, SampleGroup, T
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """What class embeddings are made of."""
+    """The text tower and prompts from which class embeddings are computed."""
 
-    tower: Ensemble  # a private copy; it answers with embeddings, its projection being its classifier
-    prompts: CircuitData  # every class in every template, one class after another, without labels
+    tower: Ensemble  # a private copy; it returns embeddings, since its projection serves as its classifier
+    prompts: CircuitData  # every class in every template, grouped by class, without labels
     templates: int  # prompts of each class
-    scale: Tensor  # [1], what cosines are multiplied with
+    scale: Tensor  # [1], factor of the cosine similarities
 
     def classes(self, embeddings: Tensor) -> Tensor:
-        """Scaled class embeddings `[C, e]` out of those of all prompts, `[P, e]`."""
+        """Compute scaled class embeddings `[C, e]` from the embeddings of all prompts, `[P, e]`."""
         return average_templates(F.normalize(embeddings, dim=-1)[None], self.templates)[0] * self.scale
 
 
 def read_texts(
     dual: DualEncoder, names: Sequence[str], templates: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> Texts:
-    """A copy of the text tower in another dtype and place, with its projection as classifier, and the prompts."""
+    """Copy the text tower to a dtype and device, with its projection as classifier, and tokenize the prompts."""
     tower = dual.text
     if tower.config.readout.cosine is not None:
         raise ConfigError("the text tower classifies by class embeddings; use the text tower as it was converted")
@@ -64,25 +64,25 @@ def read_texts(
 
 
 def use_classes(classifier: Ensemble, classes: Tensor) -> None:
-    """Give a zero-shot classifier other class embeddings, `[C, e]`."""
+    """Replace the class embeddings of a zero-shot classifier by `[C, e]`."""
     embeddings = classifier.readout.class_embeddings
     assert embeddings is not None
     embeddings.weight = nn.Parameter(classes[None], requires_grad=False)
 
 
 def of_tower(heads: Sequence[Head], text: bool) -> list[Head]:
-    """The heads of the text tower, or of the other one."""
+    """Return the heads of the text tower, or (`text=False`) all others."""
     return [head for head in heads if (head.tower == "text") == text]
 
 
 @dataclass(eq=False)
 class JointNaive(Naive):
-    """The naive method over both towers: the class embeddings are computed anew each time."""
+    """The naive method over both towers: the class embeddings are recomputed for each candidate."""
 
     texts: Texts
 
     def answers(self, off: Sequence[Head]) -> Iterator[tuple[IntArray, SampleAnswers]]:
-        """Answers without some heads of both towers to all samples in batches, with their numbers."""
+        """Yield sample numbers and answers in batches, for all samples, with some heads of both towers masked."""
         of_text = of_tower(off, text=True)
         prompts = self.texts.prompts
         embedded = run_without(self.texts.tower, of_text, prompts, self.batch_size, self.work)
@@ -91,16 +91,16 @@ class JointNaive(Naive):
 
 
 class JointExact(Search):
-    """Branch and bound in the image tower; in the text tower (`tower`, without its removed heads) all candidates."""
+    """Branch and bound in the image tower; all candidates of `tower`, the pruned text tower, are evaluated in full."""
 
     def __init__(self, images: Exact, texts: Texts, tower: CachedTower) -> None:
         self.images, self.texts, self.tower = images, texts, tower
-        self._classes: dict[Head, Tensor] = {}  # [C, e], that text candidates would leave behind
+        self._classes: dict[Head, Tensor] = {}  # [C, e], class embeddings without each text candidate
         self._use_own_classes()
 
     @property
     def result(self) -> Result:
-        """The result of the model as it is."""
+        """The result of the current model."""
         return self.images.result
 
     @torch.no_grad()
@@ -120,7 +120,7 @@ class JointExact(Search):
         return self.images.choose(of_tower(candidates, text=False), best)
 
     def remove(self, head: Head) -> None:
-        """Take a head out for good; the tower it does not lie in is not run."""
+        """Remove a head permanently; the other tower is not run."""
         if head.tower == "text":
             self.tower.remove(head)
             self._classes.clear()
@@ -134,15 +134,15 @@ class JointExact(Search):
 
     @torch.no_grad()
     def _use_own_classes(self) -> None:
-        """Classify by the class embeddings of the text tower as it is."""
+        """Classify by the class embeddings of the current text tower."""
         self._current = self.texts.classes(self.tower.model.classify(torch.cat(self.tower.features)).logits)  # [C, e]
         use_classes(self._classifier, self._current)
         self.images.answer()
 
     def _run_prompts(self, heads: Sequence[Head]) -> None:
-        """The class embeddings that are left without each of some heads of one layer."""
+        """Compute the class embeddings without each of some heads of one layer."""
         count = len(self.tower.samples.labels)
-        index = self.tower.index(heads)  # ascending, as the candidates are
+        index = self.tower.index(heads)  # ascending, like the candidates
         table = self._current.new_empty(len(heads), count, self._current.shape[1])  # [heads, prompts, e]
 
         def record(candidates: IntArray, numbers: IntArray, embedded: SampleAnswers) -> None:
@@ -153,7 +153,7 @@ class JointExact(Search):
         self._classes |= {head: self.texts.classes(embeddings) for head, embeddings in zip(heads, table, strict=True)}
 
     def _judge(self, head: Head) -> Result:
-        """The result without a head of the text tower, on all samples: the images as they are meet other classes."""
+        """Evaluate a candidate of the text tower on all samples: current image features, its class embeddings."""
         use_classes(self._classifier, self._classes[head])
         tower = self.images.tower
         return Tally(tower.samples, self.images.objective, [head], self._classifier.dtype).result(tower.answers())

@@ -18,9 +18,9 @@ FORMAT = "hydra_ensembles circuit journal 1"
 
 @dataclass(frozen=True)
 class Step:
-    """One greedy step: the head removed, the integers of the model without it, and the work over all ranks.
+    """One greedy step: the head removed, the integers of the model without it, and the work of all ranks.
 
-    `excess` says, of an audited step, by how many units of the integer the choice missed the best.
+    For an audited step, `excess` is by how much the integer of the choice exceeds that of the best candidate.
     """
 
     layer: int
@@ -35,7 +35,7 @@ class Step:
 
 @dataclass
 class Journal:
-    """The steps of a run, as they are stored; `settings` is what choices depend on besides the model and the data."""
+    """The stored steps of a run; `settings` are those on which the choices depend besides the model and the data."""
 
     format: str
     model: str  # fingerprints
@@ -50,14 +50,14 @@ class Journal:
         return [Head(step.layer, step.head, step.tower) for step in self.steps]
 
     def add(self, step: Step, path: Path | None) -> None:
-        """Append a step and write the file, where there is one, anew and in one piece, with its digest."""
+        """Append a step; if there is a path, rewrite the file atomically, with its digest."""
         self.steps = (*self.steps, step)
         if path is not None:
             write_sealed(path, to_plain(self))
 
 
 def stored_journal(path: Path | None, ranks: Ranks) -> Journal | None:
-    """The journal of a file, read by rank 0 for all; None where there is no file. What is no journal is refused."""
+    """Load a journal on rank 0 for all ranks; None if there is no file. Raises if the file is not a journal."""
 
     def read() -> Journal | None:
         if path is None or ranks.rank or not path.exists():
@@ -75,9 +75,9 @@ def stored_journal(path: Path | None, ranks: Ranks) -> Journal | None:
 
 
 def resumed(journal: Journal, stored: Journal, path: Path, candidates: Sequence[Head]) -> Journal:
-    """The stored journal, refused where it is of another run than `journal`, which has no steps yet."""
+    """Return the stored journal; raise if it is of another run than `journal`, which has no steps yet."""
     expected = {**vars(journal), "start": stored.start, "steps": stored.steps}
     require_same_run(vars(stored), expected, path, "the journal of a circuit")
-    if len(set(stored.heads) & set(candidates)) < len(stored.heads):  # of before: without a digest
+    if len(set(stored.heads) & set(candidates)) < len(stored.heads):  # possible in old files, without digest
         raise CheckpointError(f"{path} has a head twice, or one that is no candidate; delete it to start over")
     return stored

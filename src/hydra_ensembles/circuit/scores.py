@@ -1,11 +1,11 @@
-"""What a circuit is judged by: errors and discordant pairs as integers, counted on fixed samples.
+"""Objectives of circuits: errors and discordant pairs, counted as integers on fixed samples.
 
-E is the number of ID samples answered wrongly. D is twice the number of pairs of an ID and an OOD sample in which the
-OOD sample is the more confident one, plus the pairs that tie. Of several OOD sources, each of n_s samples, every D_s
-counts L / n_s times, L being the least common multiple of all n_s: 1 - D / (2 · n · L · sources) is then the mean of
-their AUROCs. Integers compare exactly, and a bound on one holds.
+E is the number of misclassified ID samples. D is twice the number of pairs of an ID and an OOD sample in which the OOD
+sample has the higher confidence, plus the number of tied pairs. With several OOD sources of n_s samples each, every D_s
+has weight L / n_s, where L is the least common multiple of all n_s: 1 - D / (2 · n · L · sources) is then the mean of
+their AUROCs. Integers compare exactly, so bounds on them are exact too.
 
-Confidence is the probability of the answer, or how near the features of a sample lie to those of familiar data.
+Confidence is the probability of the predicted class, or minus the distance of the features to those of familiar data.
 """
 
 import math
@@ -41,32 +41,32 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class SampleGroup:
-    """Samples whose inputs have one shape (texts with the padding they came with), so that they can share a batch."""
+    """Samples whose inputs have the same shape (texts as padded in their batch), so that they can share a batch."""
 
-    numbers: IntArray  # [g], which sample each row is
-    inputs: Arguments  # images [g, channels, H, W] or token ids [g, T]; mask and token types [g, T] or None
+    numbers: IntArray  # [g], the sample in each row
+    inputs: Arguments  # images [g, channels, H, W] or token ids [g, T]; mask and token type ids [g, T] or None
 
     def __len__(self) -> int:
         """Number of samples."""
         return len(self.numbers)
 
     def take(self, rows: slice) -> Arguments:
-        """The inputs of some samples."""
+        """Return the inputs of some samples."""
         return cast(Arguments, tuple(None if tensor is None else tensor[rows] for tensor in self.inputs))
 
 
 @dataclass(eq=False)
 class CircuitData:
-    """All samples, numbered in the order they were read: ID first, then OOD."""
+    """All samples, numbered in reading order: ID first, then OOD."""
 
-    groups: tuple[SampleGroup, ...]  # by shape of their inputs
+    groups: tuple[SampleGroup, ...]  # one per shape of inputs
     labels: Tensor  # [n], -1 for samples without a label, such as all OOD samples
-    sources: Mapping[str, int]  # samples of each source by its name, the ID one first
-    origin: IntArray  # [n, 2], source (by number) and batch each sample came from
+    sources: Mapping[str, int]  # name -> number of samples; the ID source is first
+    origin: IntArray  # [n, 2], index of the source and of the batch that each sample came from
     fingerprint: str  # changes with any sample, label, or their order
 
     def __post_init__(self) -> None:
-        """Note where each sample lies: `[n]`, the index of its group, and its row there."""
+        """Compute `group_of` and `row_of`, `[n]` each: the group of each sample, and its row there."""
         self.group_of, self.row_of = np.zeros((2, len(self.labels)), np.int64)
         for index, group in enumerate(self.groups):
             self.group_of[group.numbers], self.row_of[group.numbers] = index, np.arange(len(group))
@@ -85,13 +85,13 @@ class CircuitData:
 def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | None, seed: int) -> CircuitData:
     """Read all batches, check them, and move them to the device and dtype of the model.
 
-    Random numbers of PyTorch and of the sources start from `seed` meanwhile and are put back afterwards: a shuffling
-    loader gives the same samples again when a run is resumed, and on every rank.
+    Generators of PyTorch and of the sources are seeded with `seed` and restored afterwards: a shuffling loader gives
+    the same samples when a run is resumed, and on every rank.
     """
-    pieces: dict[tuple[object, ...], list[SampleGroup]] = {}  # by shape of the inputs
+    pieces: dict[tuple[object, ...], list[SampleGroup]] = {}  # by shape of inputs
     labels: list[Tensor] = []
     origin: list[tuple[int, int]] = []
-    keys: dict[str, list[Keys]] = {}  # of each source
+    keys: dict[str, list[Keys]] = {}  # per source
     sizes: dict[str, int] = {}
     fingerprints = []
     sources = {"id_batches": id_batches} | ({} if ood_batches is None else named_sources(ood_batches, "ood_batches"))
@@ -130,7 +130,7 @@ def read_samples(model: Ensemble, id_batches: Batches, ood_batches: Sources | No
 
 
 def to_device(index: IntArray, device: torch.device) -> Tensor:
-    """Numbers of rows as a tensor, without waiting for their way to a GPU."""
+    """Copy indices to a device, without blocking."""
     return torch.from_numpy(index).to(device, non_blocking=True)
 
 
@@ -144,8 +144,8 @@ def parts(count: int, size: int) -> Iterator[slice]:
 MOST_CONFIDENT = torch.iinfo(torch.int64).max
 LEAST_CONFIDENT = torch.iinfo(torch.int64).min
 _LARGEST_LOG_ODDS = 2.0**30
-_LIKELIHOOD_STEP = 1e-6  # of a summed log-likelihood
-_LARGEST_LOSS = 2.0**62  # in these steps
+_LIKELIHOOD_STEP = 1e-6  # rounding of a summed log-likelihood
+_LARGEST_LOSS = 2.0**62  # in units of `_LIKELIHOOD_STEP`
 
 
 def quantum(dtype: torch.dtype) -> float:
@@ -154,43 +154,43 @@ def quantum(dtype: torch.dtype) -> float:
 
 
 def judge(logits: Tensor, labels: Tensor, step: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What counts about the answers to some samples, out of logits `[B, C]` (C at least 2) and labels `[B]`.
+    """Evaluate logits `[B, C]` (C at least 2) against labels `[B]`.
 
     Returns three tensors `[B]`: whether the answer is wrong, the confidence in grid steps (int64), and whether all
     logits are finite. `step` is the `quantum` of the dtype in which the logits were computed.
     """
     precise = logits.double()
     largest = precise.amax(-1, keepdim=True)
-    answer = (precise >= largest - step / 256).int().argmax(-1)  # the first of those that tie
+    answer = (precise >= largest - step / 256).int().argmax(-1)  # ties go to the first class
     return answer != labels, in_steps(log_odds_of(precise, answer), step), precise.isfinite().all(-1)
 
 
 def in_steps(confidence: Tensor, step: float) -> Tensor:
-    """A confidence `[B]` in float64 on the grid, int64."""
+    """Round confidences `[B]` in float64 to the grid, as int64."""
     return (confidence.clamp(-_LARGEST_LOG_ODDS, _LARGEST_LOG_ODDS) / step).round().nan_to_num().long()
 
 
 def log_odds_of(logits: Tensor, classes: Tensor) -> Tensor:
-    """log(p / (1 - p)) of one class for each row: `[B, C]` and `[B]` to `[B]`."""
+    """log(p / (1 - p)) of one class per row: logits `[B, C]` and classes `[B]` to `[B]`."""
     chosen = classes[..., None]
     others = logits.scatter(-1, chosen, -torch.inf).logsumexp(-1)
     return logits.gather(-1, chosen)[..., 0] - others
 
 
 class SampleAnswers(NamedTuple):
-    """What a model says of B samples, and how far their features lie from known ones, where that is asked for."""
+    """The outputs of a model for B samples; with a feature score, also their distance from familiar data."""
 
-    logits: Tensor  # [B, C]; embeddings [B, e] of a model without a classifier
+    logits: Tensor  # [B, C]; embeddings [B, e] for a text tower
     distance: Tensor | None = None  # [B]
 
     @classmethod
     def of(cls, features: Tensor, logits: Tensor, distance: "Distance | None") -> "SampleAnswers":
-        """What pooled features `[B, …]` and the logits they give say."""
+        """Build the answers from pooled features `[B, …]` and their logits."""
         return cls(logits, None if distance is None else distance.of(features, logits))
 
 
 class Distance:
-    """A fitted score of features that circuits are judged by; its statistics stay those of the whole model."""
+    """A fitted feature distance used as OOD score; its statistics stay those of the whole model."""
 
     def __init__(self, model: Ensemble, name: FamiliarityName, dtype: torch.dtype, device: torch.device) -> None:
         fitted, self.name = model.metadata.familiarity, name
@@ -204,39 +204,39 @@ class Distance:
         self.statistics = ready({key: value.to(device, precise) for key, value in state.items()})
 
     def of(self, features: Tensor, logits: Tensor) -> Tensor:
-        """The distance `[B]` of features `[B, …]` that give logits `[B, C]`."""
+        """Compute the distance `[B]` of features `[B, …]` with logits `[B, C]`."""
         return unfamiliarity(self.name, self.statistics, features.flatten(1)[None], logits[None], self.neighbours)[0]
 
 
 def losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Negative log-likelihood of the label `[B]`, in float64 and never negative; 0 for samples without one."""
+    """Negative log-likelihood of the labels `[B]`, in float64 and never negative; 0 for samples without a label."""
     precise = logits.double()
     loss = -F.logsigmoid(log_odds_of(precise, labels.clamp(min=0)))
     return torch.where(labels < 0, 0.0, loss.nan_to_num(posinf=_LARGEST_LOG_ODDS).clamp(0, _LARGEST_LOG_ODDS))
 
 
-NO_HEAD = Head(-1, -1)  # stands for the head of a result with no further head off
+NO_HEAD = Head(-1, -1)  # the `head` of a result with no further head removed
 
 
 def require_finite(finite: Tensor, samples: CircuitData, head: Head) -> None:
-    """Raise where a sample `[n]` has logits that are not finite, naming its batch."""
+    """Raise if the logits of a sample are not finite (`finite` is `[n]`), and name its batch."""
     if not finite.all():
         source, batch = samples.origin[int((~finite).nonzero()[0, 0])]
         raise not_finite(f"batch {batch} of {list(samples.sources)[source]}", head)
 
 
 def not_finite(where: str, head: Head) -> DataError:
-    """What is said of a batch whose logits are no numbers, with this head off."""
+    """Return the error for a batch whose logits are not finite with this head off."""
     state = "" if head == NO_HEAD else f" with head {head} switched off"
     return DataError(f"{where} gives logits that are NaN or infinite{state}; check its inputs, or use a wider dtype")
 
 
 class Result(NamedTuple):
-    """The integers of the model without one more head: the smaller is the better, field by field."""
+    """The integers of the model without one more head. Smaller is better, in the order of the fields."""
 
-    over: bool  # whether it makes more errors than it may
+    over: bool  # whether it makes more errors than allowed
     value: int
-    loss: int  # of the labels, summed, in steps of 1e-6; 0 where ties go to the first head
+    loss: int  # summed over the labels, in steps of 1e-6; 0 if ties go to the first head
     head: Head
     errors: int
     discordance: int
@@ -244,16 +244,16 @@ class Result(NamedTuple):
 
 @dataclass(eq=False)
 class Objective:
-    """The integer to minimise, and the score S it stands for."""
+    """The integer to minimise, and the score S it represents."""
 
     score: Score
     id_count: int
     ood_sizes: tuple[int, ...] = ()  # samples of each OOD source; none for `acc`
     ties: Ties = "order"
-    most_errors: int | None = None  # a model with more of them is out of the question; set before the first choice
+    most_errors: int | None = None  # candidates with more errors are rejected; set before the first choice
 
     def __post_init__(self) -> None:
-        """Work out what a pair of each source weighs, and how many OOD samples all sources together count as."""
+        """Compute the weight of a pair of each source, and the effective number of OOD samples over all sources."""
         common = math.lcm(*self.ood_sizes)
         self.weights = tuple(common // size for size in self.ood_sizes)
         self.balanced = common * len(self.ood_sizes)
@@ -264,13 +264,13 @@ class Objective:
         return self.id_count + sum(self.ood_sizes)
 
     def count(self, wrong: Tensor, confidence: Tensor) -> Tensor:
-        """Integers `[K, 1 + sources]` of candidates, E and each D_s, from answers and confidences `[K, n]`."""
+        """Compute the integers `[K, 1 + sources]`, E and each D_s, from wrong answers and confidences `[K, n]`."""
         inside, *outside = confidence.split([self.id_count, *self.ood_sizes], dim=1)
         pairs = [_twice_below(inside, source.contiguous()).sum(-1) for source in outside]
         return torch.stack([wrong[:, : self.id_count].sum(-1), *pairs], dim=1)
 
     def result(self, head: Head, counts: Sequence[int], loss: int = 0) -> Result:
-        """What the counts of a model amount to; `head` is the one it goes without."""
+        """Build the result from the counts of a model without `head`."""
         errors, *pairs = counts
         discordance = sum(weight * count for weight, count in zip(self.weights, pairs, strict=True))
         value = errors if self.score == "acc" else discordance
@@ -280,7 +280,7 @@ class Objective:
         return Result(over, value, loss, head, errors, discordance)
 
     def achieved(self, errors: int, discordance: int) -> float:
-        """S: accuracy, AUROC (of several sources the mean), or the mean of both."""
+        """Compute S: the accuracy, the AUROC (mean over OOD sources), or the mean of both."""
         accuracy = (self.id_count - errors) / self.id_count
         if self.score == "acc":
             return accuracy
@@ -289,14 +289,14 @@ class Objective:
         return auroc if self.score == "ood" else (accuracy + auroc) / 2
 
     def hardest_first(self, wrong: Tensor, confidence: Tensor) -> IntArray:
-        """Sample numbers, first those that add most to the integer of a model, by its answers `[n]`.
+        """Sort sample numbers by how much each adds to the integer of a model with answers `[n]`, largest first.
 
-        Among those that add nothing, ID samples with little confidence come first, and OOD samples with much.
+        Ties go to ID samples with lower and OOD samples with higher confidence.
         """
         inside, *outside = confidence.split([self.id_count, *self.ood_sizes])
         doubt = torch.cat([-inside, *outside]).cpu().numpy()
         added = wrong[: self.id_count].double()
-        if self.score != "acc":  # in pairs with the first source
+        if self.score != "acc":  # in units of pairs with the first source
             first = self.ood_sizes[0]
             added_outside = []
             added *= 2 * first * len(outside) if self.score == "avg" else 0
@@ -314,11 +314,11 @@ def _twice_below(values: Tensor, limits: Tensor) -> Tensor:
 
 
 class Tally:
-    """Answers of K models, each without one of `heads` (`NO_HEAD` for none), to n samples; logits are of `dtype`.
+    """Answers of K models, each without one of `heads` (`NO_HEAD` for none), to n samples; logits have `dtype`.
 
-    A sample that was not evaluated yet counts as right, as an ID sample as most confident, as an OOD sample as least
-    confident, and its label as certain. So the integers of a model never shrink as answers come in: they are lower
-    bounds of its result, also of the loss that decides between models whose other integers are equal.
+    A sample that is not evaluated yet counts as correct, with loss 0 and the highest confidence if ID, the lowest if
+    OOD. So the integers of a model, including the loss that breaks ties, never decrease as answers arrive: they are
+    lower bounds of its result.
     """
 
     def __init__(self, samples: CircuitData, objective: Objective, heads: Sequence[Head], dtype: torch.dtype) -> None:
@@ -331,13 +331,13 @@ class Tally:
         self.wrong = torch.empty(shape, dtype=torch.bool, device=device)
         self.confidence = torch.empty(shape, dtype=torch.int64, device=device)
         self.finite = torch.empty(shape, dtype=torch.bool, device=device)
-        self.loss: Tensor | None = None  # of labels
+        self.loss: Tensor | None = None
         if objective.ties == "likelihood":
             self.loss = torch.empty(shape, dtype=torch.float64, device=device)
         self.clear()
 
     def clear(self) -> None:
-        """Forget all answers."""
+        """Reset all answers."""
         self.wrong.fill_(False)
         self.confidence[:, : self.objective.id_count] = MOST_CONFIDENT
         self.confidence[:, self.objective.id_count :] = LEAST_CONFIDENT
@@ -346,7 +346,7 @@ class Tally:
             self.loss.zero_()
 
     def record(self, models: IntArray, numbers: IntArray, answers: SampleAnswers) -> None:
-        """Take in the answers to P pairs of model and sample; where there is a distance, it is the confidence."""
+        """Store the answers to P pairs of model and sample; if there is a distance, it defines the confidence."""
         logits, distance = answers
         cells = to_device(models, logits.device), to_device(numbers, logits.device)
         labels = self.samples.labels[cells[1]]
@@ -359,19 +359,19 @@ class Tally:
             self.loss[cells] = losses(logits, labels)
 
     def result(self, batches: Iterable[tuple[IntArray, SampleAnswers]]) -> Result:
-        """What one model amounts to, given its answers to all samples, with their numbers."""
+        """Compute the result of a single model from its answers to all samples, with their numbers."""
         for numbers, answers in batches:
             self.record(np.zeros_like(numbers), numbers, answers)
         return self.results(np.zeros(1, np.int64))[0]
 
     def results(self, models: IntArray) -> list[Result]:
-        """What the answers so far amount to, model by model; an error if one of them was not finite."""
+        """Compute the result of each model from the answers so far; raise if an answer is not finite."""
         rows = to_device(models, self.wrong.device)
         columns = [self.objective.count(self.wrong[rows], self.confidence[rows]), self.finite[rows].all(-1)[:, None]]
         if self.loss is not None:
             summed = (self.loss[rows].sum(-1) / _LIKELIHOOD_STEP).round()
             columns.append(summed.clamp(max=_LARGEST_LOSS).long()[:, None])
-        table = torch.cat(columns, 1).tolist()  # one transfer
+        table = torch.cat(columns, 1).tolist()  # a single transfer from the device
         counted = 1 + len(self.objective.ood_sizes)
         results = []
         for model, numbers in zip(models, table, strict=True):

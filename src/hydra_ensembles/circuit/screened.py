@@ -1,7 +1,7 @@
-"""Which head to remove next, approximately: all candidates are estimated, only the promising ones measured.
+"""Choosing the next head approximately: all candidates are estimated, and only the promising ones measured.
 
-A head shifts the confidence of a sample, and the margin of its label, by about as much after another head has gone. So
-shifts are remembered from step to step. They come from a gradient pass, and from a measurement where there was one.
+Removing a head shifts the confidence of a sample, and the margin of its label, by about as much before as after another
+head is removed. So shifts are kept across steps. They are measured, or estimated by a gradient pass.
 """
 
 import math
@@ -17,15 +17,15 @@ from .cache import CachedTower
 from .exact import Exact, Search
 from .scores import IntArray, Result, SampleAnswers, judge, log_odds_of, parts, quantum, require_finite, to_device
 
-AFRESH = 8  # steps after which all that is remembered is forgotten; a resumed run repeats at most as many
-_PREDICT_EVERY = 2  # steps after which a gradient corrects what is remembered
-_HARD = 0.5  # share of the samples, hardest first, on which a candidate is measured or predicted again
-_ROUNDS = 3  # in which the candidates of a step are measured, at most
+AFRESH = 8  # steps after which all shifts are reset; a resumed run repeats fewer than this
+_PREDICT_EVERY = 2  # steps between corrections of the shifts by a gradient pass
+_HARD = 0.5  # share of samples, hardest first, on which candidates are measured or predicted again
+_ROUNDS = 3  # maximum number of rounds in which the candidates of a step are measured
 
 
 @contextmanager
 def fast_products(device: torch.device, fast: bool = True) -> Iterator[None]:
-    """Let a GPU multiply float32 matrices in TF32 (ten bits of mantissa), for estimates that are compared, or not."""
+    """Let a GPU multiply float32 matrices in TF32 (ten bits of mantissa), for estimates; `fast=False` forbids it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(("high" if fast else "highest") if device.type == "cuda" else before)
     try:
@@ -35,10 +35,10 @@ def fast_products(device: torch.device, fast: bool = True) -> Iterator[None]:
 
 
 class Screened(Search):
-    """Measures the candidates that are expected to be good; for the accuracy, all of them in fast products.
+    """Measures only promising candidates; for `acc` it is the exact method with TF32 products.
 
-    `exact` keeps nothing of candidates. At most `size` are measured in a step, twice as many where nothing is
-    remembered; `step` is the number of greedy steps taken so far, a multiple of `AFRESH`.
+    `exact` must not cache activations of candidates. At most `size` candidates are measured in a step, twice as many
+    after a reset; `step` is the number of greedy steps taken so far, for scores but `acc` a multiple of `AFRESH`.
     """
 
     def __init__(self, exact: Exact, size: int, step: int) -> None:
@@ -49,19 +49,19 @@ class Screened(Search):
 
     @property
     def result(self) -> Result:
-        """The result of the model as it is."""
+        """The result of the current model."""
         return self.exact.result
 
     def remove(self, head: Head) -> None:
-        """Take a head out for good."""
+        """Remove a head permanently."""
         self.exact.remove(head)
 
     def choose(self, candidates: Sequence[Head]) -> Result:
-        """The best of the promising candidates, with its integers as far as the estimates go."""
+        """The best of the promising candidates; its integers are estimates."""
         afresh, predict = self.step % AFRESH == 0, self.step % _PREDICT_EVERY == 0
         self.step += 1
         with torch.no_grad(), fast_products(self.exact.tower.model.ensemble.device):
-            if self.exact.objective.score == "acc":  # one error decides: estimates are too coarse, bounds cheap
+            if self.exact.objective.score == "acc":  # single errors decide: estimates are too coarse, bounds are cheap
                 self.exact.tell = self.tell
                 return self.exact.choose(candidates)
             self.shifts.start_step(afresh)
@@ -71,9 +71,9 @@ class Screened(Search):
             return self._first_measured(candidates, most=size, least=size if afresh else 1)
 
     def take(self, candidates: Sequence[Head], audited: bool) -> tuple[Result, int | None]:
-        """As of any search; the result is what was measured without the head, not what it was chosen by."""
+        """As in `Search`; the result is measured after the removal, not the estimate the head was chosen by."""
         choice, excess = self.choose(candidates), None
-        if choice.over:  # by estimates alone: measurements have the last word
+        if choice.over:  # only by estimates: let exact measurements decide
             choice = self.exact.choose(candidates)
         if choice.over:
             return choice, None
@@ -84,10 +84,10 @@ class Screened(Search):
         return self.result._replace(head=choice.head), excess
 
     def _first_measured(self, candidates: Sequence[Head], most: int, least: int) -> Result:
-        """The first candidate that is ahead of all others and was measured in this step."""
+        """Measure `least` to `most` candidates, best estimate first, until a measured one leads; return the best."""
         half, whole = self._hardest(_HARD), self._hardest(1.0)
         together = self.size if least == most else math.ceil(self.size / _ROUNDS)
-        measured: set[Head] = set()  # on the harder half
+        measured: set[Head] = set()  # on the harder half of the samples
         finished: set[Head] = set()  # on all samples
         while True:
             ordered = self.exact.ranks.gather(self.shifts.estimates(candidates))[0]
@@ -103,13 +103,13 @@ class Screened(Search):
                 return best
             if self.exact.objective.most_errors is None:
                 self._measure([best.head], whole[len(half) :])
-            else:  # whether it makes too many errors is not left to fast products
+            else:  # the limit on errors is checked without TF32
                 with fast_products(self.shifts.device, fast=False):
                     self._measure([best.head], whole)
             finished.add(best.head)
 
     def _measure(self, heads: Sequence[Head], numbers: IntArray) -> None:
-        """Run candidates on some samples, each on one of the ranks, and tell all ranks."""
+        """Run candidates on some samples, distributed over the ranks, and share the shifts with all ranks."""
         tower, ranks, shifts = self.exact.tower, self.exact.ranks, self.shifts
         index = tower.index(ranks.share(heads))
         if len(index):
@@ -120,15 +120,15 @@ class Screened(Search):
                 shifts.known[:, rows], shifts.finite[rows] = values.to(shifts.device), finite.to(shifts.device)
 
     def _hardest(self, share: float) -> IntArray:
-        """Numbers of a share of the samples, the hardest ones."""
+        """Return the numbers of the hardest samples, a given share of all."""
         return self.exact.hardest_first[: math.ceil(share * self.exact.objective.samples)]
 
 
 class Shifts:
-    """How far each candidate (a row) moves the confidence and the margin of every sample (a column).
+    """How much each candidate (a row) changes the confidence and the margin of every sample (a column).
 
-    Added to the answers of the model as it is, shifts give an estimate of the integers of a candidate; of one that was
-    just measured on all samples, the integers themselves.
+    Added to the answers of the current model, shifts give an estimate of a candidate's integers; for a candidate that
+    was just measured on all samples, the exact ones.
     """
 
     def __init__(self, exact: Exact) -> None:
@@ -136,13 +136,13 @@ class Shifts:
         self.step = quantum(exact.tower.model.ensemble.dtype)
         self.device = exact.current.wrong.device
         shape = len(self.tower.candidates), self.objective.samples
-        # of the confidence, in grid steps (integers), and of the margin: what is known, and what a gradient said last
+        # of the confidence, in grid steps (integers), and of the margin: current values, and last gradient estimates
         self.known, self.predicted = torch.zeros(2, 2, *shape, dtype=torch.float64, device=self.device)
         self.finite = torch.ones(shape, dtype=torch.bool, device=self.device)
         self._own_margin = torch.zeros(shape[1], dtype=torch.float64, device=self.device)
 
     def start_step(self, afresh: bool) -> None:
-        """Look at the model as it is; `afresh`, forget all measurements and predictions."""
+        """Read the margins of the current model; with `afresh`, reset all measurements and predictions."""
         for numbers, (logits, _) in self.tower.answers():
             columns = to_device(numbers, self.device)
             self._own_margin[columns] = margins(logits, self.tower.samples.labels[columns])
@@ -152,11 +152,11 @@ class Shifts:
             self.finite.fill_(True)
 
     def predict(self, candidates: Sequence[Head], numbers: IntArray) -> None:
-        """Predict the shifts of candidates on some samples, and correct what is known by how predictions changed.
+        """Predict the shifts of candidates on some samples, and correct the known shifts by the change in prediction.
 
-        What is differentiated is a number for each sample by itself: its confidence, and the margin of its label.
-        (The gradient of the summed score alone would not do: whether a sample changes sides depends on how far it
-        is from the edge.) Where the answer is the label, one gradient has to serve for both.
+        The confidence and the margin of the label are differentiated for each sample separately. (The gradient of the
+        summed score would not suffice: whether an answer flips depends on the sample's distance from the decision
+        boundary.) Where the answer is the label, the gradient of the confidence is used for both.
         """
         columns = to_device(numbers, self.device)
         labels = self.tower.samples.labels[columns]
@@ -174,13 +174,13 @@ class Shifts:
         self.correct(self.tower.index(candidates), numbers, torch.stack([(confidence / self.step).round(), margin]))
 
     def correct(self, rows: IntArray, numbers: IntArray, values: Tensor) -> None:
-        """Take in predictions `[2, R, S]`: what is known changes by as much as they have changed."""
+        """Store predictions `[2, R, S]`, and change the known shifts by as much as the predictions changed."""
         cells = slice(None), to_device(rows, self.device)[:, None], to_device(numbers, self.device)
         self.known[cells] += values - self.predicted[cells]
         self.predicted[cells] = values
 
     def record(self, candidates: IntArray, numbers: IntArray, answers: SampleAnswers) -> None:
-        """Take in the answers to P pairs of candidate and sample: a measurement."""
+        """Store the measured answers to P pairs of candidate and sample."""
         logits = answers.logits  # [P, C]
         rows, columns = to_device(candidates, self.device), to_device(numbers, self.device)
         labels = self.tower.samples.labels[columns]
@@ -190,13 +190,13 @@ class Shifts:
         self.finite[rows, columns] = finite
 
     def estimates(self, candidates: Sequence[Head]) -> list[Result]:
-        """What candidates are expected to amount to, best first; ties go to the one with the larger margins."""
+        """Estimate the results of candidates, best first; ties go to the one with the larger margins."""
         index = self.tower.index(candidates)
         rows = to_device(index, self.device)
         confidence = self.exact.current.confidence[0] + self.known[0, rows].long()
         margin = (self._own_margin + self.known[1, rows])[:, : self.objective.id_count]
-        softness = 0.1 * margin.std(1).median().clamp(min=1e-6)  # range over which an answer counts by degrees
-        nearly = torch.sigmoid(-margin / softness).sum(1)  # errors by degrees
+        softness = 0.1 * margin.std(1).median().clamp(min=1e-6)  # width of the soft threshold
+        nearly = torch.sigmoid(-margin / softness).sum(1)  # soft count of errors
         columns = self.objective.count(margin < 0, confidence), nearly, self.finite[rows].all(1)
         keyed = []
         for row, head, counts, soft, finite in zip(index, candidates, *map(Tensor.tolist, columns), strict=True):
@@ -208,17 +208,17 @@ class Shifts:
 
 
 def gradient_shifts(tower: CachedTower, candidates: Sequence[Head], numbers: IntArray, targets: Tensor) -> Tensor:
-    """First-order estimates of how a number of each sample changes without each of the candidates, `[K, R]` in float64.
+    """First-order estimates of the change in margin or log-odds without each candidate, `[K, R]` in float64.
 
-    `numbers` `[R]` may name a sample more than once; `targets` `[R]` is the class whose margin is meant, -1 for the
-    log-odds of the answer.
+    `numbers` `[R]` are samples, possibly repeated; `targets` `[R]` is the class whose margin to differentiate, or -1
+    for the log-odds of the answer.
     """
     model, samples, device = tower.model, tower.samples, targets.device
     starts = np.cumsum([0, *(len(heads) for heads in model.kept)])
     gates = [int(starts[head.layer]) + model.kept[head.layer].index(head.head) for head in candidates]
     columns = torch.tensor(gates, device=device)
     shifts = torch.empty(len(candidates), len(numbers), dtype=torch.float64, device=device)
-    size = max(1, tower.batch_size // (model.layers if device.type == "cuda" else 1))  # all blocks are held at once
+    size = max(1, tower.batch_size // (model.layers if device.type == "cuda" else 1))  # autograd keeps all blocks
     groups, rows = samples.group_of[numbers], samples.row_of[numbers]
     for group in np.unique(groups):
         members = (groups == group).nonzero()[0]
@@ -231,27 +231,27 @@ def gradient_shifts(tower: CachedTower, candidates: Sequence[Head], numbers: Int
 
 
 def _gate_gradients(tower: CachedTower, group: int, rows: Tensor, targets: Tensor) -> Tensor:
-    """Gradients of some samples of a group with respect to the gates of all heads, `[B, heads]`."""
+    """Gradients with respect to the gates of all heads, `[B, heads]`, for some samples of a group."""
     model = tower.model
     base = tower.base[group]
     before = model.work["multiply_adds"]
     with torch.enable_grad():
         x, context = base.at(0, rows), base.context(rows)
         sizes = [len(heads) for heads in model.kept]
-        gates = torch.ones(len(rows), sum(sizes), device=x.device, requires_grad=True)  # of each sample by itself
+        gates = torch.ones(len(rows), sum(sizes), device=x.device, requires_grad=True)  # one per sample
         for layer, gate in enumerate(gates.split(sizes, dim=1)):
             x = model.block(layer, x, context, gate)
         logits = model.classify(model.pool(x, context.key_mask, base.token_ids(rows))).logits.double()
         numbers = torch.where(targets < 0, log_odds_of(logits, logits.argmax(-1)), margins(logits, targets))
         (gradients,) = torch.autograd.grad(numbers.sum(), gates)
-    # the way back, to activations alone, costs as much again
+    # the backward pass, to activations only, costs as much as the forward pass
     model.work["layer_evaluations"] += len(rows) * model.layers
     model.work["multiply_adds"] += model.work["multiply_adds"] - before
     return gradients
 
 
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
-    """How far the logit of the label lies above the largest other one, `[B]`, in float64; 0 for OOD samples."""
+    """Logit of the label minus the largest other logit, `[B]`, in float64; 0 for OOD samples."""
     precise = logits.double()
     classes = labels.clamp(min=0)[:, None]
     others = precise.scatter(-1, classes, -torch.inf).amax(-1)

@@ -1,7 +1,7 @@
-"""How long an extraction takes: told before it starts, used by `auto`, and shown by a progress bar.
+"""Estimated duration of an extraction: printed before it starts, used by `auto`; and its progress bar.
 
 A few passes over a few samples are timed. Work is counted in multiply-adds: a candidate of the exact method runs the
-blocks from that of its head on, and bounds end most candidates early; by how much, benchmarks have shown.
+blocks from that of its head on, and bounds stop most candidates early; the shares below were measured in benchmarks.
 """
 
 import sys
@@ -18,28 +18,28 @@ from ..model.ensemble import Ensemble
 from .cache import forward_cost, sample_cost
 from .scores import CircuitData, Method, Objective
 
-MINUTES = 600.0  # seconds up to which `auto` takes the exact method
-_SHARE = {"acc": 0.15, "ood": 0.4, "avg": 0.4}  # of the blocks above its head that a candidate of "exact" runs
-_WITH_TIES = 0.5  # of those for "acc", where ties by likelihood have to be followed to their end
-_SCREENED_SHARE = 0.16  # of those of "screened"; for "acc" it is the exact method
-_TIMED = {"cuda": 2048, "cpu": 8}  # samples in a timed pass, at most
-_PASSES = 3  # that are timed; the fastest counts
+MINUTES = 600.0  # seconds up to which `auto` chooses the exact method
+_SHARE = {"acc": 0.15, "ood": 0.4, "avg": 0.4}  # share of the blocks from its head on that a candidate of "exact" runs
+_WITH_TIES = 0.5  # that share for "acc" with ties by likelihood: tied candidates run to the end
+_SCREENED_SHARE = 0.16  # that share for "screened"; for "acc" it is the exact method
+_TIMED = {"cuda": 2048, "cpu": 8}  # maximum number of samples in a timed pass
+_PASSES = 3  # number of timed passes; the fastest counts
 
 
 def seconds_of(
     towers: Sequence[tuple[Ensemble, CircuitData]], left: Sequence[Head], steps: int, objective: Objective, speed: float
 ) -> dict[Method, float]:
-    """About how many seconds the steps would take by each method; speeds are multiply-adds a second of all ranks.
+    """Estimate the seconds that `steps` steps take with each method; `speed` is multiply-adds per second of all ranks.
 
-    `towers` are what classifies with all samples, and of a dual encoder the text tower with the prompts; `left` are the
-    candidates of the first of these steps.
+    `towers` are the classifier with all samples and, for a dual encoder, the text tower with the prompts; `left` are
+    the candidates of the first of these steps.
     """
     costs = [forward_cost(model, samples) for model, samples in towers]
-    above = 0.0  # multiply-adds of the blocks from that of each candidate on
+    above = 0.0  # multiply-adds of the blocks from each candidate's on, summed
     for head in left:
         tower = -1 if head.tower == "text" else 0
         above += costs[tower] * (1 - head.layer / len(towers[tower][0].config.head_counts))
-    passes = sum(len(left) - step for step in range(steps))  # of one candidate each
+    passes = sum(len(left) - step for step in range(steps))  # evaluations of one candidate
     blocks = above / len(left) * passes
     follows_ties = objective.score == "acc" and objective.ties == "likelihood"
     share = _WITH_TIES if follows_ties else _SHARE[objective.score]
@@ -50,7 +50,7 @@ def seconds_of(
 
 @torch.no_grad()
 def speed_of(model: Ensemble, samples: CircuitData, batch_size: int) -> float:
-    """Multiply-adds a second: how fast the device runs blocks."""
+    """Measure multiply-adds per second of the model on its device."""
     group = max(samples.groups, key=len)
     rows = min(len(group), batch_size, _TIMED["cuda" if model.device.type == "cuda" else "cpu"])
     seconds = times_in_turn({"pass": partial(model, *group.take(slice(0, rows)))}, _PASSES, model.device)["pass"]
@@ -65,13 +65,13 @@ def in_words(seconds: float) -> str:
 
 
 def say(text: str) -> None:
-    """A line on the standard error, above any bar."""
+    """Print a line to standard error, above any progress bar."""
     tqdm.write(text, file=sys.stderr)
 
 
 def moving(bar: Any, start: int, most: int, ranks: int) -> Callable[[int], None]:
-    """Moves a bar over candidates within one step, that starts at a position and has so many; it never goes back.
+    """Return a callback that advances the bar within a step from `start` by at most `most` candidates, never back.
 
-    What it is given is how many candidates of this rank are decided, of those that are given up early, too.
+    It receives the number of this rank's candidates that are decided, including those dropped early.
     """
     return lambda decided: bar.update(max(0, start + min(decided * ranks, most) - bar.n))
