@@ -5,7 +5,7 @@ import sys
 if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__:  # python -m hydra_ensembles
     import hydra_ensembles_cli
 
-    hydra_ensembles_cli.answer()  # help, at once; what is to run goes on in __main__
+    hydra_ensembles_cli.answer()  # answers --help at once; anything to run continues in __main__
 
 from ._utils import __version__
 from .baselines.mc_dropout import mc_dropout

@@ -1,4 +1,4 @@
-"""Small things that many modules need: the version, optional libraries, devices, memory, seeds, flags."""
+"""Small helpers shared by many modules: version, optional libraries, devices, memory, seeds, module flags."""
 
 import contextlib
 import hashlib
@@ -19,11 +19,11 @@ from torch import nn
 
 from .errors import CheckpointError, ConfigError, HydraWarning, MissingExtraError
 
-# whose lines nobody looks for a warning at: ours, and those of torch and Python that lie between a caller and ours
+# Code that is never the source of a warning: ours, and frames of torch and contextlib between the caller and us.
 _NOT_THE_CALLER = Path(__file__).parent, Path(torch.__file__).parent, Path(contextlib.__file__)
 _flags = threading.Lock()
-_THREAD = threading.local()  # `notes`: what `noted` collects in this thread
-_evaluated: dict[nn.Module, tuple[int, bool]] = {}  # parts in `evaluation_mode`: how often, and their mode before
+_THREAD = threading.local()  # `notes`: messages collected by `noted` in this thread
+_evaluated: dict[nn.Module, tuple[int, bool]] = {}  # in `evaluation_mode`: nesting depth and original training flag
 __version__ = "0.1.0"
 
 
@@ -39,14 +39,14 @@ def require(module: str, extra: str) -> ModuleType:
 
 
 def require_device(device: torch.device | str) -> torch.device:
-    """The device of a name, provided it can be used here."""
+    """Return the `torch.device` for `device`, or raise if it cannot be used here."""
     gpus = torch.cuda.device_count()
     cause = None
     try:
         resolved = torch.device(device)
         if resolved.type != "cuda":
             torch.empty(0, device=resolved)
-        # counted, not tried: a process must not take memory of a GPU that another one was given
+        # GPUs are counted, not tried: a process must not allocate memory on a GPU assigned to another one.
         if resolved.type == "meta":
             raise RuntimeError("it holds no numbers")
         if resolved.type != "cuda" or (resolved.index or 0) < gpus:
@@ -57,46 +57,46 @@ def require_device(device: torch.device | str) -> torch.device:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process can still take: what the host has, and what every control group it is in leaves it.
+    """Bytes this process can still allocate, limited by the host and by every control group (cgroup) it is in.
 
-    A container, or a job of a cluster, is such a group, and whoever takes more than its limit is killed. Cached files
-    (those not in use) count as free. None where the system, whose files lie under `root`, does not say.
+    A container or a cluster job is such a group, and a process that exceeds its limit is killed. Inactive cached files
+    count as free. None if the system, whose files are under `root`, does not report it.
     """
     free = []
     with contextlib.suppress(OSError, ValueError, LookupError):
         free.append(_numbers(root / "proc/meminfo")["MemAvailable:"] * 1024)
     for folder in _control_groups(root):
-        limit, used = ("memory.max", "memory.current")  # version 2 of control groups
+        limit, used = ("memory.max", "memory.current")  # cgroups v2
         if not (folder / limit).exists():
-            limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # version 1: without a limit, a huge one
-        with contextlib.suppress(OSError, ValueError, LookupError):  # among them "max": no limit
+            limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # cgroups v1: "no limit" is a huge number
+        with contextlib.suppress(OSError, ValueError, LookupError):  # includes "max", which means no limit
             stat = _numbers(folder / "memory.stat") if (folder / "memory.stat").exists() else {}
-            cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))  # total: with groups inside
+            cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))  # `total_` includes child groups
             taken = int((folder / used).read_text()) - cached
             free.append(max(0, int((folder / limit).read_text()) - max(0, taken)))
     return min(free, default=None)
 
 
 def _control_groups(root: Path) -> Iterator[Path]:
-    """The folders that may limit this process: of its own control groups for memory, and of all around them."""
+    """Folders of the memory cgroups that may limit this process: its own and all their ancestors."""
     lines = list[str]()
     with contextlib.suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     for line in lines:
         _, kinds, path = line.split(":", 2)
-        if not kinds or "memory" in kinds.split(","):  # version 2 has one tree, and names no kind
+        if not kinds or "memory" in kinds.split(","):  # v2 has a single hierarchy without controller names
             mount = root / "sys/fs/cgroup" / ("memory" if kinds else "")
             names = [name for name in path.split("/") if name not in ("", "..")]
             yield from (mount.joinpath(*names[:count]) for count in range(len(names) + 1))
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """A file of names and numbers, one of each in a line."""
+    """Parse a file with one name and one number per line."""
     return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile`, data parallelism, or a mean of weights over steps (torch's, timm's)."""
+    """The model inside `torch.compile`, data parallelism, or weight averaging (torch's or timm's)."""
     parallel, averaged = ("DataParallel", "DistributedDataParallel"), ("AveragedModel", "ModelEmaV2", "ModelEmaV3")
     while type(model).__name__ in ("OptimizedModule", *parallel, *averaged):
         inner: Any = getattr(model, "_orig_mod", None) or model.module
@@ -106,7 +106,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def own_precision() -> Iterator[None]:
-    """No autocast of the caller's inside: what is kept (weights, rankings) does not depend on it."""
+    """Disable the caller's autocast inside, so that stored results (weights, rankings) do not depend on it."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda", "mps", "xpu"):
             if torch.is_autocast_enabled(kind):
@@ -116,7 +116,7 @@ def own_precision() -> Iterator[None]:
 
 @contextmanager
 def noted() -> Iterator[list[str]]:
-    """What is warned of inside, by this thread, as a list: a server's log is not read by those whom it concerns."""
+    """Collect this thread's warnings in a list, so that a server can send them to the client that caused them."""
     outer_notes = getattr(_THREAD, "notes", None)
     notes = list[str]()
     _THREAD.notes = notes
@@ -127,7 +127,7 @@ def noted() -> Iterator[list[str]]:
 
 
 def warn(message: str) -> None:
-    """Warn of something, at the first line that is a caller's; inside `noted`, note it."""
+    """Warn with the location of the first caller outside this library; inside `noted`, append to its list instead."""
     notes: list[str] | None = getattr(_THREAD, "notes", None)
     if notes is not None:
         notes.append(message)
@@ -141,19 +141,19 @@ def warn(message: str) -> None:
 
 
 def few_digits(value: float) -> str:
-    """Two digits after the point, or two that count, where a number is so small that the others would be zeros."""
+    """Two decimals, or two significant digits for numbers below 0.1."""
     return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed of 63 bits that depends on every part and on nothing else, the same on every machine."""
+    """A 63-bit seed that depends only on the parts, and is the same on every machine."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 @contextmanager
 def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Run a block with torch seeded on the CPU and on `device`; afterwards the states are as before."""
+    """Seed torch on the CPU and on `device` inside the block, and restore both generator states afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
@@ -164,7 +164,7 @@ def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def all_seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Like `torch_seeded`, with the generators of Python and NumPy too: whatever a data pipeline may use."""
+    """Like `torch_seeded`, but also seed Python and NumPy, since a data pipeline may use any of them."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     try:
@@ -179,9 +179,9 @@ def all_seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every part is in the mode it was in before (`train` sets all parts alike).
+    """Switch to evaluation mode inside, and restore the training flag of every submodule afterwards.
 
-    Threads may do this to one module at a time: who comes last puts the flags back.
+    Threads may overlap on the same module: the last one to leave restores the flags.
     """
     parts = {part for module in modules for part in module.modules()}
     with _flags:
@@ -203,14 +203,14 @@ def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
 
 
 def compiled_at_will() -> AbstractContextManager[None]:
-    """Inside, code is compiled as often as it is asked for: the compiler's own limits count for all models together."""
+    """Raise the recompile limits of `torch.compile`, which count for all models together."""
     limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}
     patch: AbstractContextManager[None] = torch.compiler.config.patch(limits)  # type: ignore[attr-defined]
     return patch
 
 
 def require_same_run(theirs: Any, ours: Any, path: Path, what: str) -> None:
-    """Refuse to go on with work (`what`, stored at `path`) that was begun with `theirs` where `ours` is asked for."""
+    """Raise if the work (`what`) stored at `path` was started with settings (`theirs`) that differ from `ours`."""
     lines = list(_differences(theirs, ours))
     if lines:
         raise CheckpointError(
@@ -220,7 +220,7 @@ def require_same_run(theirs: Any, ours: Any, path: Path, what: str) -> None:
 
 
 def _differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:
-    """What differs between two pieces of plain data, in words, one line for each innermost field."""
+    """Describe the differences between two pieces of plain data, one line per innermost field."""
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
         for key in sorted(theirs.keys() | ours.keys()):
             yield from _differences(theirs.get(key), ours.get(key), f"{path}.{key}" if path else str(key))

@@ -1,4 +1,4 @@
-"""Arguments of public functions, checked against their annotations: a plain mistake gets a plain message."""
+"""Arguments of public functions, checked against their annotations, with plain error messages."""
 
 import functools
 import inspect
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from .errors import ConfigError, DataError
 from .schema import nearest, require_types, short
 
-END = 2**63  # the first number that torch and numpy do not count, nor draw random numbers from
-_FAR = 10**6  # limits from here on are named only to whoever is beyond them
+END = 2**63  # the first integer beyond torch's and numpy's int64 counts and seeds
+_FAR = 10**6  # limits from here on appear in a message only if the value exceeds them
 
 
 @dataclass(frozen=True, repr=False)
 class Range:
-    """Which numbers are accepted: from `least` to `most`, or `above` one and `below` another; never infinite ones.
+    """A range of accepted finite numbers: from `least` to `most` (inclusive), or `above` one and `below` another.
 
-    It stands in annotations, as in `Annotated[int, Range(1, 16)]`, which `checked` and `Checked` read and `help` shows.
+    Used in annotations such as `Annotated[int, Range(1, 16)]`, which `checked` and `Checked` enforce and `help` shows.
     """
 
     least: float = -math.inf
@@ -43,12 +43,12 @@ class Range:
         return self._limits()
 
     def require(self, name: str, value: Any) -> None:
-        """Refuse what is no number, or one beyond it."""
+        """Raise a `ConfigError` unless `value` is a number in this range."""
         if not _fits(Annotated[float, self], value):
             raise ConfigError(f"{name} must be {self.of(_WORDS[float], value)}, got {short(value)}")
 
     def of(self, noun: str, value: Any = None) -> str:
-        """A number of this range in words, for whoever gave another: `noun` says of which kind, "a whole number"."""
+        """Describe this range for an error message; `noun` is the kind of number, such as "a whole number"."""
         limits = self._limits(value)
         finite = "finite " if isinstance(value, float) and math.isinf(value) else ""
         if limits == "positive":
@@ -68,14 +68,14 @@ class Range:
 
 
 def _written(number: float) -> str:
-    """A limit as people write it: 1, not 1.0, and 2**63 - 1, not its nineteen digits."""
+    """Format a limit for people: 1 instead of 1.0, and 2**63 - 1 instead of its nineteen digits."""
     for power in (63, 62, 31):
         if number in (2**power, 2**power - 1):
             return f"2**{power}{'' if number == 2**power else ' - 1'}"
     return f"{number:g}" if isinstance(number, float) and number >= _FAR else f"{number}".removesuffix(".0")
 
 
-# Numbers with the range that `checked` and `Checked` accept.
+# Numbers with the ranges that `checked` and `Checked` enforce.
 Whole = Annotated[int, Range(1, END - 1)]
 Count = Annotated[int, Range(0, END - 1)]
 Seed = Annotated[int, Range(0, END - 1)]
@@ -106,11 +106,11 @@ _WORDS: dict[Any, str] = {
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Refuse arguments of a function that are not of the kind its annotations say: a `DataError` or a `ConfigError`.
+    """Check arguments of a function against its annotations and raise a `DataError` or a `ConfigError` if one is wrong.
 
-    Kinds are looked at, also those of items that are at hand, and annotated ranges (`Whole`, `Share`), no more: heads,
-    and whether models fit are the function's own to check. A model is never refused here: the function knows what
-    to say of another library's. A number of numpy's becomes Python's own: seeds are derived from it, files hold it.
+    Only types, including those of items in memory, and annotated ranges (`Whole`, `Share`) are checked; whether heads
+    exist and models match is up to the function. Models always pass: the function has better advice about those of
+    other libraries. NumPy numbers become Python numbers, because seeds are derived from them and files store them.
     """
     signature = inspect.signature(function)
     title = function.__name__
@@ -128,7 +128,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             bound = signature.bind(*args, **kwargs)
-        except TypeError as error:  # which does not say of which function
+        except TypeError as error:  # its message does not name the function
             unknown = [] if open_ended else [name for name in kwargs if name not in signature.parameters]
             advice = _advice(unknown[0], kwargs[unknown[0]], hints()) if unknown else ""
             raise TypeError(f"{title}() {error}{advice}") from None
@@ -151,14 +151,14 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Checked:
-    """Settings that give their fields the annotated types, and refuse values beyond the ranges that stand there."""
+    """Settings dataclass that converts its fields to the annotated types and enforces their annotated ranges."""
 
     def __post_init__(self) -> None:
         require_types(self)
 
 
 def _advice(name: str, value: Any, hints: Mapping[str, Any]) -> str:
-    """What may have been meant by an argument that a function does not have; nothing where nobody knows."""
+    """Suggest what an unknown argument may have meant; empty if there is no good guess."""
     for parameter, hint in hints.items():
         for kind in _choices(hint):
             if isinstance(kind, type) and is_dataclass(kind) and name in (f.name for f in fields(kind) if f.init):
@@ -169,14 +169,14 @@ def _advice(name: str, value: Any, hints: Mapping[str, Any]) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is shown best as it is written: no tensors in it, and nothing that is long."""
+    """Whether the `repr` of a value is short and readable: no tensors, nothing long."""
     if isinstance(value, list | tuple | set | frozenset):
         return all(isinstance(item, str | int | float | None) for item in value)
     return isinstance(value, str | bytes | int | float | complex | None)
 
 
 def _shown(value: Any) -> str:
-    """A value that was refused: itself where it is plain, else of what kind it is."""
+    """Describe a refused value: its `repr` if it is plain, else its type."""
     kind = type(value).__name__
     if _is_plain(value):
         return f"{short(value)}{'' if isinstance(value, str | int | float) else f' ({kind})'}"
@@ -186,7 +186,7 @@ def _shown(value: Any) -> str:
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; where a path may be given, a string is one."""
+    """The alternatives of a union; `str` is dropped where a path is accepted, since a path may be a string."""
     if get_origin(hint) not in (Union, types.UnionType):
         return (hint,)
     inner = tuple(choice for arm in get_args(hint) for choice in _choices(arm))
@@ -194,7 +194,7 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 
 
 def _in_words(hint: Any, value: Any) -> str:
-    """What is accepted, for whoever gave something else."""
+    """Describe what an annotation accepts, for an error message."""
     if get_origin(hint) is Literal:
         return f"one of {list(get_args(hint))}"
     if get_origin(hint) is Annotated:
@@ -207,17 +207,17 @@ def _in_words(hint: Any, value: Any) -> str:
 
 
 def _listed(hint: Any) -> bool:
-    """Whether a list of things of one simple kind is annotated: names, numbers."""
+    """Whether the annotation is a list of items of one simple type, such as names or numbers."""
     return get_origin(hint) in (Iterable, Sequence, Collection) and _is_simple(get_args(hint)[0])
 
 
 def _is_simple(hint: Any) -> bool:
-    """Whether items are annotated as one kind, which can be looked at."""
+    """Whether items are annotated with a single type that can be checked."""
     return (isinstance(hint, type) and hint is not Any) or get_origin(hint) in (Literal, Annotated)
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Whether a value is of an annotated kind; what is annotated in a way not known here fits."""
+    """Whether a value matches an annotation; annotations not known here match anything."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(choice, value) for choice in _choices(hint))
@@ -231,7 +231,7 @@ def _fits(hint: Any, value: Any) -> bool:
         return isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1))
     if kind in (int, float):
         number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool | np.bool_)
-        return number and bool(value == value)  # NaN is not; whole numbers may be too large for a float
+        return number and bool(value == value)  # excludes NaN; integers may be too large for a float
     if kind is str:
         return isinstance(value, str) and _can_be_written(value)
     if kind is Path:
@@ -240,10 +240,10 @@ def _fits(hint: Any, value: Any) -> bool:
     if kind in (Iterable, Sequence, Collection):
         item = next(iter(get_args(hint)), Any)
         simple = _is_simple(item)
-        if not simple and item is not Any:  # heads, members: whoever takes them knows what to say
+        if not simple and item is not Any:  # heads, members: the function that takes them has better messages
             return True
         listed = isinstance(value, Iterable) if kind is Iterable else hasattr(type(value), "__len__")
-        listed = listed or hasattr(type(value), "__getitem__")  # data sets of torch are read like this
+        listed = listed or hasattr(type(value), "__getitem__")  # torch datasets are indexed
         unordered = kind is Sequence and isinstance(value, Mapping | set | frozenset)
         scalar = getattr(value, "ndim", 1) == 0
         if not listed or unordered or scalar or isinstance(value, str | bytes):
@@ -268,6 +268,6 @@ def _fits(hint: Any, value: Any) -> bool:
 def _can_be_written(text: str) -> bool:
     try:
         os.fsencode(text)
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # a lone surrogate
         return False
     return True

@@ -1,4 +1,4 @@
-"""What a batch is, and the order in which batches are read."""
+"""Batch formats, and the order in which batches are read."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +24,7 @@ READ: dict[Literal["image", "text"], tuple[str, ...]] = {
     "image": ("pixel_values",),
     "text": ("input_ids", "attention_mask", "token_type_ids"),
 }
-"""What models read, by the names that processors and tokenizers give; the main input first."""
+"""Names of model inputs, as processors and tokenizers call them; the main input first."""
 
 _INPUT = re.compile("masks?$|_ids$|embeds?$|pos$|^(inputs?|pixels?|attention|token_types?|positions?|segments?)(_|$)")
 _ALL_READ = tuple(chain.from_iterable(READ.values()))
@@ -35,11 +35,11 @@ _RAW = "texts and pictures have to be preprocessed: data.batches(data, model.met
 
 
 def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = True) -> tuple[Inputs, Tensor | None]:
-    """Split one batch into inputs and labels (None when there are none); another form is a `DataError`.
+    """Split one batch into inputs and labels (None if there are none); raise a `DataError` for any other format.
 
-    Accepted are `(inputs, labels)`, `(inputs,)`, a mapping with or without `labels`, and a bare tensor of inputs. What
-    a mapping holds besides (file names, texts) is left out, see `tensors_of`. `name` and `index` are for messages.
-    Where labels are not wanted, what stands in their place (file names, masks) is not looked at.
+    Accepted are `(inputs, labels)`, `(inputs,)`, a mapping with or without `labels`, and a bare tensor of inputs. Other
+    entries of a mapping (file names, texts) are dropped, see `tensors_of`. `name` and `index` are for messages. With
+    `labelled=False` whatever is in the place of the labels (file names, masks) is ignored.
     """
     where = f"batch {index} of {name}"
     labels: Any = None
@@ -70,9 +70,9 @@ def read_batch(batch: Any, name: str = "data", index: int = 0, labelled: bool = 
 
 
 def read_labels(labels: Any, samples: int, where: str) -> Tensor:
-    """Labels `[B]` in any integer type, one for each sample; not yet held against classes. `where` is for messages."""
+    """Labels `[B]` of any integer type, one per sample; their range is not checked yet. `where` is for messages."""
     try:
-        plain = np.array(labels) if hasattr(labels, "iloc") else labels  # of pandas
+        plain = np.array(labels) if hasattr(labels, "iloc") else labels  # a pandas Series
         tensor = plain if isinstance(plain, Tensor) else torch.as_tensor(plain, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         got = type(labels).__name__
@@ -88,15 +88,15 @@ def read_labels(labels: Any, samples: int, where: str) -> Tensor:
 
 
 def looks_like_input(name: str) -> bool:
-    """Whether something of this name is likely meant for a model: `attention_masks`, `position_ids`, `pixel_value`."""
+    """Whether a name suggests a model input: `attention_masks`, `position_ids`, `pixel_value`."""
     return _INPUT.search(name) is not None
 
 
 def tensors_of(mapping: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    """The tensors of a mapping; of the rest, what is named like an input is made a tensor, and all else left out.
+    """The tensors of a mapping; entries named like an input are converted to tensors, and all others are dropped.
 
-    So arrays and nested lists are read, and texts and file names may be there, but not in the place of what models
-    read; `where` is for messages.
+    So arrays and nested lists are accepted, and texts and file names may be present, but not under the name of a model
+    input. `where` is for messages.
     """
     tensors: dict[str, Tensor] = {}
     for name, value in mapping.items():
@@ -112,7 +112,7 @@ def tensors_of(mapping: Mapping[str, Any], where: str) -> dict[str, Tensor]:
 
 
 def _read_numbers(value: Any) -> Tensor:
-    """Numbers in an array, in nested lists, or in a list of arrays or tensors, as one tensor."""
+    """Convert an array, nested lists, or a list of arrays or tensors to one tensor."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor | np.ndarray):
         return torch.stack([item if isinstance(item, Tensor) else torch.from_numpy(np.array(item)) for item in value])
     return torch.from_numpy(np.array(value))
@@ -124,7 +124,7 @@ def _is_text(value: Any) -> bool:
 
 
 def require_usual_device(name: str) -> None:
-    """Refuse another default device of torch than the CPU."""
+    """Raise if torch's default device is not the CPU."""
     if (default := torch.get_default_device()).type != "cpu":
         raise ConfigError(
             f"torch's default device is {default}, and numbers of {name} are put together on the CPU; call "
@@ -135,10 +135,10 @@ def require_usual_device(name: str) -> None:
 def iterate(
     batches: Batches, name: str = "data", labelled: bool = True, whole: bool = True
 ) -> Iterator[tuple[Inputs, Tensor | None]]:
-    """Read all batches as `read_batch` does; an empty source is an error that names it.
+    """Read all batches with `read_batch`; raise an error that names the source if it is empty.
 
-    So is one of which every process has a part of its own, where the `whole` is asked for; and another default device
-    of torch than the CPU, where numbers of all batches are put together.
+    Also raises if torch's default device is not the CPU, where results of all batches are collected, and, with `whole`,
+    if each process has only its own part of the source.
     """
     require_usual_device(name)
     if whole:
@@ -157,13 +157,13 @@ def iterate(
 
 
 def labelled(batches: Batches, classes: int, name: str = "data", whole: bool = True) -> Iterator[tuple[Inputs, Tensor]]:
-    """All batches as `iterate` reads them, whose labels are there and fit the number of classes."""
+    """Read all batches with `iterate`, and require labels that fit the number of classes."""
     for index, (inputs, labels) in enumerate(iterate(batches, name, whole=whole)):
         yield inputs, require_labels(labels, classes, name, index)
 
 
 def named_sources(sources: Sources, name: str) -> dict[str, Batches]:
-    """Sources of batches by what messages call them: the one that is given, or those of a mapping."""
+    """Sources of batches by their name in messages: the single source given, or the entries of a mapping."""
     if not isinstance(sources, Mapping):
         return {name: sources}
     if not sources or any(isinstance(batches, Tensor) for batches in sources.values()):
@@ -173,8 +173,8 @@ def named_sources(sources: Sources, name: str) -> dict[str, Batches]:
 
 
 def move(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
-    """Inputs on a device; floating-point ones also in `dtype`."""
-    # only towards the GPU: in the other direction the host could read the copy before it has arrived
+    """Move inputs to a device, and floating-point ones also to `dtype`."""
+    # Non-blocking only towards the GPU: in the other direction the host could read the copy before it has arrived.
     without_waiting = device.type == "cuda"
 
     def moved(tensor: Tensor) -> Tensor:
@@ -184,25 +184,25 @@ def move(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None)
 
 
 def changed(inputs: Tensor | Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Inputs with every tensor changed in the same way."""
+    """Apply a function to every tensor of the inputs."""
     return change(inputs) if isinstance(inputs, Tensor) else {name: change(tensor) for name, tensor in inputs.items()}
 
 
 def size_of(inputs: Inputs) -> int:
-    """Number of samples in the inputs of one batch, each tensor of which has an axis of them."""
+    """Number of samples in the inputs of one batch, whose tensors all have a batch axis."""
     return len(inputs if isinstance(inputs, Tensor) else next(iter(inputs.values())))
 
 
 def require_labels(labels: Tensor | None, classes: int, name: str = "data", index: int = 0) -> Tensor:
-    """Labels that exist and fit the number of classes, or an error that names the batch."""
+    """Require labels that fit the number of classes; the error names the batch."""
     if labels is None:
         raise DataError(f"batch {index} of {name} has no labels; this call needs a list of (inputs, labels)")
     return within_classes(labels, classes, f"batch {index} of {name}")
 
 
 def within_classes(labels: Tensor, classes: int, where: str) -> Tensor:
-    """Labels as int64, each of them one of so many classes; `where` is for messages."""
-    labels = labels.long()  # before they are compared: not every integer type can be
+    """Labels as int64, checked against the number of classes; `where` is for messages."""
+    labels = labels.long()  # before comparing: not every integer type supports it
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise DataError(
             f"{where} has labels from {int(labels.min())} to {int(labels.max())}, but there are {classes} classes "
@@ -212,7 +212,7 @@ def within_classes(labels: Tensor, classes: int, where: str) -> Tensor:
 
 
 def require_rereadable(batches: Batches, name: str) -> None:
-    """Refuse a one-shot iterator: training reads its data once per epoch, and again to resume."""
+    """Refuse a one-shot iterator: training reads its data once per epoch, and again when it resumes."""
     require_usual_device(name)
     if isinstance(batches, Iterator):
         raise DataError(
@@ -221,7 +221,7 @@ def require_rereadable(batches: Batches, name: str) -> None:
 
 
 def length_of(batches: Batches) -> int | None:
-    """Number of batches in one pass, or None where the source does not know."""
+    """Number of batches in one pass, or None if the source has no length."""
     try:
         return len(batches)  # type: ignore[arg-type]
     except TypeError:
@@ -229,8 +229,8 @@ def length_of(batches: Batches) -> int | None:
 
 
 def warn_if_cut(batches: Batches, name: str, samples: int) -> None:
-    """Warn of a loader that gave so many samples and left out others, those of a last batch that was not full."""
-    sources = (batches, getattr(batches, "batch_sampler", None))  # a DataLoader leaves it to the second
+    """Warn if a loader dropped its incomplete last batch (`drop_last`); `samples` is the number it gave."""
+    sources = (batches, getattr(batches, "batch_sampler", None))  # a DataLoader delegates to its batch_sampler
     source: Any = next((source for source in sources if getattr(source, "drop_last", False)), None)
     whole = length_of(getattr(source, "sampler", getattr(source, "dataset", ())))
     if whole is not None and samples < whole:
@@ -242,7 +242,7 @@ def warn_if_cut(batches: Batches, name: str, samples: int) -> None:
 
 @contextmanager
 def borrowed(*sources: Batches | None) -> Iterator[None]:
-    """Give data sources back as they came: generators, and where they can be read, `epoch` and `stream`."""
+    """Restore data sources afterwards: their generators, and `epoch` and `stream` where they can be read."""
     parts = list(chain.from_iterable(map(parts_of, sources)))
     saved = [(part, name, getattr(part, name)) for part in parts for name in _KEPT if hasattr(part, name)]
     states = [(value, value.get_state()) for _, _, value in saved if isinstance(value, torch.Generator)]
@@ -260,7 +260,7 @@ def borrowed(*sources: Batches | None) -> Iterator[None]:
 
 @contextmanager
 def epoch_of(batches: Batches, epoch: int, seed: int, device: torch.device) -> Iterator[None]:
-    """Run a block in which `batches`, read from the start, gives this epoch of the stream `seed`."""
+    """Run a block in which `batches`, read from the start, yields epoch `epoch` of the stream `seed`."""
     with all_seeded(derive_seed(seed, "data", epoch), device):
         begin_epoch(batches, epoch, seed)
         yield
@@ -268,13 +268,13 @@ def epoch_of(batches: Batches, epoch: int, seed: int, device: torch.device) -> I
 
 @contextmanager
 def first_epoch(batches: Batches, seed: int) -> Iterator[None]:
-    """Read a source from its start, on the CPU, in the order of a seed; afterwards it is as it came."""
+    """Read a source from its start, on the CPU, in the order given by a seed; its state is restored afterwards."""
     with borrowed(batches), epoch_of(batches, 0, seed, torch.device("cpu")):
         yield
 
 
 def begin_epoch(batches: Batches, epoch: int, seed: int) -> None:
-    """Set what a source has of its own (not the global generators) to the start of an epoch of the stream `seed`."""
+    """Set a source's own state (not the global generators) to the start of an epoch of the stream `seed`."""
     for part in parts_of(batches):
         generator = getattr(part, "generator", None)
         if isinstance(generator, torch.Generator):
@@ -283,12 +283,12 @@ def begin_epoch(batches: Batches, epoch: int, seed: int) -> None:
             part.set_stream(seed)
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
-        if isinstance(part, DataLoader):  # workers that live on have generators, and a data set, of earlier epochs
+        if isinstance(part, DataLoader):  # persistent workers keep the generators and the data set of earlier epochs
             part._iterator = None
 
 
 def parts_of(batches: Batches | None) -> list[Any]:
-    """A source with the sources, samplers and data sets inside it, each once."""
+    """A source and all sources, samplers and data sets nested in it, each once."""
     parts: list[Any] = []
     waiting: list[Any] = [batches]
     while waiting:

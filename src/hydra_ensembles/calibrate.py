@@ -28,17 +28,17 @@ from .model.metadata import ACCEPTS_ALL, Calibration, Familiarity
 from .overlap import Keys, about, marks_of, reused_of, sample_keys, warn_of_copies
 from .prediction import ScoreName, require_members_for, scale_logits
 
-COLDEST, HOTTEST = 0.05, 20.0  # temperatures searched
-_PRIOR = 0.5  # standard deviation of the logarithm of a temperature before data are seen; the mean is 0
+COLDEST, HOTTEST = 0.05, 20.0  # range of temperatures searched
+_PRIOR = 0.5  # prior standard deviation of the log-temperature; its mean is 0
 _GRID = 24
-_PRECISION, _AT_BOUND = 1e-6, 1e-3  # of logarithms of temperatures: how well found, how close to a bound is at it
-_WORTHWHILE = 1e-6  # a gain below this is rounding, and 1 stays
-_LIKELIER = 4.0  # twice the logarithm of a ratio of likelihoods, above which it is hardly chance
-_CHANCE = 0.001  # how unlikely a class is declined so often where a warning tells
-_STEPS = 50  # of Newton's method; it takes less than ten
-_ROWS = 8192  # samples that are raised to float64 at a time
-_AT_ONCE = 2**17  # logits of which logarithms of probabilities are taken at a time: what a core has at hand
-_NOTHING = -800.0  # logarithm of a probability that is 0 in float64
+_PRECISION, _AT_BOUND = 1e-6, 1e-3  # of log-temperatures: accuracy of the optimum, distance that is "at a bound"
+_WORTHWHILE = 1e-6  # a smaller gain is rounding error, and the temperature stays 1
+_LIKELIER = 4.0  # twice the log-likelihood ratio above which an improvement is hardly chance
+_CHANCE = 0.001  # warn of a class declined so often that chance explains it with less than this probability
+_STEPS = 50  # maximum number of Newton steps; fewer than ten are usual
+_ROWS = 8192  # samples converted to float64 at a time
+_AT_ONCE = 2**17  # logits per chunk of log-softmax: fits into the cache of a core
+_NOTHING = -800.0  # log-probability that underflows to 0 in float64
 _AT_COLDEST = "the answers are right far more often than they say; check that they are logits, with their scale"
 _UNFIT = "the labels do not fit the answers; check that data and model number the classes alike"
 
@@ -49,11 +49,11 @@ class CalibrationFit:
 
     calibration: Calibration
     samples: int
-    accuracy: float  # this and the negative log-likelihoods are those of the mean probabilities
+    accuracy: float  # like the NLLs, of the mean probabilities
     nll_before: float
     nll_after: float
-    accepted: float  # share of the samples that the threshold accepts
-    risk: float  # share of wrong answers among those
+    accepted: float  # share of samples that the threshold accepts
+    risk: float  # share of wrong answers among accepted samples
     aurc: float  # area under the risk-coverage curve of the score
 
 
@@ -153,7 +153,7 @@ def calibrate(
         metrics={**other_metrics, **metrics, **both},
         history=(*metadata.history, line + words),
     )
-    # weights of its own: what was calibrated stays what it is, whatever becomes of the ensemble (masked, trained)
+    # A copy of the weights: the calibrated model must not change if the original is masked or trained.
     return Ensemble.from_state(ensemble.config, weights.state_dict(), metadata)
 
 
@@ -166,13 +166,13 @@ def _familiar_part(
     choice: FamiliarityChoice | None,
     share: float,
 ) -> tuple[Familiarity | None, dict[str, float], str]:
-    """What a calibrated model knows of familiar data, with its threshold; metrics of it, and words for the history.
+    """The familiarity with its threshold, its metrics, and a phrase for the history.
 
-    What was fitted before stays where it is what is wanted; else one half of the samples fits it, and the other sets
-    the threshold. So too where a half of these samples fitted it before: all of them would set too low a threshold.
-    "auto" does without, and says so, where samples are too few and nothing was fitted before.
+    Earlier statistics are kept if they are the ones asked for; otherwise one half of the samples fits them and the
+    other half sets the threshold. They are also refitted if half of these samples fitted them before: a threshold set
+    on all samples would be too low. "auto" skips familiarity, with a warning, if nothing is fitted and samples are few.
     """
-    if choice is None:  # a threshold of before was set beside another calibration
+    if choice is None:  # an earlier threshold belongs to another calibration
         bare = None if earlier is None else Familiarity(replace(earlier.settings, threshold=None), earlier.state)
         return bare, {}, ""
     fitted = earlier if earlier is not None and choice in ("auto", earlier.settings.scores[0]) else None
@@ -203,15 +203,15 @@ def _familiar_part(
 def _fitted_on_a_half(
     ensemble: Ensemble, samples: Answered, keys: Keys, score: FamiliarityName, share: float
 ) -> tuple[Familiarity, Answered]:
-    """Familiarity from a random half of the samples, and the other half, which can set its threshold.
+    """Fit familiarity on a random half of the samples; also returns the other half, which can set its threshold.
 
-    Samples of one key are copies, and go together: a copy of what was fitted looks more familiar than new data.
+    Samples with the same key are copies and stay together: a copy of a fitted sample looks more familiar than new data.
     """
     draws = np.random.default_rng(0)
     labels = samples.labels.numpy()
     drawn = draws.random(len(labels)) < 0.5
     classes, first = np.unique(labels, return_index=True)
-    lent = ~np.isin(classes, labels[drawn]) & (score in BY_CLASS)  # by chance all of a rare class may be in one half
+    lent = ~np.isin(classes, labels[drawn]) & (score in BY_CLASS)  # by chance a rare class may be only in one half
     drawn[first[lent]] = True
     _, first_copy, copies = np.unique(keys, return_index=True, return_inverse=True)
     fits = torch.from_numpy(drawn[first_copy[copies]])
@@ -232,13 +232,13 @@ def _fitted_on_a_half(
 def _with_threshold(
     familiarity: Familiarity, held_out: Answered, calibration: Calibration, share: float, names: Sequence[str]
 ) -> tuple[Familiarity, dict[str, float]]:
-    """Set the threshold on samples that familiarity was not fitted to; also gives the shares both thresholds accept."""
+    """Set the threshold on samples that did not fit the familiarity; also returns the shares both thresholds accept."""
     scores = familiarity.scores(held_out.features, held_out.logits)  # [S, M, n]
     deciding = scores[0].mean(dim=0)
     settings = replace(familiarity.settings, threshold=threshold_for(deciding, share), accepted_share=share)
     familiarity = Familiarity(replace(settings, reference=Reference.of(deciding)), familiarity.state)
     decided = calibration.prediction(held_out.logits, unfamiliarity=familiarity.about(scores))
-    sure, familiar = cast(tuple[Tensor, Tensor], tuple(decided.passed().values()))  # there are both thresholds
+    sure, familiar = cast(tuple[Tensor, Tensor], tuple(decided.passed().values()))  # both thresholds exist
     accept = sure & familiar
     warn_of_declined_classes(accept, held_out.labels, names)
     wrong = decided.label != held_out.labels
@@ -251,14 +251,14 @@ def _with_threshold(
 
 
 def warn_of_declined_classes(accept: Tensor, labels: Tensor, names: Sequence[str]) -> None:
-    """Warn of classes mostly declined, and significantly more often than all: thresholds promise a share of all."""
+    """Warn of classes declined mostly, and significantly more often than average: the promise is for all together."""
     counts, taken, share = Counter(labels.tolist()), Counter(labels[accept].tolist()), mean(accept)
     told = []
     for number, count in sorted(counts.items()):
         kept = taken[number] / count
         if kept < min(share, 0.5):
             unlike = (1 - kept) * math.log((1 - kept) / (1 - share)) + (kept * math.log(kept / share) if kept else 0.0)
-            if math.exp(-count * unlike) * len(counts) < _CHANCE:  # at least as likely as so few of a class like all
+            if math.exp(-count * unlike) * len(counts) < _CHANCE:  # Chernoff bound on accepting so few
                 told.append(f"{names[number] if names else f'class {number}'} ({count - taken[number]} of {count})")
     if told:
         warn(
@@ -343,7 +343,7 @@ def fit_calibration(
 
 
 def threshold_for(scores: Tensor, share: float) -> float:
-    """The conformal threshold of scores `[n]`; with too few scores, one that accepts everything."""
+    """The conformal threshold of scores `[n]`; accepts everything if there are too few scores."""
     threshold = conformal_threshold(scores, share)
     if threshold < math.inf:
         return threshold
@@ -356,17 +356,17 @@ def threshold_for(scores: Tensor, share: float) -> float:
 def _fit_temperature(
     member_logits: Tensor, labels: Tensor, per_member: bool, nll_before: float
 ) -> tuple[tuple[float, ...], float]:
-    """The likeliest temperature (or one per member) under the prior, and its NLL; 1 unless another is better."""
+    """The likeliest temperature (or one per member) under the prior, and its NLL; 1 unless another one is better."""
     if not per_member:
         means = [log_mean_probs(rows.double()) for rows in member_logits.split(_ROWS, dim=1)]
-        member_logits = torch.cat(means)[None]  # logarithm of the mean probabilities, as of one member: [1, n, C]
+        member_logits = torch.cat(means)[None]  # log of the mean probabilities, treated as one member: [1, n, C]
     members, samples = member_logits.shape[:2]
     logs, lowest = _lowest(member_logits, labels)
     if nll_before - lowest <= _WORTHWHILE:
         logs = torch.zeros_like(logs)
     temperatures = logs.exp().tolist()
     fitted = _nll(_label_log_probs(member_logits, labels, logs)[0])
-    nll_after = min(fitted, nll_before)  # at 1, they are equal but for rounding
+    nll_after = min(fitted, nll_before)  # equal at temperature 1, up to rounding
     at_bound = False
     for member, found in enumerate(temperatures):
         for bound, cause in ((COLDEST, _AT_COLDEST), (HOTTEST, _UNFIT)):
@@ -382,10 +382,10 @@ def _fit_temperature(
 
 
 def _lowest(member_logits: Tensor, labels: Tensor) -> tuple[Tensor, float]:
-    """Logarithms `[M]` of the likeliest temperatures under the prior, and what they cost: NLL and the prior's part.
+    """Log-temperatures `[M]` that minimise NLL plus prior, and their cost.
 
-    They are the best of a grid, first one for all members and then one member at a time, and from there on found by
-    Newton's method. The grid is there because the NLL of a mean over members may have more than one valley.
+    Start from the best point of a grid, first with one temperature for all members and then one member at a time, and
+    refine it with Newton's method. The grid is needed because the NLL of a mean over members may have several minima.
     """
     members, samples = member_logits.shape[:2]
     every, weight = list(range(members)), 1 / (_PRIOR**2 * samples)
@@ -437,8 +437,8 @@ def _nll(label_log_probs: Tensor) -> float:
 def _label_log_probs(member_logits: Tensor, labels: Tensor, logs: Tensor, derivatives: bool = False) -> Tensor:
     """Log-probability of each label under each member's logits `[M, n, C]`, in float64: `[1, M, n]`.
 
-    The logits are divided by the temperatures whose logarithms `[M]` are given. With the first and second derivatives
-    by these, `[3, M, n]`.
+    The logits are divided by the temperatures, given as logarithms `[M]`. With `derivatives`, also the first and second
+    derivatives with respect to these logarithms: `[3, M, n]`.
     """
     degrees, pieces = logs.exp().to(member_logits.device)[:, None, None], []
     size = max(1, _AT_ONCE // member_logits[:, 0].numel())

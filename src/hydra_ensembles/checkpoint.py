@@ -1,12 +1,12 @@
 """Saved models: `config.json`, `model.safetensors`, for text `tokenizer.json`, and a model card.
 
-Nothing here knows a model class: a model hands over plain data and tensors (`Contents`) and gets them back (`Stored`),
-so every kind of model goes through the same files and the same checks.
+This module knows no model class: a model passes plain data and tensors (`Contents`) and gets them back (`Stored`), so
+all kinds of models share the same files and checks.
 
-The files belong together by digests: `config.json` has those of the others, and one of its own content. A save is one
-rename, that of `config.json`. Before it the earlier model is read; after it the new one, whose other files lie in the
-folder `.saved-DIGEST` until they are moved up. So whoever reads gets one model or the other, also in the middle of a
-save and after a kill, and without a lock.
+Digests tie the files together: `config.json` contains those of the other files and one of its own content. A save is
+committed by a single rename, that of `config.json`. Readers get the earlier model before it and the new one after it;
+the other new files stay in the folder `.saved-DIGEST` until they are moved up. So a reader always gets one complete
+model, without a lock, even during a save or after a kill.
 """
 
 import copy
@@ -56,15 +56,15 @@ from .schema import from_plain, short, to_plain
 
 T = TypeVar("T")
 
-SAVING, SAVED = ".saving-", ".saved-"  # folders of a save before and after it is whole
-LOOKS = 10  # at a folder that is being saved to all the time
+SAVING, SAVED = ".saving-", ".saved-"  # folder of a save while it is written, and once it is complete
+LOOKS = 10  # attempts to read a folder that is saved to continuously
 # bytes
 MAX_CONFIG = 4 << 20
 MAX_TOKENIZER = 64 << 20
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 GIT_LFS_POINTER = b"version https://git-lfs"
-HUB = "hub:"  # before the name of a model or a data set that is there
+HUB = "hub:"  # prefix of a hub id of a model or a data set
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -72,14 +72,14 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 def save_checkpoint(folder: str | Path, contents: Contents) -> None:
-    """Write the files of a checkpoint into `folder`, replacing those of an earlier one, all at once or not at all.
+    """Write a checkpoint into `folder`, replacing an earlier one, all at once or not at all.
 
-    Everything is flushed to disk in a folder of its own before `config.json` is renamed into place. One save at a time
-    works in a folder, the next one waits; it finishes or takes away what a killed one has left.
+    Everything is flushed to disk in a staging folder before `config.json` is renamed into place. Saves to the same
+    folder wait for each other; the next one finishes or removes what a killed one left.
 
     Raises:
         CheckpointError: The model cannot be saved, or the folder is another library's.
-        StorageError: The disk does not take it; the error says which model is in the folder now.
+        StorageError: The disk refuses it; the error says which model is in the folder now.
     """
     folder = files.expanded(folder)
     if folder.exists() and not folder.is_dir():
@@ -96,7 +96,7 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
                     files.flush(path)
                 staging.rename(saved)
                 files.flush(folder)
-                os.replace(saved / CONFIG, folder / CONFIG)  # from here on the new model is the one that is read
+                os.replace(saved / CONFIG, folder / CONFIG)  # commit: from here on readers get the new model
             except BaseException:
                 with suppress(OSError):
                     _settle(folder)
@@ -106,15 +106,15 @@ def save_checkpoint(folder: str | Path, contents: Contents) -> None:
 
 
 def settle_checkpoint(folder: Path) -> None:
-    """Finish, or take away, what a killed save has left in a folder; the next save does so unasked."""
+    """Finish or remove what a killed save left in a folder; the next save does this anyway."""
     with files.locked(folder, "save", wait=True), files.writing(folder, "no model was changed"):
         _settle(folder)
 
 
 def _settle(folder: Path) -> None:
-    """Finish a save that was cut short after its `config.json`, remove what is left of others; under the lock."""
+    """Finish a save that was killed after its commit, and remove the remains of others; needs the lock."""
     if (folder / CONFIG).exists():
-        with _reading(folder / CONFIG), _open(folder / CONFIG, folder) as file:  # another library's is not written over
+        with _reading(folder / CONFIG), _open(folder / CONFIG, folder) as file:  # never overwrite another library's
             saved = _saved_folder(folder, _parse_config(file).get(files.DIGEST))
         for path in saved.iterdir() if saved.is_dir() and not saved.is_symlink() else ():
             os.replace(path, folder / path.name)
@@ -124,17 +124,17 @@ def _settle(folder: Path) -> None:
 
 
 def _saved_folder(folder: Path, digest: object) -> Path:
-    """Where the files of a save lie until they are moved up, by the digest of its configuration."""
+    """Folder with the files of a save until they are moved up, named by the digest of its configuration."""
     valid = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
     return folder / f"{SAVED}{digest if valid else 'nothing'}"
 
 
 def _write(folder: Path, contents: Contents) -> str:
-    """Write all files into `folder`; the digest of the configuration."""
+    """Write all files into `folder`, and return the digest of the configuration."""
     _write_weights(folder / WEIGHTS, contents.tensors)
     metadata = copy.deepcopy(dict(contents.metadata))
     covered = [WEIGHTS]
-    tokenizers = [preprocessing.pop("tokenizer") for preprocessing in text_preprocessing(metadata)]  # a file of its own
+    tokenizers = [preprocessing.pop("tokenizer") for preprocessing in text_preprocessing(metadata)]  # a separate file
     tokenizer = next(filter(None, tokenizers), None)
     if tokenizer is not None:
         (folder / TOKENIZER).write_bytes(_tokenizer_bytes(tokenizer))
@@ -144,12 +144,12 @@ def _write(folder: Path, contents: Contents) -> str:
     record = files.sealed(to_plain(Record(library_version=__version__, **content)))
     (folder / CONFIG).write_bytes(files.json_bytes(record, CONFIG, most=MAX_CONFIG))
     (folder / CARD).write_bytes(contents.card.encode("utf-8", errors="replace"))  # a folder may have any name
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # the safetensors library makes it private
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors creates the file without access for others
     return str(record[files.DIGEST])
 
 
 def _write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors (of any device, also views and shared ones) as a safetensors file."""
+    """Write tensors (on any device, including views and shared ones) as a safetensors file."""
     owned: dict[str, Tensor] = {}
     storages: set[int] = set()
     require_one_dtype({name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()})
@@ -159,7 +159,7 @@ def _write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
             raise CheckpointError(f"parameter {name!r} is {why} before saving. A checkpoint holds {ACCEPTED}")
         plain = tensor.detach().to("cpu").contiguous()
         storage = plain.untyped_storage().data_ptr()
-        owned[name] = plain.clone() if storage in storages else plain  # the format stores no aliases
+        owned[name] = plain.clone() if storage in storages else plain  # the format does not store aliases
         storages.add(storage)
     save_file(owned, path, metadata={"format": "pt"})
 
@@ -179,7 +179,7 @@ def _tokenizer_bytes(text: str) -> bytes:
 def push_checkpoint(
     repo_id: str, contents: Contents, *, private: bool | None, token: str | None, commit_message: str | None
 ) -> str:
-    """Publish a checkpoint in one commit, making the repository if need be; the address of the commit."""
+    """Publish a checkpoint in one commit, creating the repository if needed; returns the URL of the commit."""
     if not HUB_ID.fullmatch(repo_id):
         raise CheckpointError(f"{repo_id!r} is not a hub id; it has the form 'owner/name'")
     with tempfile.TemporaryDirectory() as temporary:
@@ -197,10 +197,10 @@ def push_checkpoint(
 
 
 def locate(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
-    """The folder a checkpoint lies in: `source` itself, or the hub's cache after downloading its files.
+    """The folder that contains a checkpoint: `source` itself, or the hub's cache after downloading its files.
 
-    A folder that exists wins. Otherwise a string like `owner/name` is a hub id; `hub:owner/name`, as the command line
-    has it, is one in any case.
+    An existing folder takes precedence. Otherwise a string like `owner/name` is a hub id; `hub:owner/name`, the form
+    used on the command line, always is.
     """
     folder = files.expanded(source)
     if isinstance(source, str) and source.startswith(HUB):
@@ -227,14 +227,14 @@ def locate(source: str | Path, revision: str | None = None, token: str | None = 
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint whose `config.json` and tokenizer have been read; the tensors are read when asked for."""
+    """A checkpoint whose `config.json` and tokenizer have been read; tensors are read on demand."""
 
     folder: Path
     record: Record
     digest: str | None  # of the configuration
 
     def read(self, described: Callable[[Record], T]) -> T:
-        """What a reader makes of the record; what it refuses is said of the file."""
+        """Apply a reader to the record; its errors name the file."""
         with _reading(self.folder / CONFIG):
             return described(self.record)
 
@@ -245,11 +245,11 @@ class Stored:
         dtype: torch.dtype | None = None,
         at_least: int = 0,
     ) -> dict[str, Tensor]:
-        """Read the tensors that a model needs, no more and no less.
+        """Read exactly the tensors that a model needs.
 
-        On the CPU they may still lie in the mapped file: copy them before they are used, as `Ensemble.from_state` does.
-        `expected` makes them, under the meta device, to learn names and shapes without memory; with fewer tensors than
-        `at_least` it is not even tried. None is the CPU, or what is stored.
+        On the CPU they may still be memory-mapped: copy them before use, as `Ensemble.from_state` does. `expected`
+        creates the model's tensors on the meta device, to get names and shapes without memory; it is not called if the
+        file holds fewer than `at_least` tensors. None means the CPU, or the stored dtype.
         """
         target = None if device is None else require_device(device)
         if dtype is not None and dtype not in DTYPES.values():
@@ -263,9 +263,9 @@ class Stored:
             shapes = require_fit(stored, expected)
             if self.record.complete:
                 require_one_dtype({name: dtype for name, (_, dtype) in stored.items()})
-            # after the cheap checks: it reads the whole file
+            # last, because it reads the whole file
             self._verify(WEIGHTS, hashlib.file_digest(opened, "sha256").hexdigest())
-            wide: dict[str, torch.dtype] = {}  # of each part, the one that holds all its tensors: one, but in format 1
+            wide: dict[str, torch.dtype] = {}  # per part, a dtype for all its tensors, which differ only in format 1
             for name, (_, kind) in stored.items():
                 wide[part_of(name)] = torch.promote_types(wide.get(part_of(name), DTYPES[kind]), DTYPES[kind])
             dtypes = {part: torch.float32 if part == FAMILIARITY else dtype or widest for part, widest in wide.items()}
@@ -288,7 +288,7 @@ class Stored:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[BufferedReader]:
-        """One of the files: from where a save keeps it before it is moved up, else from the folder."""
+        """Open one of the files: from the folder of an unfinished save if it is there, else from the checkpoint."""
         with _reading(self.folder / name):
             try:
                 file = _open(_saved_folder(self.folder, self.digest) / name, self.folder)
@@ -313,15 +313,15 @@ def load_checkpoint(
     revision: str | None = None,
     token: str | None = None,
 ) -> T:
-    """What `restore` makes of the checkpoint of a model of one of these kinds; arguments as of `from_pretrained`.
+    """Read the checkpoint of a model of one of these kinds with `restore`; arguments as for `from_pretrained`.
 
-    A model that is saved again while it is read is read again: every file is held against one `config.json`.
+    If the model is saved again meanwhile, reading restarts: all files must match one `config.json`.
     """
     folder = locate(source, revision, token)
     for _ in range(LOOKS):
         with _reading(folder / CONFIG):
             opened = _open(folder / CONFIG, folder)
-        with opened:  # as long as it is open, no other file can pass for it
+        with opened:  # while it is open, its inode cannot be reused
             try:
                 return restore(_read_record(folder, kinds, opened))
             except CheckpointError:
@@ -333,7 +333,7 @@ def load_checkpoint(
 
 
 def _read_record(folder: Path, kinds: Collection[str], file: BufferedReader) -> Stored:
-    """The content of an opened `config.json`, with the tokenizer in its place."""
+    """Parse an opened `config.json`, and insert the tokenizer."""
     with _reading(folder / CONFIG):
         data = _parse_config(file)
         version = data.get("format_version")
@@ -361,26 +361,26 @@ def _read_record(folder: Path, kinds: Collection[str], file: BufferedReader) -> 
 
 
 def _is_still(file: BufferedReader, path: Path) -> bool:
-    """Whether the opened file is the one that has this name now."""
+    """Whether `path` still refers to the opened file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:
-        return True  # it was removed: nothing to look at again
+        return True  # removed: no reason to read again
 
 
 def _name_of(file: BufferedReader) -> str:
-    """A name under which this very file is opened, whatever has been put in its place since."""
+    """A name that opens this very file, even if another one has replaced it since."""
     for folder in ("/proc/self/fd", "/dev/fd"):
         if os.path.exists(f"{folder}/{file.fileno()}"):
             return f"{folder}/{file.fileno()}"
-    return file.name  # Windows renames nothing over an open file
+    return file.name  # on Windows an open file cannot be replaced
 
 
 def _mapped(file: BufferedReader) -> safe_open:
-    """The tensors of an opened file, read when asked for."""
+    """Open the tensors of a file, to be read on demand."""
     try:
         return safe_open(_name_of(file), framework="pt", device="cpu")
-    except (MemoryError, RuntimeError) as error:  # of safetensors, of torch
+    except (MemoryError, RuntimeError) as error:  # of safetensors or torch
         raise CheckpointError(
             f"it does not fit into memory ({first_line(error)}); free some, or look at the size of the file"
         ) from error
@@ -398,7 +398,7 @@ def _parse_config(file: BufferedReader) -> dict[str, Any]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Whatever is wrong with a file becomes a `CheckpointError` that names it."""
+    """Turn any error about a file into a `CheckpointError` that names it."""
     try:
         yield
     except FileNotFoundError as error:
@@ -412,18 +412,18 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _open(path: Path, folder: Path) -> BufferedReader:
-    """A plain file that lies in the folder, opened for reading."""
+    """Open a regular file inside the folder for reading."""
     try:
         real = path.resolve(strict=True)
         root = folder.resolve(strict=True)
-    except RuntimeError as error:  # links in a circle; an OSError from Python 3.13 on
+    except RuntimeError as error:  # symlink loop; an OSError from Python 3.13 on
         raise CheckpointError(_missing(folder, path.name)) from error
     roots = [root]
-    if root.parent.name == "snapshots":  # the hub client's cache has links into the folders `blobs` beside it
+    if root.parent.name == "snapshots":  # the hub client's cache has links into sibling `blobs` folders
         roots += [above / "blobs" for above in root.parents[1:3]]
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise CheckpointError(f"it is a link to {real}, outside of its folder; copy the file into the folder")
-    if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would wait for ever
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would block forever
         raise CheckpointError("it is not a plain file; a checkpoint has nothing else")
     file = path.open("rb")
     if file.read(len(GIT_LFS_POINTER)) == GIT_LFS_POINTER:
@@ -434,7 +434,7 @@ def _open(path: Path, folder: Path) -> BufferedReader:
 
 
 def _missing(folder: Path, name: str) -> str:
-    """What to say of a file that is not there."""
+    """Error message for a missing file."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     remedy = "give a folder that save_pretrained wrote"
     if name == WEIGHTS and any(file.endswith(PICKLES) for file in names):

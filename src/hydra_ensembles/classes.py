@@ -9,14 +9,14 @@ from ._utils import warn
 from .batches import Batches, all_parts
 from .errors import DataError
 
-SHOWN = 6  # names in an error
+SHOWN = 6  # names shown in an error
 _UNNAMED = "where the loader has numbered them already, give list(loader), which has no names"
 
 
 def same_names(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
-    """Number of each class of a set among labels of the same name, by its place; one that is not there is left out.
+    """Map the index of each class name to the index of the same name in `labels`; names without a match are left out.
 
-    Where all are numbers, 1 is what the other calls 001. Of a label that occurs twice only its place tells.
+    If all names are numbers, 1 matches 001. A label that occurs twice only matches at the same index.
     """
     read = _reading(names, labels)
     wanted, offered = list(map(read, names)), list(map(read, labels))
@@ -28,7 +28,7 @@ def same_names(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
 
 
 def why_not_exclusive(model: object) -> str | None:
-    """Why a softmax makes no sense of what a model of transformers answers; None where nothing says so."""
+    """Why a softmax makes no sense for the answers of a transformers model; None if its config gives no reason."""
     problem = getattr(getattr(model, "config", None), "problem_type", None)
     if problem in (None, "single_label_classification"):
         return None
@@ -39,12 +39,12 @@ def why_not_exclusive(model: object) -> str | None:
 
 
 def spelled(name: str) -> str:
-    """A name without regard to capitals, spaces around it, and how its accents are stored (Macs store them apart)."""
+    """A name normalised for case, surrounding spaces, and the encoding of accents (macOS decomposes them)."""
     return unicodedata.normalize("NFKC", name).strip().casefold()
 
 
 def _reading(names: Sequence[str], labels: Sequence[str]) -> Callable[[str], str | int]:
-    """How names are compared: as numbers where all are, or as they are `spelled`, unless that makes two of them one."""
+    """How to compare names: as numbers if all are, else normalised by `spelled`, unless that makes two names equal."""
     if are_numbers((*names, *labels)):
         return int
     loses = any(len(set(map(spelled, some))) < len(set(some)) for some in (names, labels))
@@ -52,10 +52,10 @@ def _reading(names: Sequence[str], labels: Sequence[str]) -> Callable[[str], str
 
 
 def class_numbers(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]:
-    """The model's number of each class of a set, by its place; one that the model does not have is left out.
+    """Map the index of each class of a data set to the model's; classes that the model does not have are left out.
 
-    Where both have names, names decide. A set that has nothing but numbers for a model without such names means these
-    numbers, not their places (0, 1, 10, 2); other names for a model without names are taken to be in its order.
+    If both have names, names decide. If the names of the set are numbers and the model has no such names, they are the
+    model's class indices, whatever their order (0, 1, 10, 2). A model without names takes other names in order.
     """
     shared = same_names(names, labels)
     if not shared and are_numbers(names) and not (labels and are_numbers(labels)):
@@ -64,12 +64,12 @@ def class_numbers(names: Sequence[str], labels: Sequence[str]) -> dict[int, int]
 
 
 def in_order(sets: Mapping[str, Batches | None], labels: Sequence[str], classes: int | None) -> dict[str, Any]:
-    """Labelled sets that are used together, with the classes numbered as the model does; `classes` if that is known.
+    """Labelled sets that are used together, with classes numbered as in the model; `classes` is their number, if known.
 
-    For a model without names, or with others, the names of the first set that has some are those of all; what `train`
-    teaches is always in the order of its own. Names are those of a data set of ours, of torchvision's or of
-    `datasets`, inside the source; without names nothing is known. A data set of ours, alone or in a `BatchLoader`, is
-    numbered anew by name. Other sources in another order are refused, for nobody knows what their loaders do.
+    If the model has no names, or different ones, the names of the first set that has some apply to all sets; `train`
+    always keeps its own order. Names are read from data sets of ours, of torchvision or of `datasets` inside the
+    source; sources without names pass unchecked. Data sets of ours, alone or in a `BatchLoader`, are renumbered by
+    name. Other sources in a different order are refused, because their loaders cannot be changed safely.
     """
     ordered = dict[str, Any](sets)
     known = {"the model": tuple(labels)}
@@ -89,13 +89,13 @@ def in_order(sets: Mapping[str, Batches | None], labels: Sequence[str], classes:
 
 
 def _numbered(source: Any, names: tuple[str, ...], labels: tuple[str, ...], owner: str, name: str) -> Any:
-    """A source with its classes numbered as those labels are; refused where that is not certain, or not possible."""
+    """Number the classes of a source like `labels`; raises if the mapping is ambiguous or impossible."""
     numbers = class_numbers(names, labels)
     moved = next((place for place, number in numbers.items() if place != number), None)
     unknown = [names[place] for place in range(min(len(names), len(labels))) if place not in numbers]
-    may_be_others = len(names) == len(labels) or name == "train"  # other words for the same, or what is to be learned
+    may_be_others = len(names) == len(labels) or name == "train"  # other words for the same, or classes to learn
     if moved is None and (may_be_others or not unknown):
-        if labels and not numbers and name != "train":  # of which `warn_of_other_classes` tells
+        if labels and not numbers and name != "train":  # for `train`, `warn_of_other_classes` warns
             warn(
                 f"no class of {name} ({some(names)}) has the name of one of {owner} ({some(labels)}): they are assumed "
                 "to be the same, in this order; if they are not, rename them: dataset.with_classes(names) of ours, "
@@ -124,7 +124,7 @@ def _numbered(source: Any, names: tuple[str, ...], labels: tuple[str, ...], owne
 def require_as_many(
     names: Sequence[str], labels: Sequence[str], classes: int | None, name: str, otherwise: str
 ) -> None:
-    """Refuse names for a model without names that has more or fewer classes; `otherwise` says what else can be done."""
+    """Refuse class names if a model without names has another number of classes; `otherwise` is further advice."""
     if classes is not None and not labels and not are_numbers(names) and len(names) != classes:
         raise DataError(
             f"{name} has {len(names)} classes ({some(names)}), the model {classes} without names; name them all "
@@ -133,7 +133,7 @@ def require_as_many(
 
 
 def are_numbers(names: Sequence[str]) -> bool:
-    """Whether names are nothing but numbers."""
+    """Whether all names are decimal numbers."""
     return all(name.isdecimal() for name in names)
 
 
@@ -144,7 +144,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
-    """Say so where none of the classes that a model learns is called as one of its own: it keeps the names it has."""
+    """Warn if none of the classes in the training data has the name of one of the model's, which keeps its names."""
     for names in _class_names(batches):
         learned = [name for name in names if not name.isdecimal()]
         if labels and learned and set(map(spelled, learned)).isdisjoint(map(spelled, labels)):
@@ -157,7 +157,7 @@ def warn_of_other_classes(batches: Batches, labels: Sequence[str]) -> None:
 
 
 def class_names_in(batches: Batches, classes: int | None) -> tuple[str, ...]:
-    """Names of so many classes that a source has inside it; empty where it has none, or the numbers of their places."""
+    """Names of `classes` classes found inside a source; empty if it has none, or if they are just 0, 1, 2, …."""
     distinct = set(_class_names(batches))
     names = distinct.pop() if len(distinct) == 1 else ()
     places = tuple(map(str, range(len(names))))
@@ -165,9 +165,9 @@ def class_names_in(batches: Batches, classes: int | None) -> tuple[str, ...]:
 
 
 def _class_names(batches: Batches) -> Iterator[tuple[str, ...]]:
-    """Names of classes, in the order of their numbers, of every data set inside a source that has some."""
+    """Class names, in the order of their numbers, of every data set inside a source that has some."""
     for part in all_parts(batches):
-        features = getattr(part, "features", None)  # of `datasets`
+        features = getattr(part, "features", None)  # of the `datasets` library
         columns = features if isinstance(features, Mapping) else {}
         column = columns.get("labels", columns.get("label"))
         names = getattr(part, "class_names", None) or getattr(part, "classes", None) or getattr(column, "names", None)

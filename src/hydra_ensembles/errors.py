@@ -42,7 +42,7 @@ class CheckpointError(HydraError):
 
 
 class StorageError(HydraError, OSError):
-    """A file or folder that the disk does not take, or that another process works in."""
+    """A file or folder that cannot be written, or that another process is using."""
 
 
 class HeadError(HydraError):
@@ -58,11 +58,11 @@ class DataError(HydraError):
 
 
 class TooFewSamplesError(DataError):
-    """Samples that are good, but too few, or too much alike, for what is to be fitted to them."""
+    """Valid samples, but too few, or too similar, to fit what was asked for."""
 
 
 class DivergedError(DataError):
-    """A training whose loss, weights or answers are no longer finite: its rate is too high, or its data are bad."""
+    """A training whose loss, weights or answers are not finite: the learning rate is too high, or the data are bad."""
 
 
 class MissingExtraError(HydraError, ImportError):
@@ -70,13 +70,13 @@ class MissingExtraError(HydraError, ImportError):
 
 
 class RequestError(HydraError):
-    """A request that a server does not answer, with the HTTP status that says whose fault it is."""
+    """A request that a server refuses, with the HTTP status that says whose fault it is."""
 
     def __init__(self, message: str, status: int = 400, retry_after: int | None = None) -> None:
-        """Refuse with a status; `retry_after` is the number of seconds after which it is worth another try."""
+        """Refuse with a status; `retry_after` is the number of seconds after which a retry makes sense."""
         super().__init__(message)
         self.status, self.retry_after = status, retry_after
 
     def __reduce__(self) -> tuple[type["RequestError"], tuple[str, int, int | None]]:
-        """Go through pickles whole: engines with several processes pass errors on so."""
+        """Keep all fields when pickled: engines with several processes pass errors on as pickles."""
         return type(self), (str(self), self.status, self.retry_after)

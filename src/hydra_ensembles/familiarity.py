@@ -1,8 +1,8 @@
 """Familiarity: how far the features of an input lie from those of data the model knows.
 
-Fitting reads the data once. Sums are kept in float64, and of the features themselves a bounded sample, so memory does
-not grow with the data, but for 8 bytes a sample by which copies are counted. What is fitted travels with the ensemble,
-and every prediction has its scores.
+Fitting reads the data once. It keeps sums in float64 and a bounded sample of the features, so memory does not grow with
+the data, except for 8 bytes per sample, used to count copies. The statistics are stored with the ensemble, and every
+prediction has their scores.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,28 +28,28 @@ from .model.kinds import require_ensemble
 from .model.metadata import Familiarity, FamiliaritySettings, Metadata
 from .overlap import Keys, marked, marks_of, reused_of, sample_keys, warn_of_copies
 
-FEW_A_CLASS = 20  # samples a class below which the covariance is shrunk more
-SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # of the mean eigenvalue, added to each
-HELD_OUT_MOST = 4096  # samples held out for p-values
-OF_BOTH = ("validation/sure_share", "validation/familiar_share")  # metrics of two thresholds, each by itself
-OF_ACCEPTED = ("validation/accepted_share", "validation/risk_of_accepted")  # of all thresholds there are
-_NULL = 1e-10  # of the largest eigenvalue: directions in which nothing varies
+FEW_A_CLASS = 20  # samples per class below which the covariance is shrunk more
+SHRINKAGE, SHRINKAGE_OF_FEW = 0.01, 0.1  # added to each eigenvalue, as a share of their mean
+HELD_OUT_MOST = 4096  # maximum number of samples held out for p-values
+OF_BOTH = ("validation/sure_share", "validation/familiar_share")  # metrics of each of the two thresholds alone
+OF_ACCEPTED = ("validation/accepted_share", "validation/risk_of_accepted")  # metrics of all thresholds together
+_NULL = 1e-10  # eigenvalues below this share of the largest are directions without variance
 
 
 class Answered(NamedTuple):
-    """What a model says of some samples: features `[M, B, d]`, logits `[M, B, C]`, labels `[B]`; all on the CPU."""
+    """A model's outputs for some samples: features `[M, B, d]`, logits `[M, B, C]`, labels `[B]`; all on the CPU."""
 
     features: Tensor
     logits: Tensor
     labels: Tensor
 
     def pick(self, rows: Tensor) -> "Answered":
-        """Some of them, by place or by mask."""
+        """Select samples by index or by mask."""
         return Answered(self.features[:, rows], self.logits[:, rows], self.labels[rows])
 
     @classmethod
     def join(cls, parts: Sequence["Answered"]) -> "Answered":
-        """All of them."""
+        """Concatenate along the samples."""
         return cls(
             torch.cat([part.features for part in parts], dim=1),
             torch.cat([part.logits for part in parts], dim=1),
@@ -141,9 +141,9 @@ def fit_familiarity(
 
 
 def with_score(ensemble: Ensemble, familiarity: Familiarity, line: str) -> Ensemble:
-    """A copy of an ensemble with one more fitted score: the one that decides from now on, by a threshold to be set.
+    """A copy of an ensemble with one more fitted score, which decides from now on and has no threshold yet.
 
-    Scores of before stay, but one of the same name is replaced.
+    Earlier scores are kept, except one of the same name, which is replaced.
     """
     before = ensemble.kept_metadata("fitted")
     earlier = before.familiarity
@@ -152,7 +152,7 @@ def with_score(ensemble: Ensemble, familiarity: Familiarity, line: str) -> Ensem
 
 
 def _refitted(metadata: Metadata, familiarity: Familiarity, line: str) -> Metadata:
-    """Metadata with what was fitted, without shares that an earlier threshold accepted: it was for another score."""
+    """Metadata with the new familiarity, and without the shares accepted by the threshold of an earlier score."""
     earlier, metrics = metadata.familiarity, metadata.metrics
     if earlier is not None and earlier.settings.threshold is not None:
         metrics = {name: value for name, value in metrics.items() if name not in (*OF_BOTH, *OF_ACCEPTED)}
@@ -161,12 +161,12 @@ def _refitted(metadata: Metadata, familiarity: Familiarity, line: str) -> Metada
 
 
 def beside(familiarity: Familiarity, earlier: Familiarity | None) -> Familiarity:
-    """What was fitted to features, followed by earlier scores that are learned in another way."""
+    """New feature scores, followed by earlier scores that are learned in another way (`vilu`, `neglabel`)."""
     return familiarity if earlier is None else _joined(familiarity, earlier, FAMILIARITY_NAMES)
 
 
 def _joined(familiarity: Familiarity, earlier: Familiarity, replaced: Sequence[str]) -> Familiarity:
-    """New scores, which decide, followed by earlier ones that have other names and are not in `replaced`."""
+    """New scores, the first of which decides, followed by earlier ones with other names that are not in `replaced`."""
     old, new = earlier.settings, familiarity.settings
     others = tuple(score for score in old.scores if score not in (*new.scores, *replaced))
     state = {key: tensor for key, tensor in earlier.state.items() if key.rpartition(".")[0] in others}
@@ -174,14 +174,14 @@ def _joined(familiarity: Familiarity, earlier: Familiarity, replaced: Sequence[s
     settings_of["vilu"] = ("hidden", "projected")
     carried = {name: getattr(old, name) for score in others for name in settings_of.get(score, ())}
     if {"vilu", "neglabel"} & set(others):
-        carried["embedding"] = old.embedding  # one for both: that of the texts
+        carried["embedding"] = old.embedding  # shared by both: the text embedding
     return Familiarity(replace(new, scores=(*new.scores, *others), **carried), {**familiarity.state, **state})
 
 
 def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> Iterator[tuple[Inputs, Answered]]:
-    """Every batch as it came, and what the model says of it; labels are zeros where none are wanted.
+    """Yield every batch unchanged, with the model's outputs for it; labels are zeros if not `labelled`.
 
-    Each of several processes reads them all.
+    With several processes, each reads all batches.
     """
     if labelled:
         batches = in_order({name: batches}, ensemble.metadata.labels, ensemble.num_classes)[name]
@@ -196,9 +196,9 @@ def answers(ensemble: Ensemble, batches: Batches, name: str, labelled: bool) -> 
 
 
 def require_fresh(familiarity: Familiarity, keys: Keys) -> float:
-    """Refuse data most of which fitted the statistics, and warn of less: such samples look more familiar than new ones.
+    """Refuse data most of which fitted the statistics, and warn of fewer; returns their share.
 
-    A threshold on them is too low, so it would accept fewer new inputs than it promises. The share of them is returned.
+    Such samples look more familiar than new ones: a threshold set on them accepts fewer new inputs than promised.
     """
     reused = reused_of(keys, familiarity.settings.fitted_set)
     if reused.mostly:
@@ -219,14 +219,14 @@ def require_fresh(familiarity: Familiarity, keys: Keys) -> float:
 
 
 class Reservoir:
-    """At most so many samples, drawn evenly from all that were offered, whatever their number."""
+    """A uniform random sample of bounded size from all samples offered, however many (reservoir sampling)."""
 
     def __init__(self, most: int, draws: np.random.Generator) -> None:
         self.most, self.draws, self.offered = most, draws, 0
-        self.parts: list[Answered] = []  # one, once it is full
+        self.parts: list[Answered] = []  # one element once full
 
     def offer(self, samples: Answered) -> Answered:
-        """Keep some of these samples; gives back those that are not kept and those that leave for others, in order."""
+        """Keep some of these samples; returns, in order, those not kept and those that were replaced."""
         before = self.offered
         count = len(samples.labels)
         self.offered += count
@@ -236,9 +236,9 @@ class Reservoir:
         if free == count:
             return samples.pick(torch.arange(0))
         kept = self.samples()
-        slots = self.draws.integers(np.arange(before + free, before + count) + 1)  # of all so far, which one goes
-        sample_in: dict[int, int] = {}  # by slot, the sample that lies there now
-        leaving: list[int] = []  # places among the samples, followed by those that lay in the slots before
+        slots = self.draws.integers(np.arange(before + free, before + count) + 1)  # uniform over all so far
+        sample_in: dict[int, int] = {}  # by slot, the new sample now in it
+        leaving: list[int] = []  # indices into the new samples, followed by the old contents of the slots
         for place, slot in enumerate(slots.tolist(), free):
             if slot < self.most:
                 leaving.append(sample_in.get(slot, count + len(sample_in)))
@@ -253,17 +253,17 @@ class Reservoir:
         return returned
 
     def samples(self) -> Answered:
-        """All that are kept, once some were offered."""
+        """All samples kept; some must have been offered."""
         self.parts = [Answered.join(self.parts)] if len(self.parts) > 1 else self.parts
         return self.parts[0]
 
 
 class Sums:
-    """Counts `[C]`, sums `[M, C, d]` and sums of products `[M, d, d]` of features, less the mean of the first ones."""
+    """Counts `[C]`, sums `[M, C, d]` and sums of products `[M, d, d]` of features, shifted by the mean of the first."""
 
     def __init__(self, features: Tensor, classes: int, labelled: bool) -> None:
         members, _, width = features.shape
-        self.shift = features.mean(dim=1)  # [M, d]; features far from zero would lose digits otherwise
+        self.shift = features.mean(dim=1)  # [M, d]; without it features far from zero would lose digits
         self.count = torch.zeros(classes if labelled else 1, dtype=torch.float64)
         self.sums = torch.zeros(members, len(self.count), width, dtype=torch.float64)
         self.products = torch.zeros(members, width, width, dtype=torch.float64)
@@ -277,13 +277,13 @@ class Sums:
 
     @property
     def mean(self) -> Tensor:
-        """`[M, d]`, less the shift."""
+        """`[M, d]`, relative to the shift."""
         return self.sums.sum(dim=1) / self.count.sum()
 
 
 @dataclass(eq=False)
 class Fitting:
-    """Statistics in the making; what is to be fitted, and how, is described at `fit_familiarity`."""
+    """Statistics while they are being fitted; see `fit_familiarity` for what is fitted and how."""
 
     ensemble: Ensemble
     scores: tuple[FamiliarityName, ...]
@@ -297,14 +297,14 @@ class Fitting:
         if not self.scores or len(set(self.scores)) < len(self.scores):
             raise ConfigError(f"score={list(self.scores)} cannot be fitted; give one or more, each once")
         self.labelled = any(name in BY_CLASS for name in self.scores)
-        self.sums: dict[bool, Sums] = {}  # by whether features are normalised
+        self.sums: dict[bool, Sums] = {}  # keyed by whether features are normalised
         self.samples = self.width = 0
         self.peaks = torch.zeros(self.ensemble.num_members, dtype=torch.float64)
         self.kept = Reservoir(self.stored, self.draws)
         self.marks: Keys = np.empty(0, dtype=np.int64)
 
     def add(self, samples: Answered) -> None:
-        """Take in what a model says of some samples."""
+        """Add a model's outputs for some samples."""
         if not len(samples.labels):
             return
         self.samples = self.samples + len(samples.labels)
@@ -320,24 +320,24 @@ class Fitting:
             self.kept.offer(samples)
 
     def mark(self, keys: Keys) -> None:
-        """Remember some of the samples that were added."""
+        """Remember digests of some of the samples that were added."""
         self.marks = marked(np.concatenate([self.marks, keys]))
 
     @property
     def counts(self) -> Tensor:
-        """Samples of each class `[C]`, where labels count and there are some."""
+        """Samples of each class `[C]`; needs labels and at least one sample."""
         return next(iter(self.sums.values())).count
 
     def missing(self) -> list[int]:
-        """Classes without a sample, where labels count."""
+        """Classes without a sample, if labels are used."""
         if not self.labelled or not self.sums:
             return []
         return (self.counts == 0).nonzero()[:, 0].tolist()
 
     def standing_in(self, held_out: Answered, lent: int) -> Answered:
-        """Held-out samples; of classes that fewest samples fitted, one counts again for each that was lent to fit.
+        """Held-out samples, with samples of the rarest classes repeated, one for each sample that was lent to the fit.
 
-        Else rare classes would be rarer here than among new samples, of which fewer would be accepted than promised.
+        Otherwise rare classes would be rarer here than among new samples, and fewer of those accepted than promised.
         """
         if not lent:
             return held_out
@@ -372,7 +372,7 @@ class Fitting:
         return Familiarity(fitted, state)
 
     def _shrinkage(self) -> float:
-        """How much to shrink covariances; refuses samples too few for any covariance, and warns where they are few."""
+        """How much to shrink covariances; raises if the samples are too few for any covariance, and warns if few."""
         if not self.labelled:
             return 0.0
         missing = self.missing()
@@ -401,13 +401,13 @@ class Fitting:
         return self.shrinkage if self.shrinkage is not None else (SHRINKAGE, SHRINKAGE_OF_FEW)[few]
 
     def _vim(self, kept: Answered) -> dict[str, Tensor]:
-        """Origin, directions outside the principal subspace, and the weight against the energy, of every member."""
+        """Origin, directions outside the principal subspace, and weight of the residual against the energy."""
         sums = self.sums[False]
         width = kept.features.shape[2]
         principal = self.principal or max(2 * width // 3, 1)
         if principal >= width:
             raise ConfigError(f"principal is {principal}, but features have {width} directions; some must be left over")
-        if self.samples <= width:  # directions that no sample has would count for all
+        if self.samples <= width:  # otherwise directions without samples would dominate
             problem = f"vim needs more samples than features have directions, {width}; got {self.samples}"
             raise TooFewSamplesError(f"{problem}. Give more, or use 'mahalanobis' or 'knn'")
         origin = self._origin()
@@ -430,7 +430,7 @@ class Fitting:
         return {"origin": origin, "residual": residual, "weight": peaks / lengths}
 
     def _origin(self) -> Tensor | None:
-        """Where a plain linear classifier gives zero for every class, `[M, d]`; None for readouts of another kind."""
+        """The point where a plain linear classifier gives zero for every class, `[M, d]`; None for other readouts."""
         readout = self.ensemble.readout
         if readout.classifier is None or readout.hidden is not None or readout.distillation_classifier is not None:
             return None
@@ -443,7 +443,7 @@ class Fitting:
 
 
 def _mahalanobis(sums: Sums, shrinkage: float, relative: bool) -> dict[str, Tensor]:
-    """Mean of all, whitening of what varies within classes, and the means of the classes after it, of every member."""
+    """Overall mean, whitening of the within-class covariance, and whitened class means, per member."""
     samples = sums.count.sum()
     mean = sums.mean  # [M, d]
     means = sums.sums / sums.count[:, None]  # [M, C, d]
@@ -457,7 +457,7 @@ def _mahalanobis(sums: Sums, shrinkage: float, relative: bool) -> dict[str, Tens
 
 
 def _whitening(covariance: Tensor, shrinkage: float) -> Tensor:
-    """What makes features of these covariances `[M, d, d]` white; directions in which nothing varies are left out."""
+    """Whitening matrices for covariances `[M, d, d]`; directions without variance are dropped."""
     values, directions = torch.linalg.eigh(covariance)
     mean, largest = values.mean(dim=-1, keepdim=True), values.amax(dim=-1, keepdim=True)  # [M, 1]
     if not bool((largest > 0).all()):

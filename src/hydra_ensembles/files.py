@@ -1,6 +1,6 @@
-"""Files: written whole or not at all, JSON read strictly with its digest, one worker at a time in a folder.
+"""Files: atomic writes, strict JSON with digests, and folder locks.
 
-Every file that this library writes goes through `write_atomically` or `writing`; what it reads back is not trusted.
+Every file that this library writes goes through `write_atomically` or `writing`; files that it reads are not trusted.
 """
 
 import errno
@@ -24,26 +24,26 @@ from .errors import CheckpointError, ConfigError, StorageError
 if sys.platform != "win32":
     import fcntl
 
-# of a JSON file
+# limits for a JSON file
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 32
-DIGEST = "digest"  # where a JSON object keeps the digest of the rest of itself
+DIGEST = "digest"  # key under which a JSON object stores the digest of its other content
 LOCK = ".lock"
-_BYTES_A_VALUE = 24  # of a file as large as allowed; guards against text that takes fifty times its size in memory
+_BYTES_A_VALUE = 24  # least bytes per value in a file of maximum size; parsed, dense text takes fifty times its size
 
 _FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT} if sys.platform != "win32" else {errno.ENOSPC, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _LOCKLESS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
-_UNFLUSHED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}  # said of folders by some network disks
+_UNFLUSHED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}  # raised for folders on some network disks
 _VANISHED = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
 _OF_A_FILE = {None, *_FORBIDDEN, *_VANISHED, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG}  # not of the disk
 
 
 def expanded(path: str | Path) -> Path:
-    """A path with the home folder in place of a `~` or `~name` at its beginning."""
+    """Expand a leading `~` or `~name` to the home folder."""
     try:
         return Path(path).expanduser()
-    except RuntimeError as error:  # of Python: nobody of that name, or no home folder
+    except RuntimeError as error:  # unknown user, or no home folder
         home = Path(path).parts[0]
         raise ConfigError(f"{path}: there is no home folder {home} here; give the whole path") from error
 
@@ -52,11 +52,11 @@ def expanded(path: str | Path) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write to a temporary name in the same folder, flush to disk, then rename; the umask is respected.
+    """Write to a temporary file in the same folder, flush it to disk, then rename it; the umask is respected.
 
     Raises:
-        StorageError: The disk does not take it, or there is something else than a file, such as a device, which would
-            be replaced by one; what was there before is untouched.
+        StorageError: The disk refuses it, or the path exists and is not a regular file (a device, say, which would be
+            replaced by one). The previous content is untouched.
     """
     with writing(path):
         if path.exists() and not path.is_file():
@@ -69,9 +69,9 @@ def write_atomically(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-                if os.name != "nt":  # while it is locked: without, another writer thinks it dead and takes it away
+                if os.name != "nt":  # while locked: otherwise another writer would take it for dead and remove it
                     os.replace(temporary, path)
-            if os.name == "nt":  # where an open file cannot be renamed, and there are no such locks
+            if os.name == "nt":  # open files cannot be renamed here, and there are no such locks
                 os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -79,17 +79,17 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def _open_locked(temporary: Path) -> BinaryIO:
-    """A new file, made as any file is (mkstemp would give it to its owner alone), locked: its writer lives."""
+    """Create and lock a new file with the usual permissions (unlike mkstemp); the lock shows that its writer lives."""
     while True:
         file = temporary.open("xb")
         _flock(file, wait=True)
         if os.fstat(file.fileno()).st_nlink:
             return file
-        file.close()  # another writer came between and thought it dead
+        file.close()  # another writer removed it before it was locked
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove what killed writers of this file have left; what a living one writes is locked."""
+    """Remove temporary files of killed writers; those of live writers are locked."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         if leftover.is_file():
             with suppress(OSError), leftover.open("rb") as file:
@@ -98,7 +98,7 @@ def _remove_dead(path: Path) -> None:
 
 
 def _flock(file: BinaryIO, wait: bool) -> bool:
-    """Lock an open file; False where another one has it, or where there are no such locks."""
+    """Lock an open file; False if another process holds the lock, or if locks are not supported."""
     with suppress(OSError):
         if sys.platform != "win32":
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -108,12 +108,12 @@ def _flock(file: BinaryIO, wait: bool) -> bool:
 
 @contextmanager
 def writing(path: Path, safe: str = "what was there before is untouched") -> Iterator[None]:
-    """Whatever the disk refuses inside becomes a `StorageError` that says what is `safe` and what to do."""
+    """Turn disk errors into a `StorageError` that says what is `safe` and what to do."""
     try:
         yield
     except StorageError:
         raise
-    except (OSError, SafetensorError) as error:  # the safetensors library wraps what the disk said
+    except (OSError, SafetensorError) as error:  # safetensors wraps the error of the disk
         number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
         remedy = "check the space and the permissions there, or give another place"
         if number in _FULL:
@@ -126,7 +126,7 @@ def writing(path: Path, safe: str = "what was there before is untouched") -> Ite
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder with all that is in it; nothing where there is nothing."""
+    """Remove a file, a link, or a folder with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -134,7 +134,7 @@ def remove(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Make sure that a file, or the names in a folder, survive a power cut; of a folder, where its disk knows how."""
+    """Make a file, or the names in a folder (if its disk supports that), survive a power cut."""
     if os.name == "nt" and path.is_dir():  # Windows cannot open folders
         return
     handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
@@ -149,18 +149,18 @@ def flush(path: Path) -> None:
 
 # --- one worker in a folder ------------------------------------------------------------------------------------------
 
-_held: set[int] = set()  # file descriptors of locks
-_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # a lock is written to: not to where somebody's link leads
+_held: set[int] = set()  # file descriptors of the locks held
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)  # the lock file is written to, so never follow a link
 
 
 @contextmanager
 def locked(folder: Path, what: str, *, file: str | None = None, wait: bool = False) -> Iterator[None]:
-    """Work alone in `folder`, which is made if need be; where systems have no such locks (Windows), without one.
+    """Work alone in `folder`, which is created if needed; without a lock on systems that have none (Windows).
 
-    A disk that has none, as those of some clusters, is warned of. The system lets go when the process ends, however it
-    ends. Leftovers of killed work may be removed inside. The lock is the file `.lock` of the folder, which goes when
-    the work ends; where one `file` of it is worked on and the others are free, `.FILE.lock`. Where another one works
-    there, whoever does not `wait` gets a `StorageError` with the work in words, `what`.
+    On a disk without locks, as on some clusters, a warning is given. The system releases the lock when the process
+    ends, however it ends, so leftovers of killed work may be removed inside. The lock file is `.lock` in the folder,
+    removed when the work ends; with `file`, only that file is locked, by `.FILE.lock`. If another process holds the
+    lock, wait for it with `wait`, else raise a `StorageError` that calls the work `what`.
     """
     path, lock = (folder, folder / LOCK) if file is None else (folder / file, folder / f".{file}{LOCK}")
     with writing(path):
@@ -174,16 +174,16 @@ def locked(folder: Path, what: str, *, file: str | None = None, wait: bool = Fal
     finally:
         _held.discard(handle)
         with writing(path, "the work itself is done"):
-            lock.unlink(missing_ok=True)  # while it is held: whoever waits for it looks at the name again
+            lock.unlink(missing_ok=True)  # while still held: waiting processes check the name again
             if sys.platform != "win32":
-                with suppress(OSError):  # where the disk has no locks
-                    fcntl.flock(handle, fcntl.LOCK_UN)  # also where a child process still has it open
+                with suppress(OSError):  # the disk has no locks
+                    fcntl.flock(handle, fcntl.LOCK_UN)  # explicitly, since a child process may still have it open
             os.close(handle)
 
 
 @contextmanager
 def resumable(path: Path | None) -> Iterator[None]:
-    """An interruption inside says where what is done is kept; of nested places, the outermost is named."""
+    """Add to an interruption where finished work is kept; of nested places, the outermost is named."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -193,7 +193,7 @@ def resumable(path: Path | None) -> Iterator[None]:
 
 
 def _lock(path: Path, wait: bool) -> int | None:
-    """The open, locked file, or None if another one has it."""
+    """The descriptor of the locked file, or None if another process holds the lock."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINKS, 0o666)
         try:
@@ -207,7 +207,7 @@ def _lock(path: Path, wait: bool) -> int | None:
             os.close(handle)
             return None
         except FileNotFoundError:
-            pass  # its owner has just ended, as where the name is that of another file by now
+            pass  # its owner just ended; likewise if the name now refers to another file
         except BaseException:
             os.close(handle)
             raise
@@ -215,7 +215,7 @@ def _lock(path: Path, wait: bool) -> int | None:
 
 
 def _flock_if_any(handle: int, path: Path, wait: bool) -> None:
-    """Lock an open file; where its disk has no locks, warn."""
+    """Lock an open file; warn if its disk has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
@@ -236,7 +236,7 @@ def _holder(path: Path) -> str:
 
 
 def _close_in_child() -> None:
-    """A child must not keep the lock of a parent that was killed."""
+    """Close inherited lock files: a child must not keep the lock of a killed parent."""
     for handle in _held:
         os.close(handle)
     _held.clear()
@@ -250,18 +250,18 @@ if hasattr(os, "register_at_fork"):
 
 
 def plain_file(path: Path) -> Path:
-    """The path, unless it is something else than a file: to open a named pipe would be to wait for ever."""
+    """The path, unless it exists and is not a regular file: opening a named pipe would block forever."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a plain file; move it away, or give another path")
     return path
 
 
 def read_file(path: Path, most: int | None = MAX_BYTES) -> bytes:
-    """The content of a plain file of at most so many bytes; None for any number.
+    """The content of a regular file of at most `most` bytes; None for no limit.
 
     Raises:
-        CheckpointError: The file is missing, or not to be read.
-        StorageError: It is no fault of the file, as where the disk fails: another time it may be read.
+        CheckpointError: The file is missing or unreadable.
+        StorageError: The disk failed, not the file: a retry may succeed.
     """
     try:
         with plain_file(path).open("rb") as file:
@@ -281,12 +281,12 @@ def _require_size(size: int, name: object, most: int | None) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The plain data in a JSON file, by the rules of `parse_json`."""
+    """Read a JSON file with `parse_json`."""
     return parse_json(read_file(path), str(path))
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The plain data in a JSON file that holds an object."""
+    """Read a JSON file that contains an object."""
     plain = read_json(path)
     if not isinstance(plain, dict):
         raise CheckpointError(f"{path} holds a {type(plain).__name__}, not an object with named fields")
@@ -294,14 +294,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write plain data as JSON, at once or not at all."""
+    """Write plain data as JSON, atomically."""
     write_atomically(path, json_bytes(value, str(path)))
 
 
 def parse_json(content: bytes, name: str, *, most: int = MAX_BYTES, foreign: bool = False) -> Any:
-    """Read the JSON of the file `name`: UTF-8, no key twice, no NaN, nothing nested deeply, no half characters.
+    """Parse the JSON of the file `name`: UTF-8, no duplicate keys, NaN, infinities, deep nesting or lone surrogates.
 
-    Of a `foreign` file, one of another library, only what `json` itself may stumble over is checked.
+    For a `foreign` file, one of another library, only what `json` itself might fail on is checked.
     """
     require_limits(content, name, most, foreign=foreign)
     try:
@@ -310,13 +310,13 @@ def parse_json(content: bytes, name: str, *, most: int = MAX_BYTES, foreign: boo
             _check(value)
     except RecursionError as error:
         raise CheckpointError(f"{name} is nested too deeply; at most {MAX_DEPTH} levels are accepted") from error
-    except ValueError as error:  # those of Unicode too
+    except ValueError as error:  # includes Unicode errors
         raise CheckpointError(f"{name} is not valid JSON: {error}") from error
     return value
 
 
 def require_limits(content: bytes, name: str, most: int, *, foreign: bool = False) -> None:
-    """Refuse JSON text of more than so many bytes, or of so many values that reading it would take memory for long."""
+    """Refuse JSON text with more bytes, or more values, than can be parsed in reasonable memory."""
     _require_size(len(content), name, most)
     values = sum(map(content.count, (b",", b"[", b"{")))
     accepted = most // (8 if foreign else _BYTES_A_VALUE)
@@ -335,7 +335,7 @@ def json_bytes(value: Any, name: str, *, most: int = MAX_BYTES) -> bytes:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, for `json`; one that has a key twice is refused: of two values, one would be lost."""
+    """Object hook for `json` that refuses duplicate keys, since one of two values would be lost."""
     keys = [key for key, _ in pairs]
     if len(set(keys)) < len(keys):
         raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
@@ -347,7 +347,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _check(value: Any) -> None:
-    """Refuse deep nesting, half of a surrogate pair, which is not text, and numbers too large for a float."""
+    """Refuse deep nesting, lone surrogates (not valid text), and numbers too large for a float."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         inner: list[Any] = []
@@ -370,14 +370,14 @@ def _check(value: Any) -> None:
 
 
 def checksum(path: Path, most: int | None = None) -> str:
-    """SHA-256 of a file of at most so many bytes, in hexadecimal; None for any number."""
+    """Hexadecimal SHA-256 of a file of at most `most` bytes; None for no limit."""
     with path.open("rb") as file:
         _require_size(os.fstat(file.fileno()).st_size, path, most)
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_of(value: Any) -> str:
-    """SHA-256 of plain data, whatever the layout of their text and the order of their keys."""
+    """SHA-256 of plain data, independent of text layout and key order."""
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -386,15 +386,15 @@ def digest_of(value: Any) -> str:
 
 
 def sealed(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object with the digest of its content in it, so that any later change is noticed."""
+    """A JSON object with the digest of its content added, so that any later change is detected."""
     return {**plain, DIGEST: digest_of(plain)}
 
 
 def unsealed(plain: Mapping[str, Any], name: str, *, required: bool = True) -> dict[str, Any]:
-    """The content of a `sealed` object; one without digest passes where it is not `required` (files of before).
+    """The content of a `sealed` object; without `required`, objects of earlier versions may lack a digest.
 
     Raises:
-        CheckpointError: The content is not what was written.
+        CheckpointError: The content does not match its digest.
     """
     content = dict(plain)
     digest = content.pop(DIGEST, None)
@@ -407,17 +407,17 @@ def unsealed(plain: Mapping[str, Any], name: str, *, required: bool = True) -> d
 
 
 def write_sealed(path: Path, plain: Mapping[str, Any]) -> None:
-    """Write a JSON object with its digest, at once or not at all."""
+    """Write a JSON object with its digest, atomically."""
     write_json(path, sealed(plain))
 
 
 def read_sealed(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """The content of what `write_sealed` wrote, unchanged; without a digest, only where it is not `required`."""
+    """Read and verify what `write_sealed` wrote; a missing digest is accepted unless `required`."""
     return unsealed(read_object(path), str(path), required=required)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Take away what killed writes have left below `folder`; only for whoever holds its lock."""
+    """Remove what killed writes left below `folder`; the caller must hold its lock."""
     with writing(folder, "nothing else was removed"):
         for leftover in folder.rglob(".*.tmp"):
             remove(leftover)

@@ -4,13 +4,13 @@
 |---|---|---|---|
 | `model_fingerprint` | a model | the same configuration and parameters in the same dtype | SHA-256 |
 | `data_fingerprint` | data that are read | the same samples and labels, however cut into batches | SHA-256 |
-| `source_fingerprint` | a source of batches | the same of what can be had without reading an epoch | 16 digits of one |
+| `source_fingerprint` | a source of batches | the same content, without reading a whole epoch | 16 digits of one |
 | `tensors_digest` | named tensors | the same names, types, shapes and values in the same order | SHA-256 |
-| `trace_sets` | sets of an evaluation | the same samples, in whatever order | 16 digits of each |
+| `trace_sets` | sets of an evaluation | the same samples, in any order | 16 digits of each |
 | `weights_digest` | a model in memory | the same bits in the same order; fast | CRC-32 |
 
-A single sample is known by `overlap.sample_keys`. None of these values may change: a run that an earlier release began
-would not be known again.
+Single samples are identified by `overlap.sample_keys`. None of these values may change: a run that an earlier release
+began could not be resumed.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from .errors import DataError
 from .overlap import Keys
 from .schema import to_plain
 
-_SOME_BATCHES, _SOME_ROWS = 8, 64  # of a list and of a tensor: how many are looked at, from the first to the last
+_SOME_BATCHES, _SOME_ROWS = 8, 64  # how many batches of a list and rows of a tensor are hashed, evenly spaced
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -49,7 +49,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def weights_digest(tensors: Iterable[Tensor]) -> int | None:
-    """A number of all bits of some tensors, in their order; a fifth of a second for 80 M floats. None on `meta`."""
+    """CRC-32 over all bits of some tensors, in order; a fifth of a second for 80 M floats. None on `meta`."""
     digest = 0
     for tensor in tensors:
         if tensor.is_meta:
@@ -59,14 +59,14 @@ def weights_digest(tensors: Iterable[Tensor]) -> int | None:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """SHA-256 over the configuration and every parameter in its dtype; device and metadata do not count."""
+    """SHA-256 over the configuration and every parameter in its dtype; device and metadata do not matter."""
     digest = hashlib.sha256(json.dumps(to_plain(model.config), sort_keys=True).encode())
     _take_in(digest, sorted(model.state_dict().items()))
     return digest.hexdigest()
 
 
 def _take_in(digest: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Names, types, shapes and values, in the order given."""
+    """Hash names, types, shapes and values, in the given order."""
     for name, tensor in tensors:
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(tensor_bytes(tensor))
@@ -76,7 +76,7 @@ def _take_in(digest: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def data_fingerprint(batches: Batches, name: str = "data") -> str:
-    """SHA-256 over all samples and labels, in their order; see `DataFingerprint`. An error calls the data `name`."""
+    """SHA-256 over all samples and labels, in order; see `DataFingerprint`. Errors call the data `name`."""
     fingerprint = DataFingerprint()
     for inputs, labels in iterate(batches, name):
         fingerprint.update(inputs, labels)
@@ -84,9 +84,9 @@ def data_fingerprint(batches: Batches, name: str = "data") -> str:
 
 
 class DataFingerprint:
-    """The fingerprint of data that is read batch by batch for another purpose anyway.
+    """Fingerprint of data that are read batch by batch for another purpose anyway.
 
-    Order, values, shapes and dtypes of the samples count; where the batches are cut does not.
+    Order, values, shapes and dtypes of the samples matter; the batch boundaries do not.
     """
 
     def __init__(self) -> None:
@@ -95,21 +95,21 @@ class DataFingerprint:
         self._layouts: dict[str, list[Any]] = {}
 
     def update(self, inputs: Inputs, labels: Tensor | None) -> None:
-        """Take in one batch, as `read_batch` returns it."""
+        """Add one batch, as `read_batch` returns it."""
         tensors = {"inputs": inputs} if isinstance(inputs, Tensor) else {f"inputs.{key}": inputs[key] for key in inputs}
         if labels is not None:
             tensors["labels"] = labels
         for key, tensor in tensors.items():
             digest = self._digests.setdefault(key, hashlib.sha256())
             layout = [str(tensor.dtype), list(tensor.shape[1:])]
-            if self._layouts.get(key) != layout:  # a change of layout is written into the stream
+            if self._layouts.get(key) != layout:  # hash every change of layout
                 self._layouts[key] = layout
                 digest.update(json.dumps([self.samples, layout]).encode())
             digest.update(tensor_bytes(tensor))
         self.samples += len(next(iter(tensors.values())))
 
     def hexdigest(self) -> str:
-        """The fingerprint of everything taken in so far."""
+        """The fingerprint of everything added so far."""
         parts = [[key, self._digests[key].hexdigest()] for key in sorted(self._digests)]
         return hashlib.sha256(json.dumps([self.samples, parts]).encode()).hexdigest()
 
@@ -118,11 +118,11 @@ class DataFingerprint:
 
 
 def source_fingerprint(batches: Batches, name: str, seed: int) -> str:
-    """A short name for a data source, from what can be had without reading an epoch; the source is left as it was.
+    """A short identifier of a data source, without reading an epoch; the state of the source is restored.
 
-    That is its length, the first batch in the order of the seed, and of what lies in memory: all labels and row
-    numbers of its data set, some rows of a `TensorDataset`, all labels and some batches of a list. Sources that agree
-    in all of this have the same name.
+    It covers the length, the first batch in the order of the seed, and what is in memory: all labels and row numbers of
+    its data set, some rows of a `TensorDataset`, all labels and some batches of a list. Sources that agree in all of
+    this have the same identifier.
     """
     digest = hashlib.sha256(f"{length_of(batches)}".encode())
     with first_epoch(batches, seed):
@@ -131,7 +131,7 @@ def source_fingerprint(batches: Batches, name: str, seed: int) -> str:
     if first_batch is None:
         raise DataError(f"{name} has no batches; check the loader")
     _take_in_content(digest, _content(first_batch))
-    if type(batches) in (list, tuple):  # a class made from one may do something when it is read
+    if type(batches) in (list, tuple):  # iterating over a subclass may have side effects
         contents = list(map(_content, batches))
         for index in _spread(len(contents), _SOME_BATCHES):
             _take_in_content(digest, contents[index])
@@ -141,7 +141,7 @@ def source_fingerprint(batches: Batches, name: str, seed: int) -> str:
 
 
 def _content(batch: Any) -> dict[str, Tensor]:
-    """What a batch holds, by name: inputs, texts and labels, or the tensors of a mapping; not checked."""
+    """The tensors of a batch by name: inputs, texts and labels, or the entries of a mapping; not checked."""
     values: dict[str, Any] = {"inputs": batch}
     if isinstance(batch, Mapping):
         values = {"inputs": batch, "labels": batch.get("labels", batch.get("label"))}
@@ -158,7 +158,7 @@ def _content(batch: Any) -> dict[str, Tensor]:
 
 
 def _at_hand(batches: Batches) -> Iterator[tuple[str, Tensor]]:
-    """What a source holds in memory that tells its items apart, by name."""
+    """Tensors that a source holds in memory and that distinguish its items, by name."""
     for number, part in enumerate(all_parts(batches)):
         for attribute in ("labels", "targets", "rows", "indices"):
             values = _as_tensor(getattr(part, attribute, None))
@@ -171,19 +171,19 @@ def _at_hand(batches: Batches) -> Iterator[tuple[str, Tensor]]:
 
 
 def _as_tensor(values: Any) -> Tensor | None:
-    """Numbers, strings or pictures of one size in a tensor; None for anything else."""
+    """Numbers, strings or images of one size as a tensor; None for anything else."""
     if isinstance(values, Tensor) or not isinstance(values, np.ndarray | list | tuple | range):
         return values if isinstance(values, Tensor) else None
     if isinstance(values, list | tuple) and values and isinstance(values[0], str):
         values = np.frombuffer("\x1f".join(map(str, values)).encode(), np.uint8)
     try:
         return torch.from_numpy(np.array(values))
-    except (TypeError, ValueError):  # objects, lists of different lengths
+    except (TypeError, ValueError):  # objects, ragged lists
         return None
 
 
 def _spread(count: int, some: int) -> list[int]:
-    """At most `some` positions out of `count`, evenly from the first to the last."""
+    """At most `some` positions out of `count`, evenly spaced from the first to the last."""
     return sorted({round(position) for position in np.linspace(0, max(count - 1, 0), min(count, some)).tolist()})
 
 
@@ -198,26 +198,26 @@ def _take_in_content(digest: Any, tensors: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class SetTrace:
-    """What an evaluation stores of the samples of a set, in whatever order: digests, empty of what is not there.
+    """Digests of the samples of a set, independent of their order, stored by an evaluation; empty if unknown.
 
-    Labels that differ are proof of other samples. Inputs that differ are not: models of other sizes, normalisations or
-    tokenizers are given other numbers of the same image or text.
+    Different labels prove different samples. Different inputs do not: models with another image size, normalisation or
+    tokenizer get different numbers for the same image or text.
     """
 
-    labels: str = ""  # of how many samples the classes have, whichever it is: models may number them in their own order
-    inputs: str = ""  # of all samples as the model was given them, if not their logits alone
+    labels: str = ""  # of the sorted class counts, since models may number the classes differently
+    inputs: str = ""  # of all samples as the model received them; empty if only logits were given
 
 
 class Unlike(NamedTuple):
-    """Names of sets that two evaluations have in common, by what their traces say; of the others they are the same."""
+    """Names of sets that two evaluations share but whose traces do not match, by the kind of mismatch."""
 
-    labels: list[str]  # surely other samples
-    inputs: list[str]  # other samples, or the same prepared otherwise
-    unknown: list[str]  # one of the two has no trace of its inputs
+    labels: list[str]  # certainly different samples
+    inputs: list[str]  # different samples, or the same with different preprocessing
+    unknown: list[str]  # at least one has no trace of its inputs
 
 
 def trace_sets(labels: Mapping[str, Tensor], keys: Mapping[str, Keys] = MappingProxyType({})) -> dict[str, SetTrace]:
-    """The trace of each set by its name, from labels `[B]`, none of an OOD set, and from `sample_keys` `[B]`."""
+    """The trace of each set by name, from labels `[B]` (empty for OOD sets) and from `sample_keys` `[B]`."""
     traces = {}
     for name, targets in labels.items():
         counts = np.sort(np.bincount(targets.numpy()))
@@ -230,7 +230,7 @@ def _digest(values: npt.NDArray[np.int64]) -> str:
 
 
 def unlike(ours: Mapping[str, SetTrace], theirs: Mapping[str, SetTrace], names: list[str]) -> Unlike:
-    """What the traces of two evaluations say of sets of one name."""
+    """Compare the traces of the sets that two evaluations share."""
     differing = Unlike([], [], [])
     for name in names:
         trace = ours.get(name, SetTrace())

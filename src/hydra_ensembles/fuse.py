@@ -1,4 +1,4 @@
-"""Several models into one: members that run in a single forward pass, or one model of their mean weights."""
+"""Merge several models into one: members that run in a single forward pass, or one model with their mean weights."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,8 +36,8 @@ from .model.stem_readout import Projections, linear, projection_config
 
 Fusion = Literal["mean", "separate"]
 StemFusion = Literal["shared", "mean", "separate"]
-How = Mapping[str, StemFusion]  # by group of parameters
-KIN = 0.5  # cosine of two models' weights in a layer: fine-tunings of one start have 0.9 and more, strangers about 0
+How = Mapping[str, StemFusion]  # by parameter group
+KIN = 0.5  # least cosine of weights in a layer: 0.9 or more for fine-tunings of one model, about 0 for unrelated models
 
 
 @overload
@@ -136,7 +136,7 @@ def fuse(
 
 
 def _whole_layers(average: float, layers: int) -> int:
-    """Layers to average, of so many that there are: a whole number is so many, a fraction a share of some."""
+    """Number of layers to average: an integer is that number, a fraction a share of `layers`."""
     if isinstance(average, SupportsIndex):
         return int(average)
     count = round(average * layers)
@@ -147,12 +147,12 @@ def _whole_layers(average: float, layers: int) -> int:
 
 
 def twins(models: Iterable[Ensemble | DualEncoder]) -> tuple[int, int] | None:
-    """Positions of two members, of all that these models have, that are the same to the last bit; None for none."""
+    """Indices of two members, among those of all models, that are equal bit by bit; None if there are none."""
     return equal_pair(_single_members(models))
 
 
 def _single_members(models: Iterable[Ensemble | DualEncoder]) -> list[tuple[object, Mapping[str, Tensor]]]:
-    """Configuration and state of every member that these models have."""
+    """Configuration and state of every member of these models."""
     pairs: list[tuple[object, Mapping[str, Tensor]]] = []
     for model in models:
         state = model.whole_state() if isinstance(model, Ensemble) else {}
@@ -216,7 +216,7 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None, av
         shared = {group: fusion != "separate" for group, fusion in how.items()}
         common = common_layers(heads, differing, config.encoder.layers)
         trunk = common if limit is None else min(common, limit)
-        shared["stem"] |= stem is None and trunk > 0  # else the trunk would be run once for each member
+        shared["stem"] |= stem is None and trunk > 0  # otherwise the trunk would run once per member
         config = replace(config, sharing=Sharing(**shared), trunk=trunk)
     joined = join_states(config, states)
     _warn_of_strangers(own_states, [name for name in joined if copies_of(config, name) == 1])
@@ -233,7 +233,7 @@ def _fuse_ensembles(members: Sequence[Ensemble], how: How, limit: int | None, av
 def _with_mean_trunk(
     states: Sequence[Mapping[str, Tensor]], heads: KeptHeads, layers: int, most: int
 ) -> list[dict[str, Tensor]]:
-    """States whose stem and first layers, of `most` that there are, are the mean of all."""
+    """States whose stem and first `layers` (of `most`) layers are replaced by the mean over all."""
     if layers > most:
         raise ConfigError(f"average is {layers}, but the members have {most} layers")
     parted = [layer for layer in range(layers) if len({kept[layer] for kept in heads}) > 1]
@@ -254,7 +254,7 @@ def _fuse_dual_encoders(members: Sequence[DualEncoder], how: How, trunk: int | N
     require_same_dtype_and_device([encoder.state_dict() for encoder in encoders])
 
     def tower(towers: Sequence[Ensemble], alone: bool) -> Ensemble:
-        """One tower of all members; `alone` says whether the other tower keeps the members apart."""
+        """Fuse one tower of all members; `alone` means that the other tower has a single member."""
         states = [ensemble.state_dict() for ensemble in towers]
         first, *others = (ensemble.config.undropped for ensemble in towers)
         same = all(other == first for other in others) and not unequal(states)
@@ -274,7 +274,7 @@ def _fuse_dual_encoders(members: Sequence[DualEncoder], how: How, trunk: int | N
 
 
 def _once(members: Sequence[tuple[Tensor, Tensor | None]], how: How) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of single members as they are stored: one where all are equal, or averaged; else all `[M, …]`."""
+    """Weight and bias as stored: one copy if all members are equal or averaged, else `[M, …]`."""
     biases = [bias for _, bias in members if bias is not None]
     if len(biases) not in (0, len(members)):
         raise ConfigError(f"{len(biases)} of {len(members)} members have a logit bias; all must, or none")
@@ -287,10 +287,10 @@ def _once(members: Sequence[tuple[Tensor, Tensor | None]], how: How) -> tuple[Te
 
 
 def _warn_of_strangers(states: Sequence[Mapping[str, Tensor]], stored_once: Iterable[str]) -> None:
-    """Say where members do not come from one start, though some of their weights are stored once: as their mean.
+    """Warn if weights are averaged over members that do not share a common start.
 
-    Each unit of such models is another one, so their mean is none. Readouts are not asked: those of one task may be
-    new in every member, and classifiers that read alike features have a mean.
+    The units of such models do not correspond, so their mean is meaningless. Readouts are not checked: those of one
+    task may be new in every member, and classifiers on similar features can be averaged.
     """
     layers: dict[int | None, list[str]] = {}
     for name in stored_once:
@@ -313,7 +313,7 @@ def _warn_of_strangers(states: Sequence[Mapping[str, Tensor]], stored_once: Iter
 
 
 def _cosine(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """The cosine between all first tensors, as one vector, and all second ones; 1 where one of the vectors is zero."""
+    """Cosine between all first tensors, as one vector, and all second ones; 1 if a vector is zero."""
     products = torch.zeros(3, dtype=torch.float64, device="cpu")
     for tensor, other in pairs:
         if not torch.equal(tensor, other):

@@ -1,4 +1,4 @@
-"""The README.md of a saved model: the frame is `model_card.md`, the sections are made here."""
+"""The README.md of a saved model: the template is `model_card.md`, the sections are generated here."""
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -13,7 +13,7 @@ State = Mapping[str, Tensor]
 
 
 def model_card(name: str, config: EnsembleConfig, metadata: Metadata, state: State) -> str:
-    """Text of the card: what the model is, what was pruned, how to load it (as `name`), what was measured."""
+    """Text of the model card: what the model is, what was pruned, how to load it (as `name`), and its metrics."""
     image = config.kind == "image"
     classifies = config.readout.num_classes > 0
     task = f"{config.kind}-classification" if classifies else f"{'image-' if image else ''}feature-extraction"
@@ -26,7 +26,7 @@ def model_card(name: str, config: EnsembleConfig, metadata: Metadata, state: Sta
 
 
 def dual_model_card(name: str, config: DualEncoderConfig, image: Metadata, text: Metadata, state: State) -> str:
-    """Text of the card of a dual encoder: as `model_card`, tower by tower."""
+    """Text of the model card of a dual encoder: like `model_card`, tower by tower."""
     in_members = f", for {config.members} members in one pass per tower" if config.members > 1 else ""
     width = config.embedding_of("image")
     summary = f"A dual encoder{_origin(image)}: images and texts in one embedding of width {width}{in_members}"
@@ -42,7 +42,7 @@ _ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {sign: f"\\{
 
 
 def one_line(text: object) -> str:
-    """Text that cannot break out of its line or table cell, and is neither HTML nor a link or an image."""
+    """Escape text so that it stays in its line or table cell, and is not read as HTML, a link or an image."""
     return " ".join(str(text).split()).translate(_ESCAPES)
 
 
@@ -62,7 +62,7 @@ def _table(*rows: Sequence[object]) -> str:
 
 
 def _sections(title: str, which: str, config: EnsembleConfig, metadata: Metadata, state: State) -> str:
-    """Everything about an ensemble, or about one tower (`which`); what is not known is left out."""
+    """All sections about an ensemble, or about one tower (`which`); unknown facts are left out."""
     labels = ", ".join(one_line(label) for label in metadata.labels[:20])
     more = f" and {len(metadata.labels) - 20} more" if len(metadata.labels) > 20 else ""
     metrics = [(name, f"{value:.6g}") for name, value in metadata.metrics.items()]
@@ -99,7 +99,7 @@ def _facts(config: EnsembleConfig, metadata: Metadata, state: State) -> str:
 
 
 def _heads(config: EnsembleConfig) -> str:
-    """Which attention heads each member keeps and which were removed, a row per layer."""
+    """Which attention heads each member keeps and which were removed, one row per layer."""
     counts = config.head_counts
     total = sum(counts) * config.members
     kept = sum(len(heads) for member in config.heads for heads in member)
@@ -118,14 +118,14 @@ def _heads(config: EnsembleConfig) -> str:
 
 
 def _calibration(metadata: Metadata) -> str:
-    """Temperature, and every threshold that `predict` abstains by, with the share that each promises to accept."""
+    """The temperature, and every threshold for abstaining with the share of inputs that it promises to accept."""
     calibration = metadata.calibration
     if calibration is None:
         return ""
     of_mean = calibration.calibrates == "probs" and len(calibration.temperature) == 1
     after = " (of the mean probabilities)" if of_mean else ""
     text = f"Temperature{after}: {', '.join(f'{temperature:.4g}' for temperature in calibration.temperature)}."
-    rules: list[tuple[str, float]] = []  # when to abstain; the share of inputs like held-out ones that is accepted
+    rules: list[tuple[str, float]] = []  # when to abstain, and the promised share of accepted inputs
     if calibration.threshold is not None and calibration.threshold < ACCEPTS_ALL:
         rule = f"the score `{calibration.score}` is above {calibration.threshold:.4g} (unsure)"
         rules.append((rule, calibration.accepted_share))

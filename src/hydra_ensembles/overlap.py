@@ -1,9 +1,9 @@
-"""Finding samples that two sets have in common and should not, by their values.
+"""Find samples that two sets share but should not, by their values.
 
-A set given twice makes numbers that mean nothing: ID data as OOD data have an AUROC of 0.5, and validation data that
-were trained on are predicted well. What cannot be meant is refused, the rest is warned of.
+A set used twice makes metrics meaningless: ID data given as OOD data have an AUROC of 0.5, and validation data that
+were trained on are predicted too well. Clear mistakes are refused, other overlaps give a warning.
 
-A set that is gone is known again by its marks: names of a few of its samples, which travel with what was fitted on it.
+Sets used earlier are recognised by marks: digests of a few of their samples, stored with what was fitted on them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,20 +23,20 @@ from .batches import Batches, Inputs, first_epoch, read_batch
 from .errors import DataError
 
 Keys = npt.NDArray[np.int64]
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers as wide as floating-point numbers of so many bytes
-_COPIES = 0.05  # share of samples that may be copies of others, as short texts are, without a word
-_ROWS = 256  # samples whose values are multiplied at a time
-MARKS = 1024  # samples of a set that it is known again by; in older files, 64
-_LOOKED_AT, _AT_ONCE = 256, 32  # items of training data that are read again to be marked, and how many together
-FITTED_MOST = 0.5  # share of the samples that set a threshold that may have fitted the statistics, with a warning
-_ENOUGH = 3  # marks that are known again, from which on their number is hardly chance
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer types by the bytes of a floating-point type
+_COPIES = 0.05  # share of samples that may be copies of others, as short texts are, without a warning
+_ROWS = 256  # samples hashed at a time
+MARKS = 1024  # samples by which a set is recognised; 64 in older files
+_LOOKED_AT, _AT_ONCE = 256, 32  # training items read again for marks, and how many per batch
+FITTED_MOST = 0.5  # largest share of samples fitted before that may set a threshold, with a warning
+_ENOUGH = 3  # recognised marks from which on chance is an unlikely explanation
 
 
 def sample_keys(inputs: Inputs) -> Keys:
-    """A number for each sample `[B]`, the same where all values are; that of a text however far padded on the right.
+    """A hash for each sample `[B]`, equal for equal values; for texts independent of padding on the right.
 
-    For that it takes the attention mask. A text that is padded on the left is another one with each length. One number
-    for each sample beside its inputs, such as that of its row, does not count.
+    That needs the attention mask. A text padded on the left has another key for each length. One-dimensional entries
+    next to the inputs, such as row numbers, are ignored.
     """
     if isinstance(inputs, Tensor):
         return _keys(inputs)
@@ -48,7 +48,7 @@ def sample_keys(inputs: Inputs) -> Keys:
 
 
 def _keys(values: Tensor) -> Keys:
-    """Sums `[B]` of the values, seen as integers, each times an odd number of its place; int64 wraps around."""
+    """Sums `[B]` of the values, reinterpreted as integers, times an odd factor per position, modulo 2^64."""
     rows = torch.view_as_real(values) if values.is_complex() else values.detach()
     rows = (rows[:, None] if rows.dim() == 1 else rows.flatten(1)).contiguous()  # [B, n]
     if rows.is_floating_point() and rows.element_size() in _BITS:
@@ -64,22 +64,22 @@ def _factors(count: int) -> Tensor:
 
 
 def names_of(keys: Keys) -> list[str]:
-    """Keys as files hold them: 16 hexadecimal digits each."""
+    """Keys as stored in files: 16 hexadecimal digits each."""
     return [f"{key:016x}" for key in keys.view(np.uint64).tolist()]
 
 
 def marked(keys: Keys) -> Keys:
-    """Those of the keys that a set is known again by: of all different ones the 1,024 first when mixed.
+    """The keys by which a set is recognised: the 1,024 distinct keys with the smallest hashes (a min-hash).
 
-    Mixed, keys are in no order that has to do with the samples (a min-hash): the marks are drawn evenly from the whole
-    set, in whatever order and however often it has them, and marks of parts taken together give those of the whole.
+    Hashing makes the order independent of the samples, so marks are a uniform draw from the distinct samples, whatever
+    their order and repetitions, and the marks of a union can be computed from the marks of its parts.
     """
     different = np.unique(keys)
     return different[np.argsort(mixed(different.view(np.uint64)))[:MARKS]]
 
 
 def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Numbers in which nothing of the values is to be seen, each its own: SplitMix64, Steele et al. 2014."""
+    """A bijective hash of 64-bit integers: SplitMix64, Steele et al. 2014."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -87,23 +87,23 @@ def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def marks_of(keys: Keys) -> tuple[str, ...]:
-    """The marks of a set as files hold them."""
+    """The marks of a set as stored in files."""
     return tuple(names_of(marked(keys)))
 
 
 class FittedSet(NamedTuple):
-    """What is kept of a set that something was fitted on: marks of some of its samples, and how many it had."""
+    """What is stored about a set used for fitting: marks of some of its samples, and its size."""
 
     marks: tuple[str, ...] = ()
     samples: int = 0
 
 
 def together(sets: Sequence[FittedSet]) -> FittedSet:
-    """What is kept of sets that fitted one thing: marks of all of them as of one, and how many different samples.
+    """The union of sets that fitted the same thing: its marks, and its estimated number of distinct samples.
 
-    Of the first when mixed of all samples, each set has its share of all, which tells their number (a min-hash). Where
-    one has marks of a smaller part of its samples than another, that number, and so the share of a new set, is too
-    large rather than too small.
+    Each set's share of the union's marks estimates its share of the union, and so the size of the union (a min-hash).
+    If one set has marks for a smaller part of its samples than another, that size, and the share of a new set computed
+    from it, is overestimated rather than underestimated.
     """
     names = np.array([int(name, 16) for name in {name for one in sets for name in one.marks}], dtype=np.uint64)
     marks = marks_of(names.view(np.int64))
@@ -112,15 +112,15 @@ def together(sets: Sequence[FittedSet]) -> FittedSet:
 
 
 class Reused(NamedTuple):
-    """How much of a new set is also in one that something was fitted on, and how many marks tell it."""
+    """The share of a new set that is also in a fitted set, and the number of recognised marks."""
 
     share: float
     recognised: int
-    by_few: bool  # so few that they may be there by chance, and stand for many samples where the fitted set is large
+    by_few: bool  # too few to rule out chance, though each stands for many samples if the fitted set is large
 
     @property
     def mostly(self) -> bool:
-        """Whether it is more than a half, by three marks at least, or by marks that are more than a half themselves."""
+        """Whether more than half is reused, judging by three marks or more, or by marks of more than half the set."""
         return not self.by_few and self.share > FITTED_MOST
 
     def __str__(self) -> str:
@@ -128,16 +128,15 @@ class Reused(NamedTuple):
 
 
 def reused_of(keys: Keys, fitted: FittedSet) -> Reused:
-    """What of a new set, by the keys of its samples, is also in a set that something was fitted on.
+    """Estimate the share of a new set, given by its keys, that is also in a set used for fitting.
 
-    It is estimated: the marks tell which share of the fitted set is here, and its size how many samples that is. Where
-    a share f of the fitted set is here, none of its n marks is, and nothing is said, with probability (1 - f)^n,
-    however much of the new set that is: 1,000 of 300,000 fitted samples are passed over in 3 of 100 cases by 1,024
-    marks, and in 81 by the 64 of files of before.
+    The marks estimate which share of the fitted set is in the new one, and its size converts that to samples. If a
+    share f of the fitted set is in the new one, all of its n marks are missed with probability (1 - f)^n, however much
+    of the new set that is: 1,000 of 300,000 fitted samples are missed in 3 of 100 cases with 1,024 marks, and in 81
+    with the 64 marks of older files.
 
-    Copies in the fitted set count, so that of such a set the share comes out too large rather than too small. Samples
-    are known by their values as a model is given them: those that are augmented, or come in another size or dtype, are
-    others.
+    Copies in the fitted set count, so its share is overestimated rather than underestimated. Samples are compared by
+    their values as the model receives them: augmented samples, and those of another size or dtype, do not match.
     """
     recognised = len(set(fitted.marks).intersection(names_of(keys)))
     samples = len(np.unique(keys))
@@ -146,14 +145,14 @@ def reused_of(keys: Keys, fitted: FittedSet) -> Reused:
 
 
 def about(share: float) -> str:
-    """An estimated share above 0 in words."""
+    """Format an estimated share above 0."""
     return f"about {100 * share:.0f} %" if share >= 0.01 else "less than 1 %"
 
 
 def warn_if_fitted(name: str, keys: Keys, fitted: Mapping[str, FittedSet]) -> float | None:
-    """Warn of a set that is measured on where samples of it made the model; `fitted` says, by deed, which did.
+    """Warn if samples of an evaluated set were used to make the model; `fitted` maps what was done to the set used.
 
-    The largest share of the samples of the set that had a part in one of these; None where there are no marks.
+    Returns the largest share of the set's samples that was used for any of these; None if there are no marks.
     """
     found = {deed: reused_of(keys, fitted_set) for deed, fitted_set in fitted.items() if fitted_set.marks}
     remarks = [f"{reused} {deed}" for deed, reused in found.items() if reused.share]
@@ -166,19 +165,19 @@ def warn_if_fitted(name: str, keys: Keys, fitted: Mapping[str, FittedSet]) -> fl
 
 
 class Known(NamedTuple):
-    """A source of samples, and their keys where it lies in memory."""
+    """A source of samples, and their keys if it is in memory."""
 
     source: Any
     keys: Keys | None
 
     @classmethod
     def of(cls, batches: Batches | None) -> "Known":
-        """What is known of a source that is not read."""
+        """Describe a source without reading it from disk."""
         return cls(batches, keys_at_hand(batches))
 
 
 def keys_at_hand(batches: Batches | None) -> Keys | None:
-    """Keys of a source that lies in memory and is read whole in every pass; None for any other.
+    """Keys of a source that is in memory and read completely in every pass; None for any other.
 
     That is a list of batches, or a `DataLoader` over a `TensorDataset`, shuffled or not.
     """
@@ -190,10 +189,10 @@ def keys_at_hand(batches: Batches | None) -> Keys | None:
 
 
 def trained_set(batches: Batches) -> FittedSet:
-    """What is kept of training data: marks of those in memory, or of some items of a data set that is read whole.
+    """What is stored about training data: marks of samples in memory, or of some items of a data set read whole.
 
-    Nothing of other sources, nor where these items cannot be read: a training that did not need them is not lost for
-    it. Images that a loader changes at random are others in every pass, and not known again.
+    Empty for other sources, and if these items cannot be read: finished training must not fail for this. Images that a
+    loader augments at random differ in every pass, and are not recognised.
     """
     keys, data = keys_at_hand(batches), _read_whole(batches)
     if keys is not None:
@@ -206,13 +205,13 @@ def trained_set(batches: Batches) -> FittedSet:
         with first_epoch(batches, 0):
             drawn = (read_batch(batch, "train", labelled=False)[0] for batch in _drawn(batches, data, turns))
             read = list(map(sample_keys, drawn))
-    except Exception:  # whatever somebody's data may raise
+    except Exception:  # user data may raise anything
         return FittedSet()
     return FittedSet(marks_of(np.concatenate(read)), len(data)) if read else FittedSet()
 
 
 def _drawn(batches: Any, data: Any, turns: list[list[int]]) -> Iterator[Any]:
-    """Batches of these rows, made as a source makes its own (where it has workers, by them); none of unknown ones."""
+    """Batches of these rows, made as the source makes its own (by its workers if any); empty for unknown sources."""
     if isinstance(batches, DataLoader):
         yield from drawing(batches, turns) if batches.batch_sampler is not None else ()
     elif preprocess := getattr(batches, "preprocess", None):
@@ -220,7 +219,7 @@ def _drawn(batches: Any, data: Any, turns: list[list[int]]) -> Iterator[Any]:
 
 
 def _read_whole(batches: Any) -> Any:
-    """The data set that a source reads, or is; None where a sampler may choose from it."""
+    """The data set that a source reads, or is; None if a sampler may select from it."""
     if isinstance(batches, DataLoader) and (
         type(batches.sampler) not in (SequentialSampler, RandomSampler)
         or type(batches.batch_sampler) not in (BatchSampler, NoneType)
@@ -230,21 +229,21 @@ def _read_whole(batches: Any) -> Any:
 
 
 def _places(data: Any) -> list[Any] | None:
-    """What tells the items of a data set apart: their files (torchvision), or the set and the row; None for others."""
+    """Identifiers of the items of a data set: files (torchvision), or data set and row; None for others."""
     if isinstance(data, Subset):
         inner = _places(data.dataset)
         return None if inner is None else [inner[row] for row in data.indices]
     if isinstance(data, list | tuple) or not all(hasattr(type(data), name) for name in ("__len__", "__getitem__")):
         return None
-    if any(kind.__module__.startswith("torchvision.") for kind in type(data).__mro__):  # others call anything `imgs`
-        files = getattr(data, "imgs", ())  # of ImageFolder: path and label
+    if any(kind.__module__.startswith("torchvision.") for kind in type(data).__mro__):  # other libraries: any `imgs`
+        files = getattr(data, "imgs", ())  # for ImageFolder: path and label
         if len(files) == len(data):
             return list(files)
     return [(id(data), row) for row in range(len(data))]
 
 
 def require_unlike(name: str, id_keys: Keys, ood: Mapping[str, Keys]) -> None:
-    """Refuse OOD sets whose samples are all ID samples, or those of another set; warn of some, and of a single one."""
+    """Refuse OOD sets that consist of ID samples or equal another set; warn of partial overlap and single samples."""
     earlier: dict[str, Keys] = {}
     for title, keys in ood.items():
         shared = int(np.isin(keys, id_keys).sum())
@@ -262,13 +261,13 @@ def require_unlike(name: str, id_keys: Keys, ood: Mapping[str, Keys]) -> None:
 
 
 def warn_of_one_sample(title: str, samples: int) -> None:
-    """Warn of an OOD set that is none."""
+    """Warn of an OOD set with a single sample."""
     if samples == 1:
         warn(f"{title} has one sample: whether it is detected says nothing about others; give more")
 
 
 def warn_of_copies(name: str, samples: int, different: int, why: str) -> None:
-    """Warn of a set in which many of the samples are copies of others; `why` says what comes of it."""
+    """Warn of a set in which many samples are copies of others; `why` says why that matters."""
     again = samples - different
     if again > _COPIES * samples:
         warn(
@@ -278,10 +277,10 @@ def warn_of_copies(name: str, samples: int, different: int, why: str) -> None:
 
 
 def warn_if_shared(name: str, data: Known, title: str, other: Known, why: str) -> None:
-    """Warn of a set, `title`, with samples of another; `why` says what comes of it.
+    """Warn if the set `title` shares samples with another; `why` says why that matters.
 
-    Samples are known by their values where both sets lie in memory. Else items are, of data sets that are read whole:
-    by what is stored of them (ours, see `shared_with`), by their file, or by their row of one data set.
+    Samples are compared by value if both sets are in memory. Otherwise items of data sets that are read whole are
+    compared: by stored content (ours, see `shared_with`), by file, or by row of the same data set.
     """
     shared, looked_at = _in_common(data, other)
     if shared:
@@ -290,7 +289,7 @@ def warn_if_shared(name: str, data: Known, title: str, other: Known, why: str) -
 
 
 def _in_common(data: Known, other: Known) -> tuple[int, int]:
-    """How many of so many samples of another set are in a set, too; none where that is not known."""
+    """How many samples of `other` are also in `data`, out of how many compared; (0, 0) if unknown."""
     if data.keys is not None and other.keys is not None:
         return int(np.isin(other.keys, data.keys).sum()), len(other.keys)
     first, second = _read_whole(data.source), _read_whole(other.source)

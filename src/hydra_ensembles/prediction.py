@@ -1,8 +1,8 @@
 """What an ensemble says about a batch: probabilities, a label, how sure it is, and why not.
 
-Everything here is a pure function of member logits `[M, B, C]`, wherever they come from. Half precision is
-raised to float32; float64 stays float64. A temperature makes probabilities honest; what tells inputs apart
-(scores, the parts of uncertainty, disagreement) comes from the members as they are.
+Everything here is a pure function of member logits `[M, B, C]`, wherever they come from. Half precision is converted to
+float32; float64 stays float64. A temperature calibrates probabilities; what separates inputs (scores, the parts of
+uncertainty, disagreement) is computed from uncalibrated members.
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ from .schema import short
 ScoreName = Literal["msp", "entropy", "mutual_information", "max_logit", "energy", "gen"]
 AnyScore = Literal[ScoreName, FittedName]
 Reason = Literal["unfamiliar", "unsure"]
-REASONS: tuple[Reason | None, ...] = (None, "unsure", "unfamiliar")  # by the numbers of `Prediction.doubt`
+REASONS: tuple[Reason | None, ...] = (None, "unsure", "unfamiliar")  # indexed by `Prediction.doubt`
 Calibrates = Literal["logits", "probs"]
 Temperature = float | Sequence[float] | Tensor
 
-GEN_POWER, GEN_CLASSES = 0.1, 100  # of the generalised entropy
+GEN_POWER, GEN_CLASSES = 0.1, 100  # of generalised entropy (GEN)
 
 
 @dataclass(frozen=True, eq=False)
 class Unfamiliarity:
-    """How unlike the familiar data B samples are to M members, by S scores; the first is the one that decides."""
+    """How far B samples are from the familiar data, for M members and S scores; the first score decides."""
 
     score_names: tuple[FittedName, ...]
     member_scores: Tensor  # [S, M, B]
@@ -128,12 +128,12 @@ class Prediction:
     def divided(
         member_logits: Tensor, temperature: Temperature | None, calibrates: Calibrates, check_finite: bool
     ) -> tuple[Tensor, tuple[float, ...]]:
-        """Logits as a prediction keeps them, divided where the temperature is theirs, and the one of its `probs`."""
+        """Logits as a prediction stores them, divided if the temperature is theirs, and the temperature of `probs`."""
         of_probs: tuple[float, ...] = (1.0,)
         if calibrates == "probs" and temperature is not None:
             of_probs, temperature = _temperatures(temperature, member_logits), None
         scaled = scale_logits(member_logits, temperature, check_finite)
-        # what is computed later must not follow the caller's buffer
+        # results computed later must not depend on the caller's buffer
         return member_logits.clone() if scaled is member_logits else scaled, of_probs
 
     def __post_init__(self) -> None:
@@ -153,9 +153,9 @@ class Prediction:
 
     @cached_property
     def _calibrated(self) -> Tensor:
-        """Logits `[1, B, C]`, or `[M, B, C]` with a temperature each; the mean of their softmax is `probs`.
+        """Logits `[1, B, C]`, or `[M, B, C]` with one temperature per member; the mean of their softmax is `probs`.
 
-        What is divided are logarithms of probabilities: the largest is near zero, so no temperature overflows.
+        Log-probabilities are divided: the largest is near zero, so no temperature overflows.
         """
         if len(self.temperature) == 1:
             return log_mean_probs(self.member_logits)[None] / self.temperature[0]  # [B, C] -> [1, B, C]
@@ -180,12 +180,12 @@ class Prediction:
     @cached_property
     def label(self) -> Tensor:
         """`[B]`, the most probable class."""
-        # one temperature changes no order: taken before it, where rounding has not made equals of the first two
+        # a single temperature keeps the order: use the probabilities before it, where rounding has created no ties
         return (self.probs if len(self.temperature) > 1 else self.mean_probs).max(dim=-1).indices
 
     @cached_property
     def confidence(self) -> Tensor:
-        """`[B]`, its probability."""
+        """`[B]`, the calibrated probability of `label`."""
         return self.probs.gather(-1, self.label[:, None])[:, 0]
 
     @cached_property
@@ -219,7 +219,7 @@ class Prediction:
         return reduce(and_, decisions) if decisions else None
 
     def passed(self) -> dict[str, Tensor | None]:
-        """What passes each threshold, `[B]` of bool by the reason not to; None without the threshold."""
+        """Whether samples pass each threshold, `[B]` of bool by the reason for failing; None without the threshold."""
         passes: dict[str, Tensor | None] = {"unsure": None, "unfamiliar": None}
         if self.threshold is not None:
             passes["unsure"] = self.score() <= self.threshold
@@ -268,7 +268,7 @@ class Prediction:
         None of them is calibrated: a temperature would change the order of inputs by the first two.
         """
         asked: Any = self.score_name if name is None else name
-        name = cast(AnyScore, asked if isinstance(asked, str) else short(asked))  # arrays cannot even be compared
+        name = cast(AnyScore, asked if isinstance(asked, str) else short(asked))  # arrays cannot be compared
         fitted_names = () if self.unfamiliarity is None else self.unfamiliarity.score_names
         if name not in (*get_args(ScoreName), *fitted_names):
             remedy = f"fit_familiarity(ensemble, id_batches, {name!r})"
@@ -294,7 +294,7 @@ class Prediction:
     @cached_property
     def _rest(self) -> Tensor:
         """`[B]`, one minus the largest mean probability."""
-        # as the sum of the others: the difference is zero for all that are nearly sure
+        # as the sum of the others: the difference would round to zero for all confident samples
         largest = self.mean_probs.max(dim=-1).indices[:, None]
         return self.mean_probs.scatter(-1, largest, 0.0).sum(dim=-1)
 
@@ -385,15 +385,15 @@ class Prediction:
         if isinstance(index, slice):
             return self._with(lambda tensor: tensor[:, index])
         rows = index if isinstance(index, Tensor) else torch.as_tensor(index, device="cpu")
-        # numbers that were meant as a mask (`accept.float()`, `accept.byte()`) would be places: 0 and 1
+        # a numeric mask (`accept.float()`, `accept.byte()`) would be taken as indices 0 and 1
         if rows.ndim > 1 or (rows.numel() and (rows.is_floating_point() or rows.dtype == torch.uint8)):
             got = f"{rows.dtype} {list(rows.shape)}"
             raise DataError(f"samples are picked by a slice, places or a mask of bool, one axis of them; got {got}")
-        if rows.ndim == 0:  # one sample; its axis stays
+        if rows.ndim == 0:  # one sample: keep its axis
             if not -len(self) <= int(rows) < len(self):
                 raise IndexError(f"sample {int(rows)} of a prediction for {len(self)} samples")
             rows = rows[None]
-        rows = rows if rows.dtype == torch.bool else rows.long()  # an empty list comes without a dtype
+        rows = rows if rows.dtype == torch.bool else rows.long()  # an empty list has no integer dtype
         return self._with(lambda tensor: tensor[:, rows])
 
     def __repr__(self) -> str:
@@ -401,7 +401,7 @@ class Prediction:
         return f"Prediction({len(self)} samples, {self.members} members, {self.classes} classes, {settings})"
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> "Prediction":
-        """The same with the samples changed, which are on the second axis of what `change` is given."""
+        """A copy with `change` applied to the tensors; samples are on their second axis."""
         unfamiliarity = self.unfamiliarity
         if unfamiliarity is not None:
             scores = change(unfamiliarity.member_scores.mT).mT  # [S, M, B] as [S, B, M]
@@ -410,10 +410,10 @@ class Prediction:
 
 
 class Output(NamedTuple):
-    """One thing that a prediction says of every sample."""
+    """One quantity that a prediction reports for every sample."""
 
     meaning: str  # one sentence
-    read: Callable[[Prediction], Tensor | None]  # gives it, [B, …]; None where it is not known
+    read: Callable[[Prediction], Tensor | None]  # returns it, [B, …]; None if unknown
 
 
 _codes = ", ".join(f"{code} {word or 'accepted'}" for code, word in enumerate(REASONS))
@@ -436,12 +436,12 @@ OUTPUTS: Mapping[str, Output] = {
     "accept": Output("Whether every score is within its threshold.", lambda p: p.accept),
     "reason": Output(f"Why not: {_codes}.", lambda p: p.doubt),
 }
-"""All that a prediction consists of, by name; files, servers, tables and the command line choose from it."""
+"""All outputs of a prediction, by name; files, servers, tables and the command line select from them."""
 PLAIN = tuple(name for name in OUTPUTS if name not in ("member_logits", "probs", "p_value"))  # of `to_dict`
 
 
 def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, check_finite: bool = True) -> Tensor:
-    """Check member logits `[M, B, C]`, raise them to at least float32, and divide by the temperature."""
+    """Check member logits `[M, B, C]`, convert them to at least float32, and divide them by the temperature."""
     value: object = member_logits
     if not isinstance(value, Tensor):
         raise DataError(f"member logits must be a tensor [members, samples, classes], got a {type(value).__name__}")
@@ -460,9 +460,9 @@ def scale_logits(member_logits: Tensor, temperature: Temperature | None = None, 
 
 
 def _temperatures(temperature: Temperature, member_logits: Tensor) -> tuple[float, ...]:
-    """One number, or one for each member of `[M, B, C]`."""
+    """Validated temperatures: one number, or one per member of `[M, B, C]`."""
     members = len(member_logits)
-    if isinstance(temperature, tuple):  # of a calibration; the numbers of a tensor are not known where one is exported
+    if isinstance(temperature, tuple):  # of a calibration; the values of a tensor are unknown during export
         one_each, values = len(temperature) == members, temperature
     else:
         tensor = torch.as_tensor(temperature, dtype=torch.float64, device="cpu")
@@ -474,12 +474,12 @@ def _temperatures(temperature: Temperature, member_logits: Tensor) -> tuple[floa
 
 
 def require_members_for(score: ScoreName, members: int) -> None:
-    """Refuse to decide by a score that so many members give every input alike."""
+    """Refuse a score that is the same for every input with this number of members."""
     if score == "mutual_information" and members == 1:
         raise ConfigError("score is mutual_information, which is 0 for a single member; use another, such as msp")
 
 
 def check_temperature(values: Sequence[float]) -> None:
-    """Refuse temperatures that are not positive and finite, as single precision has them, and none at all."""
+    """Refuse an empty list, and temperatures that are not positive and finite in single precision."""
     if not values or not all(1e-38 <= value <= 1e38 for value in values):
         raise ConfigError(f"temperature={list(values)} must be positive and finite; 1 changes nothing")

@@ -1,4 +1,4 @@
-"""How images and texts are prepared for a model."""
+"""Preprocessing of images and texts for a model."""
 
 import html
 import importlib.util
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 TextCleaning = Literal["none", "whitespace", "lower", "canonicalize"]
-MOST_PIXELS = 1 << 16  # of a side
+MOST_PIXELS = 1 << 16  # per side
 Pixels = Annotated[int, Range(1, MOST_PIXELS)]
 OTHER_CHANNELS = "Pictures are grey or RGB: a model of other channels takes tensors, prepared as in training"
 
@@ -102,12 +102,12 @@ class ImagePreprocessing(Checked):
         return torch.from_numpy(array).reshape(height, width, -1).permute(2, 0, 1)  # [channels, H, W]
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height before the crop, of an image that is `width` wide and `height` high."""
-        # the small number undoes the rounding of a fraction such as 224 / 232
+        """Width and height of the resized image before the crop."""
+        # the small number undoes the rounding of fractions such as 224 / 232
         tall, wide = (int(side / self.crop_fraction + 1e-6) for side in self.size)
         if self.resize_mode == "squash":
             return wide, tall
-        if tall * width >= wide * height:  # the height is the side that has to grow more
+        if tall * width >= wide * height:  # the height needs the larger scale
             return tall * width // height, tall
         return wide, wide * height // width
 
@@ -149,7 +149,7 @@ class TextPreprocessing(Checked):
         return encoded
 
     def encode(self, batch: "Sequence[str | tuple[str, str]]") -> tuple[dict[str, Tensor], dict[int, str]]:
-        """What calling this gives, and what is to be said of some of the texts, by their place."""
+        """Tokenise a batch; also returns remarks about some of the texts, by index."""
         if not batch:
             raise DataError("got no texts; give at least one")
         for index, text in enumerate(batch):
@@ -170,14 +170,14 @@ class TextPreprocessing(Checked):
                 rows["attention_mask"] = [encoding.attention_mask for encoding in encodings]
             if self.segments:
                 rows["token_type_ids"] = [encoding.type_ids for encoding in encodings]
-            encoded = {name: torch.tensor(ids, device="cpu") for name, ids in rows.items()}  # whatever the default
+            encoded = {name: torch.tensor(ids, device="cpu") for name, ids in rows.items()}  # ignore default device
         remarks: dict[int, str] = {}
         for index, encoding in enumerate(encodings):
-            if 1 not in encoding.attention_mask:  # a tokenizer that adds nothing of its own
+            if 1 not in encoding.attention_mask:  # a tokenizer without special tokens
                 raise DataError(f"text {index} is {cleaned[index]!r}, which has no tokens; leave it out")
             if encoding.overflowing:
                 remarks[index] = f"is longer than the {self.max_length} tokens that are read: the rest has no say"
-            elif 0 not in encoding.special_tokens_mask:  # those that the tokenizer adds, and padding
+            elif 0 not in encoding.special_tokens_mask:  # special tokens and padding
                 remarks[index] = "has no word in it, and is answered all the same, as every empty one: leave it out"
             elif 0 in encoding.attention_mask and not self.attention_mask and not self.pad_to_max:
                 remarks[index] = (
@@ -187,12 +187,12 @@ class TextPreprocessing(Checked):
         return encoded, remarks
 
     def require_tokenizer(self) -> None:
-        """Refuse a tokenizer that cannot be parsed; without the library for it, this is found out at first use."""
+        """Refuse a tokenizer that cannot be parsed; without the `tokenizers` library, only the first use fails."""
         if self.tokenizer and importlib.util.find_spec("tokenizers") is not None:
             _tokenizer(self)
 
     def _cleaned(self, text: str | tuple[str, str], index: int) -> str | tuple[str, str]:
-        """A text, or both of a pair, cleaned; refused where it holds what is no character."""
+        """Clean a text, or both texts of a pair; raises for lone surrogates."""
         parts = (text,) if isinstance(text, str) else text
         first, *second = (clean_text(part, self.cleaning) for part in parts)
         for part in (first, *second):
@@ -203,13 +203,13 @@ class TextPreprocessing(Checked):
 
 
 def require_channels(mean: Sequence[float], std: Sequence[float]) -> None:
-    """Refuse a normalisation that is neither for grey images nor for RGB."""
+    """Refuse a normalisation that is neither for grey nor for RGB images."""
     if len(mean) not in (1, 3) or len(mean) != len(std):
         raise ConfigError(f"mean and std must have one or three entries each; got {mean}, {std}. {OTHER_CHANNELS}")
 
 
 def is_raw(inputs: Any) -> bool:
-    """Whether these are texts or pictures, one or a list of them, which have to go through preprocessing."""
+    """Whether inputs are texts or images (one or a list of them) that still need preprocessing."""
     item: Any = inputs
     while isinstance(item, list | tuple) and item:  # several, or a pair of texts
         item = item[0]
@@ -217,14 +217,14 @@ def is_raw(inputs: Any) -> bool:
 
 
 def _some(batch: Sequence[Any], kind: str) -> str:
-    """Who is meant by a warning; the same words for every batch of a data set, so that it is shown once."""
+    """Subject of a warning; the same for every batch of a data set, so that the warning is shown once."""
     return f"the {kind}" if len(batch) == 1 else f"at least one {kind}"
 
 
 def _items(inputs: Any, *single: type) -> list[Any]:
-    """What was given as a list; what is of a type in `single`, or cannot be iterated over, is one item.
+    """Inputs as a list; an object of a type in `single`, or one that is not iterable, is a single item.
 
-    Arrays of objects, as a column of a table gives them, are lists.
+    Object arrays, such as columns of a table, are lists.
     """
     several = isinstance(inputs, Iterable) and not isinstance(inputs, single)
     return list(inputs) if several or (isinstance(inputs, np.ndarray) and inputs.dtype.hasobject) else [inputs]
@@ -232,7 +232,7 @@ def _items(inputs: Any, *single: type) -> list[Any]:
 
 @lru_cache(maxsize=8)
 def _tokenizer(settings: TextPreprocessing) -> Any:
-    """Parse a `tokenizer.json` once per setting: it takes longer than tokenising a batch."""
+    """Parse a `tokenizer.json` once per setting: parsing takes longer than tokenising a batch."""
     library = require("tokenizers", extra="text")
     with _tokenizing():
         tokenizer = library.Tokenizer.from_str(settings.tokenizer)
@@ -245,9 +245,9 @@ def _tokenizer(settings: TextPreprocessing) -> Any:
 
 @contextmanager
 def _tokenizing() -> Iterator[None]:
-    """What the tokenizers library makes of a tokenizer it cannot use, while it reads it or at a text, in one error.
+    """Turn errors of the tokenizers library, while it parses or tokenises, into a `ConfigError`.
 
-    It has no class of its own for this, and its panics are no `Exception`s.
+    It has no exception class of its own, and its panics do not derive from `Exception`.
     """
     try:
         yield
@@ -262,8 +262,8 @@ def _tokenizing() -> Iterator[None]:
 
 # --- images of any mode --------------------------------------------------------------------------------------
 
-_TWELVE_BITS = 4096  # brightness that no pixel of a 12-bit scan reaches
-_SIXTEEN_BITS = ("PNG", "PPM")  # formats that Pillow, or older releases of it, opens in mode I where they have 16 bits
+_TWELVE_BITS = 4096  # 12-bit scans stay below this value
+_SIXTEEN_BITS = ("PNG", "PPM")  # formats that Pillow (some releases) opens in mode I if they have 16 bits
 
 
 def to_rgb(image: "Image") -> "Image":
@@ -281,7 +281,7 @@ def to_grey(image: "Image") -> "Image":
 
 
 def _plain(image: "Image") -> "Image":
-    """The image in a mode that Pillow converts without clipping or warning."""
+    """Convert the image to a mode that Pillow converts further without clipping or warning."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BITS):
         pixels = np.asarray(image, dtype=np.uint16)
         if 0 < pixels.max() < _TWELVE_BITS:
@@ -302,16 +302,16 @@ def _plain(image: "Image") -> "Image":
 
 
 def _is_turned(image: "Image") -> bool:
-    """Whether a camera says that an image is to be shown otherwise than it is stored."""
+    """Whether the EXIF orientation says that the image is not stored upright."""
     if not image.info.get("exif"):
         return False
     try:
-        return image.getexif().get(0x0112, 1) in range(2, 9)  # the orientation
-    except Exception:  # whatever is there in its place
+        return image.getexif().get(0x0112, 1) in range(2, 9)  # orientation tag
+    except Exception:  # malformed EXIF data
         return False
 
 
-# --- cleaning of texts ---------------------------------------------------------------------------------------
+# --- cleaning texts ------------------------------------------------------------------------------------------
 
 _ENTITY = re.compile(r"&#?[0-9A-Za-z]{1,24};")
 _TERMINAL_ESCAPE = re.compile("\x1b\\[[0-9;]*[a-zA-Z]")
@@ -319,7 +319,7 @@ _LINE_BREAK = re.compile("\r\n|[\r\u2028\u2029\x85]")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CONTROLS = (*range(0x09), 0x0B, *range(0x0E, 0x20), 0x7F, *range(0x206A, 0x2070), *range(0xFFF9, 0xFFFD), 0xFEFF)
 _REPAIRS: dict[int, str | None] = {
-    # ligatures and characters of another width become the letters they stand for
+    # ligatures and full-width or half-width characters become the letters they stand for
     **{ord(letter): unicodedata.normalize("NFKC", letter) for letter in "ĲĳŉǱǲǳǄǅǆǇǈǉǊǋǌﬀﬁﬂﬃﬄﬆ"},
     ord("ﬅ"): "ſt",
     **{code: unicodedata.normalize("NFKC", chr(code)) for code in (0x3000, *range(0xFF01, 0xFFF0))},
@@ -345,7 +345,7 @@ def clean_text(text: str, cleaning: TextCleaning) -> str:
 
 
 def _repair(text: str) -> str:
-    """Repair line by line; from the first `<` on, entities are taken to be meant as written."""
+    """Repair line by line; entities are left alone from the first line with a `<` on."""
     unescape, lines = True, []
     for line in re.split(r"(?<=\n)", text):
         unescape = unescape and "<" not in line
@@ -354,20 +354,20 @@ def _repair(text: str) -> str:
 
 
 def _repair_line(text: str, unescape: bool) -> str:
-    """Apply all repairs until nothing changes any more: one can bring up something for another."""
+    """Apply all repairs until nothing changes: one repair may expose another."""
     before = None
     while text != before:
         before = text
         if unescape:
             text = _ENTITY.sub(_unescape, text)
         text = _LINE_BREAK.sub("\n", _TERMINAL_ESCAPE.sub("", text).translate(_REPAIRS))
-        # pairs of surrogates become the character they stand for, lone ones the replacement character
+        # surrogate pairs become the character they encode, lone ones the replacement character
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         text = unicodedata.normalize("NFC", text)
     return text
 
 
 def _unescape(entity: re.Match[str]) -> str:
-    """The character an entity stands for; entities that are not known as a whole stay as they are."""
+    """The character an entity stands for; unknown entities are returned unchanged."""
     character = html.unescape(entity.group())
     return entity.group() if ";" in character and len(character) > 1 else character

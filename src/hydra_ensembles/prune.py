@@ -1,4 +1,4 @@
-"""Removing heads for good: a smaller model that computes the same as with these heads masked."""
+"""Remove heads permanently: a smaller model that computes the same as with these heads masked."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -64,7 +64,7 @@ def prune(ensemble: Model, heads: Iterable[HeadLike]) -> Model:
 
 
 def _keep(ensemble: Ensemble, kept: Sequence[Sequence[int]], gone: Sequence[Head]) -> Ensemble:
-    """A copy with these heads of every layer, which notes the ones that are gone."""
+    """A copy with only these heads in every layer; its history lists the removed ones."""
     state = {}
     for name, tensor in ensemble.whole_state().items():
         layer = head_axis(ensemble.config, name)

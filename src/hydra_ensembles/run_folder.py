@@ -1,4 +1,4 @@
-"""Run folders for long work that may be interrupted: finished products are kept, others are refused."""
+"""Run folders for long work that may be interrupted: finished products are reused, foreign ones refused."""
 
 import json
 import shutil
@@ -24,24 +24,24 @@ from .model.ensemble import Ensemble
 
 T = TypeVar("T")
 
-IDENTITY = "run.json"  # what the run is, and the digests of its products
-PRODUCTS = "products"  # where these stand in it
+IDENTITY = "run.json"  # identity of the run, and digests of its products
+PRODUCTS = "products"  # key of these digests
 RESULT = "ensemble"  # the finished model of a run
-SETTINGS = "config.yaml"  # what the command line writes beside the products, and before them
+SETTINGS = "config.yaml"  # written by the command line next to the products, before them
 _CPU = torch.device("cpu")
 
 
 def require_own_folder(path: Path, what: str = "a build") -> None:
-    """Refuse an output folder that is not for this kind of work: a file, or a folder that holds other things.
+    """Refuse an output folder that is not for this kind of work: a file, or a folder with other content.
 
-    A folder with `run.json` passes; whose it is, `RunFolder` finds out. Hidden files do not count: work that was
-    killed before it wrote `run.json` leaves one.
+    A folder with `run.json` passes; `RunFolder` checks whose it is. Hidden files are ignored: work that was killed
+    before it wrote `run.json` leaves some.
     """
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"output is {path}, which is a file; name a folder, it is made if it does not exist")
     names = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     foreign = [name for name in names if name not in (IDENTITY, SETTINGS) and not name.startswith(".")]
-    if foreign and not (path / IDENTITY).exists():  # asked after the listing: another process may just have written it
+    if foreign and not (path / IDENTITY).exists():  # checked after listing: another process may just have written it
         raise CheckpointError(
             f"{path} has {some(foreign)}, but no {IDENTITY} that says what they belong to; {what} needs a folder of "
             "its own: give a new or an empty one as output"
@@ -49,16 +49,16 @@ def require_own_folder(path: Path, what: str = "a build") -> None:
 
 
 class RunFolder:
-    """Products by name: each is made once, written in one piece, and read back whenever it is asked for again.
+    """Products by name: each is made once, written atomically, and read back when it is needed again.
 
-    A product is finished when `run.json` has its digest; what lies there without one is what a kill left, or was put
-    there, and is made anew. What was changed or exchanged afterwards is refused. A folder that an earlier version began
-    has no digests and is read without.
+    A product is finished when `run.json` contains its digest; a file without one is left over from a kill, or was put
+    there, and is made again. Products that were changed or replaced afterwards are refused. Folders of an earlier
+    version have no digests and are read without them.
 
-    Without a path nothing is kept and everything is made. Of several processes that work together, the first writes.
+    Without a path nothing is stored and everything is made. Of several cooperating processes, rank 0 writes.
 
-    `identity` is what the work depends on, as plain data: a folder begun with another is refused. `what` is the work
-    in words, for messages: `"a build"`; ensembles and tensors are read to the device.
+    `identity` is plain data on which the work depends: a folder with another identity is refused. `what` names the work
+    in messages, such as `"a build"`; ensembles and tensors are loaded to `device`.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class RunFolder:
             if (self.path / IDENTITY).exists():
                 self._finished()
             else:
-                with self.working():  # writes it
+                with self.working():  # writes run.json
                     pass
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Work alone in the folder, cleared of what killed writes have left; whoever makes a product does, unasked.
+        """Lock the folder and remove what killed writes left; `product` does this by itself.
 
         Raises:
-            StorageError: Another process works there.
+            StorageError: Another process is working there.
         """
         if self.path is None or not self._writes or self._working:
             yield
@@ -97,10 +97,10 @@ class RunFolder:
             if (self.path / IDENTITY).exists():
                 self._finished()
                 leftovers = (*self.path.rglob(".saved-*"), *self.path.rglob(".saving-*"))
-                for folder in {path.parent for path in leftovers} - {self.path}:  # which is no model, and is locked
+                for folder in {path.parent for path in leftovers} - {self.path}:  # itself no model, and locked
                     settle_checkpoint(folder)
                 files.remove_leftovers(self.path)
-            else:  # the folder may have been anybody's so far: what is hidden in it stays
+            else:  # the folder may be anyone's so far: keep its hidden files
                 self._write_identity({})
             self._working = True
             try:
@@ -109,11 +109,11 @@ class RunFolder:
                 self._working = False
 
     def place(self, name: str) -> Path | None:
-        """Where the product of this name lies, or where a stage may keep files of its own; None without a folder."""
+        """Path of the product of this name, or where a stage may keep its own files; None without a folder."""
         return None if self.path is None else self.path / name
 
     def has(self, name: str) -> bool:
-        """Whether a finished ensemble, or a file, of this name is there."""
+        """Whether a finished ensemble or file of this name exists."""
         path = self.place(name)
         if path is None or not _content(path).is_file():
             return False
@@ -121,25 +121,25 @@ class RunFolder:
         return finished is None or name in finished
 
     def json(self, name: str, make: Callable[[], Any]) -> Any:
-        """Plain data in `name`.json, or what `make` gives, saved; as it will be read: tuples are lists."""
+        """Read `name`.json, or make and save it; returned as JSON reads it: tuples become lists."""
         return self.product(f"{name}.json", lambda: json.loads(json.dumps(make())), files.read_json, files.write_json)
 
     def write(self, name: str, content: Any) -> None:
-        """Write plain data to `name`.json, over what is there: for people rather than for the next stage."""
+        """Write plain data to `name`.json, overwriting it: for people rather than for the next stage."""
         if self.path is not None and self._writes:
             files.write_json(self.path / f"{name}.json", content)
 
     def ranking(self, name: str, make: Callable[[], HeadRanking]) -> HeadRanking:
-        """The ranking in `name`.json, or the one `make` gives, saved."""
+        """Load the ranking in `name`.json, or make and save it."""
         return self.product(f"{name}.json", make, HeadRanking.load, lambda file, ranking: ranking.save(file))
 
     def ensemble(self, name: str, make: Callable[[], Ensemble]) -> Ensemble:
-        """The ensemble in the folder `name`, or the one `make` gives, saved."""
+        """Load the ensemble in the folder `name`, or make and save it."""
         read = partial(Ensemble.from_pretrained, device=self._device)
         return self.product(name, make, read, lambda folder, ensemble: ensemble.save_pretrained(folder))
 
     def tensors(self, name: str, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The tensors in `name`.safetensors, or those `make` gives, saved."""
+        """Load the tensors in `name`.safetensors, or make and save them."""
 
         def on_device() -> dict[str, Tensor]:
             return {key: tensor.detach().to(self._device) for key, tensor in make().items()}
@@ -153,9 +153,9 @@ class RunFolder:
     def product(
         self, name: str, make: Callable[[], T], read: Callable[[Path], T], write: Callable[[Path, T], None]
     ) -> T:
-        """What lies in the file or folder `name`, by `read`; or what `make` gives, put there by `write`.
+        """Load the file or folder `name` with `read`, or `make` it and store it with `write`.
 
-        `write` must make the file appear in one piece; the `config.json` of a folder must hold the digests of the rest.
+        `write` must be atomic; the `config.json` of a folder must contain the digests of its other files.
         """
         path = self.place(name)
         if path is not None and self.has(name):
@@ -172,7 +172,7 @@ class RunFolder:
         with self.working():
             product = make()
             if path is not None and self._writes:
-                if path.is_dir():  # what a kill in the middle of writing left
+                if path.is_dir():  # left by a kill during writing
                     shutil.rmtree(path)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write(path, product)
@@ -186,13 +186,13 @@ class RunFolder:
         files.write_sealed(self.path / IDENTITY, {**self._identity, PRODUCTS: digests})
 
     def _finished(self) -> Mapping[str, str] | None:
-        """Digests of the products of this run by name, None where none are kept; a folder of another run is refused."""
+        """Digests of finished products by name, None if the folder has none; refuses the folder of another run."""
         assert self.path is not None
         if not (self.path / IDENTITY).exists():  # rank 0 is about to write it
             return {}
         plain = files.read_object(self.path / IDENTITY)
         identity = files.unsealed(plain, str(self.path / IDENTITY), required=PRODUCTS in plain)
-        products = identity.pop(PRODUCTS, None)  # an earlier version has none
+        products = identity.pop(PRODUCTS, None)  # missing in earlier versions
         are_digests = isinstance(products, dict) and all(isinstance(digest, str) for digest in products.values())
         if products is not None and not are_digests:
             raise CheckpointError(f"{self.path / IDENTITY} has no digests of products by name; give another folder")
@@ -201,5 +201,5 @@ class RunFolder:
 
 
 def _content(path: Path) -> Path:
-    """The file whose digest stands for a product: of an ensemble, the one that has those of its other files."""
+    """The file whose digest identifies a product: for an ensemble `config.json`, which has the other files' digests."""
     return path / "config.json" if path.is_dir() else path

@@ -1,7 +1,7 @@
-"""Frozen dataclasses to plain JSON data and back, checked field by field.
+"""Convert frozen dataclasses to plain JSON data and back, checked field by field.
 
-What comes from a file is not trusted: every value is held against the annotation of the field it is meant for, and
-whatever does not fit is refused with the path that leads to it.
+Data from files are not trusted: every value is checked against the annotation of its field, and errors name the path
+to the value.
 """
 
 import dataclasses
@@ -18,35 +18,35 @@ from .errors import ConfigError
 T = TypeVar("T")
 
 ADDED_LATER: Mapping[str, bool] = types.MappingProxyType({"added_later": True})
-"""Metadata of a dataclass field that files of earlier releases do not have; its default says what they meant."""
+"""Metadata of a dataclass field that is missing in files of earlier releases; its default is what they meant."""
 
 
 hints_of: Callable[..., dict[str, Any]] = functools.cache(get_type_hints)
-"""The annotations of a class, with `include_extras` also the ranges of numbers in them, worked out once."""
+"""Cached annotations of a class; with `include_extras`, including the ranges of numbers."""
 
 
-NEAR = 0.55  # of difflib's measure, which is 1 for what is the same; `size` is near `image_size`
+NEAR = 0.55  # difflib similarity, 1 for equal names; `size` is near `image_size`
 
 
 def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
-    """The known names that are most like this one, which may have been meant; none where none is nearly the same."""
+    """The known names most similar to this one, for suggestions; empty if none is similar enough."""
     return get_close_matches(name, list(known), most, cutoff=NEAR)
 
 
 def short(value: object) -> str:
-    """A value as an error shows it."""
+    """`repr` of a value, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_LEAVES = frozenset((str, bool, int, float))  # most values are of one of these, and told at once
+_LEAVES = frozenset((str, bool, int, float))  # the types of most values, handled first
 
 
 def to_plain(value: Any) -> Any:
-    """Turn a (nested) dataclass into dictionaries, lists, strings and numbers of Python.
+    """Turn a (nested) dataclass into Python dictionaries, lists, strings and numbers.
 
-    A dataclass with a `kind` class variable writes it down, so that a union of dataclasses can be read back. A field
-    that is `ADDED_LATER` is written where it differs from its default.
+    A dataclass with a `kind` class variable stores it, so that a union of dataclasses can be read back. A field that is
+    `ADDED_LATER` is only stored if it differs from its default.
     """
     if value is None or type(value) in _LEAVES:
         return value
@@ -62,7 +62,7 @@ def to_plain(value: Any) -> Any:
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
-    if isinstance(value, int | float):  # of a class derived from them
+    if isinstance(value, int | float):  # subclasses
         return value
     if isinstance(value, numbers.Integral):
         return int(value)
@@ -70,10 +70,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool = False) -> T:
-    """Build the dataclass `cls` from plain data, as JSON gives it, or raise a `ConfigError` that names the path.
+    """Build the dataclass `cls` from plain data, as parsed from JSON, or raise a `ConfigError` that names the path.
 
-    Annotations say what is accepted. Where it has to be `complete`, no field may be left out, here and in nested
-    dataclasses, unless it is `ADDED_LATER`.
+    Annotations say what is accepted. With `complete`, no field may be missing, here and in nested dataclasses, unless
+    it is `ADDED_LATER`.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path} must be an object with named fields, got {short(data)}")
@@ -99,7 +99,7 @@ def from_plain(cls: type[T], data: Any, path: str = "config", *, complete: bool 
 
 
 def require_types(settings: Any) -> None:
-    """Give every field of a dataclass its annotated type, within its range: for settings made in code, not read."""
+    """Convert every field of a dataclass created in code to its annotated type, and check its range."""
     hints = hints_of(type(settings), include_extras=True)
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -109,7 +109,7 @@ def require_types(settings: Any) -> None:
 
 
 def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
-    """Check `value` against a type annotation and give it the annotated Python type."""
+    """Check `value` against a type annotation and convert it to the annotated Python type."""
     if type(value) is hint and hint in _LEAVES and hint is not float:
         return value
     origin = get_origin(hint)
@@ -138,12 +138,12 @@ def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path} must be an object, got {short(value)}")
         return {str(key): _read(args[1], item, f"{path}.{key}", complete) for key, item in value.items()}
-    if isinstance(hint, type) and issubclass(hint, tuple):  # a named one
+    if isinstance(hint, type) and issubclass(hint, tuple):  # a named tuple
         fields = types.GenericAlias(tuple, tuple(hints_of(hint).values()))
         return hint(*_read(fields, value, path, complete))
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, hint) else from_plain(hint, value, path, complete=complete)  # type: ignore[arg-type]
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):  # whole numbers are floats
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):  # integers are valid floats
         if not abs(value) <= sys.float_info.max:
             raise ConfigError(f"{path} must be a finite number, got {short(value)}")
         return float(value)
@@ -153,7 +153,7 @@ def _read(hint: Any, value: Any, path: str, complete: bool) -> Any:
 
 
 def _read_union(choices: list[Any], value: Any, path: str, complete: bool) -> Any:
-    """Read `value` as the member of the union it names by its `kind`, or as the first one that fits."""
+    """Read `value` as the union member named by its `kind`, or as the first one that fits."""
     if dataclasses.is_dataclass(value) and type(value) in choices:
         return value
     tagged = {choice.kind: choice for choice in choices if isinstance(getattr(choice, "kind", None), str)}
