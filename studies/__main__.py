@@ -1,4 +1,4 @@
-"""Run a study, make its tables again from stored results, or hold it against the paper: `python -m studies`."""
+"""Run a study, rebuild its tables from stored results, or compare it with the paper: `python -m studies`."""
 
 import sys
 from pathlib import Path
@@ -57,10 +57,10 @@ def analyse(
     figures: Annotated[Path, typer.Option(help="Folder of the figures.")] = registry.FIGURES,
     results: Folder = RESULTS.parent / "analyses",
 ) -> None:
-    """Run analyses of the paper (and three of ours) on the models of a study; tables with the paper's numbers.
+    """Run analyses of the paper (and three of ours) on the models of a study; print tables with the paper's numbers.
 
-    Models and rankings that the run folder has are used, others are made there. Results go to NAME-TASK.json, and the
-    figure that is drawn from them to NAME-TASK.svg.
+    Models and rankings in the run folder are reused; missing ones are made there. Results go to NAME-TASK.json, and the
+    figure drawn from them to NAME-TASK.svg.
     """
     chosen_device = torch_device(device)
     settings = with_analyses()
@@ -81,7 +81,7 @@ def analyse(
                 result = registry.analysed(name, chosen_seeds)
             print(f"wrote {registry.store(result, results)}", flush=True)
         print(analysis.table(registry.load(name, task, results)), flush=True)
-    for name in analyses:  # last, so that nothing is lost without matplotlib
+    for name in analyses:  # last, so that results are stored even without matplotlib
         print(f"wrote {registry.draw(registry.load(name, task, results), figures)}")
 
 
@@ -91,7 +91,7 @@ def tables(
     results: Folder = RESULTS,
     figures: Annotated[Path | None, typer.Option(help="Folder to draw the figure of all studies in.")] = None,
 ) -> None:
-    """Make every table of a study again from its stored columns, on a CPU."""
+    """Rebuild every table of a study from its stored columns, on a CPU."""
     if figures is not None:
         all_tasks.draw(stored_studies(results), figures / all_tasks.FIGURE.name)
     study = stored_study(name, results)
@@ -114,9 +114,9 @@ def paper(
     device: Device = None,
     results: Annotated[Path | None, typer.Option(help="Folder of the results; default: below the run folder.")] = None,
 ) -> None:
-    """Run Table 1 or 2 of the paper with its data and a model of your own, and show both numbers side by side.
+    """Run Table 1 or 2 of the paper with its data and your own model, and show both numbers side by side.
 
-    Sets, splits, recipes with all their steps, heads and seeds are the paper's; rows, seeds and stages can be named.
+    Sets, splits, recipes with all their steps, heads and seeds are the paper's; rows, seeds and stages can be selected.
     """
     if name not in paper_task.TASKS:
         raise ConfigError(f"the paper has no task {name!r}; choose one of {', '.join(paper_task.TASKS)}")
@@ -147,8 +147,8 @@ def run(
 ) -> None:
     """Run a study of classifiers: choose settings on half B, open the test sets, corrupt them, measure costs, store.
 
-    Trials and short runs name rows, seeds and stages; what is finished stays, and the rest can be added later,
-    by another run too: its rows are held against its own Single.
+    Select rows, seeds and stages for trials and short runs. Finished work is kept, and the rest can be added later,
+    even by another run, whose rows are compared with that run's own Single.
     """
     settings = recipe()
     if name not in settings["tasks"]:
@@ -158,12 +158,12 @@ def run(
 
 
 def torch_device(name: str | None) -> torch.device:
-    """Where to compute."""
+    """The device to compute on: a GPU by default, if there is one."""
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def seed_numbers(seeds: str) -> list[int]:
-    """Seeds, as an option gives them."""
+    """Parse the comma-separated seeds of an option."""
     try:
         return [int(number) for number in seeds.split(",")]
     except ValueError:
@@ -181,7 +181,7 @@ def run_stages(
     workers: int,
     minutes: float | None,
 ) -> None:
-    """The stages of a study, by what the options say."""
+    """Run the selected stages of a study for the selected rows and seeds."""
     run = Run(task, output, results, rows.split(";") if rows else [], seed_numbers(seeds) if seeds else [])
     kind.run(run, stages.split(","), workers, minutes)
 
@@ -219,7 +219,7 @@ def forget(
     rows: Annotated[str, typer.Argument(help="Rows, with semicolons between.")],
     results: Folder = RESULTS,
 ) -> None:
-    """Take rows out of the results of a study, for a run that stores them anew; what is stored, runs do not replace."""
+    """Remove rows from the results of a study, so that a run can store them again: runs never replace stored rows."""
     forget_rows(results / name, rows.split(";"))
 
 
@@ -229,13 +229,13 @@ def prepare(
     source: Annotated[Path, typer.Argument(help="Checkout of the repository that has it.")],
     data: Annotated[Path, typer.Argument(help="Folder that the studies read sets from, `images/NAME` below it.")],
 ) -> None:
-    """Make a checkout of a public repository a data set of the studies: Parquet files with small images."""
+    """Convert a checkout of a public repository into a data set for the studies: Parquet files with small images."""
     for path in prepare_set(name, source, data):
         print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
 def main() -> None:
-    """Run the command; an error of the library is one line."""
+    """Run the command; print an error of the library as one line."""
     try:
         app()
     except HydraError as error:

@@ -1,4 +1,4 @@
-"""All studies side by side: what rows take, and what they gain over Single on every task; what documents show."""
+"""Tables of all studies side by side: what each row costs and gains over Single on every task; and the figure."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from .stored import DualStudy, Study
 from .storing import same_columns
 
 GAINS = ("accuracy", "calibrated.nll", "near.auroc", "far.auroc")
-LEADING = {"calibrated.nll": "NLL ↓", "near.auroc": "near ↑"}  # of them what the first page shows, a table each
+LEADING = {"calibrated.nll": "NLL ↓", "near.auroc": "near ↑"}  # metrics on the first page, one table each
 GAINING = (
     "Single, trained as long",
     "Laplace (last layer)",
@@ -29,7 +29,7 @@ GAINING = (
     HYDRA_TAYLOR,
     HYDRA_CIRC,
 )
-TITLES = {  # of the tasks, where several stand in one table
+TITLES = {  # task names in tables with several tasks
     "vision-cifar100": "CIFAR-100",
     "vision-cifar10": "CIFAR-10",
     "vision-tinyimagenet": "TinyImageNet-200",
@@ -37,7 +37,7 @@ TITLES = {  # of the tasks, where several stand in one table
     "vision-eurosat-scratch": "EuroSAT, from scratch",
 }
 OFFERED = ("Single, trained as long", MC_DROPOUT, *BASELINES, SOUP, DEEP, HYDRA, HYDRA_CIRC)
-UNSHOWN = ("Deep Ensembles, MLPs averaged", "Random heads")  # of them, in the README
+UNSHOWN = ("Deep Ensembles, MLPs averaged", "Random heads")  # rows of GAINING that the README omits
 COMPARED = (SINGLE, *(row for row in GAINING if row not in UNSHOWN))
 GIVEN = {  # columns of the README
     "accuracy": "accuracy ↑",
@@ -53,12 +53,12 @@ GAINED = (
 
 
 def seeds_cell(studies: Sequence[Study], row: str) -> str:
-    """Of how many seeds a row is, on every task."""
+    """The number of seeds of a row on every task."""
     return ", ".join(str(len(study.seeds(row)) or "–") for study in studies)
 
 
 def price_cell(studies: Sequence[Study], row: str) -> str:
-    """Time of a batch over Single's on the first task that measured it, else multiply-adds in brackets."""
+    """Batch time relative to Single's on the first task that measured it; otherwise multiply-adds, in brackets."""
     with_row = [study for study in studies if row in study.rows]
     timed = [ratio(cost) for study in with_row if (cost := study.cost(row))]
     work = with_row[0].work(row)
@@ -66,7 +66,7 @@ def price_cell(studies: Sequence[Study], row: str) -> str:
 
 
 def priced(studies: Sequence[Study]) -> str:
-    """What the prices of a table are."""
+    """A sentence that explains the prices in a table."""
     timed = {TITLES[study.name]: measured_on(study.facts["costs"]) for study in studies if study.facts["costs"]}
     if not timed:
         return (
@@ -81,7 +81,7 @@ def priced(studies: Sequence[Study]) -> str:
 
 
 def same_models(studies: Sequence[Study], rows: Sequence[str]) -> str:
-    """Rows that are one and the same model on a task, since held-out data chose what another row is."""
+    """Name rows that are the same model on a task, because held-out data chose another row's setting."""
     sentences = []
     for study in studies:
         for first, second in combinations([row for row in rows if row in study.rows], 2):
@@ -94,7 +94,7 @@ def same_models(studies: Sequence[Study], rows: Sequence[str]) -> str:
 
 
 def gains_table(studies: Sequence[Study]) -> str:
-    """What the main rows gain over Single on every task that has Hydra, with intervals: a table a number."""
+    """What the main rows gain over Single on every task that has Hydra, with intervals: one table per metric."""
     shown = leading(studies)
     tables = []
     for key, title in LEADING.items():
@@ -116,17 +116,17 @@ def gains_table(studies: Sequence[Study]) -> str:
 
 
 def of_tasks(studies: Sequence[Study]) -> list[Study]:
-    """Studies of classifiers that stand in tables of all tasks; controls of them do not."""
+    """Studies of classifiers that appear in tables of all tasks; control studies do not."""
     return [study for study in studies if study.name in TITLES]
 
 
 def leading(studies: Sequence[Study]) -> list[Study]:
-    """Studies of the first page: those that have Hydra."""
+    """Studies on the first page: those that have Hydra."""
     return [study for study in of_tasks(studies) if HYDRA in study.rows]
 
 
 def intervals(studies: Sequence[Study], table: str) -> Iterator[Difference]:
-    """Every interval of a table of all tasks, `gains` or `methods`, by which a cell may be called better or worse."""
+    """Every interval of a table of all tasks, `gains` or `methods`, that can mark a cell as better or worse."""
     rows, keys = {"gains": (GAINING, list(LEADING)), "methods": (OFFERED, list(GAINS))}[table]
     for study, row, key in product((leading if table == "gains" else of_tasks)(studies), rows, keys):
         gap = study.difference(row, SINGLE, key)
@@ -135,7 +135,7 @@ def intervals(studies: Sequence[Study], table: str) -> Iterator[Difference]:
 
 
 def methods_table(studies: Sequence[Study]) -> str:
-    """What each method takes on the first task that has it, and what it gains on every task: for whoever picks one."""
+    """What each method costs on the first task that has it, and what it gains on every task; for choosing a method."""
     lines = []
     for row in OFFERED:
         if with_row := [study for study in studies if row in study.rows]:
@@ -154,7 +154,7 @@ def methods_table(studies: Sequence[Study]) -> str:
 
 
 def compared_table(study: Study) -> str:
-    """Of the README: what methods take and give on one task."""
+    """The README's table: costs and results of the methods on one task."""
     rows = [row for row in COMPARED if row in study.rows]
     lines = [
         [row, f"{study.facts['trainings'][row]:g}", study.work(row), *(marked(study, row, key) for key in GIVEN)]
@@ -176,7 +176,7 @@ def tables_of(study: Study) -> Mapping[str, Callable[[Any], str]]:
 
 
 def blocks(studies: Sequence[Study], shown: Collection[str]) -> dict[str, str]:
-    """Tables by their names in the documents: of a study, `study_NAME_TABLE`, where shown; and those of all."""
+    """Tables by their names in the documents: `study_NAME_TABLE` if in `shown`, and the tables of all studies."""
     tables = {
         f"study_{study.name}_{name}".replace("zero-shot", "zero_shot"): (table, study)
         for study in studies
@@ -190,7 +190,7 @@ def blocks(studies: Sequence[Study], shown: Collection[str]) -> dict[str, str]:
 
 # --- the figure -------------------------------------------------------------------------------------------------------
 
-MARKS = {  # of every row that is shown: how it looks
+MARKS = {  # marker and colour of every row in the figure
     "Laplace (last layer)": ("v", "tab:brown"),
     "LoRA-Ensemble": ("^", "tab:gray"),
     "Single, trained as long": ("P", "tab:olive"),
@@ -202,12 +202,12 @@ MARKS = {  # of every row that is shown: how it looks
     HYDRA_CIRC: (">", "tab:purple"),
     "CircAvg": ("o", "tab:green"),
 }
-APART = 0.03  # of a price, between rows that cost the same
+APART = 0.03  # relative horizontal shift between rows with the same price
 FIGURE = FIGURES / "gain_against_price.svg"
 
 
 def points(study: Study) -> Iterator[tuple[str, Difference, float, bool]]:
-    """Of every row with a mark its gain in AUROC by the largest probability, its price, and whether that is a time."""
+    """For every row in `MARKS`: its gain in AUROC by the largest probability, its price, and whether that was timed."""
     key = f"{study.detections[0]}.all.auroc" if isinstance(study, DualStudy) else "all.auroc"
     for row in (row for row in MARKS if row in study.rows):
         gain, (price, measured) = study.difference(row, SINGLE, key), price_of(study, row)
@@ -216,7 +216,7 @@ def points(study: Study) -> Iterator[tuple[str, Difference, float, bool]]:
 
 
 def figure(studies: Sequence[Study]) -> Any:
-    """A field for each task: gain in AUROC by the largest probability, with its interval; empty marks: arithmetic."""
+    """One panel per task: gain in AUROC by the largest probability with its interval; hollow marks: price not timed."""
     size = {"figsize": (2.1 * len(studies) + 2.2, 3.2), "sharey": True, "squeeze": False}
     canvas, (fields,) = pyplot().subplots(1, len(studies), **size)
     for field, study in zip(fields, studies, strict=True):
@@ -254,7 +254,7 @@ def figure(studies: Sequence[Study]) -> Any:
 
 
 def price_of(study: Study, row: str) -> tuple[float | None, bool]:
-    """Time of a batch over Single's where it was measured, else multiply-adds over Single's; and which."""
+    """Price relative to Single's: batch time if measured, otherwise multiply-adds; and whether it was timed."""
     if cost := study.cost(row):
         return float(cost["latency_ratio"]), True
     work = study.work(row)
@@ -262,13 +262,13 @@ def price_of(study: Study, row: str) -> tuple[float | None, bool]:
 
 
 def priced_studies(studies: Sequence[Study]) -> list[Study]:
-    """Those that the figure shows: they have Hydra, or are zero-shot, and know a price."""
+    """Studies in the figure: they have Hydra or are zero-shot, and have at least one price."""
     shown = [*leading(studies), *(study for study in studies if isinstance(study, DualStudy))]
     return [study for study in shown if any(price_of(study, row)[0] for row in study.rows)]
 
 
 def digest(studies: Sequence[Study]) -> str:
-    """Tells what the figure shows of studies from anything else; digits that no eye sees have no say."""
+    """A hash of the numbers in the figure, rounded so that invisible differences do not change it."""
     marks = [
         [study.name, row, gain.seeds, measured, *(fixed(number, 6) for number in (gain.value, gain.half_width, price))]
         for study in priced_studies(studies)
@@ -278,10 +278,10 @@ def digest(studies: Sequence[Study]) -> str:
 
 
 def drawn(studies: Sequence[Study], path: Path = FIGURE) -> bool:
-    """Whether the figure is there, and of these numbers."""
+    """Whether the figure exists and was drawn from these numbers."""
     return path.exists() and digest(studies) in path.read_text(encoding="utf-8")
 
 
 def draw(studies: Sequence[Study], path: Path = FIGURE) -> Path:
-    """Write the figure as SVG, and in it what it was drawn from."""
+    """Write the figure as SVG, with the hash of its numbers inside."""
     return save_figure(figure(priced_studies(studies)), path, digest(studies))

@@ -1,7 +1,7 @@
-"""Pairs of images and texts that a dual encoder learns from: captions that people wrote, and sentences of class names.
+"""Image-text pairs for training a dual encoder: human captions, and sentences made from class names.
 
-The image tower is locked, so its features are computed once; texts are drawn anew for every batch. Of every set a fixed
-share of each batch is taken: many names with few images teach more than few names with many.
+The image tower is locked, so its features are computed once; texts are drawn again for every batch. Each set supplies a
+fixed share of each batch: many names with few images teach more than few names with many.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,22 +23,22 @@ from .samples import ImageSamples, normalised, resized
 from .sets import DataFolder, at_most, label_names, read_yaml
 
 FEATURE_BATCH = 512
-HELD_EVERY = 5  # of all names, one is held out where it is chosen how to learn
-MIDDLE = 0.85  # of the side: a view of the middle
-VIEWS = ((False, False), (True, True), (False, True), (True, False))  # of an image: its middle, mirrored
+HELD_EVERY = 5  # every fifth name is held out to choose the training settings
+MIDDLE = 0.85  # side of the central crop, relative to the image
+VIEWS = ((False, False), (True, True), (False, True), (True, False))  # (central crop, mirrored) of each view
 
 
 @dataclass(frozen=True, eq=False)
 class TrainImages:
-    """Images of one set with the names of their classes, in the order of the labels, or with captions of each."""
+    """Images of one set with their class names, in label order, or with captions of each image."""
 
     samples: ImageSamples
     names: tuple[str, ...] = ()
     captions: Sequence[Sequence[str]] = ()
-    share: float = 1.0  # of a batch, over that of all sets
+    share: float = 1.0  # of a batch, relative to the total of all sets
 
     def texts(self, rows: Tensor) -> list[str]:
-        """A text for every row: any caption, or any sentence with any name of the class; by torch's CPU generator."""
+        """Draw a text for every row: a caption, or a sentence with a name of the class; uses torch's CPU generator."""
         choices = torch.rand(2, len(rows)).tolist()
         if self.captions:
             return [_any(self.captions[row], choice) for row, choice in zip(rows.tolist(), choices[0], strict=True)]
@@ -56,14 +56,14 @@ def _any(options: Sequence[str], choice: float) -> str:
 
 
 def caption_templates() -> tuple[str, ...]:
-    """Sentences for training; the first one is what the study asks by."""
+    """Sentences for training; the study prompts with the first one."""
     return tuple(read_yaml("captions")["templates"])
 
 
 def read_train_images(
     source: DataFolder, sets: Sequence[PairSet], input_size: int, device: torch.device, limit: int | None = None
 ) -> tuple[TrainImages, ...]:
-    """The images of some sets; with `limit`, so many of all together."""
+    """Read the images of the given sets; `limit` bounds their total number."""
     train_images = []
     for pairs in sets:
         name = pairs.source.rpartition("/")[2]
@@ -80,7 +80,7 @@ def read_train_images(
 
 
 def pair_labels(images: Sequence[TrainImages]) -> list[Tensor]:
-    """Labels of every set among those of all: the same name is the same class, an image with captions is its own."""
+    """Labels shared by all sets: equal names are one class, and every image with captions is a class of its own."""
     names = list(dict.fromkeys(name for part in images for name in part.names))
     numbers = {name: number for number, name in enumerate(names)}
     starts = accumulate((len(part.captions) for part in images), initial=len(names))
@@ -93,10 +93,10 @@ def pair_labels(images: Sequence[TrainImages]) -> list[Tensor]:
 
 
 class Pairs:
-    """Batches of image features with fresh texts, drawn from torch's CPU generator.
+    """Batches of image features with newly drawn texts, using torch's CPU generator.
 
-    Takes features `[views, N, d]` of every set. A batch has its share of every set, no image twice; where a set has
-    fewer images, the batch is smaller.
+    Takes features `[views, N, d]` of every set. A batch has its share of every set and no image twice; it is smaller
+    where a set has too few images.
     """
 
     def __init__(self, images: Sequence[TrainImages], features: Sequence[Tensor], batch_size: int) -> None:
@@ -131,7 +131,7 @@ class Pairs:
 def cut_by_names(
     images: Sequence[TrainImages], features: Sequence[Tensor]
 ) -> tuple[list[TrainImages], list[Tensor], dict[str, list[Tensor]]]:
-    """Images and features without those of every fifth name, and by such a name the features `[N, d]` of its images."""
+    """Split off every fifth name: the other images and their features, and by held-out name the features `[N, d]`."""
     present = [part.names[label] for part in images if part.names for label in part.samples.labels.unique().tolist()]
     held: dict[str, list[Tensor]] = {name: [] for name in list(dict.fromkeys(present))[::HELD_EVERY]}
     kept, kept_features = [], []
@@ -151,7 +151,7 @@ def cut_by_names(
 
 @torch.no_grad()
 def accuracy_by_names(dual: DualEncoder, held: Mapping[str, Sequence[Tensor]]) -> float:
-    """How often images of names are given their own among these names, mean over names."""
+    """Accuracy of classifying images of held-out names among these names, mean over names."""
     texts = class_embeddings(dual.text, dual.projections.text, tuple(held), DEFAULT_TEMPLATES)[0]  # [C, e]
     projection, accuracies = dual.projections.image, []
     for label, parts in enumerate(held.values()):
@@ -165,7 +165,7 @@ def accuracy_by_names(dual: DualEncoder, held: Mapping[str, Sequence[Tensor]]) -
 
 
 def view_features(dual: DualEncoder, samples: ImageSamples, views: int) -> Tensor:
-    """Features `[views, N, d]` of images: as they are, their mirrored middle, mirrored, their middle."""
+    """Features `[views, N, d]` of images: unchanged, mirrored central crop, mirrored, central crop."""
 
     def inputs(middle: bool, mirrored: bool) -> Iterator[Tensor]:
         for pixels in samples.pixels.split(FEATURE_BATCH):
@@ -176,7 +176,7 @@ def view_features(dual: DualEncoder, samples: ImageSamples, views: int) -> Tenso
 
 
 def _middle(images: Tensor) -> Tensor:
-    """The middle of images `[B, 3, h, w]`."""
+    """The central crop of images `[B, 3, h, w]`."""
     height, width = images.shape[-2:]
     tall, wide = round(height * MIDDLE), round(width * MIDDLE)
     top = (height - tall) // 2
@@ -185,7 +185,7 @@ def _middle(images: Tensor) -> Tensor:
 
 
 def train_dual(dual: DualEncoder, recipe: Recipe, pairs: Pairs, **options: Any) -> DualEncoder:
-    """Tune the text side of a dual encoder on pairs; options are those of `tune_text`, whose image tower is locked."""
+    """Tune the text side of a dual encoder on pairs, image tower locked; `options` are those of `tune_text`."""
     if dual.device.type != "cuda":
         recipe = replace(recipe, precision="float32")
     return tune_text(dual, pairs, recipe, progress=False, **options)

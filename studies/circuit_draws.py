@@ -1,11 +1,11 @@
-"""How much circuits depend on the images they were found with: ties, OOD sources and a limit on accuracy, side by side.
+"""How much circuits depend on the images they were extracted on: ties, OOD sources and a limit on accuracy lost.
 
     python -m studies.circuit_draws --output results/circuit_draws.json
 
-On the embedded model, every variant is extracted on several draws of the images that are for ranking heads (ID images,
-and images of PermanentCrop as OOD data). Of each: how many of the removed heads two draws have in common, and accuracy
-and AUROC (by the maximum softmax probability) of what is left on the test images, with the standard deviation over
-draws. Test images rank nothing. About a quarter of an hour on a core.
+On the embedded model, every variant is extracted on several draws of the images set apart for ranking heads (ID images,
+and images of PermanentCrop as OOD data). For each variant: the share of removed heads that two draws have in common,
+and accuracy and AUROC (by the largest probability) of the pruned model on the test images, with the standard deviation
+over draws. No test image is used to rank heads. Takes about a quarter of an hour on one core.
 """
 
 import argparse
@@ -40,7 +40,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 
 def read(sets: Any, name: str, preprocess: Any, count: int | None = None, seed: int = 0) -> Batches:
-    """Preprocessed images of a set, or some of them, in one batch."""
+    """Preprocessed images of a set, or `count` of them, in one batch."""
     images = sets[name] if count is None else data.subset(sets[name], count, seed=seed)
     return cast(Batches, list(data.batches(images, preprocess, batch_size=len(images))))
 
@@ -53,7 +53,7 @@ def tested(model: he.Ensemble, tests: dict[str, Batches]) -> dict[str, float]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """A row for each variant, with the numbers of every draw."""
+    """Measure every variant: a row for each, with the numbers of every draw."""
     model = load_backbone()
     sample = load_sample()
     preprocess: Any = model.metadata.preprocessing
@@ -93,7 +93,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> tuple[object, ...]:
-    """A row of the table."""
+    """The cells of a variant in the table."""
     limit = row["max_accuracy_loss"]
     source = "–" if row["score"] == "acc" else row["ood"]
     numbers = (f"{100 * row[name]['mean']:.1f} ± {100 * row[name]['deviation']:.1f}" for name in TESTS)
@@ -104,7 +104,7 @@ def line(row: dict[str, Any]) -> tuple[object, ...]:
 
 
 def draws_table() -> str:
-    """The table of the documents."""
+    """The table for the documents, from the stored result."""
     run = load(RESULT)
     whole = ", ".join(f"{name} {100 * run['whole'][name]:.1f}" for name in TESTS)
     about = (

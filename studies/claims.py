@@ -1,6 +1,6 @@
-"""What the paper claims, held against a stored study: its difference, ours, and the verdict, with a margin.
+"""The paper's claims compared with a stored study: its difference, ours, and a verdict with a margin.
 
-A claim is reproduced when the whole interval lies on its side of the margin.
+A claim is reproduced if the whole interval lies on its side of the margin.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from .stored import ALL_BUT, UNSEEN, DualStudy, Study
 
 
 def claims(study: Study) -> list[dict[str, Any]]:
-    """What the paper claims of a task like this one, each with its margin, its difference, ours, and the verdict."""
+    """The paper's claims about the task that this study stands for, each with margin, both differences and verdict."""
     if isinstance(study, DualStudy):
         paper: Mapping[str, Numbers] = study.paper()
         missing = "not testable"
@@ -41,9 +41,9 @@ def claims(study: Study) -> list[dict[str, Any]]:
 
 
 def judged(gap: Difference, claimed: str, margin: float) -> str:
-    """Whether an interval lies on the claimed side of the margin, on the other, or on both; of few seeds, how many.
+    """Whether an interval lies on the claimed side of the margin, the other, or both; below three seeds, their number.
 
-    Of rows of two runs the verdict is a tie unless it is the same for the rows as they are.
+    For rows from two runs, the verdict is a tie unless the uncorrected rows give the same verdict.
     """
     if gap.as_they_are is not None:
         verdicts = {judged(version, claimed, margin) for version in (replace(gap, as_they_are=None), gap.as_they_are)}
@@ -63,7 +63,7 @@ EXPLORED = (
 
 
 def claims_table(study: Study) -> str:
-    """The claims, the paper's difference beside ours, and what it would be without a set that the verdict hangs on."""
+    """The claims with the paper's difference and ours, and the OOD sets whose removal would change the verdict."""
     lines = []
     missing = list[str]()
     tried = claims(study)
@@ -86,7 +86,7 @@ def claims_table(study: Study) -> str:
 
 
 def hangs_on(study: Study, claim: Mapping[str, Any]) -> list[tuple[str, Difference, str]]:
-    """OOD sets without which the verdict on a claim about all of them is another: name, difference and verdict."""
+    """OOD sets whose removal changes the verdict on a claim about all of them: name, difference and verdict."""
     if claim["metric"] != "all.auroc" or claim["ours"] is None or len(study.outside) < 2:
         return []
     decisive = []
@@ -98,7 +98,7 @@ def hangs_on(study: Study, claim: Mapping[str, Any]) -> list[tuple[str, Differen
 
 
 def claim_cells(claim: Mapping[str, Any]) -> list[str]:
-    """A claim in words, its margin, the paper's difference, ours, and the verdict."""
+    """The cells of a claim: its words, margin, the paper's difference, ours, and the verdict."""
     ours, metric = claim["ours"], claim["metric"]
     difference = "–" if ours is None else gap_text(ours, metric)
     margin = printed(float(claim["margin"]), metric)

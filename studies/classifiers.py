@@ -1,8 +1,8 @@
-"""A study of classifiers, row by row and seed by seed: what half B chooses, what the test sets say, what it costs.
+"""The stages of a study of classifiers: settings are chosen on half B, then test sets, corruptions and costs.
 
-`choose` measures the settings of a row on half B of the first seed and seals the best one; those that diverge are told.
-`report` opens the test sets, `shift` corrupts them. What is there stays, so that a stopped run goes on; rows and seeds
-are added one by one, and may run side by side.
+`choose` measures the settings of a row on half B of the first seed and fixes the best one; settings that diverge are
+reported. `report` opens the test sets, `shift` corrupts them. Existing results are kept, so that a stopped run resumes;
+rows and seeds can be added one at a time, and run in parallel.
 """
 
 import shutil
@@ -29,24 +29,24 @@ from .seed_folder import CHOICES, RANKED, slug
 from .storing import STUDY, choices_in, facts_of, named, read_if_there, store, store_shift
 from .task import Stage, Task, decisive
 
-SHIFTED = "shifted.npz"  # images of a run that all rows are asked about
+SHIFTED = "shifted.npz"  # corrupted images, shared by all rows of a run
 RANKINGS: Mapping[Heads, Sequence[str]] = {"circuits": CIRCUIT_ORDER, "taylor": ("taylor",), "random": ()}
 
 
 def train(seed: Seed, name: str) -> None:
-    """Make the fine-tunings that almost every row is made of; `name` says which one."""
+    """Train one of the fine-tunings that almost every row uses; `name` is its index."""
     seed.single(int(name))
 
 
 def corrupt(seed: Seed, _: str) -> None:
-    """Corrupt the test images that all rows are asked about."""
+    """Corrupt the test images, once for all rows."""
     with alone(seed.study / SHIFTED):
         if not (seed.study / SHIFTED).exists():
             seed.task.corrupt(seed.study / SHIFTED)
 
 
 def rank(seed: Seed, name: str) -> None:
-    """Rank the heads that members of the paper's lose: by a score of circuits, or by Taylor."""
+    """Rank the heads that the paper's members lose: by a circuit score, or by Taylor scores."""
     if name == "taylor":
         seed.heads("taylor")
     else:
@@ -54,7 +54,7 @@ def rank(seed: Seed, name: str) -> None:
 
 
 def option(seed: Seed, name: str) -> None:
-    """Make the model of one setting that half B is to choose from; `name` says of which row, and which one."""
+    """Train the model of one setting that half B chooses from; `name` is `row#index`."""
     row, _, number = name.rpartition("#")
     method = rows_of(seed.task)[row]
     if not (seed.study / CHOICES / f"{slug(row)}.json").exists():
@@ -66,14 +66,14 @@ def option(seed: Seed, name: str) -> None:
 
 
 def tell_left_out(seed: Seed, row: str, setting: Setting, error: DataError) -> None:
-    """Say which setting is not among those that half B chooses from, and why."""
+    """Print which setting is excluded from the choice on half B, and why."""
     print(f"LEFT OUT: {seed.task.name} {row} {dict(setting)}: {error}", flush=True)
 
 
 def choose(seed: Seed, name: str) -> None:
-    """Measure every setting of a row on half B, and write down the one with the smallest NLL.
+    """Measure every setting of a row on half B, and store the one with the smallest NLL.
 
-    One that cannot be measured, as its training diverged, is left out and told; it fails only where none is left.
+    A setting that cannot be measured, because its training diverged, is reported and excluded; raise if none is left.
     """
     row = rows_of(seed.task)[name]
     task = seed.task
@@ -86,7 +86,7 @@ def choose(seed: Seed, name: str) -> None:
     for setting in options:
         try:
             numbers = held_out_numbers(task, row.make(seed, setting))
-        except DataError as error:  # of its training, or of what is fitted to answers that are not finite
+        except DataError as error:  # from training, or from fitting to outputs that are not finite
             tell_left_out(seed, name, setting, error)
             left_out.append({"setting": dict(setting), "why": str(error)})
             continue
@@ -99,18 +99,18 @@ def choose(seed: Seed, name: str) -> None:
 
 
 def recover(seed: Seed, name: str) -> None:
-    """Make one member of the paper's, at the rate that was chosen; `name` says by which heads, and which one."""
+    """Train one of the paper's members at the chosen learning rate; `name` is the kind of its heads, and its index."""
     kind, _, index = name.partition(" ")
     seed.recovered(cast(Heads, kind), int(index), rate_of(seed.chosen(CIRC_AVG)))
 
 
 def make(seed: Seed, name: str) -> None:
-    """Train what a row is made of beside fine-tunings and members of the paper's."""
+    """Train what a row needs besides fine-tunings and the paper's members."""
     rows_of(seed.task)[name].model(seed, name)
 
 
 def report(seed: Seed, name: str) -> None:
-    """Ask a row's model about the test sets, and keep what it says."""
+    """Run a row's model on the test sets, and store its outputs."""
     path = seed.reported(name)
     task = seed.task
     if not path.exists():
@@ -122,7 +122,7 @@ def report(seed: Seed, name: str) -> None:
 
 
 def shift(seed: Seed, name: str) -> None:
-    """Ask a row's model about corrupted test images."""
+    """Run a row's model on corrupted test images."""
     path = seed.folder / SHIFT / f"{slug(name)}.parquet"
     task = seed.task
     if "corruptions" in task.plain and seed.number in task.settings["shift"]["seeds"] and not path.exists():
@@ -131,12 +131,12 @@ def shift(seed: Seed, name: str) -> None:
 
 
 def held_out_numbers(task: Task, model: Any) -> dict[str, float]:
-    """What half B and the held-out OOD sets say of a model."""
+    """Metrics of a model on half B and the held-out OOD sets."""
     return plain_numbers(all_columns(Judged(task, model), "held_out"), task.suite.id.name, task.groups("held_out"))
 
 
 def all_columns(judge: Judged, stage: Stage) -> dict[str, Array]:
-    """The columns of all sets of a stage, by `set|column`."""
+    """The columns of all sets of a stage, as `set|column`."""
     task = judge.task
     columns = named(task.suite.id.name, stored(judge.columns(task.inside(stage), labelled=True)))
     for sets in task.outside(stage).values():
@@ -146,7 +146,7 @@ def all_columns(judge: Judged, stage: Stage) -> dict[str, Array]:
 
 
 def jobs(run: Run, stage: str) -> Plan:
-    """What a stage has to do, and what of it, or of the stages before, each job waits for."""
+    """The jobs of a stage, each with the jobs of this or earlier stages that it depends on."""
     task, rows = run.task, run.rows
     asked = sorted(((seed, row) for row in rows for seed in run.of(row)), key=lambda pair: pair[0])
     first = int(task.settings["seeds"][0])
@@ -172,7 +172,7 @@ def jobs(run: Run, stage: str) -> Plan:
         return [("option", first, f"{row}#{number}") for number in range(len(methods[row].options(task)))]
 
     match stage:
-        case "train":  # at a rate that is chosen before, where there are several
+        case "train":  # if there are several rates, one is chosen first
             plan: dict[Job, list[Job]] = {}
             if SINGLE in choosing:
                 plan = {**{job: [] for job in options(SINGLE)}, ("choose", first, SINGLE): options(SINGLE)}
@@ -212,12 +212,12 @@ def jobs(run: Run, stage: str) -> Plan:
 
 
 def cost(run: Run) -> None:
-    """Latency and peak memory of rows, side by side.
+    """Measure latency and peak memory of the rows.
 
-    Neither depends on weights, so models of the rows' shapes are made for it, by the settings that were chosen here or
-    in what is stored, with a step of every training. Heads are those that the first seed of the run ranked: members
-    share the layers before the first in which their heads differ. A run that has none ranks a few samples, and that
-    layer may be another one than in the rows that are reported.
+    Neither depends on weights, so models with the rows' shapes are made from the settings chosen in this run or stored,
+    with one step of every training. Heads are those that the first seed of the run ranked: members share the layers
+    before the first one in which their heads differ. Without such a ranking a few samples are ranked, and that layer
+    may differ from the one in the reported rows.
     """
     task = run.task
     batch = task.settings["cost_batch"][task.device.type]
@@ -233,15 +233,15 @@ def cost(run: Run) -> None:
         for name in dict.fromkeys((SINGLE, *run.rows)):
             try:
                 models[name] = rows_of(task)[name].model(seed, name)
-            except (SameMembersError, NotChosenError) as error:  # such a row may be missing in the report, too
+            except (SameMembersError, NotChosenError) as error:  # such a row may be missing from the report, too
                 print(f"NOT TO BE HAD: {task.name} cost {name}: {error}", flush=True)
-    if task.device.type == "cuda" and MC_DROPOUT in models:  # draws anew with every call, and runs as it is
+    if task.device.type == "cuda" and MC_DROPOUT in models:  # samples at every call, so it runs eagerly
         models[MC_DROPOUT] = torch.autocast("cuda", dtype=torch.bfloat16)(models[MC_DROPOUT])
     write_costs(run.output / task.name, task.device, batch, timed(models, inputs, task.device))
 
 
 def collect(run: Run) -> None:
-    """Store what is finished; not beside rows of another recipe."""
+    """Store what is finished; refuse to mix it with rows of another recipe."""
     task = run.task
     study = run.output / run.task.name
     rows = rows_of(run.task)

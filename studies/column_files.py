@@ -1,9 +1,9 @@
-"""Files of columns: what models of a study said about every sample, as Parquet that any reader opens.
+"""Column files: the per-sample outputs of a study's models, as Parquet that any reader opens.
 
-A file has a line for every column: its `name` (`row|set|column`; of one row, `set|column`) and its values as a list
-under their type, `float16`, `bool`, `float64` or `string`; the other lists of the line are null. Packed for room: lines
-are sorted so that like columns lie beside each other, the two bytes of a float16 are kept apart (the upper ones repeat,
-the lower ones are noise), and all values of a type are one page, so that compression finds what repeats in any of them.
+A file has one row per column: its `name` (`row|set|column`, or `set|column` for a file of one row) and its values as a
+list under their type, `float16`, `bool`, `float64` or `string`; the row's other lists are null. For size, names are
+sorted so that similar columns are adjacent, the two bytes of a float16 are stored separately (the upper ones repeat,
+the lower ones are noise), and all values of a type share one page, so that compression finds repeats across columns.
 """
 
 import io
@@ -21,20 +21,20 @@ from .measures import Array
 
 NAME = "name"
 TYPES = {"float16": pa.float16(), "bool": pa.bool_(), "float64": pa.float64(), "string": pa.string()}
-ONE_PAGE = 1 << 30  # bytes, more than any file has
+ONE_PAGE = 1 << 30  # bytes; larger than any file
 
 
 def read_columns(path: Path) -> dict[str, Array]:
-    """All columns of a file, of the types they were given in and in the order of the file; none where there is no file.
+    """Read all columns of a file, with their types and in the file's order; empty if the file does not exist.
 
     Raises:
-        DataError: It is damaged, or has something else.
+        DataError: The file is damaged, or is not a column file.
     """
     if not path.exists():
         return {}
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            table = file.read(use_threads=False)  # read in processes that were forked, too
+            table = file.read(use_threads=False)  # also called in forked processes
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read ({error}); if it is damaged, take it from where it was made") from error
     if table.schema.names != [NAME, *TYPES]:
@@ -43,7 +43,7 @@ def read_columns(path: Path) -> dict[str, Array]:
     columns: dict[str, Array] = {}
     for kind in TYPES:
         lists = table[kind].combine_chunks()
-        values = np.array(lists.values.to_numpy(zero_copy_only=False))  # a copy: those of Arrow are read-only
+        values = np.array(lists.values.to_numpy(zero_copy_only=False))  # a copy: Arrow's arrays are read-only
         ends = lists.offsets.to_numpy()
         for line in np.flatnonzero(lists.is_valid().to_numpy(zero_copy_only=False)):
             column = values[ends[line] : ends[line + 1]]
@@ -52,10 +52,10 @@ def read_columns(path: Path) -> dict[str, Array]:
 
 
 def write_columns(path: Path, columns: Mapping[str, Array]) -> None:
-    """A file of columns `[N]`, in one piece; the same columns give the same bytes, in whatever order.
+    """Write columns `[N]` atomically; the same columns give the same bytes, whatever their order.
 
     Raises:
-        DataError: A column is of another type than files have, or not one list of values.
+        DataError: A column has an unsupported type, or is not one-dimensional.
     """
     names = sorted(columns, key=lambda name: name.split("|")[::-1])
     kinds = [_kind(path, name, columns[name]) for name in names]
@@ -84,7 +84,7 @@ def write_columns(path: Path, columns: Mapping[str, Array]) -> None:
 
 
 def _kind(path: Path, name: str, column: Array) -> str:
-    """The type of a column, of those that files have."""
+    """The type of a column as stored in files; raises if unsupported."""
     kind = "string" if column.dtype.kind == "U" else column.dtype.name
     if kind not in TYPES or column.ndim != 1:
         raise DataError(

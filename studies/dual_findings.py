@@ -1,4 +1,4 @@
-"""What the documents show of the zero-shot study, made from its stored columns alone."""
+"""Tables of the zero-shot study for the documents, made only from its stored columns."""
 
 from collections.abc import Callable, Mapping
 from statistics import mean
@@ -40,11 +40,11 @@ LARGE = "FPR95 of sets of 1,000 images or more; a dash where there is none."
 
 
 def main_table(study: DualStudy) -> str:
-    """Table 3: unseen tasks, and OOD sets of both ID tasks; what more it prints of these is in `detection`."""
+    """Table 3: unseen tasks, and OOD sets of both ID tasks; `detection` has the rest of that table."""
     keys = {f"{UNSEEN}.{key}": head for key, head in CLASSIFICATION.items()} if study.counted else {}
     for task in study.detections:
         keys |= {f"{task}.own.{group}.auroc": f"{task} {group} ↑" for group in (*study.groups(task), "all")}
-    measured = int(study.facts["costs"] is not None)  # columns of costs
+    measured = int(study.facts["costs"] is not None)  # number of cost columns
     lines = with_paper(study, [[key] for key in keys], lambda row: [ratio(study.cost(row))] * measured)
     facts = study.facts
     run = next(iter(study.facts["runs"].values()))
@@ -68,19 +68,19 @@ def main_table(study: DualStudy) -> str:
 
 
 def few_seeds(study: DualStudy) -> str:
-    """Rows that some seeds have not, and how many have them."""
+    """Rows that some seeds lack, with their number of seeds."""
     few = [f"{row} {len(seeds)}" for row in study.rows if len(seeds := study.seeds(row)) < len(study.facts["runs"])]
     return f" ({', '.join(few)})" if few else ""
 
 
 def left_out(study: DualStudy) -> str:
-    """The rule by which tasks leave the means, and which do."""
+    """The rule that excludes tasks from the means, and the tasks it excludes."""
     least = study.facts["recipe"]["least_over_chance"]
     return f"Tasks where Single is below {least:g} times chance leave the means: {', '.join(study.left_out) or 'none'}."
 
 
 def tasks_table(study: DualStudy, key: str = "accuracy") -> str:
-    """Table 24: a number of every task, by the score that a row brings where it has one."""
+    """Table 24: one metric for every task, by a row's own score if it has one."""
     tasks = study.facts["tasks"]
     keys = [*(f"{task}.{key}" for task in tasks), *([f"{UNSEEN}.{key}"] if study.counted else [])]
     chance = [f"({printed(1 / facts['classes'], 'accuracy')})" for facts in tasks.values()]
@@ -99,7 +99,7 @@ def tasks_table(study: DualStudy, key: str = "accuracy") -> str:
 
 
 def sets_table(study: DualStudy) -> str:
-    """Tables 25 and 26: every OOD set of every ID task by itself."""
+    """Tables 25 and 26: every OOD set of every ID task separately."""
     sets = [
         (task, group, name)
         for task in study.detections
@@ -112,7 +112,7 @@ def sets_table(study: DualStudy) -> str:
 
 
 def detection_table(study: DualStudy) -> str:
-    """What Table 3 prints of foreign inputs, near and far too; and AUROC by other scores."""
+    """The other OOD metrics of Table 3, near and far; and AUROC by other scores."""
     scores = {"all.auroc": "all by MSP", "entropy:all.auroc": "all by entropy"}
     keys = {f"{task}.{key}": f"{task}, {title} ↑" for task in study.detections for key, title in scores.items()}
     scopes = [f"{task}.own.{group}" for task in study.detections for group in (*study.groups(task), "all")]
@@ -123,7 +123,7 @@ def detection_table(study: DualStudy) -> str:
 
 
 def price_table(study: DualStudy) -> str:
-    """What every row takes."""
+    """The costs of every row."""
     lines = []
     for row in study.rows:
         cost = study.cost(row)
@@ -137,7 +137,7 @@ def price_table(study: DualStudy) -> str:
 
 
 def claims_table(study: DualStudy) -> str:
-    """The claims, the paper's difference beside ours."""
+    """The claims, with the paper's difference and ours."""
     tried = claims(study)
     lines = [[claim["scope"], *claim_cells(claim)] for claim in tried]
     note = (
@@ -151,7 +151,7 @@ def claims_table(study: DualStudy) -> str:
 
 
 def choices_table(study: DualStudy) -> str:
-    """What held-out names said of every way to learn, and what was taken."""
+    """The accuracy on held-out names of every training setting, and which one was chosen."""
     choice = study.facts["choice"]
     if choice is None:
         return "*Nothing was chosen.*"
@@ -165,7 +165,7 @@ def choices_table(study: DualStudy) -> str:
 
 
 def settings_table(study: DualStudy) -> str:
-    """What held-out images said of the settings of a row, and how often each was taken."""
+    """The NLL on held-out images of each setting of a row, and how often it was chosen."""
     settings: dict[tuple[str, str], list[tuple[float, bool]]] = {}
     for run in study.facts["runs"].values():
         for row, choice in run.get("choices", {}).items():
@@ -195,7 +195,7 @@ OFFERED = {
 
 
 def methods_table(study: DualStudy) -> str:
-    """What methods for zero-shot models need, and what they gain over Single: for whoever picks one."""
+    """What methods for zero-shot models need, and what they gain over Single; for choosing a method."""
     gained = {f"gain on {UNSEEN} tasks": [f"{UNSEEN}.{key}" for key in ("accuracy", "nll", "own.ece")]}
     for task in study.detections:
         gained[f"gain at OOD sets, {task}"] = [f"{task}.own.{group}.auroc" for group in ("near", "far")]

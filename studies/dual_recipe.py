@@ -1,4 +1,4 @@
-"""The recipe of the zero-shot study: everything that decides what it does, read from YAML and checked."""
+"""The recipe of the zero-shot study: all its settings, read from YAML and checked."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,34 +12,34 @@ from hydra_ensembles.training.recipe import Recipe
 
 FOLDER = Path(__file__).parent / "recipes"
 ZERO_SHOT = "zero-shot"
-SUITES = {"shared": ZERO_SHOT, "paper": "zero-shot-paper"}  # of the zero-shot study, and their recipes
+SUITES = {"shared": ZERO_SHOT, "paper": "zero-shot-paper"}  # image suites of the zero-shot study, and their recipes
 
 Backbone = Literal["dinov2_vits14", "all_minilm_l6_v2"]
-TINY_SIZE = 56  # side of images
+TINY_SIZE = 56  # image side in a tiny run
 
 
 @dataclass(frozen=True)
 class PairSet:
-    """A set that a dual encoder learns from, by captions or by the names of its classes."""
+    """A set that trains a dual encoder, with captions or with its class names."""
 
     source: str
-    share: float  # of a batch, over that of all sets
+    share: float  # of a batch, relative to the total of all sets
     split: str = "train"
     captions: bool = False
 
 
 @dataclass(frozen=True)
 class DualChoice:
-    """How long and how fast a dual encoder learns: names that it does not learn from choose among several."""
+    """Steps and learning rates for training a dual encoder; held-out class names choose among several."""
 
     steps: int
     learning_rate: float
-    projection_rate: float  # of projections and scale, over that of the text tower
+    projection_rate: float  # of projections and scale, relative to that of the text tower
 
 
 @dataclass(frozen=True)
 class DualCounts:
-    """How many samples each part of a zero-shot study reads; None for all there are."""
+    """How many samples each part of a zero-shot study reads; None for all of them."""
 
     pairs: int | None  # images whose pairs with texts train the dual encoder
     tuned_pairs: int | None  # images whose pairs with texts tune the text sides of pruned members
@@ -50,31 +50,31 @@ class DualCounts:
     test: int | None  # of each classification task
     detection: int | None  # of each OOD set
     classes: int | None  # of every task
-    words: int | None = None  # of the tokenizer's vocabulary, that NegLabel takes
+    words: int | None = None  # of the tokenizer's vocabulary, for NegLabel
 
 
 @dataclass(frozen=True)
 class DualRecipe:
-    """One zero-shot study."""
+    """All settings of one zero-shot study."""
 
     name: str
     suite: Literal["shared", "paper"]  # images of the shared folder, or the paper's
     input_size: int
     seeds: tuple[int, ...]  # a seed is a training of the dual encoder and everything after it
     counts: DualCounts
-    pairs: tuple[PairSet, ...]  # what the dual encoder learns from
+    pairs: tuple[PairSet, ...]  # training data of the dual encoder
     prune: int  # heads of both towers that each member loses
     more: int  # further heads in the row with more heads pruned
     image_prune: int  # heads that each member loses where the image tower alone is pruned
     taylor_prune: int  # heads that the Taylor ranking takes out of the image tower, as many in every layer
     dual: Recipe | None  # training of the dual encoder; None where a trained one is given
-    choices: tuple[DualChoice, ...]  # of its steps and rates; the first where held-out names have not chosen
+    choices: tuple[DualChoice, ...]  # of its steps and rates; the first unless held-out names have chosen
     tune: Recipe | None  # training of the text side of a pruned member; None for no such rows
-    views: int  # of each training image, whose features are computed
-    least_over_chance: float  # tasks where the single model is below so many times chance leave the means
+    views: int  # per training image, whose features are computed
+    least_over_chance: float  # tasks where the single model is below so many times chance are left out of the means
     cost_batch: int  # images a batch when latency is measured
-    model: str | None = None  # of the user's own, as `load_dual` takes it; None for the one that the study trains
-    factors: str | None = field(default=None, metadata=ADDED_LATER)  # folder of BayesVLM's, for a model of the user's
+    model: str | None = None  # the user's own, as `load_dual` takes it; None for the model that the study trains
+    factors: str | None = field(default=None, metadata=ADDED_LATER)  # BayesVLM's folder, for a user's own model
 
     def __post_init__(self) -> None:
         if min(self.prune, self.more, self.image_prune, self.taylor_prune) < 1:
@@ -86,11 +86,11 @@ class DualRecipe:
 
     @property
     def trains_text(self) -> bool:
-        """Whether text sides of pruned members are trained, on the pairs that trained the model."""
+        """Whether the text sides of pruned members are trained, on the pairs that trained the model."""
         return self.model is None and self.tune is not None
 
     def tiny(self) -> "DualRecipe":
-        """Only counts shrink: samples, pixels, classes, steps, heads."""
+        """The same recipe with small counts: samples, pixels, classes, steps, heads."""
         return replace(
             self,
             seeds=self.seeds[:1],
@@ -116,7 +116,7 @@ def _shorter(training: Recipe, steps: int, batch: int) -> Recipe:
 def load_dual_recipe(
     tiny: bool = False, suite: str | None = None, model: str | None = None, factors: str | None = None
 ) -> DualRecipe:
-    """The recipe of the zero-shot study: on one of `SUITES` (None for `shared`), maybe of a model of the user's own."""
+    """The recipe of the zero-shot study on one of `SUITES` (default `shared`), optionally for the user's own model."""
     name = SUITES.get(suite or "shared")
     if name is None:
         raise ConfigError(f"no suite {suite!r}; choose one of {', '.join(SUITES)}")
@@ -126,5 +126,5 @@ def load_dual_recipe(
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """A recipe as it is written, which whoever asks may change."""
+    """Read a recipe from YAML; the caller may modify it."""
     return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
-"""Every row of the zero-shot study: members of the dual encoder of a seed, and what others propose of it.
+"""Every row of the zero-shot study: members of a seed's dual encoder, and methods by other authors.
 
-BayesVLM and ViLU learn from data that trained the dual encoder of the study, too; their authors have a model that saw
+BayesVLM and ViLU are fitted on data that also trained the study's dual encoder; their authors use a model that saw
 neither.
 """
 
@@ -29,13 +29,13 @@ from .seed_folder import CHOICES, slug
 from .storing import SINGLE, read_if_there
 
 BAYES_VLM, VILU, NEG_LABEL = "BayesVLM", "ViLU", "NegLabel"
-PSEUDO_COUNTS = (1.0, 10.0, 100.0, 1e3, 1e4)  # 10 is the authors'
-EPOCHS = 100  # of ViLU; held-out images choose the best one
+PSEUDO_COUNTS = (1.0, 10.0, 100.0, 1e3, 1e4)  # 10 is the authors' value
+EPOCHS = 100  # of ViLU; held-out images choose the best epoch
 RATES = (("sgd", 0.01), ("sgd", 0.1), ("adamw", 3e-4), ("adamw", 1e-3))
-"""And how its network learns. The authors have the first, for a hundred times as many updates; after ours its network
-still gives one number for all images. SGD at 0.1 leaves that plateau late, and at 1 it learnt nothing in two seeds."""
-GROUPS, WORDS_A_GROUP = 100, 10  # of NegLabel: so many groups, or fewer where words are few
-SHORTEST = 3  # letters of a word
+"""How ViLU's network is trained. The authors use the first for a hundred times as many updates; after ours the network
+still outputs one number for all images. SGD at 0.1 leaves that plateau late; at 1 it learned nothing in two seeds."""
+GROUPS, WORDS_A_GROUP = 100, 10  # of NegLabel; fewer groups if there are few words
+SHORTEST = 3  # fewest letters of a word
 Setting = TypeVar("Setting", bound=tuple[Any, ...])
 
 ONE, ONE_TAYLOR = Family("single", "none", members=1), Family("taylor", "taylor", members=1)
@@ -46,16 +46,16 @@ IMAGE_TUNED, BOTH_TUNED = Family("image-tuned", "image", tuned=True), Family("bo
 
 @dataclass(frozen=True)
 class DualRow:
-    """A method of a zero-shot study: members of a family, or whatever answers for class names with `predict`."""
+    """A method of a zero-shot study: members of a family, or any model for class names that has `predict`."""
 
     family: Family | None = None
-    first: bool = False  # of the family, its first member alone
+    first: bool = False  # use only the first member of the family
     model: Callable[[DualSeed, Sequence[str]], Any] | None = None
-    calibrated: bool = False  # it answers with its temperature
-    trainings: float = 1  # of a text side, Single's too
+    calibrated: bool = False  # its outputs are temperature-scaled
+    trainings: float = 1  # of a text side, including Single's
 
     def asked(self, seed: DualSeed, data: ZeroSet) -> Prediction:
-        """What it says about a set, without a temperature."""
+        """Predict on a set, without a temperature."""
         if self.family is not None:
             return Prediction.from_logits(torch.cat([seed.logits(self.family, index, data) for index in self.members]))
         model = self.whole(seed, data.classes)
@@ -65,17 +65,17 @@ class DualRow:
 
     @property
     def members(self) -> Sequence[int]:
-        """Which members of the family it has."""
+        """The indices of the members it uses."""
         return range(0 if self.family is None else 1 if self.first else self.family.members)
 
     def whole(self, seed: DualSeed, names: Sequence[str]) -> Any:
         """The method as one model for class names.
 
-        Members of a family differ in their heads and class embeddings alone (and text sides), so that their MLPs are
-        stored once and fusing them changes no number.
+        Members of a family differ only in their heads and class embeddings (and text sides), so their MLPs are stored
+        once and fusing them changes no output.
         """
         if self.family is None:
-            assert self.model is not None  # a row has one of both
+            assert self.model is not None  # a row has a family or a model
             return self.model(seed, names)
         ensembles = [he.zero_shot(seed.member(self.family, index), names, keep_text=False) for index in self.members]
         return ensembles[0] if len(ensembles) == 1 else he.fuse(ensembles)
@@ -85,7 +85,7 @@ class DualRow:
 
 
 def chosen(seed: DualSeed, row: str, names: Sequence[str], measured: Mapping[Setting, float]) -> Setting:
-    """The setting with the smallest NLL on held-out images; written down by names, with what all of them have."""
+    """The setting with the smallest NLL on held-out images; stored with the NLL of every setting."""
     best = min(measured, key=measured.__getitem__)
     listed = [{**dict(zip(names, setting, strict=True)), "nll": loss} for setting, loss in measured.items()]
     choice = {"row": row, "setting": dict(zip(names, best, strict=True)), "measured": listed}
@@ -98,7 +98,7 @@ def _choice(seed: DualSeed, row: str) -> Path:
 
 
 def drawn_pairs(seed: DualSeed) -> list[Any]:
-    """Pairs of the study, whose texts are drawn: the same for all settings, and in every stage."""
+    """Pairs of the study with fixed texts: the same for all settings, and in every stage."""
     pairs = seed.task.pairs(seed.dual)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed.derived("bayes_vlm"))
@@ -106,9 +106,9 @@ def drawn_pairs(seed: DualSeed) -> list[Any]:
 
 
 def bayes_vlm(seed: DualSeed, names: Sequence[str]) -> Any:
-    """The closed form, with the pseudo-count that gives the smallest NLL on held-out images.
+    """BayesVLM in closed form, with the pseudo-count that gives the smallest NLL on held-out images.
 
-    From pairs of the study, or for a model of the user's own from factors that its authors publish.
+    Fitted on pairs of the study; for a user's own model, on factors that its authors publish.
     """
     held_out = seed.task.held_out
 
@@ -126,7 +126,7 @@ def bayes_vlm(seed: DualSeed, names: Sequence[str]) -> Any:
                 return baselines.bayes_vlm(seed.dual, pairs, settings)
             return baselines.published_bayes_vlm(seed.dual, factors, settings)
 
-        choice = read_if_there(_choice(seed, BAYES_VLM))  # an earlier stage has chosen
+        choice = read_if_there(_choice(seed, BAYES_VLM))  # chosen by an earlier stage
         if choice is not None:
             return posterior(choice["setting"]["pseudo_count"])
         posteriors = {(count,): posterior(count) for count in PSEUDO_COUNTS}
@@ -137,22 +137,22 @@ def bayes_vlm(seed: DualSeed, names: Sequence[str]) -> Any:
 
 
 def vilu(seed: DualSeed, names: Sequence[str]) -> he.Ensemble:
-    """Single with the score `vilu`: its network learns on training images of the main task, for any classes."""
+    """Single with the score `vilu`; its network is trained on the main task's images and works for any classes."""
     trained = _trained_vilu(seed)
     return seed.once((VILU, tuple(names)), lambda: for_classes(trained, he.zero_shot(seed.dual, names)))
 
 
 def _trained_vilu(seed: DualSeed) -> he.Ensemble:
-    """By the optimizer and rate whose network says best, in NLL, which answers about held-out images are right."""
+    """Use the optimizer and rate whose network best predicts, in NLL, which answers on held-out images are right."""
 
     def make() -> he.Ensemble:
         labelled = seed.task.sets.training()
         held_out = seed.task.held_out
-        assert held_out.classes == labelled.names  # both are of the main task
+        assert held_out.classes == labelled.names  # both belong to the main task
         model = he.zero_shot(seed.dual, labelled.names, keep_text=False)
         sides = seed.task.samples(labelled.images), held_out.samples
         train, validation = (SampleBatches(samples, BATCH) for samples in sides)
-        settings = baselines.ViLU(batch_size=512)  # as the authors have it for ImageNet
+        settings = baselines.ViLU(batch_size=512)  # the authors' value for ImageNet
 
         def trained(optimizer: str, rate: float) -> he.Ensemble:
             recipe = baselines.ViLU.recipe(EPOCHS, rate, optimizer=optimizer, seed=seed.derived("vilu"))
@@ -168,7 +168,7 @@ def _trained_vilu(seed: DualSeed) -> he.Ensemble:
             try:
                 candidates[optimizer, rate] = trained(optimizer, rate)
                 losses[optimizer, rate] = loss(candidates[optimizer, rate])
-            except DataError as error:  # it may diverge; what is wrong with the data is wrong at every rate
+            except DataError as error:  # training may diverge; bad data fails at every rate
                 print(f"{VILU} with {optimizer} at rate {rate:g}: {error}", flush=True)
         finite = {setting: value for setting, value in losses.items() if math.isfinite(value)}
         if not finite:
@@ -181,19 +181,19 @@ def _trained_vilu(seed: DualSeed) -> he.Ensemble:
 
 
 def for_classes(trained: he.Ensemble, model: he.Ensemble) -> he.Ensemble:
-    """A zero-shot classifier of the same model for other classes, with the score `vilu` that was trained.
+    """A zero-shot classifier of the same model for other classes, with the trained score `vilu`.
 
-    The network sees embeddings, not classes, so that it goes with any.
+    The network sees embeddings, not classes, so it works with any classes.
     """
     fit = trained.metadata.familiarity
-    assert fit is not None  # vilu made it
+    assert fit is not None  # set by vilu
     rows = F.normalize(model.state_dict()["readout.class_embeddings.weight"].float(), dim=-1)  # [G, C, e]
     texts = rows.expand(model.num_members, -1, -1).contiguous().cpu()
     return with_score(model, Familiarity(fit.settings, {**fit.state, "vilu.texts": texts}), "ViLU for other classes")
 
 
 def neg_label(seed: DualSeed, names: Sequence[str]) -> he.Ensemble:
-    """Single with the score `neglabel`, whose words are those of the tokenizer's vocabulary, embedded once a seed."""
+    """Single with the score `neglabel`; its words are the tokenizer's vocabulary, embedded once per seed."""
 
     def make() -> he.Ensemble:
         ensemble = he.zero_shot(seed.dual, names)
@@ -206,14 +206,14 @@ def neg_label(seed: DualSeed, names: Sequence[str]) -> he.Ensemble:
 
 
 def vocabulary(dual: he.DualEncoder) -> list[str]:
-    """Whole words that the tokenizer of the text tower knows, in their order; WordNet's are not at hand."""
+    """Whole words in the text tower's tokenizer, sorted; used because WordNet is not available here."""
     from tokenizers import Tokenizer
 
     prepare = dual.text.metadata.preprocessing
     if not isinstance(prepare, TextPreprocessing) or not prepare.tokenizer:
         raise ConfigError("NegLabel takes words of the tokenizer, but the text tower of this model has none")
     tokens = Tokenizer.from_str(prepare.tokenizer).get_vocab()
-    marked = any(token.endswith("</w>") for token in tokens)  # of CLIP's: only there does a word end
+    marked = any(token.endswith("</w>") for token in tokens)  # CLIP's tokenizer: only such tokens end a word
     words = [token.removesuffix("</w>") for token in sorted(tokens) if token.endswith("</w>") or not marked]
     return [word for word in words if word.isascii() and word.isalpha() and len(word) >= SHORTEST]
 
@@ -234,13 +234,13 @@ ROWS: Mapping[str, DualRow] = {
     "Hydra (Circ), image tower only, text fine-tuned": DualRow(IMAGE_TUNED, trainings=4),
     "Hydra (Circ), text fine-tuned": DualRow(BOTH_TUNED, trainings=4),
 }
-"""In the order of the tables."""
+"""Rows in the order of the tables."""
 
 
 def rows_of(task: DualTask) -> dict[str, DualRow]:
-    """The rows of a study: without tuned text sides where it has no pairs, and BayesVLM where it has no factors either.
+    """The rows of a study: no tuned text sides without pairs, and no BayesVLM without pairs and factors.
 
-    A model of the user's own has no pairs of the study: nobody knows what it learned from.
+    A user's own model has no pairs in the study: its training data is unknown.
     """
     recipe = task.recipe
     left_out = {name for name, row in ROWS.items() if row.family and row.family.tuned and not recipe.trains_text}

@@ -1,4 +1,4 @@
-"""One seed of a zero-shot study: the dual encoder, circuits of its towers, pruned members, tuned text sides, rows."""
+"""One seed of a zero-shot study: its dual encoder, circuits of both towers, pruned members and tuned text sides."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,22 +39,22 @@ from .sets import SEEN, CircuitImages, DataFolder, PaperSets, SharedSets, at_mos
 from .weights import load_dual, untrained_dual
 
 BATCH, CIRCUIT_BATCH = 500, 100
-SPARE = 2  # heads ranked beyond those pruned, for circuits that would otherwise be equal
+SPARE = 2  # extra ranked heads, used where circuits would otherwise be equal
 TOWERS: Mapping[str, tuple[Tower, ...]] = {"image+text": ("image", "text"), "image": ("image",)}
-CHOICE = "choice.json"  # of a study: how its dual encoder learns
+CHOICE = "choice.json"  # training settings chosen for the study's dual encoder
 OWN_NAME = "DINOv2 ViT-S/14 + MiniLM-L6"
 Group = Literal["id", "near", "far"]
 
 
 @dataclass(frozen=True, eq=False)
 class ZeroSet:
-    """A set that methods are asked about."""
+    """A set that methods are evaluated on."""
 
-    task: str  # whose classes are asked for; the test set of a task has its name
+    task: str  # whose classes are used; the test set of a task has its name
     name: str
     group: Group
     samples: Samples
-    classes: tuple[str, ...]  # what those of the task are called
+    classes: tuple[str, ...]  # names of the task's classes
     domain: str | None = None  # of test sets: `seen` or `unseen`
 
 
@@ -63,12 +63,12 @@ class ZeroSet:
 
 @dataclass(frozen=True)
 class Family:
-    """Members that belong together: how their heads are chosen, and whether text sides are trained after pruning.
+    """Members of one kind: how their heads are chosen, and whether their text sides are trained after pruning.
 
-    Circuits are those of both towers; `more` loses more heads by them, `image` goes by circuits of the image tower.
+    `circuits` uses circuits of both towers, `more` prunes more heads by them, `image` uses circuits of the image tower.
     """
 
-    name: str  # in files
+    name: str  # in file names
     heads: Literal["none", "taylor", "circuits", "more", "image", "random"]
     members: int = 3
     tuned: bool = False
@@ -78,7 +78,7 @@ class Family:
 
 
 class DualTask:
-    """What all seeds of a zero-shot study share: its images, and the training of its dual encoder or the user's own."""
+    """What all seeds of a zero-shot study share: its images, and its dual encoder's training (or the user's model)."""
 
     def __init__(self, recipe: DualRecipe, source: DataFolder, device: torch.device) -> None:
         self.name, self.recipe, self.source, self.device = recipe.name, recipe, source, device
@@ -87,15 +87,15 @@ class DualTask:
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """What it is made of."""
+        """The constructor's arguments, for other processes."""
         return self.recipe, self.source, self.device
 
     def seeds_of(self, _: str) -> tuple[int, ...]:
-        """The seeds of the report of a row: all have the same."""
+        """The seeds of a row in the report: the same for every row."""
         return self.recipe.seeds
 
     def about(self) -> dict[str, str]:
-        """What results call the model, and what it is and is not."""
+        """The model's name and description in the results."""
         texts = read_yaml("texts")
         model = self.recipe.model
         size = self.recipe.input_size
@@ -108,17 +108,17 @@ class DualTask:
         return {"name": name, "description": texts["given"].format(name=name)}
 
     def samples(self, images: ImageDataset) -> Samples:
-        """Images as the image tower takes them."""
+        """Images as inputs of the image tower."""
         if self.recipe.model is not None:
             return Prepared(images, self.own.image.prepare)
         return ImageSamples.read(images, self.recipe.input_size, self.device)
 
     def untrained(self, seed: int) -> DualEncoder:
-        """Both towers before training, and the projections this seed draws."""
+        """Both towers before training, with the projections that this seed draws."""
         return untrained_dual(self.source.root, self.recipe.input_size, seed)
 
     def trained(self, seed: int, choice: DualChoice | None) -> DualEncoder:
-        """The model of one seed, trained by a choice of the recipe."""
+        """The model of one seed, trained with a choice of the recipe."""
         if self.recipe.model is not None or choice is None:
             return self.own
         return self._trained(seed, choice, self.images, self.features)
@@ -126,7 +126,7 @@ class DualTask:
     def _trained(
         self, seed: int, choice: DualChoice, images: Sequence[TrainImages], features: Sequence[Tensor]
     ) -> DualEncoder:
-        assert self.recipe.dual is not None  # the recipe has seen to it
+        assert self.recipe.dual is not None  # the recipe checks this
         rate = choice.learning_rate
         number = derived_seed(seed, "dual")
         training = replace(self.recipe.dual, steps=choice.steps, learning_rate=rate, seed=number)
@@ -135,7 +135,7 @@ class DualTask:
         return train_dual(self.untrained(seed).to(self.device), training, pairs, **rates)
 
     def measured(self, seed: int) -> list[dict[str, Any]]:
-        """The accuracy on held-out names that every choice leads to."""
+        """The accuracy on held-out names of every choice."""
         images, features, held_out = cut_by_names(self.images, self.features)
         results = []
         for choice in self.recipe.choices:
@@ -144,14 +144,14 @@ class DualTask:
         return results
 
     def tuned(self, member: DualEncoder, seed: int) -> DualEncoder:
-        """A pruned member whose text side met the pruned image tower."""
+        """A pruned member whose text side was trained with its pruned image tower."""
         if self.recipe.tune is None or self.recipe.model is not None:
             raise ConfigError("the text side cannot be trained: the study has no pairs for this model, or no `tune`")
         training = replace(self.recipe.tune, seed=derived_seed(seed, "tune"))
         return train_dual(member, training, self.pairs(member, training.batch_size or FEATURE_BATCH))
 
     def pairs(self, dual: DualEncoder, batch_size: int = FEATURE_BATCH) -> Pairs:
-        """Some of the pairs, with features of another image tower."""
+        """Some of the pairs, with features of the given image tower."""
         images = self._some_images
         return Pairs(images, [view_features(dual, part.samples, 1) for part in images], batch_size)
 
@@ -163,7 +163,7 @@ class DualTask:
 
     @cached_property
     def images(self) -> Sequence[TrainImages]:
-        """Images whose texts train."""
+        """Images whose texts train the dual encoder."""
         return self._read(self.recipe.counts.pairs)
 
     @cached_property
@@ -175,7 +175,7 @@ class DualTask:
 
     @cached_property
     def features(self) -> Sequence[Tensor]:
-        """Features of the images in all views, the same for all seeds: their image tower is locked."""
+        """Features of the images in all views, the same for all seeds because the image tower is locked."""
         start = self.untrained(0).to(self.device)
         return [view_features(start, part.samples, self.recipe.views) for part in self.images]
 
@@ -183,13 +183,13 @@ class DualTask:
 
     @cached_property
     def held_out(self) -> ZeroSet:
-        """ID images that fit temperatures: no circuit read them and no table reports them."""
+        """ID images for fitting temperatures: used by no circuit and reported in no table."""
         labelled = self.sets.calibration()
         return ZeroSet(self.sets.main.id.name, "held out", "id", self.samples(labelled.images), labelled.names)
 
     @cached_property
     def test_sets(self) -> Sequence[ZeroSet]:
-        """Every set that is reported, the test set of a task before its OOD sets; only `dual_study` asks."""
+        """Every reported set, the test set of a task before its OOD sets; only `dual_study` reads them."""
         sets = self.sets
         counts = self.recipe.counts
         shared = self.sets.name == "shared"
@@ -199,7 +199,7 @@ class DualTask:
             labelled = sets.fewer(sets.load(ref), ref.name, counts.test)
             domain = "seen" if shared and ref.name in SEEN else "unseen"
             tests.append(ZeroSet(ref.name, ref.name, "id", self.samples(labelled.images), labelled.names, domain))
-            if counts.test == counts.detection and counts.classes is None:  # the same images, whoever asks
+            if counts.test == counts.detection and counts.classes is None:  # same images as an OOD set
                 read[ref] = tests[-1].samples
         tasks = {test.task: test for test in tests}
         for task, suite in sets.suites.items():
@@ -213,13 +213,13 @@ class DualTask:
 
     @cached_property
     def both_circuits(self) -> tuple[Samples, Samples, tuple[str, ...]]:
-        """ID images, OOD images and class names that circuits of both towers are extracted on."""
+        """ID images, OOD images and class names for extracting circuits of both towers."""
         return self._circuit_samples(self.sets.circuits(), self.recipe.counts.circuits)
 
     @cached_property
     def image_circuits(self) -> tuple[Samples, Samples, tuple[str, ...]]:
-        """The same of circuits of the image tower alone."""
-        return self._circuit_samples(self.sets.image_circuits(), None)  # as many of each task as the recipe says
+        """The same for circuits of the image tower alone."""
+        return self._circuit_samples(self.sets.image_circuits(), None)  # the recipe already limits each task
 
     def _circuit_samples(self, images: CircuitImages, limit: int | None) -> tuple[Samples, Samples, tuple[str, ...]]:
         inside, outside = (self.samples(at_most(dataset, limit)) for dataset in (images[0].images, images[1]))
@@ -238,17 +238,17 @@ class DualSeed(SeedFolder):
         self.require_same(self.folder / "recipe.json", to_plain(self.recipe))
 
     def kept(self, name: str, make: Callable[[], Model]) -> Model:
-        """A model by name, read once."""
+        """A model by name, loaded once."""
         return self.once(("model", name), lambda: super(DualSeed, self).kept(name, make))
 
     @property
     def dual(self) -> DualEncoder:
-        """The model of this seed, one member, all heads."""
+        """The model of this seed: one member with all heads."""
         return self.kept("dual", lambda: self.task.trained(self.number, self.choice))
 
     @property
     def choice(self) -> DualChoice | None:
-        """How the model learns: as held-out names chose, where the recipe has several choices."""
+        """Training settings: chosen on held-out names if the recipe has several."""
         choices = self.recipe.choices
         path = self.study / CHOICE
         if self.recipe.model is not None or len(choices) < 2:
@@ -260,7 +260,7 @@ class DualSeed(SeedFolder):
     # --- members -----------------------------------------------------------------------------------------------------
 
     def member(self, family: Family, index: int) -> DualEncoder:
-        """A member of a family, pruned; its text side trained where the family says so."""
+        """A member of a family: pruned, and its text side trained if the family says so."""
 
         def pruned() -> DualEncoder:
             heads = self.heads(family)[index]
@@ -272,9 +272,9 @@ class DualSeed(SeedFolder):
 
     @torch.no_grad()
     def logits(self, family: Family, index: int, data: ZeroSet) -> Tensor:
-        """What a member says about a set `[1, N, C]`; in float32 on every device, so that numbers do not depend on it.
+        """Logits `[1, N, C]` of a member on a set, in float32 on every device so that results do not depend on it.
 
-        Members whose image towers are the same share what these say about the images.
+        Members with the same image tower share image embeddings.
         """
         member = self.member(family, index)
 
@@ -291,7 +291,7 @@ class DualSeed(SeedFolder):
         return member.logits(images, texts).float()
 
     def heads(self, family: Family) -> Members:
-        """What each member of a family loses."""
+        """The heads that each member of a family loses."""
         recipe = self.recipe
         match family.heads:
             case "none":
@@ -321,20 +321,20 @@ class DualSeed(SeedFolder):
 
         how: dict[str, Any] = {"score": score, "budget": budget, "towers": TOWERS[towers]}
         journal = self.folder / RANKED / f"{name}.journal"
-        return self.extracted(name, sides, ties="order", journal=journal, **how)  # ties as the paper
+        return self.extracted(name, sides, ties="order", journal=journal, **how)  # break ties like the paper
 
     def has_circuit(self, score: Score, towers: str) -> bool:
-        """Whether a circuit is there, and has not to be extracted."""
+        """Whether a circuit is already extracted."""
         return (self.folder / RANKED / f"{self._circuit(score, towers)[0]}.json").exists()
 
     def _circuit(self, score: Score, towers: str) -> tuple[str, int]:
-        """The name of a circuit, and how many heads it ranks."""
+        """The name of a circuit, and the number of heads it ranks."""
         both = towers == "image+text"
         budget = SPARE + (self.recipe.prune + self.recipe.more if both else self.recipe.image_prune)
         return f"{score}-{towers}-{budget}", budget
 
     def taylor(self) -> HeadRanking:
-        """The Taylor ranking of the image tower's heads, by the zero-shot loss on the ID images of circuits."""
+        """The Taylor ranking of the image tower's heads, by the zero-shot loss on the circuits' ID images."""
 
         def rank() -> HeadRanking:
             inside, _, names = self.task.both_circuits

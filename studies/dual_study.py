@@ -1,11 +1,11 @@
-"""A zero-shot study, row by row and seed by seed: members and temperatures are fixed, then the test sets are opened.
+"""The stages of a zero-shot study: members and temperatures are fixed before the test sets are opened.
 
-Stages: `choose` how the dual encoder learns, `train` it, `rank` its heads, `fix` members and temperatures (on held-out
-images of the main task), `report` what every row says about every set, `cost`, `store`. What is there stays: a stopped
-run goes on.
+Stages: `choose` training settings of the dual encoder, `train` it, `rank` its heads, `fix` members and temperatures (on
+held-out images of the main task), `report` the outputs of every row on every set, `cost`, `store`. Existing results are
+kept: a stopped run resumes.
 
-`seed-N.parquet` of the results has columns as `evidence` describes them, by `row|task|set|column`; the test set of a
-task has its name. Rows that are calibrated answer with their temperature throughout.
+`seed-N.parquet` in the results has the columns that `evidence` describes, as `row|task|set|column`; the test set of a
+task has its name. All outputs of calibrated rows are temperature-scaled.
 """
 
 from typing import Any, cast
@@ -30,7 +30,7 @@ FIXED, TAYLOR = "fixed.json", "taylor"
 
 
 def choose(seed: DualSeed, _: str) -> None:
-    """Train by every choice without a fifth of the names, and write down the one that knows most of these."""
+    """Train with every choice on four fifths of the names, and store the one most accurate on the others."""
     path = seed.study / CHOICE
     if seed.recipe.model is None and len(seed.recipe.choices) > 1 and not path.exists():
         measured = seed.task.measured(seed.number)
@@ -40,12 +40,12 @@ def choose(seed: DualSeed, _: str) -> None:
 
 
 def train(seed: DualSeed, _: str) -> None:
-    """Make the dual encoder, which stays."""
+    """Train and save the dual encoder."""
     seed.dual  # noqa: B018
 
 
 def rank(seed: DualSeed, name: str) -> None:
-    """Make a ranking: `name` says by which score, and of which towers."""
+    """Compute a ranking; `name` is its score and towers, or `taylor`."""
     score, _, towers = name.partition(" ")
     if name == TAYLOR:
         seed.taylor()
@@ -54,9 +54,9 @@ def rank(seed: DualSeed, name: str) -> None:
 
 
 def fix(seed: DualSeed, name: str) -> None:
-    """Make the members of a row, fit its temperature, and write down what it is; no test set is open.
+    """Make the members of a row, fit its temperature, and store both; no test set is opened.
 
-    Rows that come later are added; what is written stays.
+    Later rows are added; stored entries are kept.
     """
     path = seed.folder / FIXED
     row = rows_of(seed.task)[name]
@@ -75,7 +75,7 @@ def fix(seed: DualSeed, name: str) -> None:
 
 
 def report(seed: DualSeed, name: str) -> None:
-    """Ask a row about every test set, and keep what it says; refused before its temperature is fixed."""
+    """Run a row on every test set, and store its outputs; raises if its temperature is not fixed yet."""
     path = seed.reported(name)
     row = rows_of(seed.task)[name]
     if path.exists():
@@ -101,7 +101,7 @@ def report(seed: DualSeed, name: str) -> None:
 
 
 def jobs(run: Run, stage: str) -> Plan:
-    """What a stage has to do, seed by seed: rows of one share what its images say. Each waits for the stage before."""
+    """The jobs of a stage, grouped by seed, whose rows share image embeddings; each depends on the stage before."""
     rankings = [*(f"{score} {towers}" for towers in TOWERS for score in CIRCUIT_ORDER), TAYLOR]
     seeds = run.of(SINGLE)
     first = seeds[0]
@@ -119,7 +119,7 @@ def jobs(run: Run, stage: str) -> Plan:
 
 
 def cost(run: Run) -> None:
-    """Latency and peak memory of the rows that are reported, for the classes of the main task."""
+    """Measure latency and peak memory of the reported rows, for the classes of the main task."""
     seed = DualSeed(run.task, run.of(SINGLE)[0], run.output)
     rows = rows_of(run.task)
     held_out, batch = seed.task.held_out, seed.recipe.cost_batch
@@ -142,7 +142,7 @@ def collect(run: Run) -> None:
             tasks[data.task].setdefault("outside", {}).setdefault(data.group, {})[data.name] = len(data.samples)
     reports = [report for folder in study.glob(f"seed-*/{REPORT}") for report in by_row(folder, rows_of(task)).values()]
 
-    def joined(key: str) -> str:  # where reports were made, which need not be where they are stored
+    def joined(key: str) -> str:  # reports may have been made on another machine
         return " and ".join(sorted({report[key] for report in reports}))
 
     facts = {
@@ -166,7 +166,7 @@ def collect(run: Run) -> None:
 
 
 def circuit_facts(seed: DualSeed) -> dict[str, Any]:
-    """Of every circuit there is: samples, the score with all heads, and that without those that a member loses."""
+    """Facts of every extracted circuit: samples, and its score with all heads and without those a member loses."""
     facts = {}
     for towers, count in (("image+text", seed.recipe.prune), ("image", seed.recipe.image_prune)):
         for score in (score for score in CIRCUIT_ORDER if seed.has_circuit(score, towers)):

@@ -1,7 +1,7 @@
-"""Running a study of any kind: jobs of its stages, which processes on one device may share, and what came of them.
+"""Run a study of any kind: schedule the jobs of its stages over processes, and measure costs.
 
-A job begins when those that it waits for have ended and a process is free. First come those that take seconds and end
-a row, so that a run out of time has whole rows; then those that most others wait for.
+A job starts when its dependencies have ended and a process is free. Jobs that take seconds and complete a row come
+first, so that a run that is out of time has whole rows; then those with the most dependents.
 """
 
 import multiprocessing
@@ -26,20 +26,20 @@ from .samples import device_name
 from .storing import newest_costs, read_if_there
 
 COSTS = "costs.json"
-Job = tuple[str, int, str]  # step, seed, and what of it
-Plan = Mapping[Job, Sequence[Job]]  # jobs, each with those that it waits for, where they are in the plan
-_OWN: dict[str, Any] = {}  # what a process works with: its task, read once, the folder of the run, and its last seed
+Job = tuple[str, int, str]  # step, seed, and a name that the step interprets
+Plan = Mapping[Job, Sequence[Job]]  # jobs with their dependencies, which may be missing from the plan
+_OWN: dict[str, Any] = {}  # state of a process: its task, read once, the folder of the run, and its last seed
 
 
 @dataclass(frozen=True)
 class Run:
-    """What was asked for: a task, rows and seeds of it, and where everything goes."""
+    """A request to run: the task, its rows and seeds, and the output folders."""
 
     task: Any
     output: Path
     results: Path
     rows: Sequence[str]
-    seeds: Sequence[int]  # of every row; none: each has those that its recipe gives it
+    seeds: Sequence[int]  # for every row; if empty, each row has its seeds from the recipe
 
     def of(self, row: str) -> Sequence[int]:
         """The seeds of a row."""
@@ -50,23 +50,23 @@ class Run:
 class Kind:
     """A kind of study: its seeds, the rows of a task, and its stages."""
 
-    seed: Callable[[Any, int, Path], Any]  # of a task, a number and the folder of the run
+    seed: Callable[[Any, int, Path], Any]  # from a task, a number and the folder of the run
     rows: Callable[[Any], Mapping[str, Any]]
-    steps: Mapping[str, Callable[[Any, str], None]]  # what a job does with a seed
-    jobs: Callable[[Run, str], Plan]  # of a stage
-    ends: Mapping[str, Callable[[Run], None]]  # stages that one process does
+    steps: Mapping[str, Callable[[Any, str], None]]  # by stage: what a job does with a seed
+    jobs: Callable[[Run, str], Plan]  # the jobs of a stage
+    ends: Mapping[str, Callable[[Run], None]]  # stages that run in one process
     quick: Collection[str] = ("report", "shift")  # steps that take seconds
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """In their order."""
+        """All stages in order."""
         return (*self.steps, *self.ends)
 
     def run(self, run: Run, stages: Sequence[str], workers: int = 1, minutes: float | None = None) -> None:
-        """Run stages; all rows where none is named. What is there stays: a stopped run goes on.
+        """Run stages, for all rows unless some are named. Existing results are kept: a stopped run resumes.
 
-        No job is begun after so many minutes; that some are left is an error then, raised as that of the first job that
-        failed is: when all else, costs and storing too, is done.
+        After `minutes` no job is started, and remaining jobs are an error. It is raised, like that of the first failed
+        job, when everything else, including costs and storing, is done.
         """
         start = time.monotonic()
         rows = self.rows(run.task)
@@ -92,17 +92,17 @@ class Kind:
             try:
                 for stage in filter(self.ends.__contains__, stages):
                     self.ends[stage](run)
-            except Exception as error:  # it may come of a job that failed, which is what a user has to know
+            except Exception as error:  # may be caused by a failed job, whose error is the one to raise
                 failed.append(error)
         if failed:
             raise failed[0]
 
 
 class Here(Executor):
-    """Does what it is given at once, in this process."""
+    """An executor that runs everything at once in this process."""
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **settings: Any) -> Future[Any]:
-        """What came of it, an error too."""
+        """Run the function; the future has its result or its error."""
         future: Future[Any] = Future()
         try:
             future.set_result(function(*arguments, **settings))
@@ -114,13 +114,13 @@ class Here(Executor):
 def do_all(
     plan: Plan, pool: Executor, workers: int, quick: Collection[str] = (), until: float | None = None
 ) -> list[Exception]:
-    """Do all jobs of a plan, those of quick steps as soon as they can be, and begin none after a time.
+    """Run all jobs of a plan, those of quick steps as early as possible; start none after `until`.
 
-    One that fails is told and stops no other: its rows will be missing. Nor is it a failure where a seed has no
-    members that differ: that is told, and the row is missing.
+    A failed job is reported and stops no other: its rows will be missing. A seed without distinct members is not a
+    failure: it is reported, and the row is missing.
     """
     waited_for = _dependents(plan)
-    waiting = sorted(plan, key=lambda job: (job[0] not in quick, -len(waited_for[job])))  # else in their order
+    waiting = sorted(plan, key=lambda job: (job[0] not in quick, -len(waited_for[job])))  # stable sort
     running: dict[Future[None], Job] = {}
     ended: set[Job] = set()
     failed: list[Exception] = []
@@ -130,7 +130,7 @@ def do_all(
             waiting.remove(job)
             try:
                 running[pool.submit(_do, job)] = job
-            except BrokenExecutor as error:  # a process was killed, and none of the others goes on
+            except BrokenExecutor as error:  # a process was killed, and the pool is unusable
                 return [*failed, error]
         if not running:
             if not late:
@@ -143,7 +143,7 @@ def do_all(
             ended.add(job)
             try:
                 future.result()
-            except SameMembersError as error:  # no member is left out and no setting changed: there is no such row
+            except SameMembersError as error:  # by design no member or setting is changed: the row is missing
                 print(f"NOT TO BE HAD: {_OWN['name']} {_named(job)}: {error}", flush=True)
             except Exception as error:
                 traceback.print_exception(error)
@@ -153,12 +153,12 @@ def do_all(
 
 
 def _ready(waiting: Sequence[Job], plan: Plan, ended: Collection[Job]) -> Job | None:
-    """The first job all of whose needs have ended, or are none of the plan's."""
+    """The first job whose dependencies have all ended or are not in the plan."""
     return next((job for job in waiting if all(need in ended or need not in plan for need in plan[job])), None)
 
 
 def _dependents(plan: Plan) -> dict[Job, set[Job]]:
-    """The jobs that wait for each one, those that wait for these, and so on; needs stand before in the plan."""
+    """The direct and indirect dependents of each job; jobs come after their dependencies in the plan."""
     dependents: dict[Job, set[Job]] = {job: set() for job in plan}
     for job in reversed(list(plan)):
         for need in plan[job]:
@@ -191,7 +191,7 @@ def _do(job: Job) -> None:
     try:
         _OWN["steps"][step](_OWN["seed"], name)
     finally:
-        torch.compiler.reset()  # a process compiles for models of many shapes, and from the eighth on none would be
+        torch.compiler.reset()  # a process compiles models of many shapes, and torch stops compiling at the eighth
         torch.cuda.empty_cache()  # the device is shared
     print(f"{_OWN['name']} {_named(job)}: {time.monotonic() - start:.0f} s", flush=True)
 
@@ -200,12 +200,12 @@ def _do(job: Job) -> None:
 
 
 def made_with(device: torch.device) -> dict[str, str]:
-    """On what, and by which code, a report is made."""
+    """The device and versions that a report was made with."""
     return {"device": device_name(device), "torch": str(torch.__version__), "version": he.__version__}
 
 
 def sizes(model: Any) -> dict[str, Any]:
-    """What is known of a model's size."""
+    """Parameters, multiply-adds and members of a model, if known."""
     if not isinstance(model, he.Ensemble):
         return {}
     described = model.describe()
@@ -213,7 +213,7 @@ def sizes(model: Any) -> dict[str, Any]:
 
 
 def timed(models: Mapping[str, Any], inputs: Any, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Latency and peak memory of models side by side, each as fast as the library runs it; the first is Single."""
+    """Latency and peak memory of models, each optimized by the library; the first is Single."""
     fast = device.type == "cuda"
     settings = {"dtype": torch.bfloat16} if fast else {}
     runs = {
@@ -225,7 +225,7 @@ def timed(models: Mapping[str, Any], inputs: Any, device: torch.device) -> dict[
 
 
 def write_costs(study: Path, device: torch.device, batch: int, rows: Mapping[str, Any]) -> None:
-    """What was measured of the rows of a study, and on what; where some rows of before were not, those stay."""
+    """Write the measured costs of a study's rows with device and dtype; keep the old ones if the new lack some rows."""
     about = {
         "device": device_name(device),
         "dtype": "bfloat16" if device.type == "cuda" else "float32",

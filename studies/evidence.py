@@ -1,10 +1,10 @@
-"""What a model of a study says about every sample, kept as columns: whatever is reported is made from them.
+"""The per-sample outputs of a study's models, stored as columns: everything that is reported is made from them.
 
-A file `seed-N.parquet` has, by `row|set|column` and one number a sample: the OOD scores `msp` (one minus the largest
-mean probability), `entropy` and, where features have a distance, `mahalanobis`; of the test set `correct`, `nll` and
-`brier` before and (`calibrated.…`) after calibration, and `calibrated.doubt`, one minus confidence (before calibration
-that is `msp`). Numbers are in float16, whose rounding is relative: doubt instead of confidence, so that answers that
-are nearly sure differ. Of `mutual_information` there is the mean alone, one number a set: no table ranks samples by it.
+A file `seed-N.parquet` has one number per sample, as `row|set|column`: the OOD scores `msp` (one minus the largest mean
+probability), `entropy` and, for models with features, `mahalanobis`; for the test set `correct`, `nll` and `brier`
+before and (`calibrated.…`) after calibration, and `calibrated.doubt`, one minus confidence (before calibration that is
+`msp`). Numbers are float16, whose rounding is relative: doubt instead of confidence keeps nearly certain answers
+distinct. Of `mutual_information` only the mean is stored, one number per set: no table ranks samples by it.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ from .samples import Samples
 from .task import Task
 
 SCORES: tuple[AnyScore, ...] = ("msp", "entropy", SPREAD)
-SHIFTED = ("correct", "brier", "nll")  # columns of corrupted images
-LARGEST = 60000.0  # of float16
+SHIFTED = ("correct", "brier", "nll")  # columns for corrupted images
+LARGEST = 60000.0  # magnitude stored as float16
 
 
 class Judged:
-    """A model of a row, with its familiarity (where wanted) fitted to training data and its temperature to half A."""
+    """A row's model, with familiarity (if wanted) fitted to training data and its temperature fitted to half A."""
 
     def __init__(self, task: Task, model: Any, familiar: bool = True) -> None:
         self.task, self.model = task, model
@@ -43,7 +43,7 @@ class Judged:
 
     @torch.no_grad()
     def answers(self, samples: Samples) -> Prediction:
-        """What it says about samples, without a temperature."""
+        """Predict on samples, without a temperature."""
         parts = []
         for inputs, _ in self.task.batches(samples):
             parts.append(self.model.predict(move(inputs, self.task.device, torch.float32)))
@@ -54,7 +54,7 @@ class Judged:
         return self.columns_of(self.answers(samples), samples.labels if labelled else None)
 
     def columns_of(self, answers: Prediction, labels: Tensor | None) -> dict[str, Tensor]:
-        """The columns of what was said about samples, `[N]` each; with labels `[N]`, whether it is right too."""
+        """The columns of a prediction, `[N]` each; with labels `[N]`, also its correctness and losses."""
         if labels is None:
             return columns_of(answers)
         after = self.calibration.prediction(answers.member_logits)
@@ -62,7 +62,7 @@ class Judged:
 
 
 def columns_of(answers: Prediction, after: Prediction | None = None, labels: Tensor | None = None) -> dict[str, Tensor]:
-    """The columns of what is said about a set, `[N]` each; with labels, also of what is said after calibration."""
+    """The columns of a set's prediction, `[N]` each; with labels, also those after calibration."""
     distances = () if answers.unfamiliarity is None else answers.unfamiliarity.score_names
     columns: dict[str, Tensor] = {name: answers.score(name) for name in (*SCORES, *distances)}
     if labels is not None and after is not None:
@@ -75,12 +75,12 @@ def columns_of(answers: Prediction, after: Prediction | None = None, labels: Ten
 
 
 def judged(answers: Prediction, labels: Tensor) -> dict[str, Tensor]:
-    """How likely the labels are to answers."""
+    """NLL and Brier score of each sample."""
     return {"nll": nll_per_sample(answers.probs, labels), "brier": brier_per_sample(answers.probs, labels)}
 
 
 def stored(columns: Mapping[str, Tensor]) -> dict[str, Array]:
-    """Columns as they are kept."""
+    """Columns in the form in which they are stored."""
 
     def kept(name: str, column: Tensor) -> Tensor:
         if name == SPREAD:
@@ -91,10 +91,10 @@ def stored(columns: Mapping[str, Tensor]) -> dict[str, Array]:
 
 
 def under_shift(judge: Judged, path: Path) -> dict[str, Array]:
-    """What a model says about corrupted test images of a file: `correct`, `brier` and `nll`, before calibration.
+    """A model's `correct`, `brier` and `nll` on the corrupted test images of a file, before calibration.
 
-    By `severity N|column`, of every image the mean over the corruptions; by `NAME|column`, of a corruption the means
-    over the images, severity by severity.
+    As `severity N|column`, the mean over corruptions for every image; as `NAME|column`, a corruption's mean over the
+    images for each severity.
     """
     by_key: dict[str, list[Tensor]] = {}
     for name, severity, samples in judge.task.shifted(path):

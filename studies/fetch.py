@@ -1,10 +1,9 @@
-"""Public data sets as the studies read them: checkouts of repositories made into Parquet files with small images.
+"""Public data sets for the studies: convert checkouts of repositories to Parquet files with small images.
 
-`python -m studies prepare NAME SOURCE DATA` reads a checkout of the repository that `SETS` names and writes
-`DATA/images/NAME/SPLIT.parquet`: images, and labels with the names of classes, or captions. Photographs become JPEGs
-with a short side of at most 128 pixels; CIFAR-100 and TinyImageNet stay as they are. Sets that are only asked about,
-and those of whose classes a few images suffice, keep equally many images of each class. Terms are those of the
-originals.
+`python -m studies prepare NAME SOURCE DATA` reads a checkout of the repository named in `SETS` and writes
+`DATA/images/NAME/SPLIT.parquet`: images with labels and class names, or with captions. Photographs become JPEGs with a
+short side of at most 128 pixels; CIFAR-100 and TinyImageNet are unchanged. Sets used only for testing, and those that
+need only a few images per class, keep equally many images of each class. The originals' terms apply.
 """
 
 import csv
@@ -28,9 +27,9 @@ from .sets import IMAGENET_CLASSES, imagenet_names
 
 SHORT_SIDE, QUALITY = 128, 80
 CIFAR100_SPLITS = ("train-3", "train-4")
-CIFAR100_EACH = 100  # images a class and split, after train-0 to train-2
+CIFAR100_EACH = 100  # images per class and split, after train-0 to train-2
 CIFAR100_OTHERS = ("train-0", "train-1", "train-2", "test")
-TINY = "tiny-imagenet-200"  # folder of the checkout
+TINY = "tiny-imagenet-200"  # folder in the checkout
 TINY_EACH = 100
 TINY_OTHERS = ("validation", "test")
 CAPTIONS = 5
@@ -41,15 +40,15 @@ Splits = Mapping[str, Iterable[Row]]
 
 @dataclass(frozen=True)
 class PublicSet:
-    """A set of a public repository: its splits out of a checkout, and what its classes are called."""
+    """A set in a public repository: how to read its splits from a checkout, and its class names."""
 
     repository: str
-    splits: Callable[[Path, Path], Splits]  # of the checkout and the folder of the outcome
-    names: Callable[[Path], Sequence[str]] | None  # in the order of labels; None: images have captions
+    splits: Callable[[Path, Path], Splits]  # of the checkout and the output folder
+    names: Callable[[Path], Sequence[str]] | None  # in label order; None: images have captions
 
 
 def prepare(name: str, source: Path, data: Path) -> list[Path]:
-    """Write every split of a set; the files."""
+    """Write every split of a set, and return the files."""
     if name not in SETS:
         raise ConfigError(f"there is no public set {name!r}; choose one of {', '.join(SETS)}")
     public_set = SETS[name]
@@ -104,7 +103,7 @@ def small(path: Path) -> bytes:
 
 
 def of_folders(split: str, count: int, *folders: str) -> Callable[[Path, Path], Splits]:
-    """So many images of every class, evenly drawn from its folders; labels in the order of `class_folders`."""
+    """Up to `count` images of every class, evenly spaced over its folders; labels in the order of `class_folders`."""
 
     def read(source: Path, _: Path) -> Splits:
         return {split: list(rows(source))}
@@ -120,19 +119,19 @@ def of_folders(split: str, count: int, *folders: str) -> Callable[[Path, Path], 
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Paths of the folders of classes, sorted: those that hold no further folder; numbers in the order of numbers."""
+    """Relative paths of class folders, those without subfolders; sorted, numbers by value."""
     paths = [path for path in folder.rglob("*") if path.is_dir() and not any(sub.is_dir() for sub in path.iterdir())]
     names = [path.relative_to(folder).as_posix() for path in paths]
     return sorted(names, key=lambda name: (int(name) if name.isdigit() else 0, name))
 
 
 def folder_names(folder: str, readable: Callable[[str], str] = str) -> Callable[[Path], list[str]]:
-    """Names of classes by their folders, maybe made readable."""
+    """Class names from folder names, optionally made readable."""
     return lambda source: [readable(name) for name in class_folders(source / folder)]
 
 
 def flower_names(source: Path) -> list[str]:
-    """By the list of the repository; folders have numbers."""
+    """Class names from the repository's list, because its folders have numbers."""
     listed = json.loads((source / "cat_to_name.json").read_text(encoding="utf-8"))
     return [listed[name] for name in class_folders(source / "flowers" / "test")]
 
@@ -141,7 +140,7 @@ def flower_names(source: Path) -> list[str]:
 
 
 def flickr8k(source: Path, _: Path) -> Splits:
-    """The official splits; every image with its five captions."""
+    """The official splits, with five captions per image."""
     texts = source / "Flicker8k_text"
     captions = dict[str, list[str]]()
     for line in (texts / "Flickr8k.token.txt").read_text(encoding="utf-8").splitlines():
@@ -158,7 +157,7 @@ def flickr8k(source: Path, _: Path) -> Splits:
 
 
 def imagenet_samples(source: Path, _: Path) -> Splits:
-    """One image a class of ImageNet-1K, in the order of their WordNet numbers, which begin the names of files."""
+    """One image per class of ImageNet-1K, ordered by WordNet ID, with which file names begin."""
     files = sorted(source.glob("n*_*.JPEG"))
     if len(files) != IMAGENET_CLASSES:
         raise DataError(f"{source} has {len(files)} images; there must be one of each of {IMAGENET_CLASSES} classes")
@@ -173,9 +172,9 @@ def nips2017(source: Path, _: Path) -> Splits:
 
 
 def cifar100(source: Path, folder: Path) -> Splits:
-    """Training images that the splits of the folder do not have, at most a hundred of a class in each of two more.
+    """Training images that are not in the folder's splits, at most a hundred per class in each of two new splits.
 
-    The set has images twice, some of them in its test set: a class has a few images less than five hundred.
+    CIFAR-100 contains duplicates, some of them in its test set: a class has slightly fewer than five hundred images.
     """
     digests = {_digest_of(content, decoded=True) for content in _images_of(folder, CIFAR100_OTHERS)}
     names = cifar100_names(source)
@@ -193,14 +192,14 @@ def cifar100(source: Path, folder: Path) -> Splits:
 
 
 def cifar100_names(source: Path) -> list[str]:
-    """The fine classes."""
+    """Names of the fine classes."""
     return (source / "cifar-100-binary" / "fine_label_names.txt").read_text(encoding="utf-8").split()
 
 
 def tinyimagenet(source: Path, folder: Path) -> Splits:
-    """All training images as they are, a hundred of a class in each split.
+    """All training images unchanged, a hundred per class in each split.
 
-    Images that the set has twice come once, and none that the validation and test splits of the folder have.
+    Duplicates are kept once, and images in the folder's validation and test splits are skipped.
     """
     digests = {_digest_of(content) for content in _images_of(folder, TINY_OTHERS)}
     splits: dict[str, list[Row]] = {}
@@ -214,19 +213,19 @@ def tinyimagenet(source: Path, folder: Path) -> Splits:
 
 
 def tiny_classes(source: Path) -> list[str]:
-    """WordNet numbers, in the order of labels."""
+    """WordNet IDs in label order."""
     return sorted((source / TINY / "wnids.txt").read_text(encoding="utf-8").split())
 
 
 def tiny_names(source: Path) -> list[str]:
-    """The first word for every class."""
+    """The first word of every class."""
     lines = (source / TINY / "words.txt").read_text(encoding="utf-8").splitlines()
     words = dict(line.split("\t", 1) for line in lines)
     return [words[name].partition(",")[0] for name in tiny_classes(source)]
 
 
 def _images_of(folder: Path, splits: Sequence[str]) -> Iterator[bytes]:
-    """The images of splits that are there."""
+    """The images of existing splits."""
     for split in splits:
         path = folder / f"{split}.parquet"
         if not path.is_file():
@@ -236,7 +235,7 @@ def _images_of(folder: Path, splits: Sequence[str]) -> Iterator[bytes]:
 
 
 def _digest_of(content: bytes, decoded: bool = False) -> bytes:
-    """What tells an image from others: its file, or its pixels."""
+    """A hash that identifies an image, by its file or by its pixels."""
     identity = np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).tobytes() if decoded else content
     return hashlib.sha256(identity).digest()
 

@@ -1,4 +1,4 @@
-"""What the documents show of the studies of classifiers, made from their stored columns alone."""
+"""Tables of the studies of classifiers for the documents, made only from their stored columns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,9 +41,9 @@ TITLE = "AUROC ↑ / FPR95 ↓ / AUPR ↑"
 
 
 def main_table(study: Study) -> str:
-    """Every row of a study; of its price what was measured."""
+    """Every row of a study, with the costs that were measured."""
     costs = study.facts["costs"]
-    counted = costs and costs["rows"][SINGLE]["peak_memory_bytes"]  # not on a CPU
+    counted = costs and costs["rows"][SINGLE]["peak_memory_bytes"]  # not measured on a CPU
     measured = ["cost ↓", "memory ↓"] if counted else ["cost ↓"] if costs else []
     lines = []
     for row in study.rows:
@@ -66,7 +66,7 @@ def main_table(study: Study) -> str:
 
 
 def metrics(scopes: Sequence[str]) -> list[list[str]]:
-    """The three metrics of scopes such as `near` or `ood.mnist`, each a cell."""
+    """The three metrics of scopes such as `near` or `ood.mnist`, one cell per scope."""
     return [[f"{scope}.{metric}" for metric in METRICS] for scope in scopes]
 
 
@@ -81,7 +81,7 @@ def detection_table(study: Study) -> str:
 
 
 def sets_table(study: Study) -> str:
-    """Tables 18 to 23: every OOD set by itself."""
+    """Tables 18 to 23: every OOD set separately."""
     groups = study.facts["groups"]
     sizes = set_sizes(study)
     heads = [f"{name} ({group}, {sizes[name]:,})" for group, names in groups.items() for name in names]
@@ -96,7 +96,7 @@ def sets_table(study: Study) -> str:
 
 
 def _note(study: Study) -> str:
-    """What the numbers are, and whose stand below them."""
+    """A note on the metrics, and on the paper's numbers below them."""
     paper = study.paper()
     inside = study.facts["inside"]
     missing = [row for row in paper if row not in study.rows]
@@ -109,19 +109,19 @@ def _note(study: Study) -> str:
 
 
 def set_sizes(study: Study) -> dict[str, int]:
-    """Samples of the test set and of every OOD set."""
+    """Number of samples of the test set and of every OOD set."""
     columns = study.columns(study.rows[0], study.seeds(study.rows[0])[0])
     return {name: len(columns[f"{name}|msp"]) for name in (study.facts["inside"], *study.outside)}
 
 
 def small_sets(study: Study) -> list[str]:
-    """OOD sets too small for an FPR95."""
+    """OOD sets too small for FPR95."""
     sizes = set_sizes(study)
     return [name for name in study.outside if sizes[name] < FEWEST]
 
 
 def shift_table(study: Study) -> str:
-    """Tables 13 and 14, and NLL: a table a metric, rows by severity, means over fifteen corruptions and the seeds."""
+    """Tables 13 and 14, and NLL: one table per metric, rows by severity, means over fifteen corruptions and seeds."""
     theirs = paper_numbers("classifier", study.stands_for)
     levels = (*SEVERITIES, SHIFT)
     rows = [row for row in study.rows if study.mean(row, f"{SHIFT}.accuracy") is not None]
@@ -150,7 +150,7 @@ def shift_table(study: Study) -> str:
 
 
 def contrast_table(study: Study) -> str:
-    """What the parts of the method bring: paired differences that decide the story."""
+    """The contribution of each part of the method: paired differences between rows."""
     longer, whole = "Single, trained as long", "Single, D.2, nothing pruned"
     less: Mapping[str, Sequence[str]] = {
         **dict.fromkeys((longer, whole, SOUP, DEEP), (SINGLE,)),
@@ -187,14 +187,14 @@ TOO_FEW = "fewer than three rows have settings that it chose, which correlate wi
 
 
 def choices_table(study: Study) -> str:
-    """What half B said of every setting that was compared, and what was taken."""
+    """Metrics on half B of every setting, and which one was chosen."""
     lines = []
     for row, choice in study.facts["choices"].items():
         for option in choice["measured"]:
             taken = "taken" if option["setting"] == choice["setting"] else ""
             cells = [printed(option[key], key) for key in ("accuracy", "calibrated.nll", "all.auroc")]
             lines.append([row, setting_text(option["setting"]), *cells, taken])
-        for option in choice.get("left_out", ()):  # which could not be measured, as where its training diverged
+        for option in choice.get("left_out", ()):  # not measured, for example because training diverged
             lines.append([row, setting_text(option["setting"]), "–", "–", "–", "left out"])
     correlations = [
         f"of {name} {correlation[0]:+.2f} over {correlation[1]} rows"
@@ -264,7 +264,7 @@ SUMMARY_KEYS = (
 
 
 def recipes_table(study: Study) -> str:
-    """What every row is, and the setting that held-out data chose for it."""
+    """A description of every row, and the setting that held-out data chose for it."""
     lines = []
     for row in study.rows:
         choice = study.facts["choices"].get(ROWS[row].like or row)
@@ -273,12 +273,12 @@ def recipes_table(study: Study) -> str:
 
 
 def setting_text(setting: Mapping[str, Any]) -> str:
-    """A setting in words."""
+    """Format a setting."""
     return ", ".join(f"{key} {value}" for key, value in setting.items())
 
 
 def summary_table(study: Study) -> str:
-    """The rows that tell the story, in the columns that users ask for."""
+    """The main rows, with the metrics that users ask for."""
     trained = study.facts["trainings"]
     lines = [
         [row, WHAT[row], f"{trained[row]:g}", *(marked(study, row, key) for key in SUMMARY_KEYS)]
@@ -310,7 +310,7 @@ PRINTED = {  # columns of Tables 1 and 2, and near and far of Tables 15 to 17
 
 
 def paper_table(study: Study) -> str:
-    """The paper's table of the task: our numbers, and the paper's in brackets."""
+    """The paper's table of the task: our numbers, with the paper's in brackets."""
     theirs = paper_numbers("classifier", study.stands_for)
     lines = [
         [row, *(f"{printed(study.mean(row, key), key)} ({printed(numbers.get(key), key)})" for key in PRINTED)]
@@ -326,8 +326,8 @@ def paper_table(study: Study) -> str:
 
 
 def foretold(study: Study, key: str) -> tuple[float, int] | None:
-    """Rank correlation of a number of chosen settings on held-out data with that on the test, and of how many."""
-    from scipy.stats import spearmanr  # takes a second to import, and one table asks
+    """Rank correlation of a metric of chosen settings between held-out and test data, and the number of rows."""
+    from scipy.stats import spearmanr  # takes a second to import, and only one table needs it
 
     predicted, measured = [], []
     for row, choice in study.facts["choices"].items():

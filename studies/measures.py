@@ -1,8 +1,8 @@
-"""Numbers from the columns of a study, and how far chance among test samples moves each of them.
+"""Metrics from the columns of a study, and their uncertainty over test samples.
 
-Every number with an interval is a mean over samples, to first order: it comes with its *influences*, one a sample and
-set, whose variance is that of the number. Influences of two methods on the same samples are subtracted, and averaged
-over seeds, before their variance is taken: that is what pairs them.
+Every metric with an interval is, to first order, a mean over samples: it comes with its *influences*, one per sample
+and set, whose variance gives that of the metric. For paired comparisons, influences of two methods on the same samples
+are subtracted and averaged over seeds before their variance is taken.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.special import ndtri, stdtrit  # quantiles; scipy.stats has the same, but takes a second to import
+from scipy.special import ndtri, stdtrit  # quantiles; scipy.stats has them too, but takes a second to import
 
 from hydra_ensembles.metrics import adaptive_ece_of_confidence, aurc
 from hydra_ensembles.metrics.distance import LearnedName
@@ -24,30 +24,30 @@ Columns = Mapping[str, npt.NDArray[Any]]  # by `set|column`
 Groups = Mapping[str, Sequence[str]]  # names of OOD sets by `near` and `far`
 
 BINS = 15
-CALIBRATED = "calibrated."  # before the names of what is said after calibration
+CALIBRATED = "calibrated."  # prefix of metrics after calibration
 DOUBT = {"": "msp", CALIBRATED: f"{CALIBRATED}doubt"}  # one minus confidence
 LEVEL = 0.95
-NAMED = ("entropy", "mahalanobis", *get_args(LearnedName))  # scores of a row, where it has them
-CONFIDENT = "vilu"  # the score that is minus the log-odds of being right, a confidence of its own
+NAMED = ("entropy", "mahalanobis", *get_args(LearnedName))  # scores that a row may have
+CONFIDENT = "vilu"  # a score that is minus the log-odds of being right, and so gives a confidence of its own
 SCORES = {"": "msp", **{f"{name}:": name for name in NAMED}}
-SPREAD: Literal["mutual_information"] = "mutual_information"  # of members: its mean over a set, no score of samples
-# of corrupted images
+SPREAD: Literal["mutual_information"] = "mutual_information"  # of members: stored as a mean over a set, not per sample
+# for corrupted images
 SHIFT = "shift"
 SEVERITIES = tuple(f"severity {level}" for level in range(1, 6))
-FEWEST_SEEDS = 3  # of which a difference is called better or worse, or a claim judged
-FEWEST = 1000  # samples of a set whose false positives are counted at 95 % of them
+FEWEST_SEEDS = 3  # needed to call a difference significant or to judge a claim
+FEWEST = 1000  # samples that a set needs for FPR95
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number, and by set the influences of its samples."""
+    """A metric, and the influences of its samples by set."""
 
     value: float
     influences: Mapping[str, Floats]
 
     @staticmethod
     def mean(parts: Sequence["Number"]) -> "Number":
-        """The mean of numbers, of other sets or the same."""
+        """The mean of numbers, on the same or different sets."""
         if len(parts) == 1:
             return parts[0]
         joined: dict[str, Floats] = {}
@@ -65,15 +65,15 @@ class Number:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation that chance among the samples gives."""
+        """The standard deviation due to the sampling of test data."""
         return float(np.sqrt(sum(influences.var(ddof=1) / len(influences) for influences in self.influences.values())))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference over seeds, and half the width of its interval over seeds and test samples.
+    """A mean difference over seeds, and half the width of its interval over seeds and test samples.
 
-    `as_they_are`, of rows of two runs: the same without taking off the Single of either run.
+    `as_they_are`, for rows from two runs: the difference without subtracting each run's Single.
     """
 
     value: float
@@ -83,7 +83,7 @@ class Difference:
 
     @classmethod
     def of(cls, ours: Sequence[Number], theirs: Sequence[Number]) -> "Difference":
-        """Of numbers of the same seeds; both sources of chance add in squares, seeds by Student's t."""
+        """From numbers of the same seeds; adds both variances, using Student's t over seeds."""
         gaps = [one.minus(other) for one, other in zip(ours, theirs, strict=True)]
         among_samples = float(ndtri((1 + LEVEL) / 2)) * Number.mean(gaps).deviation
         among_seeds = 0.0
@@ -95,9 +95,9 @@ class Difference:
 
     @property
     def certain(self) -> bool:
-        """Whether the interval leaves out zero, of two runs both ways on the same side.
+        """Whether the interval excludes zero; for rows from two runs, both ways and on the same side.
 
-        Of one seed or two little is known of how far seeds differ.
+        False below three seeds, which say little about the variation between seeds.
         """
         other = self.as_they_are
         agrees = other is None or (other.certain and (other.value > 0) == (self.value > 0))
@@ -105,7 +105,7 @@ class Difference:
 
 
 def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
-    """Every number with influences of one model: `accuracy`, `calibrated.nll`, `entropy:all.auroc` and so on."""
+    """Every metric of one model that has influences: `accuracy`, `calibrated.nll`, `entropy:all.auroc` and so on."""
     raw = {key.removeprefix(f"{inside}|"): column for key, column in columns.items() if key.startswith(f"{inside}|")}
     id_columns = {name: column.astype(np.float64) for name, column in raw.items()}
     by_key = {"accuracy": _mean(id_columns["correct"], inside)}
@@ -129,7 +129,7 @@ def numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, Number]:
 
 
 def shift_numbers(columns: Columns) -> dict[str, Number]:
-    """Numbers of one model on corrupted images: `severity 1.accuracy` and so on, and `shift.accuracy`, their mean."""
+    """Metrics of one model on corrupted images: `severity 1.accuracy` and so on, and `shift.accuracy`, their mean."""
     by_key: dict[str, Number] = {}
     for column, metric in (("correct", "accuracy"), ("brier", "brier"), ("nll", "nll")):
         levels = [level for level in SEVERITIES if f"{level}|{column}" in columns]
@@ -141,15 +141,15 @@ def shift_numbers(columns: Columns) -> dict[str, Number]:
 
 
 def plain_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, float]:
-    """Every number of one model, those without influences too."""
+    """Every metric of one model, including those without influences."""
     known = numbers(columns, inside, groups)
     return {key: number.value for key, number in known.items()} | further_numbers(columns, inside, groups)
 
 
 def further_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, float]:
-    """Numbers without influences of one model: adaptive ECE, AUPR, FPR95 of sets that are large, spread of members.
+    """Metrics of one model without influences: adaptive ECE, AUPR, FPR95 of large sets, mutual information.
 
-    AUPR and FPR95 by the largest probability, and by a score that was learned (`vilu:near.fpr95`) where there is one.
+    AUPR and FPR95 use the largest probability, and also a learned score (`vilu:near.fpr95`) if there is one.
     """
     correct = torch.from_numpy(columns[f"{inside}|correct"])
     learned = f"{inside}|{CONFIDENT}"
@@ -168,7 +168,7 @@ def further_numbers(columns: Columns, inside: str, groups: Groups) -> dict[str, 
 
 
 def _detection(columns: Columns, inside: str, groups: Groups, prefix: str, score: str) -> dict[str, float]:
-    """AUPR by a score, and FPR95 of sets that are large."""
+    """AUPR by a score, and FPR95 of large sets."""
     id_scores = np.sort(columns[f"{inside}|{score}"].astype(np.float64))
     aupr = {}
     fpr95 = {}
@@ -181,7 +181,7 @@ def _detection(columns: Columns, inside: str, groups: Groups, prefix: str, score
 
 
 def _by_set_and_group(prefix: str, metric: str, values: Mapping[str, float], groups: Groups) -> dict[str, float]:
-    """A number of every set that has it, and its means over those of a group and over all."""
+    """A metric for every set that has it, and its means over each group and over all sets."""
     by_key = {f"{prefix}ood.{name}.{metric}": value for name, value in values.items()}
     all_sets = [name for names in groups.values() for name in names]
     for group, names in {**groups, "all": all_sets}.items():
@@ -191,12 +191,12 @@ def _by_set_and_group(prefix: str, metric: str, values: Mapping[str, float], gro
 
 
 def _confidence(odds: Floats) -> Floats:
-    """How sure a score is that is minus the log-odds of being right."""
+    """The confidence of a score that is minus the log-odds of being right."""
     return 1.0 / (1.0 + np.exp(odds))
 
 
 def _detected(inside: Floats, outside: Floats) -> tuple[float, float]:
-    """Of rising scores: AUPR by steps, and FPR95 at the first threshold that finds 95 % of the OOD samples."""
+    """For sorted scores: AUPR by steps, and FPR95 at the first threshold that flags 95 % of the OOD samples."""
     strictest = np.unique(outside)[::-1]
     false, caught = (len(scores) - np.searchsorted(scores, strictest) for scores in (inside, outside))
     steps = np.diff(caught, prepend=0) / len(outside)
@@ -210,7 +210,7 @@ def _mean(values: Floats, inside: str) -> Number:
 
 
 def _ece(confidence: Floats, correct: Floats, inside: str) -> Number:
-    """Of 15 equal bins; within each, the sign of the gap says which way a sample pulls."""
+    """ECE over 15 equal-width bins; a sample's influence has the sign of its bin's gap."""
     gaps = correct - confidence
     bins = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
     signs = np.sign(np.bincount(bins, gaps, BINS))[bins]
@@ -219,30 +219,30 @@ def _ece(confidence: Floats, correct: Floats, inside: str) -> Number:
 
 
 def _aurc(scores: Floats, wrong: Floats, inside: str) -> Number:
-    """Area under risk and coverage; a sample counts by its own mistake, and by making others less covered.
+    """Area under the risk-coverage curve; a sample counts by its own error and by lowering the coverage of others.
 
-    Among equal scores the order is chance: each has the mean of what it would count in every place of theirs.
+    The order of tied scores is arbitrary: each sample gets the mean of its contributions over all tied positions.
     """
     count = len(scores)
     _, run, sizes = np.unique(scores, return_inverse=True, return_counts=True)
-    placed = np.repeat(np.arange(len(sizes)), sizes)  # run of every place, the surest first
+    placed = np.repeat(np.arange(len(sizes)), sizes)  # group of tied scores at every position, most confident first
     value = aurc(torch.from_numpy(scores), torch.from_numpy(wrong > 0))
     share = np.arange(1, count + 1) / count
     missed = (np.bincount(run, wrong) / sizes)[placed]
-    after = np.cumsum((missed / share)[::-1])[::-1] / count  # mistakes at least as doubtful, over what they cover
+    after = np.cumsum((missed / share)[::-1])[::-1] / count  # errors with at least this score, over their coverage
     covered, after = (np.bincount(placed, terms) / sizes for terms in (np.log(share), after))
     influence = -wrong * covered[run] + wrong.mean() - after[run]
     return Number(value, {inside: influence - influence.mean()})
 
 
 Whole = npt.NDArray[np.int64]
-Ranked = tuple[Whole, Whole]  # by sample a number in the order of its score; by number, samples below and up to it
+Ranked = tuple[Whole, Whole]  # rank of every sample; by rank, number of samples below plus number up to it
 
 
 def _ranked(parts: Sequence[Array]) -> list[Ranked]:
-    """Scores of several sets as whole numbers, equal where these are: of half precision their bits, else ranks."""
+    """Scores of several sets as order-preserving integers with the same ties: float16 by their bits, others by rank."""
     ends = np.cumsum([len(part) for part in parts])[:-1]
-    scores = np.concatenate(parts) + np.float16(0)  # of two zeros one
+    scores = np.concatenate(parts) + np.float16(0)  # merges -0 and +0
     if scores.dtype == np.float16:
         bits = scores.view(np.int16).astype(np.int64)
         ranks = np.where(bits < 0, -(bits & 0x7FFF), bits)
@@ -255,13 +255,13 @@ def _ranked(parts: Sequence[Array]) -> list[Ranked]:
 
 
 def _auroc(inside: Ranked, outside: Ranked, id_name: str, ood_name: str) -> Number:
-    """How often an OOD sample has the larger score, a tie counting half; by sample of either side."""
-    above = _share_below(outside, inside)  # of ID samples, for every OOD sample
+    """How often an OOD sample has the larger score, ties counting half; with influences of both sets."""
+    above = _share_below(outside, inside)  # share of ID samples, for every OOD sample
     value = float(above.mean())
     return Number(value, {id_name: (1.0 - _share_below(inside, outside)) - value, ood_name: above - value})
 
 
 def _share_below(points: Ranked, values: Ranked) -> Floats:
-    """For every point the share of values below it, of equal ones half."""
+    """For every point the share of values below it; equal values count half."""
     (positions, _), (ranks, below_and_upto) = points, values
     return below_and_upto[positions] / (2 * len(ranks))

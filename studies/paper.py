@@ -1,14 +1,14 @@
-"""The paper's own numbers, from the CSV files beside the code, as the paper prints them there; as fractions here.
+"""The paper's own numbers, read from the CSV files beside the code; percentages become fractions.
 
 `classifiers.csv`: Tables 1, 2 and 15 to 17 (M = 3, maximum softmax probability); near and far of BatchEnsemble and LoRA
-Ensembles on ImageNet-1K are those of Tables 21 and 22, for Table 15 mixes them up. `shift.csv`: Tables 13 and 14, by
-severity, and under `shift` their average. `classifier_sets.csv`: Tables 18 to 23, set by set, and CIFAR-10 of Table 16;
+Ensembles on ImageNet-1K are from Tables 21 and 22, because Table 15 mixes them up. `shift.csv`: Tables 13 and 14, by
+severity, and their average as `shift`. `classifier_sets.csv`: Tables 18 to 23, set by set, and CIFAR-10 of Table 16;
 without MIMO and MC Dropout of Table 23, whose rows repeat those of other methods. `zero_shot.csv`: Tables 3 and 24 to
-28 (OpenCLIP ViT-B/32), `average` is the mean over its nine data sets; Brier of Temperature Scaling and far AUPR of
-CircAvg are what the sets give. `zero_shot_tasks.csv` and `zero_shot_sets.csv`: set by set, without Single's NLL on
-CIFAR-100, which does not give its mean, and of Table 26 without Texture, MNIST and SVHN of Single and ViLU, whose
-numbers it has in each other's place. `analyses.csv`: Tables 4 to 6 and 8 to 12, B.1 and B.2.2; near and far of Single
-on SST-2 are those of Table 17, for Table 4 prints averages. `…_claims.csv`: what it says of them.
+28 (OpenCLIP ViT-B/32); `average` is the mean over its nine data sets; Brier of Temperature Scaling and far AUPR of
+CircAvg are recomputed from the sets. `zero_shot_tasks.csv` and `zero_shot_sets.csv`: set by set, without Single's NLL
+on CIFAR-100, which contradicts its mean, and without Texture, MNIST and SVHN of Single and ViLU in Table 26, which it
+swaps. `analyses.csv`: Tables 4 to 6 and 8 to 12, B.1 and B.2.2; near and far of Single on SST-2 are from Table 17,
+because Table 4 prints averages. `…_claims.csv`: the claims that the paper makes about these numbers.
 """
 
 import csv
@@ -24,12 +24,12 @@ STANDS_FOR: Mapping[str, str] = {
     "cifar100": "CIFAR-100",
     "sst2": "SST-2",
 }
-"""The task of the paper that an ID set is, or stands for."""
+"""The paper's task that an ID set is, or stands for."""
 LIKE: Mapping[str, str] = {"dtd10": "textures", "miniplaces": "places365"}
-"""The paper's OOD set that one of another name stands for."""
+"""The paper's OOD set that a set with another name stands for."""
 COLUMN: Mapping[str, str] = {"tinyimagenet": "imagenet", "scene15": "sun397", "dtd10": "dtd"}
-"""The data set of the paper's Table 24 that a task of another name stands for."""
-SHARES = ("accuracy", "auroc", "fpr95", "aupr")  # printed in percent
+"""The data set of the paper's Table 24 that a task with another name stands for."""
+SHARES = ("accuracy", "auroc", "fpr95", "aupr")  # printed in per cent
 FILES = {"classifier": ("classifiers", SHARES), "dual": ("zero_shot", (*SHARES, "ece", "aece"))}
 SETS = {"classifier": "classifier_sets", "dual": "zero_shot_sets"}
 
@@ -38,13 +38,13 @@ Numbers = Mapping[str, float]
 
 @cache
 def read_csv(name: str) -> Sequence[Mapping[str, str]]:
-    """The lines of a file."""
+    """The rows of a CSV file."""
     with (FOLDER / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def paper_numbers(kind: str, task: str) -> dict[str, dict[str, float]]:
-    """Numbers by method of one task (`ImageNet-1K`, `SST-2`, of zero-shot studies `average`); no empty cells."""
+    """Numbers by method for one task (`ImageNet-1K`, `SST-2`; zero-shot: `average`); empty cells are skipped."""
     name, shares = FILES[kind]
     by_method: dict[str, dict[str, float]] = {}
     for row in (*read_csv(name), *(read_csv("shift") if kind == "classifier" else ())):
@@ -56,7 +56,7 @@ def paper_numbers(kind: str, task: str) -> dict[str, dict[str, float]]:
 
 
 def set_numbers(kind: str, task: str) -> dict[str, dict[str, float]]:
-    """Numbers at OOD sets of one task by method, `ood.mnist.auroc` and so on; sets that stand for one have its."""
+    """Numbers by method on a task's OOD sets, such as `ood.mnist.auroc`; also under the names of stand-in sets."""
     by_method: dict[str, dict[str, float]] = {}
     for row in (row for row in read_csv(SETS[kind]) if row["task"] == task):
         for name in (row["set"], *(ours for ours, theirs in LIKE.items() if theirs == row["set"])):
@@ -66,7 +66,7 @@ def set_numbers(kind: str, task: str) -> dict[str, dict[str, float]]:
 
 
 def classifier_numbers(inside: str) -> Mapping[str, Numbers]:
-    """Everything that the paper says of the rows of a study, by the name of its ID set; nothing of other tasks."""
+    """All of the paper's numbers for the rows of a study, by the name of its ID set; empty for other tasks."""
     if inside not in STANDS_FOR:
         return {}
     sets = set_numbers("classifier", STANDS_FOR[inside])
@@ -74,7 +74,7 @@ def classifier_numbers(inside: str) -> Mapping[str, Numbers]:
 
 
 def zero_shot_numbers(tasks: Sequence[str], detections: Sequence[str]) -> Mapping[str, Numbers]:
-    """Everything that the paper says of the rows of a zero-shot study, under the keys that ours have."""
+    """All of the paper's numbers for the rows of a zero-shot study, under the same keys as ours."""
     by_method: dict[str, dict[str, float]] = {}
     stands_for = {task: STANDS_FOR[task] for task in detections if task in STANDS_FOR}
     for prefix, name in {"unseen": AVERAGE, **stands_for}.items():

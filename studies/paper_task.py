@@ -1,9 +1,9 @@
-"""The paper's own tasks for those who have its data: Tables 1 and 2 on ViT-B/16 and BERT-base, by appendices C and D.
+"""The paper's own tasks, for users with its data: Tables 1 and 2 on ViT-B/16 and BERT-base, by appendices C and D.
 
-Every set lies in a folder of its own name below the data folder, in any layout that `he.data.load` reads (a folder of
-images by class, Parquet, CSV: columns `image`, or `text` and `text_pair`, and `label`); or, for images, as OpenOOD 1.5
-leaves it; or, for texts, on the Hugging Face hub. The validation set and the OOD set of circuits rank heads and choose
-settings, for the paper has no others; half A and half B are the same here. `recipes/paper.yaml` says what is ours.
+Every set is in a folder of its own name below the data folder, in any layout that `he.data.load` reads (a folder of
+images by class, Parquet, CSV: columns `image`, or `text` and `text_pair`, and `label`); images may also be in OpenOOD
+1.5's layout, and texts on the Hugging Face hub. The validation set and the circuits' OOD set both rank heads and choose
+settings, because the paper has no others; half A and half B are the same here. `recipes/paper.yaml` marks our settings.
 """
 
 import os
@@ -30,11 +30,11 @@ from .task import recipe as classifiers_recipe
 from .weights import own_backbone
 
 TASKS = ("imagenet", "cifar100", "sst2")
-PARTS = {"train": "train", "validation": "val", "": "test"}  # of a set whose suite names no split, by its name
+PARTS = {"train": "train", "validation": "val", "": "test"}  # split of a set if its suite names none, by the set's name
 
 
 def recipe(model: str) -> dict[str, Any]:
-    """The settings of the paper's tasks with a model of the user's own; what they leave open is as in our studies."""
+    """The settings of the paper's tasks for a user's own model; all others are those of our studies."""
     settings = read_recipe("paper")
     for plain in settings["tasks"].values():
         plain["backbone"] = model
@@ -43,21 +43,21 @@ def recipe(model: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PaperFolder(DataFolder):
-    """The paper's sets below one folder; see the top of this file."""
+    """The paper's sets below one folder; see the module docstring."""
 
     def load(self, reference: SetRef) -> AnyDataset:
-        """A set from its own folder, else as the suite says."""
+        """Load a set from its own folder if there is one, otherwise as the suite says."""
         name, part = named(reference)
         if not (self.root / name).exists():
             return reference.load(self.root)
-        if part is None:  # OOD data: their labels are not read, and one part may be called anything
+        if part is None:  # OOD data: labels are not read, and the only split may have any name
             files = [path for below in ("", "data") for path in (self.root / name / below).glob(f"{reference.split}*")]
             reference = replace(reference, split=reference.split if files else None, labels="optional")
         local = replace(reference, source=name, config=None, folder="", columns=Columns())
         return (local if part is None else replace(local, split=reference.split or part)).load(self.root)
 
     def require(self, suite: Suite) -> None:
-        """Refuse a folder that lacks sets of a suite; all of them are named, with what is looked for."""
+        """Raise if sets of a suite are missing; the error names all of them and where they are looked for."""
         errors, count = [], 0
         for use, reference in uses(suite):
             count += 1
@@ -73,7 +73,7 @@ class PaperFolder(DataFolder):
             )
 
     def looked_for(self, reference: SetRef) -> str:
-        """Where a set may lie."""
+        """Where a set may be."""
         name, part = named(reference)
         places = [str(self.root / name / ((part and (reference.split or part)) or ""))]
         if reference.source.endswith(".txt"):
@@ -86,13 +86,13 @@ class PaperFolder(DataFolder):
 
 
 def named(reference: SetRef) -> tuple[str, str | None]:
-    """The folder that a set has to itself, and which part of it is meant; None for OOD data, whose folder has one."""
+    """The folder of a set, and its split; None for OOD data, whose folder has only one."""
     name, _, part = reference.name.partition("-")
     return name, PARTS[part] if name in TASKS else None
 
 
 def uses(suite: Suite) -> Iterator[tuple[str, SetRef]]:
-    """Every set of a suite with what it is for."""
+    """Every set of a suite with its purpose."""
     yield "training", given(suite, "train")
     yield "validation", given(suite, "validation")
     yield "test", suite.id
@@ -102,7 +102,7 @@ def uses(suite: Suite) -> Iterator[tuple[str, SetRef]]:
 
 
 class PaperTask(Task):
-    """A task of the paper with a model of the user's own."""
+    """A task of the paper with a user's own model."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -110,7 +110,7 @@ class PaperTask(Task):
 
     @cached_property
     def backbone(self) -> he.Ensemble:
-        """The user's model, with a classifier that is still to be drawn."""
+        """The user's model, with a classifier that is initialised later."""
         classes = self.source.load(given(self.suite, "train")).class_names
         return own_backbone(self.plain["backbone"], classes, text=self.kind == "text")
 
@@ -119,7 +119,7 @@ class PaperTask(Task):
         return self.backbone.to(self.device)
 
     def inputs(self, sets: Sequence[AnyDataset]) -> Samples:
-        """A set by the model's own preprocessing; images are cut as the paper cuts them."""
+        """A set with the model's own preprocessing; images are cropped like the paper's."""
         (dataset,) = sets
         if self.kind == "text":
             return Prepared(dataset, replace(self.preprocessing, max_length=self.plain["input_size"]))
@@ -127,7 +127,7 @@ class PaperTask(Task):
 
     @property
     def preprocessing(self) -> Any:
-        """How the model takes its inputs."""
+        """The model's preprocessing."""
         prepare = self.backbone.metadata.preprocessing
         if prepare is None:
             raise CheckpointError(
@@ -137,7 +137,7 @@ class PaperTask(Task):
         return prepare
 
     def lessons(self, training: Recipe) -> Any:
-        """Batches to train on by a recipe; images are cropped, mirrored and changed by several processes."""
+        """Training batches for a recipe; several processes crop, mirror and augment images."""
         if self.kind == "text":
             return super().lessons(training)
         change = TrainTransform.matching(self.preprocessing, rand_augment=training.rand_augment)
@@ -154,7 +154,7 @@ class PaperTask(Task):
 
     @cached_property
     def foreign(self) -> Samples:
-        """OOD samples that rank heads; they are in no report."""
+        """OOD samples that rank heads; they are not reported."""
         return self.samples(at_most(self.source.load(self.suite.circuit_ood), self.settings["circuits"]))
 
     def _foreign(self, stage: Stage) -> dict[str, Sequence[SetRef]]:
@@ -162,13 +162,13 @@ class PaperTask(Task):
 
 
 def rows_of_table(task: Task) -> list[str]:
-    """The rows of the paper's table that can be run: all but those that are pretrained in a way of their own."""
+    """The rows of the paper's table that can be run: all but those with a special pretraining."""
     printed: Mapping[str, Any] = paper_numbers("classifier", task.plain["paper"])
     return [row for row in rows_of(task) if row in printed]
 
 
 def folder_of(data: Path) -> PaperFolder:
-    """The sets below a folder that must exist."""
+    """The sets below a folder; raises if it does not exist."""
     if not data.is_dir():
         raise DataError(f"there is no folder {data}; give the one that the paper's sets lie in")
     return PaperFolder(data)

@@ -1,4 +1,4 @@
-"""Files under `results/`, and what documents show of them: JSON, tables, figures, and what they were made with."""
+"""Files under `results/` and how documents show them: JSON, tables, figures, hardware and versions."""
 
 import importlib.metadata
 import json
@@ -21,17 +21,17 @@ FIGURES = ROOT / "docs" / "figures"
 
 
 def load(name: str) -> Any:
-    """A file under `results/`."""
+    """Read a JSON file under `results/`."""
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
 def store(path: Path, content: Any) -> None:
-    """Write a result file in one step; it may have numbers that are none."""
+    """Write a result file atomically; NaN and infinity are allowed."""
     write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Versions of torch, of this library, and of others that are installed."""
+    """Versions of torch, of this library, and of the given packages that are installed."""
     installed = {"torch": str(torch.__version__), "hydra_ensembles": hydra_ensembles.__version__}
     for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -40,7 +40,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def hardware(device: str) -> str:
-    """What times are taken on."""
+    """The name of the hardware that times are measured on."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
@@ -48,20 +48,20 @@ def hardware(device: str) -> str:
 
 
 def fixed(value: float, decimals: int, sign: str = "") -> str:
-    """A number as documents write it: halves go up, and the last bits, which the order of sums decides, have no say."""
+    """Format a number for documents: halves round up, and bits that depend on the order of summation are ignored."""
     exact = Decimal(repr(round(value, 9))).quantize(Decimal(10) ** -decimals, ROUND_HALF_UP)
     return f"{exact:{sign},}"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], note: str = "", align: str = "l") -> str:
-    """A table, and a note below; `align` has an `l` or an `r` for each column, those it does not name are numbers."""
+    """A table with a note below; `align` has an `l` or `r` per column, and columns beyond it are right-aligned."""
     rule = "".join("|---" if side == "l" else "|---:" for side in align.ljust(len(header), "r"))
     lines = [f"| {' | '.join(header)} |", rule + "|", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
     return "\n".join([*lines, *(["", note] if note else [])])
 
 
 def pyplot() -> Any:
-    """matplotlib, set up for drawings that are the same on every run."""
+    """Return pyplot, configured so that figures are the same on every run."""
     matplotlib = require("matplotlib", extra="report")
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -73,9 +73,9 @@ def pyplot() -> Any:
 
 
 def save_figure(figure: Any, path: Path, source: str | None = None) -> Path:
-    """Write a drawing as SVG, which may say what it was drawn from, and let go of it."""
+    """Write a figure as SVG, optionally with its source in the metadata, and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fit = None if figure.get_constrained_layout() else "tight"  # that layout has put all of it inside
+    fit = None if figure.get_constrained_layout() else "tight"  # constrained layout already fits everything
     figure.savefig(path, metadata={"Date": None, "Source": source}, bbox_inches=fit, facecolor="white")
     pyplot().close(figure)
     return path

@@ -1,11 +1,11 @@
-"""Every row of the studies of classifiers: how its model is made, what half B chooses from, what it costs to train.
+"""Every row of the studies of classifiers: how its model is made, the settings half B chooses from, its trainings.
 
-*Hydra (Circ)*, *Hydra (Taylor)*, *CircAvg*, *CircAcc*, *CircOOD* and *Taylor* are the paper's procedure: heads in its
-share, D.2 as it is printed for the task. *Hydra* is our default, one setting for all tasks; *Hydra, tuned* what half B
-of the task chose. Nothing else is called Hydra.
+*Hydra (Circ)*, *Hydra (Taylor)*, *CircAvg*, *CircAcc*, *CircOOD* and *Taylor* follow the paper: its share of heads, and
+D.2 as printed for the task. *Hydra* is our default, one setting for all tasks; *Hydra, tuned* is what half B of the
+task chose. Nothing else is called Hydra.
 
-Rows that others propose are trained on Single's data, in as many epochs. Each has a few settings, its authors' among
-them where they are known. Rates are given over Single's: a method that trains little of a model needs higher ones.
+Methods by other authors are trained on Single's data for as many epochs. Each has a few settings, including its
+authors' where known. Learning rates are relative to Single's: a method that trains few weights needs higher ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,47 +33,47 @@ CLASSIFIERS = "Deep Ensembles (classifiers)"
 
 PRETRAINED = ("image", "text")  # kinds of tasks that start from a pretrained model
 EVERY = (*PRETRAINED, "scratch")
-CURVE = "vision-cifar100"  # where it is seen what short recovery costs
-LAPLACE_MEMBERS = 20  # classifiers that are drawn, at the price of one model
-POINTS = 10  # that SWAG visits
-OBA_STEPS, OBA_BATCHES = 8, 16  # the public code has 49 and 200: 77 times as much
+CURVE = "vision-cifar100"  # task that shows the cost of short recovery
+LAPLACE_MEMBERS = 20  # classifiers drawn, at the price of one model
+POINTS = 10  # points that SWAG visits
+OBA_STEPS, OBA_BATCHES = 8, 16  # the public code uses 49 and 200: 77 times as much
 
 Model = Any
-"""An `Ensemble`, or what answers with a `Prediction` as one does (`predict`)."""
+"""An `Ensemble`, or any model whose `predict` returns a `Prediction`."""
 Settings = Callable[[Task], list[Setting]]
 Making = Callable[[Seed, Setting], Model]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method: its model for a seed and a setting, and the trainings of a whole model that it takes, Single's too.
+    """A method: its model for a seed and a setting, and the full model trainings that it needs, including Single's.
 
-    Trainings are counted in passes forwards and backwards over the training data of Single, D.2 as one, and rounded up;
-    where settings differ, those of the dearest one.
+    Trainings are counted in forward and backward passes over Single's training data, D.2 as one, and rounded up; if
+    settings differ, the most expensive one counts.
     """
 
     make: Making
     trainings: float
     settings: Settings = lambda _: [{}]  # that half B of the first seed chooses from
-    like: str | None = None  # the row whose setting it has
+    like: str | None = None  # the row whose setting it uses
     kinds: Sequence[str] = PRETRAINED
-    only: str | None = None  # the task that has it
-    paper: tuple[Heads, int] | None = None  # the heads that its members lose, where they are the paper's, and how many
-    fine_tunings: int | None = 1  # of the pretrained model by Single's recipe that it is made of; None: all members'
+    only: str | None = None  # the only task that has it
+    paper: tuple[Heads, int] | None = None  # kind and number of the paper's members that it uses
+    fine_tunings: int | None = 1  # by Single's recipe, that it is made of; None: one per member
 
     @property
     def trains(self) -> bool:
-        """Whether it takes more trainings than those of its fine-tunings and of members of the paper's."""
+        """Whether it trains more than its fine-tunings and the paper's members."""
         _, members = self.paper or ("", 0)
         return self.fine_tunings is not None and self.trainings > self.fine_tunings + members
 
     def options(self, task: Task) -> list[Setting]:
-        """The settings to choose from; one is sealed all the same, for rows that are like this one."""
+        """The settings to choose from; a single one is stored too, for rows that are `like` this one."""
         options = self.settings(task) if self.like is None else []
         return [] if options == [{}] else options
 
     def model(self, seed: Seed, name: str) -> Model:
-        """Its model by the setting that was chosen."""
+        """Its model with the chosen setting."""
         if self.like is not None or self.options(seed.task):
             return self.make(seed, seed.chosen(self.like or name))
         return self.make(seed, {})
@@ -88,28 +88,28 @@ def one_of(*settings: Setting) -> Settings:
 
 
 def rates(*values: float) -> Settings:
-    """The same rates on every task."""
+    """The same learning rates on every task."""
     return one_of(*({"rate": value} for value in values))
 
 
 def rate_of(setting: Setting) -> float:
-    """The rate that was chosen."""
+    """The learning rate of a setting."""
     return float(setting["rate"])
 
 
 def single_rates(task: Task) -> list[Setting]:
-    """The rates of Single's own training, where it has several."""
+    """The learning rates of Single's own training, if it has several."""
     grid = task.training().rates
     return [{"rate": rate} for rate in grid] if len(grid) > 1 else [{}]
 
 
 def paper_rates(task: Task) -> list[Setting]:
-    """The rates of D.2."""
+    """The learning rates of D.2."""
     return [{"rate": rate} for rate in Recipe.preset(task.plain["recovery"]["preset"]).rates]
 
 
 def mimo_settings(task: Task) -> list[Setting]:
-    """The paper's, and more often the same image for all; at a higher rate where the stem was pretrained for one."""
+    """The paper's setting, and one that repeats images more often; a higher rate if the stem is pretrained."""
     faster = 1 if task.scratch else 3
     return [{"rho": 0.5, "repeat": 4, "faster": faster}, {"rho": 0.9, "repeat": 2, "faster": faster}]
 
@@ -118,12 +118,12 @@ def mimo_settings(task: Task) -> list[Setting]:
 
 
 def single(seed: Seed, setting: Setting) -> he.Ensemble:
-    """The model a user has; at a rate of its grid, where it has one."""
+    """The model a user has; at a given learning rate if it has several."""
     return seed.single(rate=rate_of(setting)) if setting else seed.base
 
 
 def longer(seed: Seed, setting: Setting) -> he.Ensemble:
-    """One model, trained as long as all members of an ensemble, at a rate over Single's."""
+    """One model, trained as long as all members of an ensemble, at a learning rate relative to Single's."""
     number = seed.derived("backbone", 0)
     usual = seed.training(seed=number)
     epochs, steps = (None if count is None else seed.members * count for count in (usual.epochs, usual.steps))
@@ -132,7 +132,7 @@ def longer(seed: Seed, setting: Setting) -> he.Ensemble:
 
 
 def branches(seed: Seed, setting: Setting) -> he.Ensemble:
-    """The fine-tunings above the mean of their first layers, maybe without heads that circuits name."""
+    """The fine-tunings above the mean of their first layers, optionally without heads that circuits remove."""
     models = seed.singles
     trunk = round(setting["trunk"] * models[0].num_layers)
     share = setting.get("share", 0.0)
@@ -149,13 +149,13 @@ def branches(seed: Seed, setting: Setting) -> he.Ensemble:
 
 
 def of_paper(kind: Heads, index: int, steps: int | None = None) -> Making:
-    """A row with one member of the paper's; maybe after other steps of recovery than the study's."""
+    """A row with one of the paper's members; `steps` overrides the study's recovery steps."""
     changes = {} if steps is None else {"steps": steps, "warmup": max(1, steps // 20)}
     return lambda seed, setting: seed.recovered(kind, index, rate_of(setting), **changes)
 
 
 def fused(kind: Heads, mlp: Fusion = "mean", whole: bool = False) -> Making:
-    """A row with all members of the paper's, fused; maybe with the whole model as one more."""
+    """A row with all of the paper's members, fused; `whole` adds the unpruned model as one more."""
 
     def make(seed: Seed, setting: Setting) -> he.Ensemble:
         members = [seed.recovered(kind, index, rate_of(setting)) for index in range(seed.members)]
@@ -177,7 +177,7 @@ def learned(
     *settings: Any,
     **more: Any,
 ) -> he.Ensemble:
-    """What a method makes of a model, which `start` gives, by a recipe; kept by row and setting."""
+    """The model that a method makes from `start()` with a recipe; cached by row and setting."""
 
     def make() -> he.Ensemble:
         return method(start(), seed.task.lessons(training), training, *settings, progress=False, **more)
@@ -186,7 +186,7 @@ def learned(
 
 
 def sped_up(seed: Seed, factor: float, /, **changes: Any) -> Recipe:
-    """Single's recipe with another rate of all but the classifier; nothing stops early."""
+    """Single's recipe with another learning rate for everything but the classifier, without early stopping."""
     usual = seed.training()
     rate = factor * usual.rates[0]
     alone: dict[str, Any] = {"classifier_rate": usual.classifier_rate / factor, "patience": None}
@@ -194,7 +194,7 @@ def sped_up(seed: Seed, factor: float, /, **changes: Any) -> Recipe:
 
 
 def updates(seed: Seed) -> int:
-    """How many Single's training has."""
+    """The number of updates in Single's training."""
     training = seed.training()
     return training.plan(len(seed.task.lessons(training)))[0]
 
@@ -207,7 +207,7 @@ def lora(seed: Seed, setting: Setting) -> he.Ensemble:
 
 
 def scaled(seed: Seed, setting: Setting) -> he.Ensemble:
-    """Scales of inputs and outputs of shared weights, which train as Single's do."""
+    """BatchEnsemble: per-member scales of the inputs and outputs of shared weights, which are trained like Single's."""
     number = seed.derived("scales")
     scales: dict[str, Any] = {"deviation": setting["deviation"], "rate": float(setting["rate"])}
 
@@ -221,7 +221,7 @@ def scaled(seed: Seed, setting: Setting) -> he.Ensemble:
 
 
 def several_images(seed: Seed, setting: Setting) -> he.Ensemble:
-    """One network for several images at once; from scratch where Single is."""
+    """MIMO: one network for several images at once; from scratch if Single is."""
     number = seed.derived("mimo")
     start = "scratch" if seed.task.scratch else "pretrained"
     settings = baselines.MIMO(seed.members, setting["rho"], setting["repeat"], start)  # type: ignore[arg-type]
@@ -230,14 +230,14 @@ def several_images(seed: Seed, setting: Setting) -> he.Ensemble:
 
 
 def packed(seed: Seed, setting: Setting) -> he.Ensemble:
-    """Narrow members, trained together from scratch."""
+    """Packed-Ensembles: narrow members, trained together from scratch."""
     training = sped_up(seed, setting["faster"], seed=seed.derived("packed"))
     settings = baselines.Packed(seed.members, setting["alpha"])
     return learned(seed, PACKED, setting, baselines.packed_ensemble, seed.task.start, training, settings)
 
 
 def apoptosis(seed: Seed, setting: Setting) -> he.Ensemble:
-    """Single without the weights that curvature says to matter least, trained by D.2."""
+    """OBA: Single without the weights that matter least by curvature, trained by D.2."""
     training = seed.task.recovery(seed=seed.derived("recovery", 0), learning_rate=rate_of(setting))
     often = (1, 1) if seed.task.short else (OBA_STEPS, OBA_BATCHES)
     settings = baselines.OBA(seed.task.plain["oba"], *often)
@@ -245,14 +245,14 @@ def apoptosis(seed: Seed, setting: Setting) -> he.Ensemble:
 
 
 def last_layer(seed: Seed, setting: Setting) -> he.Ensemble:
-    """Classifiers drawn around Single's; nothing is trained, so nothing is kept."""
+    """Classifiers drawn around Single's; nothing is trained, so nothing is cached."""
     prior = setting.get("prior")
     settings = baselines.Laplace(LAPLACE_MEMBERS, setting["structure"], prior, seed=seed.derived("laplace"))
     return baselines.laplace(seed.base, seed.task.batches(seed.task.train), settings)
 
 
 def snapshots(seed: Seed, setting: Setting) -> he.Ensemble:
-    """Members along one training, as long as Single's; the rate rises anew for each."""
+    """Members along one training, as long as Single's; the learning rate restarts for each."""
     number = seed.derived("snapshots")
     steps = max(2, updates(seed) // seed.members)
     training = sped_up(seed, rate_of(setting), seed=number, epochs=None, steps=steps)
@@ -261,7 +261,7 @@ def snapshots(seed: Seed, setting: Setting) -> he.Ensemble:
 
 
 def around_the_end(seed: Seed, setting: Setting) -> he.Ensemble:
-    """Single trains on at a constant rate, as long as it has; members are drawn around the points it visits."""
+    """SWAG: train Single as long again at a constant rate, and draw members around the points it visits."""
     settings = baselines.SWAG(seed.members, POINTS, POINTS)
     steps = max(1, updates(seed) // settings.points)
     constant = {"epochs": None, "steps": steps, "schedule": "constant", "warmup": 0}
@@ -270,7 +270,7 @@ def around_the_end(seed: Seed, setting: Setting) -> he.Ensemble:
 
 
 def classifiers(seed: Seed, setting: Setting) -> he.Ensemble:
-    """Classifiers trained apart on Single, which is frozen: the paper's D for texts."""
+    """Classifiers trained separately on a frozen Single: the paper's D for texts."""
     rate = rate_of(setting) * seed.training().rates[0]
     alone: dict[str, Any] = {"train_groups": ["readout"], "reinit_classifier": "random", "learning_rate": rate}
     training = seed.task.training(seed=seed.derived("classifiers"), patience=None, **alone)
@@ -278,14 +278,14 @@ def classifiers(seed: Seed, setting: Setting) -> he.Ensemble:
 
 
 BASELINES: Mapping[str, Row] = {
-    LORA: Row(  # as the paper trains (rank 4, alpha 8, apart) and slower, and as the public code (rank 8, a wide start)
+    LORA: Row(  # as in the paper (rank 4, alpha 8, separate), slower, and as in the public code (rank 8, a wide start)
         lora,
         3,
         one_of({"as": "paper", "faster": 50}, {"as": "paper", "faster": 10}, {"as": "public", "faster": 10}),
         fine_tunings=0,
     ),
     "LoRA-single": Row(lambda seed, setting: lora(seed, setting).member(0), 1, like=LORA, fine_tunings=0),
-    BATCH_ENSEMBLE: Row(  # the last quarter of the layers far apart, as in published transformers; all layers, nearer
+    BATCH_ENSEMBLE: Row(  # the last quarter of the layers far apart, as in published transformers; all layers, closer
         scaled,
         3,
         one_of(
@@ -295,7 +295,7 @@ BASELINES: Mapping[str, Row] = {
         fine_tunings=0,
     ),
     MIMO: Row(several_images, 4, mimo_settings, kinds=("image", "scratch"), fine_tunings=0),
-    PACKED: Row(  # the paper's width, at Single's rate and a higher one, for narrow models
+    PACKED: Row(  # the paper's width, at Single's rate and at a higher one for narrow models
         packed,
         1.5,
         one_of({"alpha": 2.0, "faster": 1}, {"alpha": 2.0, "faster": 2}),
@@ -303,7 +303,7 @@ BASELINES: Mapping[str, Row] = {
         fine_tunings=0,
     ),
     OBA: Row(apoptosis, 3, like=CIRC_AVG, kinds=("image",)),
-    LAPLACE: Row(  # curvature as a Kronecker product or a diagonal with the likeliest prior, and a wide prior
+    LAPLACE: Row(  # Kronecker-factored or diagonal curvature with the most likely prior; and a wide prior
         last_layer,
         1,
         one_of({"structure": "kron"}, {"structure": "diag"}, {"structure": "kron", "prior": 1.0}),
@@ -316,7 +316,7 @@ BASELINES: Mapping[str, Row] = {
 
 
 def paper_row(make: Making, trainings: float, paper: tuple[Heads, int] | None, **changes: Any) -> Row:
-    """A row of the paper's procedure, at the rate of CircAvg."""
+    """A row of the paper's procedure, at CircAvg's learning rate."""
     return Row(make, trainings, **{"like": CIRC_AVG, "kinds": EVERY, "paper": paper, **changes})
 
 
@@ -354,11 +354,11 @@ ROWS: Mapping[str, Row] = {
     HYDRA: Row(lambda seed, _: branches(seed, seed.task.settings["hydra"]), 3, fine_tunings=None),
     TUNED: Row(branches, 3, lambda task: list(task.settings["candidates"]), fine_tunings=None),
 }
-"""In the order of the tables."""
+"""Rows in the order of the tables."""
 
 
 def rows_of(task: Task) -> dict[str, Row]:
-    """The rows that a task has, a control those it names; from scratch, none that averages models trained apart."""
+    """The rows of a task; a control study names its own. From scratch, no row averages models trained separately."""
     kind = "scratch" if task.scratch else task.kind
     rows = {name: row for name, row in ROWS.items() if kind in row.kinds and row.only in (None, task.name)}
     return {name: rows[name] for name in task.plain.get("rows", rows)}

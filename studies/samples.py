@@ -1,4 +1,4 @@
-"""Samples of a set as a model takes them, in batches that can be read again and again; on a device where they fit."""
+"""Samples of a set as model inputs, in batches that can be iterated repeatedly; on a device if they fit."""
 
 import fcntl
 import hashlib
@@ -25,15 +25,15 @@ from hydra_ensembles.training.recipe import RandAugment
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 SMALLEST_CROP = 0.7  # of the side, in training
-CIRCUIT_MEMORY = 4e9  # bytes that a circuit may take, so that several processes fit on a GPU
-ALIKE = 8  # images of a batch that RandAugment changes alike
+CIRCUIT_MEMORY = 4e9  # bytes a circuit may use, so that several processes fit on a GPU
+ALIKE = 8  # images of a batch that RandAugment changes in the same way
 
 Augment = bool | RandAugment
-"""Whether samples are augmented; by RandAugment before all else, where that is what it says."""
+"""Whether samples are augmented; if a `RandAugment`, it is applied first."""
 
 
 def device_name(device: torch.device) -> str:
-    """What a reader calls the machine's accelerator."""
+    """A readable name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
 
 
@@ -51,9 +51,9 @@ class Samples(ABC):
 
 
 class SampleBatches:
-    """Batches of samples: all in order as they are, or shuffled by torch's CPU generator and augmented for training.
+    """Batches of samples: all in order, or for training shuffled by torch's CPU generator and augmented.
 
-    In training the last batch is left out where it is not full, unless it is the only one.
+    In training the last batch is dropped if it is not full, unless it is the only one.
     """
 
     def __init__(self, samples: Samples, batch_size: int, training: Augment = False) -> None:
@@ -73,7 +73,7 @@ class SampleBatches:
 def kept(
     dataset: AnyDataset, cache: Path | None, make: Callable[[], npt.NDArray[Any]], by: str = ""
 ) -> npt.NDArray[Any]:
-    """What is made of a data set (`by` something), once for all processes that have the same folder `cache`."""
+    """Cache what `make` computes from a data set (with settings `by`) for all processes that share `cache`."""
     if cache is None:
         return make()
     ends = [np.asarray(dataset[row][0]).tobytes() for row in (0, len(dataset) - 1)]
@@ -87,16 +87,16 @@ def kept(
 
 
 class ImageSamples(Samples):
-    """Labelled images `[N, 3, h, w]` in eight bits on a device, resized, augmented and normalised there."""
+    """Labelled uint8 images `[N, 3, h, w]` on a device, resized, augmented and normalised there."""
 
     def __init__(self, pixels: Tensor, labels: Tensor, size: int) -> None:
         self.pixels, self.labels, self.size = pixels, labels, size
 
     @classmethod
     def read(cls, dataset: ImageDataset, size: int, device: torch.device, cache: Path | None = None) -> "ImageSamples":
-        """Decode a data set; where its images differ in size, all take that of the first.
+        """Decode a data set; if image sizes differ, all are resized to that of the first.
 
-        What is decoded stays in the folder `cache`, for processes that read the same; one of them decodes.
+        Decoded images are cached in the folder `cache` for other processes; only one of them decodes.
         """
         pixels = kept(dataset, cache, lambda: decoded(dataset))
         images = torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2).contiguous()
@@ -124,7 +124,7 @@ def decoded(dataset: ImageDataset) -> npt.NDArray[np.uint8]:
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Work on what is to be at a path, while other processes that want it wait."""
+    """Hold a lock for a path, so that only one process at a time makes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -132,18 +132,18 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def randomly_changed(pixels: Tensor, settings: RandAugment) -> Tensor:
-    """RandAugment of images `[B, 3, h, w]` in eight bits, a few of them at a time, so that a GPU is quick at it."""
+    """RandAugment of uint8 images `[B, 3, h, w]`, a few at a time, which is fast on a GPU."""
     change = v2.RandAugment(settings.operations, settings.magnitude)
     return torch.cat([change(part) for part in pixels.split(ALIKE)])
 
 
 def resized(images: Tensor, size: int) -> Tensor:
-    """Images `[B, 3, h, w]` at `size` by `size`, bicubic."""
+    """Resize images `[B, 3, h, w]` to `size` by `size`, bicubic."""
     return F.interpolate(images, (size, size), mode="bicubic", antialias=True, align_corners=False)
 
 
 def augmented(images: Tensor, size: int) -> Tensor:
-    """A random square of each image, maybe mirrored, at `size` by `size`; drawn from torch's CPU generator."""
+    """A random square crop of each image, randomly mirrored, at `size` by `size`; uses torch's CPU generator."""
     count = len(images)
     scale = SMALLEST_CROP + (1 - SMALLEST_CROP) * torch.rand(count)
     shift = (1 - scale) * (2 * torch.rand(2, count) - 1)  # of the centre, so that the square stays inside
@@ -155,13 +155,13 @@ def augmented(images: Tensor, size: int) -> Tensor:
 
 
 def normalised(images: Tensor) -> Tensor:
-    """Images in 0 to 1 as inputs of the backbone."""
+    """Normalise images in 0 to 1 for the backbone."""
     mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (MEAN, STD))
     return (images.clamp(0, 1) - mean) / std
 
 
 class TextSamples(Samples):
-    """Labelled texts, tokenised once: each of `inputs` is `[N, T]` on a device, a batch as wide as its longest text."""
+    """Labelled texts, tokenised once: each input is `[N, T]` on a device; a batch is as wide as its longest text."""
 
     def __init__(self, inputs: Mapping[str, Tensor], labels: Tensor) -> None:
         self.inputs, self.labels = inputs, labels
@@ -171,7 +171,7 @@ class TextSamples(Samples):
     def read(
         cls, dataset: TextDataset, prepare: TextPreprocessing, device: torch.device, cache: Path | None = None
     ) -> "TextSamples":
-        """Tokenise a data set; what that gave stays in the folder `cache`, for processes that read the same."""
+        """Tokenise a data set; tokens are cached in the folder `cache` for other processes."""
         names = sorted(prepare([dataset[0][0]]))
 
         def tokenised() -> npt.NDArray[Any]:
@@ -189,14 +189,14 @@ class TextSamples(Samples):
 
 
 class Prepared(Samples):
-    """Images or texts by a preprocessing, read and prepared batch by batch, so that sets of any size fit."""
+    """Images or texts with a preprocessing, read and prepared batch by batch, so that sets of any size fit."""
 
     def __init__(self, dataset: AnyDataset, prepare: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.prepare = dataset, prepare
         self.labels = torch.from_numpy(dataset.labels.copy())
 
     def batch(self, rows: Tensor, augment: Augment) -> tuple[Any, Tensor]:
-        """What the preprocessing makes of the rows, and labels `[B]`; no augmentation."""
+        """The preprocessed rows, and labels `[B]`; no augmentation."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             items = list(pool.map(lambda row: self.dataset[row][0], rows.tolist()))
         return self.prepare(items), self.labels[rows]

@@ -1,4 +1,4 @@
-"""One seed of a study of classifiers: its models, made once and kept in its folder."""
+"""One seed of a study of classifiers: its models, made once and cached in its folder."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -24,14 +24,14 @@ from .storing import SINGLE
 from .task import Task
 from .weights import fresh_classifier, redrawn
 
-IDENTITY = "run.json"  # of a task: what its models were made by
-SPARE = 3  # heads that a circuit names beyond those that go, for members that would be alike
+IDENTITY = "run.json"  # of a task: the settings its models were made with
+SPARE = 3  # extra heads that a circuit ranks, for members that would otherwise be equal
 Heads = Literal["circuits", "taylor", "random"]
 Setting = Mapping[str, Any]
 
 
 class NotChosenError(DataError):
-    """A row whose setting half B has not chosen yet."""
+    """Half B has not chosen a setting for this row yet."""
 
 
 class Seed(SeedFolder):
@@ -44,37 +44,37 @@ class Seed(SeedFolder):
 
     @property
     def members(self) -> int:
-        """How many members an ensemble has."""
+        """Number of members of an ensemble."""
         return int(self.task.settings["members"])
 
     def chosen(self, row: str) -> Setting:
-        """The setting of a row that half B chose."""
+        """The setting that half B chose for a row."""
         path = self.study / CHOICES / f"{slug(row)}.json"
         if not path.exists():
             raise NotChosenError(f"no setting of {row!r} is chosen yet for {self.task.name}; run its stage `choose`")
         return read_json(path)["setting"]
 
     def trained(self, name: str, start: Callable[[], he.Ensemble], training: Recipe) -> he.Ensemble:
-        """What a recipe makes of a model; `start` gives it."""
+        """Train the model of `start()` with a recipe; cached by name."""
         task = self.task
         held_out = task.batches(task.half_b) if training.patience is not None else None
         return self.kept(name, lambda: he.finetune(start(), task.lessons(training), training, held_out, progress=False))
 
     def training(self, **changes: Any) -> Recipe:
-        """The recipe of Single; where it has several rates, at the one that half B chose."""
+        """Single's recipe; if it has several learning rates, with the one that half B chose."""
         if len(self.task.training().rates) > 1 and "learning_rate" not in changes:
             changes["learning_rate"] = float(self.chosen(SINGLE)["rate"])
         return self.task.training(**changes)
 
     def single(self, index: int = 0, rate: float | None = None) -> he.Ensemble:
-        """A training of the model, with a classifier, an order and an augmentation of its own; maybe at a rate."""
+        """A fine-tuning with its own classifier, data order and augmentation; `rate` overrides the learning rate."""
         seed = self.derived("backbone", index)
         training = self.training(seed=seed, **({} if rate is None else {"learning_rate": rate}))
         suffix = f"-rate-{training.learning_rate:g}" if len(self.task.training().rates) > 1 else ""
         return self.trained(f"single-{index}{suffix}", lambda: self.fresh(seed), training)
 
     def fresh(self, seed: int) -> he.Ensemble:
-        """What a training starts from: the pretrained model with a classifier that a seed draws, or all of it drawn."""
+        """The start of a training: the pretrained model with a classifier drawn by the seed, or all weights drawn."""
         start = self.task.start()
         return redrawn(start, seed) if self.task.scratch else fresh_classifier(start, seed)
 
@@ -91,17 +91,17 @@ class Seed(SeedFolder):
     # --- heads -------------------------------------------------------------------------------------------------------
 
     def circuit(self, score: Score, budget: int | None = None, layers: Sequence[int] | None = None) -> HeadRanking:
-        """A circuit of Single on the samples that rank heads; `budget` heads, or those that the paper's share needs."""
+        """A circuit of Single on the ranking samples; ranks `budget` heads, by default enough for the paper's share."""
         count = budget or self.prune + SPARE
         lowest = 0 if layers is None else min(layers)
         return self.extracted(f"{score}-{count}-{lowest}", self.sides, score=score, budget=count, layers=layers)
 
     def sides(self) -> tuple[he.Ensemble, SampleBatches, SampleBatches]:
-        """What circuits are extracted on: Single, and ID and OOD samples that rank heads."""
+        """Inputs of circuit extraction: Single, and the ID and OOD samples that rank heads."""
         return self.base, self.task.batches(self.task.ranking), self.task.batches(self.task.foreign)
 
     def taylor(self, draw: int = 0, budget: int | None = None) -> HeadRanking:
-        """A Taylor ranking of Single on batches that a draw chose."""
+        """A Taylor ranking of Single on randomly drawn batches; `draw` is part of the random seed."""
         count = budget or self.prune
         task = self.task
         batches = SampleBatches(task.train, 128, training=True)
@@ -115,11 +115,11 @@ class Seed(SeedFolder):
 
     @property
     def prune(self) -> int:
-        """Heads that a member of the paper's loses."""
+        """Heads that each of the paper's members loses."""
         return int(self.task.plain["recovery"]["prune"])
 
     def heads(self, kind: Heads) -> Members:
-        """What each member of the paper's loses."""
+        """The heads that each of the paper's members loses."""
         if kind == "random":
             return random_members(self.base, self.prune, self.members, self.number)
         if kind == "taylor":
@@ -127,13 +127,13 @@ class Seed(SeedFolder):
         return circuit_members({score: self.circuit(score) for score in CIRCUIT_ORDER}, self.prune, self.members)
 
     def lost(self, kind: Heads, index: int) -> Sequence[he.Head]:
-        """What one member of the paper's loses; the first by Taylor is there even where no second one differs."""
+        """The heads that one of the paper's members loses; the first by Taylor exists even if no second one differs."""
         return self.taylor().first(self.prune) if (kind, index) == ("taylor", 0) else self.heads(kind)[index]
 
     # --- the paper's members -----------------------------------------------------------------------------------------
 
     def recovered(self, kind: Heads, index: int, rate: float, **changes: Any) -> he.Ensemble:
-        """One member of the paper's: Single without its heads, trained by D.2."""
+        """One of the paper's members: Single without its heads, trained by D.2."""
         suffix = "".join(f"-{key}-{value}" for key, value in changes.items())
         training = self.task.recovery(seed=self.derived("recovery", index), learning_rate=rate, **changes)
         return self.trained(

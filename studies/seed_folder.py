@@ -1,4 +1,4 @@
-"""A seed of any study: its models and rankings are made once and stay in its folder, whichever process asks first."""
+"""A seed of any study: its models and rankings are made once, by whichever process needs them first, and cached."""
 
 import re
 import time
@@ -16,8 +16,8 @@ from hydra_ensembles.files import read_json, write_json
 
 from .samples import CIRCUIT_MEMORY, alone
 
-REPORT = "report"  # folder of a seed: what its rows say about the test sets
-RANKED = "rankings"  # folder of a seed: which heads go first
+REPORT = "report"  # folder of a seed: outputs of its rows on the test sets
+RANKED = "rankings"  # folder of a seed: rankings of heads
 CHOICES = "choices"  # folder of a study or a seed: the settings that held-out data chose for rows
 Made = TypeVar("Made")
 Model = TypeVar("Model", he.Ensemble, he.DualEncoder)
@@ -29,13 +29,13 @@ def slug(row: str) -> str:
 
 
 def derived_seed(*parts: int | str, bits: int = 31) -> int:
-    """A seed that depends on every part and on nothing else, the same on every machine."""
+    """A seed that depends only on the given parts, the same on every machine."""
     return derive_seed(*parts) % (1 << bits)
 
 
 @contextmanager
 def precise_products() -> Iterator[None]:
-    """Products in float32 as they are, where studies else take TF32: small differences decide."""
+    """Multiply in full float32 where studies otherwise use TF32: small differences decide rankings."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -45,20 +45,20 @@ def precise_products() -> Iterator[None]:
 
 
 class Once:
-    """Something whose parts are made once, when they are first asked for."""
+    """Caches values in memory by key."""
 
     def __init__(self) -> None:
         self._once: dict[Any, Any] = {}
 
     def once(self, key: Any, make: Callable[[], Made]) -> Made:
-        """What has this key."""
+        """The cached value of a key, made on first use."""
         if key not in self._once:
             self._once[key] = make()
         return self._once[key]
 
 
 class SeedFolder(Once):
-    """What one seed of a study makes. What is in the folder is read; what is not is made, and stays."""
+    """What one seed of a study makes, cached in its folder: loaded if it exists, otherwise made and saved."""
 
     def __init__(self, study: Path, number: int, device: torch.device) -> None:
         super().__init__()
@@ -66,36 +66,36 @@ class SeedFolder(Once):
         self.folder = study / f"seed-{number}"
 
     def require_same(self, path: Path, identity: Any) -> None:
-        """Refuse a folder whose models were made by something else, as a file in it says."""
+        """Raise if the file in the folder says that its models were made with other settings."""
         with alone(path):
             if not path.exists():
                 write_json(path, identity)
         require_same_run(read_json(path), identity, path.parent, "the study")
 
     def reported(self, row: str) -> Path:
-        """Where the report of a row is; its columns lie beside it."""
+        """Path of a row's report; its columns are beside it."""
         return self.folder / REPORT / f"{slug(row)}.json"
 
     def derived(self, *purpose: str | int) -> int:
-        """A seed for a purpose."""
+        """A random seed for a purpose."""
         return derived_seed(self.number, *purpose)
 
     def kept(self, name: str, make: Callable[[], Model]) -> Model:
-        """A model by name."""
+        """A model by name, loaded from the folder or made."""
         folder = self.folder / "models" / name
         self._made(folder, lambda: make().save_pretrained(folder))
         return cast(Model, he.load(folder, device=self.device).eval())
 
     def ranked(self, name: str, rank: Callable[[], HeadRanking]) -> HeadRanking:
-        """A ranking by name; made in full float32."""
+        """A ranking by name; computed in full float32."""
         path = self.folder / RANKED / f"{name}.json"
         self._made(path, lambda: precise_products()(rank)().save(path))
         return HeadRanking.load(path)
 
     def extracted(self, name: str, sides: Callable[[], tuple[Any, ...]], **how: Any) -> HeadRanking:
-        """An exact circuit by name, of a model on ID and OOD batches, maybe with the names of classes.
+        """An exact circuit by name.
 
-        These are `sides`, asked where there is no circuit yet.
+        `sides` returns the model, ID and OOD batches, and optionally class names; not called for a cached circuit.
         """
 
         def extract() -> HeadRanking:

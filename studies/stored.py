@@ -1,4 +1,4 @@
-"""Stored studies, of classifiers and zero-shot: rows, seeds and columns, and what one row has over another."""
+"""Stored studies, of classifiers and zero-shot: rows, seeds, columns, and differences between rows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -29,7 +29,7 @@ from .seed_folder import Once
 from .storing import SINGLE, STUDY, facts_of, in_rows, single_of, whole
 from .task import recipe
 
-ALL_BUT = "all but "  # of the OOD sets
+ALL_BUT = "all but "  # prefix: all OOD sets except the named one
 UNSEEN = "unseen"
 MEANS = ("accuracy", "nll", "brier", "ece", "aece", "calibrated.ece", "aurc", "own.ece", "own.aece", "own.aurc")
 OWN = get_args(LearnedName)  # scores that rows bring
@@ -50,7 +50,7 @@ class Study(Once):
         self.facts = facts
 
     def seeds(self, row: str) -> list[int]:
-        """Seeds of a row."""
+        """The seeds of a row."""
         return [int(seed) for seed, run in self.facts["runs"].items() if row in run["report"]]
 
     @cached_property
@@ -59,7 +59,7 @@ class Study(Once):
         return [row for row in self.facts["trainings"] if self.seeds(row)]
 
     def columns(self, row: str, seed: int) -> dict[str, Array]:
-        """Columns of a row, by `set|column`."""
+        """Columns of a row, as `set|column`."""
         return self.once(("columns", row, seed), lambda: self._rows(f"seed-{seed}.parquet").get(row, {}))
 
     def _rows(self, name: str) -> Mapping[str, dict[str, Array]]:
@@ -70,7 +70,7 @@ class Study(Once):
         return self.once(name, lambda: in_rows(whole(read_columns(self.folder / name))))
 
     def numbers(self, row: str, seed: int) -> dict[str, Number]:
-        """Numbers with influences, on corrupted images too where they were asked about."""
+        """Metrics with influences, including those on corrupted images if they were run."""
 
         def make() -> dict[str, Number]:
             shifted = f"{SHIFT}-{seed}.parquet"
@@ -80,11 +80,11 @@ class Study(Once):
         return self.once(("numbers", row, seed), make)
 
     def numbers_of(self, columns: Columns) -> dict[str, Number]:
-        """Numbers of what one model said about all sets."""
+        """Metrics with influences of one model on all sets."""
         return numbers(columns, self.facts["inside"], self.facts["groups"])
 
     def plain(self, row: str) -> dict[int, dict[str, float]]:
-        """All numbers by seed."""
+        """All metrics by seed."""
 
         def make() -> dict[int, dict[str, float]]:
             return {seed: self._all(self.columns(row, seed), self.numbers(row, seed)) for seed in self.seeds(row)}
@@ -92,17 +92,17 @@ class Study(Once):
         return self.once(("plain", row), make)
 
     def further_of(self, columns: Columns) -> dict[str, float]:
-        """Numbers without influences of what one model said about all sets."""
+        """Metrics without influences of one model on all sets."""
         return further_numbers(columns, self.facts["inside"], self.facts["groups"])
 
     def _all(self, columns: Columns, known: Mapping[str, Number]) -> dict[str, float]:
         return {key: number.value for key, number in known.items()} | self.further_of(columns)
 
     def mean(self, row: str, key: str) -> float | None:
-        """A number of a row on average, on the level of Single's mean over all its seeds; None where it has none.
+        """The mean of a row's metric, shifted to the level of Single's mean over all its seeds; None if it has none.
 
-        Rows have other seeds than Single, and later runs another Single: what counts is what a row has more than the
-        Single beside it, so that means of two rows differ by what they differ from it.
+        Rows have other seeds than Single, and later runs another Single: the mean is Single's plus the row's mean gain
+        over the Single of its own seeds and run, so that means of two rows differ by the difference of their gains.
         """
 
         def of(by_seed: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
@@ -116,21 +116,21 @@ class Study(Once):
         return mean(ours.values()) if ours else None
 
     def paper(self) -> Mapping[str, Numbers]:
-        """The paper's numbers by row, under the keys of ours; none where its task is another than this one."""
+        """The paper's numbers by row, under the same keys as ours; empty if the paper does not have this task."""
         return classifier_numbers(self.facts["inside"])
 
     @property
     def stands_for(self) -> str:
-        """The task of the paper that this one stands for."""
+        """The paper's task that this one stands for."""
         return str(self.facts["recipe"]["tasks"][self.name]["paper"])
 
     def difference(self, first: str, second: str, key: str) -> Difference | None:
-        """First less second over the seeds that both have; None where there is nothing to compare.
+        """First minus second over the seeds that both have; None if there is nothing to compare.
 
-        One rule for all rows: each is held against the Single that was trained when it was made. Two rows of one run
-        have the same one, which cancels; of rows of two runs (`across`) the gains over their own Singles are compared,
-        and `as_they_are` has the rows by themselves. On corrupted images, which one run saw, there is nothing to take
-        off. `all but NAME.auroc` is over all OOD sets but one.
+        Every row is compared with the Single that was trained in the same run. Two rows of one run share it, so it
+        cancels; for rows of two runs (`across`) the gains over their own Singles are compared, and `as_they_are`
+        compares the rows directly. For corrupted images, which come from one run, nothing is subtracted. `all but
+        NAME.auroc` is over all OOD sets except one.
         """
         return self.once(("difference", first, second, key), lambda: self._difference(first, second, key))
 
@@ -156,7 +156,7 @@ class Study(Once):
         return replace(Difference.of(*zip(*gained, strict=True)), as_they_are=gap)
 
     def across(self, first: str, second: str) -> bool:
-        """Whether two rows are of two runs, on any seed that both have: then their gains over Single are compared."""
+        """Whether two rows come from two runs on any common seed, so that their gains over Single are compared."""
         return SINGLE not in (first, second) and any(
             self._beside(first, seed) is not self._beside(second, seed) for seed in self._shared(first, second)
         )
@@ -165,25 +165,25 @@ class Study(Once):
         return [seed for seed in self.seeds(first) if seed in self.seeds(second)]
 
     def _beside(self, row: str, seed: int) -> dict[str, Number]:
-        """Numbers of the Single that was trained when a row was made."""
+        """Metrics of the Single that was trained in the same run as a row."""
         single = self._again(seed).get(row)
         if single is None:
             return self.numbers(SINGLE, seed)
         return self.once(("again", seed, id(single)), lambda: self.numbers_of(single))
 
     def _plain_beside(self, row: str, seed: int) -> dict[str, float]:
-        """All numbers of that Single; those that it was not asked for are those of the first."""
+        """All metrics of that Single; those it lacks are taken from the first Single."""
         first, single = self.plain(SINGLE).get(seed, {}), self._again(seed).get(row)
         if single is None:
             return first
         return self.once(("plain again", seed, id(single)), lambda: first | self._all(single, self._beside(row, seed)))
 
     def _again(self, seed: int) -> dict[str, dict[str, Array]]:
-        """Rows with a Single of their own, and its columns; several rows have the same one."""
+        """By row, the columns of the row's own Single, which several rows may share; only rows of later runs."""
         return self.once(("singles", seed), lambda: single_of(self.folder, seed))
 
     def _number(self, numbers: Mapping[str, Number], key: str) -> Number | None:
-        """A number of one model, or the mean that `all but NAME.auroc` is; None where it has not got it."""
+        """A metric of one model, or the mean that `all but NAME.auroc` stands for; None if it is missing."""
         keys = [key]
         if key.startswith(ALL_BUT):
             name, _, metric = key.removeprefix(ALL_BUT).partition(".")
@@ -201,17 +201,17 @@ class Study(Once):
         return any(self.folder.glob("again-*.parquet"))
 
     def parameters(self, row: str) -> str:
-        """Millions of parameters of a row; a dash where it has none of its own."""
+        """Parameters of a row in millions; a dash if unknown."""
         counts = [run["report"][row].get("parameters") for run in self.facts["runs"].values() if row in run["report"]]
         return f"{counts[0] / 1e6:.1f} M" if counts[0] else "–"
 
     def work(self, row: str) -> str:
-        """Multiply-adds of a row over Single's; a dash where it has none of its own."""
+        """Multiply-adds of a row relative to Single's; a dash if unknown."""
         ours, theirs = (self.facts["runs"][str(self.seeds(name)[0])]["report"][name] for name in (row, SINGLE))
         return f"{ours['multiply_adds'] / theirs['multiply_adds']:.2f}x" if ours.get("multiply_adds") else "–"
 
     def cost(self, row: str) -> Mapping[str, Any]:
-        """What was measured of a row's price."""
+        """The measured costs of a row; empty if there are none."""
         return (self.facts["costs"] or {"rows": {}})["rows"].get(row, {})
 
 
@@ -219,15 +219,15 @@ class Study(Once):
 
 
 def by_own_score(by_key: Mapping[str, Value]) -> dict[str, Value]:
-    """The same numbers as `own.KEY`: by the score that a row brings where it has them, else as they are."""
+    """The same metrics as `own.KEY`: by the row's own score if it has one, otherwise unchanged."""
     prefix = next((f"{score}:" for score in OWN if any(key.startswith(f"{score}:") for key in by_key)), "")
     return {f"own.{key}": by_key.get(f"{prefix}{key}", value) for key, value in by_key.items() if ":" not in key}
 
 
 class DualStudy(Study):
-    """The stored results of a zero-shot study: numbers of a task are `TASK.accuracy`, means `unseen.accuracy`.
+    """The stored results of a zero-shot study: metrics of a task are `TASK.accuracy`, means `unseen.accuracy`.
 
-    `TASK.own.KEY` is by the score that a row brings, where it brings one.
+    `TASK.own.KEY` uses the score that a row brings, if it brings one.
     """
 
     def numbers_of(self, columns: Columns) -> dict[str, Number]:
@@ -242,7 +242,7 @@ class DualStudy(Study):
         columns: Columns,
         average: Callable[[list[Value]], Value],
     ) -> dict[str, Value]:
-        """Numbers of every task, and their means over the tasks that count, where all of these have the number."""
+        """Metrics of every task, and their means over the counted tasks if all of these have the metric."""
         by_key: dict[str, Value] = {}
         asked = in_rows(columns)
         for task in self.facts["tasks"]:
@@ -254,17 +254,17 @@ class DualStudy(Study):
         return by_key | means
 
     def groups(self, task: str) -> dict[str, list[str]]:
-        """Names of the OOD sets of a task, by group."""
+        """Names of a task's OOD sets, by group."""
         return {group: list(sets) for group, sets in self.facts["tasks"][task].get("outside", {}).items()}
 
     @property
     def detections(self) -> list[str]:
-        """Tasks that are held against OOD sets; the main one first."""
+        """Tasks with OOD sets, the main one first."""
         return sorted((task for task in self.facts["tasks"] if self.groups(task)), key=lambda task: task == "cifar100")
 
     @cached_property
     def counted(self) -> list[str]:
-        """Unseen tasks that count in means: those where Single is so many times better than chance, by the recipe."""
+        """Unseen tasks in the means: those where Single's accuracy is at least the recipe's multiple of chance."""
         least = float(self.facts["recipe"]["least_over_chance"])
         tasks = self.facts["tasks"]
         counted = []
@@ -276,12 +276,12 @@ class DualStudy(Study):
 
     @property
     def left_out(self) -> list[str]:
-        """Unseen tasks that do not count."""
+        """Unseen tasks that are left out of the means."""
         tasks = self.facts["tasks"]
         return [task for task, facts in tasks.items() if facts["domain"] == UNSEEN and task not in self.counted]
 
     def paper(self) -> Mapping[str, Numbers]:
-        """The paper's numbers by row, under the keys of ours; those of a row are by the score that it brings."""
+        """The paper's numbers by row, under the same keys as ours; also as `own`, as they use a row's own score."""
         theirs = zero_shot_numbers(list(self.facts["tasks"]), self.detections)
         return {
             row: {**one, **{key.replace(".", ".own.", 1): n for key, n in one.items()}} for row, one in theirs.items()
@@ -289,7 +289,7 @@ class DualStudy(Study):
 
 
 def stored_study(name: str, results: Path = RESULTS) -> Study:
-    """A stored study, of whichever kind it is."""
+    """A stored study of either kind."""
     return (DualStudy if "tasks" in (facts_of(results / name) or {}) else Study)(name, results)
 
 

@@ -1,11 +1,11 @@
-"""The stored form of a study of any kind: columns of every row, one file a seed, and all else in `study.json`.
+"""The stored form of a study of any kind: the columns of every row, one file per seed, and all else in `study.json`.
 
-Runs that share no models have a Single each. A run with all rows of a stored seed takes its place; of another, rows
-that are not stored yet are added, and `again-N-….parquet` has the Single that they are held against. Sets that a suite
-got since are shown when all rows were asked about them. `forget` takes rows out that are to be stored anew.
+Runs that share no models have a Single each. A run with all rows of a stored seed replaces it; from another run, rows
+that are not stored yet are added, and `again-N-….parquet` has the Single that they are compared with. Sets added to a
+suite later are shown once all rows have results on them. `forget` removes rows that are to be stored again.
 
-Numbers that follow from doubt are NaN in the files, for room, and come back when they are read: `nll`, `brier` and
-`entropy` where they are those of two classes of which the likelier is right, as all `nll` of right answers are.
+To save space, numbers that follow from doubt are NaN in the files and are recomputed on reading: `nll`, `brier` and
+`entropy` if they equal those of two classes of which the likelier is right (always true of `nll` of right answers).
 """
 
 import hashlib
@@ -27,22 +27,22 @@ from .seed_folder import CHOICES, REPORT, slug
 FORMAT = "hydra_ensembles.study 5"
 STUDY = "study.json"
 SINGLE = "Single"  # the row with the model a user has
-FOLLOW: Mapping[str, Callable[[Floats], Floats]] = {  # from doubt, as of two classes
+FOLLOW: Mapping[str, Callable[[Floats], Floats]] = {  # from doubt, for two classes
     "nll": lambda doubt: -np.log1p(-doubt),
     "brier": lambda doubt: 2 * doubt**2,
     "entropy": lambda doubt: entr(doubt) + entr(1 - doubt),
 }
-ROUNDING, SMALLEST = 2.0**-9, 2.0**-24  # relative, of doubt in float16 and what follows; and the smallest step there
-FEW = 0.1  # share of a column below which it is smaller as it is
+ROUNDING, SMALLEST = 2.0**-9, 2.0**-24  # relative rounding, in float16, of doubt and what follows; smallest step there
+FEW = 0.1  # share of a column below which storing NaNs saves no space
 
 
 def read_if_there(path: Path) -> Any:
-    """What a JSON file holds; None where there is none."""
+    """The content of a JSON file; None if it does not exist."""
     return read_json(path) if path.exists() else None
 
 
 def facts_of(folder: Path) -> dict[str, Any] | None:
-    """What `study.json` of a stored study says; None where there is none, and refused in another format."""
+    """The content of a stored study's `study.json`; None if it does not exist, and an error if its format differs."""
     if not (folder / STUDY).exists():
         return None
     facts = read_object(folder / STUDY)
@@ -52,20 +52,20 @@ def facts_of(folder: Path) -> dict[str, Any] | None:
 
 
 def by_row(folder: Path, rows: Collection[str]) -> dict[str, Any]:
-    """What a folder of a seed has of the rows, in their order."""
+    """The JSON files of the given rows in a seed's folder, in their order."""
     paths = {name: folder / f"{slug(name)}.json" for name in rows}
     return {name: read_json(path) for name, path in paths.items() if path.exists()}
 
 
 def choices_in(folder: Path) -> dict[str, Any]:
-    """What held-out data chose, by row."""
+    """The settings that held-out data chose, by row."""
     return {choice["row"]: choice for choice in map(read_json, sorted((folder / CHOICES).glob("*.json")))}
 
 
 def newest_costs(study: str, before: Any, measured: Any, rows: Collection[str]) -> Any:
-    """Costs measured now, or those of before, where some of their rows, of `rows` that there are, are not among them.
+    """The costs measured now; the old ones if these have rows, among `rows`, that were not measured now.
 
-    Only what was measured side by side can be compared, so no table has rows of both.
+    Only models measured together can be compared, so no table mixes both.
     """
     if before is None or measured is None:
         return before if measured is None else measured
@@ -80,13 +80,13 @@ def newest_costs(study: str, before: Any, measured: Any, rows: Collection[str]) 
 
 
 def store(study: Path, results: Path, facts: Mapping[str, Any], of_seed: Callable[[int], Mapping[str, Any]]) -> None:
-    """Store every row and seed that is finished, beside what is stored.
+    """Store every finished row and seed, beside what is already stored.
 
     Args:
         study: Folder of the run.
         results: Folder of the results of all studies.
         facts: About the study as a whole; `trainings` has its rows, in the order of the tables.
-        of_seed: What is known of a seed beside its columns, tables of what is finished, by its number.
+        of_seed: By seed number, facts besides the columns, as tables by row.
     """
     target = results / study.name
     rows = facts["trainings"]
@@ -102,7 +102,7 @@ def store(study: Path, results: Path, facts: Mapping[str, Any], of_seed: Callabl
         elif reports:
             whole = set(before[REPORT]) <= set(reports)
             if whole and stored["runs"].pop(str(number), None) is not None:
-                write_json(target / STUDY, stored)  # half replaced, rows would be held against another run's Single
+                write_json(target / STUDY, stored)  # if interrupted, rows would be compared with another run's Single
             added = _store_columns(folder, target, number, list(reports), () if whole else before[REPORT])
             run = {**of_seed(number), REPORT: {name: reports[name] for name in added}}
             runs[str(number)] = run if whole else _beside(before, run)
@@ -112,7 +112,7 @@ def store(study: Path, results: Path, facts: Mapping[str, Any], of_seed: Callabl
     stays: dict[str, Any] = {key: stored[key] for key in ("choice",) if key in stored and facts.get(key) is None}
     if "costs" in facts:
         stays["costs"] = newest_costs(study.name, stored.get("costs"), facts["costs"], rows)
-    if stored["runs"].keys() - replaced:  # rows of before stay, which were asked about these sets and no others
+    if stored["runs"].keys() - replaced:  # earlier rows stay, which have results only on these sets
         stays |= {key: stored[key] for key in ("tasks", "groups") if key in stored}
     choices = {"choices": {**stored.get("choices", {}), **facts["choices"]}} if "choices" in facts else {}
     ordered = {number: runs[number] for number in sorted(runs, key=int)}
@@ -120,7 +120,7 @@ def store(study: Path, results: Path, facts: Mapping[str, Any], of_seed: Callabl
 
 
 def forget(folder: Path, rows: Collection[str]) -> None:
-    """Take rows out of a stored study, so that another run can store them anew: their settings were wrong, say."""
+    """Remove rows from a stored study, so that another run can store them again, for example after wrong settings."""
     facts = facts_of(folder)
     if facts is None:
         raise DataError(f"{folder} has no stored study")
@@ -133,7 +133,7 @@ def forget(folder: Path, rows: Collection[str]) -> None:
             table.pop(name, None)
     for file in sorted(folder.glob("*.parquet")):
         columns = {key: column for key, column in read_columns(file).items() if key.partition("|")[0] not in rows}
-        if "rows" in columns:  # those that a Single of a later run is for
+        if "rows" in columns:  # the rows that a later run's Single belongs to
             columns["rows"] = np.array([name for name in columns["rows"].tolist() if name not in rows])
         if len(columns.get("rows", columns)):
             write_columns(file, columns)
@@ -143,7 +143,7 @@ def forget(folder: Path, rows: Collection[str]) -> None:
 
 
 def store_shift(folder: Path, target: Path, rows: Collection[str]) -> None:
-    """Store what rows of a seed say about corrupted images, `shift-N.parquet`; a row has what was stored last."""
+    """Store a seed's results on corrupted images in `shift-N.parquet`; a row's latest results win."""
     file = target / f"{folder.name}-{folder.parent.name.removeprefix('seed-')}.parquet"
     read = {name: read_columns(folder / f"{slug(name)}.parquet") for name in rows}
     added = {key: column for name, columns in read.items() for key, column in named(name, columns).items()}
@@ -151,7 +151,7 @@ def store_shift(folder: Path, target: Path, rows: Collection[str]) -> None:
 
 
 def _store_columns(folder: Path, target: Path, number: int, rows: list[str], before: Collection[str]) -> list[str]:
-    """Write the columns of a seed beside those of rows of before, or in their place; which are stored now."""
+    """Write a seed's columns beside the rows stored before, or in their place; return the rows that are stored now."""
     file = target / f"seed-{number}.parquet"
     new = {name: thinned(read_columns(folder / f"{slug(name)}.parquet")) for name in rows}
     stored = read_columns(file) if before else {}
@@ -162,7 +162,7 @@ def _store_columns(folder: Path, target: Path, number: int, rows: list[str], bef
         single = new[SINGLE]
         answers = {key: column for key, column in named(SINGLE, single).items() if CALIBRATED not in key}
         new = {name: one for name, one in new.items() if name not in before}
-        if new and not same_columns(answers, stored):  # another training; another version may fit temperatures anew
+        if new and not same_columns(answers, stored):  # another training; ignores calibration
             digest = hashlib.sha256(b"".join(single[key].tobytes() for key in sorted(single))).hexdigest()[:8]
             again = {"rows": np.array(list(new)), **named(SINGLE, single)}
             write_columns(target / f"again-{number}-{digest}.parquet", again)
@@ -173,13 +173,13 @@ def _store_columns(folder: Path, target: Path, number: int, rows: list[str], bef
 
 
 def _beside(before: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of a seed after a second run: what was stored stays, what it did not have is added."""
+    """The facts of a seed after a second run: stored entries are kept, new ones are added."""
     joined = {key: {**value, **before.get(key, {})} if isinstance(value, dict) else value for key, value in run.items()}
     return {**joined, **{key: value for key, value in before.items() if not isinstance(value, dict)}}
 
 
 def single_of(folder: Path, number: int) -> dict[str, dict[str, Array]]:
-    """Rows of a stored seed that came with a Single of their own, and its columns."""
+    """By row, the columns of the row's own Single; only rows of a stored seed that came with one."""
     singles: dict[str, dict[str, Array]] = {}
     for file in _again_files(folder, number):
         columns = whole(read_columns(file))
@@ -188,12 +188,12 @@ def single_of(folder: Path, number: int) -> dict[str, dict[str, Array]]:
 
 
 def named(row: str, columns: Mapping[str, Array]) -> dict[str, Array]:
-    """Columns of a row or a set, with its name before theirs, among those of others."""
+    """Prefix the columns of a row or a set with its name."""
     return {f"{row}|{key}": column for key, column in columns.items()}
 
 
 def in_rows(columns: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
-    """Rows or sets, each with its columns by themselves."""
+    """Columns grouped by row or set, without its name."""
     rows: dict[str, dict[str, Array]] = {}
     for key, column in columns.items():
         row, _, name = key.partition("|")
@@ -202,7 +202,7 @@ def in_rows(columns: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
 
 
 def thinned(columns: Mapping[str, Array]) -> dict[str, Array]:
-    """Columns as they lie in files: what follows from doubt is NaN."""
+    """Columns as stored in files: what follows from doubt is NaN."""
 
     def kept(name: str, column: Array) -> Array:
         if (follows := _following(columns, name)) is None:
@@ -214,7 +214,7 @@ def thinned(columns: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def whole(columns: Mapping[str, Array]) -> dict[str, Array]:
-    """Columns of a file with what follows from doubt."""
+    """Columns of a file with what follows from doubt filled in."""
 
     def filled(name: str, column: Array) -> Array:
         follows = _following(columns, name)
@@ -224,7 +224,7 @@ def whole(columns: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _following(columns: Mapping[str, Array], name: str) -> Floats | None:
-    """What a column would have by the doubt beside it; None where it does not follow from any."""
+    """The values of a column computed from its doubt; None if it does not follow from doubt."""
     place, _, column = name.rpartition("|")
     prefix = CALIBRATED if column.startswith(CALIBRATED) else ""
     follow, doubt = FOLLOW.get(column.removeprefix(prefix)), columns.get(f"{place}|{DOUBT[prefix]}")

@@ -1,4 +1,4 @@
-"""A task of the studies of classifiers: its data on a device, by what they are for, and its pretrained model."""
+"""A task of the studies of classifiers: its data on a device, by purpose, and its pretrained model."""
 
 import copy
 import io
@@ -28,7 +28,7 @@ from .sets import SPLIT_SEED, DataFolder, apart_by_sentences, at_most, foreign_h
 from .weights import SCRATCH, pretrained, small_vit, tokenizer
 
 BATCH = {"image": 500, "text": 250}
-FEW = 4  # samples that rank heads of models that only have a shape
+FEW = 4  # samples for ranking heads when only shapes matter
 Stage = Literal["held_out", "report"]
 
 
@@ -38,7 +38,7 @@ def recipe() -> dict[str, Any]:
 
 
 def decisive(settings: Mapping[str, Any], task: str) -> dict[str, Any]:
-    """What decides the models of a task; what they are asked, and what rows there are, is apart."""
+    """The settings that decide a task's models, without those of evaluation and of the choice of rows."""
     common = ("members", "circuits", "taylor_batches", "familiar")
     apart = ("rows", "seeds", "row_seeds", "held_out", "corruptions", "most")
     of_task = {key: value for key, value in settings["tasks"][task].items() if key not in apart}
@@ -46,9 +46,9 @@ def decisive(settings: Mapping[str, Any], task: str) -> dict[str, Any]:
 
 
 class Task(Once):
-    """The data of a task, each set read when it is first asked for; `share` of every set, for a trial.
+    """The data of a task, each set read on first use; `share` of every set, for a trial.
 
-    Decoded images stay in the folder `cache`, where one is given.
+    Decoded images are cached in the folder `cache`, if given.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Task(Once):
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """What it is made of."""
+        """The constructor's arguments, for other processes."""
         return self.name, self.settings, self.source, self.device, self.share, self.cache
 
     def shortened(self) -> "Task":
-        """The same task for models of its shapes: a few samples of every set, a step of every training."""
+        """The same task for models that need only its shapes: few samples of every set, one step of every training."""
         task = copy.copy(self)
         task.settings = {**self.settings, "taylor_batches": 1}
         task.share, task.short = 0.0, True
@@ -86,25 +86,25 @@ class Task(Once):
         return task
 
     def seeds_of(self, row: str) -> list[int]:
-        """The seeds of the report of a row."""
+        """The seeds of a row in the report."""
         counts: Mapping[int, Sequence[str]] = self.plain.get("row_seeds", self.settings.get("row_seeds", {}))
         listed = [count for count, rows in counts.items() if row in rows]
         return list(range(max(listed))) if listed else list(self.plain.get("seeds", self.settings["seeds"]))
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything that decides what its models are."""
+        """All settings that decide its models."""
         return {**decisive(self.settings, self.name), "share": self.share}
 
     def samples(self, *sets: AnyDataset) -> Samples:
-        """Sets of one kind as one, the way the backbone of the task takes them; a trial has some of every class."""
+        """Sets of one kind joined, as inputs of the task's backbone; a trial has some samples of every class."""
         if self.share < 1:
             limits = [max(64, 4 * len(data.class_names), round(self.share * len(data))) for data in sets]
             sets = tuple(map(at_most, sets, limits))
         return self.inputs(sets)
 
     def inputs(self, sets: Sequence[AnyDataset]) -> Samples:
-        """Sets as the backbone of the task takes them, all of their samples."""
+        """All samples of the sets as inputs of the task's backbone."""
         images = [data for data in sets if isinstance(data, ImageDataset)]
         if not images:
             tokens = tokenizer(self.source.root, self.plain["input_size"])
@@ -124,12 +124,12 @@ class Task(Once):
 
     @property
     def validation(self) -> AnyDataset:
-        """ID data that are held out."""
+        """Held-out ID data."""
         return self._by_sentences[0] if "sentences" in self.plain else self.source.load(given(self.suite, "validation"))
 
     @cached_property
     def _by_sentences(self) -> tuple[TextDataset, TextDataset]:
-        """Sentences that are held out, and texts to train on that do not stand within them."""
+        """Held-out sentences, and training texts that do not occur in them."""
         whole = self.source.load(replace(given(self.suite, "train"), rows=None))
         return apart_by_sentences(cast(TextDataset, whole), self.plain["sentences"])
 
@@ -147,17 +147,17 @@ class Task(Once):
 
     @property
     def calibrating(self) -> Samples:
-        """The other samples of half A, which calibrate."""
+        """The other samples of half A, for calibration."""
         return self._inside["calibrate"]
 
     @property
     def half_b(self) -> Samples:
-        """ID samples that choose settings."""
+        """ID samples for choosing settings."""
         return self._inside["B"]
 
     @cached_property
     def foreign(self) -> Samples:
-        """OOD samples that rank heads; they are in no report."""
+        """OOD samples that rank heads; they are not reported."""
         half, _ = foreign_halves(self.source.load(self.suite.circuit_ood))
         return self._few(self.samples(at_most(half, self.settings["circuits"])))
 
@@ -194,7 +194,7 @@ class Task(Once):
         write_atomically(path, content.getvalue())
 
     def shifted(self, path: Path) -> Iterator[tuple[str, int, Samples]]:
-        """What `corrupt` wrote: corruption, severity, and the images."""
+        """The images that `corrupt` wrote, with corruption and severity."""
         with np.load(path, allow_pickle=False) as file:
             stored = dict(file)
         labels = torch.from_numpy(stored.pop("labels"))
@@ -208,19 +208,19 @@ class Task(Once):
         return self.once(reference.name, lambda: self.samples(at_most(self.source.load(reference), most)))
 
     def batches(self, samples: Samples) -> SampleBatches:
-        """Batches to evaluate on."""
+        """Batches for evaluation."""
         return SampleBatches(samples, BATCH[self.kind])
 
     def familiar(self) -> SampleBatches:
-        """Training samples that familiarity is fitted on."""
+        """Training samples for fitting familiarity."""
         return self.batches(Drawn(self.train, self.settings["familiar"]))
 
     def lessons(self, training: Recipe) -> SampleBatches:
-        """Batches to train on by a recipe, with its augmentation."""
+        """Training batches for a recipe, with its augmentation."""
         return SampleBatches(self.train, training.batch_size or 128, training.rand_augment or True)
 
     def training(self, **changes: Any) -> Recipe:
-        """The recipe of Single, maybe a preset's, with changes; in float32 and not compiled where there is no GPU."""
+        """Single's recipe, possibly a preset, with changes; in float32 and not compiled without a GPU."""
         grid: dict[str, Any] = {"grid": ()} if "learning_rate" in changes else {}
         plain = {**self.plain["training"], **grid, **changes}
         if "preset" not in plain:
@@ -228,7 +228,7 @@ class Task(Once):
         return self._here(Recipe.preset(plain.pop("preset"), **{"precision": "bf16", **plain}))
 
     def recovery(self, **changes: Any) -> Recipe:
-        """How the paper trains what is pruned (D.2), in the steps that the study has; the rate is to be given."""
+        """The paper's training after pruning (D.2) with the study's steps; the caller gives the learning rate."""
         plain = {key: value for key, value in self.plain["recovery"].items() if key not in ("preset", "prune")}
         grid = {"grid": ()} if "learning_rate" in changes else {}
         changed = {"precision": "bf16", **plain, **grid, **changes}
@@ -242,7 +242,7 @@ class Task(Once):
         return training if self.device.type == "cuda" else replace(training, precision="float32", compile=False)
 
     def start(self) -> he.Ensemble:
-        """The pretrained model; from scratch, one whose weights mean nothing."""
+        """The pretrained model; from scratch, a model whose weights are still to be drawn."""
         classes = self.source.load(given(self.suite, "train")).class_names
         size = self.plain["input_size"]
         if self.scratch:
@@ -256,7 +256,7 @@ def _held_out(plain: Mapping[str, str]) -> SetRef:
 
 
 class Drawn(Samples):
-    """At most so many samples, the same ones every time."""
+    """At most `count` samples, the same ones every time."""
 
     def __init__(self, samples: Samples, count: int) -> None:
         order = np.random.default_rng(0).permutation(len(samples))[:count]

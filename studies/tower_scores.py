@@ -38,10 +38,10 @@ PROMPTS_AT_ONCE = 256
 def taylor_scores(
     dual: he.DualEncoder, names: Sequence[str], batches: Batches, templates: Sequence[str] = tuple(DEFAULT_TEMPLATES)
 ) -> dict[str, Tensor]:
-    """Scores `[L, H]` of every head of both towers by the formula of `taylor`; NaN for a head that was pruned.
+    """Scores `[L, H]` of every head of both towers by the formula of `taylor`; NaN for a pruned head.
 
     The loss is the mean cross-entropy of the zero-shot logits. It reaches the image tower through the image embeddings,
-    and the text tower through the class embeddings. To look at, not to rank by: the towers' scores differ in size.
+    and the text tower through the class embeddings. Not for ranking: the towers' scores differ in scale.
     """
     classifier = he.zero_shot(dual, names, templates, keep_text=False)
     classes = classifier.readout.class_embeddings
@@ -56,9 +56,9 @@ def taylor_scores(
 def _text_gradients(
     dual: he.DualEncoder, names: Sequence[str], templates: Sequence[str], of_classes: Tensor
 ) -> list[Tensor]:
-    """Gradients for the text tower's input projections, given that for the scaled class embeddings, `[C, e]`.
+    """Gradients of the text tower's input projections, given that of the scaled class embeddings, `[C, e]`.
 
-    A class depends on its own prompts alone, so a few classes at a time give the same as all of them at once.
+    A class depends only on its own prompts, so processing a few classes at a time gives the same result.
     """
     weights = list(_input_projections(dual.text).values())
     totals = [torch.zeros_like(weight, dtype=of_classes.dtype, requires_grad=False) for weight in weights]
@@ -85,7 +85,7 @@ def _by_layer(tower: he.Ensemble, gradients: Sequence[Tensor]) -> Tensor:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Load, score, and say with what."""
+    """Load the model, score its heads, and return the result with its settings."""
     dual = load_dual(options.model).to(options.device)
     validation: Any = suite("zero-shot").validation
     images = DataFolder(options.data).images(validation)
@@ -106,14 +106,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "classes": len(images.class_names),
         "templates": list(DEFAULT_TEMPLATES),
         "dtype": str(dual.dtype).removeprefix("torch."),
-        "seed": 0,  # drew the images
+        "seed": 0,  # for drawing the images
         "versions": versions(),
         "hardware": hardware(options.device),
     }
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """One point a head, by layer and head; a bar for the mean of each layer. Depth is a share, as layers differ."""
+    """One point per head, by layer and head, and a bar for the mean of each layer; depth is relative."""
     figure, axes = pyplot().subplots(figsize=(8, 3.4))
     for name, tower in result["towers"].items():
         layers = tower["layers"]
@@ -142,7 +142,7 @@ def tower_table(result: dict[str, Any]) -> str:
     header = ("tower", "layers × heads", "smallest", "median", "largest", "mean of the first layer",
               "mean of the last layer")  # fmt: skip
     image, text = ([_mean(layer) for layer in result["towers"][name]["scores"]] for name in ("image", "text"))
-    count = min(len(image), len(text))  # each layer of the tower with fewer layers, at its depth
+    count = min(len(image), len(text))  # compare at each layer of the tower with fewer layers
     depths = [(index + 0.5) / count for index in range(count)]
     higher = [image[int(depth * len(image))] > text[int(depth * len(text))] for depth in depths]
     lower = [str(index + 1) for index, is_higher in enumerate(higher) if not is_higher]
@@ -160,7 +160,7 @@ def tower_table(result: dict[str, Any]) -> str:
 
 
 def _mean(scores: list[float]) -> float:
-    """Of the heads that are there; NaN for a layer without heads."""
+    """The mean over existing heads; NaN for a layer without heads."""
     present = [score for score in scores if not math.isnan(score)]
     return statistics.fmean(present) if present else math.nan
 

@@ -1,4 +1,4 @@
-"""Where models come from: DINOv2 and MiniLM of the shared folder, and dual encoders that a user has."""
+"""Loading models: DINOv2 and MiniLM from the shared folder, and a user's own dual encoder."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -35,7 +35,7 @@ EXAMPLE = "open_clip:ViT-B-32/laion2b_s34b_b79k"
 
 
 def pretrained(root: Path, name: Backbone, input_size: int, classes: tuple[str, ...]) -> Ensemble:
-    """A pretrained model with a classifier that still has to be drawn; see `fresh_classifier`."""
+    """A pretrained model with a classifier that is still to be drawn; see `fresh_classifier`."""
     return _fresh(dinov2(root, input_size) if name == "dinov2_vits14" else minilm(root), classes)
 
 
@@ -50,7 +50,7 @@ def dinov2(root: Path, size: int) -> Any:
 
 
 def small_vit(size: int, classes: tuple[str, ...]) -> Ensemble:
-    """The vision transformer of the embedded demo, for images of this size; its weights are to be drawn: `redrawn`."""
+    """The embedded demo's vision transformer for images of this size; draw its weights with `redrawn`."""
     model = timm.models.vision_transformer.VisionTransformer(
         img_size=size, patch_size=8, embed_dim=144, depth=6, num_heads=6, num_classes=len(classes), drop_path_rate=0.1
     )
@@ -58,12 +58,12 @@ def small_vit(size: int, classes: tuple[str, ...]) -> Ensemble:
 
 
 def redrawn(start: Ensemble, seed: int) -> Ensemble:
-    """A model of the same architecture with all weights drawn by a seed, as baselines that start from scratch do."""
+    """A model of the same architecture with all weights drawn by a seed, like baselines that start from scratch."""
     return fresh(start.config, seed, start.metadata).to(start.device)
 
 
 def minilm(root: Path) -> Any:
-    """MiniLM-L6 of transformers, the bare encoder."""
+    """MiniLM-L6 of transformers, without a classifier."""
     folder = minilm_folder(root)
     return transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
@@ -75,7 +75,7 @@ def tokenizer(root: Path, max_length: int) -> TextPreprocessing:
 
 
 def minilm_folder(root: Path) -> Path:
-    """The folder of MiniLM: below the root, or in the installed package that brings it."""
+    """The folder of MiniLM: below the root, or in the installed package that contains it."""
     if (root / MINILM / "config.json").is_file():
         return root / MINILM
     spec = find_spec(MINILM_PACKAGE)
@@ -85,7 +85,7 @@ def minilm_folder(root: Path) -> Path:
 
 
 def fresh_classifier(start: Ensemble, seed: int) -> Ensemble:
-    """A copy whose classifier is drawn anew."""
+    """A copy with a newly drawn classifier."""
     state = dict(start.state_dict())
     generator = torch.Generator().manual_seed(seed)
     weight, bias = "readout.classifier.weight", "readout.classifier.bias"
@@ -96,9 +96,9 @@ def fresh_classifier(start: Ensemble, seed: int) -> Ensemble:
 
 
 def untrained_dual(root: Path, input_size: int, seed: int) -> DualEncoder:
-    """DINOv2 beside MiniLM, and projections that still have to be trained; the seed decides the image projection.
+    """DINOv2 and MiniLM with untrained projections; the seed decides the image projection.
 
-    Images are read by the class token and the mean of all others, side by side.
+    Image features are the class token and the mean of all other tokens, concatenated.
     """
     squashed = ImagePreprocessing((input_size, input_size), MEAN, STD, resize_mode="squash")
     converted: Ensemble = convert(dinov2(root, input_size), processor=squashed)
@@ -109,7 +109,7 @@ def untrained_dual(root: Path, input_size: int, seed: int) -> DualEncoder:
 
 
 def dual_of(image: Ensemble, text: Ensemble, seed: int) -> DualEncoder:
-    """Two towers in the text tower's space: its projection starts as the identity, that of images is drawn."""
+    """Two towers in the text tower's space: its projection starts as the identity, the image projection is random."""
     width, inputs = output_width(text.config), output_width(image.config)
     generator = torch.Generator().manual_seed(derived_seed(seed, "image projection", bits=63))
     drawn = torch.randn(1, width, inputs, generator=generator) * inputs**-0.5
@@ -117,7 +117,7 @@ def dual_of(image: Ensemble, text: Ensemble, seed: int) -> DualEncoder:
 
 
 def mean_pooled(text: Ensemble) -> Ensemble:
-    """A text encoder that answers with the mean of its tokens, padding left out, as sentence-transformers pools."""
+    """A text encoder that returns the mean of its tokens, without padding, as sentence-transformers pools."""
     config = replace(text.config, readout=ReadoutConfig(pool="mean", norm="none"))
     state = {name: tensor for name, tensor in text.state_dict().items() if not name.startswith("readout.hidden")}
     return Ensemble.from_state(config, state, text.metadata)
@@ -125,15 +125,15 @@ def mean_pooled(text: Ensemble) -> Ensemble:
 
 @torch.random.fork_rng(devices=[])
 def own_backbone(source: str, classes: tuple[str, ...], text: bool) -> Ensemble:
-    """A pretrained model of the user's own, with a classifier of these classes that still has to be drawn.
+    """A user's own pretrained model, with a classifier for these classes that is still to be drawn.
 
     Args:
         source: `timm:NAME`, `torchvision:NAME`, an id of the hub (timm's or transformers'), or a folder that timm,
-            transformers or this library wrote; of this library, a model with as many classes.
+            transformers or this library wrote; a model of this library must have as many classes.
         classes: Names of the classes.
         text: Whether the model reads texts.
     """
-    torch.manual_seed(0)  # draws what a checkpoint lacks, such as a pooler, the same in every process
+    torch.manual_seed(0)  # weights that a checkpoint lacks, such as a pooler, are the same in every process
     if source.startswith(TIMM):
         return _fresh(timm.create_model(source.removeprefix(TIMM), pretrained=True, num_classes=0), classes)
     if source.startswith(TORCHVISION):
@@ -168,11 +168,11 @@ def _fresh(model: Any, classes: tuple[str, ...], processor: Any = None) -> Ensem
 
 
 def load_dual(source: str) -> DualEncoder:
-    """A dual encoder of the user's own, with its image preprocessing and its tokenizer.
+    """A user's own dual encoder, with its image preprocessing and its tokenizer.
 
     Args:
         source: `open_clip:NAME/WEIGHTS`, with a tag of open_clip or a file for the weights; or what
-            `DualEncoder.save_pretrained` wrote, a folder or an id of the hub. Other models are converted and saved.
+            `DualEncoder.save_pretrained` wrote, a folder or an id of the hub. Convert and save other models first.
     """
     if source.startswith(OPEN_CLIP):
         architecture, _, weights = source.removeprefix(OPEN_CLIP).partition("/")

@@ -1,4 +1,4 @@
-"""What all analyses share: numbers of a model on the reported sets, trainings in few steps, tables with the paper's."""
+"""Shared by all analyses: metrics of a model on the reported sets, short trainings, tables with the paper's numbers."""
 
 import hashlib
 import json
@@ -23,20 +23,20 @@ CLASSIFICATION = {"accuracy": "Acc ↑", "brier": "Brier ↓", "nll": "NLL ↓",
 DETECTION = {"auroc": "AUROC ↑", "fpr95": "FPR95 ↓", "aupr": "AUPR ↑"}
 ALL = {f"all.{key}": head for key, head in DETECTION.items()}
 NEAR_AND_FAR = {f"{group}.{key}": f"{group} {head}" for group in ("near", "far") for key, head in DETECTION.items()}
-OPEN = "–"  # a number that is not there
+OPEN = "–"  # a missing number
 
 Result = Mapping[str, Any]
-"""What an analysis found: `task`, `seeds` (what `run` gave, by seed), and how it was made."""
+"""The result of an analysis: `task`, `seeds` (what `run` returned, by seed), and how it was made."""
 Columns = Mapping[str, str]
-"""Names of numbers, and what stands above them."""
+"""Names of metrics, and their column headings."""
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """One analysis: how it runs on a seed, and what is shown of it."""
+    """One analysis: how it runs on a seed, and its table and figure."""
 
     title: str
-    run: Callable[[Seed], dict[str, Any]] | None  # None where it is made of stored studies
+    run: Callable[[Seed], dict[str, Any]] | None  # None if it reads stored studies
     table: Callable[[Result], str]
     figure: Callable[[Result], Any]
     kinds: Sequence[str] = ("image", "text")  # of tasks that it runs on
@@ -44,12 +44,12 @@ class Analysis:
 
 
 def asked(task: Task, name: str) -> Any:
-    """A setting of the analyses, as the task has it."""
+    """A setting of the analyses for a task."""
     return task.settings["analyses"][name]
 
 
 def of_task(task: Task, by_task: Mapping[str, Any], name: str) -> Any:
-    """What was chosen for a task; a setting that nobody validated wrecks members without a word."""
+    """The setting chosen for a task; raises if there is none, because an unvalidated one silently ruins members."""
     if task.name not in by_task:
         names = ", ".join(by_task)
         raise ConfigError(
@@ -59,7 +59,7 @@ def of_task(task: Task, by_task: Mapping[str, Any], name: str) -> Any:
 
 
 def marked(task: Task, name: str) -> str:
-    """The name of what an analysis leaves in a run folder, with a mark of the settings that it was made by."""
+    """The name of an analysis's files in a run folder, with a hash of its settings."""
     chosen = {key: asked(task, key) for key in ("samples", "training", name) if key in task.settings["analyses"]}
     return f"{name}-{hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]}"
 
@@ -68,7 +68,7 @@ def marked(task: Task, name: str) -> str:
 
 
 def measured(seed: Seed, model: he.Ensemble, familiar: bool = False) -> dict[str, float]:
-    """Every number of a model on the sets that are reported, with the disagreement of its members."""
+    """Every metric of a model on the reported sets, with the disagreement of its members."""
     task = seed.task
     judge = Judged(task, model, familiar)
     inside = task.suite.id.name
@@ -89,17 +89,17 @@ def measured(seed: Seed, model: he.Ensemble, familiar: bool = False) -> dict[str
 
 
 def heads_of(model: he.Ensemble) -> int:
-    """How many heads a model of one member has."""
+    """The number of heads of a model with one member."""
     return sum(len(layer) for layer in model.heads[0])
 
 
 def counted(model: he.Ensemble, share: float) -> int:
-    """A share of the heads of a model, at least one."""
+    """A share of a model's heads, at least one."""
     return max(1, round(share * heads_of(model)))
 
 
 def few_steps(task: Task, **changes: Any) -> Recipe:
-    """D.2 in the few steps of an analysis; in a trial in fewer still."""
+    """D.2 with the few steps of an analysis; a trial has fewer still."""
     plain = dict(asked(task, "training"))
     plain |= {"learning_rate": of_task(task, plain.pop("rates"), "D.2"), **changes}
     if task.share < 1:
@@ -108,7 +108,7 @@ def few_steps(task: Task, **changes: Any) -> Recipe:
 
 
 def side_by_side(seed: Seed, name: str, members: Callable[[], Sequence[he.Ensemble]]) -> list[he.Ensemble]:
-    """Members trained by D.2 on the same batches, in one pass: each gets the gradient it would get by itself."""
+    """Train members by D.2 on the same batches in one pass: each gets the gradient it would get on its own."""
     training = few_steps(seed.task, seed=seed.derived(name))
     trained = seed.trained(marked(seed.task, name), lambda: he.Ensemble.stack(members()), training)
     return [trained.member(index) for index in range(trained.num_members)]
@@ -118,7 +118,7 @@ def side_by_side(seed: Seed, name: str, members: Callable[[], Sequence[he.Ensemb
 
 
 def paper(table: str, task: str) -> dict[str, dict[str, str]]:
-    """What the paper prints in a table about a task: rows of numbers by name."""
+    """The paper's numbers in a table about a task, by row."""
     rows: dict[str, dict[str, str]] = {}
     for line in read_csv("analyses"):
         if (line["table"], line["task"]) == (table, task):
@@ -127,7 +127,7 @@ def paper(table: str, task: str) -> dict[str, dict[str, str]]:
 
 
 def by_seed(result: Result, *path: str) -> list[Any]:
-    """What every seed has at a place."""
+    """The value of every seed at a path."""
     values = []
     for value in result["seeds"].values():
         for key in path:
@@ -136,16 +136,16 @@ def by_seed(result: Result, *path: str) -> list[Any]:
     return values
 
 
-PER_CENT = (*SHARES, "aurc")  # as the studies show them
+PER_CENT = (*SHARES, "aurc")  # like the studies' tables
 
 
 def printed(value: float, column: str) -> str:
-    """A number as tables show it: shares in percent."""
+    """Format a number for a table: shares in per cent."""
     return fixed(100 * value, 2) if column.rpartition(".")[2] in PER_CENT else fixed(value, 3)
 
 
 def cell(values: Sequence[Any], column: str, form: Callable[[float, str], str] = printed) -> str:
-    """The mean over seeds, with its standard deviation where there are several."""
+    """The mean over seeds, with its standard deviation if there are several."""
     numbers = [float(value) for value in values if value is not None]
     if not numbers:
         return OPEN
@@ -154,7 +154,7 @@ def cell(values: Sequence[Any], column: str, form: Callable[[float, str], str] =
 
 
 def rows_table(result: Result, columns: Columns, table: str, task: str, note: str = "") -> str:
-    """`rows` of every seed, and the paper's numbers of the same name in italics below each; some may lack seeds."""
+    """The `rows` of every seed, with the paper's numbers in italics below each; rows may lack some seeds."""
     printed_there = paper(table, task)
     lines = []
     for row in dict.fromkeys(row for rows in by_seed(result, "rows") for row in rows):

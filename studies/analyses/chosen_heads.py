@@ -1,4 +1,4 @@
-"""Which heads are chosen: what circuits and Taylor scores have in common (B.2.2), how much a draw of data decides."""
+"""Which heads are chosen: overlap of circuits and Taylor scores (B.2.2), and how much it depends on the data drawn."""
 
 from itertools import combinations
 from statistics import mean
@@ -22,7 +22,7 @@ CIRCUIT, TAYLOR, GLOBAL = "CircAvg", "Taylor", "Taylor, all layers at once"
 
 
 def run_overlap(seed: Seed) -> dict[str, Any]:
-    """Overlap and divergence of every two choices, beside those of random ones."""
+    """Overlap and divergence of every pair of choices, and those of random ones."""
     count, base = seed.prune, seed.base
     chosen: dict[str, HeadRanking] = {
         CIRCUIT: seed.circuit("avg"),
@@ -42,7 +42,7 @@ def run_overlap(seed: Seed) -> dict[str, Any]:
 
 
 def global_taylor(seed: Seed, count: int) -> HeadRanking:
-    """The Taylor ranking over all layers, on the batches of the ranking by layers."""
+    """The Taylor ranking over all layers, on the same batches as the ranking by layer."""
     task = seed.task
     batches = SampleBatches(task.train, 128, training=True)
     draws: dict[str, Any] = {"seed": seed.derived("taylor", 0), "calibration_batches": task.settings["taylor_batches"]}
@@ -50,7 +50,7 @@ def global_taylor(seed: Seed, count: int) -> HeadRanking:
 
 
 def chance(seed: Seed, circuit: HeadRanking, count: int) -> dict[str, float]:
-    """Mean overlap and divergence of random choices with a circuit."""
+    """Mean overlap and divergence between random choices and a circuit."""
     heads = existing_heads(seed.base.config)
     draws = np.random.default_rng(0)
     pairs = []
@@ -62,7 +62,7 @@ def chance(seed: Seed, circuit: HeadRanking, count: int) -> dict[str, float]:
 
 
 def overlap_table(result: Result) -> str:
-    """Every pair beside chance and the paper."""
+    """Every pair, with chance and the paper's numbers."""
     theirs = paper("B.2.2", "ImageNet-1K")
     lines = []
     for pair in by_seed(result, "pairs")[0]:
@@ -77,7 +77,7 @@ def overlap_table(result: Result) -> str:
 
 
 def overlap_figure(result: Result) -> Any:
-    """Every pair, and what random heads give."""
+    """Every pair, with chance and the paper's numbers."""
     theirs = paper("B.2.2", "ImageNet-1K")
     rows = list(by_seed(result, "pairs")[0])
     panels = []
@@ -98,7 +98,7 @@ def _shown(value: float, column: str) -> str:
 
 
 def run_stability(seed: Seed) -> dict[str, Any]:
-    """How many heads circuits of several draws of the data have in common, by the size of the draws."""
+    """The share of heads that circuits from several draws of the data have in common, by the size of the draws."""
     task = seed.task
     base = seed.base
     count = seed.prune
@@ -133,7 +133,7 @@ def run_stability(seed: Seed) -> dict[str, Any]:
 
 
 def stability_table(result: Result) -> str:
-    """Sizes one below the other, and chance."""
+    """One row per size, with chance in the note."""
     lines = []
     for size in by_seed(result, "rows")[0]:
         cells = [cell(by_seed(result, "rows", size, column), column, _share_of) for column in ("stability", "score")]
@@ -148,7 +148,7 @@ def stability_table(result: Result) -> str:
 
 
 def stability_figure(result: Result) -> Any:
-    """Heads in common by the size of the draws, every two of them and the mean, and the score on the draws."""
+    """Heads in common by the size of the draws, for every pair and on average; and the score on the draws."""
     sizes = list(by_seed(result, "rows")[0])
     drawing, ((common, scores),) = fields(1, 2, 2.6)
     for number, facts in enumerate(result["seeds"].values()):

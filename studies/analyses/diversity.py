@@ -1,8 +1,8 @@
-"""Members: what makes them differ (B.5, Tables 8 and 9), and what more of them bring and cost (B.6, B.7).
+"""Members: what makes them differ (B.5, Tables 8 and 9), and what more of them gain and cost (B.6, B.7).
 
-Each source of diversity is fixed or free by itself: which heads a member loses is a draw from a circuit, the order of
-the batches (with their augmentation) and the dropout have a seed each in the recipe. Times mean something only where
-nothing else runs on the device.
+Each source of diversity is fixed or free on its own: a member's heads are drawn from a circuit, and the order of the
+batches (with their augmentation) and the dropout each have a seed in the recipe. Times are meaningful only if nothing
+else runs on the device.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from . import analysis
 from .analysis import ALL, CLASSIFICATION, Analysis, Result, asked, by_seed, few_steps, measured, paper, rows_table
 from .drawing import DARK, DASHES, GREY, OURS, SMALL, Panel, fields, gains, legend, means, panel, rows_figure
 
-VARIANTS = {  # what is free, and whether that is the heads, the order, the noise of back-propagation
+VARIANTS = {  # whether heads, data order and dropout noise are free
     "heads": (1, 0, 0),
     "order": (0, 1, 0),
     "noise": (0, 0, 1),
@@ -34,10 +34,10 @@ DIVERSITY = {
     "all.disagreement": "OOD disagreement",
 }
 COLUMNS = {**CLASSIFICATION, **{key: f"all {head}" for key, head in ALL.items()}}
-TASK = "ImageNet-1K"  # the only one that the paper shows
+TASK = "ImageNet-1K"  # the only task that the paper shows
 APART = "MLPs apart"
 TIME = "milliseconds.4"  # the paper's batches have 4 images
-KINDS: Mapping[str, dict[str, Any]] = {  # of ensembles: how they are drawn
+KINDS: Mapping[str, dict[str, Any]] = {  # marker of each kind of ensemble
     "Hydra (Circ)": {"color": OURS, "marker": "o", "markersize": 4.5},
     APART: {"color": GREY, "marker": "s", "markersize": 4.5},
     "Deep Ensembles": {"color": DARK, "marker": "D", "markersize": 5},
@@ -46,7 +46,7 @@ OPEN_MARK = {"markerfacecolor": "white", "linestyle": "", "markersize": 6.5}
 
 
 def run_diversity(seed: Seed) -> dict[str, Any]:
-    """Numbers of ensembles whose members differ in some of the sources, beside Single and a Deep Ensemble."""
+    """Metrics of ensembles whose members differ in some of the sources, with Single and a Deep Ensemble."""
     base = seed.base
     asked_for = asked(seed.task, "diversity")
     chosen = analysis.of_task(seed.task, asked_for["tasks"], "diversity")
@@ -56,7 +56,7 @@ def run_diversity(seed: Seed) -> dict[str, Any]:
     heads = sampled_members(seed.circuit("avg", pool), prune, pool, seed.members, seed.number)
 
     def member(drawn: int, order: int, noise: int, again: int = 0) -> he.Ensemble:
-        """One training; `again` counts those with all seeds the same, which only the hardware tells apart."""
+        """One training; `again` numbers those with all seeds equal, which differ only by hardware nondeterminism."""
         draws = {"seed": seed.derived("noise", noise), "order_seed": seed.derived("order", order)}
         training = few_steps(seed.task, steps=steps, dropout=chosen["dropout"], **draws)
         name = f"{analysis.marked(seed.task, 'diversity')}-{drawn}{order}{noise}-{again}"
@@ -86,7 +86,7 @@ def diversity_table(result: Result) -> str:
 
 
 def diversity_figure(result: Result) -> Any:
-    """How often members disagree by what is free, and what that brings over one of them."""
+    """How often members disagree, by what is free, and the gain over one of them."""
     names = {f"free: {title}": title for title in VARIANTS if title != "nothing"}
     rows = ["one member", *names]
     panels = list[Panel]()
@@ -98,11 +98,11 @@ def diversity_figure(result: Result) -> Any:
 
 
 def run_members(seed: Seed) -> dict[str, Any]:
-    """Numbers and times by the number of members, fused and not."""
+    """Metrics and times by the number of members, fused and separate."""
     base = seed.base
     task = seed.task
     chosen = asked(seed.task, "members")
-    steps = few_steps(task).steps  # refused here where no rate is chosen, before anything is made
+    steps = few_steps(task).steps  # raises if no rate is chosen, before any work is done
     counts = chosen["counts"]
     pool = round(chosen["pool"] * seed.prune)
     rankings: dict[str, HeadRanking] = {score: seed.circuit(score) for score in CIRCUIT_ORDER}
@@ -137,7 +137,7 @@ def members_table(result: Result) -> str:
 
 
 def members_figure(result: Result) -> Any:
-    """Points over Single and times of Single by the number of members; the paper's as open marks."""
+    """Points over Single and time relative to Single by the number of members; the paper's as open marks."""
     rows = list(by_seed(result, "rows")[0])
     theirs = paper("10", TASK)
     drawing, ((accuracy, foreign, spent),) = fields(1, 3, 3.0)
@@ -164,7 +164,7 @@ def members_figure(result: Result) -> Any:
 
 
 def counted(values: Mapping[str, float], kind: str) -> tuple[list[int], list[float]]:
-    """Numbers of a kind of ensemble by how many members it has."""
+    """Values of a kind of ensemble by its number of members."""
     pairs = sorted((int(row.rpartition(", ")[2]), mean) for row, mean in values.items() if row.startswith(f"{kind}, "))
     return [count for count, _ in pairs], [mean for _, mean in pairs]
 

@@ -1,7 +1,7 @@
-"""How analyses are drawn: a field for each number, a row for each method, the paper's numbers as open marks.
+"""Drawing of analyses: one panel per metric, one row per method, the paper's numbers as open marks.
 
-What is drawn comes from the stored file alone. Colours are those of Okabe and Ito, which the colour-blind tell apart;
-marks differ too. Figures are as wide as a page of the documentation, 700 pixels, on white.
+Figures use only the stored file. Colours are those of Okabe and Ito, which colour-blind readers can distinguish; marks
+differ too. Figures are as wide as a page of the documentation, 700 pixels, on white.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from .analysis import Result, by_seed, paper
 
 WIDTH = 7.3  # inches, at 96 pixels each
 OURS, THEIRS, GREY, DARK, GREEN = "#0072b2", "#d55e00", "#8a8f98", "#3d434c", "#009e73"
-COLOURS = {  # of who chose heads
+COLOURS = {  # by how heads were chosen
     "Taylor": THEIRS,
     "CircAvg": OURS,
     "CircAcc": "#e69f00",
@@ -29,34 +29,34 @@ DASHES = (0, (4, 3))
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One field: a number of every row, by seed; the paper's; and a value to hold them against."""
+    """One panel: a metric of every row by seed, the paper's, and a reference value."""
 
     title: str
-    ours: Mapping[str, Sequence[float | None]]  # None where a seed has none
+    ours: Mapping[str, Sequence[float | None]]  # None if a seed has no value
     paper: Mapping[str, float] = dataclasses.field(default_factory=dict)
     line: float | None = None
 
 
 def stored(result: Result, column: str, rows: Sequence[str]) -> dict[str, list[float | None]]:
-    """A number of rows, by seed; shares in percent, as tables show them."""
+    """A metric of rows by seed; shares in per cent, as in tables."""
     scale = 100 if column.rpartition(".")[2] in SHARES else 1
     by_row = {row: by_seed(result, "rows", row, column) for row in rows}
     return {row: [None if value is None else scale * value for value in values] for row, values in by_row.items()}
 
 
 def printed(table: str, task: str, column: str, rows: Sequence[str]) -> dict[str, float]:
-    """What the paper prints for these rows; of a mean and its deviation the mean."""
+    """The paper's numbers for these rows; if it prints a mean and a deviation, the mean."""
     theirs = paper(table, task)
     return {row: float(theirs[row][column].split(" ")[0]) for row in rows if column in theirs.get(row, {})}
 
 
 def panel(result: Result, column: str, title: str, rows: Sequence[str], table: str = "", task: str = "") -> Panel:
-    """One number of the rows of an analysis, and the paper's in a table."""
+    """One metric of the rows of an analysis, with the paper's from a table."""
     return Panel(title, stored(result, column, rows), printed(table, task, column, rows))
 
 
 def gains(full: Panel, title: str, base: str) -> Panel:
-    """A field less one of its rows, ours seed by seed and the paper's: tasks of different levels on one scale."""
+    """A panel minus one of its rows, ours by seed and the paper's, so that tasks of different levels share a scale."""
     ours = {
         row: [
             None if value is None or less is None else value - less
@@ -70,13 +70,13 @@ def gains(full: Panel, title: str, base: str) -> Panel:
 
 
 def means(panel: Panel) -> dict[str, float]:
-    """Of every row that has the number, the mean over the seeds."""
+    """The mean over seeds of every row that has the metric."""
     present = {row: [value for value in values if value is not None] for row, values in panel.ours.items()}
     return {row: mean(values) for row, values in present.items() if values}
 
 
 def fields(rows: int, columns: int, height: float, **settings: Any) -> tuple[Any, Any]:
-    """A figure of the width of a page with so many fields, each so many inches high."""
+    """A page-wide figure with a grid of panels, each `height` inches high."""
     drawing, axes = pyplot().subplots(
         rows, columns, figsize=(WIDTH, rows * height), squeeze=False, layout="constrained", **settings
     )
@@ -88,7 +88,7 @@ def fields(rows: int, columns: int, height: float, **settings: Any) -> tuple[Any
 
 
 def rows_figure(panels: Sequence[Panel], names: Mapping[str, str], ours: str, theirs: str = "", line: str = "") -> Any:
-    """Fields side by side with the rows one below the other, and what the marks are; `names` are the rows as shown."""
+    """Panels side by side with one line per row, and a legend; `names` maps rows to their labels."""
     drawing, axes = fields(1, len(panels), 0.9 + 0.33 * len(names), sharey=True)
     several = any(len(values) > 1 for panel in panels for values in panel.ours.values())
     middle = [means(panel) for panel in panels]
@@ -121,14 +121,14 @@ def rows_figure(panels: Sequence[Panel], names: Mapping[str, str], ours: str, th
 
 
 def legend(drawing: Any, *axes: Any) -> None:
-    """What the curves of fields are, each once, below the whole figure."""
+    """One legend for several panels, each label once, below the figure."""
     marks = {label: handle for field in axes for handle, label in zip(*field.get_legend_handles_labels(), strict=True)}
     style: dict[str, Any] = {"loc": "outside lower center", "ncols": len(marks), "fontsize": SMALL, "frameon": False}
     drawing.legend(marks.values(), marks.keys(), **style)
 
 
 def cloud(field: Any, points: Sequence[Sequence[float]], colour: str, label: str) -> None:
-    """Many points as one line of dots: a mark for each would make a file ten times as large."""
+    """Many points as one line of dots: separate markers would make the file ten times as large."""
     x, y = ([value for point in points for value in (point[axis], point[axis], float("nan"))] for axis in (0, 1))
     (line,) = field.plot(x, y, color=colour, linewidth=3, solid_capstyle="round", alpha=0.75, label=label)
-    line.get_path().should_simplify = False  # would leave out lines without a length
+    line.get_path().should_simplify = False  # would drop lines without a length

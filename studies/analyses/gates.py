@@ -1,8 +1,8 @@
-"""Losses to second order around a model, in gates on its heads and in the weights of its attention.
+"""Second-order expansion of the loss around a model, in gates on its heads and in its attention weights.
 
-A gate multiplies a head's part of the output projection: 1 is the model as it is, 0 the model without the head. Pruning
-a set of heads is the step from 1 to 0 in their gates, so gradient and Hessian in the gates are all that a second-order
-statement about pruning whole heads needs. In weights, the same step takes all weights of the heads to zero.
+A gate multiplies a head's part of the output projection: 1 is the unchanged model, 0 the model without the head.
+Pruning a set of heads is a step from 1 to 0 in their gates, so the gradient and Hessian in the gates are all that a
+second-order statement about pruning whole heads needs. In weights, the same step zeroes all weights of the heads.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ Batches = Sequence[Batch]
 
 @dataclass(frozen=True)
 class Expansion:
-    """A mean loss around the whole model: value, gradient `[L·H]` and Hessian `[L·H, L·H]` in the gates, float64."""
+    """The mean loss around the whole model: value, gradient `[L·H]` and Hessian `[L·H, L·H]` in the gates, float64."""
 
     value: float
     gradient: Tensor
@@ -36,7 +36,7 @@ class Expansion:
 
 
 def gated_logits(model: he.Ensemble, gates: Tensor, inputs: Any) -> Tensor:
-    """Logits `[B, C]` with gates `[L, H]` on the heads of a model with one member, none pruned."""
+    """Logits `[B, C]` with gates `[L, H]` on the heads of an unpruned model with one member."""
     names = [f"encoder.layers.{layer}.attention.out" for layer in range(model.num_layers)]
     weights = {
         name: model.get_parameter(name).detach() * gates[layer, :, None, None]  # [H, d_k, d]
@@ -46,7 +46,7 @@ def gated_logits(model: he.Ensemble, gates: Tensor, inputs: Any) -> Tensor:
 
 
 def measure(model: he.Ensemble, gates: Tensor, batches: Iterable[Batch]) -> dict[str, float]:
-    """What a model with these gates answers: mean loss, share of right answers, mean confidence."""
+    """Mean loss, accuracy and mean confidence of a model with these gates."""
     sums = torch.zeros(3, dtype=torch.float64)
     samples = 0
     with torch.no_grad():
@@ -76,12 +76,12 @@ def expand(model: he.Ensemble, batches: Iterable[Batch]) -> Expansion:
         gradient += flat.detach().double().cpu()
         hessian += torch.stack(rows).double().cpu()
         samples += len(labels)
-    hessian = (hessian + hessian.T) / 2  # symmetric but for rounding
+    hessian = (hessian + hessian.T) / 2  # symmetric except for rounding
     return Expansion(value / samples, gradient / samples, hessian / samples)
 
 
 def pruning_step(model: he.Ensemble, heads: Iterable[he.Head]) -> Tensor:
-    """The step `[L·H]` in the gates that takes these heads out."""
+    """The step `[L·H]` in the gates that removes these heads."""
     step = torch.zeros(model.num_layers * model.num_heads, dtype=torch.float64)
     step[[head.layer * model.num_heads + head.head for head in heads]] = -1.0
     return step
@@ -98,7 +98,7 @@ def gates_after(model: he.Ensemble, step: Tensor, share: float = 1.0) -> Tensor:
 
 @dataclass(frozen=True)
 class WeightTerms:
-    """A mean loss in the weights of the attention: along steps, and the Hessian's diagonal summed up head by head."""
+    """The mean loss in the attention weights: terms along steps, and the Hessian's diagonal summed per head."""
 
     first: dict[str, float]  # gradient · step
     second: dict[str, float]  # half the curvature along a step
@@ -107,10 +107,10 @@ class WeightTerms:
 
 
 def weight_terms(model: he.Ensemble, batches: Iterable[Batch], steps: Mapping[str, Tensor], probes: int) -> WeightTerms:
-    """Gradient and curvature along steps in the gates (a head whose gate goes loses all its weights), and the diagonal.
+    """Gradient and curvature along steps in the gates (a step to 0 removes all weights of a head), and the diagonal.
 
-    The diagonal of the Hessian is the mean of v · Hv over `probes` random vectors of signs (Hutchinson); both losses to
-    be compared see the same ones.
+    The diagonal of the Hessian is the mean of v · Hv over `probes` random sign vectors (Hutchinson); losses that are
+    compared use the same vectors.
     """
     copy = working_copy(model, None, None)
     weights = [
@@ -150,7 +150,7 @@ def weight_terms(model: he.Ensemble, batches: Iterable[Batch], steps: Mapping[st
 
 
 def _moved(weight: Tensor, gates: Tensor) -> Tensor:
-    """The step in a weight `[H, …]` that a step in the gates `[H]` of its layer is."""
+    """The step in a weight `[H, …]` that corresponds to a step in the gates `[H]` of its layer."""
     scale = gates.to(weight.device, weight.dtype).reshape(-1, *[1] * (weight.dim() - 1))
     return weight.detach() * scale
 

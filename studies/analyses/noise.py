@@ -1,11 +1,11 @@
 """Proposition 1 of the paper on real models (B.1): does pruning hurt more on noisy data, and do its conditions hold?
 
 Gradient and Hessian in the gates of all heads are computed on clean test samples and on the same samples with noise:
-images with one of the fifteen corruptions each, in turn, texts with some of their tokens replaced. From them follow the
-conditions of the proposition and the change of the loss gap to second order for any set of heads, which is held against
+images with one of the fifteen corruptions each, in turn, texts with some of their tokens replaced. They give the
+conditions of the proposition and the second-order change of the loss gap for any set of heads, which is compared with
 the change measured by pruning: for sets that rankings choose, for random ones, and for random ones that meet the
-conditions, at a tenth of the step and at the whole step. Heads are ranked on other samples. In the weights of the
-attention the same terms are computed along the steps of the rankings, and the diagonals of the Hessians.
+conditions, at a tenth of the step and at the whole step. Heads are ranked on other samples. In the attention weights
+the same terms are computed along the steps of the rankings, and the diagonals of the Hessians.
 """
 
 import json
@@ -35,11 +35,11 @@ DRAWN = {"random": "random heads", "meeting": "meets the conditions"}
 MARKS = {"whole": "D", "Taylor": "s", "CircAcc": "v", "CircAvg": "o", "random": "^", "meeting": "P"}
 PAPER_TASKS = ("CIFAR-100", "ImageNet-1K")
 
-Steps = Mapping[str, Tensor]  # steps in the gates, by who chose the heads
+Steps = Mapping[str, Tensor]  # steps in the gates, by how the heads were chosen
 
 
 def run(seed: Seed) -> dict[str, Any]:
-    """The whole experiment for a task."""
+    """Run the experiment for a task."""
     task, base, count = seed.task, seed.base, seed.prune
     chosen = asked(task, "noise")
     by_severity = {0: clean(task), chosen["severity"]: noisy(task, seed.number)}
@@ -61,7 +61,7 @@ def run(seed: Seed) -> dict[str, Any]:
 
 
 def clean(task: Task) -> Batches:
-    """Test samples as they are, in the order of `noisy`."""
+    """Unchanged test samples, in the order of `noisy`."""
     if task.kind == "text":
         return placed(task, Drawn(task.inside("report"), asked(task, "noise")["images"]))
     return placed(task, task.samples(*_in_turn(task, 0)))
@@ -77,7 +77,7 @@ def noisy(task: Task, seed: int) -> Batches:
 
 
 def _in_turn(task: Task, severity: int) -> list[Any]:
-    """Every fifteenth image with the same corruption, those of one corruption together; 0 leaves them alone."""
+    """Every fifteenth image with the same corruption, grouped by corruption; severity 0 leaves them unchanged."""
     images = at_most(task.source.images(task.suite.id), asked(task, "noise")["images"])
     parts = [images.select(np.arange(start, len(images), len(CORRUPTIONS))) for start in range(len(CORRUPTIONS))]
     if not severity:
@@ -94,10 +94,10 @@ def placed(task: Task, samples: Samples) -> Batches:
 
 
 def replaced(inputs: Mapping[str, Tensor], share: float, draws: torch.Generator) -> Tensor:
-    """Token ids `[B, T]`, some of them those of other places of the batch; the first and the last token stay."""
+    """Token ids `[B, T]`, some replaced by others from the batch; the first and the last token stay."""
     ids = inputs["input_ids"].cpu()
     mask = inputs["attention_mask"].cpu().bool()
-    inner = mask & mask.roll(-1, 1)  # not the last token; where a row is full, it is one less
+    inner = mask & mask.roll(-1, 1)  # excludes the last token; full rows are handled below
     inner[:, 0] = inner[:, -1] = False
     chosen = inner & (torch.rand(ids.shape, generator=draws) < share)
     words = ids[inner]
@@ -117,7 +117,7 @@ def experiment(
     chosen: Mapping[str, Any],
     seed: int,
 ) -> dict[str, Any]:
-    """Everything about a model without `prune` heads on clean samples (severity 0) and on those of other severities."""
+    """All results for a model without `prune` heads on clean samples (severity 0) and at the other severities."""
     batches = {"clean": by_severity[0], "noisy": by_severity[chosen["severity"]]}
     with precise_products():
         expansions = {name: expand(model, some) for name, some in batches.items()}
@@ -148,7 +148,7 @@ def experiment(
 
 
 def in_weights(model: he.Ensemble, batches: Mapping[str, Batches], ranked_steps: Steps, probes: int) -> dict[str, Any]:
-    """The terms of the proposition in the weights of the attention, and the diagonals of the Hessians."""
+    """The terms of the proposition in the attention weights, and the diagonals of the Hessians."""
     clean, noisy = (weight_terms(model, batches[name], ranked_steps, probes) for name in ("clean", "noisy"))
     difference = noisy.traces - clean.traces  # [L, H]
     along = {
@@ -171,7 +171,7 @@ def in_weights(model: he.Ensemble, batches: Mapping[str, Batches], ranked_steps:
 
 
 def random_steps(model: he.Ensemble, prune: int, seed: int) -> Tensor:
-    """Steps `[DRAWS, L·H]` that take random heads out."""
+    """Steps `[DRAWS, L·H]` that remove random heads."""
     generator = torch.Generator().manual_seed(seed)
     heads = model.num_layers * model.num_heads
     drawn = torch.stack([torch.randperm(heads, generator=generator)[:prune] for _ in range(DRAWS)])
@@ -179,7 +179,7 @@ def random_steps(model: he.Ensemble, prune: int, seed: int) -> Tensor:
 
 
 def conditions(clean: Expansion, noisy: Expansion, steps: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """What the proposition assumes, over all directions and over random steps; which steps `[DRAWS]` meet it."""
+    """The proposition's assumptions, over all directions and over random steps; and which steps `[DRAWS]` meet them."""
     aligned = steps @ noisy.gradient >= 0
     curved = noisy.second_order(steps) > clean.second_order(steps)
     shares = {"aligned": aligned, "curved": curved, "both": aligned & curved}
@@ -197,7 +197,7 @@ def conditions(clean: Expansion, noisy: Expansion, steps: Tensor) -> tuple[dict[
 def measured(
     model: he.Ensemble, step: Tensor, batches: Mapping[str, Batches], expansions: Mapping[str, Expansion]
 ) -> dict[str, Any]:
-    """One set of heads: terms of the expansion, and what a tenth of the step and the whole of it do to both losses."""
+    """One set of heads: terms of the expansion, and both losses after a tenth of the step and the whole step."""
     terms: dict[str, Any] = {f"{name}_first_order": (loss.gradient @ step).item() for name, loss in expansions.items()}
     terms |= {f"{name}_second_order": loss.second_order(step).item() for name, loss in expansions.items()}
     first, second = (terms[f"noisy_{order}"] - terms[f"clean_{order}"] for order in ("first_order", "second_order"))
@@ -215,12 +215,12 @@ def measured(
 
 
 def kind_of(name: str) -> str:
-    """A set that a ranking chose has its name, others are `random`, or `meeting` the conditions."""
+    """The kind of a set: the name of its ranking, `random`, or `meeting` the conditions."""
     return name.split(" ")[0]
 
 
 def figure(result: Result) -> Any:
-    """Three fields: loss by severity, predicted against measured widening, spectrum of the Hessian difference."""
+    """Three panels: loss by severity, predicted against measured widening, spectrum of the Hessian difference."""
     of_seed = next(iter(result["seeds"].values()))
     colours = {**COLOURS, "meeting": GREEN}
     drawing, ((losses, widening, spectrum),) = fields(1, 3, 2.9)
@@ -234,7 +234,7 @@ def figure(result: Result) -> Any:
     for name, pruned in of_seed["sets"].items():
         kind = kind_of(name)
         whole = pruned["whole"]
-        label = "_" if kind in seen else DRAWN.get(kind, kind)  # matplotlib leaves labels with _ out of the legend
+        label = "_" if kind in seen else DRAWN.get(kind, kind)  # matplotlib's legend omits labels that begin with _
         point = (whole["gap_change_second_order"], whole["gap_change"])
         size = 4 if kind in DRAWN else 6
         widening.plot(*point, MARKS[kind], color=colours[kind], label=label, markersize=size)
@@ -251,7 +251,7 @@ def figure(result: Result) -> Any:
 
 
 def table(result: Result) -> str:
-    """The sets that rankings chose, the random ones summed up, and how the data were made; of the first seed."""
+    """The sets that rankings chose, a summary of the random ones, and how the data was made; for the first seed."""
     seed, of_seed = next(iter(result["seeds"].items()))
     sets = of_seed["sets"]
     facts = of_seed["conditions"]
@@ -306,12 +306,12 @@ def table(result: Result) -> str:
 
 
 def printed_there(column: str) -> str:
-    """What the paper found for its two tasks."""
+    """The paper's values for its two tasks."""
     return " and ".join(f"{paper('B.1', task)['Taylor'][column]} on {task}" for task in PAPER_TASKS)
 
 
 def in_words_of_weights(of_seed: Result) -> list[str]:
-    """The difference of the Hessian's diagonals in weights."""
+    """The difference of the Hessians' diagonals in weights."""
     if "weights" not in of_seed:
         return []
     terms = of_seed["weights"]

@@ -1,6 +1,6 @@
-"""What is left without heads: by who chose them (B.1, Tables 4 and 6), by their share (B.3, Figures 5 and 6).
+"""Pruned models: by how heads were chosen (B.1, Tables 4 and 6), and by their share (B.3, Figures 5 and 6).
 
-Circuits may also keep a distance of features high instead of a confidence, which is not in the paper.
+Circuits can also preserve OOD detection by a feature distance instead of a confidence, which is not in the paper.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from . import analysis
 from .analysis import ALL, DETECTION, NEAR_AND_FAR, Analysis, Result, by_seed, cell, measured, rows_table
 from .drawing import COLOURS, Panel, fields, legend, panel, printed, rows_figure, stored
 
-CHOOSERS = {"Taylor": "s", "CircAvg": "o", "random": "^"}  # and their marks
+CHOOSERS = {"Taylor": "s", "CircAvg": "o", "random": "^"}  # with their markers
 GROUPS = ("near", "far")
 ACCURACY = {"accuracy": "Acc ↑"}
 ALL_SETS = {key: f"all {head}" for key, head in ALL.items()}
-WHOLE = "none|0"  # nothing goes: what training alone does
+WHOLE = "none|0"  # nothing pruned: the effect of training alone
 STATES = {"untrained": "without training", "trained": "trained after (D.2)"}
 BY_DISTANCE = "by distance"
 GOALS: Mapping[Score, str] = {"ood": "CircOOD", "avg": "CircAvg"}  # of circuits by distance
@@ -30,7 +30,7 @@ GOALS: Mapping[Score, str] = {"ood": "CircOOD", "avg": "CircAvg"}  # of circuits
 
 
 def run_untrained(seed: Seed) -> dict[str, Any]:
-    """Numbers of Single and of what is left of it without the paper's share of heads, by who chose them."""
+    """Metrics of Single and of Single without the paper's share of heads, by how they were chosen."""
     count, base = seed.prune, seed.base
     chosen = {
         "Taylor": seed.taylor().first(count),
@@ -45,7 +45,7 @@ def run_untrained(seed: Seed) -> dict[str, Any]:
 
 
 def untrained_table(result: Result) -> str:
-    """Tables 4 and 6 as one: the paper's rows of either stand below ours."""
+    """Tables 4 and 6 combined, with the paper's rows below ours."""
     task = result["stands_for"]
     note = f"Without {by_seed(result, 'prune')[0]} heads and without any training after."
     circuits = {
@@ -59,7 +59,7 @@ def untrained_table(result: Result) -> str:
 
 
 def untrained_figure(result: Result) -> Any:
-    """Accuracy and AUROC of every choice; what the paper has in Table 6 alone is taken from there."""
+    """Accuracy and AUROC of every choice; the paper's numbers are from Table 4, or else Table 6."""
     task = result["stands_for"]
     rows = list(by_seed(result, "rows")[0])
     columns = {"accuracy": "accuracy %", **{f"{group}.auroc": f"AUROC %, {group} OOD" for group in GROUPS}}
@@ -72,7 +72,7 @@ def untrained_figure(result: Result) -> Any:
 
 
 def run_distance(seed: Seed) -> dict[str, Any]:
-    """Single, circuits by confidence and circuits by Mahalanobis distance, without training; judged by both scores."""
+    """Single, circuits by confidence and by Mahalanobis distance, without training; evaluated with both scores."""
     task, base, count = seed.task, seed.base, seed.prune
     familiar = he.fit_familiarity(base, task.familiar(), "mahalanobis")
     rows = {"Single": measured(seed, base, familiar=True)}
@@ -88,7 +88,7 @@ def run_distance(seed: Seed) -> dict[str, Any]:
 
 
 def distance_table(result: Result) -> str:
-    """One row a circuit, and what two of one goal have in common."""
+    """One row per circuit, and the heads that circuits with the same goal have in common."""
     shared = []
     for title in GOALS.values():
         removed = (by_seed(result, "removed", name) for name in (title, f"{title} {BY_DISTANCE}"))
@@ -106,7 +106,7 @@ def distance_table(result: Result) -> str:
 
 
 def distance_figure(result: Result) -> Any:
-    """Each circuit by the score that it was judged by, and by the other."""
+    """Each circuit, evaluated with the score it was extracted by and with the other."""
     rows = list(by_seed(result, "rows")[0])
     columns = {"accuracy": "accuracy %", "all.auroc": "AUROC % by confidence"}
     columns["mahalanobis:all.auroc"] = "AUROC % by distance"
@@ -118,9 +118,9 @@ def distance_figure(result: Result) -> Any:
 
 
 def run_shares(seed: Seed) -> dict[str, Any]:
-    """Numbers by number of heads and by who chose them, without training and after; the whole model is trained too."""
+    """Metrics by number of heads and how they were chosen, before and after training; the whole model too."""
     base = seed.base
-    steps = analysis.few_steps(seed.task).steps  # refused here where no rate is chosen
+    steps = analysis.few_steps(seed.task).steps  # raises if no rate is chosen
     pruned = {name: he.prune(base, heads) for name, heads in chosen_heads(seed).items()}
     numbers: dict[str, Any] = {"heads": analysis.heads_of(base), "whole": measured(seed, base)}
     numbers["untrained"] = {name: measured(seed, model) for name, model in pruned.items()}
@@ -131,7 +131,7 @@ def run_shares(seed: Seed) -> dict[str, Any]:
 
 
 def chosen_heads(seed: Seed) -> dict[str, tuple[Head, ...]]:
-    """The heads that go, by `who|count`."""
+    """The heads to prune, by `who|count`."""
     base = seed.base
     counts = [analysis.counted(base, share) for share in analysis.asked(seed.task, "shares")]
     circuit = seed.circuit("avg", max(counts))

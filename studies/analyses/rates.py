@@ -1,6 +1,6 @@
-"""Whether Single is trained well: its learning rate, and its classifier's, each below and above the study's.
+"""Whether Single is well trained: its learning rate and its classifier's, each lower and higher than the study's.
 
-The point of the study should be better than its neighbours on data that no table shows, or near the best of them.
+The study's point should beat its neighbours, or be near the best of them, on data that no table shows.
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ POINTS = {
     "classifier slower": (0, -1),
     "classifier faster": (0, 1),
 }
-"""Steps of both rates by name: of the model, and of the classifier beside it."""
+"""Exponents of the factor for both rates: of the model, and of the classifier."""
 
 
 def model(seed: Seed, point: str) -> he.Ensemble:
-    """Single at a point, all else as it is."""
+    """Single at a point, all else unchanged."""
     if point == CHOSEN:
         return seed.base
     factor = float(asked(seed.task, "rates")["factor"])
@@ -32,21 +32,21 @@ def model(seed: Seed, point: str) -> he.Ensemble:
     whole, readout = (factor**step for step in POINTS[point])
     changes = {
         "learning_rate": usual.rates[0] * whole,
-        "classifier_rate": usual.classifier_rate * readout / whole,  # a multiple of the other one
+        "classifier_rate": usual.classifier_rate * readout / whole,  # relative to the other rate
     }
     training = seed.task.training(seed=usual.seed, **changes)
     return seed.trained(f"single-{point.replace(' ', '-')}-{factor:g}", lambda: seed.fresh(usual.seed), training)
 
 
 def run(seed: Seed) -> dict[str, Any]:
-    """Numbers of Single on half B at every point."""
+    """Metrics of Single on half B at every point."""
     by_point = {point: held_out_numbers(seed.task, model(seed, point)) for point in POINTS}
     rows = {point: {key: float(value) for key, value in numbers.items()} for point, numbers in by_point.items()}
     return {"factor": asked(seed.task, "rates")["factor"], "rows": rows}
 
 
 def table(result: Result) -> str:
-    """One row a point."""
+    """One row per point."""
     columns = {"accuracy": "Acc ↑", "calibrated.nll": "NLL ↓", "aurc": "AURC ↓", "all.auroc": "AUROC ↑"}
     factor = by_seed(result, "factor")[0]
     note = f"Single on half B and the held-out OOD sets, one rate at a time {factor:g} times lower or higher."

@@ -1,4 +1,4 @@
-"""Every analysis by name: run on seeds, kept as `NAME-TASK.json`, and shown as a table and a figure."""
+"""Every analysis by name: run on seeds, stored as `NAME-TASK.json`, and shown as a table and a figure."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from .analysis import Analysis, Result, marked
 
 FIGURES = ROOT / "docs" / "figures" / "analyses"
 FORMAT = "hydra_ensembles.analysis 1"
-DEMO = "demo"  # the embedded model: `noise` of it is stored, by the code of its time
+DEMO = "demo"  # the embedded model; its stored `noise` was made by an earlier version of the code
 ANALYSES: Mapping[str, Analysis] = {
     "untrained": pruned.UNTRAINED,
     "noise": noise.ANALYSIS,
@@ -39,7 +39,7 @@ ANALYSES: Mapping[str, Analysis] = {
 
 
 def chosen(names: str) -> dict[str, Analysis]:
-    """Analyses by their names, with commas between."""
+    """Analyses by their names, separated by commas."""
     chosen_names = names.split(",")
     unknown = [name for name in chosen_names if name not in ANALYSES]
     if unknown:
@@ -48,12 +48,12 @@ def chosen(names: str) -> dict[str, Analysis]:
 
 
 def with_analyses() -> dict[str, Any]:
-    """The settings of the studies of classifiers, with those of the analyses among them."""
+    """The settings of the studies of classifiers, with those of the analyses."""
     return {**recipe(), "analyses": read_recipe("analyses")}
 
 
 def analysed(name: str, seeds: Sequence[Seed]) -> dict[str, Any]:
-    """What an analysis finds on some seeds of a task; what the run folder has by the same settings is read."""
+    """Run an analysis on seeds of a task; results in the run folder with the same settings are reused."""
     analysis = ANALYSES[name]
     task = seeds[0].task
     if analysis.run is None or task.kind not in analysis.kinds:
@@ -83,7 +83,7 @@ def _of_seed(name: str, analysis: Analysis, seed: Seed) -> Any:
 
 
 def read_stored(name: str, task: str, studies: Path) -> dict[str, Any]:
-    """What an analysis takes from the results of studies."""
+    """Run an analysis that reads the results of studies."""
     analysis = ANALYSES[name]
     if analysis.read is None:
         raise ConfigError(f"{name} does not read stored studies; it runs on {_where(analysis)}")
@@ -109,7 +109,7 @@ def _where(analysis: Analysis) -> str:
 
 
 def store(result: Result, results: Path) -> Path:
-    """Write what an analysis found."""
+    """Write the result of an analysis."""
     results.mkdir(parents=True, exist_ok=True)
     path = results / f"{result['analysis']}-{result['task']}.json"
     write_json(path, dict(result))
@@ -117,7 +117,7 @@ def store(result: Result, results: Path) -> Path:
 
 
 def load(name: str, task: str, results: Path) -> dict[str, Any]:
-    """Read what an analysis found."""
+    """Read the result of an analysis."""
     path = results / f"{name}-{task}.json"
     if not path.exists():
         raise DataError(f"{path} does not exist; {command(name, task)} makes it")
@@ -125,28 +125,28 @@ def load(name: str, task: str, results: Path) -> dict[str, Any]:
 
 
 def command(name: str, task: str) -> str:
-    """What runs an analysis."""
+    """The command that runs an analysis."""
     return f"`python -m studies analyse {name} --task {task}`"
 
 
 def draw(result: Result, folder: Path = FIGURES) -> Path:
-    """Write the figure of what is stored as SVG, and in it what it was drawn from."""
+    """Write the figure of a stored result as SVG, with the hash of the result inside."""
     name, task = result["analysis"], result["task"]
     return save_figure(ANALYSES[name].figure(result), folder / f"{name}-{task}.svg", digest(result))
 
 
 def digest(result: Result) -> str:
-    """Tells what an analysis found from anything else."""
+    """A hash of an analysis's result."""
     return f"sha256 {hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()}"
 
 
 def stored(results: Path) -> list[dict[str, Any]]:
-    """What all analyses found that are stored."""
+    """All stored results of analyses."""
     return [read_json(path) for path in sorted(results.glob("*-*.json"))]
 
 
 def undrawn(results: Path, figures: Path = FIGURES) -> list[dict[str, Any]]:
-    """What is stored and has no figure, or one of other numbers."""
+    """Stored results without a figure, or with one drawn from other numbers."""
 
     def drawn(result: Result) -> bool:
         path = figures / f"{result['analysis']}-{result['task']}.svg"
@@ -156,7 +156,7 @@ def undrawn(results: Path, figures: Path = FIGURES) -> list[dict[str, Any]]:
 
 
 def blocks(results: Path) -> dict[str, str]:
-    """What documents show of every analysis and task, by `analysis_NAME_TASK`; without results, how to get some."""
+    """Blocks of the documents by `analysis_NAME_TASK`, for every analysis and task; without results, how to run it."""
     by_name = {}
     for name, analysis in ANALYSES.items():
         for task in (*recipe()["tasks"], DEMO, ZERO_SHOT):

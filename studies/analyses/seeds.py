@@ -1,4 +1,4 @@
-"""What studies have stored, in the form of the paper's tables: eight seeds (Table 12), and E.3.2 (Tables 27 and 28)."""
+"""Stored studies in the form of the paper's tables: eight seeds (Table 12), and E.3.2 (Tables 27 and 28)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ FOUND = {"accuracy": "Acc ↑", "nll": "NLL ↓", "ece": "ECE ↓"}
 
 
 def read_seeds(studies: Path, task: str) -> dict[str, Any]:
-    """Numbers of every seed of a study that is stored."""
+    """Metrics of every seed of a stored study."""
     study = Study(task, studies)
     by_row = {row: {str(seed): numbers for seed, numbers in study.plain(row).items()} for row in ROWS}
     runs = study.facts["runs"]
@@ -84,7 +84,7 @@ def towers_table(result: Result) -> str:
 
 
 def towers_figure(result: Result) -> Any:
-    """What other prunings do less pruning both towers, in points: ours seed by seed, and the paper's."""
+    """The difference of other prunings to pruning both towers, in points: ours by seed, and the paper's."""
     paper = zero_shot_numbers(result["tasks"], result["detections"])
     first, *others = [row for row in VISION if any(by_seed(result, "rows", row))]
     columns = {"unseen.accuracy": "accuracy, unseen tasks"}

@@ -1,4 +1,4 @@
-"""How far ID and OOD data lie apart in what single heads say (B.2.1): Table 5, and Figure 4 for the whole ranking."""
+"""Distance between ID and OOD data in the outputs of single heads (B.2.1): Table 5, and Figure 4 for all heads."""
 
 from collections.abc import Iterable
 from statistics import mean
@@ -22,11 +22,11 @@ Vectors = dict[Head, Tensor]
 
 
 def run(seed: Seed) -> dict[str, Any]:
-    """Distances by set, of CircOOD and of the whole model; points of the heads that went first and last."""
+    """Distances by set, for CircOOD and the whole model; and points for the heads removed first and last."""
     task = seed.task
     base = seed.base
     chosen = asked(seed.task, "separation")
-    order = seed.circuit("ood", heads_of(base)).heads  # to the end
+    order = seed.circuit("ood", heads_of(base)).heads  # ranks all heads
     circuit = he.prune(base, order[: seed.prune])
     sets = {name: samples for group in task.outside("report").values() for name, samples in group.items()}
     inside = task.batches(Drawn(task.inside("report"), chosen["samples"]))
@@ -50,7 +50,7 @@ def run(seed: Seed) -> dict[str, Any]:
 
 
 def distances(inside: Vectors, outside: Vectors, heads: Iterable[Head]) -> dict[str, float] | None:
-    """Both distances of the centroids, the mean over some heads; None where there are none."""
+    """Both centroid distances, averaged over heads; None if there are none."""
     apart = [centroid_distance(inside[head], outside[head]) for head in heads]
     if not apart:
         return None
@@ -58,7 +58,7 @@ def distances(inside: Vectors, outside: Vectors, heads: Iterable[Head]) -> dict[
 
 
 def head_points(model: he.Ensemble, sides: tuple[Any, Any], heads: Iterable[Head], count: int) -> list[dict[str, Any]]:
-    """Of each head, ID and OOD vectors in their first two principal components, and the distance of their centroids."""
+    """For each head, ID and OOD vectors in their first two principal components, and their centroids' distance."""
     chosen = tuple(heads)
     inside, outside = (head_vectors(model, side, sorted({head.layer for head in chosen})) for side in sides)
     points = []
@@ -111,7 +111,7 @@ def table(result: Result) -> str:
 
 
 def _over_sets(result: Result, names: Iterable[str], kind: str, metric: str) -> list[float | None]:
-    """Of each seed the mean over sets; None where a kind has no head left."""
+    """For each seed the mean over sets; None if a kind has no head left."""
     by_set = zip(*(by_seed(result, "rows", name, kind, metric) for name in names), strict=True)
     return [None if None in values else mean(values) for values in by_set]
 
@@ -121,7 +121,7 @@ def _whole(value: float, _: str) -> str:
 
 
 def figure(result: Result) -> Any:
-    """Figure 4: heads that went last above, first below."""
+    """Figure 4: heads removed last above, first below."""
     ends = next(iter(result["seeds"].values()))["points"]
     drawing, axes = fields(2, len(ends["last"]), 1.45)
     for row, (end, title) in zip(axes, {"last": "went last", "first": "went first"}.items(), strict=True):
