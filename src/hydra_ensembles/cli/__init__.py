@@ -1,1 +1,1 @@
-"""The command line, `hydra-ensembles`: one file a command."""
+"""The command line, `hydra-ensembles`: one file per command."""

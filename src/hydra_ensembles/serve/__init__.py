@@ -1,4 +1,4 @@
-"""From a saved ensemble to a service: named outputs, files for other runtimes, a server, archives scored."""
+"""Use of a saved ensemble: named outputs, export to other runtimes, an HTTP server, scoring of archives."""
 
 from .app import make_app
 from .ray_app import ray_app

@@ -1,7 +1,7 @@
-"""The server: routes for people, programs and clients of the Open Inference Protocol, around one engine.
+"""The HTTP server: routes for people, programs and Open Inference Protocol clients, around one engine.
 
-An abstention is an answer: 200, `accept: false`, and the reason. Errors are `{"error": …}` with a status that says
-whose fault they are; they quote no path and no stack trace.
+An abstention is a normal response: status 200, `accept: false`, and the reason. Errors are `{"error": …}` with a
+4xx or 5xx status; they contain no path and no stack trace.
 """
 
 import asyncio
@@ -48,15 +48,15 @@ _PAIR = _STRINGS | {"minItems": 2, "maxItems": 2}
 _TEXTS = {"type": "array", "items": {"anyOf": [{"type": "string"}, _PAIR]}}
 _NAMED = {"schema": {"type": "object", "properties": {"images": _STRINGS, "texts": _TEXTS}}}
 _TENSORS = {"schema": {"type": "object", "required": ["inputs"]}}
-BODIES = {  # what /openapi.json says of bodies, which are read here, not by FastAPI
+BODIES = {  # request bodies for /openapi.json: this module parses them, not FastAPI
     "predict": {"multipart/form-data": _FILE, "application/json": _NAMED, "image/*": _FILE, "text/plain": _FILE},
     "infer": {"application/json": _TENSORS},
 }
-CLOSED_BY_CLIENT = 499  # nobody reads it; the log has it
+CLOSED_BY_CLIENT = 499  # no client receives it; it appears in the log
 
 
 class Engine(Protocol):
-    """Whatever answers rows: threads of this process, or replicas of another engine."""
+    """Runs the model on rows: threads of this process, or replicas managed by another framework."""
 
     ready: bool
 
@@ -65,17 +65,17 @@ class Engine(Protocol):
         """Rows in the queue."""
 
     async def start(self) -> None:
-        """Get ready."""
+        """Load and warm up; return once the engine is ready."""
 
     async def answer(self, rows: Sequence[Sample]) -> Sequence[Answer]:
-        """One answer for each row; cancelled where nobody waits for them any more."""
+        """One answer per row; cancelled when no client waits for them any more."""
 
     async def close(self) -> None:
-        """Answer what was taken in, and end."""
+        """Finish all queued rows, then stop."""
 
 
 class LocalEngine:
-    """Model threads of this process, behind one queue."""
+    """Model threads of this process, fed from one queue."""
 
     ready = False
 
@@ -90,7 +90,7 @@ class LocalEngine:
         return 0 if self._batcher is None else self._batcher.waiting
 
     async def start(self) -> None:
-        """Make and warm the plans, and start the threads."""
+        """Build and warm up the plans, then start the threads."""
         settings = self.service.settings
         began = time.monotonic()
         runs = await asyncio.to_thread(self.service.workers)
@@ -116,7 +116,7 @@ class LocalEngine:
                 future.cancel()
 
     async def close(self) -> None:
-        """Answer what waits, and end the threads."""
+        """Finish all queued rows, then stop the threads."""
         self.ready = False
         if self._batcher is not None:
             await asyncio.to_thread(self._batcher.close)
@@ -151,7 +151,7 @@ def make_app(
         try:
             await backend.start()
         except Exception as error:
-            app.state.failure = error  # for whoever runs it: a server says that it cannot start, and the log why
+            app.state.failure = error  # for the caller: uvicorn reports only that startup failed
             raise
         try:
             yield
@@ -163,9 +163,9 @@ def make_app(
         title=f"hydra-ensembles: {service.settings.name}",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,  # they load scripts from elsewhere
+        docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
-        redirect_slashes=False,  # it would lead to whatever host a request names
+        redirect_slashes=False,  # it would redirect to whatever host the request names
     )
     name = service.settings.name
     routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]], bool]] = [
@@ -182,7 +182,7 @@ def make_app(
         routes += [("POST", f"{prefix}/infer", server.infer, True)]
     for method, path, handler, locked in routes:
         handler_name, answered = handler.__name__, server.guarded(path, handler, locked)
-        if method == "GET":  # whoever asks for the head alone, as balancers do, is told the same; FastAPI has it not
+        if method == "GET":  # load balancers send HEAD; FastAPI does not add it to GET routes
             app.router.add_route(path, answered, methods=["HEAD"], include_in_schema=False)
         app.add_api_route(
             path,
@@ -204,7 +204,7 @@ def make_app(
 
 
 class _Server:
-    """The routes, and what they have in common."""
+    """The route handlers and the code they share."""
 
     def __init__(self, service: Service, engine: Engine) -> None:
         self.service, self.settings, self.engine = service, service.settings, engine
@@ -222,12 +222,12 @@ class _Server:
             "img-src 'self' blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
 
-    # --- what all routes have in common ------------------------------------------------------------------------------
+    # --- shared by all routes ----------------------------------------------------------------------------------------
 
     def guarded(
         self, route: str, handler: "Callable[[Request], Awaitable[Response]]", locked: bool
     ) -> "Callable[[Request], Awaitable[Response]]":
-        """A route that asks for the key, keeps limits and the deadline, and turns errors into answers."""
+        """Wrap a handler: check the key, enforce limits and the deadline, and turn exceptions into responses."""
         from fastapi import Request, Response
         from python_multipart.exceptions import FormParserError
         from starlette.formparsers import MultiPartException
@@ -245,12 +245,12 @@ class _Server:
                     response = await handler(Request(request.scope, self._limited(request)))
             except RequestError as error:
                 response = self.refusal(error)
-            except DataError as error:  # of an input: preprocessing and model say what is wrong with it
+            except DataError as error:  # from preprocessing or the model, which say what is wrong with the input
                 response = self.refusal(RequestError(str(error), 400))
             except TimeoutError:
                 limit = f"no answer within {self.settings.timeout:g} seconds"
                 response = self.refusal(RequestError(limit, 504))
-            except (MultiPartException, FormParserError) as error:  # the latter of earlier releases of Starlette
+            except (MultiPartException, FormParserError) as error:  # FormParserError: from older Starlette
                 response = self.refusal(RequestError(f"the form cannot be read: {error}", 400))
             except ClientDisconnect:
                 response = _response(b"", CLOSED_BY_CLIENT)
@@ -268,7 +268,7 @@ class _Server:
         return response
 
     def refusal(self, error: RequestError) -> "Response":
-        """An error as an answer."""
+        """Convert an error to a JSON response."""
         response = _json({"error": str(error)}, error.status)
         if error.retry_after is not None:
             response.headers["Retry-After"] = str(error.retry_after)
@@ -285,7 +285,7 @@ class _Server:
             raise RequestError("a key is needed: Authorization: Bearer KEY, or X-API-Key: KEY", 401)
 
     def _limited(self, request: "Request") -> Callable[[], Awaitable[Any]]:
-        """What a request is received by, up to the size that is allowed, whatever its header says."""
+        """A `receive` that enforces the maximum body size, whatever Content-Length says."""
         most = int(self.settings.max_body * 1e6)
         received = 0
         receive = request.receive
@@ -307,7 +307,7 @@ class _Server:
         return limited
 
     async def _decoded(self, work: Callable[[], T]) -> T:
-        """What work gives, in a thread of its own; given up before its turn, it is let go at once, with its body."""
+        """Run `work` in the thread pool; if cancelled before it starts, drop it and the body it holds at once."""
         turns = [work]
         try:
             return await asyncio.get_running_loop().run_in_executor(self.decoders, lambda: turns.pop()())
@@ -317,9 +317,9 @@ class _Server:
     async def _answers(
         self, request: "Request", rows: Callable[[], list[Sample]], timeout: float = math.inf
     ) -> tuple[list[Sample], Sequence[Answer]]:
-        """Decode, queue, wait, count: rows and answers. The body has been read: `rows` runs in a thread of its own.
+        """Decode, queue, wait and count; return rows and answers. The body is already read; `rows` runs in the pool.
 
-        When the client goes, the wait ends like one at its deadline, and what has not been begun is not run.
+        When the client disconnects, the wait ends as at a deadline, and rows that have not started are not run.
         """
         from starlette.requests import ClientDisconnect
 
@@ -350,7 +350,7 @@ class _Server:
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
-        """A place among the requests that are taken in, before their bodies are read: that bounds the memory."""
+        """Reserve one of the `max_queue` request slots before the body is read, which bounds the memory."""
         if self.open >= self.settings.max_queue:
             raise RequestError("too many requests are open; try again later", 503, retry_after=1)
         self.open += 1
@@ -396,7 +396,7 @@ class _Server:
         return _json({"model": self.settings.name, "predictions": predictions})
 
     async def _raw_rows(self, request: "Request", nearest: bool) -> Callable[[], list[Sample]]:
-        """What makes rows of a body: a form, JSON, an image or a text."""
+        """A function that parses the body into rows: a form, JSON, an image or a text."""
         header = request.headers.get("content-type", "")
         kind, most = header.partition(";")[0].strip().lower(), self.settings.max_queue
         if kind.startswith("image/") or kind == "application/octet-stream":
@@ -459,7 +459,7 @@ class _Server:
         return _response(content, headers=headers)
 
     def _tensor_rows(self, inputs: dict[str, Any]) -> list[Sample]:
-        """Rows of named tensors: encoded images, texts, or what the model reads."""
+        """Rows from named tensors: encoded images, texts, or preprocessed inputs."""
         raw, _ = protocol.RAW[self.service.kind]
         names = [field.name for field in self.service.inputs]
         strange = next((name for name in inputs if name not in (raw, *names)), None)
@@ -474,7 +474,7 @@ class _Server:
 
 
 def _digests(parts: Sequence[str]) -> str:
-    """What a policy of content calls the scripts or styles of a page: nothing else runs there."""
+    """Content-Security-Policy hashes of the page's scripts or styles; the browser runs no others."""
     digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 

@@ -1,7 +1,7 @@
-"""The items of an archive, always in the same order: folders, tables and tar shards of any size.
+"""Items of an archive (folders, tables and tar shards of any size), always in the same order.
 
-Nothing is held in memory but the item at hand. What cannot be read is an item, too, with the reason: one broken file
-must not end a night's work. A disk that fails is another matter: what it gives next time would be at other places.
+Only the current item is held in memory. Unreadable content is also an item, with the reason, so that one broken file
+does not end a long run. A failing disk raises instead: what it yields next time would shift all later positions.
 """
 
 import codecs
@@ -24,9 +24,9 @@ from ..errors import DataError, StorageError
 from ..files import digest_of, expanded, unique
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-LINES = ".txt"  # one text a line; in a tar shard, one text
-_ROWS = 256  # of a Parquet file, read at a time
-_FIELD = 1 << 27  # characters that a field of a CSV file may have
+LINES = ".txt"  # one text per line; in a tar shard, one text per file
+_ROWS = 256  # rows of a Parquet file read at a time
+_FIELD = 1 << 27  # maximum number of characters in a CSV field
 _BROKEN = (OSError, EOFError, ValueError, OverflowError, csv.Error, tarfile.TarError, zlib.error, LZMAError)
 
 
@@ -90,12 +90,12 @@ class Archive:
         self._require_column()
 
     def identity(self) -> dict[str, Any]:
-        """What the archive is known by again: paths, sizes and times of its files."""
+        """Identifies the archive when a run resumes: paths, sizes and modification times of its files."""
         facts = [[self._name(file), file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
         return {"files": len(facts), "digest": digest_of(facts)}
 
     def count(self) -> int | None:
-        """How many items there are, where that can be known without reading them all."""
+        """Number of items; None if only reading everything would tell."""
         total = 0
         for file in self.files:
             if file.suffix.lower() in IMAGE_SUFFIXES:
@@ -104,7 +104,7 @@ class Archive:
                 try:
                     total += require("pyarrow.parquet", extra="data").read_metadata(file).num_rows
                 except (OSError, require("pyarrow", extra="data").ArrowException):
-                    total += 1  # reported as one item
+                    total += 1  # a broken file is reported as one item
             else:
                 return None
         return total
@@ -113,15 +113,15 @@ class Archive:
         """The items, in the same order every time.
 
         Raises:
-            StorageError: The system does not give a table or a tar shard to read, so that its items cannot be counted.
+                StorageError: The system cannot read a table or a tar shard, so its items cannot be counted.
         """
         for file in self.files:
             reader = self._reader(file)
-            assert reader is not None  # the list has no others
+            assert reader is not None  # `self.files` has only files with a reader
             try:
                 yield from reader(file)
             except _BROKEN as error:
-                # decoders of broken content raise OSErrors without a number, and seek to where nothing can be
+                # decoders raise OSErrors without errno on broken content, and EINVAL when they seek to invalid offsets
                 if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
                     advice = "check the disk and the permissions and run this again, it resumes here"
                     raise StorageError(f"{file} cannot be read ({error.strerror}); {advice}") from error
@@ -131,7 +131,7 @@ class Archive:
         return file.relative_to(self._root).as_posix().encode("utf-8", "replace").decode()
 
     def _reader(self, file: Path) -> Callable[[Path], Iterator[Item]] | None:
-        """What reads a file of this kind, by its suffix."""
+        """The method that reads this file, chosen by suffix; None if it is not read."""
         name, suffix = file.name.lower(), file.suffix.lower()
         if name.endswith(TAR_SUFFIXES):
             return self._tar
@@ -145,7 +145,7 @@ class Archive:
             return self._image
         return self._lines if self.kind == "text" and suffix == LINES else None
 
-    # --- kinds of files -----------------------------------------------------------------------------------------
+    # --- file types ---------------------------------------------------------------------------------------------
 
     def _image(self, file: Path) -> Iterator[Item]:
         yield Item(self._name(file), file)
@@ -166,7 +166,7 @@ class Archive:
                     continue
                 name = f"{self._name(file)}/{member_path}".encode("utf-8", "replace").decode()
                 opened = None
-                with suppress(KeyError, RecursionError):  # links that lead to nothing, or to each other
+                with suppress(KeyError, RecursionError):  # broken links, or links in a cycle
                     opened = members.extractfile(member)
                 if opened is None:
                     yield Item(name, None, error="it cannot be read: it is no file, nor a link to one in the archive")
@@ -198,7 +198,7 @@ class Archive:
             for row, cells in enumerate(rows):
                 if len(cells) == len(header):
                     yield self._item(file, row, dict(zip(header, cells, strict=True)))
-                elif cells:  # no empty line
+                elif cells:  # not an empty line
                     error = DataError(f"it has {len(cells)} fields, and the header {len(header)}")
                     yield self._broken(file, error, f":{row}")
 
@@ -249,7 +249,7 @@ class Archive:
             raise DataError(f"{file} has {columns.count(doubled[0])} columns {doubled[0]!r}; rename all but one")
 
     def _require_column(self) -> None:
-        """Refuse columns that the first table does not have, before any long work; a later one is reported."""
+        """Raise early if the first table lacks a column; a later table that lacks one is reported as an item."""
         table = next((file for file in self.files if file.suffix.lower() in TABLE_SUFFIXES), None)
         if table is None:
             if self.keep:
@@ -261,14 +261,14 @@ class Archive:
             except (OSError, require("pyarrow", extra="data").ArrowException) as error:
                 raise DataError(f"{table} cannot be read as Parquet: {error}") from error
             self._require_in(columns, table)
-        elif table.suffix.lower() in DELIMITERS:  # of JSON, a line may lack what others have
+        elif table.suffix.lower() in DELIMITERS:  # lines of JSON may have different keys
             with self._opened(table) as lines:
                 self._require_in(next(_cells(lines, table), []), table)
 
     def _opened(self, file: Path) -> Any:
-        """A text file; what is no UTF-8 in it becomes half a character, which a tokenizer's checks refuse."""
+        """Open a text file; bytes that are not UTF-8 become lone surrogates, which the tokenizer checks reject."""
         with file.open("rb") as content:
-            if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # lines of it may well be UTF-8
+            if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # its lines may happen to decode as UTF-8
                 raise DataError(f"{file.name} is in UTF-16; save it as UTF-8")
         return file.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
 
@@ -279,7 +279,7 @@ class Archive:
 
 
 def _cells(lines: Iterable[str], file: Path) -> Iterator[list[str]]:
-    """CSV fields may be quoted; those of TSV never are, so that a lone quotation mark is just a character."""
+    """Rows of a CSV or TSV file; TSV fields are never quoted, so a lone quotation mark is an ordinary character."""
     csv.field_size_limit(max(csv.field_size_limit(), _FIELD))
     suffix = file.suffix.lower()
     quoting: Any = csv.QUOTE_MINIMAL if suffix == ".csv" else csv.QUOTE_NONE
@@ -287,7 +287,7 @@ def _cells(lines: Iterable[str], file: Path) -> Iterator[list[str]]:
 
 
 def _require_end(members: tarfile.TarFile) -> None:
-    """Refuse a tar file that does not end as one: `tarfile` takes a damaged or missing header for the end."""
+    """Raise if a tar file does not end properly: `tarfile` takes a damaged or missing header for the end."""
     file: Any = members.fileobj
     file.seek(members.offset)
     if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
@@ -298,9 +298,9 @@ def _require_end(members: tarfile.TarFile) -> None:
 
 
 def _as_text(value: Any) -> str | None:
-    """A cell as a text that can be written: numbers and lists as JSON; what is no character becomes a question mark."""
+    """A cell as valid text: numbers and lists as JSON; invalid characters become question marks."""
     if value is None:
         return None
-    as_json = isinstance(value, int | float | list | dict)  # dates and the like would be in quotation marks
+    as_json = isinstance(value, int | float | list | dict)  # others, such as dates, would get quotation marks
     text = json.dumps(value, ensure_ascii=False, default=str) if as_json else str(value)
     return text.encode("utf-8", "replace").decode()

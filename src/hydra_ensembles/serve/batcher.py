@@ -1,8 +1,7 @@
-"""Batches from the samples of many requests: by size, time and shape, from a bounded queue.
+"""Dynamic batching of rows from many requests: by size, waiting time and shape, from a bounded queue.
 
-One thread for each worker takes what waits longest and runs it. A row that nobody waits for any more (its future is
-cancelled: a deadline has passed, a client is gone) is not run. A row that the model cannot take costs no other row of
-its batch its answer.
+Each worker has one thread, which runs the group that has waited longest. Cancelled rows (the deadline has passed, or
+the client has disconnected) are not run. If the model fails on one row, the other rows of its batch still get answers.
 """
 
 import math
@@ -19,7 +18,7 @@ from ..errors import RequestError
 Row = TypeVar("Row")
 Answer = TypeVar("Answer")
 
-SMOOTHING = 0.1  # weight of the last batch in the mean time of a row
+SMOOTHING = 0.1  # weight of the last batch in the moving average of seconds per row
 LONGEST_RETRY = 60  # seconds
 
 
@@ -47,10 +46,10 @@ class Batcher(Generic[Row, Answer]):
         max_queue: int,
         observe: Callable[[int, float], None] = lambda rows, seconds: None,
     ) -> None:
-        """Start the threads, each of which calls one of `runs` with a batch, for one answer a row.
+        """Start the threads; each calls one of `runs` with a batch, which returns one answer per row.
 
-        `group` is what rows of one batch have in common: their shape. A row waits for others up to `max_wait` seconds
-        while a thread is idle. `observe` is called with the rows and seconds of every batch that was run.
+        `group` returns what the rows of a batch must share: their shape. While a thread is idle, a row waits up to
+        `max_wait` seconds for others. `observe` is called with the number of rows and the seconds of every batch.
         """
         self.waiting = 0
         self._group, self._observe = group, observe
@@ -67,10 +66,10 @@ class Batcher(Generic[Row, Answer]):
             thread.start()
 
     def submit(self, rows: Sequence[Row]) -> list[Future[Answer]]:
-        """Take in all of these rows, or none.
+        """Queue all of these rows, or none.
 
         Raises:
-            RequestError: 503 while there is no room for them, and after `close`.
+                RequestError: 503 if the queue has no room for them, and after `close`.
         """
         with self._changed:
             if self._closing:
@@ -86,7 +85,7 @@ class Batcher(Generic[Row, Answer]):
         return futures
 
     def close(self) -> None:
-        """Take in nothing more, answer what was taken in, and end the threads."""
+        """Accept no more rows, answer the queued ones, and stop the threads."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -94,7 +93,7 @@ class Batcher(Generic[Row, Answer]):
             thread.join()
 
     def _retry_after(self) -> int:
-        """Whole seconds until the queue should be empty."""
+        """Estimated whole seconds until the queue is empty."""
         seconds = self.waiting * self._seconds_per_row / len(self._threads)
         return min(max(math.ceil(seconds), 1), LONGEST_RETRY)
 
@@ -103,7 +102,7 @@ class Batcher(Generic[Row, Answer]):
             self._answer(run, batch)
 
     def _next(self) -> list[_Waiting[Row, Answer]]:
-        """Wait for a batch; an empty one once all is done."""
+        """Wait for the next batch; empty when the batcher is closing and the queue is empty."""
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -119,7 +118,7 @@ class Batcher(Generic[Row, Answer]):
                     self._changed.wait()
 
     def _due(self, now: float) -> Hashable | None:
-        """The group to run now, that which waits longest; None where none is full or has waited enough."""
+        """The oldest group that is full or has waited long enough; None if there is none."""
         oldest = {
             key: rows[0].since
             for key, rows in self._groups.items()
@@ -128,7 +127,7 @@ class Batcher(Generic[Row, Answer]):
         return min(oldest, key=lambda key: oldest[key]) if oldest else None
 
     def _take(self, key: Hashable) -> list[_Waiting[Row, Answer]]:
-        """The first rows of a group that somebody still waits for."""
+        """Remove up to `max_batch` rows of a group from the queue, skipping cancelled ones."""
         rows = self._groups[key]
         batch = list[_Waiting[Row, Answer]]()
         while rows and len(batch) < self._max_batch:
@@ -139,7 +138,7 @@ class Batcher(Generic[Row, Answer]):
         if not rows:
             del self._groups[key]
         if self._groups and len(self._threads) > 1:
-            self._changed.notify()  # what is left, of this shape or another, is for a thread that is idle
+            self._changed.notify()  # wake an idle thread for the remaining rows, of any shape
         return batch
 
     def _answer(self, run: Callable[[list[Row]], Sequence[Answer]], batch: list[_Waiting[Row, Answer]]) -> None:
@@ -149,7 +148,7 @@ class Batcher(Generic[Row, Answer]):
         except Exception as error:
             if len(batch) == 1:
                 batch[0].future.set_exception(error)
-            for waiting in batch if len(batch) > 1 else ():  # which of them it was is found out one by one
+            for waiting in batch if len(batch) > 1 else ():  # run one by one to find the failing row
                 self._answer(run, [waiting])
             return
         seconds = time.monotonic() - started

@@ -1,9 +1,9 @@
 """Connections of the server, with limits that uvicorn does not have: on request headers and on idle time.
 
-Whoever has no key can open connections and send heads (or what may follow a body), so neither may cost what grows: a
-head without an end would fill the memory and, as it is put together anew with every part that arrives, stop everybody
-else; so would heads without number, all sent before the first is answered; connections on which no request ever comes,
-or no answer is ever read, would use up the files that a process may have open.
+Clients without a key can open connections and send headers (or data after a body), so the cost of both must be
+bounded. Without limits, an endless header would fill the memory and, because it is copied again with every part that
+arrives, block all other clients; so would any number of pipelined requests sent before the first response. Connections
+without a request, or whose client does not read the response, would use up the process's file descriptors.
 """
 
 import asyncio
@@ -11,34 +11,34 @@ from typing import Any
 
 from .._utils import require
 
-KEPT_OPEN = 75  # seconds that an idle connection stays: longer than proxies keep theirs, or they would lose requests
-TURN = KEPT_OPEN + 15.0  # seconds in which a client has to send the head of a request, or to read on in an answer
-HEAD_BYTES = 1 << 18  # that may arrive before a head ends, but for those that arrive with its end
-PIPELINED = 100  # requests that may wait for the answer to an earlier one of their connection
+KEPT_OPEN = 75  # seconds an idle connection stays open; longer than in proxies, which would lose requests otherwise
+TURN = KEPT_OPEN + 15.0  # seconds a client has to send the headers of a request, or to continue reading a response
+HEAD_BYTES = 1 << 18  # bytes that may arrive before the headers end, not counting the chunk they end in
+PIPELINED = 100  # requests that may wait for the response to an earlier one on the same connection
 
 
 def bounded_connection() -> Any:
-    """A class of connections, for uvicorn: closed when a client lets its turn pass, or sends too much."""
+    """A protocol class for uvicorn that closes the connection if a client is too slow or sends too much."""
     protocol = require("uvicorn.protocols.http.httptools_impl", extra="serve").HttpToolsProtocol
 
     class Connection(protocol):  # type: ignore[misc, valid-type]
-        """Calls of asyncio and of the parser, each with what it means for the limits."""
+        """Callbacks from asyncio and the HTTP parser, with the limits added."""
 
-        unread = 0  # bytes since the last head or piece of a body
+        unread = 0  # bytes since the last complete headers or body chunk
         deadline: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
-            """Wait for a request."""
+            """Start the timer for the first request."""
             super().connection_made(transport)
             self.see_whose_turn()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """Wait for nothing more."""
+            """Stop the timer."""
             self.stop_waiting()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            """Parse what came, unless too much of it was neither a head nor of a body."""
+            """Parse the data, unless too many bytes have arrived that belong to neither complete headers nor a body."""
             if self.unread > HEAD_BYTES:
                 self.send_400_response("The head of the request is too long.")
                 return
@@ -46,42 +46,42 @@ def bounded_connection() -> Any:
             super().data_received(data)
 
         def on_headers_complete(self) -> None:
-            """A head has ended: now it is our turn."""
+            """Reset the byte count, limit pipelining, and stop the timer: now the server has to act."""
             self.unread = 0
             if len(self.pipeline) >= PIPELINED:
-                raise ValueError("too many requests")  # which the parser turns into one of its own
+                raise ValueError("too many requests")  # the parser wraps it in its own exception
             super().on_headers_complete()
             self.see_whose_turn()
 
         def on_body(self, body: bytes) -> None:
-            """Take a piece of a body, whose length the application limits."""
+            """Pass on a body chunk; the application limits the total size."""
             self.unread = 0
             super().on_body(body)
 
         def on_response_complete(self) -> None:
-            """Wait for another request, unless it is there."""
+            """Start the timer for the next request, unless one is already here."""
             super().on_response_complete()
             self.see_whose_turn()
 
         def pause_writing(self) -> None:
-            """Wait until some of an answer is read."""
+            """Start the timer: the client does not read the response."""
             super().pause_writing()
             self.see_whose_turn()
 
         def resume_writing(self) -> None:
-            """Some of it was."""
+            """Stop the timer: the client has read some of the response."""
             super().resume_writing()
             self.see_whose_turn()
 
         def see_whose_turn(self) -> None:
-            """Where it is the client's, end the connection after a time, with what it has not read of an answer."""
+            """Start the timer while the client has to act, otherwise stop it; when it fires, unsent data is dropped."""
             if not (self.flow.write_paused or self.cycle is None or self.cycle.response_complete):
                 self.stop_waiting()
             elif self.deadline is None:
                 self.deadline = self.loop.call_later(TURN, self.transport.abort)
 
         def stop_waiting(self) -> None:
-            """Leave it open."""
+            """Stop the timer."""
             if self.deadline is not None:
                 self.deadline.cancel()
                 self.deadline = None

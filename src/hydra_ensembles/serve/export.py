@@ -1,4 +1,4 @@
-"""Ensembles as files for other runtimes: traced, written, run, compared with the original, and then stored."""
+"""Export of ensembles for other runtimes: trace, write, run, compare with the original, then store."""
 
 import copy
 import glob
@@ -36,13 +36,13 @@ RunFile = Callable[[Named], Arrays]
 
 SUFFIXES: Mapping[Format, str] = {"onnx": ".onnx", "pt2": ".pt2", "aoti": ".pt2"}
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 5e-2}
-DISTANCES = 100  # how much more a distance of features may differ: a square, taken apart into larger numbers
-# samples and, of texts, tokens; in what is traced more of both than members: AOTInductor of torch 2.15 takes equal
-# numbers for one, and fixes it
+DISTANCES = 100  # factor on the tolerance for feature distances: squares, expanded into larger terms that cancel
+# samples and, for texts, tokens of the traced batch; the number of members is added to both, because AOTInductor of
+# torch 2.15 would treat equal sizes as one symbol and fix it
 TRACED = (5, 7)
 COMPARED = ((1, 9), (7, 33), (32, 64))
-DATA, TOKENIZER, ABOUT = ".data", ".tokenizer.json", ".json"  # of files beside: weights beyond 2 GB, and two of ours
-_NOISY = ("torch.onnx", "onnxscript", "onnx_ir")  # loggers that tell of every step
+DATA, TOKENIZER, ABOUT = ".data", ".tokenizer.json", ".json"  # suffixes of companions: weights above 2 GB; ours
+_NOISY = ("torch.onnx", "onnxscript", "onnx_ir")  # loggers that report every step
 
 
 @checked
@@ -102,7 +102,7 @@ def export(
     if examples is not None:
         batches.append(_from_examples(model, inputs, examples))
     with torch.no_grad(), dropping(False):
-        expected = [_arrays(answering(**batch)) for batch in batches]  # first: what familiarity knows is on the device
+        expected = [_arrays(answering(**batch)) for batch in batches]  # first: this moves familiarity to the device
         with _staged(path) as file:
             about = _about(model, format, inputs, outputs)
             with _quiet(format):
@@ -120,7 +120,7 @@ def export(
 
 @contextmanager
 def _staged(path: Path) -> Iterator[Path]:
-    """A place for a file and what lies beside it; when the block ends well, all of it is put where it belongs."""
+    """A temporary place for a file and its companions; if the block succeeds, all are moved to their final place."""
     with locked(path.parent, "export", file=path.name), writing(path):
         for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
             remove(leftover)
@@ -128,13 +128,13 @@ def _staged(path: Path) -> Iterator[Path]:
         staging.mkdir()
         try:
             yield staging / path.name
-            written = sorted(staging.iterdir(), key=lambda file: file.name == path.name)  # the model itself last
+            written = sorted(staging.iterdir(), key=lambda file: file.name == path.name)  # the model file last
             for file in written:
                 flush(file)
             for file in written:
                 os.replace(file, path.parent / file.name)
             flush(path.parent)
-            names = {file.name for file in written}  # what the earlier model needed goes when nothing names it any more
+            names = {file.name for file in written}  # companions of the previous model go once unreferenced
             for stale in (path.with_name(f"{path.name}{TOKENIZER}"), *_data_of(path)):
                 if stale.name not in names:
                     stale.unlink(missing_ok=True)
@@ -157,7 +157,7 @@ def _format(path: Path, format: Format | None) -> Format:
 
 @contextmanager
 def _quiet(format: Format) -> Iterator[None]:
-    """Without the warnings and the log of exporters, which are about their own code; what fails is said in one line."""
+    """Silence exporters' warnings and logs, which concern their own code; report a failure in one line."""
     levels = {name: logging.getLogger(name).level for name in _NOISY}
     try:
         for name in _NOISY:
@@ -182,7 +182,7 @@ def _quiet(format: Format) -> Iterator[None]:
 
 
 def _random(ensemble: Ensemble, inputs: Sequence[Field], samples: int, tokens: int) -> dict[str, Tensor]:
-    """Random inputs by name; of texts with padding."""
+    """Random inputs by name; texts with padding."""
     generator = torch.Generator().manual_seed(samples)
     stem = ensemble.config.stem
     if isinstance(stem, PatchStemConfig):
@@ -199,7 +199,7 @@ def _random(ensemble: Ensemble, inputs: Sequence[Field], samples: int, tokens: i
 
 
 def _from_examples(ensemble: Ensemble, inputs: Sequence[Field], examples: Any) -> dict[str, Tensor]:
-    """The user's examples by name, as the file takes them."""
+    """The user's examples by name, as inputs of the exported file."""
     prepared = ensemble.prepare(examples)
     if isinstance(prepared, Tensor):
         shape = inputs[0].shape
@@ -207,7 +207,7 @@ def _from_examples(ensemble: Ensemble, inputs: Sequence[Field], examples: Any) -
             raise DataError(f"the examples are {list(prepared.shape[1:])}, but the file takes images {list(shape)}")
         return {inputs[0].name: prepared}
     zeros = torch.zeros_like(prepared["input_ids"])
-    left_out = {"attention_mask": zeros + 1, "token_type_ids": zeros}  # which says that all is read, in one segment
+    left_out = {"attention_mask": zeros + 1, "token_type_ids": zeros}  # defaults: no padding, one segment
     return {field.name: {**left_out, **prepared}[field.name].long() for field in inputs}
 
 
@@ -216,9 +216,9 @@ def _arrays(outputs: Named) -> Arrays:
 
 
 def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: float, format: Format) -> float:
-    """The largest difference, as a part of what is allowed; a `ConversionError` where that is exceeded.
+    """The largest difference, as a fraction of the allowed one; above 1, raise `ConversionError`.
 
-    What is decided by a comparison (label, verdict, votes) is compared where it does not hang on less than that.
+    Discrete outputs (label, verdict, votes) are compared only where a difference within tolerance cannot change them.
     """
     decided = _decided(expected, ensemble, allowed)
     largest = 0.0
@@ -228,12 +228,12 @@ def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: floa
         if actual[name].shape != values.shape:
             raise ConversionError(f"{name} of the {format} file is {actual[name].shape}, where {values.shape} is right")
         difference = np.abs(actual[name].astype(np.float64) - values.astype(np.float64))
-        # a small logit beside large ones is rounded as they are: the largest of a row is its size
+        # rounding errors of a small logit scale with the largest value of its row
         size = np.abs(values.astype(np.float64)).max(axis=tuple(range(1, values.ndim)), keepdims=True, initial=0.0)
         limit = allowed * (1 + size)
         if familiarity is not None and name in familiarity.settings.scores:
             limit = limit * DISTANCES
-        elif name in p_values:  # a score passes the held-out ones that are as near as it may differ, each a step
+        elif name in p_values:  # a p-value moves one step per held-out score within the score's tolerance
             reference: Any = held_out(ensemble)[p_values[name]][0]
             scores = torch.from_numpy(expected[p_values[name]].astype(np.float64))
             reach = _slack(p_values[name], allowed) * (1 + scores.abs())
@@ -241,7 +241,7 @@ def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: floa
         elif name in ("label", "accept", "reason", "disagreement", "confidence"):
             limit = np.where(decided, limit, np.inf)
         share = float(np.max(difference / limit, initial=0.0))
-        if not share <= 1.0:  # also where it is not a number
+        if not share <= 1.0:  # also true for NaN
             raise ConversionError(
                 f"the {format} file answers differently: {name} differs by {np.max(difference):.3g} in a batch of "
                 f"{len(values)}; nothing was written. Where that is good enough, give a larger tolerance than {allowed}"
@@ -251,7 +251,7 @@ def _compare(actual: Arrays, expected: Arrays, ensemble: Ensemble, allowed: floa
 
 
 def _decided(expected: Arrays, ensemble: Ensemble, allowed: float) -> np.ndarray[Any, Any]:
-    """`[B]`: where no two classes, and no score and its threshold, are as near as answers may differ."""
+    """`[B]`: where the margins between top classes, and between scores and thresholds, exceed the tolerance."""
     decided = np.ones(len(expected["label"]), dtype=bool)
     for values in (expected["member_logits"], expected["probs"][:, None]):  # [B, M or 1, C]
         first, second = np.moveaxis(np.sort(values, axis=-1)[..., :-3:-1], -1, 0)  # [B, M or 1] each
@@ -264,7 +264,7 @@ def _decided(expected: Arrays, ensemble: Ensemble, allowed: float) -> np.ndarray
 
 
 def _slack(score: str, allowed: float) -> float:
-    """How much a score that decides may differ: one of features by more."""
+    """Relative tolerance of a score that is compared with a threshold; larger for feature distances."""
     return allowed if score == "score" else allowed * DISTANCES
 
 
@@ -272,7 +272,7 @@ def _slack(score: str, allowed: float) -> float:
 
 
 def _traced(answering: Answering, example: Named, inputs: Sequence[Field], ensemble: Ensemble) -> Any:
-    """The graph of the module for any number of samples, and of tokens up to what the model takes."""
+    """Export the module for any batch size, and for any number of tokens up to the model's maximum."""
     axes = {0: torch.export.Dim("batch", min=1)}
     if ensemble.kind == "text":
         axes[1] = torch.export.Dim("tokens", min=1, max=ensemble.config.stem.max_tokens)
@@ -295,7 +295,7 @@ def _write_onnx(
 
 
 def _through_memory(write: Callable[[Any, io.BytesIO], object]) -> Callable[..., None]:
-    """A writer of torch's, to a file: where a disk does not take what torch writes there itself, the process ends."""
+    """Wrap a torch writer: write to memory, then to the file; torch aborts the process if its own write fails."""
 
     def written(program: Any, file: Path, *_: object) -> None:
         content = io.BytesIO()
@@ -306,7 +306,7 @@ def _through_memory(write: Callable[[Any, io.BytesIO], object]) -> Callable[...,
 
 
 def _name_data(file: Path) -> None:
-    """Name weights that lie beside a file by what they are: a file then runs with its own, or not at all."""
+    """Put a digest into the name of the external weights, so that a model file never runs with those of another."""
     written = file.with_name(f"{file.name}{DATA}")
     if not written.exists():
         return
@@ -321,20 +321,20 @@ def _name_data(file: Path) -> None:
 
 
 def _data_of(file: Path) -> list[Path]:
-    """Weights beside a file, or those of one that had its name; up to 0.1 they were called by that alone."""
+    """External weights of a file or of its predecessors of the same name; up to version 0.1 without a digest."""
     name = glob.escape(file.name)
     return sorted((*file.parent.glob(f"{name}{DATA}"), *file.parent.glob(f"{name}.{'[0-9a-f]' * 16}{DATA}")))
 
 
 def _translations() -> dict[Any, Any]:
-    """Operators that the exporter does not know, or translates wrongly."""
+    """Operators that the ONNX exporter does not know, or translates wrongly."""
     op = require("onnxscript", extra="onnx").opset20
 
     def entropy(x):  # type: ignore[no-untyped-def]  # -x log x, and 0 at 0
         one = op.CastLike(op.Constant(value_float=1.0), x)
         return op.Neg(op.Mul(x, op.Log(op.Where(op.Greater(x, op.Sub(one, one)), x, one))))
 
-    def below(ordered, values):  # type: ignore[no-untyped-def]  # how many of the ordered values are below each
+    def below(ordered, values):  # type: ignore[no-untyped-def]  # for each value: how many of the ordered are smaller
         last = op.Constant(value_ints=[-1])
         counted = op.Cast(op.Not(op.GreaterOrEqual(ordered, op.Unsqueeze(values, last))), to=7)  # int64
         return op.ReduceSum(counted, last, keepdims=0)
@@ -371,11 +371,11 @@ _RUNNERS: Mapping[Format, Callable[[Path], RunFile]] = {
 }
 
 
-# --- what lies beside the file --------------------------------------------------------------------------------------
+# --- files next to the model ----------------------------------------------------------------------------------------
 
 
 def _about(ensemble: Ensemble, format: Format, inputs: Sequence[Field], outputs: Sequence[Field]) -> dict[str, Any]:
-    """What whoever runs the file has to know."""
+    """Everything needed to run the file."""
 
     def listed(fields: Sequence[Field]) -> list[dict[str, Any]]:
         shapes = (["batch", *("tokens" if size == -1 else size for size in field.shape)] for field in fields)
@@ -383,7 +383,7 @@ def _about(ensemble: Ensemble, format: Format, inputs: Sequence[Field], outputs:
 
     preprocessing = to_plain(ensemble.metadata.preprocessing)
     if preprocessing is not None:
-        preprocessing.pop("tokenizer", None)  # a file of its own
+        preprocessing.pop("tokenizer", None)  # has its own file
     return {
         "format": format,
         "made_by": f"hydra_ensembles {__version__}, torch {torch.__version__}",

@@ -1,9 +1,9 @@
-"""Inputs and outputs of an ensemble as named arrays: the same for files, servers and tables.
+"""Inputs and outputs of an ensemble as named arrays: the same in exported files, servers and tables.
 
-What a prediction consists of is listed in `prediction.OUTPUTS`; here each becomes a field with a shape and a type.
+`prediction.OUTPUTS` lists the parts of a prediction; here each becomes a field with a shape and a dtype.
 
-The first axis of every input and output is the sample, member logits too (`[B, M, C]`): rows of a table, and batches
-that a server may cut and join.
+The sample is the first axis of every input and output, also of member logits (`[B, M, C]`): the arrays are columns of
+a table, and batches that a server can split and join.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from ..model.config import PatchStemConfig
 from ..model.ensemble import Ensemble
 from ..prediction import OUTPUTS, REASONS, Prediction
 
-Arrays = dict[str, np.ndarray[Any, Any]]  # by name of the output
+Arrays = dict[str, np.ndarray[Any, Any]]  # by output name
 REASON_WORDS = tuple(reason or "" for reason in REASONS)
-"""What the codes of the output `reason` say; nothing where the sample is accepted."""
+"""Words for the codes of the output `reason`; empty where the sample is accepted."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Field:
     """One named input or output.
 
     Attributes:
-        name: What it is called everywhere.
-        shape: Of one sample; -1 stands for tokens, of which there may be any number that all inputs have in common.
-        dtype: As NumPy calls it.
+            name: The same in files, servers and tables.
+            shape: Of one sample; -1 stands for the number of tokens, the same in all inputs.
+            dtype: NumPy name.
         meaning: One sentence.
     """
 
@@ -42,7 +42,7 @@ class Field:
 
 
 def input_fields(ensemble: Ensemble) -> tuple[Field, ...]:
-    """What the ensemble reads, preprocessed; the main input first."""
+    """Preprocessed inputs of the ensemble; the main input first."""
     stem, preprocessing = ensemble.config.stem, ensemble.metadata.preprocessing
     main, *beside = READ[ensemble.kind]
     if isinstance(stem, PatchStemConfig):
@@ -57,7 +57,7 @@ def input_fields(ensemble: Ensemble) -> tuple[Field, ...]:
 
 
 def output_fields(ensemble: Ensemble) -> tuple[Field, ...]:
-    """What comes out of this classifier; p-values, familiarity and a verdict only where they were fitted."""
+    """Outputs of this classifier; p-values, familiarity and verdict only if they were fitted."""
     familiarity, members = ensemble.metadata.familiarity, ensemble.num_members
     dtype = torch.float64 if ensemble.dtype == torch.float64 else torch.float32
     scores = None if familiarity is None else torch.zeros(len(familiarity.settings.scores), members, 1)  # [S, M, 1]
@@ -70,7 +70,7 @@ def output_fields(ensemble: Ensemble) -> tuple[Field, ...]:
 
 
 def held_out(ensemble: Ensemble) -> dict[str, tuple[Reference | None, float | None]]:
-    """What the outputs that decide are held against, by name: held-out scores, and the threshold; if there are any."""
+    """Held-out scores and the threshold, by name of the output that is compared with them; each None if not fitted."""
     calibration, familiarity = ensemble.metadata.calibration, ensemble.metadata.familiarity
     by_output = {} if calibration is None else {"score": (calibration.reference, calibration.threshold)}
     if familiarity is not None:
@@ -79,7 +79,7 @@ def held_out(ensemble: Ensemble) -> dict[str, tuple[Reference | None, float | No
 
 
 def named_tensors(prediction: Prediction) -> dict[str, Tensor]:
-    """The outputs of a prediction by name, on its device; nothing waits for it."""
+    """The outputs of a prediction by name, on its device, without synchronisation."""
     outputs = {name: output.read(prediction) for name, output in OUTPUTS.items()}
     unfamiliarity = prediction.unfamiliarity
     fitted = {} if unfamiliarity is None else {name: unfamiliarity.score(name) for name in unfamiliarity.score_names}
@@ -92,10 +92,10 @@ def columns(prediction: Prediction) -> Arrays:
 
 
 class Answering(nn.Module):
-    """An ensemble that answers with named outputs: calibration, familiarity and verdict inside the module.
+    """An ensemble that returns named outputs: calibration, familiarity and verdict are inside the module.
 
-    It takes the inputs of `input_fields` as keywords. Unlike `predict` it prepares nothing and refuses no logits that
-    are NaN, so that it is one graph, which compilers and exporters take whole.
+    It takes the inputs of `input_fields` as keywords. Unlike `predict` it does no preprocessing and no check for NaN
+    logits, so it is one graph without breaks for compilers and exporters.
     """
 
     def __init__(self, ensemble: Ensemble) -> None:
@@ -109,8 +109,8 @@ class Answering(nn.Module):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """The named outputs, each `[B, …]`; which of the inputs there are, `input_fields` says."""
+        """The named outputs, each `[B, …]`; give the inputs that `input_fields` lists."""
         main = input_ids if pixel_values is None else pixel_values
         logits, unfamiliarity = self.ensemble.answers(main, attention_mask, token_type_ids)
         outputs = named_tensors(self.ensemble.prediction(logits, unfamiliarity, check_finite=False))
-        return outputs | {"score": outputs["score"].clone()}  # it may be another output, and one has two names nowhere
+        return outputs | {"score": outputs["score"].clone()}  # exported outputs must not share a tensor

@@ -1,7 +1,7 @@
-"""The Open Inference Protocol, version 2: tensors in JSON, or in binary after it, as Triton's clients send them.
+"""The Open Inference Protocol, version 2: tensors as JSON, or as binary data after it, as Triton clients send them.
 
-A request is JSON; where the header `Inference-Header-Content-Length` says how long it is, the tensors that have a
-`binary_data_size` follow it one after another, little-endian. Answers are written in the way they were asked for.
+A request is JSON. If the header `Inference-Header-Content-Length` gives its length, the tensors with a
+`binary_data_size` follow it in order, little-endian. The request also selects the format of each output.
 """
 
 import json
@@ -32,14 +32,14 @@ DATATYPES = {
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 RAW = {"image": ("image", "Encoded images, bytes of PNG or JPEG files; in JSON base64."), "text": ("text", "Texts.")}
 
-LONGEST_NUMBER = 18  # digits: all of them fit 64 bits
+LONGEST_NUMBER = 18  # digits: every such number fits in 64 bits
 
 Array = np.ndarray[Any, Any]
-AskedField = tuple[Field, bool]  # an output, and whether it is to be binary
+AskedField = tuple[Field, bool]  # an output, and whether to send it as binary
 
 
 def request_of(body: bytes) -> dict[str, Any]:
-    """A JSON object, or a refusal."""
+    """Parse a JSON object, or raise `RequestError`."""
     try:
         content = json.loads(body, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
@@ -50,15 +50,15 @@ def request_of(body: bytes) -> dict[str, Any]:
 
 
 def byte_count(header: str) -> int | None:
-    """The number of bytes that a header tells; None where it tells none that a body can have."""
+    """The number of bytes in a header; None if it is not a number or is absurdly long."""
     return int(header) if header.isdecimal() and len(header) <= LONGEST_NUMBER else None
 
 
-# --- what comes in ---------------------------------------------------------------------------------------------------
+# --- requests --------------------------------------------------------------------------------------------------------
 
 
 def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[str, Array | list[bytes]]]:
-    """The JSON of a request and its inputs by name; those of the type BYTES are lists."""
+    """The JSON of a request and its inputs by name; BYTES inputs are lists."""
     length = len(body)
     if header is not None:
         json_length = byte_count(header)
@@ -76,7 +76,7 @@ def read_request(body: bytes, header: str | None) -> tuple[dict[str, Any], dict[
         if not isinstance(name, str) or name in tensors:
             raise RequestError("every input needs a name of its own")
         called = short(name)
-        if datatype not in (*DATATYPES, "BYTES"):  # compared, not looked up: it may be anything that JSON has
+        if datatype not in (*DATATYPES, "BYTES"):  # a tuple, as the value may be unhashable
             raise RequestError(f"input {called} needs a datatype, one of {', '.join((*DATATYPES, 'BYTES'))}")
         shape = _shape(called, entry.get("shape"))
         size = _parameters(entry).get("binary_data_size")
@@ -122,13 +122,13 @@ def _from_json(called: str, datatype: str, shape: tuple[int, ...], data: Any) ->
             raise ValueError("values out of range")
     except (ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"the data of input {called} are not {math.prod(shape)} numbers of {datatype}") from error
-    if array.ndim > 1 and array.shape != shape:  # in rows, which say themselves how they lie
+    if array.ndim > 1 and array.shape != shape:  # nested lists, which have a shape of their own
         raise RequestError(f"the data of input {called} are in rows of shape {list(array.shape)}, not {list(shape)}")
     return converted.reshape(shape)
 
 
 def _kinds(data: list[Any]) -> set[type]:
-    """The types of what lies in a list, or in the rows of it."""
+    """The types of the values in a list, nested lists included."""
     kinds = set(map(type, data))
     return kinds.union(*(_kinds(row) for row in data if type(row) is list)) if list in kinds else kinds
 
@@ -151,7 +151,7 @@ def _from_binary(called: str, datatype: str, shape: tuple[int, ...], content: by
     return np.frombuffer(content, dtype).reshape(shape)
 
 
-# --- what goes out ---------------------------------------------------------------------------------------------------
+# --- responses -------------------------------------------------------------------------------------------------------
 
 
 def write_answer(
@@ -161,9 +161,9 @@ def write_answer(
     answers: Sequence[Answer],
     notes: Sequence[Sequence[str]] = (),
 ) -> tuple[bytes, dict[str, str]]:
-    """The body of an answer and its headers; `notes` on each sample become one text, where there are any.
+    """Body and headers of a response; `notes` on samples, if there are any, are joined into one parameter.
 
-    In JSON a number that is not finite is null; in binary tensors it is what it is.
+    Numbers that are not finite are null in JSON, and unchanged in binary tensors.
     """
     tensors, buffers = list[dict[str, Any]](), list[bytes]()
     for field, binary in outputs:
@@ -190,20 +190,20 @@ def write_answer(
 
 
 def asked_outputs(request: Mapping[str, Any], service: Service) -> list[AskedField]:
-    """The outputs that a request asks for; all if it names none. Those that there are not are refused."""
+    """The outputs that a request names, or all if it names none; unknown names raise `RequestError`."""
     fields = {field.name: field for field in service.outputs}
     usual = bool(_parameters(request).get("binary_data_output"))
     asked = request.get("outputs")
     if not asked:
         return [(field, usual) for field in service.outputs]
-    names = tuple(fields)  # compared, not looked up: what is asked for may be anything that JSON has
+    names = tuple(fields)  # a tuple, as the requested name may be unhashable
     if not isinstance(asked, list) or not all(isinstance(item, dict) and item.get("name") in names for item in asked):
         raise RequestError(f"outputs are asked for as a list of objects, each with a name: {', '.join(fields)}")
     return [(fields[item["name"]], bool(_parameters(item).get("binary_data", usual))) for item in asked]
 
 
 def deadline_of(request: Mapping[str, Any]) -> float:
-    """Seconds that a client of Triton gives the request, which are microseconds there."""
+    """The timeout of a request in seconds (Triton clients send microseconds); infinite without a valid one."""
     microseconds = _parameters(request).get("timeout")
     if not isinstance(microseconds, int) or isinstance(microseconds, bool):
         return math.inf
@@ -211,7 +211,7 @@ def deadline_of(request: Mapping[str, Any]) -> float:
 
 
 def model_metadata(service: Service) -> dict[str, Any]:
-    """The metadata of a model: its inputs (raw or as tensors; one way is enough) and outputs, classes and reasons."""
+    """Model metadata: inputs (raw or as tensors; either is enough), outputs, classes and reasons."""
     name, meaning = RAW[service.kind]
     raw = [] if service.preprocessing is None else [{"name": name, "datatype": "BYTES", "shape": [-1]}]
 

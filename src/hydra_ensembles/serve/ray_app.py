@@ -1,7 +1,7 @@
-"""The same server on Ray Serve: one deployment takes requests, replicas of another answer them in batches.
+"""The same server on Ray Serve: one deployment accepts requests, replicas of another run the model in batches.
 
-Replicas come and go with the load, on all machines of a cluster. An answer depends on its input alone, so what a
-replica took along when it died is asked of another one.
+Replicas start and stop with the load, on all machines of a cluster. An answer depends only on its input, so rows of a
+replica that dies are sent to another one.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from ..model.ensemble import Ensemble
 from .app import make_app
 from .service import Answer, Sample, ServeSettings, Service
 
-ATTEMPTS = 5  # replicas that are asked, one after another, where each one dies
-PAUSE = 0.1  # seconds before the second one is asked, and twice as many before each further one
+ATTEMPTS = 5  # replicas tried in turn if each one dies
+PAUSE = 0.1  # seconds before the second attempt; doubled before each further one
 
 
 @checked
@@ -47,9 +47,9 @@ def ray_app(
     used = settings or ServeSettings()
     if max_replicas < min_replicas:
         raise ConfigError(f"max_replicas is {max_replicas}, less than min_replicas, {min_replicas}; raise it")
-    used = replace(used, api_key=used.key)  # of this process: a cluster that runs already has an environment of its own
+    used = replace(used, api_key=used.key)  # read in this process: a running cluster has its own environment
     if isinstance(model, str | Path) and expanded(model).is_dir():
-        model = expanded(model).resolve()  # replicas work in another folder
+        model = expanded(model).resolve()  # replicas have another working directory
 
     class Replica(_Replica):
         answer = serve.batch(max_batch_size=used.max_batch, batch_wait_timeout_s=used.max_wait / 1e3)(_Replica.answer)
@@ -57,7 +57,7 @@ def ray_app(
     scaled = {"min_replicas": min_replicas, "max_replicas": max_replicas, "target_ongoing_requests": used.max_batch}
     replicas = serve.deployment(
         name="Model",
-        max_ongoing_requests=2 * used.max_batch,  # a batch is run while the next one fills
+        max_ongoing_requests=2 * used.max_batch,  # one batch runs while the next one fills
         max_queued_requests=used.max_queue,
         autoscaling_config=scaled,
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
@@ -75,14 +75,14 @@ class _Replica:
 
     def __init__(self, model: str | Path | Ensemble, settings: ServeSettings, device: str | None) -> None:
         ensemble = _loaded(model)
-        single = replace(settings, workers=1)  # Ray has the others
+        single = replace(settings, workers=1)  # Ray does the scaling
         (self._run,) = Service(ensemble if device is None else ensemble.to(device), single).workers()
 
     async def ready(self) -> None:
-        """Answer, which means that the model is loaded and warm."""
+        """Return at once, which shows that the model is loaded and warm."""
 
     async def answer(self, rows: list[Sample]) -> list[Answer | Exception]:
-        """One answer for each row, or why there is none: one bad row costs no other its answer."""
+        """One answer per row, or its exception: a bad row does not affect the others."""
         return await asyncio.to_thread(self._answered, rows)
 
     def _answered(self, rows: list[Sample]) -> list[Answer | Exception]:
@@ -93,7 +93,7 @@ class _Replica:
 
 
 class _Front:
-    """What takes requests: reads, decodes and checks them. It keeps no weights."""
+    """Accepts, decodes and checks requests. It keeps no weights."""
 
     def __init__(self, replicas: Any, model: str | Path | Ensemble, settings: ServeSettings) -> None:
         service = Service(_loaded(model).to("meta"), settings)
@@ -104,13 +104,13 @@ class _Front:
 
 
 class _Replicas:
-    """The engine behind the front: whichever replica has time."""
+    """The engine behind `_Front`: Ray routes each row to a free replica."""
 
     def __init__(self, handle: Any) -> None:
         self._handle, self.waiting, self.ready = handle, 0, False
 
     async def start(self) -> None:
-        """Wait for a replica: before, whoever is let in would wait for it, and give up."""
+        """Wait for a replica; requests accepted earlier would wait for it and time out."""
         await self._call(self._handle.ready.remote)
         self.ready = True
 
@@ -131,7 +131,7 @@ class _Replicas:
         return answer
 
     async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
-        """What a replica says; another one is asked, after a while, where it died and took the question along."""
+        """Call a replica; if it dies with the call unanswered, retry with another one after a pause."""
         died, serving = require("ray.exceptions", extra="ray"), require("ray.serve.exceptions", extra="ray")
         for attempt in range(ATTEMPTS):
             await asyncio.sleep(PAUSE * 2 ** (attempt - 1) if attempt else 0)

@@ -1,4 +1,4 @@
-"""Scoring archives: raw batches to columns of answers in any engine, and a folder of shards that survives a kill."""
+"""Scoring of archives: raw batches to columns of answers in any engine; a folder of shards that can resume."""
 
 import copy
 import io
@@ -35,18 +35,18 @@ from .outputs import REASON_WORDS, Arrays, Field, columns, output_fields
 from .service import FORMATS, SHORTEST, SLIMMEST
 
 SHARD, UNREADABLE, SUMMARY = "rows/part-{:05d}.parquet", "unreadable/part-{:05d}.jsonl", "summary"
-ABOUT = "about"  # what a reader of the shards has to know
-INPUT, CLASS, ERROR, NOTE = "input", "class_name", "error", "note"  # columns beside those of `outputs`
-KEPT = "kept_"  # before the name of a column to keep that an answer has
+ABOUT = "about"  # file that documents the shards
+INPUT, CLASS, ERROR, NOTE = "input", "class_name", "error", "note"  # columns in addition to those of `outputs`
+KEPT = "kept_"  # prefix of a kept column whose name an answer already has
 
 
 @dataclass(frozen=True)
 class ReadyBatch:
-    """A batch ready for the model: inputs of the rows that could be read, and what the others say."""
+    """A batch ready for the model: inputs of the readable rows, errors of the others."""
 
-    parts: list[tuple[Any, list[int]]]  # inputs as `Ensemble.predict` takes them, with their rows
-    errors: list[str]  # of every row; empty for those that are fine, as are notes
-    notes: list[str]  # what was done with a row though it is hardly meant
+    parts: list[tuple[Any, list[int]]]  # inputs for `Ensemble.predict`, with their row numbers
+    errors: list[str]  # one per row; empty if the row is readable
+    notes: list[str]  # one per row; says why a readable row is probably not what was meant
     kept: Arrays
 
 
@@ -91,16 +91,16 @@ class Scorer:
         self.keep = tuple(keep)
         self.workers = workers
         self._loaded: Ensemble | None = None
-        self._digest = ""  # of the saved model, once it was pickled or loaded
+        self._digest = ""  # of the saved model, once pickled or loaded
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._digest:
-            with suppress(HydraError):  # it may be there only where it is unpickled
+            with suppress(HydraError):  # the model may exist only where this is unpickled
                 self._digest = self._saved()[1]
         return {**self.__dict__, "_loaded": None}
 
     def _saved(self) -> tuple[Path, str]:
-        """Where the model is loaded from, and the digest of its files; nothing for one in memory, which is pickled."""
+        """The folder of the model and the digest of its files; both empty for a model in memory, which is pickled."""
         if isinstance(self.model, Ensemble):
             return Path(), ""
         finished = expanded(self.model) / RESULT
@@ -109,7 +109,7 @@ class Scorer:
 
     @property
     def ensemble(self) -> Ensemble:
-        """The model, loaded when it is first asked for."""
+        """The model, loaded on first access."""
         if self._loaded is None:
             automatic = "cuda" if torch.cuda.is_available() else "cpu"
             device = require_device(automatic if self.device == "auto" else self.device)
@@ -124,17 +124,17 @@ class Scorer:
                     raise CheckpointError(f"{self.model} is another model than before; make a new Scorer of it")
                 self._digest = digest
                 self._loaded = Ensemble.from_pretrained(source, device=device, dtype=dtype)
-            output_fields(self._loaded)  # refuses what has no classifier
+            output_fields(self._loaded)  # raises if there is no classifier
         return self._loaded
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """The outputs among the answers."""
+        """The outputs that answers contain."""
         return tuple(field for field in output_fields(self.ensemble) if self.wide or not field.shape)
 
     @property
     def kept(self) -> dict[str, str]:
-        """The columns that come along, by their names among the answers."""
+        """Names of the kept columns in the answers, each with its name in the batch."""
         taken = {INPUT, CLASS, ERROR, NOTE, *(field.name for field in output_fields(self.ensemble))}
         by_name = {f"{KEPT}{name}" if name in taken else name: name for name in self.keep}
         if len(by_name) < len(set(self.keep)):
@@ -142,13 +142,13 @@ class Scorer:
         return by_name
 
     def __call__(self, batch: Mapping[str, Any]) -> Arrays:
-        """The answers to a batch, a row for each of its own."""
+        """Answers to a batch, one row for each of its rows."""
         return self.answer(self.prepare(batch))
 
     def prepare(self, batch: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> ReadyBatch:
-        """Decode and preprocess a batch, on the CPU: while one is prepared the model may answer the last.
+        """Decode and preprocess a batch on the CPU; meanwhile the model can answer the previous one.
 
-        The columns to keep are in `beside`, or in the batch.
+        The columns to keep are read from `beside` if given, otherwise from the batch.
         """
         beside = batch if beside is None else beside
         missing = [name for name in self.keep if name not in beside]
@@ -181,7 +181,7 @@ class Scorer:
             if rows:
                 with noted() as remarks:
                     outputs = columns(self.ensemble.predict(inputs, check_finite=False))
-                for row in rows if remarks and self.ensemble.kind == "text" else ():  # images are as prepared here
+                for row in rows if remarks and self.ensemble.kind == "text" else ():  # notes on images: see `_images`
                     notes[row] = "; ".join([notes[row], *remarks] if notes[row] else remarks)
                 finite = np.isfinite(outputs["member_logits"]).all(axis=(1, 2))  # [B]
                 answered = np.asarray(rows)[finite]
@@ -197,18 +197,18 @@ class Scorer:
 
     def _images(self, items: list[Any]) -> tuple[list[tuple[Any, list[int]]], list[str], list[str]]:
         preprocess: Any = self.ensemble.metadata.preprocessing
-        _pillow()  # where it is missing, that is not for each image to say
+        _pillow()  # a missing Pillow should fail once, not per image
 
         def decode(item: Any) -> tuple[Tensor | None, str, str]:
-            """The image `[1, channels, H, W]`, if it can be read; why not; what is to be said of it."""
+            """The image `[1, channels, H, W]` or None; why it cannot be read; notes on it."""
             with noted() as notes:
                 try:
                     return preprocess([_image(item)]), "", "; ".join(notes)
-                except StorageError:  # of a disk that fails: the same image may be read when this is run again
+                except StorageError:  # the disk failed: a rerun may be able to read the image
                     raise
                 except HydraError as error:
                     return None, str(error), ""
-                except Exception as error:  # decoders raise whatever broken data lead them to
+                except Exception as error:  # broken data can raise anything in a decoder
                     cause = " ".join(str(error).split()) or type(error).__name__
                     return None, f"it cannot be read as an image: {cause}", ""
 
@@ -219,12 +219,12 @@ class Scorer:
         return parts, [error for _, error, _ in decoded], [note for _, _, note in decoded]
 
     def _texts(self, batch: Mapping[str, Any]) -> tuple[list[tuple[Any, list[int]]], list[str], list[str]]:
-        """Texts of about one length are a part; where the model cannot tell padding, each length is one of its own."""
+        """Texts of similar length form a part; if the model has no padding mask, only texts of equal length do."""
         preprocess: Any = self.ensemble.metadata.preprocessing
         texts: list[Any] = list(batch[self.columns.text])
         if self.columns.text_pair in batch:
             pairs = batch[self.columns.text_pair]
-            paired = self.columns.text_pair in self.columns.needed("text")  # then a row without a second text is broken
+            paired = self.columns.text_pair in self.columns.needed("text")  # if so, a missing second text is an error
             texts = [
                 (text, pair) if paired or isinstance(pair, str) else text
                 for text, pair in zip(texts, pairs, strict=True)
@@ -239,10 +239,10 @@ class Scorer:
             return cast(dict[str, Tensor], encoded)
 
         if padded:
-            with suppress(DataError):  # one of them: which?
+            with suppress(DataError):  # one text is invalid: find it below
                 every = list(range(len(texts)))
                 return _by_length(encode(every), every, preprocess.pad_to_max), errors, notes
-        lengths: dict[int, list[int]] = {}  # rows that go together
+        lengths: dict[int, list[int]] = {}  # rows per part
         for row in range(len(texts)):
             try:
                 length = encode([row])["input_ids"].shape[1]
@@ -254,11 +254,11 @@ class Scorer:
 
 
 def _by_length(encoded: dict[str, Tensor], rows: list[int], whole: bool) -> list[tuple[Any, list[int]]]:
-    """Encoded texts, parted by length unless they stay whole: padding costs as much as text, and one may be long."""
+    """Split encoded texts by length, unless `whole`: padding costs as much as text, and one text may be long."""
     if whole:
         return [(encoded, rows)]
     lengths = encoded["attention_mask"].sum(dim=1)  # [B]
-    powers = (lengths.clamp(min=SHORTEST) - 1).double().log2().floor()  # up to 16 tokens, 32, 64 …
+    powers = (lengths.clamp(min=SHORTEST) - 1).double().log2().floor()  # up to 16 tokens, 32, 64, …
     groups = [(powers == power).nonzero()[:, 0] for power in powers.unique()]
     tokens = [max(int(lengths[group].max()), 1) for group in groups]
     return [
@@ -272,13 +272,13 @@ def _pillow() -> Any:
 
 
 def _tensor(values: Any) -> Tensor:
-    """A column of equal rows as one tensor, however an engine stores it."""
+    """A column of equally shaped rows as one tensor, however the engine stores it."""
     rows = list(values) if isinstance(values, np.ndarray) and values.dtype == object else values
     return rows if isinstance(rows, Tensor) else torch.from_numpy(np.ascontiguousarray(rows))
 
 
 def _as_it_is(values: Any) -> np.ndarray[Any, Any]:
-    """A column as an array; of what are no numbers, NumPy's own would cut zeros off bytes and wants equal lists."""
+    """A column as an array; objects if not numbers: NumPy strips trailing zeros of bytes and rejects ragged lists."""
     with suppress(ValueError):
         if isinstance(values, np.ndarray) or np.asarray(values).dtype.kind in "biuf":
             return np.asarray(values)
@@ -286,7 +286,7 @@ def _as_it_is(values: Any) -> np.ndarray[Any, Any]:
 
 
 def _image(item: Any) -> Any:
-    """A PIL image of what a column holds; a `DataError` where it holds none, or one that would become too large."""
+    """Convert a cell to a PIL image; raise `DataError` if it is not an image, or too narrow."""
     if isinstance(item, Mapping):
         item = item.get("path") if item.get("bytes") is None else item["bytes"]
     if isinstance(item, bytes):
@@ -368,26 +368,26 @@ def score_archive(
                     return _scored(scorer, part, batch_size, bar.update)
 
                 def write(file: Path, shard: tuple[Any, bytes], number: int = number) -> None:
-                    beside = path / UNREADABLE.format(number)  # before the shard: once that is there, both are
+                    beside = path / UNREADABLE.format(number)  # written first: once the shard exists, both do
                     if shard[1]:
                         write_atomically(beside, shard[1])
                     else:
                         beside.unlink(missing_ok=True)
                     write_atomically(file, shard[0])
 
-                folder.product(SHARD.format(number), make, lambda _: (b"", b""), write)  # refused where it was changed
+                folder.product(SHARD.format(number), make, lambda _: (b"", b""), write)  # raises if it was modified
                 if finished:
                     names = [item.name for item in part]
                     _require_among(path / SHARD.format(number), names)
                     if progress:
-                        bar.initial += len(names)  # which have no part in the rate
+                        bar.initial += len(names)  # finished rows do not count for the rate
                     bar.update(len(names))
                 number += 1
         return Scored(**folder.json(SUMMARY, lambda: _summary(path, number, archive.ignored)))
 
 
 def _require_among(shard: Path, names: Sequence[str]) -> None:
-    """Refuse to go on where the archive reads otherwise than it did: rows would be lost, or there twice."""
+    """Raise if the archive no longer yields the items of a finished shard: rows would be lost or duplicated."""
     rows = require("pyarrow.parquet", extra="data").read_table(shard, columns=[INPUT])[INPUT].to_pylist()
     moved = set(rows).difference(names)
     if moved:
@@ -395,15 +395,15 @@ def _require_among(shard: Path, names: Sequence[str]) -> None:
 
 
 def _require_same_answers(folder: RunFolder, about: Mapping[str, Any]) -> None:
-    """Refuse to go on with shards that another version of this library began: all rows are to say the same things."""
+    """Raise if another version of this library began these shards: all rows must have the same meaning."""
     file = cast(Path, folder.place(f"{ABOUT}.json"))
     begun = any((file.parent / SHARD).parent.glob("*.parquet"))
-    if begun and not folder.has(f"{SUMMARY}.json"):  # what is finished stays as it is
+    if begun and not folder.has(f"{SUMMARY}.json"):  # a finished run stays as it is
         require_same_run(read_object(file) if file.exists() else {}, about, file.parent, "scores")
 
 
 def _identity(ensemble: Ensemble) -> dict[str, Any]:
-    """What answers depend on."""
+    """Everything that answers depend on."""
     metadata, fitted = ensemble.metadata, ensemble.metadata.familiarity
     familiarity = None if fitted is None else [to_plain(fitted.settings), tensors_digest(fitted.state)]
     about = [to_plain(metadata.preprocessing), to_plain(metadata.calibration), list(metadata.labels), familiarity]
@@ -411,7 +411,7 @@ def _identity(ensemble: Ensemble) -> dict[str, Any]:
 
 
 def _about(scorer: Scorer) -> dict[str, Any]:
-    """What a reader of the shards has to know."""
+    """Everything a reader of the shards needs to know."""
     fields = [{"name": field.name, "meaning": field.meaning} for field in scorer.fields]
     labels = list(scorer.ensemble.metadata.labels)
     about = {
@@ -424,7 +424,7 @@ def _about(scorer: Scorer) -> dict[str, Any]:
 
 
 def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, tick: Callable[[int], Any]) -> tuple[bytes, bytes]:
-    """A shard as the bytes of a Parquet file, and as lines of JSON what could not be read."""
+    """A shard: the bytes of its Parquet file, and JSON lines of the items that could not be read."""
     parts: list[Arrays] = []
     unreadable: list[dict[str, str]] = []
 
@@ -446,7 +446,7 @@ def _scored(scorer: Scorer, items: Iterable[Item], batch_size: int, tick: Callab
         pairs = zip(batch, errors.tolist(), strict=True)
         unreadable += ({INPUT: item.name, "reason": str(error)} for item, error in pairs if error)
         tick(len(batch))
-    if not parts:  # nothing could be read: a shard without rows, with the same columns
+    if not parts:  # nothing was readable: an empty shard with the same columns
         empty = scorer.answer(ReadyBatch([], [], [], {name: np.empty(0, dtype=object) for name in scorer.kept}))
         del empty[ERROR]
         parts.append({INPUT: np.empty(0, dtype=object), **empty})
@@ -463,7 +463,7 @@ def _columns(scorer: Scorer, items: Sequence[Item]) -> dict[str, Any]:
 
 
 def _ahead(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same, each computed in a thread while its predecessor is worked on."""
+    """Yield the same batches, each prepared in a thread while the previous one is processed."""
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, batches, None)
         while (batch := coming.result()) is not None:
@@ -472,7 +472,7 @@ def _ahead(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _parquet(parts: Sequence[Arrays]) -> bytes:
-    """Columns as the bytes of a Parquet file; what has several numbers a row is a list of that length."""
+    """Columns as the bytes of a Parquet file; several numbers per row become a fixed-size list."""
     arrow = require("pyarrow", extra="data")
     arrays = {}
     for name in parts[0]:

@@ -1,8 +1,8 @@
 """A model ready to serve: its settings; raw inputs to rows, within limits; rows to answers.
 
-A row is one sample as the model reads it. Rows of one shape go into one batch, so texts are padded to a few lengths,
-and a batch is run in pieces of a few sizes: those are the shapes that plans are measured, compiled and recorded for
-before the first request.
+A row is one preprocessed sample. Rows of the same shape share a batch, so texts are padded to a few lengths, and a
+batch is run in pieces of a few sizes: for these shapes plans are measured, compiled and recorded before the first
+request.
 """
 
 import base64
@@ -39,22 +39,22 @@ from .outputs import REASON_WORDS, columns, input_fields, output_fields
 if TYPE_CHECKING:
     from fastapi import Request
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # decoders that run nothing else, as that of EPS does
-SLIMMEST = 100  # times that one side may be the other: the shorter one is scaled up to what the model reads
-PASSES = 100  # over its pixels that a progressive JPEG may make, each of which takes a few bytes; it has ten or so
-SCAN = b"\xff\xda\0"  # what each begins with, and other data hardly have
-BRIGHTEST = 1e4  # beyond what any preprocessing makes of a pixel
-SHOWN = 5  # most probable classes in a plain answer
-SEVERAL = {"image": "images", "text": "texts"}  # a form may have a name several times
-SHORTEST = 16  # tokens that texts are padded to, at least
-NEAREST = "nearest"  # what a row has beside its outputs where it was asked for: the nearest class, or -1
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # not EPS and its like: decoding them starts programs
+SLIMMEST = 100  # maximum ratio of the sides: preprocessing scales the shorter one up to the input size
+PASSES = 100  # maximum number of scans in a progressive JPEG: each costs few bytes but a full pass; about ten is normal
+SCAN = b"\xff\xda\0"  # start of a scan, rare in other data
+BRIGHTEST = 1e4  # larger than any preprocessed pixel
+SHOWN = 5  # number of most probable classes in a JSON answer
+SEVERAL = {"image": "images", "text": "texts"}  # a form may repeat a name
+SHORTEST = 16  # minimum number of tokens that texts are padded to
+NEAREST = "nearest"  # extra key of an answer, if requested: the nearest class, or -1
 
 API_KEY = "HYDRA_API_KEY"
-"""Environment variable with the key that clients must send: everyone on a machine can see command lines."""
+"""Environment variable with the key that clients must send; a command line would be visible to all local users."""
 
 ServedPrecision = Literal["float32", "bfloat16", "float16"]
 Answer = dict[str, Any]
-"""Every output of `output_fields` for one sample, as an array or a number of NumPy."""
+"""Every output of `output_fields` for one sample, as a NumPy array or scalar."""
 
 
 @dataclass(frozen=True)
@@ -121,15 +121,15 @@ class ServeSettings(Checked):
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One sample as the model reads it, without the axis of samples; on the CPU."""
+    """One preprocessed sample, without the batch axis; on the CPU."""
 
     inputs: Mapping[str, Tensor]
-    nearest: bool = False  # whether the nearest class is to be found, which takes a second pass
-    notes: Sequence[str] = ()  # what whoever sent it should know: a text that was cut, an image on its side
+    nearest: bool = False  # whether to find the nearest class, which takes a second pass
+    notes: Sequence[str] = ()  # remarks for the client: a truncated text, an image stored sideways
 
     @cached_property
     def shape(self) -> Hashable:
-        """What rows of one batch have in common."""
+        """Rows of equal shape may share a batch."""
         return tuple((name, tuple(tensor.shape)) for name, tensor in self.inputs.items())
 
 
@@ -137,26 +137,26 @@ class Service:
     """An ensemble behind a server."""
 
     def __init__(self, ensemble: Ensemble, settings: ServeSettings) -> None:
-        """Take an ensemble that is a classifier; its weights are read when `workers` makes plans."""
+        """Take a classifier; its weights are not read before `workers` builds the plans."""
         self.ensemble, self.settings, self.kind = ensemble, settings, ensemble.kind
         self.inputs = input_fields(ensemble)
         self.outputs = output_fields(ensemble)
-        # names of the classes; numbers where it has none
+        # class names, or class indices if it has none
         self.labels = ensemble.verified_metadata().labels or tuple(map(str, range(ensemble.num_classes)))
         self.preprocessing = ensemble.metadata.preprocessing
         calibration = ensemble.metadata.calibration or Calibration()
-        of_probs = calibration.calibrates == "probs"  # a temperature of logits is in them already
+        of_probs = calibration.calibrates == "probs"  # a temperature of the logits is already applied to them
         self._temperature = np.array(calibration.temperature if of_probs else (1.0,))[:, None]  # [1 or M, 1]
         self._main = READ[self.kind][0]
         self._masked = any(field.name == "attention_mask" for field in self.inputs)
 
-    # --- what comes in -----------------------------------------------------------------------------------------------
+    # --- inputs ------------------------------------------------------------------------------------------------------
 
     def images(self, contents: Sequence[bytes], nearest: bool = False) -> list[Sample]:
-        """Rows of encoded images; sizes are read off the headers before anything is decoded.
+        """Rows from encoded images; their sizes are read from the headers before anything is decoded.
 
         Raises:
-            RequestError, DataError: The model reads no images, or these are too large or broken.
+                RequestError, DataError: The model does not read images, or these are too large or broken.
         """
         if not isinstance(self.preprocessing, ImagePreprocessing):
             raise RequestError(self._wrong_kind("images"))
@@ -169,16 +169,16 @@ class Service:
                     pixels = self.preprocessing([decode_image(content, f"image {index}", FORMATS)])[0]  # [C, H, W]
             except HydraError:
                 raise
-            except Exception as error:  # decoders raise whatever broken data lead them to
+            except Exception as error:  # broken data can raise anything in a decoder
                 raise RequestError(f"image {index} ({len(content)} bytes) is broken", 415) from error
             rows.append(Sample({self._main: pixels.to(self.ensemble.dtype)}, nearest, notes))
         return rows
 
     def texts(self, texts: Sequence[str | tuple[str, str]], nearest: bool = False) -> list[Sample]:
-        """Rows of texts, or pairs of texts; each is tokenised by itself.
+        """Rows from texts, or pairs of texts; each is tokenised separately.
 
         Raises:
-            RequestError, DataError: The model reads no texts, or these are too long or no text.
+                RequestError, DataError: The model does not read texts, or these are too long or not valid text.
         """
         if not isinstance(self.preprocessing, TextPreprocessing):
             raise RequestError(self._wrong_kind("texts"))
@@ -196,7 +196,7 @@ class Service:
         return rows
 
     def tensors(self, inputs: Mapping[str, Tensor], nearest: bool = False) -> list[Sample]:
-        """Rows of inputs as the model reads them, `[B, …]` each; refused if they do not fit it."""
+        """Rows from preprocessed inputs, `[B, …]` each; raises if they do not fit the model."""
         with noted() as notes:
             main, mask, segments = self.ensemble.unpack(inputs)
             if self.kind == "image":
@@ -215,7 +215,7 @@ class Service:
         given = {name: x for name, x in zip(READ["text"], (main, mask, segments), strict=True) if x is not None}
         if self._masked:
             tokens = main.shape[1]
-            length = next((size for size in self.lengths() if size >= tokens), tokens)  # that a plan is warm for
+            length = next((size for size in self.lengths() if size >= tokens), tokens)  # one with a warm plan
             fill = {self._main: getattr(self.preprocessing, "pad_id", 0)}
             given = {name: F.pad(x.long(), (0, length - tokens), value=fill.get(name, 0)) for name, x in given.items()}
         return [Sample({name: x[row] for name, x in given.items()}, nearest, notes) for row in range(len(main))]
@@ -232,7 +232,7 @@ class Service:
             raise RequestError(f"got {count} samples in one request; at most {most} are accepted", 413)
 
     def _require_small(self, contents: Sequence[bytes]) -> None:
-        """Refuse images by their headers: a few bytes may stand for gigabytes of pixels."""
+        """Check images by their headers before decoding: a few bytes may decode to gigabytes of pixels."""
         pillow = require("PIL.Image", extra="data")
         pixels_left = int(self.settings.max_pixels * 1e6)
         advice = f"at most {pixels_left} pixels are taken in a request"
@@ -243,7 +243,7 @@ class Service:
                     passes = content.count(SCAN) if image.format in ("JPEG", "MPO") else 1
             except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
                 raise RequestError(f"image {index} is too large; {advice}", 413) from error
-            except Exception as error:  # Pillow raises whatever a broken header leads it to
+            except Exception as error:  # a broken header can raise anything in Pillow
                 formats = ", ".join(FORMATS)
                 raise RequestError(
                     f"image {index} ({len(content)} bytes) is none of {formats}, or broken", 415
@@ -256,7 +256,7 @@ class Service:
                 raise RequestError(f"image {index} is a JPEG of over {PASSES} passes; store it in fewer", 413)
 
     def image_size(self) -> tuple[int, int] | None:
-        """The one size of images that plans are warm for."""
+        """Height and width of the images that plans are warm for; None for text models."""
         if self.kind != "image":
             return None
         size = getattr(self.preprocessing, "size", None) or self.inputs[0].shape[1:]
@@ -267,7 +267,7 @@ class Service:
         return min(most, getattr(self.preprocessing, "max_length", most))
 
     def lengths(self) -> list[int]:
-        """Lengths that texts are padded to; none for a model of images, or one that cannot tell padding from text."""
+        """Lengths that texts are padded to; empty for image models and for models without a padding mask."""
         most = self._most_tokens()
         if getattr(self.preprocessing, "pad_to_max", False):
             return [most]
@@ -275,7 +275,7 @@ class Service:
             return []
         return [*(SHORTEST << power for power in range(20) if SHORTEST << power < most), most]
 
-    # --- what comes out ----------------------------------------------------------------------------------------------
+    # --- answers -----------------------------------------------------------------------------------------------------
 
     def sizes(self) -> list[int]:
         """Sizes of the pieces that batches are run in: powers of two, and the largest."""
@@ -283,9 +283,9 @@ class Service:
         return [*(1 << power for power in range(12) if 1 << power < most), most]
 
     def workers(self) -> list[Callable[[list[Sample]], list[Answer]]]:
-        """One function for each model thread, that answers rows; warm, if the settings say so.
+        """One function per model thread, which answers rows; warmed up unless the settings disable it.
 
-        Threads of one device share their weights. On CUDA a thread after another takes the next GPU.
+        Threads on the same device share weights. On CUDA, workers take the GPUs in turn.
         """
         plans: dict[torch.device, OptimizedEnsemble] = {}
         shapes = max(len(self.sizes()) * len(self.examples()), USUAL_SHAPES)
@@ -306,7 +306,7 @@ class Service:
         return [worker.answer for worker in workers]
 
     def examples(self) -> list[Sample]:
-        """A blank row of every shape that is known beforehand."""
+        """A blank row of every shape that is known in advance."""
         size = self.image_size()
         if size is not None:
             return [Sample({self._main: torch.zeros(self.inputs[0].shape[0], *size)})]
@@ -314,9 +314,9 @@ class Service:
         return [row for ids in blank for row in self.tensors({self._main: ids})]
 
     def plain(self, answer: Answer, notes: Sequence[str] = ()) -> dict[str, Any]:
-        """An answer as plain data, with names in place of numbers; members are as sharp as all together.
+        """An answer as JSON data, with class names for indices; members use the temperature of the ensemble.
 
-        `notes` on the sample that is answered are there where it has some.
+        `notes` on the sample are included if there are any.
         """
         labels = self.labels
         probs = answer["probs"]
@@ -347,18 +347,18 @@ class Service:
 
 @dataclass(frozen=True)
 class _Worker:
-    """Runs rows by warm plans, on one device."""
+    """Runs rows on warm plans, on one device."""
 
     plan: OptimizedEnsemble
-    sizes: Sequence[int]  # of the pieces, from 1 up
+    sizes: Sequence[int]  # of the pieces, ascending from 1
 
     def answer(self, rows: list[Sample]) -> list[Answer]:
-        """One answer for each row, in their order."""
+        """One answer per row, in order."""
         groups: dict[Hashable, list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(row.shape, []).append(index)
         answers: dict[int, Answer] = {}
-        with noted():  # whoever sent a row was told by `tensors`; a warning here would put its values into the log
+        with noted():  # `tensors` already noted it for the client; a warning would put its values into the log
             for indices in groups.values():
                 while indices:
                     size = max(size for size in self.sizes if size <= len(indices))
@@ -379,7 +379,7 @@ class _Worker:
         return answers
 
     def _no_number(self, rows: list[Sample]) -> HydraError:
-        """Whose fault it is that logits are no numbers: of values that no image has, or else of what is served."""
+        """The error for logits that are not finite: the client's if pixels are absurdly large, else the server's."""
         mains = [next(iter(row.inputs.values())) for row in rows]  # pixels or tokens
         if mains[0].is_floating_point() and max(float(main.abs().max()) for main in mains) > BRIGHTEST:
             return DataError("the model gives NaN or infinity for this input, whose values are too large for an image")
@@ -388,7 +388,7 @@ class _Worker:
 
     @torch.inference_mode()
     def _nearest(self, rows: list[Sample]) -> list[int]:
-        """The class whose mean is nearest to the features of each row; -1 where nothing knows of any."""
+        """The class whose mean is nearest to the features of each row; -1 without class means."""
         familiarity = self.plan.metadata.familiarity
         inputs = self.plan.prepare(_stacked(rows))
         module = self.plan.module(next(iter(self.plan.choices.values())).plan)
@@ -399,18 +399,18 @@ class _Worker:
 
 
 def _stacked(rows: Sequence[Sample]) -> Tensor | dict[str, Tensor]:
-    """Rows of one shape as a batch, `[B, …]`."""
+    """Stack rows of one shape into a batch, `[B, …]`."""
     batch = {name: torch.stack([row.inputs[name] for row in rows]) for name in rows[0].inputs}
     return next(iter(batch.values())) if len(batch) == 1 else batch
 
 
 def finite(value: Any) -> float | None:
-    """A number as JSON has it; infinity, which it does not have, is nothing."""
+    """A float for JSON; None for NaN and infinity, which JSON lacks."""
     return float(value) if math.isfinite(value) else None
 
 
 def read_named(body: Mapping[str, Any]) -> tuple[list[bytes], list[str | tuple[str, str]]]:
-    """The images and texts that JSON or a form holds: one under a name, several under its plural."""
+    """The images and texts of a JSON object or a form: one under `image` or `text`, several under the plural."""
     unknown = body.keys() - {"image", "images", "text", "texts"}
     if unknown:
         raise RequestError(f"there is no field {short(sorted(unknown)[0])}; there are image, images, text and texts")
@@ -424,16 +424,16 @@ def read_named(body: Mapping[str, Any]) -> tuple[list[bytes], list[str | tuple[s
 
 
 async def form_parts(request: "Request", most: int) -> list[tuple[str, str | bytes]]:
-    """The parts of a form by name; strings are bytes in Latin-1: by itself Starlette guesses what bytes stand for."""
+    """The parts of a form by name; text is decoded as Latin-1 to keep its bytes: Starlette would guess the encoding."""
     from starlette.datastructures import Headers
     from starlette.formparsers import MultiPartParser
 
     class Parser(MultiPartParser):
         ended = False
-        spool_max_size = max_file_size = 0  # nothing of a request goes to a disk; the latter of earlier releases
+        spool_max_size = max_file_size = 0  # keep all parts in memory, never on disk; max_file_size: older Starlette
 
         def on_headers_finished(self) -> None:
-            part = self._current_part  # older clients write a name that is not ASCII so; without one it is no file
+            part = self._current_part  # older clients send non-ASCII file names this way; a part without one is no file
             part.content_disposition = (part.content_disposition or b"").replace(b"filename*=", b"filename=")
             super().on_headers_finished()
 
@@ -445,7 +445,7 @@ async def form_parts(request: "Request", most: int) -> list[tuple[str, str | byt
     form = await parser.parse()
     parts = [(name, one if isinstance(one, str) else await one.read()) for name, one in form.multi_items()]
     await form.close()
-    if not parser.ended:  # what came of its last part would be missing among the answers
+    if not parser.ended:  # otherwise a truncated last part would be missing from the answers
         raise RequestError("the form is cut off: it does not end with its boundary")
     return parts
 
@@ -453,9 +453,9 @@ async def form_parts(request: "Request", most: int) -> list[tuple[str, str | byt
 def read_form(
     form: bytes | Sequence[tuple[str, str | bytes]], most: int
 ) -> tuple[list[bytes], list[str | tuple[str, str]]]:
-    """The images and texts of a form, which has at most so many fields: URL-encoded, or in parts.
+    """The images and texts of a form, URL-encoded or multipart, with at most `most` fields.
 
-    Strings of parts are bytes in Latin-1, and are decoded here; files are images, whatever they are called.
+    Text of parts arrives as Latin-1, which keeps its bytes, and is decoded here; files are images, whatever their name.
     """
     if isinstance(form, bytes):
         try:
@@ -474,23 +474,23 @@ def read_form(
 def _decoded(content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:  # to guess an encoding is to read other words
+    except UnicodeDecodeError as error:  # a guessed encoding would change the text
         raise RequestError("a text is not in UTF-8") from error
 
 
 def image_of(value: Any) -> bytes:
-    """The file of an image, in base64 where JSON holds it; no such file is base64 itself."""
+    """The bytes of an image file; decoded if it is base64, as in JSON, which no image file is by itself."""
     try:
         text = value.decode("ascii") if isinstance(value, bytes) else value
         return base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
-    except (AttributeError, ValueError) as error:  # no text, or no base64
+    except (AttributeError, ValueError) as error:  # not a string, or not base64
         if isinstance(value, bytes):
             return value
         raise RequestError("an image that is not bytes is a string in base64, in one line") from error
 
 
 def text_of(value: Any) -> str | tuple[str, str]:
-    """A text, or a pair of them, as JSON has it; or the bytes of one."""
+    """A text or a pair of texts from JSON, or a text from its bytes."""
     if isinstance(value, str):
         return value
     if isinstance(value, bytes):

@@ -1,7 +1,7 @@
-"""What a server reports: Prometheus metrics, and one line of JSON per request. Never an input.
+"""What a server reports: Prometheus metrics, and one line of JSON per request. Inputs are never logged.
 
-Every score has a histogram. Where held-out scores are known, its bins hold equal shares of them: of inputs like the
-held-out data every bin gets as many, so drift is to be seen without knowing what the score means.
+Every score has a histogram. If held-out scores are available, the bins hold equal shares of them: inputs like the
+held-out data fill all bins evenly, so drift is visible without knowing what the score means.
 """
 
 import itertools
@@ -23,9 +23,9 @@ LOGGER = logging.getLogger(__name__)
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 ANYWHERE = (-1000.0, -300.0, -100.0, -30.0, -10.0, -3.0, -1.0, 0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
-BINS = 20  # of a score with a reference
-MOST_LABELS = 1000  # classes up to which each has a counter
-UNCALIBRATED = "no verdict"  # where the model has no threshold
+BINS = 20  # for a score with held-out scores
+MOST_LABELS = 1000  # maximum number of classes for one counter each
+UNCALIBRATED = "no verdict"  # the model has no threshold
 OUTCOMES = tuple(word or "accepted" for word in REASON_WORDS)
 
 
@@ -33,7 +33,7 @@ class Telemetry:
     """The numbers of one server."""
 
     def __init__(self, service: Service, waiting: Callable[[], int]) -> None:
-        """Start at zero; `waiting` says how many samples are in the queue."""
+        """Start at zero; `waiting` returns the number of queued samples."""
         self._client = require("prometheus_client", extra="serve")
         self._registry = self._client.CollectorRegistry()
         kinds = self._client.Counter, self._client.Histogram, self._client.Gauge
@@ -58,7 +58,7 @@ class Telemetry:
             self._labels = counter("hydra_labels", meaning, ["label"])
         self._names = service.labels
         for word in (UNCALIBRATED,) if "accept" not in {field.name for field in service.outputs} else OUTCOMES:
-            self._outcomes.labels(word)  # so that it is there, as zero, before the first answer
+            self._outcomes.labels(word)  # export zero before the first answer
 
     def batch(self, rows: int, seconds: float) -> None:
         """Count a batch that the model has run."""
@@ -66,7 +66,7 @@ class Telemetry:
         self._batch_seconds.observe(seconds)
 
     def answers(self, answers: Sequence[Answer]) -> dict[str, int]:
-        """Count answers and their scores; how many there are of each outcome."""
+        """Count answers and their scores; return the number of answers per outcome."""
         counts: dict[str, int] = {}
         for answer in answers:
             outcome = OUTCOMES[int(answer["reason"])] if "reason" in answer else UNCALIBRATED
@@ -91,7 +91,7 @@ class Telemetry:
 
 
 def _score_bins(service: Service) -> list[tuple[str, str, Sequence[float]]]:
-    """Every output that is one number a sample, with its meaning and the edges of its bins."""
+    """Every output that is one number per sample, with its meaning and bin edges."""
     references = held_out(service.ensemble)
     most = math.log(len(service.labels))
     bins: list[tuple[str, str, Sequence[float]]] = []
@@ -109,7 +109,7 @@ def _score_bins(service: Service) -> list[tuple[str, str, Sequence[float]]]:
         else:
             edges = {*ANYWHERE, *(SHARES if field.name == "score" else ())}
         if threshold is not None and math.isfinite(threshold):
-            edges.add(threshold)  # what lies above it was refused
+            edges.add(threshold)  # samples above it were not accepted
         bins.append((field.name, field.meaning, [*sorted(edges), math.inf]))
     return bins
 
@@ -125,14 +125,14 @@ def log(event: str, level: int = logging.INFO, **fields: Any) -> None:
 
 
 def log_failure(error: BaseException, **fields: Any) -> None:
-    """Log a mistake of ours: the kind of error and where it was; not its text, which may quote an input."""
+    """Log an internal error: its type and location, but not its message, which may quote an input."""
     frames = itertools.islice(reversed(traceback.extract_tb(error.__traceback__)), 8)
     where = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
     log("failure", logging.ERROR, error=type(error).__name__, where=where, **fields)
 
 
 def log_to_stdout() -> None:
-    """Send the log to the standard output; that of uvicorn, too, as lines of JSON."""
+    """Send our log and uvicorn's to standard output, as lines of JSON."""
 
     class Plain(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
@@ -144,7 +144,7 @@ def log_to_stdout() -> None:
 
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(Plain())
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # a broken form is said to whoever sent it
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the sender of a broken form gets the error
     for name in (LOGGER.name, "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
