@@ -1,4 +1,4 @@
-"""A head atlas: what every head of an ensemble does, found by switching it off."""
+"""The head atlas: the effect of every head of an ensemble, measured by switching it off."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -40,16 +40,16 @@ from .measure import Measure
 from .running import Kept, describe_model, provenance_of, shown
 
 FORMAT, VERSION = "hydra_ensembles.atlas", 1
-MOST_INPUTS = 16  # shown for a head, of either kind: more make a page that no browser likes
+MOST_INPUTS = 16  # maximum shown per head, ID and OOD each: more make a page too large for browsers
 _BAR = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
 
 
-# --- what was found ------------------------------------------------------------------------------------------
+# --- results -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Quality:
-    """How good the answers are: share of right ones, mean log-likelihood of the labels, AUROC of each OOD set."""
+    """Quality of the answers: accuracy, mean log-likelihood of the labels, AUROC of each OOD set."""
 
     accuracy: float
     log_likelihood: float
@@ -57,18 +57,18 @@ class Quality:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The same by name, with the mean over OOD sets as `auroc`, where there are any."""
+        """The same by name, with the mean over OOD sets, if any, as `auroc`."""
         numbers = {"accuracy": self.accuracy, "log_likelihood": self.log_likelihood}
         return numbers | ({"auroc": sum(self.auroc.values()) / len(self.auroc)} if self.auroc else {})
 
 
 @dataclass(frozen=True)
 class AtlasInput:
-    """An input that some head matters for, with what the whole ensemble says of it.
+    """An input whose answer some head changes, with the answer of the whole ensemble.
 
     Attributes:
-        set: Name of the set it is from.
-        index: Its position there.
+        set: Name of its set.
+        index: Its position in the set.
         kind: Whether `content` is an image, as a `data:` address, or a text.
         label: The right class; None for an OOD input.
     """
@@ -84,10 +84,10 @@ class AtlasInput:
 
 @dataclass(frozen=True)
 class Changed:
-    """What an answer becomes without a head.
+    """How an answer changes without a head.
 
     Attributes:
-        input: Which of the inputs of the atlas.
+        input: Index into the inputs of the atlas.
         moved: Share of the probability that moves to other classes, 0 to 1.
     """
 
@@ -103,12 +103,12 @@ class HeadEffect:
 
     Attributes:
         head: Its index before any pruning.
-        members: Who keeps it.
+        members: The members that keep it.
         shared: Whether it is stored once for all members.
         without: The ensemble without it.
         lost: Number of ID inputs answered correctly with it and wrongly without.
         gained: The opposite.
-        changed: The ID inputs whose answers change most, most first, then such OOD inputs.
+        changed: The ID inputs whose answers change most, largest change first, then the same for OOD inputs.
     """
 
     layer: int
@@ -126,11 +126,11 @@ class Atlas:
     """Every head of an ensemble.
 
     Attributes:
-        samples: How many inputs each set has, the ID one first.
+        samples: Number of inputs of each set, the ID set first.
         score: The score that detects OOD inputs.
         whole: The ensemble with all its heads.
-        heads: First layer first.
-        inputs: Those that `HeadEffect.changed` points to.
+        heads: One entry for each head, first layer first.
+        inputs: The inputs that `HeadEffect.changed` refers to.
 
     Examples:
         >>> import torch, hydra_ensembles as he
@@ -170,12 +170,12 @@ class Atlas:
 
         Raises:
             DataError: The file is missing, was changed, or is no atlas, or one of a newer version.
-            ConfigError: A field does not hold what it should.
+            ConfigError: A field has the wrong type or value.
         """
         return from_plain(cls, of_format(read_saved(path, "a saved atlas"), FORMAT, VERSION, path), str(path))
 
 
-# --- how it is found -----------------------------------------------------------------------------------------
+# --- measuring -----------------------------------------------------------------------------------------------
 
 
 @checked
@@ -197,8 +197,8 @@ def atlas(
 ) -> Atlas:
     """Switch off one head at a time, in all members that have it, and measure how the answers change.
 
-    One pass over each set: the blocks below a head run once for all heads above, and those from its layer on once
-    for each head. The numbers are those that `evaluate` gives inside `masked(ensemble, [head])`.
+    One pass over each set: each block runs once on the whole ensemble, and for each head only the blocks from its
+    layer on run again. The numbers are those that `evaluate` gives inside `masked(ensemble, [head])`.
 
     Args:
         ensemble: A classifier of any number of members, also a zero-shot one; it is not changed.
@@ -219,7 +219,7 @@ def atlas(
     Raises:
         ConfigError: The model is no ensemble with a classifier, or a setting is out of range.
         DataError: A set is empty, does not fit the model, or is given twice. A `HydraWarning` is given for samples that
-            trained it, or fitted calibration or familiarity, as in `evaluate`.
+            trained the model, or fitted calibration or familiarity, as in `evaluate`.
         HeadError: There is no such layer.
 
     Examples:
@@ -273,10 +273,10 @@ def heads_of(ensemble: Ensemble, layers: Sequence[int] | None) -> list[Head]:
 
 
 class Swept(NamedTuple):
-    """What the ensemble says of B inputs with all heads, first row, and without each of K; all `[1 + K, B]`.
+    """Answers to B inputs, all `[1 + K, B]`: with all heads in the first row, then without each of K heads.
 
-    `moved` is the share of the probability that went to other classes, `likelihood` the logarithm of the probability
-    of the label, zero where there is none.
+    `moved` is the share of the probability that moves to other classes, `likelihood` the log-probability of the label,
+    zero if there is none.
     """
 
     label: Tensor
@@ -287,13 +287,13 @@ class Swept(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["Swept"]) -> "Swept":
-        """Those of consecutive batches."""
+        """Concatenate the answers to consecutive batches."""
         return cls(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The ensemble, a private copy of it to switch heads off in, and what is made of its logits."""
+    """The ensemble, a private copy in which heads are switched off, and the settings that turn logits into numbers."""
 
     ensemble: Ensemble
     copy: Ensemble
@@ -302,19 +302,19 @@ class Sweep:
 
     @property
     def blocks(self) -> int:
-        """How many blocks are run on each batch."""
+        """How many times a block runs on each batch, over all heads."""
         layers = self.ensemble.num_layers
         return layers + sum(layers - head.layer for head in self.heads)
 
     def say_how_long(self, prepared: Inputs, size: int, total: int | None) -> None:
-        """Time a pass over a batch of this size, and say how long so many inputs take, where their number is known."""
+        """Time a pass over a batch of this size, and print the estimated duration if the number of inputs is known."""
         *_, warm = times_in_turn({"pass": partial(self.copy, prepared)}, 2, self.ensemble.device)["pass"]
         seconds = self.blocks / self.ensemble.num_layers * warm
         words = "" if total is None else f": {in_words(seconds * total / size)}"
         say(f"{len(self.heads)} heads, each switched off by itself{words}")
 
     def answers(self, inputs: Inputs, labels: Tensor | None, where: str, bar: Any) -> Swept:
-        """Answers to one batch; on a GPU they are waited for once."""
+        """Answers to one batch; synchronises with the GPU only at the end."""
         rows, finite, whole = [], [], None
         for prediction in self._predictions(inputs, bar):
             whole = prediction if whole is None else whole
@@ -331,13 +331,13 @@ class Sweep:
         return Swept(*(torch.stack(part).cpu() for part in zip(*rows, strict=True)))
 
     def _predictions(self, inputs: Inputs, bar: Any) -> Iterator[Prediction]:
-        """The prediction of the ensemble, then those without each head, each from the input of its block on."""
+        """Yield the prediction of the ensemble, then those without each head, run from the input of its block on."""
         copy = self.copy
         arguments = self.copy.unpack(inputs)
         blocks = list(copy.encoder.layers)
         tokens = copy.readout.tokens_read()
         x, context = copy.embed(*arguments)
-        levels = [x]  # what enters each block, and then the readout, [N, B, T, d]
+        levels = [x]  # inputs of each block, then of the readout, [N, B, T, d]
         for block in blocks[:-1]:
             levels.append(block(levels[-1], context))
         levels.append(blocks[-1](levels[-1], context, tokens))
@@ -355,7 +355,7 @@ class Sweep:
                 scores = fitted.scores(features.expand(copy.num_members, *features.shape[1:]), logits)
             return self.measure.predict(logits, scores)
 
-        step = len(arguments[0]) / self.blocks  # of the bar, which counts inputs
+        step = len(arguments[0]) / self.blocks  # per block: the progress bar counts inputs
         yield predicted(len(blocks))
         bar.update(step * len(blocks))
         for head in self.heads:
@@ -366,24 +366,24 @@ class Sweep:
 
 @dataclass(eq=False)
 class SetAnswers:
-    """What was found in one set, batch by batch: answers, keys and labels, and the inputs that heads matter most for.
+    """Results on one set, batch by batch: answers, keys, labels, and the inputs whose answers change most.
 
     For each head, the `most` inputs whose answers change most when it is off; ties go to the earlier one.
     """
 
     name: str
     most: int
-    labelled: bool  # the in-distribution one
-    preprocessing: object  # what its inputs went through
+    labelled: bool  # whether this is the in-distribution set
+    preprocessing: object  # of its inputs
     swept: list[Swept] = field(default_factory=list)
     keys: list[Keys] = field(default_factory=list)
     labels: list[Tensor] = field(default_factory=list)
-    inputs: dict[int, AtlasInput] = field(default_factory=dict)  # those that are shown, by position in the set
-    changes: dict[int, list[Changed]] = field(default_factory=lambda: defaultdict(list))  # of each head, most first
+    inputs: dict[int, AtlasInput] = field(default_factory=dict)  # shown inputs, by position in the set
+    changes: dict[int, list[Changed]] = field(default_factory=lambda: defaultdict(list))  # per head, largest first
 
     def put(self, answers: Swept, inputs: Inputs, keys: Keys, labels: Tensor | None) -> None:
-        """Take in the next batch."""
-        first = sum(map(len, self.keys))  # its position in the set
+        """Add the next batch."""
+        first = sum(map(len, self.keys))  # position of the batch in the set
         self.swept.append(answers)
         self.keys.append(keys)
         self.labels += [] if labels is None else [labels.cpu()]
@@ -411,7 +411,7 @@ def sweep_all(
     output: str | Path | None,
     progress: bool,
 ) -> None:
-    """Every batch of every set through the ensemble, or from a folder; `total_of` a batch size says how many inputs."""
+    """Run every batch of every set, or read it from `output`; `total_of(batch_size)` is the number of inputs."""
     ensemble, measure = sweep.ensemble, sweep.measure
     heads = [str(head) for head in sweep.heads]
     settings = {"heads": heads, "score": measure.score, "calibration": to_plain(measure.calibration)}
@@ -435,14 +435,14 @@ def sweep_all(
                     answers = sweep.answers(prepared, labels, f"batch {index} of {name}", bar)
                     kept.put(batch, answers._asdict())
                 answers_of.put(answers, inputs, samples, labels)
-        bar.total = bar.n  # what was guessed where batches are not alike
+        bar.total = bar.n  # the total is an estimate if batch sizes differ
         bar.refresh()
 
 
 def assembled(
     sweep: Sweep, seen: Sequence[SetAnswers], most: int
 ) -> tuple[Quality, tuple[HeadEffect, ...], tuple[AtlasInput, ...]]:
-    """How good the whole ensemble is, what becomes of it without each head, and the inputs to show."""
+    """Quality of the whole ensemble, the effect of each head, and the inputs to show."""
     inside, *outside = seen
     swept, foreign = Swept.joined(inside.swept), {one.name: Swept.joined(one.swept) for one in outside}
     right = swept.label == torch.cat(inside.labels)  # [1 + K, n]
@@ -455,7 +455,7 @@ def assembled(
         for row in range(len(right))
     )
     config, effects = sweep.ensemble.config, []
-    places: dict[AtlasInput, int] = {}  # of the inputs to show
+    places: dict[AtlasInput, int] = {}  # indices of the inputs to show
     for index, (head, quality, now_right) in enumerate(zip(sweep.heads, without, right[1:], strict=True)):
         keepers = tuple(m for m, layers in enumerate(config.heads) if head.head in layers[head.layer])
         shared = config.members > 1 and config.attention_copies(head.layer) == 1
@@ -471,7 +471,7 @@ def assembled(
 
 
 def inputs_of(sets: Collection[Data], batch: int) -> int | None:
-    """How many inputs there are, where batches of others than our data sets hold so many each; None if not known."""
+    """Total number of inputs, assuming `batch` inputs in each batch of a loader; None if unknown."""
     counts = [len(data) if isinstance(data, Dataset) else length_of(data) for data in sets]
     sizes = [1 if isinstance(data, Dataset) else batch for data in sets]
     return None if None in counts else sum(count * size for count, size in zip(counts, sizes, strict=True) if count)

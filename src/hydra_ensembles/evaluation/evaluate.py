@@ -1,4 +1,4 @@
-"""Evaluating a model, or its logits: what is accepted as data, and what is done with it."""
+"""Evaluate a model, or its logits: reads the data, runs the model, warns about reused samples."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ from .measure import Measure
 from .running import Kept, Pass, Runner, describe_model, member_logits, provenance_of, running
 
 Data = Batches | Dataset[Any]
-_CHANCE = 0.001  # how unlikely fewer accepted samples are where a warning tells
+_CHANCE = 0.001  # significance level at which a warning says that too few samples are accepted
 
 
 @checked
@@ -78,7 +78,7 @@ def evaluate(
     Args:
         ensemble: An `Ensemble`, as it is or prepared by `optimize`; or anything that is called with the inputs of a
             batch and returns member logits `[M, B, C]` (`[B, C]` counts as one member; of an object, `.logits` is
-            taken; a mapping is passed as keywords if its `forward` has them). A module of another library is
+            used; a mapping is passed as keywords if its `forward` accepts them). A module of another library is put
             in evaluation mode meanwhile: do not train it in another thread. Ours change no flag.
         id_data: Labelled in-distribution set: batches, as from a `DataLoader`, or a data set of
             `hydra_ensembles.data`, which is batched with the model's preprocessing.
@@ -94,10 +94,10 @@ def evaluate(
         preprocess: Turns a list of raw items into inputs; an ensemble has its own.
         batch_size: For data sets that are not in batches.
         num_workers: Worker processes for such data sets.
-        device: Where to run, if not where the model is; it is moved back. One prepared by `optimize` cannot be moved.
+        device: Where to run, if not where the model is; it is moved back. An optimized model cannot be moved.
         bootstrap: Number of resamples for confidence intervals; 0 for none. `metrics.bootstrap` says how often they
             contain the true number: with few samples they are too narrow.
-        gallery: How many of the inputs it was most and least sure about to keep in the evaluation, for the report.
+        gallery: How many of the inputs the model was most and least sure about to keep for the report.
         keep_logits: Whether the result keeps the member logits, to be saved with it.
         output: Run folder that keeps the answers of an `Ensemble` to every batch; an interrupted evaluation resumes
             when called again. None keeps nothing.
@@ -129,7 +129,7 @@ def evaluate(
     if isinstance(inner, Ensemble) and (
         inner.verified_metadata().familiarity is not None or not hasattr(ensemble, "metadata")
     ):
-        ensemble = inner  # what is around it passes logits on, and neither calibration nor features
+        ensemble = inner  # the wrapper forwards only logits, neither calibration nor features
     own = ensemble if isinstance(ensemble, Ensemble | OptimizedEnsemble) else None
     stored = getattr(ensemble, "metadata", None)
     metadata = stored if isinstance(stored, Metadata) else Metadata()
@@ -162,7 +162,7 @@ def evaluate(
         id_pass = run(id_data, id_name, labelled=True)
         like = id_pass.answers.logits  # [M, B, C]
         if known is None:
-            in_order({title: id_data}, metadata.labels, like.shape[2])  # of a function they are known now
+            in_order({title: id_data}, metadata.labels, like.shape[2])  # a function's number of classes is known now
         ood_passes = {key: run(data, key, False, like) for key, data in foreign.items()}
         shift_passes = {key: run(data, key, True, like) for key, data in zip(shift or {}, shifted_data, strict=True)}
     passes = {id_name: id_pass, **{f"ood.{key}": set_pass for key, set_pass in ood_passes.items()}}
@@ -190,7 +190,7 @@ def evaluate(
 def _held_against(
     title: str, id_pass: Pass, ood: Mapping[str, Pass], shift: Mapping[str, Pass], known_sets: Mapping[str, FittedSet]
 ) -> float | None:
-    """Warn of samples that are in sets where they should not be; the share of the ID set that fitted the model."""
+    """Warn about samples in sets where they do not belong; returns the share of the ID set that fitted the model."""
     inside, foreign = id_pass.keys, {f"OOD set {key!r}": set_pass.keys for key, set_pass in ood.items()}
     shifted = {f"set {key!r}": set_pass.keys for key, set_pass in shift.items()}
     for name, keys in {title: inside, **foreign, **shifted}.items():
@@ -281,17 +281,17 @@ def evaluate_logits(
         warn_if_fitted(f"set {key!r}", sample_keys(shifted.logits.transpose(0, 1)), known_sets)
     evaluation = measure.evaluation(logits, model, provenance or provenance_of(None, id_logits.dtype))
     targets = {id_name: logits.id.labels, **{f"shift.{key}": shifted.labels for key, shifted in logits.shift.items()}}
-    return replace(evaluation, reused=reused or None, traces=trace_sets(targets))  # other bits prove nothing
+    return replace(evaluation, reused=reused or None, traces=trace_sets(targets))  # 0 of equal logits proves nothing
 
 
 def fitted_sets(metadata: Metadata, calibration: Calibration, familiarity: Familiarity | None) -> dict[str, FittedSet]:
-    """What is kept of the samples that made a model what it is, by what they did."""
+    """Digests of the samples that trained the model or fitted part of it, by what they were used for."""
     sets = {"trained the model": metadata.trained_set, "fitted the calibration": calibration.fitted_set}
     return sets if familiarity is None else {**sets, "fitted the familiarity": familiarity.settings.fitted_set}
 
 
 def read_groups(ood: Mapping[str, Any] | None, id_data: object = None) -> dict[OodGroup, dict[str, Any]]:
-    """OOD sets by group and name, from a nested or a flat mapping; `{}` for None. The ID data itself is refused."""
+    """OOD sets by group and name, from a nested or a flat mapping; `{}` for None. Raises if one is the ID data."""
     ood = ood or {}
     if not any(isinstance(value, Mapping) for value in ood.values()):
         ood = {"ungrouped": ood}
@@ -302,13 +302,13 @@ def read_groups(ood: Mapping[str, Any] | None, id_data: object = None) -> dict[O
     twice = sorted(name for name, count in Counter(name for name, _ in sets).items() if count > 1)
     if twice:
         raise DataError(f"OOD sets {twice} occur in more than one group; give each set one name in one group")
-    if same := [name for name, data in sets if data is id_data]:  # whose samples may be others in every pass
+    if same := [name for name, data in sets if data is id_data]:  # keys may miss it: each pass may differ
         raise DataError(f"OOD set {same[0]!r} is the in-distribution set; OOD detection needs different data")
     return {cast(OodGroup, group): dict(sets) for group, sets in ood.items() if sets}
 
 
 def batched(data: Data, key: str, preprocess: Preprocess | None, batch_size: int, num_workers: int) -> Batches:
-    """Batches as they are, or those of a data set, which has to be preprocessed."""
+    """Return batches unchanged, and make batches of a data set with `preprocess`."""
     if not isinstance(data, Dataset):
         return data
     if preprocess is None:
@@ -317,6 +317,6 @@ def batched(data: Data, key: str, preprocess: Preprocess | None, batch_size: int
 
 
 def set_name(data: object) -> str:
-    """The name a data set gives itself, also inside a loader."""
+    """Name of a data set, or of the data set inside a loader; `"id"` if it has none."""
     dataset = data if isinstance(data, Dataset) else getattr(data, "dataset", None)
     return dataset.name if isinstance(dataset, Dataset) else "id"

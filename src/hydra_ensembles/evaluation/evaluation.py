@@ -1,4 +1,4 @@
-"""What an evaluation found: every number, saved and read as JSON."""
+"""The results of an evaluation: every number, saved and loaded as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,10 +19,10 @@ from ..schema import ADDED_LATER, from_plain, to_plain
 from .logits import MemberLogits
 
 OodGroup = Literal["near", "far", "apart", "ungrouped"]
-MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}  # groups that each mean is over
+MEANS = {"near": ("near",), "far": ("far",), "all": ("near", "far", "ungrouped")}  # groups that each mean averages
 _DIVERSITY = ("mutual_information", "disagreement")
-DECLINED = ("abstained", "unsure", "unfamiliar")  # shares of an OOD set: by any threshold, and by each
-UNNAMED = "model"  # what an evaluation is called that was given no name
+DECLINED = ("abstained", "unsure", "unfamiliar")  # declined shares of an OOD set: by any threshold, and by each
+UNNAMED = "model"  # default name of an evaluation
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Classification:
         nll: Negative log-likelihood of the mean probabilities.
         ece: Expected calibration error, 15 bins of equal width.
         aece: Calibration error over 15 bins of equal count.
-        mutual_information: Of label and member, in nats, mean over samples.
+        mutual_information: Mutual information of label and member, in nats, mean over samples.
         disagreement: Share of member pairs that predict different classes, mean over samples.
         aurc: Area under the risk-coverage curve, ordered by the evaluation's score.
         risk_at_coverage: Error that remains when this share of the samples is answered.
-        commonest: Share of the most frequent class, which is the accuracy of naming it always; None in older files.
+        commonest: Share of the most frequent class: the accuracy of always predicting it; None in older files.
     """
 
     samples: int
@@ -62,7 +62,7 @@ class Classification:
 
 @dataclass(frozen=True)
 class Detection:
-    """How well a score tells OOD samples (positive class) from ID samples."""
+    """How well a score separates OOD samples (positive class) from ID samples."""
 
     auroc: float
     fpr95: float
@@ -75,10 +75,10 @@ class OodSet:
 
     Attributes:
         group: `near`, `far`, `apart` (in no mean), or `ungrouped` (in the mean over all sets only).
-        detection: Of each score.
+        detection: Detection results by score.
         abstained: Share of the set that is declined by any calibrated threshold; None without one.
         unsure: Share whose uncertainty score is above its threshold; None without one.
-        unfamiliar: Share whose fitted feature score is; a sample may be both.
+        unfamiliar: Share whose fitted feature score is above its threshold; a sample may be both.
     """
 
     group: OodGroup
@@ -118,7 +118,7 @@ class Selective:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What was evaluated, as far as it says so itself; `parameters` to `heads_per_layer` are those of `describe`.
+    """Description of the evaluated model, where known; `parameters` to `heads_per_layer` are those of `describe`.
 
     Attributes:
         kind: `image`, `text`, or `callable` for a model that is not an `Ensemble`.
@@ -154,7 +154,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the numbers were made, and in which number format. No clock: the same run gives the same file."""
+    """Library versions, hardware and dtype behind the numbers. No timestamp: the same run gives the same file."""
 
     versions: Mapping[str, str]
     hardware: str
@@ -167,7 +167,7 @@ Shelf = Literal["sure", "unsure", "wrong"]
 
 @dataclass(frozen=True)
 class GalleryItem:
-    """One input with what the model said about it.
+    """One input with the model's answer to it.
 
     Attributes:
         shelf: Among the most sure, the least sure, or the most sure of the wrong answers.
@@ -206,7 +206,7 @@ class Reliability:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the figures of a report are drawn from.
+    """Data of the figures of a report.
 
     Attributes:
         risk_coverage: Error among the most certain share of the in-distribution set.
@@ -279,12 +279,12 @@ class Evaluation:
     traces: Mapping[str, SetTrace] = field(default_factory=dict, compare=False, repr=False, metadata=ADDED_LATER)
 
     def __str__(self) -> str:
-        from ..report.compare import compare  # a table is made of evaluations
+        from ..report.compare import compare  # imported here: the report package imports this module
         from ..report.table import to_markdown
 
         return to_markdown(compare({self.name: self}))
 
-    _repr_markdown_ = __str__  # what a notebook shows
+    _repr_markdown_ = __str__  # for notebooks
 
     @property
     def fitted(self) -> tuple[str, ...]:
@@ -328,22 +328,22 @@ class Evaluation:
         return numbers
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, without the member logits."""
+        """Convert to plain data for JSON, without the member logits."""
         plain = to_plain(replace(self, logits=None))
-        left_out = ("logits",) if self.traces else ("logits", "traces")  # no traces: as files of before have it
+        left_out = ("logits",) if self.traces else ("logits", "traces")  # older files have no traces
         return {"format": FORMAT, "version": VERSION, **{k: v for k, v in plain.items() if k not in left_out}}
 
     @classmethod
     def from_dict(cls, data: Any, path: str = "evaluation") -> "Evaluation":
-        """Build an evaluation from what `to_dict` gave, checked field by field."""
+        """Build an evaluation from the output of `to_dict`, checked field by field."""
         return from_plain(cls, of_format(data, FORMAT, VERSION, path), path)
 
     @checked
     def save(self, path: str | Path) -> None:
-        """Write a JSON file, and before it `<name>.logits.safetensors` next to it if member logits were kept.
+        """Write a JSON file, and first `<name>.logits.safetensors` next to it if member logits were kept.
 
-        Both have digests, and the first stores that of the second. An evaluation without logits does not touch those
-        next to the file: it may have been read without them.
+        Both store a digest, and the JSON file also stores that of the logits. An evaluation without logits leaves an
+        existing logits file in place: it may have been loaded without them.
         """
         file = expanded(path)
         digest = self.logits_digest if self.logits is None else self.logits.save(logits_path(file))
@@ -357,7 +357,7 @@ class Evaluation:
         Raises:
             DataError: The file is missing, was changed, is no evaluation or one of a newer version; the logits are
                 missing, were changed, or belong to another evaluation.
-            ConfigError: A field does not hold what it should.
+            ConfigError: A field has the wrong type or value.
         """
         data = read_saved(path, "a saved evaluation")
         evaluation = cls.from_dict(data, str(path))
@@ -366,7 +366,7 @@ class Evaluation:
         file = logits_path(expanded(path))
         numbers = (evaluation.model.members * evaluation.model.classes + 1) * sum(evaluation.samples.values())
         logits, digest = MemberLogits.read(file, 8 * numbers + (1 << 20))  # float64, labels, room for names
-        if DIGEST in data and digest != evaluation.logits_digest:  # files of before do not know their logits
+        if DIGEST in data and digest != evaluation.logits_digest:  # older files store no digest of their logits
             raise DataError(
                 f"{file} has not the logits that {path} was saved with: they belong to another evaluation, or a save "
                 "was interrupted; evaluate again with keep_logits=True"
@@ -375,7 +375,7 @@ class Evaluation:
 
 
 def read_saved(path: str | Path, kind: str) -> dict[str, Any]:
-    """The JSON object in a file, unchanged where it has a digest; or a `DataError` that says what it should be."""
+    """Read a JSON object and verify its digest if it has one; a `DataError` says what kind of file was expected."""
     try:
         plain = read_object(expanded(path))
         unsealed(plain, "the file", required=False)
@@ -385,7 +385,7 @@ def read_saved(path: str | Path, kind: str) -> dict[str, Any]:
 
 
 def of_format(data: Any, format: str, version: int, path: str | Path) -> dict[str, Any]:
-    """The fields of a saved object of this format and version, without these and its digest."""
+    """Check format and version of a saved object; returns its other fields, without the digest."""
     if not isinstance(data, Mapping) or data.get("format") != format:
         raise DataError(f'{path} was saved as something else: it lacks "format": "{format}"')
     if data.get("version") != version:
@@ -394,5 +394,5 @@ def of_format(data: Any, format: str, version: int, path: str | Path) -> dict[st
 
 
 def logits_path(path: Path) -> Path:
-    """Where the member logits of the evaluation at `path` lie."""
+    """File of the member logits of the evaluation at `path`."""
     return path.with_name(f"{path.stem}.logits.safetensors")

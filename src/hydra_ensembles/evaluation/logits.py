@@ -1,4 +1,4 @@
-"""The member logits of every set of an evaluation, and the file they are kept in."""
+"""The member logits of every set of an evaluation, and the file they are stored in."""
 
 import json
 import math
@@ -34,16 +34,16 @@ class MemberLogits:
     shift: Mapping[str, LabelledLogits] = field(default_factory=dict)
 
     def save(self, path: str | Path, dtype: torch.dtype = torch.float16) -> str:
-        """Write one safetensors file, with logits in `dtype`, or as they are where they are too large for it.
+        """Write one safetensors file, with logits in `dtype`, or in their own dtype if they overflow it.
 
-        Half precision moves a metric in about its fourth digit. Gives the digest of the content, which is in the file.
+        Half precision changes a metric in about its fourth digit. Returns the digest that is stored in the file.
         """
         tensors = {"id/logits": self.id.logits, "id/labels": self.id.labels}
         for group, sets in self.ood.items():
             tensors |= {f"ood/{group}/{name}": logits for name, logits in sets.items()}
         for name, (logits, labels) in self.shift.items():
             tensors |= {f"shift/logits/{name}": logits, f"shift/labels/{name}": labels}
-        order = json.dumps(list(tensors))  # the format itself keeps no order, and tables should
+        order = json.dumps(list(tensors))  # safetensors does not preserve order, and tables need it
         stored = {key: _stored(tensor, dtype) for key, tensor in tensors.items()}
         digest = tensors_digest(stored)
         write_atomically(expanded(path), to_bytes(stored, metadata={"order": order, "digest": digest}))
@@ -60,7 +60,7 @@ class MemberLogits:
 
     @classmethod
     def read(cls, path: Path, most: float = math.inf) -> tuple["MemberLogits", str]:
-        """What a file of at most so many bytes holds, and the digest of it."""
+        """Read a file of at most `most` bytes; returns the logits and the digest of the content."""
         try:
             if not path.is_file():
                 raise DataError("there is no such file")
@@ -73,7 +73,7 @@ class MemberLogits:
                 keys = sorted(file.keys(), key=lambda key: listed.index(key) if key in listed else len(listed))
                 tensors = {key: file.get_tensor(key) for key in keys}
             digest = tensors_digest(tensors)
-            if header.get("digest", digest) != digest:  # files of before have none
+            if header.get("digest", digest) != digest:  # older files have none
                 raise DataError("it was changed after it was written; evaluate again with keep_logits=True")
             return cls._of_tensors(tensors), digest
         except (OSError, ValueError, SafetensorError, MemoryError, RuntimeError) as error:  # torch maps the file
@@ -81,7 +81,7 @@ class MemberLogits:
 
     @classmethod
     def _of_tensors(cls, tensors: Mapping[str, Tensor]) -> "MemberLogits":
-        """The sets of a file, by the names that `save` gives them."""
+        """Rebuild the sets from tensors named as in `save`."""
 
         def logits_of(key: str) -> Tensor:
             logits = tensors.get(key)
@@ -102,7 +102,7 @@ class MemberLogits:
         id_set = labelled("id/logits", "id/labels")
         for key in tensors:
             part, _, path = key.partition("/")
-            group, _, name = path.partition("/")  # a name may hold slashes
+            group, _, name = path.partition("/")  # a name may contain slashes
             if part == "ood":
                 ood.setdefault(group, {})[name] = logits_of(key)
             elif part == "shift" and group == "logits":
@@ -111,7 +111,7 @@ class MemberLogits:
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Logits in `dtype` where it can hold them, and labels; with memory of their own, as the format wants it."""
+    """Cast logits to `dtype` unless they overflow; labels are kept. A contiguous copy, as safetensors requires."""
     smaller = tensor.to(dtype) if tensor.is_floating_point() else tensor
     stored = smaller if bool(torch.isfinite(smaller).all()) else tensor
     return stored.cpu().clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Every number and every curve of an evaluation, from member logits that are known to be good."""
+"""Every number and every curve of an evaluation, from member logits that have been checked."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,14 +41,14 @@ from .evaluation import (
 )
 from .logits import MemberLogits
 
-COVERAGES = (0.8, 0.9, 0.95)  # shares of the inputs answered at which the remaining risk is reported
-POINTS = 160  # most that a stored curve has
+COVERAGES = (0.8, 0.9, 0.95)  # shares of answered inputs at which the remaining risk is reported
+POINTS = 160  # maximum number of points of a stored curve
 HISTOGRAM_BINS = 30
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What is measured: the settings that `evaluate` and `evaluate_logits` share, as described there."""
+    """The settings that `evaluate` and `evaluate_logits` share, as described there."""
 
     name: str
     id_name: str
@@ -58,7 +58,7 @@ class Measure:
     calibration: Calibration
     bootstrap: int
     keep_logits: bool
-    familiarity: Familiarity | None = None  # of an ensemble that was fitted to give scores of features
+    familiarity: Familiarity | None = None  # of an ensemble with fitted feature scores
 
     def __post_init__(self) -> None:
         fitted = self._fitted
@@ -70,11 +70,11 @@ class Measure:
 
     @property
     def _fitted(self) -> tuple[AnyScore, ...]:
-        """Scores of features that the ensemble gives; they are reported unasked."""
+        """Fitted feature scores of the ensemble, which are always reported."""
         return () if self.familiarity is None else self.familiarity.settings.scores
 
     def predict(self, logits: Tensor, unfamiliarity: Tensor | None = None) -> Prediction:
-        """A prediction from logits `[M, B, C]` that are finite; only a division by less than one can change that."""
+        """A prediction from finite logits `[M, B, C]`; only a temperature below one can make them infinite."""
         calibration, fitted = self.calibration, self.familiarity
         if calibration.threshold is None and self.score in get_args(ScoreName):
             calibration = replace(calibration, score=cast(ScoreName, self.score), reference=None)
@@ -89,7 +89,7 @@ class Measure:
         gallery: Iterable[GalleryItem] = (),
         unfamiliarity: Mapping[str, Tensor | None] = MappingProxyType({}),
     ) -> Evaluation:
-        """Everything that `evaluate` reports; scores of features `[S, M, B]` by the name of each set in `samples`."""
+        """Everything that `evaluate` reports; `unfamiliarity` has feature scores `[S, M, B]`, keyed as in `samples`."""
         prediction = self.predict(logits.id.logits, unfamiliarity.get(self.id_name))
         labels = logits.id.labels
         answers: dict[str, Prediction] = {}
@@ -163,7 +163,7 @@ class Measure:
     def _intervals(
         self, prediction: Prediction, labels: Tensor, answers: Mapping[str, Prediction], averaged: dict[str, list[str]]
     ) -> dict[str, Interval]:
-        """95 % intervals under the names of `Evaluation.numbers`; `averaged` names the sets that each mean is over."""
+        """95 % intervals under the names of `Evaluation.numbers`; `averaged` names the sets behind each mean."""
         id_scores = prediction.score(self.score)
         ood_scores = {name: answer.score(self.score) for name, answer in answers.items()}
         correct = prediction.label == labels
@@ -184,7 +184,7 @@ class Measure:
     def _figures(
         self, prediction: Prediction, labels: Tensor, answers: Mapping[str, Prediction], averaged: Sequence[str]
     ) -> Figures:
-        """Every curve of the report; `answers` are those on the OOD sets, of which `averaged` are in means."""
+        """Every curve of the report; `answers` are for the OOD sets, of which `averaged` are in the means."""
         correct = prediction.label == labels
         id_scores = prediction.score(self.score)
         ood_scores = {name: answer.score(self.score) for name, answer in answers.items()}
@@ -196,8 +196,8 @@ class Measure:
         )
         rocs = {name: roc_curve(id_scores, scores) for name, scores in ood_scores.items()}
         everything = torch.cat([id_scores, *ood_scores.values()]).double().numpy()
-        low, high = np.quantile(everything, (0.001, 0.999))  # what lies beyond counts in the end bins
-        if high - low <= 1e-12 * abs(high):  # equal but for rounding
+        low, high = np.quantile(everything, (0.001, 0.999))  # scores outside count in the end bins
+        if high - low <= 1e-12 * abs(high):  # equal up to rounding
             low, high = low - 0.5, high + 0.5
         edges = np.linspace(low, high, HISTOGRAM_BINS + 1)
 
@@ -208,7 +208,7 @@ class Measure:
         return Figures(
             reliability=Reliability(tuple(bins.count.tolist()), stated, right),
             risk_coverage=_thin(risk.coverage, risk.risk),
-            score_edges=tuple(edges.tolist()),  # of scores that hardly differ, rounded ones would be equal
+            score_edges=tuple(edges.tolist()),  # not rounded: edges of nearly equal scores would coincide
             id_scores=histogram(id_scores),
             ood_scores={name: histogram(scores) for name, scores in ood_scores.items()},
             roc={name: _thin(fpr, tpr) for name, (fpr, tpr, _) in rocs.items()},
@@ -218,7 +218,7 @@ class Measure:
 
 
 def _per_sample(prediction: Prediction, labels: Tensor) -> dict[str, Tensor]:
-    """What the numbers of a labelled set are means of, `[B]` each."""
+    """Per-sample values `[B]` whose means are the numbers of a labelled set."""
     nll = -at_labels(prediction.log_probs, labels)
     if not bool(torch.isfinite(nll).all()):  # float32 overflows between logits of 1e38 and -1e38
         nll = -at_labels(replace(prediction, member_logits=prediction.member_logits.double()).log_probs, labels)
@@ -261,7 +261,7 @@ def _agreement(prediction: Prediction) -> Tensor:
 
 
 def _thin(x: Tensor, y: Tensor) -> Curve:
-    """At most `POINTS` of the points, evenly spaced along the curve, the first and last always among them."""
+    """Keep at most `POINTS` points, evenly spaced along the curve, including the first and the last."""
     if len(x) > POINTS:
         length = torch.cat([x.new_zeros(1), (x.diff().abs() + y.diff().abs()).cumsum(dim=0)])
         positions = torch.linspace(0, float(length[-1]), POINTS, dtype=torch.float64, device="cpu")

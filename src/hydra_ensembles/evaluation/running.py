@@ -1,7 +1,7 @@
-"""A model run over a set: member logits, labels, and the inputs it was most and least sure about.
+"""Run a model over a set: member logits, labels, and the inputs it was most and least sure about.
 
-Answers to batches may outlive an interruption (`Kept`): they are written as time goes by, and read when the same is
-asked again.
+Answers to batches can survive an interruption (`Kept`): they are written periodically, and read when the same
+evaluation is run again.
 """
 
 import base64
@@ -43,15 +43,15 @@ from .logits import LabelledLogits
 from .measure import Measure
 
 THUMBNAIL = 96  # longest side of an embedded image, in pixels
-TEXT_LENGTH = 280  # most characters of an embedded text
-EVERY = 30.0  # seconds between writes; what an interruption finds unwritten, it writes
+TEXT_LENGTH = 280  # maximum number of characters of an embedded text
+EVERY = 30.0  # seconds between writes; an interruption writes the rest
 PART = "answers-{}"
 
 
 class Pass(NamedTuple):
-    """What a pass over one set brought: logits and labels (if asked for), keys, gallery, dtype of the answers.
+    """Results of a pass over one set: logits and labels (if requested), keys, gallery, dtype of the answers.
 
-    `unfamiliarity` has the scores of features `[S, M, B]`, of an ensemble that gives some.
+    `unfamiliarity` has the feature scores `[S, M, B]` if the ensemble has any.
     """
 
     answers: LabelledLogits
@@ -62,14 +62,14 @@ class Pass(NamedTuple):
 
 
 class Kept:
-    """Answers of one ensemble by the content of the batches, in a folder of their own; entered, it is worked in.
+    """Answers of one ensemble, stored in a run folder by the content of the batches; use it as a context manager.
 
-    A folder of another model, or with other settings than what the answers depend on besides, is refused; None keeps
-    nothing. `what` is the work in words, for messages: `"an atlas"`.
+    Raises for a folder of another model or of other `settings` (what else the answers depend on). With no folder,
+    nothing is kept. `what` names the work in messages: `"an atlas"`.
     """
 
     def __init__(self, folder: str | Path | None, model: object, settings: Mapping[str, Any], what: str) -> None:
-        self._run = RunFolder(None, {})  # which keeps nothing
+        self._run = RunFolder(None, {})  # keeps nothing
         self._stored: dict[str, dict[str, Tensor]] = {}
         self._new: dict[str, dict[str, Tensor]] = {}
         self._parts = 0
@@ -88,7 +88,7 @@ class Kept:
             "familiarity": None if fitted is None else tensors_digest(fitted.state),
             **settings,
         }
-        if fitted is not None and fitted.settings.neighbours:  # which neighbour counts is in no tensor
+        if fitted is not None and fitted.settings.neighbours:  # not part of the state tensors
             identity["neighbours"] = fitted.settings.neighbours
         if torch.is_autocast_enabled(model.device.type):
             identity["autocast"] = str(torch.get_autocast_dtype(model.device.type))
@@ -108,13 +108,13 @@ class Kept:
         finally:
             self._open.__exit__(*raised)
             folder = self._run.path
-            if folder is not None and not self._parts:  # nothing came of it: the place is free for something else
+            if folder is not None and not self._parts:  # nothing was written: free the folder for other work
                 (folder / IDENTITY).unlink(missing_ok=True)
                 if not any(folder.iterdir()):
                     folder.rmdir()
 
     def key(self, inputs: Inputs, keys: Keys, labels: Tensor | None = None) -> str:
-        """What a batch is known by: the keys of its samples, and all numbers that these leave out."""
+        """Digest of a batch: the keys of its samples and all integer tensors, which the keys may leave out."""
         if self._run.path is None:
             return ""
         tensors = {"inputs": inputs} if isinstance(inputs, Tensor) else dict(sorted(inputs.items()))
@@ -123,11 +123,11 @@ class Kept:
         return tensors_digest({"keys": torch.from_numpy(keys), **exact})
 
     def get(self, key: str) -> dict[str, Tensor] | None:
-        """The answers to a batch, if they are kept."""
+        """Return the stored answers to a batch, or None."""
         return self._stored.get(key)
 
     def put(self, key: str, answers: Mapping[str, Tensor]) -> None:
-        """Keep the answers to a batch."""
+        """Store the answers to a batch."""
         if self._run.path is not None:
             self._new[key] = dict(answers)
             if monotonic() - self._written >= EVERY:
@@ -140,29 +140,29 @@ class Kept:
         self._written = monotonic()
 
     def _part(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The next part: as it lies there, or as it is written now."""
+        """Read the next part file if it exists, else write it."""
         self._parts += 1
         return self._run.tensors(PART.format(self._parts - 1), lambda: tensors)
 
 
 @dataclass(frozen=True)
 class Runner:
-    """How a model is run over sets."""
+    """Runs a model over sets."""
 
     model: Callable[[Any], Any]
-    device: torch.device | None  # where inputs go; None leaves them where they are
-    dtype: torch.dtype | None  # floating type of the inputs; None leaves it
-    measure: Measure  # what predictions are made with, for the gallery
+    device: torch.device | None  # device of the inputs; None leaves them where they are
+    dtype: torch.dtype | None  # floating dtype of the inputs; None leaves it
+    measure: Measure  # makes predictions, for the gallery
     keep: int  # how many inputs of each set to keep for the gallery, at either end
-    preprocessing: object  # what the inputs went through; undone in the gallery where it is one of ours
+    preprocessing: object  # of the inputs; undone in the gallery if it is one of ours
     progress: bool
-    kept: Kept  # answers of before an interruption
+    kept: Kept  # answers from before an interruption
 
     def run(self, batches: Batches, name: str, labelled: bool, like: Tensor | None = None) -> Pass:
         """Run the model over one set; several processes share its batches.
 
-        A set that is empty, whose labels do not fit, or whose members or classes are not those of `like`, member
-        logits of another set, is a `DataError`. One of which every process has a part of its own is refused.
+        `like` has the member logits of another set. Raises a `DataError` for an empty set, invalid labels, or numbers
+        of members or classes that differ from `like`. A set already split between the processes also raises.
         """
         ranks = current_ranks()
         pieces: list[tuple[int, Tensor, Tensor, Keys, torch.dtype, Tensor | None]] = []
@@ -202,7 +202,7 @@ class Runner:
     def _kept_answer(
         self, inputs: Inputs, keys: Keys, name: str, index: int
     ) -> tuple[Tensor, torch.dtype, Tensor | None]:
-        """The answer to a batch: as it was given before an interruption, or now."""
+        """The answer to a batch, stored before an interruption or computed now."""
         key = self.kept.key(inputs, keys)
         stored = self.kept.get(key)
         if stored is None:
@@ -211,7 +211,7 @@ class Runner:
         return stored["logits"], stored["dtype"].dtype, stored.get("scores")
 
     def _answer(self, inputs: Inputs, name: str, index: int) -> dict[str, Tensor]:
-        """Member logits `[M, B, C]` of one batch, a tensor of the dtype they had, scores of features `[S, M, B]`."""
+        """Member logits `[M, B, C]` of one batch, an empty tensor in the model's dtype, feature scores `[S, M, B]`."""
         answer: Any
         scores: dict[str, Tensor] = {}
         if isinstance(self.model, Ensemble | OptimizedEnsemble) and self.measure.familiarity is not None:
@@ -262,9 +262,9 @@ class Runner:
 
 
 def member_logits(answer: Any, name: str, of: str = "", like: Tensor | None = None) -> Tensor:
-    """Member logits `[M, B, C]` from a model or a caller: finite, on the CPU, at least float32, and like others.
+    """Check member logits `[M, B, C]` of a model or a caller, and move them to the CPU in at least float32.
 
-    This is the one look at every number of an evaluation; what is made of them is not checked again.
+    They must be finite and have the members and classes of `like`. An evaluation checks its logits only here.
     """
     shape = list(answer.shape) if isinstance(answer, Tensor) else []
     if len(shape) not in (2, 3) or 0 in shape or shape[-1] < 2 or not answer.is_floating_point():
@@ -282,7 +282,7 @@ def member_logits(answer: Any, name: str, of: str = "", like: Tensor | None = No
 
 
 def require_like(logits: Tensor, like: Tensor, name: str) -> None:
-    """Refuse logits of other members or classes than others have."""
+    """Raise if the numbers of members or classes differ from those of `like`."""
     (members, _, classes), (expected, _, like_classes) = logits.shape, like.shape
     if (members, classes) != (expected, like_classes):
         raise DataError(
@@ -293,7 +293,7 @@ def require_like(logits: Tensor, like: Tensor, name: str) -> None:
 
 @contextmanager
 def running(model: object, device: torch.device | None) -> Iterator[tuple[torch.device | None, torch.dtype | None]]:
-    """Evaluation mode, no gradients and the asked-for device; yields where inputs go and their floating type."""
+    """Evaluation mode, no gradients, on the requested device; yields device and floating dtype of the inputs."""
     dtype = None
     with ExitStack() as restoring:
         restoring.enter_context(torch.no_grad())
@@ -323,7 +323,7 @@ def sorted_onto_shelves(items: Iterable[GalleryItem], keep: int) -> list[Gallery
 
 
 def shown(row: Inputs, preprocessing: object) -> tuple[Literal["image", "text"], str]:
-    """One input for people: an image as a `data:` address, a text as text."""
+    """One input in readable form: an image as a `data:` URI, or text."""
     tensor = row if isinstance(row, Tensor) else row.get("pixel_values", row.get("input_ids"))
     if tensor is None:
         return "text", f"inputs: {', '.join(sorted(row))}"
@@ -339,9 +339,9 @@ def shown(row: Inputs, preprocessing: object) -> tuple[Literal["image", "text"],
 
 
 def image_uri(pixels: Tensor, preprocessing: ImagePreprocessing | None = None) -> str:
-    """A small image as a `data:` address, from pixels `[channels, H, W]` as the model saw them.
+    """A thumbnail as a `data:` URI, from pixels `[channels, H, W]` as the model saw them.
 
-    Normalisation is undone; where it is not known, the values are stretched to the full range.
+    Normalisation is undone; if it is unknown, the values are stretched to the full range.
     """
     pixels = pixels.detach().cpu().float()[: 3 if len(pixels) >= 3 else 1]
     if preprocessing is not None:
@@ -359,7 +359,7 @@ def image_uri(pixels: Tensor, preprocessing: ImagePreprocessing | None = None) -
 
 
 def describe_model(model: object, members: int, classes: int, calibration: Calibration | None) -> ModelInfo:
-    """What is known of a model: everything of an ensemble, the name and parameters of others."""
+    """Describe a model: all fields for an ensemble, only name and number of parameters for others."""
     info = ModelInfo("callable", members, classes, calibration=None if calibration is None else calibration.brief)
     if isinstance(model, Ensemble | OptimizedEnsemble):
         metadata = model.metadata
