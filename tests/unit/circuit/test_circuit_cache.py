@@ -1,4 +1,4 @@
-"""How memory for activations is used; that what is computed from them is right, exact == naive proves."""
+"""How memory for activations is used; exact == naive proves that what is computed from them is right."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hydra_ensembles.circuit.cache import CandidateActivations, plan_memory, wor
 
 
 def activations(capacity: int = 1000) -> CandidateActivations:
-    """Of four candidates in a model of four blocks, for three samples."""
+    """A store for four candidates in a model of four blocks, and three samples."""
     return CandidateActivations(np.array([0, 0, 1, 2]), 4, torch.empty(3, 2, 5, dtype=torch.float64), capacity)
 
 
@@ -23,7 +23,7 @@ def test_room_that_is_given_back_is_used_again() -> None:
     assert store.levels == {2}
     for _ in range(5):
         store.save(2, *pairs([0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 2] * 3))
-        store.save(2, *pairs([3], [0]))  # what does not fit is left out
+        store.save(2, *pairs([3], [0]))  # what does not fit is dropped
         assert [store.holds_all(candidate, 2) for candidate in range(4)] == [True, True, True, False]
         for candidate in range(3):
             store.forget(candidate, above=3)

@@ -1,4 +1,4 @@
-"""The naive method against a reference of its own, and the exact method against the naive one, to the last integer."""
+"""The naive method against an independent reference, and the exact method against the naive one, integers equal."""
 
 import warnings
 from dataclasses import replace
@@ -23,19 +23,19 @@ from hydra_ensembles.prune import prune
 from random_ensembles import CLASSES, HEADS, LAYERS, encoder
 from trained_vit import id_pictures, ood_pictures, trained_vit
 
-pytestmark = pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")  # samples on both sides, on purpose
+pytestmark = pytest.mark.filterwarnings("ignore::hydra_ensembles.HydraWarning")  # ID and OOD share samples on purpose
 
 # --- naive -------------------------------------------------------------------------------------------------
 
 
 def with_distance(problem: Problem, name: str = "mahalanobis") -> Problem:
-    """The same problem with a model that knows how far features are from familiar ones."""
+    """The same problem with familiarity fitted, so that feature distances can be the OOD score."""
     known = random_problem("image-cls" if problem.model.kind == "image" else "text-post-norm", (40, 40, 40), seed=11)
     return replace(problem, model=fit_familiarity(problem.model, known.id_batches, ("knn", name), held_out=0.0))
 
 
 def plain_score(model: Ensemble, problem: Problem, score: Score, ood_score: Any = "msp") -> float:
-    """Accuracy, AUROC or their mean, with scikit-learn: none of the library's own counting."""
+    """Accuracy, AUROC or their mean, by scikit-learn, independent of the library's counting."""
     inside, outside = (
         [model.predict(inputs) for inputs, _ in batches] for batches in (problem.id_batches, problem.ood_batches)
     )
@@ -68,7 +68,7 @@ def likelihood(model: Ensemble, problem: Problem) -> float:
 def test_naive_choices_and_scores(shape: str, score: Score, ties: str, ood_score: Any) -> None:
     problem = random_problem(shape, id_sizes=(6, 5), ood_sizes=(5, 2))
     problem = problem if ood_score == "msp" else with_distance(problem, ood_score)
-    known = {"familiarity": problem.model.metadata.familiarity}  # its statistics stay those of the whole model
+    known = {"familiarity": problem.model.metadata.familiarity}  # statistics of the unpruned model
     ranking = problem.extract(method="naive", score=score, budget=2, ties=ties, layers=[0, 2], ood_score=ood_score)
     left = [(layer, head) for layer in (0, 2) for head in range(4)]
     removed: list[tuple[int, int]] = []
@@ -88,12 +88,12 @@ def test_naive_choices_and_scores(shape: str, score: Score, ties: str, ood_score
     assert ranking.provenance.get("ood_score", "msp") == ood_score
     start = plain_score(problem.model, problem, score, ood_score)
     assert ranking.provenance["start"] == pytest.approx(start, abs=1e-12)
-    passes = 1 + 8 + 7  # the model as it is, and every head that is left at each step
+    passes = 1 + 8 + 7  # the full model, then every remaining head at each step
     assert ranking.provenance["model_forwards"] == pytest.approx(passes)
-    assert ranking.provenance["layer_evaluations"] == passes * 3 * (11 if score == "acc" else 18)  # layers, samples
+    assert ranking.provenance["layer_evaluations"] == passes * 3 * (11 if score == "acc" else 18)  # layers x samples
 
 
-# --- exact is naive ----------------------------------------------------------------------------------------
+# --- exact == naive ----------------------------------------------------------------------------------------
 
 
 def assert_same_choices(problem: Problem, **options: object) -> HeadRanking:
@@ -117,13 +117,13 @@ def test_ties_between_samples_down_to_the_last_head(shape: str, score: Score) ->
 
 @pytest.mark.parametrize(("score", "ties"), [("acc", "likelihood"), ("ood", "order"), ("avg", "likelihood")])
 def test_ties_between_heads(score: Score, ties: str) -> None:
-    """Of equal heads the first goes, by either rule."""
+    """Of two equal heads the first is removed, whichever rule breaks ties."""
     problem = random_problem(seed=3)
     with torch.no_grad():
         for block in problem.model.encoder.layers:
             for name in ("qkv", "qkv_bias", "out"):
                 weights = getattr(block.attention, name)
-                weights[2:] = weights[:2]  # heads 2 and 3 are heads 0 and 1 again
+                weights[2:] = weights[:2]  # heads 2 and 3 copy heads 0 and 1
     ranking = assert_same_choices(problem, score=score, budget=2, ties=ties)
     assert ranking.heads[0].head in (0, 1)
     assert ranking.provenance["ties"] == ties
@@ -160,10 +160,10 @@ def test_several_sources_count_alike() -> None:
     assert screened.scores[-1] == pytest.approx(sum(areas) / 2, abs=1e-12)
 
 
-@pytest.mark.parametrize("method", ["exact", "screened"])  # naive is exact on any tiny model, with this bound too
+@pytest.mark.parametrize("method", ["exact", "screened"])  # for naive see test_any_tiny_model
 def test_no_more_accuracy_is_lost_than_allowed(method: str, tmp_path: Path) -> None:
     problem = random_problem(id_sizes=(8, 6, 6), seed=6)
-    with torch.no_grad():  # the model is right about all but two
+    with torch.no_grad():  # labels that the model gets right, except two
         labels = [problem.model(inputs)[0].argmax(-1) for inputs, _ in problem.id_batches]
     labels[1][:2] = (labels[1][:2] + 1) % CLASSES
     known = [(inputs, true) for (inputs, _), true in zip(problem.id_batches, labels, strict=True)]
@@ -171,13 +171,13 @@ def test_no_more_accuracy_is_lost_than_allowed(method: str, tmp_path: Path) -> N
     options: dict[str, Any] = {"score": "ood", "method": method, "screen_size": 4}
     free = problem.extract(budget=6, **options)
     assert max(free.provenance["errors"]) > 5
-    kept = problem.extract(budget=2, max_accuracy_loss=0.17, **options)  # 3 of 18 right answers
+    kept = problem.extract(budget=2, max_accuracy_loss=0.17, **options)  # 3 of 18 correct answers
     assert (kept.provenance["max_accuracy_loss"], kept.provenance["complete"]) == (0.17, True)
     assert problem.extract(budget=2, max_accuracy_loss=1, **options).heads == free.heads[:2]
     options |= {"budget": 12, "max_accuracy_loss": 0.17, "journal": tmp_path / "journal.json"}
     with pytest.warns(HydraWarning, match="max_accuracy_loss"):
         ended = problem.extract(**options)
-    with pytest.warns(HydraWarning, match=f"after {len(ended)} of 12"):  # resumed, it ends where it ended
+    with pytest.warns(HydraWarning, match=f"after {len(ended)} of 12"):  # a resumed run ends at the same step
         assert evidence(problem.extract(**options)) == evidence(ended)
     assert max(ended.provenance["errors"]) <= 5
     assert 4 <= len(ended) < 12
@@ -203,7 +203,7 @@ def test_batches_and_memory_change_the_work_and_nothing_else() -> None:
         assert evidence(problem.extract(budget=2, max_memory=max_memory)) == expected
     poor, rich = (problem.extract(score="ood", budget=3, max_memory=room) for room in (1, 10**9))
     assert rich.provenance["model_forwards"] < 0.9 * poor.provenance["model_forwards"]
-    assert len(set(rich.scores)) > 2  # comparisons would be empty if removing heads changed nothing
+    assert len(set(rich.scores)) > 2  # otherwise the comparisons above prove nothing
 
 
 def test_some_layers_some_heads_off_some_pruned() -> None:
@@ -255,11 +255,11 @@ def test_any_tiny_model(problem: Problem, score: Score, data: st.DataObject) -> 
         problem = Problem(problem.model, problem.id_batches, sources)
     if data.draw(st.booleans()):
         options["max_accuracy_loss"] = data.draw(st.sampled_from([0, 0.25, 0.5]))
-    with warnings.catch_warnings(action="ignore"):  # that the circuit ends early
+    with warnings.catch_warnings(action="ignore"):  # the circuit may end early
         assert_same_choices(problem, score=score, budget=data.draw(st.integers(1, total)), **options)
 
 
-# --- on a model that learned something ---------------------------------------------------------------------
+# --- on a trained model ------------------------------------------------------------------------------------
 
 
 SAMPLES = 32
@@ -273,21 +273,21 @@ def learned() -> Problem:
 
 @pytest.mark.slow
 def test_a_third_of_the_work_is_enough(learned: Problem) -> None:
-    """Counted, not timed; the naive method does the same for every score."""
+    """Work is counted, not timed; the naive method does the same work for every score."""
     passes = 1 + 48 + 47
-    for score in ("acc", "avg"):  # avg has both integers
+    for score in ("acc", "avg"):  # avg uses both integers
         exact = learned.extract(score=score, budget=2, dtype=torch.float32, ties="order")
         samples = SAMPLES if score == "acc" else 2 * SAMPLES
         assert 3 * exact.provenance["layer_evaluations"] <= passes * 6 * samples
         assert 3 * exact.provenance["model_forwards"] <= passes
-        if score != "acc":  # where nearly all heads tie; elsewhere ties are rare, and cost next to nothing
+        if score != "acc":  # for acc nearly all heads tie; elsewhere ties are rare and cost almost nothing
             likely = learned.extract(score=score, budget=2, dtype=torch.float32)
             assert likely.provenance["model_forwards"] <= 1.05 * exact.provenance["model_forwards"]
     assert_same_choices(learned, score="avg", budget=1, layers=[2, 4])
 
 
 def test_in_single_precision_choices_are_within_rounding(learned: Problem) -> None:
-    naive, exact, heads = searches(learned, "avg", torch.float32, layers=[3])  # which has both integers
+    naive, exact, heads = searches(learned, "avg", torch.float32, layers=[3])  # avg uses both integers
     for _ in range(2):
         chosen = exact.choose(heads).head
         assert naive.evaluate(chosen).value - naive.choose(heads).value <= 4
@@ -296,7 +296,7 @@ def test_in_single_precision_choices_are_within_rounding(learned: Problem) -> No
         heads.remove(chosen)
 
 
-# --- circuits by a distance of features --------------------------------------------------------------------
+# --- circuits by a feature distance ------------------------------------------------------------------------
 
 
 def test_a_distance_that_was_not_fitted_or_is_only_estimated_is_refused(tmp_path: Path) -> None:
@@ -310,11 +310,11 @@ def test_a_distance_that_was_not_fitted_or_is_only_estimated_is_refused(tmp_path
         with pytest.raises(ConfigError, match=token):
             problem.extract(budget=1, **options)
     fitted.extract(budget=1, ood_score="mahalanobis", journal=journal)
-    with pytest.raises(CheckpointError, match="ood_score"):  # the journal of another circuit
+    with pytest.raises(CheckpointError, match="ood_score"):  # a journal of another circuit
         fitted.extract(budget=2, journal=journal)
     journal.unlink()
     known = random_problem("image-cls", (40, 40, 40), seed=11).id_batches
     near, far = (fit_familiarity(plain.model, known, "knn", held_out=0.0, neighbours=count) for count in (1, 9))
     replace(plain, model=near).extract(budget=1, ood_score="knn", journal=journal)
-    with pytest.raises(CheckpointError, match="ood_score"):  # by another neighbour of the same features
+    with pytest.raises(CheckpointError, match="ood_score"):  # another number of neighbours on the same features
         replace(plain, model=far).extract(budget=2, ood_score="knn", journal=journal)

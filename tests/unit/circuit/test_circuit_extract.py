@@ -1,4 +1,4 @@
-"""What `extract_circuit` takes, refuses, leaves alone and says about itself."""
+"""What `extract_circuit` accepts, refuses, leaves unchanged and reports."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,7 +52,7 @@ def test_data_that_cannot_be_used(change: Callable[[Any], Any], token: str) -> N
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_head_without_which_logits_are_not_finite(method: str) -> None:
-    """Two heads cancel out; without one of them the activations leave the range of float16."""
+    """Two heads cancel out; without one of them the activations overflow float16."""
     problem = random_problem()
     attention = problem.model.encoder.layers[1].attention
     with torch.no_grad():

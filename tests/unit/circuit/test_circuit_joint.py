@@ -19,20 +19,20 @@ from zero_shot_models import NAMES, TEMPLATES, dual_of
 
 CASES = {case.name: case for case in DUAL_CASES}
 VARIED = ("open_clip-custom-siglip-text", "open_clip-no-text-projection", "open_clip-timm-siglip")
-HALF = [(layer, head, tower) for layer in range(2) for head in (0, 2) for tower in ("image", "text")]  # of all heads
-KNOWN, ODD = 14, 9  # samples
+HALF = [(layer, head, tower) for layer in range(2) for head in (0, 2) for tower in ("image", "text")]  # half of them
+KNOWN, ODD = 14, 9  # numbers of ID and OOD samples
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @cache
 def dual_in_float64(name: str = "open_clip-nonscalar") -> he.DualEncoder:
-    """Made once; not to be changed by a test."""
+    """Cached; tests must not modify it."""
     return dual_of(CASES[name]).double()
 
 
 @cache
 def batches(dual: he.DualEncoder, count: int, seed: int) -> list[Batch]:
-    """Random images in two sizes of batches; labels that the model gets right two times out of three."""
+    """Random images in two batches of different size; about two of three labels agree with the model."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.randn(count, 3, 32, 32, generator=generator, dtype=torch.float64)
     with torch.no_grad():
@@ -51,7 +51,7 @@ def extract(
     return he.extract_circuit(dual, known, sources, method=method, **{**options, **settings})
 
 
-@pytest.mark.filterwarnings("ignore:the circuit for")  # it may end early
+@pytest.mark.filterwarnings("ignore:the circuit for")  # the circuit may end early
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -59,7 +59,7 @@ def extract(
         ("open_clip-nonscalar", {"score": "acc", "budget": 2, "towers": ("text",)}),
         ("open_clip-nonscalar", {"score": "ood", "budget": 2, "several": True, "max_accuracy_loss": 0.2}),
         ("open_clip-nonscalar", {"budget": 2, "towers": ("image",), "removed": [(0, 1, "text")], "ties": "order"}),
-        ("transformers-quickgelu", {"budget": 8, "removed": HALF, "batch_size": 5, "max_memory": 20000}),  # to the last
+        ("transformers-quickgelu", {"budget": 8, "removed": HALF, "batch_size": 5, "max_memory": 20000}),  # all heads
     ],
     ids=str,
 )
@@ -119,7 +119,7 @@ def test_candidates_run_their_own_tower_only(monkeypatch: pytest.MonkeyPatch) ->
             choose(self, of_tower(candidates, text=tower == "text"))
             assert ran <= {tower}
         result = choose(self, candidates)
-        assert "text" not in ran  # the text candidates of before are remembered
+        assert "text" not in ran  # the text candidates of the last step are cached
         return result
 
     def checked_remove(self: JointExact, head: he.Head) -> None:

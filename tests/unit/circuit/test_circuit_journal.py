@@ -1,4 +1,4 @@
-"""A run that is interrupted goes on where it was, and only where it belongs; several processes are as one."""
+"""An interrupted run resumes where it stopped, from its own journal only; several processes give the result of one."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def steps_in(journal: Path) -> int:
 
 
 def add_until(after: int, end: Callable[[], object]) -> Callable[..., None]:
-    """A stand-in for `Journal.add` that ends the run when so many steps are written."""
+    """A replacement for `Journal.add` that interrupts the run after so many steps are written."""
     add = Journal.add
 
     def add_and_end(journal: Journal, step: Step, path: Path | None) -> None:
@@ -31,7 +31,7 @@ def add_until(after: int, end: Callable[[], object]) -> Callable[..., None]:
     return add_and_end
 
 
-@pytest.mark.parametrize(  # the screened method starts afresh after eight steps
+@pytest.mark.parametrize(  # the screened method recomputes its estimates after eight steps
     ("method", "after", "budget"), [("naive", 1, 3), ("exact", 2, 3), ("screened", 8, 11), ("screened", 9, 11)]
 )
 def test_interrupted_anywhere(
@@ -47,7 +47,7 @@ def test_interrupted_anywhere(
         patch.setattr(Journal, "add", add_until(after, stop))
         with pytest.raises(KeyboardInterrupt) as stopped:
             problem.extract(journal=path, **options)
-    assert any(str(path) in note for note in stopped.value.__notes__)  # the end of the traceback
+    assert any(str(path) in note for note in stopped.value.__notes__)  # shown at the end of the traceback
     resumed, expected = problem.extract(journal=path, **options), problem.extract(**options)
     assert evidence(resumed) == evidence(expected)
     assert resumed.provenance["audit"] == expected.provenance["audit"]
@@ -58,7 +58,7 @@ def test_auto_stays_with_what_the_journal_has(tmp_path: Path, monkeypatch: pytes
     problem, path = random_problem(), tmp_path / "journal.json"
     options = {"budget": 3, "screen_size": 3, "journal": path}
     with monkeypatch.context() as patch:
-        patch.setattr(extract, "MINUTES", 0.0)  # as if it took longer
+        patch.setattr(extract, "MINUTES", 0.0)  # as if the run took longer
         with pytest.warns(HydraWarning, match="'screened', which is approximate"):
             first = problem.extract(**options)
     assert (first.method, first.provenance["asked"]) == ("circuit/screened", "auto")
@@ -68,7 +68,7 @@ def test_auto_stays_with_what_the_journal_has(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_journal_serves_smaller_and_larger_budgets_also_as_it_was_first_written(tmp_path: Path) -> None:
-    """The format of before: fields by name, steps of one tower without the tower's name."""
+    """The old format: fields by name, steps of one tower without its name."""
     problem, path, as_before = random_problem(), tmp_path / "journal.json", {"method": "exact", "ties": "order"}
     first = problem.extract(budget=2, journal=path, **as_before)
     written = path.read_bytes()
@@ -121,7 +121,7 @@ def test_a_changed_journal_is_refused(tmp_path: Path) -> None:
         path.write_text(json.dumps({**written, "steps": steps}))
         with pytest.raises(CheckpointError, match="was changed"):
             problem.extract(budget=4, journal=path)
-    del written["digest"]  # one of before: what no run can have written is refused all the same
+    del written["digest"]  # as in the old format: contents that no run can have written are still refused
     outside = {**second, "layer": 99}
     for change in ({"steps": [first, first]}, {"steps": [first, outside]}, {"start": None}, {"start": {"errors": 1}}):
         path.write_text(json.dumps({**written, **change}))
@@ -137,7 +137,7 @@ def test_one_run_at_a_time_writes_a_journal(tmp_path: Path, monkeypatch: pytest.
             with pytest.raises(StorageError, match=rf"{path} \(process {os.getpid()}\)") as raised:
                 problem.extract(budget=1, journal=path)
             refused.append(raised)
-            problem.extract(budget=1, journal=tmp_path / "other.json")  # beside it is free
+            problem.extract(budget=1, journal=tmp_path / "other.json")  # another file next to it is unaffected
 
     count_calls(monkeypatch, Journal, "add", ask)
     problem.extract(budget=1, journal=path)
@@ -156,7 +156,7 @@ def test_a_file_that_is_no_journal_is_refused_and_kept(tmp_path: Path, content: 
 
 @pytest.mark.parametrize("method", ["naive", "exact", "screened"])
 def test_two_ranks_give_the_ranking_of_one(tmp_path: Path, method: str) -> None:
-    problem, journal = random_problem(), tmp_path / "journal.json"  # of two ranks: that of one
+    problem, journal = random_problem(), tmp_path / "journal.json"  # a journal of two ranks serves one
     options = {"budget": 3, "method": method, "screen_size": 3}
     expected = problem.extract(**options)
     for found in (

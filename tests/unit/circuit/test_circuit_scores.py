@@ -23,7 +23,7 @@ def test_confidence_orders_like_the_maximum_softmax_probability() -> None:
     assert torch.equal(found.argsort(), probability.argsort())
     assert torch.allclose(torch.sigmoid(found.double() * STEP), probability, atol=1e-8)
     sure = torch.tensor([[50.0, 0.0], [60.0, 0.0], [70.0, 0.0]])
-    assert sure.double().softmax(-1).amax(-1).unique().numel() == 1  # all of them round to 1, but do not pile up
+    assert sure.double().softmax(-1).amax(-1).unique().numel() == 1  # all round to 1, but their confidences differ
     assert confidences(sure).diff().gt(0).all()
     noise = 1e-15 * torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0]], dtype=torch.float64)
     assert torch.equal(confidences(logits.round(decimals=2) + noise), confidences(logits.round(decimals=2)))
@@ -72,7 +72,7 @@ def test_integers_only_grow_as_samples_come_in(score: scores.Score, seed: int) -
         bounds.append(table.results(np.array([0]))[0])
     bounds = [one[:3] for one in bounds]
     assert bounds[0] == (False, 0, 0)
-    assert bounds == sorted(bounds)  # also the loss, where values tie
+    assert bounds == sorted(bounds)  # including the loss, where values tie
     assert [one[2] for one in bounds] == sorted(one[2] for one in bounds)
     counts = table.objective.count(wrong[None], confidence[None])[0].tolist()
     assert bounds[-1][1] == table.objective.result(scores.NO_HEAD, counts).value
@@ -97,10 +97,10 @@ def answers(inside: int, outside: int, score: scores.Score = "avg") -> scores.Ta
 
 
 def test_integers_beyond_forty_bits_are_right() -> None:
-    """The pairs of 750,000 ID and as many OOD samples: each number has its own place, however large."""
+    """The pairs of 750,000 ID and as many OOD samples: large counts do not overflow into each other."""
     count = 750_000
     table = answers(count, count)
-    table.confidence[0] = 5  # everything ties: one unit for each pair
+    table.confidence[0] = 5  # all tie: one unit per pair
     table.wrong[0] = True
     assert 2 * count**2 > 1 << 40
     assert table.results(np.array([0]))[0][-2:] == (count, count**2)

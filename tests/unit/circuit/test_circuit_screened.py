@@ -1,4 +1,4 @@
-"""The screened method: approximate, cheap, and honest about it."""
+"""The screened method: approximate, cheap, and it reports its own error."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hydra_ensembles.circuit.screened import Shifts, fast_products, gradient_shi
 from hydra_ensembles.heads.ranking import Head
 from trained_vit import id_pictures, ood_pictures, trained_vit
 
-MOST = [pytest.param(score, marks=pytest.mark.slow) if score != "avg" else score for score in SCORES]  # avg has both
+MOST = [pytest.param(score, marks=pytest.mark.slow) if score != "avg" else score for score in SCORES]  # avg covers both
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,9 @@ def test_it_comes_close_to_the_exact_method(problem: Problem, score: Score) -> N
     assert screened.method == "circuit/screened"
     assert screened.provenance["audit"]["steps"] == [0, 1]
     assert screened.scores[-1] >= exact.scores[-1] - 0.02
-    if score == "acc":  # in full precision they are the same method
+    if score == "acc":  # in float64 both choose the same heads
         assert screened.heads == exact.heads
-    if score == "avg":  # reported scores are those of the model
+    if score == "avg":  # reported scores are measured on the model, not estimated
         naive, _, _ = searches(problem, score)
         counts = zip(*(screened.provenance[name] for name in ("errors", "discordance")), strict=True)
         for head, expected in zip(screened.heads, counts, strict=True):
@@ -39,7 +39,7 @@ def test_it_comes_close_to_the_exact_method(problem: Problem, score: Score) -> N
 
 @torch.no_grad()
 def measured_and_predicted(exact: Exact, heads: list[Head]) -> tuple[Shifts, Shifts]:
-    """Shifts of all heads on all samples, measured, and by a gradient."""
+    """Shifts of all heads on all samples: measured, and predicted by a gradient."""
     measured, predicted = Shifts(exact), Shifts(exact)
     rows, numbers = np.arange(len(exact.tower.candidates)), np.arange(exact.objective.samples)
     measured.start_step(afresh=True)
@@ -55,14 +55,14 @@ def test_measured_shifts_are_the_results_of_the_naive_method(problem: Problem) -
     estimates = measured.estimates(heads)
     assert estimates == [naive.evaluate(one.head) for one in estimates]
     assert len({one.value for one in estimates}) > 1
-    # predicted ones order heads much alike
+    # predicted shifts rank heads similarly
     place = {one.head: index for index, one in enumerate(predicted.estimates(heads))}
     ranks = torch.tensor([[place[one.head] for one in estimates], list(range(len(heads)))]).double()
     assert float(torch.corrcoef(ranks)[0, 1]) > 0.5
 
 
 def test_predictions_are_first_order() -> None:
-    """For heads that contribute little, the predicted shifts are the real ones."""
+    """For heads that contribute little, the predicted shifts equal the real ones."""
     problem = random_problem("text-post-norm")
     with torch.no_grad():
         for block in problem.model.encoder.layers:
@@ -82,7 +82,7 @@ def test_a_new_prediction_keeps_what_was_measured_beyond_the_last_one() -> None:
     shifts, rows, numbers = Shifts(searches(random_problem(), "ood")[1]), np.array([0, 2]), np.array([3, 1])
     before = torch.ones(2, 2, 2, dtype=torch.float64)
     shifts.correct(rows, numbers, before)
-    shifts.known[1, 0, 3] += 0.25  # as a measurement would
+    shifts.known[1, 0, 3] += 0.25  # as a measurement does
     shifts.correct(rows, numbers, 2 * before)
     assert shifts.known[:, rows][:, :, numbers].tolist() == [[[2.0, 2.0], [2.0, 2.0]], [[2.25, 2.0], [2.0, 2.0]]]
     assert shifts.known.count_nonzero() == 8

@@ -1,4 +1,4 @@
-"""What is said about time, and a bar that moves with every candidate; nothing is asserted about seconds."""
+"""The announced duration, and a progress bar that moves with every candidate; no test depends on seconds."""
 
 import pytest
 from tqdm import tqdm
@@ -19,11 +19,11 @@ def test_more_work_takes_longer() -> None:
 
     usual, upper = work(heads, 4), work([head for head in heads if head.layer == 2], 4)
     assert 0 < usual["screened"] < usual["exact"] < usual["naive"] == 1
-    assert upper["exact"] == pytest.approx(usual["exact"] / 2)  # a third of the blocks, instead of two
+    assert upper["exact"] == pytest.approx(usual["exact"] / 2)  # one third of the blocks instead of two
 
 
 def test_the_bar_counts_candidates_and_never_goes_back() -> None:
-    with tqdm(total=15, initial=6) as bar:  # six candidates were decided in the step before
+    with tqdm(total=15, initial=6) as bar:  # six candidates were decided in the previous step
         tell, positions = moving(bar, start=6, most=5, ranks=2), []
         for decided in (1, 2, 1, 9):
             tell(decided)
@@ -37,7 +37,7 @@ def test_a_run_says_how_long_it_takes_and_moves_by_candidates(
 ) -> None:
     told: list[int] = []
     monkeypatch.setattr(extract, "moving", lambda *step: lambda decided: told.append(decided) or moving(*step)(decided))
-    monkeypatch.setattr(timing, "times_in_turn", lambda passes, *_: {name: [1e-3] for name in passes})  # on any machine
+    monkeypatch.setattr(timing, "times_in_turn", lambda passes, *_: {name: [1e-3] for name in passes})  # fixed times
     random_problem().extract(method=method, budget=2, progress=True, screen_size=3, audit_steps=0)
     said = capfd.readouterr().err
     by = "exact" if method == "auto" else method

@@ -1,4 +1,4 @@
-"""What all tests of conversion say: refused with a token of the error, and answers that are near."""
+"""Helpers for tests of conversion: changed models, expected refusals and comparisons of logits."""
 
 from collections.abc import Callable
 from operator import attrgetter
@@ -23,14 +23,14 @@ def vit(**settings: Any) -> Any:
 
 
 def changed(model: Any, place: str, value: Any) -> Any:
-    """The model with another part, number or setting in a place."""
+    """The model with one part, number or setting replaced."""
     above, _, leaf = place.rpartition(".")
     setattr(attrgetter(above)(model) if above else model, leaf, value)
     return model
 
 
 def refused(model: Any, token: str, **given: Any) -> None:
-    """The model is refused, and the error has the token, a regular expression over all its lines."""
+    """Check that the model is refused with an error that matches the token, a regular expression over all lines."""
     with pytest.raises(ConversionError, match=f"(?s){token}"):
         he.convert(model, **given)
 
@@ -38,7 +38,7 @@ def refused(model: Any, token: str, **given: Any) -> None:
 def around(
     kind: type[Any], before: Callable[..., Any] = lambda model, x: x, after: Callable[[Tensor], Tensor] = lambda x: x
 ) -> type[Any]:
-    """Such a model that does something to its input first, or to its answers."""
+    """A subclass that applies `before` to its input and `after` to its output."""
 
     class Around(kind):
         def forward(self, x: Tensor) -> Tensor:
@@ -48,12 +48,12 @@ def around(
 
 
 def look_for_no_remedy(patch: pytest.MonkeyPatch) -> None:
-    """Let a declaration be refused without a look at all the settings that might help."""
+    """Refuse a wrong declaration without searching for settings that might fix it."""
     patch.setattr(guess, "_changes", lambda *given: ())
 
 
 def convert_wrongly(patch: pytest.MonkeyPatch, change: Callable[[he.Ensemble], object]) -> None:
-    """Let every conversion end with an ensemble that is changed."""
+    """Make every conversion end with an ensemble changed by `change`."""
     from_state = he.Ensemble.from_state
 
     @torch.no_grad()
@@ -70,5 +70,5 @@ def near(found: Tensor, expected: Tensor) -> None:
 
 
 def alike(found: Tensor, expected: Tensor, within: float = 1e-5) -> None:
-    """Measured by the largest of all numbers."""
+    """Assert that the largest difference is small relative to the largest expected value."""
     assert (found - expected).abs().max() <= within * expected.abs().max()

@@ -1,4 +1,4 @@
-"""Models that somebody changed: each is refused with a clear error, or answers as before; none answers otherwise."""
+"""Models altered by users: each is refused with a clear error or converted correctly; none is converted wrongly."""
 
 import re
 from collections.abc import Callable
@@ -29,7 +29,7 @@ Change = Callable[[Any], object]
 
 
 class Adapted(nn.Linear):
-    """A layer with an adapter of low rank, as people write it themselves; its tensors have the names they had."""
+    """A hand-written low-rank adapter; its tensors keep the names of the original layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 0.1 * x.sum(-1, keepdim=True)
@@ -41,7 +41,7 @@ class Quiet(nn.Identity):
 
 
 class Own(nn.LayerNorm):
-    """Computes the same, as long as its author does not change it."""
+    """A subclass that computes the same until its author changes it."""
 
 
 def adapted(place: str) -> Change:
@@ -52,12 +52,12 @@ def adapted(place: str) -> Change:
 
 
 def put(place: str, value: Any, *also: tuple[str, Any]) -> Change:
-    """Another part, number or setting, after the model was built."""
+    """Replace parts, numbers or settings after the model was built."""
     return lambda model: [changed(model, *one) for one in ((place, value), *also)]
 
 
 def replaced(place: str) -> Change:
-    """A method of one part, replaced on the object by one that adds a little to what it gave."""
+    """Replace a method of one part on the instance by one that adds a constant to its result."""
 
     def change(model: Any) -> None:
         above, _, method = place.rpartition(".")
@@ -73,7 +73,7 @@ VIT, DINO, OPEN = "vit.layers.1.", "dinov2.encoder.layer.1.", "visual.transforme
 HF_IMAGE = "vision_model.encoder.layers.1."
 BEHIND_DROPOUT = nn.Sequential(nn.Dropout(0.25), nn.Linear(32, 5)).eval()
 
-# Model, change, and a token of the error; None where answers may stay as they are.
+# Model, change, and a token of the error; None where the conversion may succeed.
 ALTERED: list[tuple[str, Change, str | None]] = [
     # timm
     ("timm", put(BLOCK + "mlp.act", nn.ReLU()), "blocks.1.mlp.act"),
@@ -90,7 +90,7 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("timm", put("patch_embed.proj.stride", (4, 4)), "cannot answer"),
     ("timm", replaced("forward_head"), "forward_head"),
     ("timm", lambda model: put("blocks.0.forward", torch.compile(lambda x: 2 * x))(model), "blocks.0 (Block)"),
-    ("timm", lambda model: put("blocks.0.forward", model.blocks[0].forward)(model), None),  # put back
+    ("timm", lambda model: put("blocks.0.forward", model.blocks[0].forward)(model), None),  # the original method again
     ("timm", lambda model: put("blocks.0", torch.compile(model.blocks[0]))(model), "compiled by itself"),
     ("timm", put(BLOCK + "attn.num_heads", 2), "num_heads"),
     ("timm", put("blocks.1", nn.Identity()), "blocks.1 is a"),
@@ -126,7 +126,7 @@ ALTERED: list[tuple[str, Change, str | None]] = [
     ("bert", put("config.num_attention_heads", 9), "configuration"),
     ("bert", lambda model: model.bert.embeddings.position_ids.copy_(torch.arange(23, -1, -1)[None]), "embedded"),
     ("bert", lambda model: model.bert.encoder.layer.pop(1), "model.config in agreement"),
-    ("bert", lambda model: put("bert.encoder.layer.1", model.bert.encoder.layer[0])(model), None),  # one for both
+    ("bert", lambda model: put("bert.encoder.layer.1", model.bert.encoder.layer[0])(model), None),  # layer used twice
     # dual encoders
     ("clip", put(HF_IMAGE + "mlp.activation_fn", nn.ReLU()), "activation_fn"),
     ("clip", adapted("text_projection"), "Adapted"),
@@ -175,14 +175,14 @@ BARE = nn.LayerNorm(32, elementwise_affine=False)
 def test_a_part_without_weights_is_refused_also_where_no_answers_are_compared(
     name: str, change: Change, token: str
 ) -> None:
-    """Weights that are left over tell of parts that have some."""
+    """Parts with weights are noticed by left-over tensors; these have none."""
     model = CASES[name].build()
     change(model)
     refused(model, re.escape(token), probe=False)
 
 
 def test_dropout_before_a_classifier_is_that_of_the_original() -> None:
-    """Two in a row drop what one does; DeiT's two classifiers have none, whatever the rate of the model."""
+    """Two dropouts in a row combine into one; DeiT's two classifiers have none, whatever the model's rate."""
     model = changed(vit(drop_rate=0.5), "head", BEHIND_DROPOUT)
     assert he.convert(model).config.readout.dropout == 0.5 + 0.25 - 0.5 * 0.25
     assert model.head is BEHIND_DROPOUT

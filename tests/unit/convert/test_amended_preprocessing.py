@@ -1,4 +1,4 @@
-"""Preprocessing is what the model was trained with: taken from the library by name, changed by whoever knows better."""
+"""Preprocessing is the training's: read from the library by name, with overrides by the user."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models that compute something else than their class and weights say, and what may be attached to them."""
+"""Models that compute something else than their class and weights suggest, and what `convert` attaches to them."""
 
 import warnings
 from typing import Any
@@ -45,7 +45,7 @@ def test_what_libraries_attach_is_no_obstacle() -> None:
 
 @pytest.mark.parametrize("make", [hf_vit, vit])
 def test_what_is_frozen_stays_frozen_unless_all_is(make: Any) -> None:
-    """Of queries, keys and values in one, where all of them are."""
+    """A fused QKV weight is frozen only where all three are."""
     model = make().requires_grad_(False)
     assert all(parameter.requires_grad for parameter in he.convert(model).parameters())
     for name, parameter in model.named_parameters():
@@ -72,11 +72,11 @@ def test_the_names_of_the_model_in_another_order_are_refused() -> None:
     model.config.id2label = dict(enumerate(known))
     refused(model, r"labels\[0\].*with_metadata", labels=known[::-1])
     assert he.convert(model, labels=known).metadata.labels == he.convert(model).metadata.labels == known
-    assert he.convert(model, labels=names[::-1]).metadata.labels == names[::-1]  # other names
+    assert he.convert(model, labels=names[::-1]).metadata.labels == names[::-1]  # different names
 
 
 def with_classifier(model: Any, change: str) -> Any:
-    """A model whose layers are trained, and its classifier as libraries draw one, or changed."""
+    """A model with trained layers and a classifier as libraries initialise it, or changed."""
     head = model.head if hasattr(model, "head") else model.classifier
     with torch.no_grad():
         for norm in (part for part in model.modules() if isinstance(part, nn.LayerNorm)):

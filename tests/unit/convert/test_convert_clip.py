@@ -1,4 +1,4 @@
-"""CLIP: where preprocessing comes from, and a tokenizer with the ids of open_clip and transformers."""
+"""CLIP: where preprocessing comes from, and a tokenizer that gives the ids of open_clip and transformers."""
 
 import warnings
 from functools import cache
@@ -69,7 +69,7 @@ TEXTS = [
     "</w> a</w>b </w></w>",
     "    leading and   inner    spaces   ",
     "word " * 200,
-    *("a " * count + "b" for count in (74, 75, 76)),  # one short of the limit, at it, over it
+    *("a " * count + "b" for count in (74, 75, 76)),  # one below the limit, at it, above it
 ]
 
 
@@ -95,7 +95,7 @@ def test_ids_equal_open_clips() -> None:
 
 @pytest.mark.parametrize("settings", [{"clean": "whitespace"}, {"clean": "canonicalize"}, {"context_length": 9}])
 def test_other_settings_equal_open_clips(settings: Any) -> None:
-    texts = [text for text in TEXTS if text != "<START_OF_TEXT>"]  # special to a tokenizer that lower-cases
+    texts = [text for text in TEXTS if text != "<START_OF_TEXT>"]  # a special token to a tokenizer that lower-cases
     assert torch.equal(ours(**settings)(texts)["input_ids"], open_clip_tokenizer(**settings)(texts))
 
 
@@ -107,7 +107,7 @@ def test_mojibake_is_left_alone_and_lone_surrogates_do_not_break_it() -> None:
 
 
 def test_the_file_alone_is_a_tokenizer() -> None:
-    """Whoever reads `tokenizer.json` without this library gets CLIP's ids, padded and cut."""
+    """Loaded without this library, `tokenizer.json` gives CLIP's ids, padded and truncated."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_str(ours().tokenizer)
@@ -136,7 +136,7 @@ def test_a_model_with_clips_vocabulary_gets_clips_tokenizer_or_the_given_one() -
 
 
 def test_transformers_tokenizer_and_processor() -> None:
-    """CLIP's tokenizer of transformers, made from open_clip's vocabulary: same tokens, other names for the ends."""
+    """CLIP's transformers tokenizer, made from open_clip's vocabulary: same tokens, other names for start and end."""
     import transformers
 
     simple, names = open_clip_tokenizer(), {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
@@ -161,7 +161,7 @@ def test_transformers_tokenizer_and_processor() -> None:
 def test_zero_shot_logits_have_the_scale_and_the_bias_of_the_sigmoid() -> None:
     model, pixels = transformers_siglip(), DualCase.pixels()
     classifier = he.zero_shot(he.convert(model, processor=word_tokenizer(mask=True)), NAMES)
-    ids = word_tokenizer()([f"A photo of a {name}." for name in NAMES])["input_ids"]  # padded, no mask: as in training
+    ids = word_tokenizer()([f"A photo of a {name}." for name in NAMES])["input_ids"]  # padded, no mask, as in training
     alike(classifier(pixels)[0], model(pixel_values=pixels, input_ids=ids).logits_per_image)
 
 
@@ -192,4 +192,4 @@ def test_the_embedding_of_a_tower_is_not_taken_for_classes_without_a_word() -> N
     tower.proj = None
     with warnings.catch_warnings(action="error"):
         assert he.convert(tower, num_labels=3).num_classes == 3
-        he.convert(open_clip_model())  # a dual encoder takes its projections for what they are
+        he.convert(open_clip_model())  # a dual encoder's projections are expected

@@ -1,4 +1,4 @@
-"""Models that nobody but their author knows: converted by a table of names, or by none, and refused in words."""
+"""Hand-written models: converted by a table of names or without one, or refused with a clear message."""
 
 import math
 import warnings
@@ -39,20 +39,20 @@ BERT_TEXTS = {**TEXTS, "token_type_ids": (torch.arange(11)[None] > 4).long() * M
 
 
 def but(declaration: he.Declaration, settings: dict[str, Any] | None = None, **names: Any) -> he.Declaration:
-    """The same declaration, with some names changed or (None) left out, and other settings."""
+    """The same declaration with other settings and some names changed, or removed (None)."""
     changed: Any = {part: place for part, place in {**declaration.names, **names}.items() if place is not None}
     return replace(declaration, names=changed, **(settings or {}))
 
 
 class OwnScale(OwnBlock):
-    """Scores are divided by the root of the whole width, as many have it."""
+    """A common variant: scores are divided by the square root of the whole width."""
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, scale=WIDTH**-0.5)
 
 
 class NestedText(nn.Module):
-    """As most write it: batch first, and so with nested tensors inside where a text has padding."""
+    """The usual way to write it: batch first, which uses nested tensors for padded texts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class NestedText(nn.Module):
 
 
 class PaddedText(EncoderText):
-    """Finds padding of an id of its own, in a vocabulary of which a short text has little, and tells nobody."""
+    """Masks an id of its own as padding, undeclared; its vocabulary is much larger than a short text covers."""
 
     def __init__(self, pad: int, told: bool = False) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class PaddedText(EncoderText):
 
 
 class ComputedText(EncoderText):
-    """Positions that are no buffer."""
+    """Positions that are not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_answers_are_those_of_the_original(name: str) -> None:
     near(ensemble(inputs)[0], expected)
 
 
-# --- what the checker says -----------------------------------------------------------------------------------
+# --- what the check reports ----------------------------------------------------------------------------------
 
 
 def test_all_that_does_not_fit_is_said_at_once_with_the_nearest_name() -> None:
@@ -155,7 +155,7 @@ def test_all_that_does_not_fit_is_said_at_once_with_the_nearest_name() -> None:
         ("vit", {"pool": "mean", "pool_prefix": True}, "'cls', pool_prefix=False|pool_prefix=False, pool='cls'"),
         ("vit-scaled", {"attention_scale": None}, r"attention_scale=0\.17"),
         ("neighbours-bert", {"rotary_pairs": "halves"}, "rotary_pairs='neighbours'"),
-        ("bert", {"activation": "silu"}, "activation='gelu'"),  # its blocks are no modules to be called
+        ("bert", {"activation": "silu"}, "activation='gelu'"),  # its blocks are never called as modules
     ],
 )
 def test_a_wrong_setting_is_found_out_and_the_right_one_named(name: str, settings: Any, agrees: str) -> None:
@@ -223,7 +223,7 @@ def test_what_cannot_be_found_is_refused(change: Callable[[Any], Any]) -> None:
     refused(model, "not a supported architecture")
 
 
-OTHER = around(EncoderViT, lambda model, images: images.flip(-1))  # the same modules, used in another way
+OTHER = around(EncoderViT, lambda model, images: images.flip(-1))  # the same modules, used differently
 
 
 def test_what_answers_otherwise_than_its_modules_say_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_rotations_are_compared_as_sharply_as_their_rounding_allows(
     for layer in model.layers:
         layer.precise = precise
         layer.activation = partial(F.gelu, approximate="tanh")
-        layer.w2.weight.data.mul_(0.05)  # so that the answers differ by less than float32 may
+        layer.w2.weight.data.mul_(0.05)  # so that logits differ by less than float32's tolerance
     right = but(ROPE_BERT, {"activation": "gelu_tanh"})
     found, expected = he.convert(model, declaration=right)(TEXTS)[0], model(**TEXTS)
     near(found, expected)
@@ -252,14 +252,14 @@ def test_rotations_are_compared_as_sharply_as_their_rounding_allows(
         close = he.convert(model, declaration=but(right, settings), probe=False)(TEXTS)[0]
         assert (close - expected).abs().max() < 1e-4 * close.abs().max()
         refused(model, says, declaration=but(right, settings))
-        look_for_no_remedy(monkeypatch)  # there is none for the last one
+        look_for_no_remedy(monkeypatch)  # the last setting has none
 
 
-# --- what only many tokens, ids and sizes tell ---------------------------------------------------------------
+# --- what only many tokens, ids and sizes reveal -------------------------------------------------------------
 
 
 class NearBlock(OwnBlock):
-    """Tokens attend to those near them alone."""
+    """Tokens attend only to nearby tokens."""
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         at = torch.arange(q.shape[2])
@@ -291,7 +291,7 @@ def test_attention_that_does_not_reach_all_tokens_is_found_out(monkeypatch: pyte
 
 
 class TwicePaddedText(PaddedText):
-    """Is told of padding, and looks for it all the same."""
+    """Takes a mask, and still masks its own padding id."""
 
     def forward(self, ids: Tensor, src_key_padding_mask: Tensor) -> Tensor:  # type: ignore[override]
         return EncoderText.forward(self, ids, src_key_padding_mask | (ids == self.pad))
@@ -301,7 +301,7 @@ class TwicePaddedText(PaddedText):
 def test_ids_that_are_padding_are_tried_and_named(declaration: he.Declaration | None) -> None:
     for kind, told in ((PaddedText, False), (PaddedText, True), (TwicePaddedText, False)):
         refused(own(kind, pad=2990, told=told), r"the id 2990,.*padding_idx", declaration=declaration)
-    model, ids = own(TwicePaddedText, pad=2990, told=True), IDS.masked_fill(~MASK, 2990)  # the way that was advised
+    model, ids = own(TwicePaddedText, pad=2990, told=True), IDS.masked_fill(~MASK, 2990)  # as the error advises
     near(he.convert(model, declaration=declaration)(ids, attention_mask=MASK)[0], model(ids, ~MASK))
     model, masked = own(PaddedText, pad=2990, told=True), but(ENCODER_TEXT, {"masked": True})
     near(he.convert(model, declaration=masked)(ids, attention_mask=MASK)[0], model(ids))
@@ -310,7 +310,7 @@ def test_ids_that_are_padding_are_tried_and_named(declaration: he.Declaration | 
 
 
 class CountedText(EncoderText):
-    """Positions are those of the tokens, as RoBERTa counts them: padding before them takes none."""
+    """Positions count the tokens, as in RoBERTa: padding before them takes none."""
 
     def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
         places = (attention_mask.cumsum(1) - 1).clamp(min=0)  # [B, T]
@@ -331,7 +331,7 @@ def test_padding_on_the_left_is_warned_of_where_it_is_not_the_same(declaration: 
 
 
 class OtherName(EncoderText):
-    """A mask that nobody can know for one."""
+    """A mask under a name that does not identify it."""
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         return super().forward(ids, None if mask is None else mask == 0)
@@ -362,7 +362,7 @@ def test_images_that_are_no_square_are_those_of_the_processor(declaration: he.De
 
 
 class AnySizeViT(EncoderViT):
-    """Fits its positions to the image."""
+    """Resamples its positions to the size of the image."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -397,7 +397,7 @@ def test_other_sizes_are_answered_as_the_original_does_or_refused() -> None:
 
 
 class NormedViT(EncoderViT):
-    """Norms of different kinds around the blocks."""
+    """Different kinds of norms before and after the blocks."""
 
     def __init__(self, first: type[nn.Module], last: type[nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What models of one's own are asked beside random batches: samples alone and together, special ids, dropout."""
+"""Further checks of hand-written models besides random batches: single samples, special ids, dropout."""
 
 import warnings
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from hydra_ensembles.errors import HydraWarning
 
 
 class ReshapedViT(EncoderViT):
-    """Sequence first, by `reshape` where `transpose` was meant: the same for one image alone."""
+    """Sequence first, with `reshape` where `transpose` was meant: right for a single image only."""
 
     def __init__(self) -> None:
         super().__init__(batch_first=False)
@@ -40,7 +40,7 @@ class ReshapedViT(EncoderViT):
 
 
 class PassedText(EncoderText):
-    """Words pass one more part behind their positions, as PyTorch's tutorial has dropout there."""
+    """One more part after the positions, where PyTorch's tutorial has dropout."""
 
     def __init__(self, part: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -51,9 +51,9 @@ class PassedText(EncoderText):
         return self.classify(self.encoder(x, src_key_padding_mask=src_key_padding_mask)[0])
 
 
-CENTRED = partial(PassedText, lambda x: x - x.mean(1, keepdim=True))  # by the batch, in evaluation too
+CENTRED = partial(PassedText, lambda x: x - x.mean(1, keepdim=True))  # over the batch, also in eval mode
 DROPPING = partial(PassedText, nn.Dropout(0.2))
-RANDOM = around(OwnViT, lambda model, images: nn.functional.dropout(images, 0.1))  # it forgets to ask whether it trains
+RANDOM = around(OwnViT, lambda model, images: nn.functional.dropout(images, 0.1))  # ignores self.training
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_answers_without_an_axis_of_samples_are_said() -> None:
 
 
 class LargeText(EncoderText):
-    """A vocabulary as large as that of BERT."""
+    """A vocabulary as large as BERT's."""
 
     def __init__(self, pad: int) -> None:
         super().__init__()
@@ -92,26 +92,26 @@ class LargeText(EncoderText):
 
 @pytest.mark.parametrize("pad", [101, 30200, 30521, 40000])
 def test_a_large_vocabulary_costs_hardly_more_than_a_small_one(pad: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LargeText, "__deepcopy__", lambda self, memo: 1 / 0, raising=False)  # it is counted here
+    monkeypatch.setattr(LargeText, "__deepcopy__", lambda self, memo: 1 / 0, raising=False)  # copies count no ids here
     model: Any = own(LargeText, pad=pad)
-    if pad == 40000:  # there is none
+    if pad == 40000:  # no such id
         he.convert(model, declaration=ENCODER_TEXT)
         assert model.seen < 2000
     else:
         refused(model, f"the id {pad},", declaration=ENCODER_TEXT)
 
 
-# It scales images itself where they seem to be bytes, without Python's knowing.
+# Scales images that look like bytes, without a Python branch.
 BYTES = around(OwnViT, lambda model, x: torch.where(x.amax((1, 2, 3), keepdim=True) > 100, x / 255, x))
 
 
 def test_images_of_another_range_are_compared_too() -> None:
     assert _Trial(own(OwnViT), None).agrees(OWN_VIT)
-    assert not _Trial(own(BYTES), None).agrees(OWN_VIT)  # convert would look for a setting that helps
+    assert not _Trial(own(BYTES), None).agrees(OWN_VIT)  # convert would search for a setting that fixes it
 
 
 class SelfMasked(RopeBert):
-    """Looks for padding itself, where it is told of none."""
+    """Masks its own padding id when it gets no mask."""
 
     padding: int | None
 
@@ -121,7 +121,7 @@ class SelfMasked(RopeBert):
         return super().forward(input_ids, attention_mask)
 
 
-@pytest.mark.parametrize(  # None: every id is a token, as it is to the converted one
+@pytest.mark.parametrize(  # None: every id is a token, as in the converted model
     ("kind", "padding", "said"), [(SelfMasked, 0, True), (SelfMasked, None, False), (RopeBert, 0, False)]
 )
 def test_a_model_that_finds_padding_itself_is_warned_of(kind: Any, padding: int | None, said: bool) -> None:

@@ -1,4 +1,4 @@
-"""The comparison of answers that ends a conversion: what it sees, what it says, and what it leaves alone."""
+"""The comparison of logits at the end of a conversion: what it detects, reports and skips."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -43,7 +43,7 @@ BARE: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture
 def disturbed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Conversions go wrong in the parameters whose names are put into this list."""
+    """Conversions corrupt the parameters whose names are added to this list."""
     names: list[str] = []
 
     def add_noise(ensemble: he.Ensemble) -> None:
@@ -98,7 +98,7 @@ def test_other_types_are_compared_within_their_rounding(dtype: torch.dtype, dist
 def test_a_small_change_does_not_pass_for_the_rounding_of_half_precision(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind small logits a tanh changes them by less than rounding does."""
+    """On small logits, a tanh changes them by less than rounding does."""
     model = torchvision_model()
     nn.init.normal_(model.heads.head.weight, std=0.02)
     forward = type(model).forward
@@ -131,7 +131,7 @@ def test_a_class_patched_by_somebody_is_found_out(
 def test_models_that_cannot_answer_are_clear_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     model = vit()
     with torch.no_grad():
-        model.head.weight.fill_(3e38)  # finite, as its product with features is not
+        model.head.weight.fill_(3e38)  # finite, but its product with features is not
     refused(model, "NaN or infinite")
     monkeypatch.setattr(type(model), "forward_features", lambda *given, **named: 1 / 0)
     refused(model, r"ZeroDivisionError.*probe=False")
@@ -157,7 +157,7 @@ def test_blocks_that_agree_see_few_tokens_of_an_image(case: ArchitectureCase, mo
     monkeypatch.setattr(probe, "_FEW", 6)
     monkeypatch.setattr(Block, "forward", lambda self, x, *given: (seen.append(x.shape[2]), block(self, x, *given))[1])
     converted = he.convert(original(case), **case.convert_kwargs)
-    # an image alone and of two other ranges, beside another
+    # two images, one image alone, and images of two other ranges
     passes = 4 if "declaration" in case.convert_kwargs else 1
     assert len(seen) == passes * converted.num_layers
     all_tokens = converted.config.encoder.rotary is not None or "declaration" in case.convert_kwargs

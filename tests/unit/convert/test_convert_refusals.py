@@ -1,4 +1,4 @@
-"""What cannot be converted is refused: what it is, why, and the nearest way that works."""
+"""What cannot be converted is refused: the error says what it is, why, and the nearest way that works."""
 
 import warnings
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def hf(model: str, settings: dict[str, Any], **changes: Any) -> Any:
 
 
 class Around(nn.Module):
-    """A model around another, as training libraries have them."""
+    """A wrapper around another model, as in training libraries."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Around(nn.Module):
 
 
 def without(part: str, model: nn.Module) -> nn.Module:
-    """As a release of the library could make it that does not have the part yet."""
+    """The model as an older release of the library builds it, without a part."""
     delattr(model, part)
     return model
 
@@ -205,7 +205,7 @@ def test_a_variant_without_canonical_form_is_refused(build: Any, token: str) -> 
 
 
 def test_images_of_broken_patches_are_told_where_the_model_takes_others() -> None:
-    """As SigLIP of 384 pixels in patches of 14 does: conv leaves the rest out, and so must who prepares images."""
+    """As in SigLIP with 384 pixels and patches of 14: the convolution ignores the remainder; images must omit it."""
     for name, settings in (("SiglipVisionModel", SIGLIP_IMAGE), ("Dinov2ForImageClassification", VISION)):
         model = hf(name, settings, image_size=36, patch_size=8)
         with pytest.warns(HydraWarning, match="36x36 is no multiple.*give it images of 32x32"):
@@ -217,7 +217,7 @@ def test_settings_of_the_conversion_that_do_not_fit_the_model_are_refused() -> N
     refused(bert(), r"5 classes.*model\.base_model", num_labels=3)
     other = bert(problem_type="multi_label_classification").base_model
     refused(other, "at least 2", num_labels=1)
-    assert he.convert(other, num_labels=3).num_classes == 3  # what it was trained for does not matter
+    assert he.convert(other, num_labels=3).num_classes == 3  # its training task does not matter
     refused(open_clip_model(), "no classifier", num_labels=3)
     refused(open_clip_model(), "no classifier", labels=["a"])
 

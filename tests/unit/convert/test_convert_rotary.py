@@ -1,4 +1,4 @@
-"""Variants of the kinds in the contract tests, rotary positions and windows before all."""
+"""Variants of the architectures in the contract tests, mainly rotary positions and local windows."""
 
 import pytest
 import torch
@@ -39,14 +39,14 @@ def test_positions_move_in_training_as_those_of_the_original() -> None:
         converted, inputs = he.convert(model), images(32, 32)["pixel_values"]
         answers = []
         for one in (model.train(), converted.train()):
-            torch.manual_seed(3)  # both draw shift, jitter and rescale in this order
+            torch.manual_seed(3)  # both draw shift, jitter and rescale in the same order
             answer = one(inputs)
             answers.append(answer[0] if isinstance(answer, torch.Tensor) and answer.dim() == 3 else answer)
         expected = getattr(answers[0], "pooler_output", answers[0])
         assert torch.allclose(answers[1], expected, rtol=1e-4, atol=1e-5)
         still = converted.eval()(inputs)[0]
         assert (still - expected).abs().max() > 1e-3 * expected.abs().max()
-        with dropping(torch.Generator().manual_seed(0)):  # as MC Dropout does: not the training's augmentation
+        with dropping(torch.Generator().manual_seed(0)):  # as in MC Dropout: without the training's augmentation
             assert torch.equal(converted(inputs)[0], still)
 
 

@@ -1,4 +1,4 @@
-"""Models of sentence-transformers: pooled as they pool, with their tokenizer, and a fresh classifier."""
+"""sentence-transformers models are converted with their pooling, their tokenizer and a new classifier."""
 
 import shutil
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_a_cross_encoder_keeps_its_tokenizer_and_its_classes(folder: Path, tmp_p
     near(base.predict(pairs).probs, model.predict(pairs, convert_to_tensor=True, apply_softmax=True))
     model.activation_fn = nn.Softmax(dim=-1)
     near(he.convert(model).predict(pairs).probs, base.predict(pairs).probs)
-    model.activation_fn = nn.Sigmoid()  # several classes may be right
+    model.activation_fn = nn.Sigmoid()  # several classes may be correct
     refused(model, "Sigmoid")
 
 

@@ -1,4 +1,4 @@
-"""Variants of transformers models beyond the contract: bare encoders, dropout, labels, and what is refused."""
+"""Variants of transformers models beyond the contract tests: bare encoders, dropout, labels, and refusals."""
 
 from functools import partial
 from typing import Any
@@ -79,7 +79,7 @@ def test_vit_reads_its_pooler_for_features_only() -> None:
     for settings, word in (({"pooler_act": "sigmoid"}, "sigmoid"), ({"pooler_output_size": 16}, "width 16")):
         other = transformers_model("ViTModel", {**VISION, **settings})
         refused(other, word)
-        assert he.convert(other, num_labels=3).num_classes == 3  # the classifier of the family does not use it
+        assert he.convert(other, num_labels=3).num_classes == 3  # the family's classifier does not use it
 
 
 @torch.no_grad()
@@ -103,7 +103,7 @@ def test_what_a_family_may_lack_is_no_obstacle() -> None:
     ],
 )
 def test_dropout_is_where_the_library_has_it(family: str, expected: dict[str, Any]) -> None:
-    changes = {"classifier_dropout": None} if family == "roberta" else {}  # it falls back to the hidden one
+    changes = {"classifier_dropout": None} if family == "roberta" else {}  # falls back to the hidden dropout
     config = he.convert(build(family, **changes)).config
     found = {
         "stem": config.stem.dropout,
@@ -128,9 +128,9 @@ def test_labels_are_taken_when_they_are_names() -> None:
     model.config.id2label = ["crane", None, "dog", "fish", "ant"]
     assert he.convert(model).metadata.labels == ("crane", "(1)", "dog", "fish", "ant")
     for odd in ({name: at for at, name in enumerate(names)}, {2 * at: name for at, name in enumerate(names)}):
-        model.config.id2label = odd  # label2id by mistake, and numbers with gaps: which class is which, nobody knows
+        model.config.id2label = odd  # label2id by mistake, and ids with gaps: the order of classes is unknown
         assert he.convert(model).metadata.labels == ()
-    assert he.convert(model.base_model, num_labels=5).metadata.labels == ()  # a fresh classifier knows no names
+    assert he.convert(model.base_model, num_labels=5).metadata.labels == ()  # a new classifier has no names
 
 
 @pytest.mark.parametrize(

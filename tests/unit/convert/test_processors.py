@@ -1,4 +1,4 @@
-"""Preprocessing read off tokenizers and image processors gives what they give."""
+"""Preprocessing converted from tokenizers and image processors gives the same results as they do."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ def minilm() -> Any:
 
 
 def wordpiece(kind: str = "BertTokenizer", **settings: Any) -> Any:
-    """A small BERT (or DistilBERT) tokenizer: single letters, a few words and endings."""
+    """A small BERT (or DistilBERT) tokenizer: single letters, a few words and suffixes."""
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "film", "good", "##ing", "##ny", "the", "!", "'"]
     pieces += letters + [f"##{letter}" for letter in letters]
@@ -83,7 +83,7 @@ def test_tokens_equal_those_of_transformers(make: Any, segments: bool) -> None:
         assert found.segments is segments
         assert_same_encoding(found(TEXTS), tokenizer(TEXTS, **settings))
         assert_same_encoding(found(PAIRS), tokenizer(first, second, **settings))
-    assert not read_processor(tokenizer, replace(STEM, segments=0)).segments  # as of DistilBERT, which reads none
+    assert not read_processor(tokenizer, replace(STEM, segments=0)).segments  # as for DistilBERT, which takes none
 
 
 def test_length_is_bounded_by_the_position_embedding() -> None:
@@ -99,7 +99,7 @@ def test_settings_of_an_earlier_call_do_not_stay() -> None:
 
 
 def test_open_clips_wrapper_of_a_tokenizer_is_read(tmp_path: Path) -> None:
-    """open_clip cleans texts and pads all to one length, which SigLIP's towers were trained with; there is no mask."""
+    """open_clip cleans texts and pads all to one length, as in SigLIP's training; it gives no mask."""
     from open_clip.tokenizer import HFTokenizer
 
     wordpiece().save_pretrained(tmp_path)
@@ -107,7 +107,7 @@ def test_open_clips_wrapper_of_a_tokenizer_is_read(tmp_path: Path) -> None:
         wrapper = HFTokenizer(str(tmp_path), context_length=16, clean=clean)
         found = read_processor(wrapper, STEM)
         assert_same_encoding(found(TEXTS), {"input_ids": wrapper(TEXTS)})
-        assert_same_encoding(found(TEXTS[1]), {"input_ids": wrapper(TEXTS[1])})  # one short text, padded all the same
+        assert_same_encoding(found(TEXTS[1]), {"input_ids": wrapper(TEXTS[1])})  # a short text is padded too
     with pytest.raises(ConversionError, match="strip_sep_token"):
         read_processor(HFTokenizer(str(tmp_path), context_length=16, strip_sep_token=True), STEM)
 
@@ -134,7 +134,7 @@ def test_tokenizers_that_cannot_be_reproduced_are_refused(tmp_path: Path) -> Non
 
 
 def pictures() -> list[Image.Image]:
-    """Noise of several sizes, taller and wider than any target, and smaller; one without colour."""
+    """Noise of several sizes, larger than any target in each direction, and smaller; one in grayscale."""
     generator = np.random.default_rng(0)
     sizes = [(90, 131), (131, 90), (70, 70), (33, 47), (64, 200)]
     noise = [generator.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
@@ -156,7 +156,7 @@ PROCESSORS = {
 
 
 def difference(name: str, suffix: str) -> Tensor:
-    """Distance to the pixels of a transformers processor, in steps of an 8-bit pixel."""
+    """Absolute differences from a transformers processor, in steps of an 8-bit pixel."""
     kind, settings = PROCESSORS[name]
     processor = getattr(transformers, f"{kind}{suffix}")(**settings)
     found = read_processor(processor, PATCHES)
@@ -168,7 +168,7 @@ def difference(name: str, suffix: str) -> Tensor:
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_pixels_equal_those_of_transformers(name: str) -> None:
-    """The default processors resize tensors, not PIL images: on noise that differs by a few steps."""
+    """The default processors resize tensors, not PIL images: on noise, pixels differ by a few steps."""
     assert difference(name, "Pil").max() < 1e-3
     if name != "nearest":
         apart = difference(name, "")
@@ -193,7 +193,7 @@ def test_pixels_equal_those_of_torchvision() -> None:
     from torchvision.transforms import InterpolationMode, v2
     from torchvision.transforms._presets import ImageClassification
 
-    # torchvision rounds the corner of an odd crop to the even pixel, others down; at 62 they agree
+    # torchvision rounds the corner of an odd crop to the even pixel, others round down; at 62 they agree
     preset = ImageClassification(crop_size=56, resize_size=62, interpolation=InterpolationMode.BICUBIC)
     found = read_processor(preset, PATCHES)
     for picture in pictures():
@@ -240,7 +240,7 @@ def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
     for processor, token in [
         (TextPreprocessing(max_length=5), "image"),
         (wordpiece(), "image"),
-        (transforms.Compose([resize, tensor]), "Compose is not read"),  # images of different sizes
+        (transforms.Compose([resize, tensor]), "Compose is not read"),  # would give images of different sizes
         (transforms.Compose([crop, tensor]), "Compose is not read"),
         (transforms.Compose([resize, crop, transforms.RandomHorizontalFlip(), tensor]), "Compose is not read"),
         (transforms.Compose([transforms.Resize(64, max_size=90), crop, tensor]), "Compose is not read"),
@@ -255,7 +255,7 @@ def test_image_processors_that_cannot_be_reproduced_are_refused() -> None:
 
 
 def test_processors_that_do_other_than_their_settings_say_are_refused() -> None:
-    """They are tried: what a class has rules of its own for cannot be read off its settings."""
+    """They are run on samples: the settings do not show a class's own rules."""
 
     class Inverting(transformers.ViTImageProcessor):  # type: ignore[misc]
         def __call__(self, images: Any, **settings: Any) -> Any:

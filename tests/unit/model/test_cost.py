@@ -12,7 +12,7 @@ from hydra_ensembles.model.cost import measure_costs
 
 
 class Clock:
-    """A clock that stands still but for the work of the models."""
+    """A clock that advances only when a model runs."""
 
     now = 0.0
 
@@ -20,7 +20,7 @@ class Clock:
         return self.now
 
     def model(self, *milliseconds: float):
-        """A model whose runs take this long, one after another."""
+        """A model whose successive runs take these times."""
         runs = iter(milliseconds)
 
         def work(inputs: object) -> None:
@@ -56,7 +56,7 @@ def test_an_ensemble_brings_its_counts_and_keeps_its_mode():
     plain = nn.Flatten()
     costs = measure_costs({"ensemble": ensemble, "flat": plain}, torch.zeros(2, 3, 8, 8), repeats=1)
     description = ensemble.describe()
-    assert "multiply-adds  9.5e-06 G" in str(description)  # not 0.00
+    assert "multiply-adds  9.5e-06 G" in str(description)  # small values are not shown as 0.00
     assert (costs[0].parameters, costs[0].multiply_adds) == (description.parameters, description.multiply_adds)
     assert (costs[1].parameters, costs[1].multiply_adds) == (0, None)
     assert all(module.training for module in ensemble.modules())

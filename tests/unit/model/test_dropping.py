@@ -1,4 +1,4 @@
-"""Threads: any number of them ask one model in training mode, and every answer is that of evaluation mode."""
+"""Many threads may query one model in training mode; each gets the answers of eval mode."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +13,7 @@ from random_ensembles import random_batches, random_ensemble
 
 
 def dropping_model(shape: str = "text-post-norm") -> he.Ensemble:
-    """Two members that drop half of everything, wherever something can be dropped."""
+    """Two members with a rate of 0.5 for every kind of dropout."""
     plain = random_ensemble(shape, dtype=torch.float32)
     rates = dict.fromkeys(("attention_dropout", "projection_dropout", "activation_dropout", "output_dropout"), 0.5)
     encoder = replace(plain.config.encoder, drop_path=(0.0, 0.5, 0.5), **rates)
@@ -28,7 +28,7 @@ def dropping_model(shape: str = "text-post-norm") -> he.Ensemble:
 def test_threads_get_the_answers_of_evaluation_mode_and_no_flag_changes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "ASKED", 4)  # by each of eight; the attack asks more often
+    monkeypatch.setattr(threads, "ASKED", 4)  # per thread, of eight; the attack suite asks more often
     assert threads.check((name, "training", 0)) == "same"
 
 
@@ -50,7 +50,7 @@ def test_what_one_thread_is_told_holds_there_alone_and_ends_with_an_error() -> N
     model = dropping_model()
     batch, _ = random_batches(model, (5,))[0]
     expected = model.predict(batch).member_logits
-    for run in (model.train(), model.optimize(plans=["batched"])):  # everything that drops in training, drops not here
+    for run in (model.train(), model.optimize(plans=["batched"])):  # predict drops nothing, even in training mode
         assert torch.allclose(run.predict(batch).member_logits, expected, rtol=1e-4, atol=1e-5)
     with dropping(False), ThreadPoolExecutor(1) as pool:
         assert torch.allclose(model(batch), expected)
@@ -61,7 +61,7 @@ def test_what_one_thread_is_told_holds_there_alone_and_ends_with_an_error() -> N
 
 
 def test_blocks_that_drop_are_compiled_for_any_batch_size() -> None:
-    """Drawn with a generator, even None, torch.rand is of one shape only."""
+    """With a generator argument, even None, a compiled torch.rand is fixed to one shape."""
     block = dropping_model().train().encoder.layers[-1]
     compiled = torch.compile(block._drop, backend="eager", dynamic=True)
     for count in (6, 9):

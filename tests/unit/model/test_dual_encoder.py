@@ -1,4 +1,4 @@
-"""Dual encoders: features, logits and gradients equal the originals'; members, and two encoders put together."""
+"""Dual encoders: features, logits and gradients equal the originals'; members, and duals made of two encoders."""
 
 import copy
 from functools import cache
@@ -35,7 +35,7 @@ TRANSFORMERS, OPEN_CLIP = BY_NAME["transformers-quickgelu"], BY_NAME["open_clip-
 
 @cache
 def three(case: DualCase) -> list[DualEncoder]:
-    """Three models that differ everywhere, scales included; not to be changed by a test."""
+    """Three models with different values in every parameter, scales included; tests must not modify them."""
     return [he.convert(perturbed(case.build(), seed)) for seed in (11, 12, 13)]
 
 
@@ -83,7 +83,7 @@ def test_gradients_equal_the_originals(case: DualCase) -> None:
     dual = he.convert(model)
     case.logits(model, pixels, texts).square().sum().backward()
     dual(pixels, texts).square().sum().backward()
-    holder = copy.deepcopy(model)  # its parameters are the gradients: converting lays them out as ours
+    holder = copy.deepcopy(model)  # holds gradients as parameters: converting it rearranges them like weights
     for mine, theirs in zip(holder.parameters(), model.parameters(), strict=True):
         mine.data = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad.clone()
     expected = dict(he.convert(holder, probe=False).named_parameters())
@@ -91,7 +91,7 @@ def test_gradients_equal_the_originals(case: DualCase) -> None:
     for name, parameter in dual.named_parameters():
         assert parameter.grad is not None, name
         if "position" in name and "sincos" in case.name:
-            continue  # the original does not train this one
+            continue  # frozen in the original
         assert (parameter.grad - expected[name]).abs().max() <= 1e-4 * scale, name
 
 
@@ -100,7 +100,7 @@ def test_gradients_equal_the_originals(case: DualCase) -> None:
 def test_it_compiles_and_exports_without_a_graph_break() -> None:
     model = TRANSFORMERS.build()
     dual, batch = he.convert(model), {"pixel_values": TRANSFORMERS.pixels(), **TRANSFORMERS.texts()}
-    expected = model(**batch).logits_per_image  # one mapping with both inputs serves both towers
+    expected = model(**batch).logits_per_image  # both towers may get the same mapping with both inputs
     compiled = torch.compile(dual, backend="eager", fullgraph=True)
     assert relative_error(compiled(batch, batch)[0], expected) < 1e-5
     exported = torch.export.export(dual, (batch, batch)).module()

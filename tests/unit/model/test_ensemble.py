@@ -1,4 +1,4 @@
-"""An ensemble's edges: settings and inputs that it cannot take, metadata that change without its weights."""
+"""An ensemble at its limits: settings and inputs it refuses, and metadata that no longer fit its weights."""
 
 import copy
 import dataclasses
@@ -106,7 +106,7 @@ def test_a_saved_model_is_loaded_and_called_with_pictures(tmp_path: Path) -> Non
         tmp_path / "clip"
     )
     picture, loaded = Image.fromarray(np.arange(300, dtype=np.uint8).reshape(10, 10, 3)), he.load(tmp_path / "vit")
-    column = np.empty(2, dtype=object)  # a list of pictures, too
+    column = np.empty(2, dtype=object)  # arrays of pictures are accepted like lists
     column[:] = [picture, picture.rotate(90)]
     assert torch.equal(loaded.predict(column).probs, loaded.predict(list(column)).probs)
     with torch.no_grad():
@@ -148,7 +148,7 @@ def test_a_member_and_a_model_from_tensors_are_copies() -> None:
         model.member(1)
 
 
-# --- weights that are not those that were measured --------------------------------------------------------------
+# --- weights that differ from those that were calibrated -----------------------------------------------------------
 
 
 def measured(seed: int = 0) -> he.Ensemble:
@@ -178,8 +178,8 @@ def skeleton(one: he.Ensemble) -> he.Ensemble:
 @pytest.mark.parametrize(
     ("target", "assign"),
     [
-        (lambda one: one, False),  # a run that goes on
-        (lambda one: he.Ensemble(one.config, one.metadata), False),  # built anew, of which nothing was measured
+        (lambda one: one, False),  # a resumed run
+        (lambda one: he.Ensemble(one.config, one.metadata), False),  # newly built, its own weights never measured
         (skeleton, True),
         (lambda one: one.with_metadata(labels=("a", "b", "c")).bfloat16(), False),
     ],
@@ -191,7 +191,7 @@ def test_weights_that_were_measured_stay_calibrated(target: Any, assign: bool) -
     with warnings.catch_warnings(action="error"):
         made.load_state_dict(state, assign=assign)
     assert made.metadata.calibration == before
-    with pytest.warns(he.HydraWarning, match="calibrate again"):  # and from now on they are what was measured
+    with pytest.warns(he.HydraWarning, match="calibrate again"):  # the loaded weights are now the calibrated ones
         made.load_state_dict(measured(1).state_dict())
 
 
@@ -223,7 +223,7 @@ EDITS: dict[str, Callable[[Any], object]] = {
     "a layer cut": lambda one: delitem(one.encoder.layers, 1),
     "of a sibling": lambda one: scaled(one.with_metadata(labels=("a", "b", "c"))),
 }
-UNCOUNTED: dict[str, Callable[[Any], object]] = {  # seen where all weights are read
+UNCOUNTED: dict[str, Callable[[Any], object]] = {  # detected only where all weights are read
     "through data": through_data,
     "rows swapped": rows_swapped,
     "a fused step": partial(stepped, partial(torch.optim.SGD, fused=True)),
@@ -269,7 +269,7 @@ def test_weights_that_were_edited_are_not_calibrated(edit: str, use: str, tmp_pa
 
 
 def test_tensors_of_inference_mode_stay_calibrated_and_what_is_made_there_is_none() -> None:
-    """Edits of them are not counted; of what is made, they are."""
+    """Torch does not count edits of inference tensors; edits of the ensemble made from them are counted."""
     one, images = measured(), torch.randn(1, 3, 8, 8)
     with torch.inference_mode():
         assert one.double().predict(images).threshold == 0.5
@@ -329,7 +329,7 @@ def test_weights_that_are_spread_over_processes_answer_and_are_gathered(tmp_path
 
 
 def test_what_another_preprocessing_was_measured_with_is_dropped() -> None:
-    ours = measured().with_metadata(preprocessing=IMAGES)  # it was not known: nothing speaks against it
+    ours = measured().with_metadata(preprocessing=IMAGES)  # none was known before: no contradiction
     assert ours.metadata.calibration is not None
     assert ours.with_metadata(preprocessing=IMAGES, labels=("a", "b", "c")).metadata.calibration is not None
     with pytest.warns(he.HydraWarning, match="another preprocessing"):
@@ -368,12 +368,12 @@ def test_what_is_made_with_heads_masked_keeps_the_mask_and_no_calibration(made: 
     prediction = found.predict(IMAGES_24)
     assert (prediction.threshold, prediction.temperature) == (None, (1.0,))
     assert ours.predict(IMAGES_24).threshold == 0.5
-    with he.masked(plain, [(0, 0)]), warnings.catch_warnings(action="error"):  # the history alone says it
+    with he.masked(plain, [(0, 0)]), warnings.catch_warnings(action="error"):  # only the history records it
         assert f"{deed} with heads masked" in made(plain, tmp_path / "b").metadata.history
 
 
 def test_what_was_measured_with_other_members_is_refused() -> None:
-    """One member cannot decide by how members differ."""
+    """A score by the disagreement of members needs several members."""
     single, both, by_members = measured(), (measured(), measured(1)), Calibration((1.0,), 0.1, "mutual_information")
     known = he.fit_familiarity(single, [(IMAGES_24, torch.arange(24) % 3)], "knn").metadata.familiarity
     with pytest.raises(ConfigError, match="single member"):
@@ -399,13 +399,13 @@ def test_a_mean_of_many_tokens_neither_overflows_nor_loses_count(dtype: torch.dt
     few = torch.ones(1, 1, 257, 8, dtype=dtype)
     few[:, :, 0] = 3.0
     pooled = readout.pool(few, torch.ones(1, 257, dtype=torch.long))
-    assert torch.equal(pooled, few.double().mean(2).to(dtype))  # bfloat16 counts to 256, and adds up to 260
+    assert torch.equal(pooled, few.double().mean(2).to(dtype))  # bfloat16 counts only to 256 and rounds the sum to 260
 
 
 def test_training_a_calibrated_ensemble_by_hand_is_warned_of() -> None:
     ours, images = measured(), torch.randn(2, 3, 8, 8)
     with warnings.catch_warnings(action="error"):
-        ours(images)  # gradients in evaluation mode: attributions, Taylor scores
+        ours(images)  # gradients in eval mode, as for attributions and Taylor scores
         ours.train().predict(images)
     with pytest.warns(he.HydraWarning, match="calibrate it again"):
         ours(images)

@@ -1,4 +1,4 @@
-"""What a model is given: every way in reads the same inputs, and nothing that changes an answer is passed over."""
+"""Inputs of a model: every entry point reads them alike and ignores nothing that would change an answer."""
 
 import warnings
 from collections import UserDict
@@ -33,13 +33,13 @@ SEGMENTS = (torch.arange(7)[None] > 2).long() * MASK
 LABELS = torch.tensor([0, 1, 2, 3, 0, 1])
 BATCH = {"input_ids": IDS, "attention_mask": MASK, "token_type_ids": SEGMENTS}
 PIXELS = torch.randn(2, 3, 4, 6, generator=GENERATOR)
-SIZES = (4, 6), (8, 6), (8, 12)  # the model's, another, that of the preprocessing
+SIZES = (4, 6), (8, 6), (8, 12)  # the model's size, another, and the preprocessing's
 RECIPE = he.Recipe(learning_rate=0.1, epochs=1)
 
 
 @cache
 def model(shape: str = TEXT, members: int = 1) -> he.Ensemble:
-    """Made once, as its runners below are; no test changes them."""
+    """Cached, like its runners below; tests must not modify them."""
     single = random_ensemble(shape, dtype=torch.float32)
     return single if members == 1 else he.Ensemble.stack([single, random_ensemble(shape, dtype=torch.float32, seed=1)])
 
@@ -80,7 +80,7 @@ def test_predict_takes_mask_and_segments_where_forward_does(runner: Callable[[he
             torch.testing.assert_close(run.predict(IDS, *beside, **check).member_logits, expected)
     torch.testing.assert_close(run.predict(IDS, MASK).member_logits, run(IDS, MASK))
     torch.testing.assert_close(run.predict(inputs=IDS, attention_mask=MASK).member_logits, run(IDS, MASK))
-    for setting in (True, False):  # where check_finite once stood
+    for setting in (True, False):  # formerly the position of check_finite
         with pytest.raises(DataError, match="check_finite=False"):
             run.predict(IDS, setting)
     for given in ((IDS, MASK[:, :1]), (IDS[:1, :1], torch.tensor([1]))):
@@ -142,7 +142,7 @@ def test_every_form_gives_the_same_answer_everywhere(form: str) -> None:
         given = passed if "keywords" in way else UserDict(batch)
         torch.testing.assert_close(run(one, given), run(one, BATCH), rtol=1e-4, atol=1e-5, msg=way)
     without = one({"input_ids": IDS})
-    assert not torch.allclose(one(batch), without, atol=1e-3)  # mask and segments count
+    assert not torch.allclose(one(batch), without, atol=1e-3)  # mask and segments have an effect
 
 
 @pytest.mark.parametrize("work", LONG_WORK)
@@ -162,7 +162,7 @@ def test_the_keywords_of_a_tokenizer_and_of_an_image_processor() -> None:
     text, image = model(members=2), model(IMAGE, members=2)
     assert torch.equal(text(**BATCH), text(IDS, MASK, SEGMENTS))
     assert torch.equal(image(pixel_values=PIXELS, labels=None), image(PIXELS))
-    fast = image.optimize(plans=["batched"])  # which plan is faster depends on the clock
+    fast = image.optimize(plans=["batched"])  # a fixed plan: the choice would depend on the clock
     assert torch.equal(fast(pixel_values=PIXELS), fast(PIXELS))
     for arguments in ({"pixel_value": PIXELS}, {}, {"input_ids": IDS, "output_attentions": True}):
         with pytest.raises(DataError, match="pixel_values"):
@@ -194,7 +194,7 @@ def test_a_mapping_with_the_inputs_of_both_towers_serves_both() -> None:
         image(both)
 
 
-# --- refused: with words of help, or by further ways; `attack/bad_inputs.py` has more of both ----------------------
+# --- refused with advice, or by further entry points; `attack/bad_inputs.py` has more of both ----------------------
 
 
 ADDED = torch.zeros(6, 7).masked_fill(MASK == 0, -torch.inf)
@@ -259,7 +259,7 @@ def test_padding_where_the_first_token_is_read_is_warned_of(way: str) -> None:
 
 @pytest.mark.parametrize("masks", [True, False, None])
 def test_padding_without_a_mask_is_warned_of_where_the_tokenizer_gives_one_or_positions_count_from_it(masks) -> None:
-    """None: a RoBERTa that was converted without its tokenizer."""
+    """None: a RoBERTa converted without its tokenizer."""
     known = he.TextPreprocessing(tokenizer="{}", max_length=7, pad_id=1, attention_mask=bool(masks))
     one, padded = model().with_metadata(preprocessing=None if masks is None else known), IDS * MASK + (1 - MASK)
     assert one.config.stem.positions_after == 1
@@ -269,7 +269,7 @@ def test_padding_without_a_mask_is_warned_of_where_the_tokenizer_gives_one_or_po
 
 
 def test_two_texts_in_a_tuple_are_said_to_be_a_pair() -> None:
-    """A DataLoader gives texts as tuples: of two of them, there was one answer."""
+    """A DataLoader gives texts as tuples; two of them once got a single answer."""
     one, two = served("text"), ("hello wörld", "hello")
     with pytest.warns(HydraWarning, match="one pair"):
         pair = one.predict(two)
@@ -292,12 +292,12 @@ def prepared(mean: float, std: float = 0.5) -> he.ImagePreprocessing:
         (prepared(0.5), pixels(0, 255, 4, 6), "normalised"),
         (None, pixels(0, 255, 4, 6), "normalised"),
         (prepared(0.5), pixels(0, 255, 4, 6).round() / 255, "normalised"),
-        (prepared(0.5), pixels(128, 255, 4, 6).round() / 255 * 2 - 1, None),  # of a bright picture
+        (prepared(0.5), pixels(128, 255, 4, 6).round() / 255 * 2 - 1, None),  # a bright picture, normalised
         (None, pixels(0, 255, 4, 6).round() / 255, None),
         (prepared(0.0, 1.0), pixels(0, 255, 4, 6).round() / 255, None),
-        (prepared(0.5), pixels(0, 1, 4, 6), "normalised"),  # no values of 8 bits, but all there are between
-        (prepared(0.5), pixels(0.2, 1, 4, 6), None),  # as of a bright picture that was resized
-        (prepared(0.5), pixels(0.2, 1, 4, 6).repeat(4, 1, 1, 1), "normalised"),  # of eight pictures
+        (prepared(0.5), pixels(0, 1, 4, 6), "normalised"),  # not 8-bit values, but the full range of [0, 1]
+        (prepared(0.5), pixels(0.2, 1, 4, 6), None),  # possible for a bright, resized picture
+        (prepared(0.5), pixels(0.2, 1, 4, 6).repeat(4, 1, 1, 1), "normalised"),  # eight such pictures are unlikely
         (prepared(0.0, 1.0), pixels(0, 1, 4, 6), None),
         (None, pixels(-60, 60, 4, 6), None),
     ],
@@ -324,7 +324,7 @@ def test_the_default_device_of_torch_changes_no_answer_and_batches_are_not_read_
     one = model(IMAGE, 2).with_metadata(preprocessing=prepared(0.5), calibration=calibration)
     picture, original = Image.new("RGB", (12, 8)), timm.create_model("test_vit", num_classes=3).eval()
     expected, images = one.predict([picture]).probs, torch.randn(1, 3, 160, 160)
-    with torch.device("meta"):  # as a GPU would, it lies apart from what is made on the CPU
+    with torch.device("meta"):  # stands for a GPU: tensors made on the CPU are elsewhere
         one.save_pretrained(tmp_path)
         assert torch.equal(he.load(tmp_path).predict([picture])[[0]].probs, expected)
         assert he.convert(original).predict(images).probs.device.type == "cpu"
@@ -346,7 +346,7 @@ def test_lists_of_names_and_numpys_integers_are_taken() -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_data_are_checked_before_they_leave_the_cpu_and_not_read_back() -> None:
-    one = model.__wrapped__(members=2).cuda()  # another than that of all tests
+    one = model.__wrapped__(members=2).cuda()  # not the cached one
     for wrong in ({"input_ids": IDS + 9}, {"attention_mask": ADDED}, {"token_type_ids": SEGMENTS + 1}):
         with pytest.raises(DataError):
             one.predict({**BATCH, **wrong})

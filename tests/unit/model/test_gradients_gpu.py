@@ -1,4 +1,4 @@
-"""Logits and gradients of every kind of ensemble on a GPU, against float32 and plain attention."""
+"""Logits and gradients of every kind of ensemble on a GPU, compared with plain attention in float32."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -83,7 +83,7 @@ def trained(
 
 
 def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor], least: float) -> None:
-    """By the angle between gradients; where there is none to speak of, such as that of a key's bias, by their size."""
+    """Compare gradients by angle; negligible ones, such as a key bias's, by size."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         angle = torch.nn.functional.cosine_similarity(found[name].double().flatten(), tensor.double().flatten(), 0)

@@ -1,4 +1,4 @@
-"""Windows of local layers, held against their definition, and what else rotary models do; contract tests turn them."""
+"""Local attention windows against their definition, and behaviour of rotary models beyond the contract tests."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The watch over weights: where it begins and ends, and hooks; tests of ensembles show what is an edit, and of what."""
+"""Detection of edited weights: when it starts and ends, and hooks; test_ensemble.py shows what counts as an edit."""
 
 import copy
 import threading
@@ -46,7 +46,7 @@ DEEDS: list[tuple[str, Any]] = [
 def test_what_is_made_of_weights_alone_tells_of_hooks_and_refuses_other_weights(
     deed: str, make: Any, tmp_path: Path
 ) -> None:
-    """It runs no hook, and it has no place for weights that are computed (parametrised, or pruned by torch)."""
+    """The result runs no hooks and cannot store computed weights (parametrized, or pruned by torch)."""
     hooked, computed = random_ensemble(), random_ensemble()
     hooked.encoder.layers[1].register_forward_hook(lambda module, given, found: found * 2)
     with pytest.warns(HydraWarning, match=rf"encoder\.layers\.1 has the forward hook .*lambda.* {deed} does not"):
@@ -55,7 +55,7 @@ def test_what_is_made_of_weights_alone_tells_of_hooks_and_refuses_other_weights(
     if deed not in ("calibrated", "fitted"):
         with pytest.raises(ConfigError, match=r"readout\.classifier.*remove_parametrizations"):
             make(computed, tmp_path)
-    assert computed.lasting("exported") is computed  # files for other runtimes are traced
+    assert computed.lasting("exported") is computed  # exported files trace the model, so computed weights are fine
     with pytest.raises(ConfigError, match=r"readout\.classifier.*shape none expected, got \[1, 1, 1\]"):
         he.Ensemble.from_state(random_ensemble().config, computed.state_dict())
 

@@ -1,4 +1,4 @@
-"""Zero-shot ensembles: the originals' logits, members, all that ensembles can do, and other classes by kept towers."""
+"""Zero-shot ensembles: the originals' logits, members, all that ensembles can do, and new classes by text towers."""
 
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from zero_shot_models import NAMES, OTHER_NAMES, TEMPLATES, dual_of, relative_er
 
 CASES = {case.name: case for case in DUAL_CASES}
 OPEN_CLIP = CASES["open_clip-nonscalar"]  # with a logit bias
-VARIED = (  # what towers answer is compared for all of them
+VARIED = (  # test_dual_encoder.py compares the towers of all cases
     "transformers-quickgelu",
     "transformers-padded-with-end",
     "open_clip-nonscalar",
@@ -34,13 +34,13 @@ PRUNED = ([(0, 1, "image"), (1, 2, "text")], [(1, 0, "text")], [(0, 3, "image"),
 
 @cache
 def one_dual(case: DualCase = OPEN_CLIP) -> he.DualEncoder:
-    """Made once, as the next ones are; no test changes them."""
+    """Cached, like the next ones; tests must not modify them."""
     return dual_of(case)
 
 
 @cache
 def three() -> list[he.DualEncoder]:
-    """Three dual encoders that differ everywhere, scales included."""
+    """Three dual encoders with different values in every parameter, scales included."""
     return [dual_of(OPEN_CLIP, perturbed(OPEN_CLIP.build(), seed)) for seed in (11, 12, 13)]
 
 
@@ -57,7 +57,7 @@ def test_logits_are_the_originals_also_after_loading(case: DualCase, tmp_path: P
     loaded = he.Ensemble.from_pretrained(tmp_path)
     assert torch.equal(loaded(pixels), ensemble(pixels))
     assert loaded.metadata == ensemble.metadata
-    # several templates: embeddings of length one, averaged, and of length one again
+    # several templates: embeddings are normalised, averaged, and normalised again
     texts = [tokenizer([one.replace("{label}", name) for name in NAMES]) for one in TEMPLATES]
     embedded = torch.stack([normalize(case.text_features(model, one), dim=-1) for one in texts])
     cosines = normalize(case.image_features(model, pixels), dim=-1) @ normalize(embedded.mean(0), dim=-1).T
@@ -117,13 +117,13 @@ def test_it_is_pruned_fused_optimised_saved_and_asked_with_pictures(tmp_path: Pa
     ensemble, pixels = he.zero_shot(one_dual(), NAMES), OPEN_CLIP.pixels()
     members = [he.prune(ensemble, heads) for heads in ([(0, 1)], [(1, 2)], [(0, 3), (1, 0)])]
     fused = he.fuse(members)
-    assert fused.metadata.text_side.settings.members == 1  # the same for all, so it is kept once
+    assert fused.metadata.text_side.settings.members == 1  # equal for all members, so stored once
     with torch.no_grad():
         expected = torch.cat([member(pixels) for member in members])
         assert relative_error(fused(pixels), expected) < 1e-5
         fast = fused.optimize(plans=["loop"])
         assert relative_error(fast(pixels), expected) < 1e-5
-        assert fast.module("loop").metadata is fused.metadata  # its text towers are not copied
+        assert fast.module("loop").metadata is fused.metadata  # text towers are not copied
     fused.save_pretrained(tmp_path)
     picture = Image.new("RGB", (40, 30), (200, 30, 90))
     assert he.Ensemble.from_pretrained(tmp_path).predict([picture]).names()[0] in NAMES
@@ -136,7 +136,7 @@ def test_it_runs_and_is_re_targeted_in_bfloat16() -> None:
     expected = ensemble(pixels)
     half = ensemble.to(torch.bfloat16)
     assert relative_error(half(pixels.bfloat16()).float(), expected) < 0.05
-    assert he.retarget(half, NAMES).dtype == torch.bfloat16  # by text towers that are still in float32
+    assert he.retarget(half, NAMES).dtype == torch.bfloat16  # the text towers are still float32
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_it_runs_and_is_re_targeted_in_bfloat16() -> None:
         (["cat", "dog", "cat"], "{label}", "twice"),
         (["cat", " "], "{label}", r"class_names\[1\]"),
         (NAMES, ["a photo"], r"templates\[0\]"),
-        (NAMES, ["{label}", "{}"], "twice"),  # they are the same
+        (NAMES, ["{label}", "{}"], "twice"),  # both are the same template
         (["cat", "green okapi", "dog", "green quokka"], "{label}", "green okapi.*green quokka"),  # unknown words
     ],
 )
@@ -169,7 +169,7 @@ def test_a_tokenizer_and_text_towers_are_needed(tmp_path: Path) -> None:
 
 
 def hydra(case: DualCase) -> he.DualEncoder:
-    """Three members that lost heads of both towers, fused."""
+    """Three members with heads of both towers pruned, fused."""
     dual = one_dual(case)
     return he.fuse([he.prune(dual, heads) for heads in PRUNED])
 
