@@ -1,4 +1,4 @@
-"""What tests of the server share."""
+"""Fixtures shared by tests of the server."""
 
 import pytest
 
@@ -7,7 +7,7 @@ import hydra_ensembles.serve.telemetry as telemetry
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The lines that the server writes down, as they come."""
+    """The lines of the server's log, collected as they are written."""
     lines = list[str]()
     monkeypatch.setattr(telemetry.LOGGER, "isEnabledFor", lambda level: True)
     monkeypatch.setattr(telemetry.LOGGER, "log", lambda level, line: lines.append(line))

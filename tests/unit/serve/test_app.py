@@ -1,4 +1,4 @@
-"""Every route of the server: right answers, clear refusals, nothing told that is private."""
+"""Every route of the server: right answers, clear refusals, and no leak of private data."""
 
 import base64
 import copy
@@ -40,7 +40,7 @@ def encoded(content: bytes) -> str:
     "options",
     [
         {"files": [("file", ("a.png", picture(0))), ("file", ("b.png", picture(1)))]},
-        {  # as requests writes names that are not ASCII by urllib3 before 2.0
+        {  # non-ASCII file names as sent by requests with urllib3 before 2.0
             "content": b"".join(
                 b"--q\r\nContent-Disposition: form-data; name=\"image\"; filename*=utf-8''%%C3%%A9.png\r\n\r\n%b\r\n"
                 % one
@@ -75,7 +75,7 @@ def test_images_in_every_way(options: dict[str, Any]) -> None:
         assert [member["label"] for member in found["members"]] == [
             one.class_names[label] for label in one.member_probs.argmax(dim=-1)[:, 0].tolist()
         ]
-        alone = one.member_logits.log_softmax(dim=-1) / one.temperature[0]  # sharpened as the mean is
+        alone = one.member_logits.log_softmax(dim=-1) / one.temperature[0]  # sharpened like the mean
         assert [member["probability"] for member in found["members"]] == pytest.approx(
             alone.softmax(dim=-1).amax(dim=-1)[:, 0].tolist(), abs=2e-4
         )
@@ -83,7 +83,7 @@ def test_images_in_every_way(options: dict[str, Any]) -> None:
 
 
 def test_whoever_sent_an_input_is_told_what_was_done_with_it() -> None:
-    """A text that is cut, a photograph on its side: the log of a server is not read by them."""
+    """Clients learn of a truncated text or a rotated photograph in the answer: they cannot read the server's log."""
     answer = post("text", json={"texts": ["hello", "wörld " * 30]})
     short, cut = answer.json()["predictions"]
     assert "notes" not in short
@@ -97,7 +97,7 @@ def test_whoever_sent_an_input_is_told_what_was_done_with_it() -> None:
     stereo = encode(first, "MPO", save_all=True, append_images=[second], quality=100)
     several, one_scene = post("image", files=[("a", pages), ("b", stereo)]).json()["predictions"]
     assert "first" in several["notes"][0]
-    assert several["confidence"] == pytest.approx(upright["confidence"])  # which rows run together is the queue's
+    assert several["confidence"] == pytest.approx(upright["confidence"])  # batching is up to the queue
     assert "notes" not in one_scene
     answer = post("image", f"{MODEL}/infer", json=pixels([0.0, 255.0] * 192))
     assert "sample 1: images have values from 0 to 255" in answer.json()["parameters"]["notes"]
@@ -124,7 +124,7 @@ def test_an_image_as_it_is_and_its_nearest_class() -> None:
         ({"json": {"text": ["hello", "wörld"]}}, [("hello", "wörld")]),
         ({"data": {"text": ["hello", "wörld"], "texts": "hello wörld"}}, ["hello", "wörld", "hello wörld"]),
         ({"content": "wörld".encode(), "headers": typed('text/plain; charset="UTF-8"')}, ["wörld"]),
-        ({"content": "\ufeffwörld".encode(), "headers": typed("text/plain")}, ["wörld"]),  # the mark of UTF-8
+        ({"content": "\ufeffwörld".encode(), "headers": typed("text/plain")}, ["wörld"]),  # UTF-8 byte order mark
         ({"content": "text=hello+wörld&text=%77%C3%B6rld".encode(), "headers": FORM}, ["hello wörld", "wörld"]),
         ({"files": [("text", (None, "hello wörld")), ("texts", (None, "hello"))]}, ["hello wörld", "hello"]),
     ],
@@ -179,7 +179,7 @@ BROKEN = {
 
 
 def test_broken_requests_are_refused_in_words_and_the_next_one_is_answered() -> None:
-    async def chunks() -> Any:  # a body whose length is not told beforehand is cut off
+    async def chunks() -> Any:  # a body without Content-Length is cut off
         for _ in range(30):
             yield bytes(10_000)
 
@@ -190,7 +190,7 @@ def test_broken_requests_are_refused_in_words_and_the_next_one_is_answered() -> 
             assert (name, answer.status_code) == (name, status), answer.text
             said = answer.json()["error"]
             assert any(part in said for part in token.split("|")), (name, said)
-            assert "/" not in re.sub(r"image/\*|\w+/(x-|json|form|plain)", "", said), name  # no path is told
+            assert "/" not in re.sub(r"image/\*|\w+/(x-|json|form|plain)", "", said), name  # paths stay private
         assert (await client.post("/v1/predict", files={"file": picture()})).status_code == 200
 
     talk(make_app(served("image"), settings(max_body=0.2)), conversation)
@@ -200,7 +200,7 @@ def test_logits_that_are_no_numbers_are_the_fault_of_whoever_caused_them() -> No
     assert post("image", f"{MODEL}/infer", json=pixels([3e38, -3e38] * 96)).status_code == 400
     steep = copy.deepcopy(served("image"))
     with torch.no_grad():
-        steep.readout.classifier.weight.mul_(3e4 / steep.readout.classifier.weight.abs().max())  # float16 ends at 65504
+        steep.readout.classifier.weight.mul_(3e4 / steep.readout.classifier.weight.abs().max())  # float16 max: 65504
     for precision, status in (("float32", 200), ("float16", 500)):
         answer = ask(steep, "POST", f"{MODEL}/infer", settings(precision=precision), json=pixels([1.0, -1.0] * 96))
         assert answer.status_code == status
@@ -221,7 +221,7 @@ def test_damaged_bytes_are_refused_or_read_and_never_a_mistake_of_ours() -> None
     formats = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
     whole = json.dumps({"images": [encoded(picture())]}).encode()
     asked = json.dumps({**pixels([0.5] * 192), "outputs": [{"name": "probs"}]}).encode()
-    requests = []  # seventy images, and after every fifth both kinds of JSON
+    requests = []  # seventy images, and both kinds of JSON after every fifth
     for turn in range(70):
         requests.append(("/v1/predict", picture(turn, format=formats[turn % 7]), typed("image/png")))
         requests += [("/v1/predict", whole, JSON), (f"{MODEL}/infer", asked, JSON)] if turn % 5 == 0 else []
@@ -281,7 +281,7 @@ def test_settings_are_checked_and_the_key_is_not_shown() -> None:
     assert "correct horse" not in repr(ServeSettings(api_key="correct horse"))
 
 
-# --- what is told ----------------------------------------------------------------------------------------------------
+# --- what the server reports -----------------------------------------------------------------------------------------
 
 
 def test_metrics_count_outcomes_scores_batches_and_refusals() -> None:
@@ -317,7 +317,7 @@ def test_bins_hold_equal_shares_of_the_held_out_scores_and_end_at_the_threshold(
     bins = {name: edges for name, _, edges in telemetry._score_bins(service)}
     calibration = served("image").metadata.calibration
     shares = np.searchsorted(calibration.reference.values, bins["score"][:-1], side="right") / 80
-    assert {step / telemetry.BINS for step in range(1, telemetry.BINS + 1)} < set(shares)  # and one at the threshold
+    assert {step / telemetry.BINS for step in range(1, telemetry.BINS + 1)} < set(shares)  # plus the threshold
     assert calibration.threshold in bins["score"]
     bare = {name: edges for name, _, edges in telemetry._score_bins(Service(served("image, bare"), settings()))}
     assert bare["score"][0] < 0 < bare["score"][-2]
@@ -356,5 +356,5 @@ def test_what_a_server_says_of_itself() -> None:
     page = answers["/"]
     assert (page.status_code, "default-src 'none'" in page.headers["Content-Security-Policy"]) == (200, True)
     assert not any(word in page.headers["Content-Security-Policy"] for word in ("unsafe", "http"))
-    for path, status in (("/nowhere", 404), ("/v1/predict", 405), ("/v1/model/", 404)):  # refused alike
+    for path, status in (("/nowhere", 404), ("/v1/predict", 405), ("/v1/model/", 404)):  # all errors as JSON
         assert (answers[path].status_code, answers[path].json().keys()) == (status, {"error"})

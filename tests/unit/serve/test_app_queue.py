@@ -1,4 +1,4 @@
-"""One deadline and one queue for all requests: what is given up, turned away, or answered together."""
+"""One deadline and one queue for all requests: which are given up, refused, or answered together."""
 
 import asyncio
 import base64
@@ -22,7 +22,7 @@ from serving import JSON, LIMIT, MODEL, opened, picture, pixels, settings, talk
 
 
 class Held:
-    """Model threads that wait inside their first batch until they are let go."""
+    """Model threads that block inside their first batch until `gate` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.gate, self.batches = threading.Event(), threading.Event(), []
@@ -56,18 +56,18 @@ class Held:
             assert self._changed.wait_for(lambda: self._submitted >= rows, LIMIT)
 
     async def taken(self, rows: int) -> None:
-        """Until so many rows are in the queue, or run."""
+        """Wait until this many rows were submitted."""
         await asyncio.to_thread(self._wait_for, rows)
 
     async def first(self, client: httpx.AsyncClient) -> asyncio.Task[httpx.Response]:
-        """A request whose row the model has in its hands."""
+        """Send a request and wait until the model runs its row."""
         asked = asyncio.create_task(client.post("/v1/predict", files={"file": picture()}))
         assert await asyncio.to_thread(self.entered.wait, LIMIT)
         return asked
 
 
 def test_a_request_is_given_up_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadlines come when the rows are where they should be: no clock decides who is first."""
+    """Deadlines are triggered once the rows are in place, so the clock decides nothing."""
     held, deadlines, timeout = Held(monkeypatch), list[tuple[float | None, asyncio.Timeout]](), asyncio.timeout
 
     def awaited(seconds: float | None) -> asyncio.Timeout:
@@ -96,7 +96,7 @@ def test_a_request_is_given_up_at_its_deadline(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("hydra_ensembles.serve.app.asyncio.timeout", awaited)
     talk(make_app(served("image"), settings(timeout=0.05)), conversation)
-    assert held.batches == [1]  # what was given up while it waited was not run
+    assert held.batches == [1]  # the abandoned row in the queue was not run
 
 
 def test_rows_of_a_client_that_is_gone_are_not_run(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
@@ -118,7 +118,7 @@ def test_rows_of_a_client_that_is_gone_are_not_run(monkeypatch: pytest.MonkeyPat
         gone = asyncio.create_task(app({**scope, "headers": [(b"content-type", b"image/png")]}, receive, send))
         await held.taken(2)
         leave.set()
-        await asyncio.wait_for(gone, LIMIT)  # though the model is still held
+        await asyncio.wait_for(gone, LIMIT)  # although the model is still blocked
         held.gate.set()
         assert (await kept).status_code == 200
 
@@ -166,7 +166,7 @@ def test_open_requests_are_bounded_before_their_bodies_are_read(monkeypatch: pyt
 
 def test_what_is_given_up_before_it_is_decoded_leaves_no_body_behind() -> None:
     class Body:
-        """Bytes whose end can be seen."""
+        """An object whose release can be observed."""
 
         def read(self) -> None: ...
 

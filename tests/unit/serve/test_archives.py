@@ -1,4 +1,4 @@
-"""Archives: every kind of file, in one order, with what is broken named and passed over."""
+"""Archives: every kind of file, in a fixed order; broken items are reported and skipped."""
 
 import csv
 import io
@@ -64,7 +64,7 @@ def test_images_of_every_kind_in_one_order(tmp_path: Path) -> None:
 
 def test_texts_of_every_kind(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('text,text_pair,id\n"two\nlines",with,1\n007,,2\n', encoding="utf-8")
-    (tmp_path / "b.tsv").write_text('"id\ttext\n1\ta "quote\n', encoding="utf-8-sig")  # marks are characters there
+    (tmp_path / "b.tsv").write_text('"id\ttext\n1\ta "quote\n', encoding="utf-8-sig")  # quotes are literal in TSV
     (tmp_path / "c.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "text_pair": "three"}\n')
     (tmp_path / "d.txt").write_text("first\n\n  second\u2028still  \n", encoding="utf-8")
     tar(tmp_path / "e.tar", {"1.txt": b"whole\ntext", "1.png": picture()})
@@ -96,7 +96,7 @@ def test_what_is_broken_is_an_item(tmp_path: Path) -> None:
     whole = tar(tmp_path / "e.tar", {"1.txt": b"fine", "2.txt": b"x" * 5000}).read_bytes()
     (tmp_path / "e.tar").write_bytes(whole[:2000])
     (tmp_path / "f.tgz").write_bytes(b"no tar")
-    (tmp_path / "g.txt").write_text("one\ntwo\n", encoding="utf-16")  # whose later lines are UTF-8 with zeros in it
+    (tmp_path / "g.txt").write_text("one\ntwo\n", encoding="utf-16")  # its second line is valid UTF-8 with NULs
     found = read(tmp_path, "text")
     assert [name for name, content in found if content == "fine"] == [
         "a.csv:0", "a.csv:2", "a.csv:4", "c.jsonl:0", "c.jsonl:4", "e.tar/1.txt"]  # fmt: skip
@@ -113,11 +113,11 @@ def test_what_is_broken_is_an_item(tmp_path: Path) -> None:
     [
         ("a.tar", lambda raw: raw, 4),
         ("a.tgz", lambda raw: raw, 4),
-        ("a.tar", lambda raw: raw[: 4 * 1024 + 512], 4),  # one empty block is end enough
-        ("a.tar", lambda raw: raw[:2053] + b"?" + raw[2054:], 2),  # in the header of the third
-        ("a.tar", lambda raw: raw[: 2 * 1024 + 200], 2),  # cut in a header
-        ("a.tar", lambda raw: raw[: 2 * 1024], 2),  # cut between members
-        ("a.tar", lambda raw: raw + raw, 4),  # joined
+        ("a.tar", lambda raw: raw[: 4 * 1024 + 512], 4),  # one empty block suffices as the end
+        ("a.tar", lambda raw: raw[:2053] + b"?" + raw[2054:], 2),  # corrupts the header of the third
+        ("a.tar", lambda raw: raw[: 2 * 1024 + 200], 2),  # truncated within a header
+        ("a.tar", lambda raw: raw[: 2 * 1024], 2),  # truncated between members
+        ("a.tar", lambda raw: raw + raw, 4),  # concatenated
     ],
 )
 def test_a_tar_shard_that_does_not_end_as_one_is_reported(name, damage, texts: int, tmp_path: Path) -> None:
@@ -129,13 +129,13 @@ def test_a_tar_shard_that_does_not_end_as_one_is_reported(name, damage, texts: i
 
 
 def test_a_field_may_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "\n".join(["hello"] * 40_000)  # more than the csv module takes by itself
+    text = "\n".join(["hello"] * 40_000)  # more than the csv module's default limit
     (tmp_path / "a.csv").write_text(f'text\n"{text}"\nhello\n')
     assert read(tmp_path, "text") == [("a.csv:0", text), ("a.csv:1", "hello")]
     usual = csv.field_size_limit(1000)
     monkeypatch.setattr(archives, "_FIELD", 1000)
     try:
-        assert read(tmp_path, "text") == [("a.csv", "!")]  # its lines are no rows
+        assert read(tmp_path, "text") == [("a.csv", "!")]  # its lines cannot be split into rows
     finally:
         csv.field_size_limit(usual)
 

@@ -1,4 +1,4 @@
-"""Batches are as large as they may be, of one shape, in order; nothing taken in is lost, nothing is run for nobody."""
+"""Batches are as large as allowed, of one shape, in order; no accepted row is lost, and cancelled rows are not run."""
 
 import threading
 from collections.abc import Callable
@@ -15,7 +15,7 @@ LIMIT = 60.0  # seconds, a safety net
 
 
 class Model:
-    """Answers a row with itself and the size of its batch; `hold` keeps the first batch until `release`."""
+    """Answers each row with itself and its batch size; `hold` blocks the first batch until `release`."""
 
     def __init__(self, hold: bool = False) -> None:
         self.batches: list[list[Any]] = []
@@ -41,7 +41,7 @@ def batcher(model: Callable[..., Any], workers: int = 1, **changes: Any) -> Batc
 
 
 def held(**changes: Any) -> tuple[Model, Batcher[Any, Any], Future[Any]]:
-    """A model, and a batcher whose thread is busy with one row, `"first"`."""
+    """A model, and a batcher whose thread is blocked on one row, `"first"`."""
     model = Model(hold=True)
     made = batcher(model, **changes)
     (first,) = made.submit(["first"])
@@ -71,7 +71,7 @@ def test_a_full_batch_does_not_wait_and_another_waits_for_more_until_its_time_en
     early = made.submit([1, 2, 3])
     assert results([*early, *made.submit([4])]) == [(row, 4) for row in (1, 2, 3, 4)]
     late = made.submit([5, "a"])
-    made.close()  # the only thing that ends the wait
+    made.close()  # nothing else ends the wait
     assert results(late) == [(5, 1), ("a", 1)]
     made = batcher(Model(), max_wait=0.001)
     assert results(made.submit([1])) == [(1, 1)]
@@ -99,7 +99,7 @@ def test_a_full_queue_refuses_all_of_a_request() -> None:
         made.submit([7, 8])
     assert refused.value.status == 503
     assert refused.value.retry_after >= 1
-    kept += made.submit([7])  # there is room for one
+    kept += made.submit([7])  # there is room for one more
     model.release()
     assert [row for row, _ in results(kept)] == list(range(8))
     made.close()
@@ -131,7 +131,7 @@ def test_what_nobody_waits_for_is_not_run() -> None:
     model, made, _ = held()
     futures = made.submit([1, 2, 3, "a"])
     assert futures[1].cancel()
-    assert futures[3].cancel()  # the only one of its shape
+    assert futures[3].cancel()  # the only row of its shape
     model.release()
     made.close()
     assert model.batches == [["first"], [1, 3]]
@@ -144,7 +144,7 @@ def test_one_bad_row_costs_no_other_its_answer() -> None:
     assert results([good, other]) == [("x", 1), ("y", 1)]
     with pytest.raises(RuntimeError, match="poison"):
         bad.result(LIMIT)
-    assert results(made.submit(["z"])) == [("z", 1)]  # the thread goes on
+    assert results(made.submit(["z"])) == [("z", 1)]  # the thread survives
     made.close()
     made = batcher(lambda rows: [])  # too few answers
     with pytest.raises(ValueError, match="zip"):
@@ -156,7 +156,7 @@ def test_workers_run_at_the_same_time() -> None:
     both = threading.Barrier(2, timeout=LIMIT)
 
     def run(rows: list[Any]) -> list[Any]:
-        both.wait()  # passes only when two threads are in here
+        both.wait()  # passes only once two threads are here
         return rows
 
     made = batcher(run, workers=2, max_batch=1)
@@ -164,5 +164,5 @@ def test_workers_run_at_the_same_time() -> None:
     made.close()
     for max_wait in (0.0, 0.001):
         shapes = batcher(run, workers=2, max_wait=max_wait)
-        assert results(shapes.submit([1, "a"])) == [1, "a"]  # of one request, two groups
+        assert results(shapes.submit([1, "a"])) == [1, "a"]  # one request, two groups
         shapes.close()

@@ -1,4 +1,4 @@
-"""Connections of a server: heads have an end, and whoever sends no request is let go, as is whoever reads no answer."""
+"""Connections of a server: endless headers are cut off; idle clients and clients that read no answer are dropped."""
 
 import asyncio
 import socket
@@ -28,9 +28,9 @@ def port() -> Iterator[int]:
 
 
 def said(place: socket.socket) -> bytes:
-    """What a server says until it closes a connection."""
+    """Everything a server sends until it closes the connection."""
     content = b""
-    with suppress(ConnectionResetError):  # where more was sent than it has read
+    with suppress(ConnectionResetError):  # the server closed with unread data
         while part := place.recv(1 << 16):
             content += part
     return content
@@ -42,7 +42,7 @@ def said(place: socket.socket) -> bytes:
         (START + b"name: ", b"x" * 1000),
         (START, b"name: value\r\n" * 100),
         (b"GET /", b"x" * 1000),
-        (CHUNKED + b"5\r\nhello\r\n0\r\n", b"name: value\r\n" * 100),  # behind a body
+        (CHUNKED + b"5\r\nhello\r\n0\r\n", b"name: value\r\n" * 100),  # trailers after a body
         (CHUNKED + b"5;", b"x" * 1000),
     ],
 )
@@ -52,8 +52,8 @@ def test_a_head_without_an_end_is_cut(start: bytes, more: bytes, port: int) -> N
         with suppress(ConnectionResetError, BrokenPipeError):
             for part in repeat(more, 16 * connection.HEAD_BYTES // len(more)):
                 place.sendall(part)
-        said(place)  # which ends
-    with socket.create_connection(("127.0.0.1", port), LIMIT) as place:  # others are answered
+        said(place)  # returns, so it was closed
+    with socket.create_connection(("127.0.0.1", port), LIMIT) as place:  # other connections still work
         place.sendall(LIVE)
         assert b" 200 " in place.recv(1 << 16)
 
@@ -68,7 +68,7 @@ def test_whoever_sends_no_further_request_is_let_go(sent: bytes, port: int, monk
 
 def test_requests_without_number_are_cut(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port), LIMIT) as place:
-        place.sendall(3 * connection.PIPELINED * LIVE)  # in one piece: no answer comes before the last is read
+        place.sendall(3 * connection.PIPELINED * LIVE)  # at once: no answer is sent before the last request is read
         assert b" 400 " in said(place)
 
 
@@ -76,7 +76,7 @@ def test_whoever_reads_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(connection, "TURN", 0.0)
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.Event().wait()  # it is the server's turn all the time
+        await asyncio.Event().wait()  # never answers
 
     async def talk() -> None:
         ended = asyncio.Event()
@@ -91,9 +91,9 @@ def test_whoever_reads_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> N
         place.resume_writing()
         assert place.deadline is None
         place.pause_writing()
-        place.data_received(LIVE)  # more requests are no reading
+        place.data_received(LIVE)  # sending more requests is not reading
         async with asyncio.timeout(LIMIT):
             await ended.wait()
-        place.resume_writing()  # or nothing would end
+        place.resume_writing()  # otherwise the application would not end
 
     asyncio.run(talk())

@@ -1,4 +1,4 @@
-"""The files of examples/deploy: well-formed, tight, and true of the server: options, ports, addresses, metrics."""
+"""The files in examples/deploy: well-formed, hardened, and consistent with the server's options, ports and metrics."""
 
 import base64
 import json
@@ -36,7 +36,7 @@ def document(name: str) -> Any:
 
 
 def check_command(words: list[str]) -> dict[str, str]:
-    """The options of a command line of ours, each one that exists, as settings that are accepted."""
+    """Options of a `serve` command line; asserts that each exists and its value is accepted."""
     assert words[:2] == ["hydra-ensembles", "serve"]
     given = dict(zip(words[3::2], words[4::2], strict=True))
     kinds = {f"--{one.name.replace('_', '-')}": one for one in fields(ServeSettings)}
@@ -47,7 +47,7 @@ def check_command(words: list[str]) -> dict[str, str]:
 
 
 def exposed() -> tuple[str, set[str]]:
-    """What the server says at /metrics, and the addresses it has."""
+    """The text of /metrics and the server's routes."""
     app = make_app(served("image"), settings())
 
     async def conversation(client: httpx.AsyncClient) -> str:
@@ -63,7 +63,7 @@ def test_the_container_is_tight_and_starts_the_server() -> None:
     found = {name: text for name, text in steps if name != "WORKDIR"}
     assert steps[0][0] == "FROM"
     assert re.fullmatch(r"python:\d+\.\d+-slim-\w+", found["FROM"])
-    assert int(found["USER"]) > 0  # nobody's root
+    assert int(found["USER"]) > 0  # not root
     for name, text in steps:
         if name == "COPY":
             assert all((ROOT / source).exists() for source in text.split()[:-1])
@@ -177,5 +177,5 @@ def test_the_commands_of_the_page_and_of_the_makefile_exist() -> None:
 
     rule = re.search(r"^serve-demo:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     first, second = (line.strip() for line in rule.strip().splitlines())
-    assert first == "test -f hydra-demo/model/config.json || $(BIN)/hydra-ensembles demo"  # the folder it writes to
+    assert first == "test -f hydra-demo/model/config.json || $(BIN)/hydra-ensembles demo"  # the folder that demo writes
     check_command(shlex.split(second.removeprefix("$(BIN)/")))

@@ -1,4 +1,4 @@
-"""Exported files: equal to the ensemble where this library does not exist, and nothing written where they are not."""
+"""Exported files equal the ensemble where this library is not installed; files that differ are not written."""
 
 import io
 import json
@@ -30,9 +30,9 @@ from hydra_ensembles.serve.outputs import columns, output_fields
 from served_models import inputs_for, pretend, served
 from zero_shot_models import dual_of
 
-SIZES = ((1, 9), (7, 1), (32, 4))  # samples and tokens
+SIZES = ((1, 9), (7, 1), (32, 4))  # samples, tokens
 
-# what a user runs: no part of this library can be imported
+# what a user runs; nothing of this library can be imported
 CHILD = """
 import sys
 sys.modules["hydra_ensembles"] = None
@@ -66,10 +66,10 @@ SLOW = [
 )
 def test_the_file_answers_as_the_ensemble_without_this_library(name: str, format: Any, tmp_path: Path) -> None:
     one = served(name)
-    if name == "text":  # a score that is another output, too
+    if name == "text":  # also a score that is itself an output
         one = one.with_metadata(calibration=replace(one.metadata.calibration, score="mutual_information"))
     assert one.config.trunk == 1
-    assert len({len(member[1]) for member in one.config.heads}) == one.num_members  # all uneven after the trunk
+    assert len({len(member[1]) for member in one.config.heads}) == one.num_members  # uneven after the trunk
     file = he.export(one, tmp_path / f"model{module.SUFFIXES[format]}", format)
     batches = []
     for samples, tokens in SIZES:
@@ -83,9 +83,9 @@ def test_the_file_answers_as_the_ensemble_without_this_library(name: str, format
         assert set(found) == set(wanted)
         known = one.metadata.familiarity
         for key, array in wanted.items():
-            # scores of features cancel larger numbers: the ensemble's own are 2e-5 from those in float64 (vim)
+            # feature scores are differences of large numbers: the ensemble's own differ from float64 by 2e-5 (vim)
             within = 1e-4 if known is not None and key in known.settings.scores else 1e-5
-            step = 1 / 40 if key in ("p_value", "familiarity") else 0  # a text may have the very score of held-out ones
+            step = 1 / 40 if key in ("p_value", "familiarity") else 0  # ties with held-out scores may round either way
             np.testing.assert_allclose(found[key], array, rtol=within, atol=within + step, err_msg=key)
             assert found[key].dtype == array.dtype
     about = json.loads((tmp_path / f"{file.name}.json").read_text())
@@ -99,10 +99,10 @@ def test_the_file_answers_as_the_ensemble_without_this_library(name: str, format
         assert stored == {key: value for key, value in about.items() if key not in ("sha256", "data", "compared")}
 
 
-@pytest.mark.slow  # tests/unit/model/test_rotary.py has the one that differs: windows of any text, in one program
+@pytest.mark.slow  # test_rotary.py covers what differs between them: local windows for any length, in one program
 @pytest.mark.parametrize("case", ALL_CASES)
 def test_every_architecture_takes_any_number_of_samples_and_tokens(case, tmp_path: Path, monkeypatch) -> None:
-    """The graph itself, not read back from a file; `export` compares it at several sizes."""
+    """Checks the graph in memory, without a file; `export` compares it at several sizes."""
     one = he.Ensemble.stack(variants(case)[:2])
     if not one.num_classes:
         pytest.skip("there is no classifier")
@@ -117,7 +117,7 @@ def test_every_architecture_takes_any_number_of_samples_and_tokens(case, tmp_pat
     assert he.export(one, tmp_path / "model.pt2").exists()
 
 
-# --- what happens around the file, with a format that is made at once -----------------------------------------------
+# --- everything around the file, with a dummy format that takes no time ---------------------------------------------
 
 
 def test_a_p_value_may_pass_all_held_out_scores_that_rounding_reaches_and_no_other() -> None:
@@ -157,7 +157,7 @@ def test_every_output_is_compared(monkeypatch, tmp_path: Path) -> None:
 
 
 def test_a_row_is_measured_by_its_largest_number(monkeypatch, tmp_path: Path) -> None:
-    """A logit near zero beside large ones has their rounding; the same difference alone is one too many."""
+    """Rounding of a logit scales with the largest in its row; a larger difference is refused."""
     one = served("image")
     for share, accepted in ((0.5, True), (3.0, False)):
         pretend(monkeypatch, one, lambda found, share=share: {
@@ -212,12 +212,12 @@ def test_a_disk_that_is_full_is_no_matter_of_torch(format: Any, monkeypatch) -> 
     monkeypatch.setattr(torch.export, "save", lambda program, place: place.write(program))
     package = "aoti_compile_and_package"
     monkeypatch.setattr(torch._inductor, package, lambda program, package_path: package_path.write(program))
-    with pytest.raises(OSError, match="space"):  # torch's own writer would end the process
+    with pytest.raises(OSError, match="space"):  # torch's own writer would abort
         module._WRITERS[format](b"model", Path("/dev/full"))
 
 
 def with_data_beside(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    """An `onnx` file of one number, which is written beside it, as weights beyond 2 GB are."""
+    """Write a tiny `onnx` file with external data, as for weights beyond 2 GB."""
     from onnx import TensorProto, helper, numpy_helper, save
 
     def write(_: Any, file: Path, *__: Any) -> None:
@@ -234,7 +234,7 @@ def with_data_beside(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
 
 
 def test_a_file_runs_with_its_own_weights_or_not_at_all(monkeypatch, tmp_path: Path) -> None:
-    """Killed at any moment, an earlier file keeps the weights it was compared with."""
+    """If export is killed at any moment, the earlier file keeps the weights it was compared with."""
     import onnx
 
     def weights() -> list[float]:
@@ -246,7 +246,7 @@ def test_a_file_runs_with_its_own_weights_or_not_at_all(monkeypatch, tmp_path: P
     (data,) = tmp_path.glob("*.data")
     assert json.loads((tmp_path / "model[1].onnx.json").read_text())["data"] == {data.name: module.checksum(data)}
     with_data_beside(monkeypatch, 2.0)
-    (tmp_path / ".model[1].onnx.0a.tmp").mkdir()  # what a killed export left
+    (tmp_path / ".model[1].onnx.0a.tmp").mkdir()  # left by a killed export
     move = os.replace
 
     def stop(source: Path, target: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_file_runs_with_its_own_weights_or_not_at_all(monkeypatch, tmp_path: P
 def test_weights_that_the_exporter_wrote_beside_are_named_and_found(monkeypatch, tmp_path: Path) -> None:
     save = torch.onnx.ONNXProgram.save
     monkeypatch.setattr(torch.onnx.ONNXProgram, "save", lambda self, file: save(self, file, external_data=True))
-    file = he.export(served("text, bare"), tmp_path / "model.onnx")  # compared with the ensemble as it lay
+    file = he.export(served("text, bare"), tmp_path / "model.onnx")  # compared before the data file is renamed
     (data,) = tmp_path.glob("*.data")
     assert data.name == f"model.onnx.{module.checksum(data)[:16]}.data"
     assert module._run_onnx(file)(inputs_for(served("text, bare"), 3))["probs"].shape[0] == 3
@@ -322,7 +322,7 @@ def test_the_example_prepares_images_as_the_library(changes: dict[str, Any], siz
     images = [Image.fromarray(noise), Image.fromarray(noise[:, :, 0]), Image.fromarray(noise[:, :, 0] * np.uint16(257))]
     file = io.BytesIO()
     images[2].save(file, "PPM")
-    images.append(Image.open(file))  # 16 bits in Pillow's mode of 32
+    images.append(Image.open(file))  # 16 bits in Pillow's 32-bit mode
     theirs = EXAMPLE["prepare_images"](images, json.loads(json.dumps(to_plain(ours))))["pixel_values"]
     np.testing.assert_allclose(theirs, ours(images).numpy(), atol=1e-6)
     with pytest.raises(ValueError, match="8-bit or 16-bit"):

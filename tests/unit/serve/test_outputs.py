@@ -1,4 +1,4 @@
-"""Named outputs are those of a `Prediction`, for every kind of ensemble, and the table says what they are."""
+"""Named outputs equal those of a `Prediction` for every kind of ensemble, and the table describes them."""
 
 import numpy as np
 import pytest

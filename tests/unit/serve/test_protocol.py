@@ -1,4 +1,4 @@
-"""The Open Inference Protocol, as an ordinary client of Triton speaks it, and what is not the protocol refused."""
+"""The Open Inference Protocol as a standard Triton client uses it, and refusals of malformed requests."""
 
 import base64
 import json
@@ -154,10 +154,10 @@ def body(**changes: Any) -> bytes:
         (body(data=[True, False]), None, "numbers"),
         (body(data=[1.5, True]), None, "numbers"),
         (body(shape=[2, 1], datatype="INT64", data=[[1], [True]]), None, "numbers"),
-        (body(shape=[3, 2], data=[[1, 2, 3], [4, 5, 6]]), None, "rows"),  # as many, but they lie otherwise
+        (body(shape=[3, 2], data=[[1, 2, 3], [4, 5, 6]]), None, "rows"),  # same count, another arrangement
         (body(shape=[1, 2, 1], data=[[1, 2]]), None, "rows"),
         (body(data="12"), None, "list"),
-        (body(datatype="INT64"), None, "INT64"),  # 2.5
+        (body(datatype="INT64"), None, "INT64"),  # contains 2.5
         (body(datatype="UINT8", data=[1, 256]), None, "UINT8"),
         (body(datatype="BYTES"), None, "strings"),
         (body() + b"1234", str(len(body())), "4 bytes"),

@@ -1,4 +1,4 @@
-"""Scoring: a batch is answered as `predict` answers it, and an archive is scored once, whatever ends the work."""
+"""Scoring: batches are answered as by `predict`, and each item of an archive is scored once, despite interruptions."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from processes import count_calls, in_a_child
 from served_models import inputs_for, served
 from serving import POSTSCRIPT, opened, picture, png, turned
 
-pytestmark = pytest.mark.usefixtures("usual_kernels")  # they round a sample alike in a batch of any size
+pytestmark = pytest.mark.usefixtures("usual_kernels")  # a sample rounds alike in batches of any size
 
 
 def pictures(count: int) -> list[Image.Image]:
@@ -39,7 +39,7 @@ def pictures(count: int) -> list[Image.Image]:
 
 def same(found: dict[str, Any], wanted: dict[str, Any], rows: Any = slice(None)) -> None:
     for name, array in wanted.items():
-        step = 1 / 40 if name in ("p_value", "familiarity") else 1e-5  # a score may pass a held-out one, by rounding
+        step = 1 / 40 if name in ("p_value", "familiarity") else 1e-5  # rounding may move it past a held-out score
         np.testing.assert_allclose(np.asarray(found[name])[rows], array, rtol=1e-5, atol=step, err_msg=name)
 
 
@@ -161,7 +161,7 @@ def test_no_image_ends_the_work_and_whatever_a_decoder_raises_is_the_error_of_it
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_texts_do_not_depend_on_their_neighbours(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that is given no mask reads padding as text; one that is given it need not run short texts as long."""
+    """Without a mask a model reads padding as text; with one, short texts still need not be run as long ones."""
     monkeypatch.setattr(scoring, "SHORTEST", 2)
     tokenizer = replace(served("text").metadata.preprocessing, attention_mask=masked)
     one = served("text").with_metadata(preprocessing=tokenizer)
@@ -188,7 +188,7 @@ def test_columns_to_keep_with_the_name_of_an_answer() -> None:
     assert found["error"].tolist() == [""]
     with pytest.raises(ConfigError, match="kept_label"):
         Scorer(served("text"), keep=["label", "kept_label"])({**batch, "kept_label": [0]})
-    for column in ([[1], [2, 3]], [b"a\0", b"b"], [1, None]):  # which NumPy has no type of its own for
+    for column in ([[1], [2, 3]], [b"a\0", b"b"], [1, None]):  # columns without a plain NumPy dtype
         batch = {"text": ["hello", "wörld"], "id": column}
         assert Scorer(served("text"), keep=["id"])(batch)["id"].tolist() == column
 
@@ -205,16 +205,16 @@ def test_it_is_pickled_without_the_model_loads_it_again_and_takes_no_other_for_i
     assert len(before) < 2000
     same(pickle.loads(before)(batch), wanted)
     (tmp_path / "run").mkdir()
-    (tmp_path / "model").rename(tmp_path / "run" / "ensemble")  # as a build leaves it
+    (tmp_path / "model").rename(tmp_path / "run" / "ensemble")  # as `build` leaves it
     same(Scorer(tmp_path / "run", device="cpu")(batch), wanted)
-    assert isinstance(pickle.loads(pickle.dumps(Scorer(tmp_path / "model"))), Scorer)  # it may be elsewhere
+    assert isinstance(pickle.loads(pickle.dumps(Scorer(tmp_path / "model"))), Scorer)  # the folder may be elsewhere
     served("text, bare").save_pretrained(tmp_path / "model")
     assert pickle.dumps(Scorer(tmp_path / "model", device="cpu")) != before
-    assert pickle.dumps(scorer) == before  # it has the first one in memory
+    assert pickle.dumps(scorer) == before  # it holds the first in memory
     with pytest.raises(CheckpointError, match="another"):
         pickle.loads(before)(batch)
     assert Scorer(one, dtype="bfloat16")(batch)["confidence"].dtype == np.float32
-    assert one.dtype == torch.float32  # a model that was given is not changed
+    assert one.dtype == torch.float32  # the given model is not changed
 
 
 def test_what_no_batch_can_be_scored_with_is_named() -> None:
@@ -238,7 +238,7 @@ def test_datasets_map_takes_it(tmp_path: Path) -> None:
     rows = {"image": images, "id": list(range(5)), "label": [7] * 5}
     made = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
     made.save_to_disk(tmp_path / "data")
-    data = datasets.load_from_disk(tmp_path / "data")  # which has a cache
+    data = datasets.load_from_disk(tmp_path / "data")  # with a cache on disk
 
     def scored() -> Any:
         scorer = Scorer(tmp_path / "model", wide=True, keep=["id", "label"])
@@ -251,7 +251,7 @@ def test_datasets_map_takes_it(tmp_path: Path) -> None:
         same(found.with_format("numpy", columns=list(wanted))[:], wanted)
         assert found["id"][:] == list(range(5))
         assert found["kept_label"][:] == [7] * 5
-    assert scored().cache_files == found.cache_files  # what is known already is not scored again
+    assert scored().cache_files == found.cache_files  # cached results are not scored again
 
 
 # --- archives -------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def output(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Twenty texts in three files, five of which cannot be read."""
+    """Twenty texts in three files, five of them unreadable."""
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.csv").write_text("text,id\n" + "".join(f"hello wörld,{row}\n" for row in range(7)) + "short\n")
@@ -280,7 +280,7 @@ def score(source: Path, output: Path, **settings: Any) -> Scored:
 
 
 def written(output: Path) -> tuple[Any, list[Any]]:
-    """All rows in order, and all that could not be read."""
+    """All rows in order, and all unreadable items."""
     rows = [row for file in sorted(output.glob("rows/*")) for row in pq.read_table(file).to_pylist()]
     lines = [line for file in sorted(output.glob("unreadable/*")) for line in file.read_text().splitlines()]
     return rows, [json.loads(line) for line in lines]
@@ -308,7 +308,7 @@ def test_an_archive_becomes_shards(source: Path, output: Path) -> None:
     assert score(source, output) == found
     assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == before
     (source / "notes.md").write_text("of another kind")
-    for _ in range(2):  # the output may lie in the archive
+    for _ in range(2):  # the output may be inside the archive
         assert score(source, source / "out") == replace(found, ignored=1)
 
 
@@ -346,9 +346,9 @@ def test_pairs_stay_pairs_however_batches_are_cut(tmp_path: Path) -> None:
         same_rows(written(tmp_path / str(size))[0], scalars(p))
 
 
-# where a process may end: the call, counted from 1, of a function, before it does anything
+# where the process is killed: before the n-th call (from 1) of a function
 POINTS: list[tuple[Any, str, int]] = [
-    *((os, "replace", count) for count in (1, 3, 5, 12)),  # of files: identity, shards, what cannot be read
+    *((os, "replace", count) for count in (1, 3, 5, 12)),  # writes of identity, shards, unreadable items
     *((Scorer, "answer", 6), (Scorer, "prepare", 4), (scoring, "_parquet", 5), (scoring, "_summary", 1)),
 ]
 
@@ -399,7 +399,7 @@ def test_what_another_version_began_is_not_gone_on_with(
     before = json.loads(about.read_text())
     about.unlink() if change is None else about.write_text(json.dumps({**before, **change}))
     left = None if change is None else about.read_bytes()
-    score(source, output)  # which was finished: nothing is mixed, and it still says who made it
+    score(source, output)  # a finished output is not mixed with another, and still names its model
     assert left is None or about.read_bytes() == left
     (output / "summary.json").unlink()
     with pytest.raises(CheckpointError, match="another run"):
@@ -410,15 +410,15 @@ def test_what_another_version_began_is_not_gone_on_with(
 
 def test_a_deleted_shard_is_made_anew_in_its_place_and_no_other(source: Path, output: Path, monkeypatch) -> None:
     wanted, before, calls = score(source, output), written(output), []
-    (output / "rows" / "part-00001.parquet").unlink()  # as the error about a changed one says
+    (output / "rows" / "part-00001.parquet").unlink()  # as the error about a changed shard advises
     count_calls(monkeypatch, Scorer, "answer", lambda: calls.append(None))
     assert score(source, output, progress=True) == wanted
     assert written(output) == before
-    assert len(calls) == 1  # three rows; the fourth item cannot be read
+    assert len(calls) == 1  # three rows; the fourth item is unreadable
 
 
 def test_a_disk_that_fails_ends_the_work_and_nothing_moves(source, output, tmp_path: Path, monkeypatch) -> None:
-    """An item less would put all that follow into other shards than a later run expects."""
+    """A missing item would shift all later ones into other shards than a resumed run expects."""
     wanted, item = score(source, tmp_path / "undisturbed"), Archive._item
     failures = iter([False] * 5 + [True] + [False] * 99)
 
@@ -453,7 +453,7 @@ def test_an_image_that_the_disk_does_not_give_is_not_called_broken(output, tmp_p
 
 
 def test_an_archive_that_reads_otherwise_than_before_is_refused(source: Path, output: Path, monkeypatch) -> None:
-    """As after a part of a file could not be read, or was skipped by an earlier version."""
+    """As when part of a file was unreadable before, or was skipped by an earlier version."""
     every = Archive.__iter__
     score(source, output)
     (output / "rows" / "part-00004.parquet").unlink()

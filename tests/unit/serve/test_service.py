@@ -1,4 +1,4 @@
-"""What a server reads becomes the rows that `predict` would see, within limits; answers are those of `predict`."""
+"""Requests become the rows that `predict` would see, within limits; answers equal those of `predict`."""
 
 import copy
 import warnings
@@ -25,7 +25,7 @@ def service(kind: str, **changes: Any) -> Service:
 
 
 def unmasked() -> Service:
-    """Texts without a mask, and with what was measured: the tokens of these texts are the same."""
+    """The text model without a mask input, calibration kept: the tokens of these texts stay the same."""
     known = served("text").metadata
     plain = TextPreprocessing(max_length=9, attention_mask=False, tokenizer=known.preprocessing.tokenizer)
     kept = {"calibration": known.calibration, "familiarity": known.familiarity, "metrics": {}}
@@ -35,13 +35,13 @@ def unmasked() -> Service:
 def same(answers: list[Any], expected: dict[str, Any]) -> None:
     assert all(list(answer) == list(expected) for answer in answers)
     for name, column in expected.items():
-        near = 0.03 if name in ("p_value", "familiarity") else 2e-4  # they step where a held-out score is met
+        near = 0.03 if name in ("p_value", "familiarity") else 2e-4  # they jump at held-out scores
         np.testing.assert_allclose([answer[name] for answer in answers], column, rtol=2e-4, atol=near, err_msg=name)
 
 
 @pytest.mark.parametrize("nearest", [False, True])
 def test_what_the_model_would_warn_of_is_told_where_a_row_is_read_and_nowhere_else(nearest: bool) -> None:
-    """A warning in a model thread would put values of an input on standard error, and be kept for ever."""
+    """A warning in a model thread would print input values to standard error and never be freed."""
     served_images = service("image")
     (answer,) = served_images.workers()
     rows = served_images.tensors({"pixel_values": torch.rand(3, 3, 8, 8) * 255}, nearest)
@@ -61,7 +61,7 @@ def test_zero_shot_classifiers_are_served_alike() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::UserWarning")  # what inductor advises and how it splits a softmax
+@pytest.mark.filterwarnings("ignore::UserWarning")  # inductor's advice, and its split softmax
 @pytest.mark.parametrize("kind", ["image", "text"])
 @pytest.mark.parametrize("compile", [False, True])
 def test_answers_on_a_gpu_are_those_of_the_cpu(kind: str, compile: bool) -> None:
@@ -102,11 +102,11 @@ def test_plans_are_warm_for_every_size_they_will_run() -> None:
 
 def test_plans_keep_what_was_recorded_for_every_shape_they_will_run() -> None:
     one = service("text", max_batch=16)
-    assert one.workers()[0].__self__.plan._compiled_shapes == 16  # few: as many as ever
+    assert one.workers()[0].__self__.plan._compiled_shapes == 16  # few shapes: the default limit
     one._most_tokens = lambda: 512  # type: ignore[method-assign]
     one.examples = lambda: [Sample({"input_ids": torch.zeros(length)}) for length in one.lengths()]  # type: ignore[method-assign]
     plan = one.workers()[0].__self__.plan
-    assert plan._compiled_shapes == 30  # 5 sizes of 6 lengths
+    assert plan._compiled_shapes == 30  # 5 batch sizes x 6 lengths
     plan._graphed = True
     assert plan._with_graphs(lambda: ())._limit == 30
 
@@ -142,7 +142,7 @@ def test_the_nearest_class_is_that_of_the_features() -> None:
     [
         (png(50_000, 50_000), 413, "pixels"),
         (png(9_000, 9_000), 413, "9000 x 9000"),
-        (png(1, 5000, 0, bytes(10_000)), 413, "1 x 5000"),  # scaled up to what the model reads, it would be gigabytes
+        (png(1, 5000, 0, bytes(10_000)), 413, "1 x 5000"),  # resized for the model, it would take gigabytes
         (picture(format="JPEG") + b"\xff\xda\0\x08" * 200 + bytes(10**7), 413, "passes"),
         (b"", 415, "0 bytes"),
         (b"not an image", 415, "PNG"),
@@ -152,7 +152,7 @@ def test_the_nearest_class_is_that_of_the_features() -> None:
     ],
 )
 def test_images_that_are_too_large_or_none_are_refused(content, status: int, token: str, monkeypatch) -> None:
-    if status == 413:  # by their header
+    if status == 413:  # judged by their headers
         monkeypatch.setattr("hydra_ensembles.serve.service.decode_image", lambda *_: pytest.fail("decoded"))
     with pytest.raises(HydraError, match=token) as refused:
         service("image").images([content])
@@ -160,7 +160,7 @@ def test_images_that_are_too_large_or_none_are_refused(content, status: int, tok
 
 
 def test_many_images_have_one_limit_together_and_so_has_their_number() -> None:
-    narrow, small = service("image", max_pixels=0.001), [picture()] * 4  # 320 pixels each
+    narrow, small = service("image", max_pixels=0.001), [picture()] * 4  # 320 pixels per image
     assert len(narrow.images(small[:3])) == 3
     with pytest.raises(RequestError, match="image 3") as refused:
         narrow.images(small)

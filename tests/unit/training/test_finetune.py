@@ -1,4 +1,4 @@
-"""Fine-tuning: what is learned, what moves, how members and random numbers go together."""
+"""Fine-tuning: what is learned, which weights move, and how members and random numbers interact."""
 
 import copy
 import warnings
@@ -44,7 +44,7 @@ def test_training_learns_and_says_so():
 
 @pytest.mark.parametrize("spared", [True, False])
 def test_plain_steps_equal_torch_by_hand(spared):
-    """Weight decay that may spare biases and norms, a classifier that learns faster, a gradient that is clipped."""
+    """Weight decay that may spare biases and norms, a higher classifier rate, gradient clipping."""
     member, (images, labels) = tiny(), samples(8)
     recipe = replace(RECIPE, learning_rate=0.1, steps=3, label_smoothing=0.1, weight_decay=0.01, clip_norm=0.5)
     recipe = replace(recipe, no_decay_on_bias_and_norm=spared, classifier_rate=8.0)
@@ -83,8 +83,8 @@ def test_frozen_parameters_that_train_all_the_same_are_said():
     with pytest.warns(HydraWarning, match=r"are frozen.*first stem\.patch"):
         train(member, recipe=replace(RECIPE, steps=1))
     with warnings.catch_warnings(action="error"):
-        train(member, recipe=replace(RECIPE, steps=1, train_groups=("readout",)))  # those stay as they are
-        train(member.requires_grad_(False), recipe=replace(RECIPE, steps=1))  # a model that only answered so far
+        train(member, recipe=replace(RECIPE, steps=1, train_groups=("readout",)))  # they stay frozen
+        train(member.requires_grad_(False), recipe=replace(RECIPE, steps=1))  # a model only used for inference
 
 
 def test_layers_that_were_one_and_train_apart_are_said():
@@ -161,7 +161,7 @@ def test_text_trains_with_masks_in_a_mapping():
     [
         ({"data": iter(batches())}, "only once"),
         ({"validation": []}, "validation"),
-        (  # no loss tells it
+        (  # the loss does not show it
             {"recipe": Recipe(optimizer="sgd", learning_rate=3e38, weight_decay=1e3, steps=1)},
             "weights are not finite after step 1 ",
         ),
@@ -174,7 +174,7 @@ def test_what_cannot_be_trained_on_or_ends_in_nothing_is_refused(changes, token)
 
 @pytest.mark.parametrize("source", [shuffled, own_batches])
 def test_the_order_of_the_data_and_the_dropout_have_seeds_of_their_own(source):
-    """Which batches come when depends on one, what is dropped on the other; both are the same for equal seeds."""
+    """One seed sets the order of batches, the other the dropout; equal seeds give equal results."""
 
     def made(index=0, **changes):
         return train(tiny(), source(24), replace(RECIPE, **{"order_seed": 5, **changes}), index=index)
@@ -188,7 +188,7 @@ def test_the_order_of_the_data_and_the_dropout_have_seeds_of_their_own(source):
     assert not same(made(order_seed=None), made(order_seed=None, index=1))
 
 
-@pytest.mark.slow  # the compiler takes a minute
+@pytest.mark.slow  # compiling takes a minute
 def test_compiled_blocks_train_like_those_that_are_not():
     member, recipe = Ensemble.stack([prune(tiny(), [(0, 0)]), prune(tiny(1), [(1, 1)])]), replace(RECIPE, clip_norm=1.0)
     compiled = train(member, recipe=replace(recipe, compile=True), validation=batches(seed=4))
@@ -213,7 +213,7 @@ NAME = "encoder.layers.1.mlp.up.weight"
 
 
 class Added(Parametrised):
-    """A weight plus a parameter that starts at zero: the same training as that of the weight itself."""
+    """A weight plus a parameter initialised to zero: trains exactly like the weight itself."""
 
     def __init__(self, ensemble):
         super().__init__(ensemble)

@@ -1,4 +1,4 @@
-"""Recipes: the paper's presets, settings that are refused, the schedule, what trains at which rate."""
+"""Recipes: the paper's presets, refused settings, the schedule, and which parameters train at which rate."""
 
 import math
 import warnings
@@ -25,7 +25,7 @@ CIFAR100 = {**IMAGE, "rand_augment": None, "grid": (0.001, 0.003, 0.01, 0.03), "
 PRUNED = {"floor": 1e-5, "label_smoothing": 0.1}
 LONG = {"grid": (0.003, 0.01, 0.03, 0.06), "warmup": 5_000, "steps": 120_000, "rand_augment": RandAugment(2, 12)}
 TEXT = {"optimizer": "adamw", "warmup": 0.1, "schedule": "linear", "floor": 0.0, "clip_norm": 1.0, "augment": False}
-APPENDIX = {  # what the paper says, and what it leaves to us
+APPENDIX = {  # the paper's settings, and those it does not state
     "imagenet-base": (
         {**IMAGE, "grid": (0.003, 0.01, 0.03, 0.06), "warmup": 500, "steps": 20_000, "dropout": 0.0},
         {"batch_size", "patience", "evaluate_every", "reinit_classifier"},
@@ -64,7 +64,7 @@ def test_presets_are_those_of_the_appendix(name):
 
 
 def test_no_other_preset_and_a_changed_setting_is_no_longer_marked():
-    assert presets().keys() == {*APPENDIX, "hydra"}  # ours
+    assert presets().keys() == {*APPENDIX, "hydra"}  # our own preset
     recipe = Recipe.preset("imagenet", momentum=0.8, grid=(), learning_rate=0.01)
     assert (recipe.momentum, recipe.rates) == (0.8, (0.01,))
     assert "momentum" not in recipe.ours
@@ -75,7 +75,7 @@ def test_no_other_preset_and_a_changed_setting_is_no_longer_marked():
 
 def test_the_plan_counts_updates_and_warm_up():
     recipe = Recipe(learning_rate=0.1, epochs=3, gradient_accumulation=4)
-    assert recipe.plan(9) == (9, 0)  # 3 updates an epoch: 4 + 4 + 1 batches
+    assert recipe.plan(9) == (9, 0)  # 3 updates per epoch: 4 + 4 + 1 batches
     assert replace(recipe, epochs=None, steps=5).plan(None) == (5, 0)
     for share, total, warmup in ((0.1, 100, 10), (0.07, 100, 7), (0.1, 101, 11)):  # rounded up
         assert Recipe(learning_rate=0.1, steps=total, warmup=share).plan(None) == (total, warmup)
@@ -106,7 +106,7 @@ def test_dropout_of_the_recipe():
     deep = replace(config, encoder=replace(config.encoder, drop_path=(0.0, 0.5)))
     none, off, some = (Recipe(learning_rate=0.1, steps=1, dropout=rate).with_dropout(deep) for rate in (None, 0.0, 0.1))
     assert none == deep
-    assert off == tiny().config  # stochastic depth is off, too
+    assert off == tiny().config  # stochastic depth is off as well
     encoder = some.encoder
     assert (encoder.projection_dropout, encoder.activation_dropout, encoder.output_dropout) == (0.1, 0.1, 0.1)
     assert (encoder.attention_dropout, encoder.drop_path) == (0.0, (0.0, 0.5))

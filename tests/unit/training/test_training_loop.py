@@ -1,4 +1,4 @@
-"""The loop: validation decides, orders are those of the member, a stopped run goes on with the same bits."""
+"""The training loop: selection by validation, data order per member, and bit-exact resuming."""
 
 import errno
 import itertools
@@ -30,7 +30,7 @@ from processes import count_calls, in_a_child
 RECIPE = Recipe(optimizer="sgd", learning_rate=0.05, epochs=4, schedule="constant")
 PLAIN = Recipe(optimizer="sgd", learning_rate=0.05, steps=6, schedule="linear")
 MEANS = {"gradient_accumulation": 2, "weight_decay": 0.01, "clip_norm": 1.0, "dropout": 0.2, "evaluate_every": 3}
-HARD = Recipe(optimizer="adamw", grid=(0.01, 0.001), epochs=2, warmup=2, **MEANS)  # all that a checkpoint must remember
+HARD = Recipe(optimizer="adamw", grid=(0.01, 0.001), epochs=2, warmup=2, **MEANS)  # uses all checkpointed state
 
 
 def train(source, recipe=RECIPE, validation=None, member=None, **options):
@@ -42,7 +42,7 @@ def journal(folder, rate="0.05", member=0):
 
 
 def scripted(monkeypatch, results):
-    """Replace measuring on validation by a list of (accuracy, NLL)."""
+    """Replace validation by a list of (accuracy, NLL)."""
     waiting = iter(results)
     monkeypatch.setattr(EnsembleLearner, "measure", lambda learner, validation: next(waiting))
 
@@ -61,7 +61,7 @@ def test_training_stops_when_patience_runs_out(monkeypatch, tmp_path):
     scripted(monkeypatch, [(0.5, 1.0), (0.5004, 1.0), (0.5006, 1.0), (0.5006, 1.0), (0.5008, 1.0), (0.9, 1.0)])
     trained = train(data, replace(RECIPE, epochs=10, patience=2, min_delta=5e-4), data, output=tmp_path)
     assert [one["step"] for one in journal(tmp_path)["evaluations"]] == [6, 12, 18, 24, 30]
-    assert trained.metadata.metrics["validation/accuracy"] == 0.5008  # the best, though no improvement by delta
+    assert trained.metadata.metrics["validation/accuracy"] == 0.5008  # the best, though not better by min_delta
     assert journal(tmp_path)["reference"] == 0.5006
 
 
@@ -74,7 +74,7 @@ def test_evaluating_more_often_does_not_change_the_training(monkeypatch):
     recipe, rising = replace(PLAIN, steps=9, dropout=0.1), itertools.count(1)
 
     def read(learner, validation):
-        return len(list(validation)) * next(rising) / 100, 1.0  # it only rises: the last weights are the best
+        return len(list(validation)) * next(rising) / 100, 1.0  # always rising: the last weights are the best
 
     monkeypatch.setattr(EnsembleLearner, "measure", read)
     often = train(shuffled(), replace(recipe, evaluate_every=1), shuffled(seed=3))
@@ -95,7 +95,7 @@ def test_the_measure_is_accuracy_and_nll_of_the_mean_probabilities():
 def test_the_grid_is_decided_on_validation(monkeypatch, tmp_path):
     data = batches(16)
     recipe = Recipe(optimizer="sgd", grid=(0.1, 0.001, 0.01), epochs=1, schedule="constant")
-    # rates are tried from the smallest: equal accuracy goes to the lower NLL, then to the smaller rate
+    # rates are tried in ascending order: equal accuracy is decided by lower NLL, then by the smaller rate
     scripted(monkeypatch, [(0.5, 1.0), (0.7, 0.8), (0.7, 0.8)])
     chosen = train(data, recipe, data, output=tmp_path)
     assert "learning rate 0.01, chosen of 3" in chosen.metadata.history[-1]
@@ -110,7 +110,7 @@ def test_a_rate_that_diverges_is_left_out(tmp_path):
     recipe = Recipe(optimizer="sgd", grid=(1e-4, 1e4, 1e-2), epochs=3, schedule="constant")
     with pytest.warns(HydraWarning, match="learning rate 10000 diverged") as caught:
         chosen = train(data, recipe, data, output=tmp_path)
-    assert not any("checkpoint stays" in str(one.message) for one in caught)  # there is none
+    assert not any("checkpoint stays" in str(one.message) for one in caught)  # there is no checkpoint
     assert "(10000 diverged)" in chosen.metadata.history[-1]
     assert same(chosen, train(data, replace(recipe, grid=(1e-4, 1e-2)), data))
     unreadable = [(data[0][0] * math.nan, data[0][1])]
@@ -127,7 +127,7 @@ def test_rates_that_are_finished_serve_another_grid(tmp_path, monkeypatch):
     data = batches(16)
     recipe = Recipe(optimizer="sgd", grid=(1e-4, 1e-3, 1e-2), epochs=1, schedule="constant")
     chosen = train(data, recipe, data, output=tmp_path)
-    assert journal(tmp_path, "0.01")["fingerprint"]["recipe"]["grid"] == [1e-4, 1e-3, 1e-2]  # as files of before
+    assert journal(tmp_path, "0.01")["fingerprint"]["recipe"]["grid"] == [1e-4, 1e-3, 1e-2]  # as in older files
     steps = []
     count_calls(monkeypatch, EnsembleLearner, "update", lambda: steps.append(1))
     fewer = train(data, replace(recipe, grid=(1e-4, 1e-2)), data, output=tmp_path)
@@ -140,7 +140,7 @@ def test_rates_that_are_finished_serve_another_grid(tmp_path, monkeypatch):
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("kind", ["ensemble", "text"])
 def test_validation_leaves_every_part_in_its_mode(kind, broken):
-    """Also where someone keeps a part in evaluation mode, and where a batch cannot be read."""
+    """Also where a user keeps a part in eval mode, and where a batch cannot be read."""
     runtime, data = Runtime(torch.device("cpu")), batches() if kind == "ensemble" else pairs()
     text = TextLearner(tiny_dual(), RECIPE, False, 1.0, runtime) if kind == "text" else None
     learner = text or EnsembleLearner(tiny(), RECIPE, runtime, 0)
@@ -152,7 +152,7 @@ def test_validation_leaves_every_part_in_its_mode(kind, broken):
     assert {name: module.training for name, module in learner.model.named_modules()} == before
 
 
-# --- orders ----------------------------------------------------------------------------------------------------------
+# --- data order ------------------------------------------------------------------------------------------------------
 
 TWICE = replace(RECIPE, epochs=2)
 
@@ -162,7 +162,7 @@ def noisy(images):
 
 
 def test_members_and_seeds_have_augmentations_of_their_own():
-    source = data_batches(list(zip(*samples(24), strict=True)), noisy, 8)  # in the same order
+    source = data_batches(list(zip(*samples(24), strict=True)), noisy, 8)  # without shuffling
     first, second = train(source, TWICE), train(source, TWICE, index=1)
     assert not same(first, second)
     assert not same(first, train(source, replace(TWICE, seed=7)))
@@ -189,7 +189,7 @@ def test_what_was_set_before_makes_no_difference_and_is_put_back():
     assert (source.epoch, source.stream) == (5, 11)
     data = Told(*samples())
     train(DataLoader(data, batch_size=8), TWICE)
-    assert (data.told, data.epoch) == ((0, 1, 4, 0, 4), 4)  # marks of the data are taken as in the first epoch
+    assert (data.told, data.epoch) == ((0, 1, 4, 0, 4), 4)  # checksums of the data are taken as in epoch 0
 
 
 def test_a_generator_of_the_loader_is_seeded_also_behind_a_wrapper():
@@ -205,7 +205,7 @@ def test_a_generator_of_the_loader_is_seeded_also_behind_a_wrapper():
 
 
 class Deadly(Stopping):
-    """Ends the process without a chance to tidy up."""
+    """Kill the process without cleanup."""
 
     def __iter__(self):
         try:
@@ -220,7 +220,7 @@ def hard_run(folder, source=None):
 
 
 def test_a_killed_process_is_resumed(tmp_path):
-    """Ended in the middle of the second epoch at the second learning rate, and started again."""
+    """Killed in the second epoch at the second learning rate, then resumed."""
     assert in_a_child(lambda: hard_run(tmp_path, Deadly(shuffled(count=40), 18))) == 9
     assert journal(tmp_path, "0.001", 1)["finished"]
     assert not journal(tmp_path, "0.01", 1)["finished"]
@@ -249,12 +249,12 @@ def test_wherever_a_run_stops_it_goes_on_exactly(tmp_path, kind, precision, stop
 
 
 def test_a_checkpoint_comes_by_time_too_and_an_interruption_says_where_it_is(tmp_path, monkeypatch):
-    """A training whose steps take long keeps something long before `checkpoint_every`, and not at every step."""
-    now = itertools.count(0, 9)  # seconds at every look: a step has two looks where nothing is written
+    """Training with slow steps is checkpointed well before `checkpoint_every`, but not at every step."""
+    now = itertools.count(0, 9)  # seconds per call of the clock: two calls per step unless it writes
     monkeypatch.setattr(loop, "monotonic", lambda: float(next(now)))
     with pytest.raises(KeyboardInterrupt) as stopped:
         train(Stopping(batches(), 5), PLAIN, output=tmp_path)
-    assert journal(tmp_path)["position"]["step"] == 3  # 27 seconds; the next one comes a minute later
+    assert journal(tmp_path)["position"]["step"] == 3  # after 27 seconds; the next is due a minute later
     assert any(str(tmp_path) in note for note in stopped.value.__notes__)
     monkeypatch.undo()
     assert same(train(batches(), PLAIN), train(Stopping(batches()), PLAIN, output=tmp_path))
@@ -298,7 +298,7 @@ def test_a_finished_run_is_read_back(tmp_path):
     first = train(Stopping(data), PLAIN, data, output=tmp_path)
     untouched = files(tmp_path)
     (tmp_path / "member-0" / "rate-0.05" / "best-4-0.safetensors").write_bytes(b"left by a kill")
-    reread = Stopping(data, 1)  # the fingerprint reads one batch, training would read more
+    reread = Stopping(data, 1)  # the fingerprint reads one batch; training would read more
     assert same(first, train(reread, PLAIN, data, output=tmp_path))
     assert files(tmp_path) == untouched
     assert untouched == {"member-0/rate-0.05/checkpoint.json", "member-0/rate-0.05/result-6-0.safetensors"}
@@ -325,7 +325,7 @@ ADAMW = replace(PLAIN, optimizer="adamw", learning_rate=0.01)
 
 @pytest.fixture(scope="module")
 def stopped_run(tmp_path_factory):
-    """The folder of a run that was stopped after four updates; JSON and safetensors only."""
+    """The folder of a run stopped after four updates; JSON and safetensors only."""
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.raises(KeyboardInterrupt):
         train(Stopping(batches(), 5), ADAMW, output=folder, checkpoint_every=1)
@@ -389,7 +389,7 @@ def test_changed_states_and_tensors_are_noticed(stopped):
     whole = tensors.read_bytes()
     tensors.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     refused(stopped, r"current-4-0\.safetensors was changed")
-    os.truncate(tensors, 1 << 40)  # a hole, which takes no place on the disk and all memory
+    os.truncate(tensors, 1 << 40)  # a sparse file: no space on disk, but too large for memory
     refused(stopped, r"current-4-0\.safetensors has more than")
     tensors.write_bytes(whole)
     assert same(train(batches(), ADAMW), go_on(stopped))
@@ -437,7 +437,7 @@ def test_one_training_at_a_time_works_in_a_folder(tmp_path, monkeypatch):
     assert refused == [True]
     assert same(train(batches(), PLAIN), trained)
     assert same(train(batches(), PLAIN, output=tmp_path), trained)
-    assert not half.exists()  # as if a kill had left it
+    assert not half.exists()  # removed, as a file left by a killed run
 
 
 def test_the_last_checkpoint_survives_a_loss_that_is_not_finite(tmp_path):

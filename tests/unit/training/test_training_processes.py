@@ -37,7 +37,7 @@ START = {"list": tiny, "loader": tiny, "lora": tiny, "text": lambda: tiny_dual(d
 
 
 def uneven(labelled: bool = True):
-    """Batches of 6, 6, 7 and 5 pairs: what two processes read differs in size, and perhaps in having labels."""
+    """Batches of 6, 6, 7 and 5 pairs: sizes differ between two processes, and perhaps which have labels."""
     images, texts, labels = pairs(24, 24, dtype=torch.float64)[0]
     cuts = enumerate(pairwise((0, 6, 12, 19, 24)))
     return [(images[a:b], texts[a:b], labels[a:b] if labelled or not number % 2 else None) for number, (a, b) in cuts]
@@ -48,7 +48,7 @@ def tune(data, recipe=TEXT):
 
 
 def trained(name: str, size: int, **options):
-    """Weights and measures, of so many samples a batch; those of the text are one batch, or shared out unevenly."""
+    """Weights and metrics after training with this batch size; the text's data are one batch, or split unevenly."""
     source, options = batches(32, size), {"device": "cpu", "progress": False, **options}
     if name == "text":
         whole = pairs(24, 24, dtype=torch.float64), replace(TEXT, gradient_accumulation=1)
@@ -69,7 +69,7 @@ def train_all(folder: Path) -> None:
         (folder / f"refused-{rank}.txt").write_text(str(error))
 
 
-class Endless(Sampler):  # has no length
+class Endless(Sampler):  # has no __len__
     def __iter__(self):
         return iter(range(28))
 
@@ -87,18 +87,16 @@ def test_ranks_load_only_their_own_batches():
             assert [labels.tolist() for _, labels in shared] == whole[rank:6:3]
             assert source is endless or len(shared) == 2
         for drawn in (RandomSampler(data), SubsetRandomSampler(range(28)), WeightedRandomSampler([1.0] * 28, 28)):
-            ranks.share_batches(
-                DataLoader(data, batch_size=4, sampler=drawn)
-            )  # another batch is left over in every epoch:
-            ranks.share_batches(DataLoader(data, batch_sampler=BatchSampler(drawn, 4, False)))  # nothing to warn of
+            ranks.share_batches(DataLoader(data, batch_size=4, sampler=drawn))  # each epoch drops another batch
+            ranks.share_batches(DataLoader(data, batch_sampler=BatchSampler(drawn, 4, False)))  # no warning
         split = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 3, rank))
         assert ranks.share_batches(split) is split
 
 
 @pytest.mark.parametrize("other", ["model", "recipe", "data", "batches"])
 def test_processes_that_were_given_different_things_say_so(other):
-    """They would wait for each other without end, or give other weights without a word."""
-    model, data, recipe = tiny(), batches(32, 4), RECIPE  # made by one thread: all of them share one generator
+    """Otherwise they would wait for each other forever, or silently train different weights."""
+    model, data, recipe = tiny(), batches(32, 4), RECIPE  # built in one thread: ranks share one generator
     others = {
         "model": (tiny(seed=1), data, recipe),
         "recipe": (model, data, replace(recipe, learning_rate=0.1)),
@@ -113,7 +111,7 @@ def test_processes_that_were_given_different_things_say_so(other):
 
 
 def test_processes_whose_data_are_others_in_every_reading_train_together():
-    """Random changes that no seed reaches, as by a generator of one's own, are no other data."""
+    """Augmentations that no seed controls, as by a user's own generator, do not count as different data."""
 
     class Changing(list):
         readings = 0
@@ -127,7 +125,7 @@ def test_processes_whose_data_are_others_in_every_reading_train_together():
 
 
 def test_a_training_on_a_loader_that_is_split_already_goes_on_in_its_folder(tmp_path):
-    """Each process has another part of the data; the folder knows the training by the part of the first."""
+    """Each process has its own part of the data; the folder is identified by the first process's part."""
 
     def work():
         data = shuffled(32, 4).dataset
@@ -140,7 +138,7 @@ def test_a_training_on_a_loader_that_is_split_already_goes_on_in_its_folder(tmp_
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What two processes left, each with the same tensors and the same measures."""
+    """The output of two processes: each saves its tensors and metrics."""
     folder = tmp_path_factory.mktemp("parallel")
     assert launch(lambda: train_all(folder)) == [0, 0]
     return folder
@@ -158,5 +156,5 @@ def test_two_processes_train_and_measure_as_one_with_twice_the_batch(folder, nam
 
 
 def test_processes_that_disagree_about_labels_say_so(folder):
-    """Two of the four batches of an update have labels; nobody waits for the other process's labels."""
+    """Two of the four batches of an update have labels; no process waits for the other's labels."""
     assert all("2 of 4" in (folder / f"refused-{rank}.txt").read_text() for rank in range(2))

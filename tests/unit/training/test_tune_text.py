@@ -1,4 +1,4 @@
-"""Text towers tuned to a locked image tower: the loss, what learns, batches that count as one."""
+"""Text towers tuned to a frozen image tower: the loss, what is trained, and accumulation over batches."""
 
 import math
 from dataclasses import replace
@@ -98,7 +98,7 @@ def test_features_computed_before_train_as_the_images_do():
 
 
 def test_batches_of_one_update_count_as_one_batch():
-    """In double precision K batches of B and one batch of K·B make the same update."""
+    """In float64, K batches of B and one batch of K·B give the same update."""
     dual = tiny_dual(dtype=torch.float64)
     small, large = pairs(24, 4, dtype=torch.float64), pairs(24, 24, dtype=torch.float64)
     recipe = Recipe(optimizer="sgd", learning_rate=0.05, epochs=2, clip_norm=1.0)
@@ -110,7 +110,7 @@ def test_batches_of_one_update_count_as_one_batch():
     assert largest_gap(accumulated, whole) < 1e-12
     assert largest_gap(dual, whole) > 1e-3
     assert largest_gap(apart, whole) > 1e-3
-    noisy = tiny_dual(dropout=0.3, dtype=torch.float64)  # a batch that is run again draws the same dropout
+    noisy = tiny_dual(dropout=0.3, dtype=torch.float64)  # a recomputed batch draws the same dropout
     assert same(*(tune(noisy, small, six) for _ in range(2)))
 
 
@@ -191,7 +191,7 @@ def test_settings_that_do_not_fit():
     whole = tiny_dual()
     with torch.no_grad():
         weight = whole.projections.text.weight
-        wider = linear(torch.cat([weight, weight[:, :8]], dim=1))  # 16 to 24 numbers
+        wider = linear(torch.cat([weight, weight[:, :8]], dim=1))  # from 16 to 24 features
         alone = he.DualEncoder(whole.image, whole.text, he.Projections(None, wider))
     with pytest.raises(ConfigError, match="no image projection"):
         tune(alone, pairs(), train_image_projection=True)

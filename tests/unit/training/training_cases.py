@@ -1,4 +1,4 @@
-"""Tiny models and data they can learn, for the tests of training: a classifier, and a dual encoder for pairs."""
+"""Tiny models and learnable data for the tests of training: a classifier, and a dual encoder for pairs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -48,7 +48,7 @@ def own_batches(count: int = 48, size: int = 8, seed: int = 1) -> BatchLoader:
 
 
 class Stopping:
-    """Batches of a source that end the run before the given one is read, counted over everything; -1 never does."""
+    """Interrupts the run before batch number `fatal`, counted over all epochs; -1 never does."""
 
     def __init__(self, batches: Any, fatal: int = -1) -> None:
         self.batches, self.fatal, self.read = batches, fatal, 0
@@ -95,7 +95,7 @@ def tiny_dual(seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.fl
 
 
 def pair_samples(count: int = 24, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Images that show their class by where they are bright, `[N, 3, 8, 8]`, and labels."""
+    """Images whose bright channel and rows show the class, `[N, 3, 8, 8]`, and labels."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(len(NAMES), (count,), generator=generator)
     images = torch.randn(count, 3, 8, 8, generator=generator) * 0.3
@@ -111,6 +111,6 @@ def pairs(count: int = 24, size: int = 8, seed: int = 1, dtype: torch.dtype = to
 
 
 def pair_loader(count: int = 24, size: int = 8) -> DataLoader[Any]:
-    """The same pairs in an order drawn from torch's generator."""
+    """The same pairs, shuffled by torch's generator."""
     ((images, texts, labels),) = pairs(count, count)
     return DataLoader(list(zip(images, texts, labels, strict=True)), batch_size=size, shuffle=True)
