@@ -1,4 +1,4 @@
-"""Translation of the models people already have; nothing else in this library knows about other libraries."""
+"""Conversion of models of other libraries; no other part of this package knows about those libraries."""
 
 from .convert import convert
 

@@ -1,4 +1,4 @@
-"""Models that compute something other than their class: hooks, replaced methods, replaced or changed parts."""
+"""Detecting models that do not compute what their class does: hooks, replaced methods, replaced or changed parts."""
 
 import re
 from collections import OrderedDict
@@ -17,14 +17,14 @@ from .refusals import by_option
 
 # --- hooks and methods ---------------------------------------------------------------------------------------
 
-# These attach hooks that move tensors between devices, collect outputs or switch gradients on.
+# Hooks from these modules only move tensors between devices, collect outputs or enable gradients.
 _HARMLESS_HOOKS = ("accelerate.", "transformers.", "torch.nn.parallel.", "timm.models._features")
-# These wrap a method to compile it, to move tensors or to choose the precision.
+# Wrappers from these modules only compile a method, move tensors or set the precision.
 _HARMLESS_WRAPPERS = ("accelerate.", "torch.")
 
 
 def require_unaltered(wrapped: nn.Module, model: nn.Module) -> None:
-    """Refuse a model, as it was given and as it lies inside wrappers, that a hook or a replaced method may change."""
+    """Raise if forward hooks (also on wrappers) or methods replaced on an object may change what the model computes."""
     for name, module in wrapped.named_modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             origin = _origin(hook)
@@ -51,7 +51,7 @@ def require_unaltered(wrapped: nn.Module, model: nn.Module) -> None:
 
 
 def _is_method(function: Any, original: Any) -> bool:
-    """Whether a function on the object is the method of its class, perhaps in the wrappers of known libraries."""
+    """Whether a function on the object is the method of its class, possibly in wrappers of known libraries."""
     while function is not None:
         if getattr(function, "__func__", function) is original:
             return True
@@ -62,7 +62,7 @@ def _is_method(function: Any, original: Any) -> bool:
 
 
 def _origin(function: Callable[..., Any]) -> str:
-    """The module a function was written in; `functools.wraps` cannot disguise it."""
+    """Name of the module in which a function was defined, even if `functools.wraps` changed its attributes."""
     if isinstance(function, partial):
         return _origin(function.func)
     if isinstance(function, MethodType):
@@ -74,10 +74,10 @@ def _origin(function: Callable[..., Any]) -> str:
 # --- parts ---------------------------------------------------------------------------------------------------
 
 _LIBRARIES = ("torch.nn.modules.", "timm.", "torchvision.", "open_clip.")
-_IDLE = ("Identity", "Dropout", "DropPath", "PatchDropout", "Sequential", "ModuleList")  # when a model answers
+_IDLE = ("Identity", "Dropout", "DropPath", "PatchDropout", "Sequential", "ModuleList")  # in evaluation mode
 _ACTIVATIONS = frozenset(name for names in ACTIVATIONS.values() for name in names)
 MERGE = "merge them first: merge_and_unload() of the model of peft"
-# What to do about a part, by the beginning of the name of its class.
+# What to do about a part, by prefix of its qualified class name.
 _REMEDIES = {
     ("peft.",): f"the model without adapters; {MERGE}",
     ("torch.ao.", "torchao.", "bitsandbytes.", "optimum.", "transformers.integrations."): (
@@ -87,7 +87,7 @@ _REMEDIES = {
         "the model with plain weights; torch.nn.utils.parametrize.remove_parametrizations puts them there"
     ),
 }
-# Settings that do not change an answer, or that are read off the tensors.
+# Settings that do not change the output, or are given by the shapes of the tensors.
 _FREE = frozenset(
     [
         *("training", "inplace", "init_values", "fused_attn", "layer_idx", "num_labels", "name_or_path", "loss_type"),
@@ -98,17 +98,17 @@ _FREE = frozenset(
 
 
 def require_known_parts(model: nn.Module) -> None:
-    """Refuse a model with a part of somebody's own, one that is not as its class builds it, or blocks that differ.
+    """Raise if a model has custom parts, differs from what its class builds, or has blocks that differ.
 
-    A model of transformers is held against what its class builds from its configuration. Those of other libraries have
-    no such thing: their parts have to be of a library's classes, exactly (a subclass, as of adapters, or weights under
-    a parametrization may compute anything), and all blocks like the first. What they compute then, answers show.
+    A model of transformers is compared with what its class builds from its configuration. Models of other libraries
+    cannot be rebuilt: their parts must be instances of exactly the library's classes (a subclass, as adapters use, or a
+    parametrized weight may compute anything), and all blocks like the first. Comparing outputs checks the rest.
     """
     if type(model).__module__.startswith("transformers."):
         try:
             with torch.device("meta"):
                 built = type(model)(deepcopy(model.config))
-        except Exception as error:  # the library raises whatever it meets
+        except Exception as error:  # the library may raise anything
             raise ConversionError(
                 f"by its configuration no model can be built ({error}); it was edited since"
             ) from error
@@ -126,16 +126,16 @@ def require_known_parts(model: nn.Module) -> None:
 
 
 def _weighty_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All parts of those that have weights, by name: a loss that was put beside them is not looked at."""
+    """Yield all submodules by name, except in top-level children without parameters, such as an attached loss."""
     for top, part in model.named_children():
         if any(True for _ in part.parameters()):
             yield from part.named_modules(prefix=top)
 
 
 def require_read_parts(model: nn.Module) -> None:
-    """Refuse a model that its declaration could read, with a part that computes something and has no weights.
+    """Raise if a model has an unexpected part without parameters that computes something.
 
-    Of any other part, weights that are left over tell. Models of transformers are as their configuration says.
+    Parts with parameters are found by their unused weights. Models of transformers were compared with their config.
     """
     if type(model).__module__.startswith("transformers."):
         return
@@ -152,26 +152,26 @@ def _remedy(name: str) -> str | None:
 
 
 def _require_alike(module: nn.Module, like: nn.Module, says: str, remedy: str | None = None, *, name: str = "") -> None:
-    """Refuse a module that differs from another in its class, its settings or its parts."""
+    """Raise if a module differs from another in its class, its settings or its parts."""
     for path, verb, actual, expected in _differences(module, like):
         where = ".".join(part for part in (name, path) if part) or "the model"
         raise refuse(f"{where}{verb} {actual}, and {expected} {says}", _remedy(str(actual)) or remedy)
 
 
 def _differences(module: nn.Module, like: nn.Module, path: str = "") -> Iterator[tuple[str, str, Any, Any]]:
-    """Path, verb, what lies there and what lies there in `like`."""
+    """Yield path, verb, actual value and value in `like` for each difference."""
     if type(module) is not type(like):
         yield path, " is a", qualified_name(module), f"a {qualified_name(like)}"
         return
     for setting, expected in vars(like).items():
         if setting.startswith("_") or setting in _FREE or not _is_plain(expected):
             continue
-        if callable(getattr(type(like), setting, None)):  # a method, put back by assignment
+        if callable(getattr(type(like), setting, None)):  # a method, assigned to the object
             continue
         actual = vars(module).get(setting)
         if _function(actual) != _function(expected):
             yield f"{path}.{setting}" if path else setting, " is", repr(actual), repr(expected)
-    parts = {leaf: part for leaf, part in module._modules.items() if part is not None}  # also one that is there twice
+    parts = {leaf: part for leaf, part in module._modules.items() if part is not None}  # with modules registered twice
     for leaf, expected in like.named_children():
         inner = f"{path}.{leaf}" if path else leaf
         if leaf in parts:
@@ -184,17 +184,17 @@ def _differences(module: nn.Module, like: nn.Module, path: str = "") -> Iterator
         yield path, " has", f"{len(parts)} parts", f"{len(list(like.children()))}"
 
 
-# Parts that may be absent (`add_pooling_layer=False`), or an identity in place of a classifier.
+# Parts that may be missing (`add_pooling_layer=False`), or be an identity in place of a classifier.
 _REMOVED = ("pooler", "classifier", "cls_classifier", "distillation_classifier")
 
 
 def _drops_paths(part: nn.Module) -> bool:
-    """Whether a part is stochastic depth or, where its rate is 0, nothing; its rate is read of every block."""
+    """Whether a part is stochastic depth, or an identity (rate 0); its rate is read from every block."""
     return is_identity(part) or type(part).__name__ == "DropPath"
 
 
 def _function(value: Any) -> Any:
-    """What a method or a partial call does, so that two of them can be compared; other values are themselves."""
+    """Reduce a method or a partial to something comparable; return other values unchanged."""
     if isinstance(value, partial):
         return value.func, value.args, value.keywords
     return getattr(value, "__func__", value)
@@ -210,10 +210,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def with_plain_classifier(model: nn.Module) -> tuple[nn.Module, list[float]]:
-    """The model with a linear classifier in place of a sequence of dropout and one, and the rates of that dropout.
+    """Replace a classifier `nn.Sequential(nn.Dropout, …, nn.Linear)` by its linear layer; also return dropout rates.
 
-    So people replace the classifier of a library's model, torchvision's `heads` also by the linear layer itself. The
-    model is a copy that shares all parts; without such a classifier it is what was given.
+    Users often replace a library's classifier like this, and torchvision's `heads` also by the linear layer itself. The
+    result is a shallow copy that shares all parts, or the model itself if there is no such classifier.
     """
     if not type(model).__module__.startswith(("timm.", "torchvision.", "transformers.")) or hasattr(model, "head_dist"):
         return model, []
@@ -234,5 +234,5 @@ def with_plain_classifier(model: nn.Module) -> tuple[nn.Module, list[float]]:
 
 
 def _parts(module: nn.Module) -> list[Any]:
-    """What a sequence runs one after another, also inside others; of any other module itself."""
+    """Flatten nested `nn.Sequential`s into a list of modules."""
     return [part for one in module for part in _parts(one)] if type(module) is nn.Sequential else [module]

@@ -1,4 +1,4 @@
-"""From a library's live model to the canonical ensemble, or dual encoder."""
+"""Conversion of a library's live model to the canonical ensemble or dual encoder."""
 
 import math
 import re
@@ -43,12 +43,12 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 )
 DUAL_ARCHITECTURES = (*transformers_dual.DUAL_ARCHITECTURES, *open_clip.DUAL_ARCHITECTURES)
 _ALL: tuple[Architecture | DualArchitecture, ...] = (*ARCHITECTURES, *DUAL_ARCHITECTURES)
-_SPREAD = 0.02  # of weights as timm and most of transformers draw them
+_SPREAD = 0.02  # std of freshly initialised weights in timm and most of transformers
 _SCALES = ("logit_scale", "logit_bias")
 
 
 class TwoTowers(Protocol):
-    """A dual encoder of transformers, as type checkers know it: it has features of images and of texts."""
+    """A dual encoder of transformers, for type checkers: it has image features and text features."""
 
     def get_image_features(self, *args: Any, **kwargs: Any) -> Any:
         """Features of images."""
@@ -69,7 +69,7 @@ def convert(
     declaration: Declaration | None = ...,
     preprocessing: Mapping[str, Any] | None = ...,
     probe: bool = ...,
-) -> Ensemble | Any: ...  # Any: a dual encoder whose class does not tell; `isinstance` does
+) -> Ensemble | Any: ...  # Any: some dual encoders do not match `TwoTowers`; use `isinstance`
 @checked
 def convert(
     model: nn.Module | TwoTowers,
@@ -128,7 +128,7 @@ def convert(
         architecture = _find_architecture(model, num_labels, processor, preprocessing)
     with said_of(architecture.name):
         require_unaltered(wrapped, model)
-    probe = probe and not any(parameter.is_meta for parameter in model.parameters())  # without values, no answers
+    probe = probe and not any(parameter.is_meta for parameter in model.parameters())  # meta parameters cannot be run
     if isinstance(architecture, DualArchitecture):
         if preprocessing is not None:
             raise ConversionError(f"{architecture.name} has two towers; say what each reads with processor=")
@@ -161,10 +161,10 @@ def _converted(
     processor: Any,
     preprocessing: Mapping[str, Any] | None,
 ) -> Both:
-    """A model, with a plain classifier, and what it becomes; nothing is compared yet."""
+    """Convert a model, without comparing outputs; the original in the result has a plain classifier."""
     rates: list[float] = []
     with _parts_as_known(architecture):
-        if architecture.classes:  # of a model of the user's own, answers alone decide
+        if architecture.classes:  # for a user's own model, only outputs are compared
             model, rates = with_plain_classifier(model)
             require_known_parts(model)
         _tell_of_projection(architecture, model, num_labels)
@@ -195,7 +195,7 @@ def _converted(
 
 
 def _tell_of_projection(architecture: Architecture, model: nn.Module, num_labels: int | None) -> None:
-    """Say that a tower's embedding is no classifier: to whom nothing is said, `predict` names the largest number."""
+    """Warn that a tower's projection is not a classifier; else `predict` would return its largest output as a class."""
     outputs = architecture.config(model, None).readout.num_classes if architecture.projects else 0
     told = f"its {outputs} outputs are a projection into an embedding, not classes"
     way = "convert the tower without it (transformers: CLIPVisionModel, CLIPTextModel; open_clip: visual.proj = None)"
@@ -210,7 +210,7 @@ def _tell_of_projection(architecture: Architecture, model: nn.Module, num_labels
 
 
 def _with_dropout(config: EnsembleConfig, rates: Sequence[float]) -> EnsembleConfig:
-    """The configuration with more dropout before the classifier: several in a row do what one of them all does."""
+    """Add dropout before the classifier; several dropouts in a row are combined into one rate."""
     site = "dropout" if config.readout.hidden is None else "hidden_dropout"
     rate = getattr(config.readout, site)
     for more in rates:
@@ -219,50 +219,50 @@ def _with_dropout(config: EnsembleConfig, rates: Sequence[float]) -> EnsembleCon
 
 
 def as_ours(model: Any) -> Any:
-    """A model of another library converted, one of ours out of what wraps it; what is no model stays as it is."""
+    """Convert a model of another library, unwrap one of ours, and return anything that is not a module unchanged."""
     if not isinstance(model, nn.Module):
         return model
-    inner = unwrapped(model)  # compiled, or spread over devices
+    inner = unwrapped(model)  # removes `torch.compile` and data-parallel wrappers
     return inner if isinstance(inner, Ensemble | DualEncoder) else convert(model)
 
 
 def _is_as_drawn(ensemble: Ensemble, spread: float) -> bool:
-    """Whether a classifier looks as libraries begin one, and what it stands on does not: zeros, or a normal spread."""
+    """Whether the classifier looks freshly initialised (all zeros, or normal with this std) on trained layers."""
     classifier = ensemble.readout.classifier
     if classifier is None or classifier.bias is None or classifier.bias.is_meta or bool(classifier.bias.any()):
         return False
     norms = [module.weight for module in ensemble.encoder.modules() if isinstance(module, GroupedNorm)]
     if all(bool((norm == 1).all()) for norm in norms):
-        return False  # nothing of it is trained, as a test or a benchmark may have it
+        return False  # the whole model is untrained, as in tests and benchmarks
     weight = classifier.weight.detach().double()
     mean, deviation = (float(value) / spread for value in (weight.mean(), weight.std()))
-    errors = 5 / math.sqrt(weight.numel())  # five standard errors of the mean, and with √2 below of the deviation
+    errors = 5 / math.sqrt(weight.numel())  # five standard errors of the mean; divided by √2, of the std
     return not bool(weight.any()) or (abs(mean) < errors and abs(deviation - 1) < errors / math.sqrt(2))
 
 
 def _read_metadata(architecture: Architecture, config: EnsembleConfig, model: nn.Module, processor: Any) -> Metadata:
-    """What is known of a model, with its preprocessing, or that of a processor, as the model was trained with it."""
+    """Read the metadata of a model, with its own preprocessing or that of a processor, adjusted to the model."""
     metadata = with_processor(architecture.metadata(model), processor, config.stem)
     texts = metadata.preprocessing
     if not isinstance(texts, TextPreprocessing):
         return metadata
     if not architecture.masks:  # the model attends to padding
         texts = replace(texts, attention_mask=False)
-    if config.readout.pool == "final":  # and reads it
+    if config.readout.pool == "final":  # and pools the last position
         texts = replace(texts, pad_to_max=True)
     return replace(metadata, preprocessing=texts)
 
 
 @contextmanager
 def _parts_as_known(architecture: Architecture) -> Iterator[None]:
-    """Refuse a model whose parts are not those that its declaration knows, as releases of its library differ."""
+    """Turn an `AttributeError` into a `ConversionError`: a part is missing, as in another release of the library."""
     try:
         with said_of(architecture.name):
             yield
     except AttributeError as error:
-        if not architecture.classes:  # a declaration of the user's own
+        if not architecture.classes:  # the user's own declaration
             raise
-        library = architecture.name.rpartition(", ")[2].partition(" ")[0]  # also inside sentence-transformers
+        library = architecture.name.rpartition(", ")[2].partition(" ")[0]  # the last one, inside sentence-transformers
         extra = "timm" if library == "torchvision" else library.replace("_", "-")
         release = getattr(sys.modules.get(library), "__version__", "of another kind")
         raise ConversionError(
@@ -275,7 +275,7 @@ def _parts_as_known(architecture: Architecture) -> Iterator[None]:
 
 
 def supported() -> dict[str, list[str]]:
-    """Library → architectures that are converted without a declaration, by the names that users know."""
+    """Return library → architectures that need no declaration, by the names that users know."""
     by_library: dict[str, list[str]] = {}
     for architecture in _ALL:
         library, _, name = architecture.name.partition(" ")
@@ -292,7 +292,7 @@ def supported() -> dict[str, list[str]]:
 
 
 def require_supported(kind: type, *names: str) -> None:
-    """Refuse a class for which there is no converter, before its weights are loaded; `names` are other names for it."""
+    """Raise if there is no converter for a class, before its weights are loaded; `names` are other names for it."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if not any(name in architecture.classes for architecture in _ALL):
         raise ConversionError(explained(name, *names))
@@ -301,9 +301,9 @@ def require_supported(kind: type, *names: str) -> None:
 def _find_architecture(
     model: object, num_labels: int | None, processor: Any = None, preprocessing: Mapping[str, Any] | None = None
 ) -> Architecture | DualArchitecture:
-    """The declaration for a live model, or an error that says what it is and what to do.
+    """Return the declaration for a live model, or raise an error that says what the model is and what to do.
 
-    Processor and preprocessing say how large images are, where the model does not.
+    Processor and preprocessing give the image size, if the model does not.
     """
     name = qualified_name(model)
     for architecture in _ALL:
@@ -325,7 +325,7 @@ def _find_architecture(
 
 
 def _supported_inside(model: nn.Module) -> str:
-    """What to do with a subclass of a supported model, or with one that holds a supported model; else nothing."""
+    """Return advice for a subclass of a supported model, or for a model that contains one; else an empty string."""
     classes = {name for architecture in _ALL for name in architecture.classes}
     name = qualified_name(model)
     above = next((kind for kind in type(model).__mro__ if f"{kind.__module__}.{kind.__qualname__}" in classes), None)
@@ -348,7 +348,7 @@ def _supported_inside(model: nn.Module) -> str:
 
 
 def _read_own(declaration: Declaration, model: nn.Module) -> Architecture:
-    """The declaration of a model of the user's own; says so where its images are taken for square."""
+    """Read the declaration of a user's own model; warn if its images are assumed to be square."""
     if "patch" in declaration.names and "position" in declaration.names and declaration.image_size is None:
         warn(
             f"{type(model).__name__}: the shape of its images is not known, and a square is assumed; give image_size= "
@@ -379,7 +379,7 @@ def _labels(labels: Sequence[str] | None, metadata: Metadata, classes: int) -> t
 
 
 def _told_apart(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of a library, of which ImageNet has two `crane`: those that are blank or occur again, with their number."""
+    """Add the class number to names that are blank or occur twice (ImageNet has two classes `crane`)."""
     again = set(odd_names(names)[1])
     return tuple(f"{name} ({i})".strip() if name in again or not name.strip() else name for i, name in enumerate(names))
 
@@ -388,11 +388,11 @@ def _told_apart(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, probe: bool) -> DualEncoder:
-    """Both towers with their projections, scale and bias."""
+    """Convert both towers, with their projections, scale and bias."""
     towers = _find_tower(dual, "image", model), _find_tower(dual, "text", model)
     paths = tuple(f"{path}." for path, _, _ in towers if path)
     with said_of(dual.name):
-        if len(paths) == len(towers):  # the declaration of a tower without a place of its own looks at the whole model
+        if len(paths) == len(towers):  # a tower without a path of its own checks all tensors itself
             unused = [name for name in model.state_dict() if not name.startswith((*paths, *_SCALES))]
             require_all_used((), unused)
         scale, bias = (getattr(model, name, None) for name in _SCALES)
@@ -416,7 +416,7 @@ def _convert_dual(dual: DualArchitecture, model: nn.Module, processor: Any, prob
 
 
 def _find_tower(dual: DualArchitecture, kind: str, model: nn.Module) -> tuple[str, nn.Module, Architecture]:
-    """Where a tower lies in the model, the tower, and the declaration for it."""
+    """Return the path of a tower in the model, the tower, and its declaration."""
     options: tuple[tuple[str, Architecture], ...] = getattr(dual, kind)
     for path, architecture in options:
         tower: Any = getattr(model, path, None) if path else model
@@ -433,7 +433,7 @@ def _find_tower(dual: DualArchitecture, kind: str, model: nn.Module) -> tuple[st
 def _convert_tower(
     architecture: Architecture, tower: nn.Module, origin: Metadata, processors: Sequence[Any]
 ) -> tuple[Ensemble, GroupedLinear | None]:
-    """One tower without classifier, and the projection that its declaration calls one."""
+    """Convert one tower without classifier, and the projection that is declared as its classifier."""
     with _parts_as_known(architecture):
         require_known_parts(tower)
         config = architecture.config(tower, None)

@@ -1,4 +1,4 @@
-"""How any library's model becomes an Ensemble: declarations, and their translation."""
+"""Declarations of other libraries' architectures, and the translation of weights by them."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,10 +23,10 @@ from .refusals import by_option, in_lines
 
 @dataclass(frozen=True)
 class Source:
-    """Where a canonical tensor lies in a foreign state dict, and how it is laid out there."""
+    """Where to find a canonical tensor in a foreign state dict, and how it is laid out there."""
 
-    names: tuple[str, ...]  # foreign names it is made from, with `{i}` for the layer
-    read: Callable[[Sequence[Tensor], torch.Size], Tensor]  # makes it, of a shape, from tensors in the order of `names`
+    names: tuple[str, ...]  # foreign tensors it is built from, with `{i}` for the layer
+    read: Callable[[Sequence[Tensor], torch.Size], Tensor]  # (tensors in the order of `names`, shape) -> tensor
 
 
 NamedTensors = Mapping[str, Tensor]  # `pixel_values`, or `input_ids` with `attention_mask` and `token_type_ids`
@@ -35,7 +35,7 @@ Weights = Mapping[str, Entry | tuple[Entry, ...]]
 
 
 def as_stored(name: str) -> Source:
-    """The same tensor; axes of length one may come or go."""
+    """The same tensor; axes of length one may be added or removed."""
     return Source((name,), lambda tensors, shape: _reshaped(tensors[0], shape))
 
 
@@ -45,25 +45,25 @@ def transposed(name: str) -> Source:
 
 
 def concatenated(*names: str) -> Source:
-    """Several tensors put one after another along their first axis."""
+    """Several tensors, concatenated along their first axis."""
     return Source(names, lambda tensors, shape: _reshaped(torch.cat(list(tensors)), shape))
 
 
-Order = Callable[[int], list[int]]  # of a head with so many numbers: the order in which they are read
+Order = Callable[[int], list[int]]  # head width -> the order in which the rows of a head are read
 
 
 POOLING = "readout.map.attention."
 
 
 def attention(out: str, *qkv: str, order: Order | None = None, place: str = "encoder.layers.{i}.attention.") -> Weights:
-    """The attention of a layer, in the layout of `torch.nn.Linear`.
+    """Declare the attention of a layer, stored in the layout of `torch.nn.Linear`.
 
     Args:
         out: The output projection, `[d, H·d_k]`: a head is a block of columns.
-        qkv: Query, key and value, each with its heads in order, in three tensors or fewer that hold one after the
-            other, `[3·H·d_k, d]`. `*` stands for "weight" and "bias".
-        order: How the numbers of queries and keys lie in a head, where pairs that rotate together are not halves.
-        place: Whose attention it is: that of the blocks, or the one that pools (`POOLING`).
+        qkv: Query, key and value, each with its heads in order, in three tensors, or in fewer that are stacked to
+            `[3·H·d_k, d]`. `*` stands for "weight" and "bias".
+        order: Order of the query and key rows of a head, if pairs that rotate together are not its halves.
+        place: Canonical prefix: the attention of the blocks, or attention pooling (`POOLING`).
     """
     weights, biases = (tuple(name.replace("*", leaf) for name in qkv) for leaf in ("weight", "bias"))
     return {
@@ -75,15 +75,15 @@ def attention(out: str, *qkv: str, order: Order | None = None, place: str = "enc
 
 
 def out_by_head(name: str) -> Source:
-    """The output projection, `[d, H·d_k]`, as one of every head, `[H, d_k, d]`."""
+    """The output projection `[d, H·d_k]`, split by head into `[H, d_k, d]`."""
     return Source((name,), lambda tensors, shape: tensors[0].t().reshape(shape))
 
 
 def qkv_by_head(*names: str, order: Order | None = None, layout: str = "qkv h d") -> Source:
-    """Queries, keys and values of all heads, or biases of queries and values alone, in one tensor or in several.
+    """Queries, keys and values of all heads, or biases of queries and values only, in one tensor or several.
 
-    `layout` is the order of the rows, outermost first; several tensors, or a layout without `qkv`, have one after the
-    other.
+    `layout` is the order of the rows, outermost axis first; with several tensors, or a layout without `qkv`, the `qkv`
+    axis is outermost.
     """
 
     def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
@@ -95,7 +95,7 @@ def qkv_by_head(*names: str, order: Order | None = None, layout: str = "qkv h d"
         heads = rows.movedim([axes.index(axis) for axis in sizes], (0, 1, 2))  # [H, P, d_k, …]
         if order is None:
             return heads
-        return torch.cat([heads[:, :-1, order(shape[2])], heads[:, -1:]], dim=1)  # the value is not rotated
+        return torch.cat([heads[:, :-1, order(shape[2])], heads[:, -1:]], dim=1)  # values are not rotated
 
     return Source(names, read)
 
@@ -107,14 +107,14 @@ def _reshaped(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 def run(model: Any, *arguments: Any, **keywords: Any) -> Any:
-    """What the class of a model computes: no wrapper around the forward of the object, such as one for autocast."""
+    """Call `forward` of the model's class, bypassing wrappers set on the object, such as one for autocast."""
     with named_outputs(model):
         return type(model).forward(model, *arguments, **keywords)
 
 
 @contextmanager
 def named_outputs(model: nn.Module) -> Iterator[None]:
-    """Let a model of transformers, and its parts, name their outputs, whatever their configurations say."""
+    """Make a model of transformers and its parts return named outputs (`return_dict`), whatever their configuration."""
     configs: list[Any] = [getattr(part, "config", None) for part in model.modules()]
     silent = [config for config in configs if getattr(config, "return_dict", None) is False]
     for config in silent:
@@ -127,39 +127,39 @@ def named_outputs(model: nn.Module) -> Iterator[None]:
 
 
 def plain_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
-    """The answer of a model that takes one tensor and gives one."""
+    """Run a model that takes one tensor and returns one."""
     return run(model, next(iter(inputs.values())))
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One foreign architecture, declared.
+    """The declaration of one foreign architecture.
 
-    `config` reads the canonical configuration off a live model and refuses what has none; a number asks for a fresh
-    classifier of that size on a model without one. `weights` lead from a canonical parameter name or prefix to a
-    foreign name, prefix or `Source`; of several, in a tuple, to the first that the foreign model has. `answer` gives
-    what the live model answers, `[B, C]`, or its pooled features where the classifier is a fresh one (True).
+    `config` reads the canonical configuration from a live model, or raises if there is none; its second argument is the
+    number of classes of a new classifier, for a model without one. `weights` maps a canonical parameter name or prefix
+    to a foreign name, prefix or `Source`; of a tuple, the first that the foreign model has. `answer` returns the logits
+    `[B, C]` of the live model, or its pooled features if the classifier is new (third argument True).
     """
 
-    name: str  # library and model, as users know it
+    name: str  # library and model, as users call it
     classes: tuple[str, ...]  # qualified names of the foreign classes it covers
     config: Callable[[nn.Module, int | None], EnsembleConfig]
     weights: Weights
-    ignored: tuple[str, ...] = ()  # prefixes of foreign tensors that take no part in the logits
-    metadata: Callable[[nn.Module], Metadata] = lambda model: Metadata()  # what the live model knows about itself
+    ignored: tuple[str, ...] = ()  # prefixes of foreign tensors that do not affect the logits
+    metadata: Callable[[nn.Module], Metadata] = lambda model: Metadata()  # read from the live model
     answer: Callable[[nn.Module, NamedTensors, bool], Tensor] = plain_answer
-    masks: bool = True  # whether a text model is told which tokens are padding
-    advice: str | None = None  # where a model does not fit a declaration of the user's own
-    variant: Callable[[nn.Module], Weights] = lambda model: {}  # of `weights`, those that lie elsewhere in this model
-    projects: bool = False  # whether a projection into an embedding stands for its classifier
-    models: str = ""  # what users call the models of one class, where its name does not say
+    masks: bool = True  # whether a text model gets an attention mask
+    advice: str | None = None  # shown if a user's own declaration does not fit
+    variant: Callable[[nn.Module], Weights] = lambda model: {}  # overrides of `weights` for this model
+    projects: bool = False  # whether a projection into an embedding is declared as its classifier
+    models: str = ""  # common names of the models of one class, if its name does not say
 
 
 @dataclass(frozen=True)
 class DualArchitecture:
-    """A foreign dual encoder, declared: its classes, and for each tower where it may lie and what it may be there.
+    """The declaration of a foreign dual encoder: its classes, and for each tower possible (path, declaration) pairs.
 
-    The place is empty for a tower whose parts lie in the model itself, beside those of the other tower.
+    The path is empty for a tower whose parts are direct attributes of the model, next to those of the other tower.
     """
 
     name: str
@@ -169,7 +169,7 @@ class DualArchitecture:
 
 
 def below(prefix: str, weights: Weights) -> Weights:
-    """The same declaration for a model that lies under `prefix`."""
+    """The same declaration for a model stored under `prefix`."""
 
     def moved(entry: Entry) -> Entry:
         if isinstance(entry, str):
@@ -180,7 +180,7 @@ def below(prefix: str, weights: Weights) -> Weights:
 
 
 def either(*declarations: Weights) -> Weights:
-    """The same tensors in several spellings, of which a model has one."""
+    """Declare the same tensors under several names, of which a model uses one."""
     return {name: tuple(entry for w in declarations for entry in _alternatives(w[name])) for name in declarations[0]}
 
 
@@ -189,26 +189,26 @@ def _alternatives(entry: Entry | tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 
 def qualified_name(model: object) -> str:
-    """Module and class name of an object, as declarations write it."""
+    """Module and class name of an object's type, as in declarations."""
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
 # --- translation -------------------------------------------------------------------------------------------
 
-# What a model may lack when the user asked for a new classifier.
+# Parameters that may be missing if the user requested a new classifier.
 _FRESH = ("readout.hidden", "readout.classifier", "readout.distillation_classifier")
-_SHOWN = 8  # problems in an error
+_SHOWN = 8  # maximum number of problems in an error message
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def translate(
     architecture: Architecture, model: nn.Module, config: EnsembleConfig, may_be_fresh: bool = False
 ) -> tuple[dict[str, Tensor], bool, list[str]]:
-    """The tensors of the canonical ensemble, each from its declared place, whether its classifier is fresh, the frozen.
+    """Return the canonical state dict, whether its classifier is new, and the names of frozen parameters.
 
-    The frozen are the names of those that do not train in the model, where others do. The tensors may share memory with
-    the model. Every canonical parameter must be found, and every foreign tensor must be used or be declared as ignored:
-    whatever a model has that this library does not know is an error, never a silent difference.
+    A parameter is frozen if it does not require gradients in the model while others do. The tensors may share memory
+    with the model. Every canonical parameter must be found, and every foreign tensor must be used or be declared as
+    ignored: anything in a model that this library does not know is an error, never a silent difference.
     """
     shapes = shapes_of(config)
     _require_numbers(model)
@@ -217,7 +217,7 @@ def translate(
     weights = {**architecture.weights, **architecture.variant(model)}
     used: set[str] = set()
     state: dict[str, Tensor] = {}
-    missing: dict[str, str] = {}  # foreign name → the canonical parameter that it is for
+    missing: dict[str, str] = {}  # foreign name → canonical parameter that needs it
     misfits: list[str] = []
     fresh = False
     trains = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -255,7 +255,7 @@ def translate(
 
 
 def _require_numbers(model: nn.Module) -> None:
-    """Refuse a model some of whose parameters have no values, and one whose are quantised."""
+    """Raise if some, but not all, parameters are on the meta device, or if parameters are quantised."""
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if 0 < len(empty) < sum(1 for _ in model.parameters()):
         raise ConversionError(
@@ -271,7 +271,7 @@ def _require_numbers(model: nn.Module) -> None:
 
 
 def block_name(architecture: Architecture, model: nn.Module, layer: int) -> str:
-    """Where a block lies in the foreign model: what the places of its norms and MLP have in common; "" for nowhere."""
+    """Path of a block in the foreign model: the common prefix of its norms and MLP; "" if there is none."""
     foreign = model.state_dict()
     names = list[list[str]]()
     for part in ("norm1.weight", "norm2.weight", "mlp.down.weight"):
@@ -281,14 +281,14 @@ def block_name(architecture: Architecture, model: nn.Module, layer: int) -> str:
 
 
 def require_all_used(problems: Sequence[str], unused: Sequence[str], advice: str | None = None) -> None:
-    """Refuse a model that does not fit its declaration, with all that is wrong at once.
+    """Raise if a model does not fit its declaration, and list all problems at once.
 
-    So are variants of an architecture whose further parts have weights: no other check of them is needed.
+    This also rejects variants of an architecture with additional weights: they need no other check.
     """
     faults = [*problems[:_SHOWN], *([f"{len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else [])]
     if unused:
         by_pattern = {name: name for name in unused}
-        if len(unused) > _SHOWN:  # of what is in every block, one
+        if len(unused) > _SHOWN:  # of names that differ only in numbers, show one
             by_pattern = {re.sub(r"\d+", "#", name): name for name in sorted(unused, reverse=True)}
         shown = sorted(by_pattern.values())[:_SHOWN]
         more = f" and {len(unused) - len(shown)} more" if len(unused) > len(shown) else ""
@@ -300,13 +300,13 @@ def require_all_used(problems: Sequence[str], unused: Sequence[str], advice: str
 
 
 def perhaps_meant(name: str, known: Collection[str]) -> str:
-    """` (did you mean …?)` with the known name that is most like this one, or nothing where none is."""
+    """Return ` (did you mean …?)` with the most similar known name, or an empty string if none is similar."""
     similar = nearest(name, known)
     return f" (did you mean {similar[0]}?)" if similar else ""
 
 
 def require_finite_weights(tensor: Tensor, name: str) -> None:
-    """Refuse values that no trained model has and that would turn every prediction into NaN."""
+    """Raise if weights are NaN or infinite: they would turn every prediction into NaN."""
     if not tensor.is_meta and not tensor.isfinite().all():
         broken = int((~tensor.isfinite()).sum())
         raise ConversionError(
@@ -316,7 +316,7 @@ def require_finite_weights(tensor: Tensor, name: str) -> None:
 
 
 def _source_of(weights: Weights, name: str, foreign: Mapping[str, Tensor]) -> Source | None:
-    """The declared source of a canonical parameter: its own entry, or that of the longest prefix."""
+    """Return the declared source of a canonical parameter: its own entry, or that of its longest prefix."""
     parts = name.split(".")
     layer = parts[2] if parts[0] == "encoder" else ""
     head = ".".join(["encoder", "layers", "{i}", *parts[3:]]) if layer else name
@@ -331,9 +331,9 @@ def _source_of(weights: Weights, name: str, foreign: Mapping[str, Tensor]) -> So
     return next((source for source in sources if foreign.keys() >= set(source.names)), sources[0])
 
 
-# --- readings that declarations share ----------------------------------------------------------------------
+# --- helpers that declarations share -----------------------------------------------------------------------
 
-# As modules and functions are called, and as the configurations of transformers name them.
+# Names of modules and functions, and names in the configurations of transformers.
 ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
     "gelu": ("GELU", "GELUActivation", "gelu", "gelu_python"),
     "gelu_tanh": (
@@ -347,7 +347,7 @@ ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
 
 
 def activation_of(module: Any) -> Activation:
-    """The activation that a module or function computes, or that a string names."""
+    """Return the activation that a module or function computes, or that a string names."""
     name = module if isinstance(module, str) else getattr(module, "__name__", type(module).__name__)
     if name == "GELU" and getattr(module, "approximate", "none") == "tanh":
         return "gelu_tanh"
@@ -361,7 +361,7 @@ def dropout_rate(module: Any) -> float:
     """Rate of a dropout (or drop-path) module; 0 for an identity.
 
     Raises:
-        ConversionError: It is of another class: what that does in training no comparison of answers shows.
+        ConversionError: It is of another class; comparing outputs would not show what it does in training.
     """
     if not is_identity(module) and type(module) is not nn.Dropout and type(module).__name__ != "DropPath":
         raise refuse(f"dropout is a {qualified_name(module)}, and may do in training what nn.Dropout does not")
@@ -374,14 +374,14 @@ def is_identity(module: Any) -> bool:
 
 
 def first_of(blocks: Sequence[Any]) -> Any:
-    """The block that stands for all."""
+    """Return the first block, which represents all; raise if there is none."""
     if not blocks:
         raise refuse("it has no blocks")
     return blocks[0]
 
 
 def norm_eps(block: nn.Module) -> float:
-    """The epsilon of all norms of a block."""
+    """Return the epsilon of the norms of a block; raise if they differ."""
     epsilons = {name: float(module.eps) for name, module in block.named_modules() if hasattr(module, "eps")}
     if len(set(epsilons.values())) != 1:
         raise refuse(f"the norms of a block differ in eps ({epsilons})" if epsilons else "its blocks have no norms")
@@ -389,7 +389,7 @@ def norm_eps(block: nn.Module) -> float:
 
 
 def require_usual_scale(attention: Any) -> None:
-    """Refuse attention whose scores are not divided by the root of the width of a head."""
+    """Raise unless attention scores are divided by the square root of the head width."""
     if abs(float(attention.scale) * float(attention.head_dim) ** 0.5 - 1) > 1e-6:
         raise refuse(f"its attention has scale {attention.scale} for heads of width {attention.head_dim}")
 
@@ -400,7 +400,7 @@ def pair(size: Any) -> tuple[int, int]:
 
 
 def refuse(variant: str, remedy: str | None = None) -> ConversionError:
-    """The error for a variant that has no canonical form, with the nearest way that works; see `said_of`."""
+    """Return the error for a variant without canonical form, with the nearest alternative; see `said_of`."""
     why = "the canonical encoder cannot represent this without changing predictions"
     remedy = remedy or "a model of this architecture without it, fine-tuned on the same data"
     return ConversionError(in_lines(variant, why, remedy))
@@ -410,9 +410,9 @@ WITHOUT_PATCH_DROPOUT = "its weights in a model that was made with a rate of 0, 
 
 
 def require_whole_patches(image: tuple[int, int], patch: tuple[int, int], any_size: bool) -> None:
-    """Refuse a model whose images are no whole patches: the canonical encoder takes none of them.
+    """Raise if the image size is not a multiple of the patch size: the canonical encoder does not take such images.
 
-    One that answers other sizes (`any_size`) is converted, and a warning says which images it is to be given.
+    A model that takes other sizes too (`any_size`) is converted, with a warning that says which size to use.
     """
     if not any(side % step for side, step in zip(image, patch, strict=True)):
         return
@@ -428,7 +428,7 @@ def require_whole_patches(image: tuple[int, int], patch: tuple[int, int], any_si
 
 
 def read_classifier(module: Any, num_labels: int | None) -> tuple[int, bool]:
-    """Number of classes and whether they have a bias, of a linear classifier, or of the fresh one in place of none."""
+    """Return the number of classes and whether there is a bias, of a linear classifier or the new one to be added."""
     if is_identity(module):
         return number_of_classes(0, num_labels), True
     if type(module) is not nn.Linear:
@@ -437,7 +437,7 @@ def read_classifier(module: Any, num_labels: int | None) -> tuple[int, bool]:
 
 
 def number_of_classes(classes: int, num_labels: int | None) -> int:
-    """Number of classes: the model's own, or `num_labels` when it has no classifier."""
+    """Return the number of classes: the model's own, or `num_labels` if it has no classifier."""
     if num_labels is not None and num_labels < 2:
         raise ConversionError(f"num_labels must be at least 2, got {num_labels}")
     if classes == 1:

@@ -1,4 +1,4 @@
-"""Declarations of your own architectures: where parts are, what tensors do not show, how a model is called."""
+"""Declarations of your own architectures: where parts are, settings that tensors do not show, how to call a model."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -20,9 +20,9 @@ Part = Literal[_OfImages, _OfTexts, "encoder", _OfBlock, "norm", "pooler", "clas
 PARTS: tuple[Part, ...] = get_args(Part)
 IN_BLOCK: tuple[Part, ...] = get_args(_OfBlock)
 Place = str | tuple[str, ...] | Tensor
-MASKS = ("attention_mask", "token_type_ids")  # as tokenizers name them
-PADDING = ("src_key_padding_mask", "key_padding_mask", "padding_mask")  # true at padding, as `torch.nn` has it
-# What a model may be given besides its input, and what no tokenizer gives.
+MASKS = ("attention_mask", "token_type_ids")  # names that tokenizers use
+PADDING = ("src_key_padding_mask", "key_padding_mask", "padding_mask")  # true at padding, as in `torch.nn`
+# Optional arguments of `forward` that no tokenizer provides; leaving them out is safe.
 _UNTOLD = ("labels", "label", "targets", "target", "position_ids", "inputs_embeds", "head_mask")
 _FLAGS = ("return_", "output_", "use_")
 
@@ -139,7 +139,7 @@ Declaration.__init__ = checked(Declaration.__init__)  # type: ignore[method-assi
 
 
 def paths(place: Place) -> tuple[str, ...]:
-    """The paths that a place consists of; none of a tensor."""
+    """Return the paths of a place; none for a tensor."""
     return () if isinstance(place, Tensor) else (place,) if isinstance(place, str) else place
 
 
@@ -161,12 +161,12 @@ def is_masked(declaration: Declaration, model: nn.Module) -> bool:
 
 
 def unknown_arguments(declaration: Declaration, model: nn.Module) -> list[str]:
-    """Arguments of `forward` that may be tensors, are left out, and may yet change the answer: nobody knows."""
+    """Return arguments of `forward` that may be tensors, are not passed, and might change the output."""
     if declaration.answer is not None or declaration.masked is False:
         return []
     return [
         name
-        for name, parameter in list(_arguments(model).items())[2:]  # behind the model and its input
+        for name, parameter in list(_arguments(model).items())[2:]  # after the model and its input
         if parameter.default is None
         and (parameter.annotation is parameter.empty or "Tensor" in str(parameter.annotation))
         and name not in (*MASKS, *PADDING, *_UNTOLD)
@@ -175,7 +175,7 @@ def unknown_arguments(declaration: Declaration, model: nn.Module) -> list[str]:
 
 
 def called(declaration: Declaration, model: nn.Module, inputs: NamedTensors) -> Tensor:
-    """What a model answers, called as the declaration says or as its `forward` is written."""
+    """Call a model as the declaration says, or by the arguments of its `forward`, and return its logits."""
     if declaration.answer is not None:
         answer: Any = declaration.answer(model, inputs)
         if not isinstance(answer, Tensor):

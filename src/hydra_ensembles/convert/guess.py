@@ -1,4 +1,4 @@
-"""Proving declarations, and making them from a model's modules; kept if the answers agree."""
+"""Checking declarations by comparing outputs, and inferring them from a model's modules."""
 
 import copy
 import math
@@ -25,12 +25,12 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 def guessed(model: nn.Module, num_labels: int | None, size: tuple[int, int] | None = None) -> Declaration | None:
-    """The declaration of a plain classifier around blocks of `torch.nn` whose answers agree; None where none does.
+    """Infer the declaration of a plain classifier around blocks of `torch.nn`; None if no candidate's outputs agree.
 
-    `size` is that of the images, where it is known.
+    `size` is that of the images, if known.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
-        return None  # without values there is no proof
+        return None  # without values, outputs cannot be compared
     trial = _Trial(model, num_labels)
     for declaration in (with_size(candidate, model, size) for candidate in _candidates(model)):
         try:
@@ -50,7 +50,7 @@ def guessed(model: nn.Module, num_labels: int | None, size: tuple[int, int] | No
 
 
 def beginning(model: nn.Module) -> str:
-    """What a declaration could begin with, where blocks were found and yet nothing agrees; else nothing."""
+    """Suggest how to begin a declaration if blocks were found but no candidate agrees; else an empty string."""
     candidate = next(_candidates(model), None)
     if candidate is None:
         frame = _frame(model)
@@ -71,7 +71,7 @@ def beginning(model: nn.Module) -> str:
 
 
 def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | None, metadata: Metadata) -> None:
-    """Refuse a declaration by which answers differ, and name the setting with which they would agree, if any."""
+    """Raise if the outputs differ under a declaration, and name a setting with which they agree, if there is one."""
     trial = _Trial(model, num_labels, metadata)
     try:
         trial.require_agreement(declaration)
@@ -81,7 +81,7 @@ def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | 
         other_size = isinstance(error, OtherSizeError)
         for change in ({"resample": way} for way in get_args(Resample)) if other_size else _changes(declaration, model):
             if all(getattr(declaration, name) == value for name, value in change.items()):
-                continue  # that is the one which differs
+                continue  # already tried
             if trial.agrees(replace(declaration, **change)):
                 settings = ", ".join(f"{name}={value!r}" for name, value in change.items())
                 raise ConversionError(f"{error}; they agree with {settings}") from error
@@ -89,18 +89,18 @@ def require_proof(declaration: Declaration, model: nn.Module, num_labels: int | 
 
 
 class _Trial:
-    """A model that declarations are tried on.
+    """A model on which declarations are tried.
 
-    Answers are compared in float64, where a wrong activation or epsilon cannot pass for rounding, if it runs in it.
+    Outputs are compared in float64 if the model runs in it: a wrong activation or epsilon is then not lost in rounding.
     """
 
     def __init__(self, model: nn.Module, num_labels: int | None, metadata: Metadata | None = None) -> None:
         self.copies, self.num_labels, self.metadata = [model], num_labels, metadata
-        with suppress(Exception):  # whatever somebody's model may raise
+        with suppress(Exception):  # a user's model may raise anything
             self.copies.insert(0, copy.deepcopy(model).double())
 
     def require_agreement(self, declaration: Declaration, *, locate: bool = True) -> None:
-        """Refuse a declaration by which the first of the copies that can answer answers otherwise."""
+        """Raise if outputs differ under a declaration, for the first copy that can be run."""
         for model in self.copies:
             both = self.both(declaration, model)
             try:
@@ -112,7 +112,7 @@ class _Trial:
                     raise
 
     def both(self, declaration: Declaration, model: nn.Module) -> Both:
-        """One of the copies, and what it becomes by this declaration."""
+        """Convert one of the copies by this declaration."""
         architecture = read_declaration(declaration, model)
         config = architecture.config(model, self.num_labels)
         state, fresh, _ = translate(architecture, model, config, may_be_fresh=self.num_labels is not None)
@@ -127,7 +127,7 @@ class _Trial:
 
 
 def _changes(declaration: Declaration, model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Other values of the settings that people most often get wrong, one at a time."""
+    """Yield other values of the settings that users most often get wrong, one at a time."""
     architecture = read_declaration(declaration, model)
     config = architecture.config(model, None)
     inner_width = config.encoder.heads * config.encoder.head_dim
@@ -148,7 +148,7 @@ def _changes(declaration: Declaration, model: nn.Module) -> Iterator[dict[str, A
 
 @dataclass(frozen=True)
 class _Frame:
-    """The blocks of a model: names of their parts, where they lie, and settings to try."""
+    """The blocks of a model: names of their parts, the path of the blocks, their width, and settings to try."""
 
     names: dict[Part, Place]
     path: str
@@ -167,13 +167,13 @@ def _candidates(model: nn.Module) -> Iterator[Declaration]:
         hidden = get_args(HiddenActivation) if "pooler" in names else ("tanh",)
         for pool, after, scale, activation in product(pools, (False, True), scales, hidden):
             if after and pool["pool"] in ("cls", "last"):
-                continue  # the norm of one token is the same before and after
+                continue  # for a single token, norm and pooling commute
             choice = {**pool, "norm_after_pool": after, "embedding_scale": scale, "pooler_activation": activation}
             yield Declaration({**frame.names, **names}, **choice, **settings)
 
 
 def _pools(text: bool, class_token: bool) -> list[dict[str, Any]]:
-    """Settings of the pooling to try."""
+    """Return the pooling settings to try."""
     of_images: tuple[Pool, ...] = ("cls", "mean", "cls_mean") if class_token else ("mean",)
     pools: tuple[Pool, ...] = ("mean", "cls", "last") if text else of_images
     settings: list[dict[str, Any]] = [{"pool": pool} for pool in pools]
@@ -181,7 +181,7 @@ def _pools(text: bool, class_token: bool) -> list[dict[str, Any]]:
 
 
 def _frame(model: nn.Module) -> _Frame | None:
-    """The blocks, where it is clear which they are."""
+    """Find the blocks; None if they are not unique."""
     modules = dict(model.named_modules())
     if any(is_lazy(parameter) for parameter in model.parameters()):
         return None
@@ -220,7 +220,7 @@ def _has_attention(block: nn.Module) -> bool:
 
 
 def _ends(model: nn.Module, frame: _Frame) -> Iterator[dict[Part, Place]]:
-    """What lies around the blocks, in every way in which it could be meant."""
+    """Yield every possible assignment of the modules and tensors outside the blocks to parts."""
     outside = {name: module for name, module in model.named_modules() if not f"{name}.".startswith(f"{frame.path}.")}
 
     def of(*kinds: type[nn.Module]) -> list[str]:

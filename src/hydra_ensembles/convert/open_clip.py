@@ -1,7 +1,7 @@
 """open_clip: image and text towers of CLIP, its own and those of timm, alone and inside a dual encoder.
 
-A projection is declared as the tower's classifier: that is what it is for a tower on its own, and a dual
-encoder takes it off again.
+A projection is declared as the tower's classifier, since a tower on its own returns its outputs; for a dual encoder it
+is separated again.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ from .core import (
 )
 from .processors import read_open_clip_tokenizer
 
-_MEAN = (0.48145466, 0.4578275, 0.40821073)  # what open_clip normalises with unless a model says otherwise
+_MEAN = (0.48145466, 0.4578275, 0.40821073)  # open_clip's default normalisation
 _STD = (0.26862954, 0.26130258, 0.27577711)
 _VOCABULARY = 49408  # size of the vocabulary that OpenAI's CLIP and its successors share
 
@@ -105,7 +105,7 @@ _TRUNKS = (timm.VISION_TRANSFORMER, timm.EVA)
 
 
 def _trunk(model: Any) -> Architecture:
-    """The declaration of the timm model inside."""
+    """Return the declaration of the timm model inside."""
     architecture = next((entry for entry in _TRUNKS if qualified_name(model.trunk) in entry.classes), None)
     if architecture is None:
         raise refuse(f"its trunk is a {qualified_name(model.trunk)}")
@@ -113,7 +113,7 @@ def _trunk(model: Any) -> Architecture:
 
 
 def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    """A tower of open_clip's adapter: a timm model and perhaps a linear projection, its own or timm's."""
+    """A tower of open_clip's timm adapter: a timm model and possibly a linear projection, the adapter's or timm's."""
     config = _trunk(model).config(model.trunk, None)
     head = dict(model.head.named_children())
     if head.keys() - {"drop", "proj"} or not isinstance(model.head, nn.Sequential | nn.Identity):
@@ -135,7 +135,7 @@ def _timm_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 
 
 def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    """A `TextTransformer`, or a `CLIP`, which carries the parts of one itself."""
+    """A `TextTransformer`, or a `CLIP`, which has the same parts as direct attributes."""
     positions, width = model.positional_embedding.shape
     if getattr(model, "use_pad_mask", False) or getattr(model, "output_tokens", False):
         raise refuse("it masks padding by itself, or answers with tokens (use_pad_mask, output_tokens)")
@@ -163,7 +163,7 @@ def _text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 
 def _encoder(transformer: Any, causal: bool) -> EncoderConfig:
     blocks = list(transformer.resblocks)
-    first = first_of(blocks)  # the others are known to be like it
+    first = first_of(blocks)  # `require_known_parts` checks that all are alike
     if hasattr(first.attn, "scale"):
         require_usual_scale(first.attn)
     mlp = first.mlp
@@ -183,7 +183,7 @@ def _encoder(transformer: Any, causal: bool) -> EncoderConfig:
 
 
 def _image_metadata(model: Any) -> Metadata:
-    """The transform open_clip itself would use; unknown where it pads images, which has no canonical form."""
+    """Preprocessing that open_clip itself would use; empty if it pads images, which is not supported."""
     cfg: dict[str, Any] = dict(getattr(model, "preprocess_cfg", None) or {})
     mode = cfg.get("resize_mode") or "shortest"
     if mode not in ("shortest", "squash"):
@@ -201,7 +201,7 @@ def _image_metadata(model: Any) -> Metadata:
 
 
 def _text_metadata(model: Any) -> Metadata:
-    """CLIP's own tokenizer, for every text transformer that has its vocabulary."""
+    """CLIP's own tokenizer, for text transformers with a vocabulary of that size."""
     if int(model.token_embedding.num_embeddings) != _VOCABULARY:
         return Metadata()
     tokenizer = require("open_clip", extra="open-clip").tokenizer.SimpleTokenizer(context_length=model.context_length)

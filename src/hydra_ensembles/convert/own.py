@@ -1,4 +1,4 @@
-"""Further tests of your own models: special ids, padding on the left or without a mask, dropout."""
+"""Further checks of users' own models: special ids, padding on the left or without a mask, dropout."""
 
 import torch
 from torch import Tensor, nn
@@ -11,36 +11,36 @@ from ..model.config import TextStemConfig
 from .core import NamedTensors
 from .probe import Both, difference
 
-_ENDS, _TOKENS = 512, 128  # ids at either end of a vocabulary that are tried, and tokens of the texts that have them
-_NEAR = 8  # tokens of a text in which one id is tried
+_ENDS, _TOKENS = 512, 128  # ids tried at either end of the vocabulary, and tokens per text with them
+_NEAR = 8  # tokens of a text that tests a single id
 
 
 class OwnIdError(ConversionError):
-    """The answers agree, but for texts with a token that the model does not take for one."""
+    """The outputs agree, except for texts with an id that the model does not treat as an ordinary token."""
 
 
 # --- ids ------------------------------------------------------------------------------------------------------------
 
 
 def require_special_ids(both: Both) -> None:
-    """Refuse a text model that takes an id for something else than a token, and name the id.
+    """Raise if a text model gives an id a special meaning, and name the id.
 
-    Such a model finds padding, or an end, by an id that random batches hardly have. Vocabularies have such ids first or
-    last: these are tried, and those that are known for padding. To be called for models whose answers agree otherwise.
+    Such a model detects padding, or the end of a text, by an id that random batches rarely contain. Such ids are mostly
+    the first or last of a vocabulary: these are tried, and known padding ids. Assumes that outputs agree otherwise.
     """
     stem = both.ensemble.config.stem
     if not isinstance(stem, TextStemConfig):
         return
     batch = both.samples()
-    text = batch["input_ids"][0]  # [T], without padding and known to agree
+    text = batch["input_ids"][0]  # [T], without padding; outputs are known to agree
     every, paddings = range(stem.vocabulary), both.paddings()
     likely = {*every[:_ENDS], *every[-_ENDS:], *paddings}
-    if both.architecture.masks:  # which says what is padding
+    if both.architecture.masks:  # the mask marks padding
         likely.discard((paddings or [0])[0])
     ids = text.new_tensor(sorted(likely))
 
     def differ(texts: Tensor) -> Tensor:
-        """Which texts are answered otherwise, `[B]`."""
+        """Whether the outputs differ for each text, `[B]`."""
         inputs = {**{name: torch.ones_like(texts) for name in batch}, "input_ids": texts}
         expected = both.original(inputs)
         apart = (both.converted(inputs) - expected).abs().amax(1)
@@ -52,7 +52,7 @@ def require_special_ids(both: Both) -> None:
         suspects = texts[differ(texts)].flatten()
         if not len(suspects):
             return
-        short_texts = text[:_NEAR].repeat(2, len(suspects), 1)  # each in the middle and at the end, or first
+        short_texts = text[:_NEAR].repeat(2, len(suspects), 1)  # each id in the middle and at the end, or first
         short_texts[0, :, short_texts.shape[2] // 2] = short_texts[0, :, -1] = short_texts[1, :, 0] = suspects
         differing = differ(short_texts.flatten(0, 1)).unflatten(0, (2, -1)).any(0)
         odd = suspects[differing].tolist()
@@ -65,15 +65,15 @@ def require_special_ids(both: Both) -> None:
     )
 
 
-# --- padding before texts, and padding that it is not told of -------------------------------------------------------
+# --- padding on the left, and padding without a mask ----------------------------------------------------------------
 
 
 def warn_of_padding(both: Both) -> None:
-    """Say where a text model agrees with the converted one only on texts that are padded behind, and as it is told.
+    """Warn if a text model agrees with the converted one only with padding on the right, or only with all masks given.
 
-    One that counts positions from the first token, or looks for the last at the number of tokens, answers otherwise
-    with padding before texts. One that looks for padding itself where it is told of none does so without a mask or
-    segments, where the converted one takes every id for a token.
+    With padding on the left, outputs differ if the model counts positions from the first token, or locates the last
+    token by the number of tokens. Without a mask or segments, outputs differ if the model then detects padding by
+    itself: the converted one treats every id as a token.
     """
     if not isinstance(both.ensemble.config.stem, TextStemConfig):
         return
@@ -93,10 +93,10 @@ def warn_of_padding(both: Both) -> None:
             places = torch.arange(batch["input_ids"].shape[1], device=both.ensemble.device)[None]  # [1, T]
             shift = (batch["attention_mask"] == 0).sum(1, keepdim=True)  # [B, 1]
             moved = {key: tensor.gather(1, (places - shift) % places.shape[1]) for key, tensor in batch.items()}
-            padded_before = differs(moved, unanswered=True)  # where the converted one answers
+            padded_before = differs(moved, unanswered=True)  # the converted model does run
         masks = [key for key in batch if key != "input_ids"]
         left_out = {mask: {key: tensor for key, tensor in batch.items() if key != mask} for mask in masks}
-        needed = [mask for mask, inputs in left_out.items() if differs(inputs, unanswered=False)]  # it says so itself
+        needed = [mask for mask, inputs in left_out.items() if differs(inputs, unanswered=False)]  # its error suffices
     if padded_before:
         warn(
             f"{name}: the answers agree on texts that are padded on the right, but not on the left, where the model "
@@ -113,9 +113,9 @@ def warn_of_padding(both: Both) -> None:
 
 
 def warn_of_dropout(both: Both) -> None:
-    """Say which modules drop at random in training where the converted model, whose answers agree, does not.
+    """Warn of dropout modules that have no counterpart in the converted model.
 
-    Rates are read off layers of `torch.nn` alone: what other modules stand for, their names do not say.
+    Rates are read only from layers of `torch.nn`: where other modules apply dropout is not known.
     """
     encoder = both.ensemble.config.encoder
     read = {encoder.activation_dropout, encoder.projection_dropout, encoder.output_dropout}

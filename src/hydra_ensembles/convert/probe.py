@@ -1,4 +1,4 @@
-"""The last line of defence: the original and the converted model answer the same random batch."""
+"""The final check: comparing the outputs of the original and the converted model on the same random batch."""
 
 import sys
 import warnings
@@ -21,68 +21,68 @@ from ..preprocessing import TextPreprocessing
 from .core import Architecture, NamedTensors, block_name
 
 _TEXTS, _TOKENS = 2, 32
-_FEW = 16  # tokens of an image that the blocks are first compared on: class token, registers, some patches
-_FITTED = 1e-5  # positions are fitted to another size in float32, whatever the type
-_ANGLES = 32  # how many times further than by the rounding of our angles answers may lie apart by that of others
-# How far answers may lie apart, in parts of the largest of them: what the same sum in another order makes of them.
+_FEW = 16  # tokens of an image for the first, cheap comparison: class token, registers, some patches
+_FITTED = 1e-5  # tolerance for resampled positions, which are computed in float32 for any dtype
+_ANGLES = 32  # tolerance for another model's rounding of rotary angles, in units of the effect of ours
+# Tolerances relative to the largest output: covers the effect of summing in another order.
 _ALLOWED = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 class NoAnswerError(ConversionError):
-    """The original cannot answer, so that nothing can be compared with it."""
+    """The original cannot be run, so outputs cannot be compared."""
 
 
 class OtherSizeError(ConversionError):
-    """The answers agree on images of the model's own size, and differ on larger ones."""
+    """The outputs agree on images of the model's own size, but differ on larger ones."""
 
 
 @dataclass(frozen=True)
 class Both:
-    """An original and what it was converted into, to be asked the same."""
+    """An original model and the converted one, to compare their outputs."""
 
     architecture: Architecture
-    model: nn.Module  # afterwards it is as it was
+    model: nn.Module  # not changed
     ensemble: Ensemble
-    fresh: bool = False  # whether the classifier is a new one: then features are compared
-    projection: GroupedLinear | None = None  # of a tower of a dual encoder, applied to its features
+    fresh: bool = False  # whether the classifier is new: then features are compared
+    projection: GroupedLinear | None = None  # of a dual encoder's tower, applied to its features
 
     @property
     def own(self) -> bool:
-        """Whether nothing is known of the model but its answers."""
+        """Whether this is a user's own model, about which only its outputs are known."""
         return not self.architecture.classes
 
     @property
     def mute(self) -> bool:
-        """Whether the classifier has no weights but zeros, so that answers prove nothing."""
+        """Whether all classifier weights are zero, so that comparing logits proves nothing."""
         classifier = self.ensemble.readout.classifier
         return classifier is not None and not classifier.weight.any()
 
     def in_float32(self) -> "Both":
-        """Copies of both.
+        """Return copies of both in float32.
 
         Raises:
-            NoAnswerError: The original cannot be copied, or there is no memory for it.
+            NoAnswerError: The original cannot be copied, or memory is insufficient.
         """
         parts = {"model": self.model, "ensemble": self.ensemble, "projection": self.projection}
         try:
             copies: dict[str, Any] = {
                 name: None if part is None else deepcopy(part).float() for name, part in parts.items()
             }
-        except Exception as error:  # whatever somebody's model may raise
+        except Exception as error:  # a user's model may raise anything
             raise NoAnswerError(f"{self.architecture.name}: {error}") from error
         return replace(self, **copies)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Evaluation mode, no gradients, no autocast, nothing compiled; generators and flags are as before afterwards.
+        """Set evaluation mode and a seed, disable gradients, autocast and compilation; all is restored afterwards.
 
-        What the model itself warns of is for whoever runs it, not for a comparison.
+        Warnings of the model itself are suppressed: they are not about the conversion.
         """
         device = self.ensemble.device
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            compiled = "torch._dynamo" in sys.modules  # without it nothing is, and loading it takes seconds
+            compiled = "torch._dynamo" in sys.modules  # else nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager") if compiled else nullcontext())
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(device.type, enabled=False))
@@ -91,13 +91,13 @@ class Both:
             yield
 
     def original(self, inputs: NamedTensors) -> Tensor:
-        """What the original answers, `[B, C]` or `[B, d]`."""
+        """Run the original: logits `[B, C]`, or features `[B, d]` if the classifier is new."""
         name = self.architecture.name
         shapes = _shapes(inputs)
         try:
             batch = {name: tensor.clone() for name, tensor in inputs.items()}
             answer = self.architecture.answer(self.model, batch, self.fresh)
-        except Exception as error:  # whatever somebody's model may raise
+        except Exception as error:  # a user's model may raise anything
             raise NoAnswerError(
                 f"{name}: the model itself cannot answer a random batch {shapes}, so the converted one cannot be "
                 f"compared with it ({type(error).__name__}: {error}); repair it, or convert with probe=False"
@@ -116,18 +116,18 @@ class Both:
         return answer
 
     def converted(self, inputs: NamedTensors) -> Tensor:
-        """What the converted model answers, as `original` has it."""
+        """Run the converted model; the output is as in `original`."""
         ensemble = self.ensemble
         if not self.fresh:
             return ensemble(inputs)[0] if self.projection is None else self.projection(ensemble(inputs))[0]
-        features = ensemble.features(inputs)[0]  # [B, d]; of class and distillation token [B, 2, d]
+        features = ensemble.features(inputs)[0]  # [B, d]; [B, 2, d] with a distillation token
         return features.mean(1) if ensemble.config.readout.pool == "distilled" else features
 
     def allowed(self, inputs: NamedTensors) -> float:
-        """How far the answers to a batch may lie apart.
+        """Return the relative tolerance for the outputs of a batch.
 
-        In float64, rotary positions are the one thing that may be rounded to float32 in either model, each in its own
-        order of operations: what that does to the answers is measured.
+        In float64, only rotary angles may be rounded to float32 in either model, each in its own order of operations:
+        the effect of rounding ours is measured.
         """
         dtype, rotary = self.ensemble.dtype, self.ensemble.encoder.rotary
         rounded = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32  # ten bits, as float16
@@ -144,11 +144,11 @@ class Both:
             rotary.precision = torch.float32
 
     def batches(self) -> Iterator[NamedTensors]:
-        """One image of the size of the model, or two texts of different length; the same in every process.
+        """Yield one image of the model's size, or two texts of different length; the same in every process.
 
-        Of a model of the user's own nothing is known but its answers. What it says of a sample must not depend on the
-        others in its batch: two images follow, or one text, of the greatest length. What it does may depend on the
-        range of an image, as that of one which scales bytes itself: there are images of 0 to 1 and of 0 to 255, too.
+        For a user's own model more is checked. Its output for a sample must not depend on the rest of the batch: two
+        images follow, or one text of maximum length. Its computation may depend on the range of pixel values, as if it
+        rescales bytes itself: images in [0, 1] and in [0, 255] follow.
         """
         stem = self.ensemble.config.stem
         samples = self.samples()
@@ -165,7 +165,7 @@ class Both:
             yield {**{name: torch.ones_like(ids) for name in samples}, "input_ids": ids}
 
     def samples(self) -> NamedTensors:
-        """Two images of the size of the model, or two texts, of which the second is padded where the model is told."""
+        """Return two images of the model's size, or two texts; the second is padded if the model takes a mask."""
         stem = self.ensemble.config.stem
         if isinstance(stem, PatchStemConfig):
             return _images(self.ensemble, stem.image_size, 2)
@@ -175,10 +175,10 @@ class Both:
         return {name: tensor.to(self.ensemble.device) for name, tensor in texts.items()}
 
     def _told_texts(self, stem: TextStemConfig) -> dict[str, Tensor]:
-        """Token ids `[B, T]`; a mask where the family has one, segments where there are several.
+        """Return token ids `[B, T]`, a mask if the family takes one, and segments if there are several.
 
-        Texts of CLIP, which alone has no norm behind its embedding, fill the whole context, and end with a token that
-        is looked for.
+        For CLIP (the only family without a norm after the embedding), texts fill the whole context and contain the
+        end-of-text token that CLIP pools at.
         """
         config, clip = self.ensemble.config, not stem.norm and not self.own
         tokens = stem.max_tokens if clip else min(stem.max_tokens, _TOKENS + 2 * (config.encoder.window or 0))
@@ -200,7 +200,7 @@ class Both:
         return inputs
 
     def paddings(self) -> list[int]:
-        """What the preprocessing and the embeddings of words in a model take for padding, the likeliest first."""
+        """Return padding ids according to the preprocessing and the word embeddings, most likely first."""
         texts, rows = self.ensemble.metadata.preprocessing, self.ensemble.config.stem.vocabulary  # type: ignore[union-attr]
         tables = [emb for emb in self.model.modules() if isinstance(emb, nn.Embedding) and emb.num_embeddings == rows]
         pad_ids = [texts.pad_id] if isinstance(texts, TextPreprocessing) else []
@@ -208,21 +208,21 @@ class Both:
 
 
 def require_same_answers(both: Both, *, locate: bool = True) -> None:
-    """Refuse a conversion that changes an answer, and name the first layer where the two models part.
+    """Raise if the conversion changes an output, and name the first layer where the models differ.
 
-    Half precision is compared in float32 first, where a difference cannot pass for rounding, if the model runs in it.
-    `locate=False` spares the search for that layer, for who wants to know alone whether the answers agree.
+    Models in half precision are first compared in float32, if they run in it, so that no difference is mistaken for
+    rounding. `locate=False` skips the search for that layer.
     """
     architecture, model, ensemble = both.architecture, both.model, both.ensemble
     if not both.own and ensemble.dtype in (torch.float16, torch.bfloat16):
         with suppress(NoAnswerError):
             require_same_answers(both.in_float32(), locate=locate)
-    mute = both.mute and not both.own  # tokens decide
+    mute = both.mute and not both.own  # then compare tokens
     with both.answering():
         for inputs in both.batches():
             allowed = both.allowed(inputs)
             first_blocks = model.get_submodule(block_name(architecture, model, 0)), ensemble.encoder.layers[0]
-            # Of a library's class it is known that all tokens are treated alike; rotations are those of all tokens.
+            # Known classes treat all tokens alike, so few suffice; but rotary angles are computed for all tokens.
             few_suffice = not both.own and ensemble.kind == "image" and ensemble.config.encoder.rotary is None
             answers = partial(both.original, inputs), partial(both.converted, inputs)
             if few_suffice and not mute and _alike_on_few_tokens(first_blocks, answers, allowed):
@@ -251,14 +251,14 @@ def _difference_error(both: Both, inputs: NamedTensors, apart: float, allowed: f
 
 
 def _require_other_size(both: Both) -> None:
-    """Compare larger images too, for which positions are fitted, where the original takes any."""
+    """Also compare larger images, for which positions are resampled, if the original takes them."""
     stem: Any = both.ensemble.config.stem
     size = tuple(patch * (side + (side + 1) // 2) for patch, side in zip(stem.patch_size, stem.grid, strict=True))
     inputs = _images(both.ensemble, size, 1)
     try:
         expected = both.original(inputs)
     except ConversionError:
-        return  # it has one size
+        return  # it takes only its own size
     apart = difference(both.converted(inputs), expected)
     if not apart <= max(both.allowed(inputs), _FITTED):
         raise OtherSizeError(
@@ -279,7 +279,7 @@ def _images(ensemble: Ensemble, size: tuple[int, ...], count: int) -> NamedTenso
 
 
 def _random_ids(stem: TextStemConfig, texts: int, tokens: int) -> Tensor:
-    """Token ids `[texts, tokens]` of any value."""
+    """Random token ids `[texts, tokens]`."""
     generator = torch.Generator("cpu").manual_seed(0)
     return torch.randint(stem.vocabulary, (texts, tokens), generator=generator, device="cpu")
 
@@ -292,7 +292,7 @@ def _shapes(inputs: NamedTensors) -> dict[str, list[int]]:
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, in parts of the largest number; infinite where the shapes differ."""
+    """Return the largest difference, relative to the largest expected value; infinity if the shapes differ."""
     if actual.shape != expected.shape:
         return float("inf")
     actual = actual.double()
@@ -305,14 +305,14 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 def _alike_on_few_tokens(
     first_blocks: tuple[nn.Module, nn.Module], answers: Sequence[Callable[[], Tensor]], allowed: float
 ) -> bool:
-    """Whether both embed an image alike, and answer alike when their blocks see its first tokens alone.
+    """Whether both models embed an image alike, and their outputs agree if the blocks see only its first tokens.
 
-    This runs every layer at a tenth of the work. Where it says no, or a model does not permit it, all tokens decide.
+    This runs every layer at a tenth of the cost. If it returns False (also if a model raises), all tokens are compared.
     """
     with _few_tokens(first_blocks[0]) as theirs, _few_tokens(first_blocks[1]) as ours:
         try:
             expected, actual = (answer() for answer in answers)
-        except Exception:  # whatever somebody's model may raise: it counts its tokens
+        except Exception:  # a model may raise anything, for example on the number of tokens
             return False
     if len(theirs) != 1 or len(ours) != 1:
         return False
@@ -322,7 +322,7 @@ def _alike_on_few_tokens(
 
 @contextmanager
 def _few_tokens(block: nn.Module) -> Iterator[list[Tensor]]:
-    """Let the first block, and so all after it, see the first tokens alone; gives what would have entered it."""
+    """Truncate the input of the first block, and so of all blocks, to the first tokens; yields the full inputs."""
     entered: list[Tensor] = []
 
     def cut(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -336,11 +336,11 @@ def _few_tokens(block: nn.Module) -> Iterator[list[Tensor]]:
         yield entered
 
 
-# --- where they part -----------------------------------------------------------------------------------------
+# --- where the models differ ---------------------------------------------------------------------------------
 
 
 def _first_difference(both: Both, inputs: NamedTensors, allowed: float) -> str:
-    """The first place where the activations of both models differ, in words; nothing where all blocks agree."""
+    """Describe the first place where the activations of both models differ; an empty string if all blocks agree."""
     if both.own:
         together, main = both.original(inputs), next(iter(inputs))
         alone = [both.original({name: x[at : at + 1] for name, x in inputs.items()}) for at in range(len(together))]
@@ -362,7 +362,7 @@ def _first_difference(both: Both, inputs: NamedTensors, allowed: float) -> str:
         if their.shape != mine.shape and their.dim() == mine.dim():
             their = their.transpose(0, 1)  # [T, B, d] -> [B, T, d]
         if mask is not None and their.shape == mine.shape:
-            # what is at padding does not matter
+            # ignore padding
             mine = mine[mask.bool()]
             their = their[mask.bool()]
         if difference(mine, their) > allowed:
@@ -374,7 +374,7 @@ def _first_difference(both: Both, inputs: NamedTensors, allowed: float) -> str:
 
 
 def _our_tokens(ensemble: Ensemble, inputs: NamedTensors) -> list[Tensor]:
-    """What enters the first block, and what leaves each of them, `[B, T, d]`."""
+    """Return the input of the first block and the output of each block, `[B, T, d]`."""
     x, context = ensemble.embed(*ensemble.unpack(dict(inputs), None, None))
     tokens = [x[0]]
     for block in ensemble.encoder.layers:
@@ -384,9 +384,9 @@ def _our_tokens(ensemble: Ensemble, inputs: NamedTensors) -> list[Tensor]:
 
 
 def _their_tokens(both: Both, blocks: Sequence[nn.Module], inputs: NamedTensors) -> list[Tensor]:
-    """The same of the original, as far as its blocks are run in this order."""
+    """Return the same for the original, assuming that its blocks run in this order."""
     tokens: list[Tensor] = []
-    blocks = list(dict.fromkeys(blocks))  # a block that serves as several layers is there once
+    blocks = list(dict.fromkeys(blocks))  # a block shared by several layers is hooked once
 
     def before(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         x = next((argument for argument in (*arguments, *keywords.values()) if isinstance(argument, Tensor)), None)

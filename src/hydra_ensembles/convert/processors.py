@@ -1,4 +1,4 @@
-"""Reading preprocessing from the objects of libraries: tokenizers, image processors, transforms."""
+"""Reading preprocessing from objects of other libraries: tokenizers, image processors, transforms."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -23,15 +23,15 @@ _ACCEPTED = {
     "CenterCrop, ToTensor and Normalize, an ImagePreprocessing",
 }
 _TEXTS = ("What 1 processor makes of a Text, it is asked.", "Nothing else")
-_LEVELS = 3.0  # of 255 that pixels may lie apart on average: libraries resize a little differently
+_LEVELS = 3.0  # allowed mean difference of pixels, of 255: libraries resize slightly differently
 _PIL_RESAMPLING: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
 def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> ImagePreprocessing | TextPreprocessing:
-    """Our description of what turns raw inputs into the tensors a stem takes, which bounds tokens and vocabulary.
+    """Read the preprocessing that turns raw inputs into tensors for a stem; raise if it does not fit the stem.
 
-    It is read off what `_ACCEPTED` lists, or a processor that holds both; what does something that our description
-    cannot say is a `ConversionError`.
+    The processor is one of those in `_ACCEPTED`, or one that contains both kinds. A processor that does something our
+    description cannot express raises a `ConversionError`.
     """
     processor = _part_for(stem, processor)
     if isinstance(stem, TextStemConfig):
@@ -43,7 +43,7 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
             )
         return text
     image = processor if isinstance(processor, ImagePreprocessing) else _read_image_processor(processor)
-    if len(image.mean) == 1:  # for all channels
+    if len(image.mean) == 1:  # one value for all channels
         image = replace(image, mean=image.mean * stem.channels, std=image.std * stem.channels)
     if len(image.mean) != stem.channels:
         raise ConversionError(f"images of {len(image.mean)} channels were asked for, the model reads {stem.channels}")
@@ -56,7 +56,7 @@ def read_processor(processor: Any, stem: PatchStemConfig | TextStemConfig) -> Im
 
 
 def with_processor(metadata: Metadata, processor: Any, stem: PatchStemConfig | TextStemConfig) -> Metadata:
-    """Metadata with the preprocessing of a processor, where one was given, and where it is from."""
+    """Set preprocessing and its origin in the metadata from a processor, if one was given."""
     if processor is None:
         return metadata
     origin = f"the {type(_part_for(stem, processor)).__name__} that was given"
@@ -64,7 +64,7 @@ def with_processor(metadata: Metadata, processor: Any, stem: PatchStemConfig | T
 
 
 def _part_for(stem: PatchStemConfig | TextStemConfig, processor: Any) -> Any:
-    """Of a processor of both kinds, the one for this stem."""
+    """Return the part for this stem of a processor of both kinds."""
     if is_for_images(processor) is not None:
         return processor
     return processor.tokenizer if isinstance(stem, TextStemConfig) else processor.image_processor
@@ -81,9 +81,9 @@ TEXT_SETTINGS = {"max_length": "max_length"}
 
 
 def amended(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStemConfig | TextStemConfig) -> Metadata:
-    """Metadata with preprocessing that differs from what is known in some settings, by the names that users know.
+    """Change some settings of the preprocessing in the metadata, given by the names that users know.
 
-    Where nothing is known of the images, all that the model does not tell must be said: nothing is guessed.
+    If no image preprocessing is known, the user must give every setting that the model does not determine.
     """
     for_images = isinstance(stem, PatchStemConfig)
     names = IMAGE_SETTINGS if for_images else TEXT_SETTINGS
@@ -117,7 +117,7 @@ def amended(metadata: Metadata, changes: Mapping[str, Any], stem: PatchStemConfi
 
 
 def with_preprocessing(ensemble: Ensemble, changes: Mapping[str, Any]) -> Ensemble:
-    """The same ensemble, whose weights are these, with some settings of its preprocessing changed."""
+    """Return the ensemble with some settings of its preprocessing changed; it shares the weights."""
     metadata = amended(ensemble.metadata, changes, ensemble.config.stem)
     return ensemble.with_metadata(preprocessing=metadata.preprocessing, preprocessing_from=metadata.preprocessing_from)
 
@@ -128,7 +128,7 @@ def _sides(size: Any) -> tuple[int, int]:
 
 
 def _numbers(name: str, value: Any, kind: type, accepted: str, most: int = 64) -> list[float]:
-    """One number or several of a kind, also in an array or a tensor, as Python's own."""
+    """Convert one number or several, possibly in an array or a tensor, to a list of floats; raise if not of `kind`."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     numbers = list(plain) if isinstance(plain, Iterable) else [plain]
     if not 0 < len(numbers) <= most or not all(isinstance(n, kind) and not isinstance(n, bool) for n in numbers):
@@ -137,7 +137,7 @@ def _numbers(name: str, value: Any, kind: type, accepted: str, most: int = 64) -
 
 
 def size_of_images(processor: Any, changes: Mapping[str, Any] | None) -> tuple[int, int] | None:
-    """Height and width that images are said to have, by the user or by a processor; None where nothing says so."""
+    """Return the image height and width given by the user or by a processor; None if neither does."""
     if changes is not None and "image_size" in changes:
         return _sides(changes["image_size"])
     processor = processor.image_processor if is_for_images(processor) is None else processor
@@ -148,7 +148,7 @@ def size_of_images(processor: Any, changes: Mapping[str, Any] | None) -> tuple[i
 
 
 def is_for_images(processor: Any) -> bool | None:
-    """Whether a processor reads images; None for one of both kinds, False (a tokenizer) for what is not known."""
+    """Whether a processor reads images; None for one of both kinds, False (as for a tokenizer) if unknown."""
     if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):
         return None
     theirs = any(hasattr(processor, name) for name in ("image_mean", "crop_size", "transforms"))
@@ -160,14 +160,14 @@ def _unsupported(processor: Any, kind: str) -> ConversionError:
 
 
 def _tried(processor: Any, *inputs: Any, **settings: Any) -> dict[str, Tensor]:
-    """What a processor itself makes of some inputs."""
+    """Run a processor on some inputs."""
     try:
         if hasattr(processor, "transforms"):  # of torchvision
             return {"pixel_values": processor(*inputs)[None]}
         return {
             name: torch.as_tensor(value) for name, value in processor(*inputs, **settings, return_tensors="pt").items()
         }
-    except Exception as error:  # whatever somebody's processor may raise
+    except Exception as error:  # a user's processor may raise anything
         raise ConversionError(
             f"a {qualified_name(processor)} cannot prepare a small example ({type(error).__name__}: {error}); repair it"
         ) from error
@@ -215,11 +215,11 @@ def _read_fast_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreprocess
             "tokenizer of this model, or resize the embeddings of the model before converting it"
         )
     copied = require("tokenizers", extra="text").Tokenizer.from_str(processor.backend_tokenizer.to_str())
-    copied.no_padding()  # what its last call left behind
+    copied.no_padding()  # settings left by its last call
     copied.no_truncation()
     most = min(int(processor.model_max_length), stem.max_tokens)
     if getattr(processor, "truncation_side", "right") == "left":
-        copied.enable_truncation(most, direction="left")  # which is read off the file
+        copied.enable_truncation(most, direction="left")  # stored in the tokenizer file
     read = TextPreprocessing(
         max_length=most,
         pad_id=int(processor.pad_token_id),
@@ -242,7 +242,7 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
 def _cleaning(tokenizer: Any) -> TextCleaning:
-    """How a tokenizer of open_clip cleans texts: as `clean_text` does, except for the repair of mojibake."""
+    """Return how a tokenizer of open_clip cleans texts: like `clean_text`, except for the repair of mojibake."""
     name: Any = tokenizer.clean_fn.__name__.removeprefix("_clean_")
     if name not in get_args(TextCleaning):
         raise ConversionError(f"this tokenizer cleans with {name}; supported are {list(get_args(TextCleaning))}")
@@ -264,11 +264,11 @@ def _read_wrapped_tokenizer(processor: Any, stem: TextStemConfig) -> TextPreproc
 
 
 def read_open_clip_tokenizer(tokenizer: Any) -> TextPreprocessing:
-    """Our description of open_clip's `SimpleTokenizer`.
+    """Read open_clip's `SimpleTokenizer`.
 
-    The normalizers in it (Unicode normalisation, white space, lower case), padding and truncation serve whoever reads
-    the file without this library; `TextPreprocessing` cleans more thoroughly before, and lower-cases a Greek sigma at
-    the end of a word as Python does.
+    The normalizers (Unicode normalisation, white space, lower case), padding and truncation in the tokenizer file are
+    for users of the file without this library; `TextPreprocessing` cleans texts more thoroughly first, and lower-cases
+    a Greek sigma at the end of a word as Python does.
     """
     _require_setting("tokenizer.reduction_fn", tokenizer.reduction_fn, None)
     library = require("tokenizers", extra="text")
@@ -306,9 +306,9 @@ def read_open_clip_tokenizer(tokenizer: Any) -> TextPreprocessing:
 # --- images ----------------------------------------------------------------------------------------------
 
 
-# What a processor of transformers may do to an image; labels of pixels are nothing to a classifier.
+# Supported steps of an image processor of transformers; `do_reduce_labels` does not affect classifiers.
 _IMAGE_STEPS = {"do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb", "do_reduce_labels"}
-# Steps of a `Compose` that make colours or tensors of an image, as all of them do.
+# Steps of a `Compose` that convert to RGB or to a tensor, as our preprocessing always does.
 _CHANGING_NOTHING = {"ToTensor", "MaybeToTensor", "PILToTensor", "ToImage", "ConvertImageDtype", "ToDtype", "RGB"}
 _CHANGING_NOTHING |= {"MaybeConvertMode", "_convert_to_rgb"}
 
@@ -325,7 +325,7 @@ def _read_image_processor(processor: Any) -> ImagePreprocessing:
 
 
 def _read_composed(processor: Any) -> ImagePreprocessing:
-    """What a `Compose` of torchvision does, as timm and open_clip make them for evaluation."""
+    """Read a `Compose` of torchvision, as timm and open_clip create for evaluation."""
     listed = [(getattr(step, "__name__", type(step).__name__), step) for step in getattr(processor, "transforms", ())]
     steps: dict[str, Any] = dict(listed)
     resize, crop, scale = (steps.pop(name, None) for name in ("Resize", "CenterCrop", "Normalize"))
@@ -359,7 +359,7 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
             "sizes; set do_center_crop and a crop_size with height and width"
         )
     resized = (size["height"], size["width"]) if squash else pair(size["shortest_edge"])
-    scale = 255.0 * float(processor.rescale_factor) if processor.do_rescale else 255.0  # of pixels in [0, 1]
+    scale = 255.0 * float(processor.rescale_factor) if processor.do_rescale else 255.0  # relative to pixels in [0, 1]
     scale = 1.0 if abs(scale - 1.0) < 1e-6 else scale
     read = _image_preprocessing(
         resized,
@@ -375,7 +375,7 @@ def _read_transformers_images(processor: Any) -> ImagePreprocessing:
 
 
 def _require_same_pixels(processor: Any, read: ImagePreprocessing) -> None:
-    """Refuse a processor that makes other pixels of a picture than what was read off it."""
+    """Raise if a processor gives other pixels for a test picture than the preprocessing read from it."""
     picture = _picture("L" if len(read.mean) == 1 else "RGB")
     ours, theirs = read(picture), _tried(processor, picture).get("pixel_values", torch.empty(0))  # [1, channels, H, W]
     levels = 255 * torch.tensor(read.std).view(-1, 1, 1)
@@ -384,7 +384,7 @@ def _require_same_pixels(processor: Any, read: ImagePreprocessing) -> None:
 
 
 def _picture(mode: str) -> Any:
-    """A picture whose every region is another, and none of them rough: how it is resized shows little, where much."""
+    """Return a smooth picture without repetition: the resize filter changes it little, the crop position much."""
     rows, columns = np.mgrid[0:1:48j, 0:1:72j]
     channels = (rows, columns, (rows + columns**2) / 2)
     pixels = np.stack([255 * channel for channel in channels], axis=-1).astype(np.uint8)
@@ -410,19 +410,19 @@ def _image_preprocessing(
 
 
 def _named_sides(size: Any) -> dict[str, int]:
-    """The sides that a size of transformers names, whether it is a dictionary or an object."""
+    """Return the sides in a size of transformers, which is a dictionary or an object."""
     sides: Mapping[str, Any] = size if isinstance(size, Mapping) else getattr(size, "__dict__", {})
     return {name: int(value) for name, value in sides.items() if value is not None}
 
 
 def _channels(values: Any, scale: float = 1.0) -> tuple[float, ...]:
-    """A mean or deviation per channel, for pixels in [0, 1]."""
+    """Return a mean or standard deviation per channel, for pixels in [0, 1]."""
     several = [values] * 3 if isinstance(values, int | float) else list(values)
     return tuple(float(value) / scale for value in several)
 
 
 def _interpolation(method: Any) -> Interpolation:
-    """The name of a resampling filter of PIL (a number) or torchvision (an enum with a name as value)."""
+    """Return the name of a resampling filter of PIL (a number) or torchvision (an enum with a name as value)."""
     name = getattr(method, "value", method)
     if name is None:
         return "bilinear"

@@ -63,18 +63,18 @@ _TENSORS = {
 
 
 def read_declaration(declaration: Declaration, model: nn.Module) -> Architecture:
-    """A declaration for this very model, as the converters of libraries have theirs.
+    """Turn a user's declaration into an `Architecture` for this model, like those of the libraries.
 
     Raises:
-        ConversionError: Names that the model does not have, parts that are missing and tensors that nothing reads, all
-            at once. Shapes that do not go together are said by `translate`.
+        ConversionError: Lists all names that the model does not have, missing parts, and tensors that are not used.
+            Shapes that do not fit are reported later, by `translate`.
     """
     with said_of(type(model).__name__):
         return _Reading(declaration, model).architecture()
 
 
 class _Reading:
-    """A declaration and a model: where every tensor lies, what does not fit, and what is made of the rest."""
+    """A declaration matched with a model: where every tensor is, what does not fit, and the resulting architecture."""
 
     def __init__(self, declaration: Declaration, model: nn.Module) -> None:
         self.model = model
@@ -98,7 +98,7 @@ class _Reading:
             self.layers += 1
 
     def architecture(self) -> Architecture:
-        """The declaration in the form in which those of libraries are."""
+        """Build the `Architecture`; raise if the declaration does not fit the model."""
         weights = dict(self._weights())
         names = [name for source in weights.values() for name in source.names]
         used = {name.replace("{i}", str(i)) for name in names for i in range(self.layers)}
@@ -107,10 +107,10 @@ class _Reading:
         require_all_used(list(self._unmatched(unused)), unused, ADVICE)
         return replace(self.frame, weights=weights)
 
-    # --- where things lie ------------------------------------------------------------------------------------
+    # --- where tensors are -----------------------------------------------------------------------------------
 
     def _spelled_out(self, declaration: Declaration) -> Declaration:
-        """The same without `encoder`, `block` and `attention`: all their parts by name, and what they know."""
+        """Replace `encoder`, `block` and `attention` by the names of their parts, and read settings from them."""
         names = dict(declaration.names)
         settings = dict[str, Any]()
         if (encoder := names.pop("encoder", None)) is not None:
@@ -150,18 +150,18 @@ class _Reading:
         return modules[path]
 
     def _weight(self, path: str, layer: int = 0) -> str | None:
-        """The name of the tensor that a path stands for: itself, or the weight of a module."""
+        """Return the name of the tensor that a path denotes: a tensor itself, or the weight of a module."""
         name = path.replace("{i}", str(layer))
         return next((f"{path}{end}" for end in ("", ".weight") if f"{name}{end}" in self.foreign), None)
 
     def _bias(self, path: str) -> str | None:
-        """The bias that belongs to the weight of a path."""
+        """Return the name of the bias next to the weight of a path; None if there is none."""
         weight = self._weight(path) or ""
         bias = f"{weight.removesuffix('weight')}bias" if weight.endswith("weight") else ""
         return bias if bias.replace("{i}", "0") in self.foreign else None
 
     def tensor(self, part: Part, layer: int = 0) -> Tensor | None:
-        """The weights of a part: of three that stand for one, one after another; None where there are none."""
+        """Return the weights of a part, three (as for `qkv`) concatenated; None if it is missing."""
         place = self.names.get(part)
         if place is None or isinstance(place, Tensor):
             return place
@@ -199,10 +199,10 @@ class _Reading:
         elif out is not None and (heads < 1 or out.shape[-1] % heads):
             yield f"heads is {heads}, and the {out.shape[-1]} columns of out cannot be divided among them"
 
-    # --- what is made of it ----------------------------------------------------------------------------------
+    # --- sources of the canonical parameters -----------------------------------------------------------------
 
     def _weights(self) -> Iterator[tuple[str, Source]]:
-        """Canonical parameter → where it comes from, for every part that the table names and the model has."""
+        """Yield (canonical parameter, source) for every part that is declared and that the model has."""
         scale = self.declared.embedding_scale
         positions = f"stem.position{'s' if 'words' in self.names else ''}"
         for part, place in self.names.items():
@@ -234,7 +234,7 @@ class _Reading:
                     yield f"{canonical}_bias", as_stored(bias)
 
     def _with_bias(self, part: Part, path: str, weight: str) -> Iterator[tuple[str, Source]]:
-        """A linear layer or a norm; where it has no bias and the canonical one needs one, it is zero."""
+        """Yield weight and bias of a linear layer or a norm; a bias that the model does not have is zero."""
         gate, bias = self.names.get("gate"), self._bias(path)
         gated = part == "up" and isinstance(gate, str)
         gates = (self._weight(str(gate)), self._bias(str(gate))) if gated else (None, None)
@@ -258,21 +258,21 @@ class _Reading:
         return tensors[0].reshape(shape)
 
     def _heads(self, tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        """Query, key and value of every head, `[H, 3, d_k, …]`, from rows in the declared order."""
+        """Return query, key and value of every head, `[H, 3, d_k, …]`, from rows in the declared order."""
         heads = qkv_by_head(order=self._order, layout=self.declared.head_layout).read(tensors, shape)
         if self.declared.attention_scale is None:
             return heads
-        factor = self.declared.attention_scale * shape[2] ** 0.5  # queries have it in them
+        factor = self.declared.attention_scale * shape[2] ** 0.5  # folded into the queries
         return torch.cat([heads[:, :1] * factor, heads[:, 1:]], dim=1)
 
     def _order(self, head_dim: int) -> list[int]:
-        """How the numbers of queries and keys are read, so that pairs that rotate together are halves of a head."""
+        """Return the order in which to read query and key rows, so that rotated pairs are the halves of a head."""
         if self.declared.rotary is None or self.declared.rotary_pairs == "halves":
             return [*range(head_dim)]
         return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
 
     def _biases(self, weights: Sequence[str], biases: Sequence[str | None]) -> Source:
-        """The biases of query, key and value; one that is not there is zero."""
+        """Return the source of the query, key and value biases; a missing one is zero."""
         names = tuple(bias or weight for bias, weight in zip(biases, weights, strict=True))
 
         def read(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
@@ -284,7 +284,7 @@ class _Reading:
     # --- the configuration -----------------------------------------------------------------------------------
 
     def config(self, model: nn.Module, num_labels: int | None) -> EnsembleConfig:
-        """The canonical configuration, from the declaration and the shapes of the tensors."""
+        """Build the canonical configuration from the declaration and the shapes of the tensors."""
         heads, down, up, out = self.declared.heads or 1, *(self._needed(part) for part in ("down", "up", "out"))
         rows = up.shape[0] * (2 if "gate" in self.names else 1)
         rotary = self.declared.rotary
@@ -313,11 +313,11 @@ class _Reading:
 
     def _needed(self, part: Part) -> Tensor:
         tensor = self.tensor(part)
-        assert tensor is not None, part  # `architecture` has refused models without it
+        assert tensor is not None, part  # checked by `architecture`
         return tensor
 
     def _norm(self, parts: Sequence[Part]) -> tuple[NormKind, float]:
-        """What the norms of these parts have in common."""
+        """Return the kind and epsilon that the norms of these parts share; raise if they differ."""
         modules = dict(self.model.named_modules())
         kinds, epsilons = set[NormKind](), set[float]()
         for part in (name for name in parts if name in self.names):
@@ -385,7 +385,7 @@ class _Reading:
         )
 
     def _embedded(self) -> dict[str, Any]:
-        """What stems of images and texts have in common."""
+        """Return the settings that image and text stems share."""
         common = {"learned_positions": "position" in self.names, "dropout": self.declared.dropout or 0.0}
         if "embedding_norm" not in self.names:
             return {**common, "norm": False}
@@ -393,13 +393,13 @@ class _Reading:
         return {**common, "norm": True, "norm_kind": kind, "norm_eps": eps}
 
     def _rows(self) -> tuple[int, int]:
-        """Number of positions, and of tokens before the patches."""
+        """Return the number of positions, and of tokens before the patches."""
         position, registers = self.tensor("position"), self.tensor("registers")
         count = 0 if registers is None else registers.numel() // registers.shape[-1]
         return 0 if position is None else position.numel() // position.shape[-1], count + ("class_token" in self.names)
 
     def takes(self, size: tuple[int, int]) -> bool:
-        """Whether images of this size have as many patches as there are positions."""
+        """Whether the number of positions fits images of this size."""
         patch, (rows, prefix) = self.tensor("patch"), self._rows()
         if patch is None or patch.dim() not in (2, 4):
             return False
@@ -408,7 +408,7 @@ class _Reading:
         return "position" not in self.names or 0 <= spare <= prefix
 
     def _patch_size(self, patch: Tensor) -> tuple[int, int]:
-        """Of a convolution its kernel; of a linear layer a square with three channels, or with one."""
+        """Return the patch size: the kernel of a convolution; for a linear layer a square with 3 channels, or 1."""
         if patch.dim() == 4:
             return int(patch.shape[2]), int(patch.shape[3])
         numbers = patch.shape[1]
@@ -438,14 +438,14 @@ class _Reading:
 
 
 def _first_rows(tensors: Sequence[Tensor], shape: torch.Size) -> Tensor:
-    """As many rows of a table as are read, whatever axes of length one it has."""
+    """Return the first rows of a table, as many as the shape needs, ignoring axes of length one."""
     if tensors[0].shape[-1:] != shape[-1:]:
         raise RuntimeError(f"shape {list(tensors[0].shape)} is not [..., {shape[-1]}]")
     return tensors[0].reshape(-1, shape[-1])[: shape[-2]].reshape(shape)
 
 
 def with_size(declaration: Declaration, model: nn.Module, size: tuple[int, int] | None) -> Declaration:
-    """The declaration with the size that images are said to have, where it has none and there are positions for it."""
+    """Set the image size of a declaration that has none, if the number of positions fits."""
     if size is None or declaration.image_size is not None or "patch" not in declaration.names:
         return declaration
     return replace(declaration, image_size=size) if _Reading(declaration, model).takes(size) else declaration

@@ -1,4 +1,4 @@
-"""What cannot be converted, why, and the nearest way that works: one table, for Python and for the command line."""
+"""Models that cannot be converted, why, and the nearest alternative: one table for Python and the command line."""
 
 import re
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ HOW_TO = "docs/how-to/own_model.md"
 
 @dataclass(frozen=True)
 class Refusal:
-    """A kind of model without a canonical form: what it is, why it does not fit, and what to do instead.
+    """A kind of model that is not supported: what it is, why it does not fit, and what to do instead.
 
-    Its families are names as they begin in timm, in modules of transformers and torchvision, and as model types; or,
-    with a `*` before them, as classes end.
+    `families` are prefixes of timm names, of modules of transformers and torchvision, and of model types; or, with a
+    leading `*`, suffixes of class names.
     """
 
     families: str
     what: str
     why: str
     way: str
-    text: bool = False  # whether these are models for text: timm has image models of the same names
+    text: bool = False  # whether these are text models: timm has image models with the same names
 
 
 _PLAIN_VIT = "a plain ViT of the same size (timm:vit_small_patch16_224, DINOv2, DINOv3), fine-tuned on the same data"
@@ -148,7 +148,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 
-# What libraries call the option that makes a variant of a supported model, by names that only its parts have.
+# Regular expression for parameter names of a variant → the library's option that creates this variant.
 _OPTIONS: dict[str, str] = {
     # timm
     r"attn\.norm\.": "scale_attn_norm, or scale_attn_inner (one norm spans all heads of a layer)",
@@ -173,13 +173,13 @@ _OPTIONS: dict[str, str] = {
 
 
 def by_option(*faults: str) -> str:
-    """The beginning of an error that names the option which a variant was made by, if names of its parts tell it."""
+    """Return the beginning of an error that names the option behind a variant, if its parameter names reveal it."""
     found = [option for part, option in _OPTIONS.items() if any(re.search(part, fault) for fault in faults)]
     return f"as by its option {found[0]}, " if found else ""
 
 
 def refusal(*names: str) -> Refusal | None:
-    """The row for a model, by any of its names: a qualified class, a model type, a name of timm."""
+    """Return the row for a model by any of its names: qualified class name, model type or timm name."""
     for row in REFUSALS:
         families = row.families.split()
         begins = "|".join(re.escape(word) for word in families if not word.startswith("*"))
@@ -193,9 +193,9 @@ def refusal(*names: str) -> Refusal | None:
 
 
 def explained(*names: str) -> str:
-    """What a model is, why it cannot be converted, and the nearest way that works, in at most four lines.
+    """Explain what a model is, why it cannot be converted, and the nearest alternative, in at most four lines.
 
-    `names` are those of the model, the first the one that is shown.
+    `names` are those of the model; the first is shown.
     """
     row = refusal(*names)
     if row is not None:
@@ -210,13 +210,13 @@ def explained(*names: str) -> str:
 
 
 def in_lines(what: str, why: str, way: str) -> str:
-    """The lines of every refusal."""
+    """Format a refusal."""
     return f"{what}.\nIt does not fit: {why}.\nThe nearest way that works: {way}."
 
 
 @contextmanager
 def said_of(name: str) -> Iterator[None]:
-    """What is refused inside is said of the architecture of this name: whoever reads a model need not know it."""
+    """Prefix conversion errors raised inside with the name of the architecture, so that callees need not know it."""
     try:
         yield
     except ConversionError as error:

@@ -1,4 +1,4 @@
-"""sentence-transformers: the encoder of transformers inside, with the pooling around it."""
+"""sentence-transformers: the encoder of transformers inside, with the pooling of the model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,14 +17,14 @@ POOLS: dict[str, Pool] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 
 
 def is_sentence_model(model: object) -> bool:
-    """Whether a model is one of sentence-transformers: a whole one, or the module that holds its encoder."""
+    """Whether a model is of sentence-transformers: a whole one, or the module that contains its encoder."""
     return type(model).__module__.startswith("sentence_transformers.") and isinstance(model, nn.Module)
 
 
 def opened(model: Any, architectures: Sequence[Architecture]) -> tuple[Architecture, nn.Module]:
-    """The encoder inside, and its declaration with the pooling of the model in place of its own.
+    """Return the declaration of the encoder inside, with the pooling of the model, and the encoder.
 
-    A fresh classifier reads the pooled features before they are scaled to length one or cut, where the model does that.
+    A new classifier reads the pooled features before the model normalises or truncates them.
     """
     first, *behind = model.children() if isinstance(model, nn.Sequential) else (model,)
     inner: Any = getattr(first, "auto_model", None) or getattr(first, "model", None)
@@ -42,7 +42,7 @@ def opened(model: Any, architectures: Sequence[Architecture]) -> tuple[Architect
 
     def metadata(encoder: nn.Module) -> Metadata:
         tokenizer = read_processor(first.tokenizer, architecture.config(encoder, None).stem)
-        base = Metadata() if behind else architecture.metadata(encoder)  # with the names of its classes
+        base = Metadata() if behind else architecture.metadata(encoder)  # has the class names
         return replace(base, preprocessing=tokenizer, preprocessing_from="the tokenizer of the model")
 
     if not behind:
@@ -57,7 +57,7 @@ def opened(model: Any, architectures: Sequence[Architecture]) -> tuple[Architect
             raise refuse(f"its embeddings are {change}", "a classifier on all that is pooled: give num_labels=...")
         bare = architecture.config(encoder, None)
         classes = number_of_classes(0, num_labels)
-        last = bare.readout  # with the norm after the last block
+        last = bare.readout  # has the norm after the last block
         return replace(bare, readout=ReadoutConfig(pool, classes, norm=last.norm, norm_eps=last.norm_eps))
 
     def answer(encoder: nn.Module, inputs: NamedTensors, fresh: bool) -> Tensor:
@@ -74,7 +74,7 @@ def opened(model: Any, architectures: Sequence[Architecture]) -> tuple[Architect
 
 
 def _require_plain(model: Any, first: Any, behind: Sequence[Any]) -> None:
-    """Refuse what a model does to texts before its encoder, or to tokens behind it, and the converted one would not."""
+    """Raise if a model processes texts before its encoder, or tokens after it, in a way that is not converted."""
     prompt = (getattr(model, "prompts", None) or {}).get(getattr(model, "default_prompt_name", None))
     if prompt:
         raise ConversionError(

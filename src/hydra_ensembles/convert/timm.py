@@ -39,7 +39,7 @@ _LAYERS: Weights = below(
         "encoder.layers.{i}.attention.key_norm": "attn.k_norm",
         "encoder.layers.{i}.attention.scale": ("ls1.gamma", "gamma_1"),
         "encoder.layers.{i}.norm2": "norm2",
-        # timm's unpacked SwiGLU keeps gate and value apart
+        # timm's unpacked SwiGLU stores gate and value separately
         "encoder.layers.{i}.mlp.up.weight": ("mlp.fc1.weight", concatenated("mlp.fc1_g.weight", "mlp.fc1_x.weight")),
         "encoder.layers.{i}.mlp.up.bias": ("mlp.fc1.bias", concatenated("mlp.fc1_g.bias", "mlp.fc1_x.bias")),
         "encoder.layers.{i}.mlp.norm": "mlp.norm",
@@ -90,7 +90,7 @@ def _config(model: Any, num_labels: int | None, distilled: bool = False) -> Ense
         norm="none" if norm is None else "tokens" if norm is model.norm else "pooled",
         norm_eps=encoder.norm_eps if norm is None else float(norm.eps),
         bias=bias,
-        dropout=0.0 if distilled else dropout_rate(model.head_drop),  # which two classifiers do without
+        dropout=0.0 if distilled else dropout_rate(model.head_drop),  # not used with two classifiers
         map_heads=0 if pool is None else int(pool.num_heads),
         map_mlp_width=0 if pool is None else int(pool.mlp.fc1.out_features),
         map_activation="gelu" if pool is None else activation_of(pool.mlp.act),
@@ -106,7 +106,7 @@ def _stem(model: Any, distilled: bool) -> PatchStemConfig:
         raise refuse(f"patches are embedded by {type(patch).__name__}" + f" with {norm}" * (norm != "NoneType"))
     if not is_identity(model.patch_drop):
         raise refuse("it drops patches in training", WITHOUT_PATCH_DROPOUT)
-    if patch.strict_img_size or patch.dynamic_img_pad:  # any other takes whole patches alone, as we do
+    if patch.strict_img_size or patch.dynamic_img_pad:  # else it takes only whole patches, as we do
         require_whole_patches(pair(patch.img_size), pair(patch.patch_size), any_size=False)
     normed = not is_identity(model.norm_pre)
     return PatchStemConfig(
@@ -128,7 +128,7 @@ def _stem(model: Any, distilled: bool) -> PatchStemConfig:
 
 
 def _encoder(model: Any) -> EncoderConfig:
-    blocks = list(model.blocks)  # known to be alike, but for stochastic depth
+    blocks = list(model.blocks)  # checked to be alike, except for stochastic depth
     first = first_of(blocks)
     if type(first).__name__ not in ("Block", "EvaBlock"):
         raise refuse(f"a block is a {type(first).__name__}")
@@ -176,10 +176,10 @@ def _norm_kind(norm: Any) -> NormKind:
 
 
 def _biases(attn: Any) -> tuple[bool, bool]:
-    """Whether queries, with values, have a bias, and whether keys have one."""
+    """Return whether queries and values have a bias, and whether keys have one."""
     if attn.qkv is None:
         return attn.q_proj.bias is not None, attn.k_proj.bias is not None
-    apart = getattr(attn, "q_bias", None) is not None  # an `EvaAttention`, whose key has zeros in place of a bias
+    apart = getattr(attn, "q_bias", None) is not None  # `EvaAttention`, which has zeros as key bias
     return apart or attn.qkv.bias is not None, attn.qkv.bias is not None
 
 
@@ -201,12 +201,12 @@ def _rotary(model: Any) -> RotaryConfig | None:
 
 
 def _halves(part: Any) -> bool:
-    """Whether pairs that rotate together are halves of a head; earlier releases know neighbours alone."""
+    """Whether pairs that rotate together are halves of a head; earlier releases have only neighbours."""
     return bool(getattr(part, "rotate_half", False))
 
 
 def _eva_attention(model: Any) -> Weights:
-    """Queries and keys of a live `Eva` in the canonical order: pairs are halves of a head, rows come before columns."""
+    """Declare queries and keys of a live `Eva` in canonical order: pairs are halves of a head, rows before columns."""
     rope = model.rope
     swapped = type(rope).__name__ == "RotaryEmbeddingCat" and rope.grid_indexing == "xy"
 
@@ -240,12 +240,12 @@ def _metadata(model: Any) -> Metadata:
     labels = tuple(cfg.get("label_names") or ())
     channels = int(model.patch_embed.proj.in_channels)
     mean, std = (_per_channel(cfg.get(name) or (0.5, 0.5, 0.5), channels) for name in ("mean", "std"))
-    if mean is None or std is None or channels not in (1, 3):  # what images have
+    if mean is None or std is None or channels not in (1, 3):  # grey or RGB images
         return Metadata(labels=labels)
     interpolation: Any = cfg.get("interpolation") or "bicubic"
     crop = cfg.get("crop_mode") or "center"
     if interpolation not in get_args(Interpolation) or crop not in ("center", "squash"):
-        return Metadata(labels=labels)  # borders that are filled, other filters: nothing here does the same
+        return Metadata(labels=labels)  # padded borders and other filters are not supported
     preprocessing = ImagePreprocessing(
         size=pair(model.patch_embed.img_size),
         mean=mean,
@@ -261,7 +261,7 @@ def _metadata(model: Any) -> Metadata:
 
 
 def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...] | None:
-    """One value per input channel; None where the model has other channels than the ones the values are for."""
+    """Return one value per input channel; None if different values are given for another number of channels."""
     if len(values) != channels and len(set(values)) > 1:
         return None
     return tuple(float(value) for value in values) if len(values) == channels else (float(values[0]),) * channels

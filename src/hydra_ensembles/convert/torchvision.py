@@ -13,7 +13,7 @@ _LAYER = "encoder.layers.encoder_layer_{i}"
 
 def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
     blocks = list(model.encoder.layers)
-    first = first_of(blocks)  # the others are known to be like it
+    first = first_of(blocks)  # `require_known_parts` checks that all are alike
     heads, mlp = first.self_attention, first.mlp
     if len(mlp) != 5:
         raise refuse(f"its MLP has {len(mlp)} parts")
@@ -45,12 +45,12 @@ def _config(model: Any, num_labels: int | None) -> EnsembleConfig:
 
 
 def _metadata(model: Any) -> Metadata:
-    """The preprocessing of torchvision's own weights for this shape: which of them a model has, it does not know."""
+    """Preprocessing of torchvision's own weights for this shape; a model does not record which weights it has."""
     side, width, patch = int(model.image_size), int(model.hidden_dim), int(model.patch_size)
     preprocessing = ImagePreprocessing((side, side), interpolation="bilinear", crop_fraction=0.875)
     if (width, side, patch) == (1024, 224, 16):
         preprocessing = replace(preprocessing, crop_fraction=224 / 242)
-    elif side in (384, 512, 518) or width == 1280:  # only the weights called SWAG have these
+    elif side in (384, 512, 518) or width == 1280:  # only the SWAG weights
         preprocessing = replace(preprocessing, interpolation="bicubic", crop_fraction=1.0)
     origin = "assumed: as with torchvision's own weights for this shape; processor=weights.transforms() is exact"
     return Metadata(preprocessing=preprocessing, preprocessing_from=origin)

@@ -1,4 +1,4 @@
-"""transformers: ViT and its kin (DeiT, MAE, MSN, I-JEPA, DINOv2) for images, BERT and its kin for text."""
+"""transformers: ViT and its relatives (DeiT, MAE, MSN, I-JEPA, DINOv2) for images, BERT and its relatives for text."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -37,13 +37,13 @@ from .core import (
     run,
 )
 
-# --- what all of them share, CLIP's towers too ---------------------------------------------------------------
+# --- shared by all of them, and by CLIP's towers -------------------------------------------------------------
 
 
 def read_encoder(config: Any, **settings: Any) -> EncoderConfig:
-    """The blocks that a configuration describes, with what a family reads in its own way as settings.
+    """Read the blocks from a configuration; `settings` are those that a family reads in its own way.
 
-    Refuses configurations whose blocks are more, or less, than self-attention and an MLP.
+    Raises if the blocks are not exactly self-attention and an MLP.
     """
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise refuse("the model is a decoder (is_decoder or add_cross_attention)")
@@ -66,9 +66,9 @@ def read_encoder(config: Any, **settings: Any) -> EncoderConfig:
 
 
 def patch_stem(config: Any, resample: Resample, any_size: bool = False, **settings: Any) -> PatchStemConfig:
-    """The stem that a configuration describes, with what a family reads in its own way as settings.
+    """Read the patch stem from a configuration; `settings` are those that a family reads in its own way.
 
-    A family that answers images of `any_size` may have one in its configuration that is no whole patches.
+    A family that takes images of `any_size` may have a configured size that is not a multiple of the patch size.
     """
     patch, image = pair(config.patch_size), pair(config.image_size)
     require_whole_patches(image, patch, any_size)
@@ -77,7 +77,7 @@ def patch_stem(config: Any, resample: Resample, any_size: bool = False, **settin
 
 
 def read_classes(model: Any, classifier: Any, num_labels: int | None) -> tuple[int, bool]:
-    """Number of classes and whether they have a bias; refuses classifiers not trained to choose one of the classes."""
+    """Return the number of classes and whether there is a bias; raise if classes are not mutually exclusive."""
     classes, bias = read_classifier(classifier, num_labels)
     why = why_not_exclusive(model)
     if isinstance(classifier, nn.Linear) and why is not None:
@@ -86,7 +86,7 @@ def read_classes(model: Any, classifier: Any, num_labels: int | None) -> tuple[i
 
 
 def metadata_of_classifier(model: Any) -> Metadata:
-    """Class names from the configuration, if they are numbered 0, 1, … and no placeholders like `LABEL_0`."""
+    """Read class names from the configuration, if numbered 0, 1, … and not placeholders like `LABEL_0`."""
     found: Any = getattr(model.config, "id2label", None) or {}
     pairs = found.items() if isinstance(found, Mapping) else enumerate(found)
     by_number = {str(number): "" if name is None else str(name) for number, name in pairs}
@@ -97,7 +97,7 @@ def metadata_of_classifier(model: Any) -> Metadata:
 
 
 def _answer(model: Any, inputs: NamedTensors, fresh: bool, pool: Pool = "cls") -> Tensor:
-    """Logits, or the features of a bare encoder; `pool` is what a classifier of the family sees."""
+    """Return logits, or the features of a bare encoder; `pool` is the input of the family's classifiers."""
     output = run(model.base_model if fresh else model, **inputs)
     answers = () if fresh else (getattr(output, name, None) for name in ("logits", "pooler_output"))
     for answer in answers:
@@ -131,11 +131,11 @@ def declare(
     inside: str | None = None,
     readout: Weights = READOUT,
 ) -> tuple[Architecture, Architecture]:
-    """Two declarations of a family: its classifiers, which hold the encoder under the name of the module, and itself.
+    """Declare a family: its classifiers, which contain the encoder under the name of the module, and its bare encoder.
 
-    The names of its classes begin with `stem` and go on with `classifiers`; `ignored` are tensors of the encoder that
-    the classifiers do not read either; `module` is where they lie if that is not the stem in small letters, and
-    `inside` what the classifiers call the encoder if that is another name.
+    Class names are `stem`, followed by one of `classifiers` for a classifier. `ignored` are tensors of the encoder that
+    the classifiers do not read either; `module` is the module of the family, by default `stem` in lower case; `inside`
+    is the classifiers' name for the encoder, by default that of the module.
     """
     module = module or stem.lower()
     inside = inside or module
@@ -171,7 +171,7 @@ _PATCHES: Weights = {
     "stem.position": "embeddings.position_embeddings",
     "readout.norm": "layernorm",
 }
-# Releases of transformers 5 differ in what they call the attention of all, and the layers of ViT.
+# Releases of transformers 5 differ in the names of attention parameters, and of the layers of ViT.
 _ATTENTION = attention("attention.o_proj", *(f"attention.{part}_proj.*" for part in "qkv"))
 _WORDS = ("query", "key", "value")
 _OLD_ATTENTION = attention("attention.output.dense", *(f"attention.attention.{part}.*" for part in _WORDS))
@@ -192,7 +192,7 @@ _VIT: Weights = {**_PATCHES, **either(below("layers.{i}.", _VIT_LAYER), below("e
 
 
 def gated(*names: str) -> Weights:
-    """The first layer of an MLP: gate and value apart, or one of another name."""
+    """Declare the first layer of an MLP: gate and value stored separately, or one tensor with one of `names`."""
     return {
         f"encoder.layers.{{i}}.mlp.up.{leaf}": (
             concatenated(f"mlp.gate_proj.{leaf}", f"mlp.up_proj.{leaf}"),
@@ -241,7 +241,7 @@ def _dinov2_config(model: Any, num_labels: int | None, resample: Resample = "bic
     hidden = int(config.hidden_size * config.mlp_ratio)
     encoder = read_encoder(
         config,
-        mlp_width=(int(hidden * 2 / 3) + 7) // 8 * 8 if gated else hidden,  # as the library rounds SwiGLU
+        mlp_width=(int(hidden * 2 / 3) + 7) // 8 * 8 if gated else hidden,  # rounding of the library's SwiGLU
         gated=gated,
         qkv_bias=bool(config.qkv_bias),
         layer_scale=True,
@@ -269,7 +269,7 @@ def _image_readout(model: Any, num_labels: int | None, classifier: Any, pool: Po
 
 
 def _mae_answer(model: Any, inputs: NamedTensors, fresh: bool) -> Tensor:
-    """The class token of an encoder that sees all patches in their order: none is masked, as in pre-training."""
+    """Return the class token of an encoder that sees all patches in order: none is masked, unlike in pre-training."""
     images = inputs["pixel_values"]
     ratio = model.config.mask_ratio
     patch = pair(model.config.patch_size)
@@ -317,7 +317,7 @@ _ALBERT_LAYER: Weights = {
 _ALBERT: Weights = {
     **_EMBEDDINGS,
     "stem.project": "encoder.embedding_hidden_mapping_in",
-    **below("encoder.albert_layer_groups.0.albert_layers.0.", _ALBERT_LAYER),  # one layer, used again and again
+    **below("encoder.albert_layer_groups.0.albert_layers.0.", _ALBERT_LAYER),  # one layer, shared by all
 }
 
 
@@ -340,7 +340,7 @@ def _bert_config(
 
 
 def _distilbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    config, eps = model.config, 1e-12  # written in the library's code, not in its configuration
+    config, eps = model.config, 1e-12  # hard-coded in the library, not in its configuration
     dropout = float(config.dropout)
     tables = model.base_model.embeddings
     stem = text_stem(tables.word_embeddings, tables.position_embeddings, norm_eps=eps, dropout=dropout)
@@ -349,7 +349,7 @@ def _distilbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
         norm_first=False,
         mlp_width=int(config.hidden_dim),
         norm_eps=eps,
-        activation=activation_of(config.activation),  # its own names: a stray `hidden_act` means nothing
+        activation=activation_of(config.activation),  # the name it uses: a stray `hidden_act` has no effect
         attention_dropout=float(config.attention_dropout),
         output_dropout=dropout,
     )
@@ -358,7 +358,7 @@ def _distilbert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 
 
 def _albert_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    """ALBERT, whose layers are one: the canonical encoder has a copy of it for each."""
+    """ALBERT, whose layers share weights: the canonical encoder has a copy for each layer."""
     config, stem = model.config, _bert_stem(model, project=True)
     encoder = read_encoder(config, norm_first=False, projection_dropout=float(config.hidden_dropout_prob))
     readout = text_readout(model, num_labels, "tanh", float(config.classifier_dropout_prob), False)
@@ -373,9 +373,9 @@ def _bert_stem(model: Any, **settings: Any) -> TextStemConfig:
 
 
 def text_stem(words: Any, positions: Any, **settings: Any) -> TextStemConfig:
-    """The stem of tables of words and positions, whose sizes they tell: they may have been resized after loading.
+    """Build a text stem with the sizes of the word and position tables, which may have been resized after loading.
 
-    Where positions are not learned, a number says how many there may be.
+    If positions are not learned, `positions` is their maximum number.
     """
     learned = not isinstance(positions, int)
     most = positions.num_embeddings if learned else positions
@@ -385,7 +385,7 @@ def text_stem(words: Any, positions: Any, **settings: Any) -> TextStemConfig:
 def text_readout(
     model: Any, num_labels: int | None, hidden: HiddenActivation, rate: float, drops_first_token: bool
 ) -> ReadoutConfig:
-    """The first token through a pooler or a hidden layer; of an encoder without classes, through the pooler it has."""
+    """Read out the first token through a pooler or hidden layer; without classes, through a pooler if there is one."""
     head = getattr(model, "classifier", None)
     classes, bias = read_classes(model, getattr(head, "out_proj", head), num_labels)
     if not classes:
@@ -403,7 +403,7 @@ def text_readout(
 
 _IMAGES = ("ForImageClassification",)
 TEXTS = ("ForSequenceClassification",)
-# A mask token takes part in pre-training only, a pooler only in the features of a bare encoder.
+# A mask token is used only in pre-training, a pooler only for the features of a bare encoder.
 _UNREAD = ("embeddings.mask_token", "pooler.")
 _MEAN = partial(_answer, pool="mean")
 _WITH_MEAN = partial(_answer, pool="cls_mean")
@@ -423,7 +423,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         partial(_dinov2_config, resample="bicubic_antialias"),
         _DINOV2,
         _IMAGES,
-        (*_UNREAD, "embeddings.register_tokens"),  # a tensor of no rows, where there are none
+        (*_UNREAD, "embeddings.register_tokens"),  # an empty tensor if there are no registers
         module="dinov2_with_registers",
         answer=_WITH_MEAN,
     ),

@@ -1,7 +1,7 @@
 """transformers with two towers: CLIP, MetaCLIP 2, SigLIP and SigLIP 2; towers alone, classifiers, dual encoders.
 
-A projection is declared as the tower's classifier: that is what it is for a tower on its own, and a dual
-encoder takes it off again.
+A projection is declared as the tower's classifier, since a tower on its own returns its outputs; for a dual encoder it
+is separated again.
 """
 
 from dataclasses import replace
@@ -57,7 +57,7 @@ _CLIP_TEXT_TOWER: Weights = {
     **_LAYERS,
     "readout.norm": "final_layer_norm",
 }
-# A tower lies at the top, or (in a dual encoder, with a projection, and alone in older releases) under a prefix.
+# A tower is at the top level, or (in a dual encoder, with a projection, or in older releases) under a prefix.
 _CLIP_IMAGE_WEIGHTS: Weights = {
     **either(_CLIP_IMAGE_TOWER, below("vision_model.", _CLIP_IMAGE_TOWER)),
     "readout.classifier": ("visual_projection", "classifier"),
@@ -77,7 +77,7 @@ def _clip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     stem = patch_stem(config, "bicubic", patch_bias=False, norm=True, norm_eps=float(config.layer_norm_eps))
     encoder = read_encoder(config, attention_dropout=float(config.attention_dropout))
     readout = _clip_readout(getattr(model, "visual_projection", None), config, num_labels)
-    if hasattr(model, "classifier"):  # which reads the mean patch, before the final norm
+    if hasattr(model, "classifier"):  # it reads the mean of the patches, before the final norm
         classes, bias = read_classes(model, model.classifier, num_labels)
         readout = replace(readout, pool="mean", norm="none", num_classes=classes, bias=bias)
     return EnsembleConfig(stem, encoder, readout, encoder.all_heads())
@@ -149,7 +149,7 @@ _CLIP_TEXTS = Architecture(
     answer=_answer,
     projects=True,
 )
-# In the dual encoder the two towers lie side by side; each ignores what belongs to the other.
+# In the dual encoder both towers are attributes of the model; each declaration ignores tensors of the other.
 _CLIP_CLASSES = _clip_classes("Model")
 _CLIP_UNREAD_BY_IMAGES = ("text_model.", "text_projection.", "logit_scale", "vision_model.embeddings.position_ids")
 _CLIP_UNREAD_BY_TEXTS = ("vision_model.", "visual_projection.", "logit_scale", "text_model.embeddings.position_ids")
@@ -183,7 +183,7 @@ def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
     config = getattr(model.config, "vision_config", model.config)
     stem = patch_stem(config, "bicubic", any_size=True, class_token=False, position_prefix=0)
     encoder = read_encoder(config, attention_dropout=float(config.attention_dropout))
-    if hasattr(model, "classifier"):  # which reads the mean patch: the attention that pools takes no part
+    if hasattr(model, "classifier"):  # it reads the mean of the patches: attention pooling is not used
         classes, bias = read_classes(model, model.classifier, num_labels)
         mean = ReadoutConfig(pool="mean", num_classes=classes, norm_eps=encoder.norm_eps, bias=bias)
         return EnsembleConfig(stem, encoder, mean, encoder.all_heads())
@@ -201,7 +201,7 @@ def _siglip_image_config(model: Any, num_labels: int | None) -> EnsembleConfig:
 
 
 def _siglip_text_config(model: Any, num_labels: int | None) -> EnsembleConfig:
-    """The text tower reads the token at the last place, which is padding in all but the longest texts."""
+    """The text tower pools the token at the last position, which is padding in all but the longest texts."""
     model = getattr(model, "text_model", model)  # releases of transformers 5 differ, here and in their classes
     config = model.config
     stem = text_stem(model.embeddings.token_embedding, model.embeddings.position_embedding, norm=False)

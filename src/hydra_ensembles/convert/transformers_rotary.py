@@ -20,7 +20,7 @@ from .transformers import (
 
 
 def _base(parameters: Any) -> float:
-    """The base of rotary positions in their plain form."""
+    """Return the base of rotary positions; raise unless they are of the default form."""
     kind = parameters.get("rope_type", "default")
     part = parameters.get("partial_rotary_factor") or 1.0
     if kind != "default" or part != 1.0:
@@ -80,7 +80,7 @@ _DINOV3 = Architecture(
         **either(below("model.layer.{i}.", _DINOV3_LAYER), below("layer.{i}.", _DINOV3_LAYER)),  # releases differ
         "readout.norm": "norm",
     },
-    ignored=("embeddings.mask_token", "embeddings.register_tokens"),  # which has no values where there are no registers
+    ignored=("embeddings.mask_token", "embeddings.register_tokens"),  # empty if there are no registers
     answer=lambda model, inputs, fresh: run(model, **inputs).last_hidden_state[:, 0],
 )
 
