@@ -1,4 +1,4 @@
-"""Metrics of a classifier's evidence: pure functions on tensors that know nothing of models."""
+"""Metrics of a classifier's predictions: pure functions on tensors, independent of any model."""
 
 from .bootstrap import Interval, bootstrap_metric, bootstrap_ood
 from .conformal import LabelSets, Reference, conformal_threshold, fit_sets, label_scores, p_values

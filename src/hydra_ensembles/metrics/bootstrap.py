@@ -1,17 +1,17 @@
 """Bootstrap confidence intervals for a metric, and for the difference of two methods on the same samples.
 
-Samples are drawn with replacement and the interval holds the middle share of the replicates (percentile
-method). A difference uses the same draws for both methods, so the luck of the draw cancels. For OOD metrics
-ID and OOD samples are drawn separately, and an unweighted mean over several OOD sets shares the ID draws.
-The draws depend on the seed and the numbers of samples alone, not on the device.
+Samples are drawn with replacement and the interval contains the middle share of the replicates (percentile
+method). A difference uses the same draws for both methods, so sampling noise common to both cancels. For OOD
+metrics ID and OOD samples are drawn separately, and an unweighted mean over several OOD sets shares the ID
+draws. The draws depend only on the seed and the numbers of samples, not on the device.
 
-Of few samples percentiles are too narrow, most of all those of AURC where hardly an answer is wrong. Where every sample
-has the same, as where all answers are right, an interval has no width, and says nothing of how sure that is.
+With few samples percentile intervals are too narrow, most of all for AURC when almost all answers are right. If all
+samples have the same value, as when all answers are right, the interval has no width and shows no uncertainty.
 
-Noise makes an ECE larger, and replicates have more noise than the samples: of a well calibrated model, percentiles
-never hold the true ECE. Its intervals (`bootstrap_calibration`) are those of percentiles mirrored at the value, drawn
-out to 0 where chance explains the value; they are still too narrow where the error is not 0. How often intervals hold
-the true value: `benchmarks/coverage.py`.
+Noise makes an ECE larger, and replicates are noisier than the samples: for a well calibrated model, percentile
+intervals never contain the true ECE. `bootstrap_calibration` therefore mirrors the percentiles at the value, and
+extends the interval to 0 if chance explains the value; it is still too narrow if the true error is not 0.
+`benchmarks/coverage.py` measures how often intervals contain the true value.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +26,14 @@ from ..errors import DataError
 from .inputs import Convention, check_same_length, check_scores
 from .ood import OodMetric, cumulative_counts, joint_ranks, of_counts
 
-# Draws held in memory at once; a thousand resamples of ten thousand samples are cut into pieces of this size.
+# Draws held in memory at once; a thousand resamples of ten thousand samples are split into pieces of this size.
 _DRAWS_AT_ONCE = 4_000_000
-_CALIBRATED = 200  # draws of a calibrated model's answers, which say how large an error is by chance
+_CALIBRATED = 200  # simulations of a perfectly calibrated model, to see how large its error is by chance
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A number with its bootstrap confidence interval for a level, from so many replicates."""
+    """A number with its bootstrap confidence interval at `level`, from `resamples` replicates."""
 
     value: float
     low: float
@@ -63,9 +63,9 @@ def bootstrap_metric(
     Args:
         metric: Called with the drawn rows of each array.
         samples: Arrays `[B, ...]`, all of one length.
-        minus: Arrays of another method, of which row i is the same sample: a paired interval of the difference
+        minus: Arrays of another method, in which row i is the same sample: gives a paired interval of the difference
             `metric(*samples) - metric(*minus)`.
-        resamples: How often samples are drawn.
+        resamples: Number of resamples.
         level: Share of the replicates inside the interval.
         seed: Seed for the draws.
     """
@@ -89,10 +89,10 @@ def bootstrap_metric(
 def bootstrap_mean(
     values: Tensor, *, unseen: float | None = None, resamples: int = 1000, level: float = 0.95, seed: int = 0
 ) -> Interval:
-    """Interval of the mean of values `[B]`: that of `bootstrap_metric`, by the same draws, many at once.
+    """Interval of the mean of values `[B]`: as from `bootstrap_metric` with the same draws, but vectorised.
 
-    `unseen` is a value that is rare and far from the others, so that samples may lack it or have too few. The interval
-    is drawn out to where it ends with one more sample of that value; a draw has it up to three or four times.
+    `unseen` is a rare value far from the others, which the samples may lack or contain too rarely. The interval is
+    extended to that of the samples plus one of this value, which a resample contains up to three or four times.
     """
     if unseen is not None:
         plain, more = (
@@ -111,10 +111,10 @@ def bootstrap_mean(
 def bootstrap_calibration(
     metric: Callable[[Tensor, Tensor], float], confidence: Tensor, correct: Tensor, resamples: int, level: float = 0.95
 ) -> Interval:
-    """Interval of a calibration error of confidences `[B]`, of which some are `correct`, `[B]` of bool.
+    """Interval of a calibration error, from confidences `[B]` and whether each answer is `correct`, `[B]` of bool.
 
-    By the basic method, percentiles mirrored at the value, from 0 on, and drawn out to its value; down to 0 also where
-    answers that are right as often as they say have an error as large by chance.
+    Basic bootstrap: the percentiles mirrored at the value, clipped at 0 and extended to contain the value. The interval
+    also starts at 0 if a perfectly calibrated model with these confidences has an error as large by chance.
     """
     found = bootstrap_metric(metric, [confidence, correct], resamples=resamples, level=level)
     value, mirrored = found.value, 2 * found.value - found.high
@@ -162,15 +162,15 @@ def ood_replicates(
 ) -> tuple[float, np.ndarray]:
     """The metric, and its value on every resample `[R]`, averaged over the OOD sets.
 
-    The draws depend on the seed and the numbers of samples alone, so replicates of methods on the same samples
-    are paired, and differences of many methods can be put together.
+    The draws depend only on the seed and the numbers of samples, so replicates of methods on the same samples
+    are paired, and differences of many methods can be combined.
     """
     ood_sets = _as_list(ood_scores)
     if not ood_sets:
         raise DataError("got no OOD set; at least one is needed")
     id_scores = check_scores(id_scores, "ID scores")
     values, replicates = [], []
-    # the ID stream comes first and each set has its own: more sets do not change the draws of the others
+    # The ID stream comes first and each OOD set has its own: adding sets does not change the other draws.
     id_stream, *ood_streams = np.random.SeedSequence(seed).spawn(1 + len(ood_sets))
     for scores, stream in zip(ood_sets, ood_streams, strict=True):
         ranks = joint_ranks(id_scores, check_scores(scores, "OOD scores"))
@@ -190,7 +190,7 @@ def ood_replicates(
 
 
 def _drawn(ranks: Tensor, rows: int, generator: np.random.Generator) -> Tensor:
-    """So many resamples of the ranks: `[n] -> [R, n]`."""
+    """Draw `rows` resamples of the ranks: `[n] -> [R, n]`."""
     return ranks[torch.from_numpy(generator.integers(len(ranks), size=(rows, len(ranks))))]
 
 

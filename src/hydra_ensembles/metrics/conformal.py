@@ -1,8 +1,8 @@
 """Conformal prediction: thresholds, p-values and sets of labels whose guarantee holds for any number of samples.
 
-All of it is split conformal: scores of held-out samples that had no say in the score are compared with that of a new
-one. The guarantee is over both: if held-out and new samples come from the same source in no particular order, a new
-one is within the threshold with at least the share asked for. Of inputs from elsewhere it says nothing.
+All of it is split conformal: the score of a new sample is compared with those of held-out samples that were not used to
+fit the score. The guarantee averages over both: if held-out and new samples are exchangeable, a new one is within the
+threshold with at least the requested probability. It does not cover inputs from another distribution.
 """
 
 import math
@@ -19,24 +19,24 @@ from .inputs import Labels, check_probs, check_rows, check_scores
 
 SetKind = Literal["lac", "aps", "raps"]
 
-KEPT = 1000  # most scores that a reference keeps; with more samples a p-value is rounded up by at most 1 / KEPT
+KEPT = 1000  # maximum scores in a reference; with more samples a p-value is rounded up by at most 1 / KEPT
 
 
 def rank_for(share: float, samples: int) -> int:
-    """Which of so many sorted scores is the threshold, from 1; one more than there are where all must be accepted."""
+    """Rank, from 1, of the threshold among sorted scores; `samples + 1` if every input must be accepted."""
     return max(math.ceil(round(share * (samples + 1), 9)), 1)  # 0.95 * 20 is 19 scores, not 20
 
 
 def samples_for(share: float) -> int:
-    """How many samples a threshold that refuses anything takes."""
+    """Minimum number of samples for a finite threshold, one that can reject an input."""
     return math.ceil(round(share / (1.0 - share), 9)) if share < 1.0 else 0
 
 
 @checked
 def conformal_threshold(scores: Tensor, share: PositiveShare) -> float:
-    """The threshold below or at which a new score lies with probability `share` or more, from held-out scores `[n]`.
+    """Threshold that a new score does not exceed with probability `share` or more, from held-out scores `[n]`.
 
-    It is the ⌈share · (n + 1)⌉-th smallest score, and infinite if there are too few to promise it.
+    It is the ⌈share · (n + 1)⌉-th smallest score, and infinite if there are too few scores for that guarantee.
     """
     ordered = check_scores(scores, "scores").sort().values
     rank = rank_for(share, len(ordered))
@@ -44,9 +44,9 @@ def conformal_threshold(scores: Tensor, share: PositiveShare) -> float:
 
 
 def chance_of_fewer(accepted: int, samples: int, share: float, held_out: int) -> float:
-    """How likely a threshold for `share`, set on so many held-out samples, accepts so many new ones of all, or fewer.
+    """Probability that a threshold for `share`, set on `held_out` samples, accepts at most `accepted` of `samples`.
 
-    Of new samples like those: what it accepts is then beta-binomial, exactly, and more where scores are equal.
+    For new samples from the same distribution, the number accepted is exactly beta-binomial, and larger with ties.
     """
     rank = rank_for(share, held_out)
     if rank > held_out:
@@ -57,16 +57,16 @@ def chance_of_fewer(accepted: int, samples: int, share: float, held_out: int) ->
     def log_beta(one: Tensor, other: Tensor) -> Tensor:
         return torch.lgamma(one) + torch.lgamma(other) - torch.lgamma(one + other)
 
-    choices = -log_beta(counts + 1, samples - counts + 1) - math.log(samples + 1)  # of so many among the new ones
+    choices = -log_beta(counts + 1, samples - counts + 1) - math.log(samples + 1)  # log binomial coefficients
     logs = choices + log_beta(counts + more, samples - counts + fewer) - log_beta(more, fewer)
     return min(1.0, math.exp(float(logs.logsumexp(0))))
 
 
 @checked
 def p_values(reference: Tensor, scores: Tensor) -> Tensor:
-    """How many held-out scores `[n]` are at least as high as each score `[B]`: (1 + that many) / (n + 1), `[B]`.
+    """P-value of each score `[B]`: (1 + number of held-out scores `[n]` at least as high) / (n + 1), `[B]`.
 
-    For a new sample of the same kind it is at most a given level with at most that probability.
+    For a new sample from the same distribution it is at most a given level with at most that probability.
     """
     precise = torch.promote_types(torch.promote_types(reference.dtype, scores.dtype), torch.float32)
     return Reference.of(reference, most=None).p_values(check_scores(scores, "scores").to(precise))
@@ -74,10 +74,10 @@ def p_values(reference: Tensor, scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Reference:
-    """Sorted scores of held-out samples, to compare those of new samples with; of many, some at even ranks."""
+    """Sorted held-out scores, to compare new scores with; of many, only some at evenly spaced ranks are kept."""
 
     values: tuple[float, ...] = field(repr=False)
-    samples: int  # how many there were
+    samples: int  # number of held-out samples
 
     def __post_init__(self) -> None:
         ordered = all(first <= second for first, second in zip(self.values, self.values[1:], strict=False))
@@ -86,7 +86,7 @@ class Reference:
 
     @classmethod
     def of(cls, scores: Tensor, most: int | None = KEPT) -> "Reference":
-        """The reference for scores `[n]`."""
+        """Build a reference from scores `[n]`, keeping at most `most` of them."""
         ordered = check_scores(scores, "scores").sort().values
         samples = len(ordered)
         kept = min(samples, most or samples)
@@ -94,7 +94,7 @@ class Reference:
         return cls(tuple(ordered[ranks - 1].tolist()), samples)
 
     def p_values(self, scores: Tensor) -> Tensor:
-        """The p-value of each score `[B]`, rounded up where not all held-out scores are kept."""
+        """The p-value of each score `[B]`, rounded up if not all held-out scores are kept."""
         kept = len(self.values)
         values = torch.tensor(self.values, dtype=scores.dtype, device=scores.device)
         below = torch.tensor([_rank(i, kept, self.samples) for i in range(kept + 1)], device=scores.device)
@@ -103,7 +103,7 @@ class Reference:
 
 
 def _rank(position: int, kept: int, samples: int) -> int:
-    """The rank, from 1, of the kept score at a position, from 1; position 0 is before the first."""
+    """Rank among all samples of the kept score at `position`, both from 1; position 0 means before the first."""
     return -(-position * samples // kept)
 
 
@@ -112,14 +112,14 @@ def _rank(position: int, kept: int, samples: int) -> int:
 
 @dataclass(frozen=True)
 class LabelSets:
-    """Which labels to name instead of one, so that the right one is among them with a guaranteed share.
+    """Prediction sets: several labels instead of one, which contain the right one with a guaranteed probability.
 
     Attributes:
-        thresholds: One for all classes, or one for each; infinite where there were too few samples to leave any out.
+        thresholds: One for all classes, or one for each; infinite if there were too few samples to exclude any label.
         kind: `"lac"` (smallest sets), `"aps"` (larger for hard inputs) or `"raps"` (the same without a long tail).
         share: The share of right labels promised; with a threshold for each class, of every class.
-        penalty: Of `"raps"`: added for each rank beyond `free_ranks`.
-        free_ranks: Of `"raps"`.
+        penalty: For `"raps"`: added for each rank beyond `free_ranks`.
+        free_ranks: For `"raps"`: ranks without a penalty.
     """
 
     thresholds: tuple[float, ...]
@@ -131,7 +131,7 @@ class LabelSets:
     def __call__(self, probs: Tensor) -> Tensor:
         """Which labels are in the set of each sample: probabilities `[B, C]` to `[B, C]` of bool.
 
-        The most probable label always is: it costs nothing, and no set is empty.
+        The most probable label is always included, so no set is empty; this never lowers the coverage.
         """
         probs = check_rows(probs)
         limits = torch.tensor(self.thresholds, dtype=probs.dtype, device=probs.device)  # [1] or [C]
@@ -143,7 +143,7 @@ class LabelSets:
 
 @checked
 def label_scores(probs: Tensor, kind: SetKind = "lac", penalty: float = 0.1, free_ranks: int = 1) -> Tensor:
-    """How strange each label would be, `[B, C]` to `[B, C]`.
+    """Nonconformity score of each label, `[B, C]` to `[B, C]`.
 
     * `lac`: one minus its probability.
     * `aps`: the probability of all labels that are at least as probable, its own included.
@@ -174,7 +174,7 @@ def fit_sets(
     penalty: NotNegative = 0.1,
     free_ranks: Count = 1,
 ) -> LabelSets:
-    """Sets of labels that hold the right one with probability `share` or more, from held-out samples.
+    """Fit sets of labels that contain the right one with probability `share` or more, on held-out samples.
 
     Args:
         probs: `[B, C]` of held-out samples: `Prediction.probs`.

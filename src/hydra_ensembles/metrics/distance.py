@@ -1,7 +1,7 @@
-"""How far features lie from those of familiar data, given fitted statistics: scores, higher = less familiar.
+"""Distance of features from those of familiar data, given fitted statistics: scores, higher = less familiar.
 
 Everything here is a pure function of features `[M, B, d]` and of tensors that `hydra_ensembles.familiarity` fits: each
-member is compared with its own statistics. Nothing is read back from the device.
+member is compared with its own statistics. Nothing synchronises with the device.
 """
 
 from collections.abc import Mapping
@@ -15,33 +15,33 @@ FamiliarityName = Literal[
     "mahalanobis", "mahalanobis++", "relative_mahalanobis", "relative_mahalanobis++", "vim", "knn"
 ]
 
-LearnedName = Literal["vilu", "neglabel"]  # of zero-shot models; `hydra_ensembles.baselines` makes them
+LearnedName = Literal["vilu", "neglabel"]  # for zero-shot models; fitted by `hydra_ensembles.baselines`
 FittedName = Literal[FamiliarityName, LearnedName]
 FamiliarityChoice = Literal[FamiliarityName, "auto"]
 
 FAMILIARITY_NAMES: tuple[FamiliarityName, ...] = get_args(FamiliarityName)
-BY_CLASS = FAMILIARITY_NAMES[:4]  # those that compare with the mean of each class, and are fitted with labels
+BY_CLASS = FAMILIARITY_NAMES[:4]  # these compare with class means, so fitting them needs labels
 
 Statistics = Mapping[str, Tensor]
 
 
 def is_normalised(name: FittedName) -> bool:
-    """Whether a score looks at the direction of features alone."""
+    """Whether a score uses only the direction of features."""
     return name.endswith("++") or name == "knn"
 
 
 def is_relative(name: FittedName) -> bool:
-    """Whether the distance to all data is taken off that to the nearest class."""
+    """Whether the distance to the mean of all data is subtracted from that to the nearest class."""
     return name.startswith("relative")
 
 
 def prepared(name: FittedName, features: Tensor) -> Tensor:
-    """Features `[M, B, d]` as a score takes them."""
+    """Features `[M, B, d]`, scaled to length one if the score needs that."""
     return F.normalize(features, dim=-1) if is_normalised(name) else features
 
 
 def ready(statistics: Statistics) -> Statistics:
-    """Fitted statistics, and what every batch would compute of them again: squared lengths of class means `[M, C]`."""
+    """Fitted statistics with precomputed squared lengths of class means `[M, C]`, which every batch needs."""
     if "classes" not in statistics:
         return statistics
     return {**statistics, "lengths": statistics["classes"].square().sum(dim=-1)}
@@ -50,21 +50,21 @@ def ready(statistics: Statistics) -> Statistics:
 def unfamiliarity(
     name: FittedName, statistics: Statistics, features: Tensor, logits: Tensor, neighbours: int = 1
 ) -> Tensor:
-    """The score of each member for each sample, `[M, B]`, in the type of the statistics: float32 as they are fitted.
+    """The score of each member for each sample, `[M, B]`, in the dtype of the statistics (float32 when fitted).
 
-    * `mahalanobis`: squared Mahalanobis distance to the nearest class mean, under one covariance for all classes; with
-      `++` of features of length one; `relative_` less the distance to the mean of all classes under that of all data.
-    * `vim`: length of the part of the features outside their principal subspace, weighed against the energy.
+    * `mahalanobis`: squared Mahalanobis distance to the nearest class mean, with one covariance for all classes; with
+      `++` on features of length one; `relative_`: minus the distance to the mean of all data with its covariance.
+    * `vim`: norm of the features outside their principal subspace, times a fitted weight, plus the energy.
     * `knn`: distance to the k-th nearest of the stored features, all of length one.
-    * `vilu`: minus what a small network says of image, classes and predicted class: the log-odds of being right.
-    * `neglabel`: probability that words which are no classes take from the classes, mean over groups of words.
+    * `vilu`: minus the log-odds of being right that a small network gives for image, classes and predicted class.
+    * `neglabel`: probability that words which are not classes take from the classes, mean over groups of words.
 
     Args:
         name: Which score.
-        statistics: What was fitted for it, of every member, `ready` for use.
+        statistics: Its fitted statistics for every member, passed through `ready`.
         features: `[M, B, d]`.
         logits: `[M, B, C]`, for `vim` and the scores of zero-shot models.
-        neighbours: Of `knn`, which neighbour counts.
+        neighbours: For `knn`: k.
     """
     dtype = next(iter(statistics.values())).dtype
     x = prepared(name, features.to(dtype))
@@ -72,7 +72,7 @@ def unfamiliarity(
     if name == "vilu":
         return -log_odds(statistics, _embedded(statistics, x), logits.softmax(dim=-1))
     if name == "neglabel":
-        words = statistics["words"]  # [M, G, W, e], with the logit scale in it
+        words = statistics["words"]  # [M, G, W, e], multiplied by the logit scale
         negatives = torch.einsum("mbe,mgwe->mbgw", _embedded(statistics, x), words).logsumexp(dim=-1)  # [M, B, G]
         negatives = negatives + statistics["offset"][:, None, None]
         return (negatives - logits.logsumexp(dim=-1, keepdim=True)).sigmoid().mean(dim=-1)
@@ -88,7 +88,7 @@ def unfamiliarity(
     white = centred @ statistics["whiten"]
     means = statistics["classes"]
     nearest = _up_to_a_constant(white, statistics).argmin(dim=-1)  # [M, B]
-    distance = (white - _picked(means, nearest)).square().sum(dim=-1)  # from the difference, where nothing cancels
+    distance = (white - _picked(means, nearest)).square().sum(dim=-1)  # the difference avoids cancellation
     if is_relative(name):
         distance = distance - (centred @ statistics["background"]).square().sum(dim=-1)
     return distance
@@ -97,22 +97,22 @@ def unfamiliarity(
 def nearest_class(name: FittedName, statistics: Statistics, features: Tensor) -> Tensor:
     """The class whose mean is nearest to each sample, `[B]`, by the sum of all members' squared distances.
 
-    For a score in `BY_CLASS`, and features `[M, B, d]`.
+    Takes a score in `BY_CLASS` and features `[M, B, d]`.
     """
     centred = prepared(name, features.float()) - statistics["mean"][:, None]
     return _up_to_a_constant(centred @ statistics["whiten"], statistics).sum(dim=0).argmin(dim=-1)
 
 
 def _up_to_a_constant(white: Tensor, statistics: Statistics) -> Tensor:
-    """Squared distances `[M, B, C]` of `[M, B, d]` to the means of classes, less |w|²: |m|² - 2 w·m."""
+    """Squared distances `[M, B, C]` from `[M, B, d]` to the class means, minus |w|²: |m|² - 2 w·m."""
     return torch.baddbmm(statistics["lengths"][:, None], white, statistics["classes"].mT, alpha=-2)
 
 
 def log_odds(statistics: Statistics, embedded: Tensor, probs: Tensor) -> Tensor:
-    """What the network of `vilu` gives, `[M, B]`, for embeddings of images `[M, B, e]` and probabilities `[M, B, C]`.
+    """Output of the `vilu` network, `[M, B]`, for image embeddings `[M, B, e]` and probabilities `[M, B, C]`.
 
-    It sees the image, the classes' embeddings `[M, C, e]` in the proportion of their probabilities, and the first's.
-    Where image and classes have maps of their own `[M, e, e]`, proportions and embeddings are those of what is mapped.
+    Its inputs: the image, the mean of class embeddings `[M, C, e]` weighted by probability, and that of the predicted
+    class. With trained maps `[M, e, e]`, the mean and the softmax that weights it use mapped embeddings.
     """
     texts = mapped = statistics["texts"]
     shares = probs
@@ -129,7 +129,7 @@ def log_odds(statistics: Statistics, embedded: Tensor, probs: Tensor) -> Tensor:
 
 
 def _embedded(statistics: Statistics, features: Tensor) -> Tensor:
-    """Embeddings of length one `[M, B, e]` by a projection of features `[M, B, d]`."""
+    """Project features `[M, B, d]` to embeddings of length one `[M, B, e]`."""
     return F.normalize(torch.baddbmm(statistics["shift"][:, None], features, statistics["projection"].mT), dim=-1)
 
 

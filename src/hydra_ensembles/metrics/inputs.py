@@ -1,4 +1,4 @@
-"""Inputs of metrics, checked once by public functions; the arithmetic trusts its caller."""
+"""Checks of the inputs of metrics, made once by public functions; the arithmetic below trusts its caller."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,30 +13,30 @@ from ..errors import DataError
 Labels = Tensor | Sequence[int]
 Convention = Literal["torch-uncertainty", "openood"]
 
-# How far a row of probabilities may be from one: the rounding of the dtype, added up over the classes.
+# How far the sum of a row of probabilities may be from one: rounding errors of the dtype, summed over the classes.
 _ROW_SUM_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
-_CONFIDENCE = 1e-3  # how far beyond 0 and 1 rounding may take one
-_SUMS_TO_ONE = 3e-3  # how far a softmax is from it at most: bfloat16 rounds each part by 1/512 of it
-_END, _AT_ENDS = 0.02, 0.05  # how near sigmoids are to 0 and, largest of a row, to 1; and how many, if trained
+_CONFIDENCE = 1e-3  # how far rounding may take a confidence below 0 or above 1
+_SUMS_TO_ONE = 3e-3  # how far a softmax sum is from one at most: bfloat16 rounds each term by 1/512 of it
+_END, _AT_ENDS = 0.02, 0.05  # trained sigmoids: distance from 0 (row maximum: from 1), and minimum share that close
 
 
 def where(name: str | None) -> str:
-    """Start of an error message: the name of the set, where it is known."""
+    """Start of an error message: the name of the set, if known."""
     return "" if name is None else f"set {name!r}: "
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Half precision becomes float32 (counts and sums saturate in it); float32 and float64 stay."""
+    """Cast half precision, in which counts and sums saturate, to float32; keep float32 and float64."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def mean(values: Tensor) -> float:
-    """Mean of per-sample values, taken in float64."""
+    """Mean of per-sample values, computed in float64."""
     return values.detach().cpu().double().mean().item()
 
 
 def check_finite(values: Tensor, quantity: str, name: str | None = None) -> None:
-    """Refuse NaN and infinity, saying how many there are and where the first one is."""
+    """Raise for NaN and infinity; the error says how many there are and where the first one is."""
     finite = torch.isfinite(values)
     if bool(finite.all()):
         return
@@ -49,10 +49,10 @@ def check_finite(values: Tensor, quantity: str, name: str | None = None) -> None
 
 
 def warn_of_probabilities(logits: Tensor, name: str | None = None) -> None:
-    """Say so where what is taken for logits is from 0 to 1, and all rows sum to one or much of it is at the ends.
+    """Warn if logits look like probabilities: all in [0, 1], and all rows sum to one or many values are near 0 or 1.
 
-    The former comes of a softmax, the latter of sigmoids. A single row may be so by chance: look at a whole set, or at
-    what a caller gives, not at the answers of a model.
+    The former suggests a softmax, the latter sigmoids. A single row may look so by chance: call this on a whole set or
+    on what a caller passes, not on each answer of a model.
     """
     logits = at_least_float32(logits.detach())
     if not logits.numel() or not bool(((logits >= 0) & (logits <= 1 + _SUMS_TO_ONE)).all()):
@@ -67,7 +67,7 @@ def warn_of_probabilities(logits: Tensor, name: str | None = None) -> None:
 
 
 def check_same_length(lengths: dict[str, int], name: str | None = None) -> int:
-    """Refuse arrays of different length, and empty ones; returns the common length."""
+    """Raise for arrays of different lengths and for empty ones; returns the common length."""
     length, *others = lengths.values()
     if any(other != length for other in others):
         listing = ", ".join(f"{length} {quantity}" for quantity, length in lengths.items())
@@ -78,7 +78,7 @@ def check_same_length(lengths: dict[str, int], name: str | None = None) -> int:
 
 
 def check_scores(scores: Tensor, quantity: str) -> Tensor:
-    """One score a sample, `[B]`, at least one, no NaN. Infinite scores have a rank and are accepted."""
+    """Require scores `[B]`, at least one, no NaN. Infinite scores have a rank and are accepted."""
     if scores.ndim != 1 or scores.is_complex():
         received = f"{scores.dtype} {list(scores.shape)}"
         raise DataError(f"{quantity} must be a vector [B] of real numbers, one a sample, but are {received}")
@@ -92,7 +92,7 @@ def check_scores(scores: Tensor, quantity: str) -> Tensor:
 
 
 def check_labels(labels: Any, samples: int, classes: int, name: str | None = None) -> Tensor:
-    """Class indices `[B]` in a tensor, an array or a list, one for each of so many samples, as int64."""
+    """Class indices `[B]` as int64, from a tensor, an array or a list; requires one for each sample."""
     source = "the data" if name is None else f"set {name!r}"
     targets = read_labels(labels, samples, source)
     check_same_length({"samples": samples}, name)
@@ -108,7 +108,7 @@ def check_probs(probs: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
 
 
 def check_confidence(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """Confidences `[B]` from 0 to 1, and which answers are right `[B]`, as truth values or 0 and 1; on the CPU."""
+    """Confidences `[B]` in [0, 1], and whether each answer is right `[B]`, as booleans or 0 and 1; on the CPU."""
     check_same_length({"confidences": len(confidence), "truth values of the answers": len(correct)})
     confidence = check_scores(confidence, "confidences").cpu()
     low, high = (float(bound) for bound in confidence.aminmax())
@@ -132,7 +132,7 @@ def check_member_probs(member_probs: Tensor) -> Tensor:
 
 
 def check_rows(probs: Tensor) -> Tensor:
-    """Probabilities `[…, C]`, no logits, in at least float32, clamped to [0, 1]; there may be no row at all."""
+    """Probabilities `[…, C]` in at least float32, clamped to [0, 1]; raises for logits, accepts zero rows."""
     if probs.shape[-1] < 2 or not probs.is_floating_point():
         kind = f"{probs.dtype} over {probs.shape[-1]}"
         raise DataError(f"probabilities must be floating point over two classes or more (1 - p and p), but are {kind}")

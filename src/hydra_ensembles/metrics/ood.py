@@ -1,23 +1,23 @@
 """How good an uncertainty score is: out-of-distribution detection and selective prediction.
 
-A score is higher the more uncertain the model is, and OOD is the positive class. The libraries of the field disagree on
-AUPR and FPR95, so the convention has a name:
+A score is higher the more uncertain the model is, and OOD is the positive class. Libraries disagree on AUPR and FPR95,
+so the convention has a name:
 
 * `"torch-uncertainty"` (version 0.12.1, the default): AUPR is the step-wise average precision; FPR95 is taken
-  at the threshold whose recall is nearest 95 %, even where that is below 95 %.
-* `"openood"`: AUPR is the area of trapezoids under the precision-recall curve; FPR95 is taken at the first
+  at the threshold whose recall is nearest 95 %, even if that is below 95 %.
+* `"openood"`: AUPR is the trapezoidal area under the precision-recall curve; FPR95 is taken at the first
   threshold that flags at least 95 % of the OOD samples. Every distinct score is a threshold; OpenOOD itself lets
-  scikit-learn drop points between two others on a line first, which can only matter for scores with ties.
+  scikit-learn first drop collinear points, which can only matter for scores with ties.
 
-All of them are read off two integer counts, how many ID and how many OOD samples each distinct score flags, for one
-set of scores or for a thousand resamples of it at once. Scores only enter by their order: nothing squashes them, half
-precision loses nothing, and infinite scores are allowed. torchmetrics, scikit-learn and torch-uncertainty are the
-referees, in the tests.
+All of them are computed from two integer counts, how many ID and how many OOD samples each distinct score flags, for
+one set of scores or for a thousand resamples at once. Only the order of scores matters: they are not squashed, half
+precision loses nothing, and infinite scores are allowed. The tests compare with torchmetrics, scikit-learn and
+torch-uncertainty.
 
-In selective prediction nothing says which of several equal scores is answered first, so each has the mean error of them
-all: the expectation over their orders. No number depends on the order of the data, which is often sorted by class; a
-score that says nothing has the model's error as its AURC. torch-uncertainty takes ties in whatever order its sort gives
-them; without ties the numbers are the same.
+In selective prediction the order of tied scores is undefined, so each tied sample counts with their mean error: the
+expectation over all orders. No number depends on the order of the data, which is often sorted by class; a constant
+score has the model's error as its AURC. torch-uncertainty uses whatever order its sort gives ties; without ties the
+numbers are the same.
 """
 
 import math
@@ -39,11 +39,11 @@ class RiskCoverage:
     """A risk-coverage curve in float64 on the CPU: the k most certain samples, for k from 1 to B."""
 
     coverage: Tensor  # [B], share of samples answered
-    risk: Tensor  # [B], mean error among them, expected over the orders of equal scores
+    risk: Tensor  # [B], mean error among them, in expectation over the order of tied scores
 
     @property
     def area(self) -> float:
-        """Area under the curve by trapezoids, divided by the width it spans; of one sample, its risk."""
+        """Trapezoidal area under the curve, divided by the width it spans; for one sample, its risk."""
         if len(self.risk) == 1:
             return self.risk.item()
         return torch.trapezoid(self.risk, self.coverage).item() / (1 - 1 / len(self.risk))
@@ -60,7 +60,7 @@ class RiskCoverage:
 
 @checked
 def risk_coverage(scores: Tensor, errors: Tensor) -> RiskCoverage:
-    """Risk at every coverage, from scores `[B]` and whether (bool) or how much (any number) each answer is wrong."""
+    """Risk at every coverage, from scores `[B]` and whether (bool) or by how much (number) each answer is wrong."""
     scores = check_scores(scores, "scores")
     if errors.ndim != 1:
         raise DataError(f"errors must be a vector [B], but have shape {list(errors.shape)}")
@@ -105,12 +105,12 @@ def risk_at_coverage(scores: Tensor, errors: Tensor, coverage: PositiveShare = 0
 
 
 def risk_curve(scores: Tensor, errors: Tensor) -> RiskCoverage:
-    """`risk_coverage` of values known to be good."""
+    """`risk_coverage` without checks."""
     _, run, sizes = scores.detach().cpu().unique(return_inverse=True, return_counts=True)  # by run of equal scores
     wrong = sizes.new_zeros(len(sizes), dtype=torch.float64).index_add(0, run, errors.detach().cpu().double())
     answered = torch.arange(1, len(run) + 1, dtype=torch.float64, device="cpu")
-    run = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)  # [B], now of the k-th most certain sample
-    missing = sizes.cumsum(dim=0)[run] - answered  # of its run, not answered yet
+    run = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)  # [B], now for the k-th most certain sample
+    missing = sizes.cumsum(dim=0)[run] - answered  # samples of its run that are not answered yet
     risk = (wrong.cumsum(dim=0)[run] - wrong[run] * missing / sizes[run]) / answered
     return RiskCoverage(coverage=answered / len(run), risk=risk)
 
@@ -122,8 +122,8 @@ def risk_curve(scores: Tensor, errors: Tensor) -> RiskCoverage:
 def discordance(id_scores: Tensor, ood_scores: Tensor) -> int:
     """Twice the number of (ID, OOD) pairs in the wrong order, plus the number of tied pairs.
 
-    An integer, so that two candidates compare exactly: AUROC = 1 - discordance / (2 · ID · OOD). Scores `[n]` and
-    `[m]` may have any real dtype. Runs on the device of the ID scores, and takes O(n log n).
+    An integer, so that comparisons are exact: AUROC = 1 - discordance / (2 · ID · OOD). Scores `[n]` and
+    `[m]` may have any real dtype. Runs on the device of the ID scores in O(n log n).
     """
     fp, tp, _ = flagged(id_scores, ood_scores)
     return 2 * len(id_scores) * len(ood_scores) - int(_concordant_twice(fp, tp))
@@ -202,7 +202,7 @@ def roc_curve(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Te
 
 def _measured(metric: OodMetric, id_scores: Tensor, ood_scores: Tensor, convention: Convention) -> float:
     fp, tp, _ = flagged(id_scores, ood_scores)
-    return of_counts(metric, fp.cpu(), tp.cpu(), convention).item()  # in float64, which not every device has
+    return of_counts(metric, fp.cpu(), tp.cpu(), convention).item()  # on the CPU: not every device has float64
 
 
 def flagged(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,7 +217,7 @@ def joint_ranks(id_scores: Tensor, ood_scores: Tensor) -> tuple[Tensor, Tensor, 
     """Dense ranks of both sets among all their scores (equal scores share one), and the distinct scores, ascending."""
     dtype = torch.promote_types(id_scores.dtype, ood_scores.dtype)
     if id_scores.is_floating_point() != ood_scores.is_floating_point():
-        dtype = torch.float64  # holds every integer that can be told apart from its neighbours
+        dtype = torch.float64  # exact for integers up to 2**53
     scores = torch.cat([id_scores.to(dtype), ood_scores.to(id_scores.device, dtype)])
     distinct, ranks = torch.unique(scores, return_inverse=True)
     return ranks[: len(id_scores)], ranks[len(id_scores) :], distinct
@@ -246,7 +246,7 @@ def _concordant_twice(fp: Tensor, tp: Tensor) -> Tensor:
 
 
 def _aupr(fp: Tensor, tp: Tensor, convention: Convention) -> Tensor:
-    """By steps, or by trapezoids."""
+    """Step-wise or trapezoidal area, depending on the convention."""
     flagged = tp + fp
     precision = torch.where(flagged > 0, tp.double() / flagged.clamp(min=1).double(), 1.0)
     recall = tp.double() / tp[:, -1:].double()
@@ -258,11 +258,11 @@ def _aupr(fp: Tensor, tp: Tensor, convention: Convention) -> Tensor:
 
 
 def _fpr95(fp: Tensor, tp: Tensor, convention: Convention) -> Tensor:
-    """At the threshold that the convention takes.
+    """FPR at the threshold that the convention uses.
 
-    torch-uncertainty takes the threshold whose recall is nearest 0.95, reckoned in float32. Between two
-    equally near it takes the lower threshold, so the point after a run of ID samples, except at full recall,
-    where it takes the first threshold that reaches it. All of that is kept, to give its numbers.
+    torch-uncertainty uses the threshold whose recall is nearest 0.95, computed in float32. Of two equally
+    near ones it uses the lower threshold, hence the point after a run of ID samples, except at full recall,
+    where it uses the first threshold that reaches it. This code does the same, to give the same numbers.
     """
     positives = tp[:, -1:]
     if convention == "openood":

@@ -1,9 +1,8 @@
 """Accuracy and calibration of class probabilities `[B, C]`, and diversity of member probabilities `[M, B, C]`.
 
-Half precision is raised to float32 before anything is counted, and sums over samples are taken in float64.
-`reliability_bins` and what ends in `_per_sample`, `_parts` or `_of_confidence` is the bare arithmetic, without a look
-at the values, for a caller that made them itself or resamples them a thousand times; the others check them.
-torchmetrics and torch-uncertainty are the referees of these numbers (in the tests).
+Half precision is cast to float32 before anything is counted, and sums over samples are computed in float64.
+`disagreement_per_sample` and functions that `hydra_ensembles.metrics` does not export do not check their inputs.
+The tests compare these numbers with torchmetrics and torch-uncertainty.
 """
 
 import math
@@ -33,11 +32,11 @@ class ReliabilityBins:
 
 
 class EntropyParts(NamedTuple):
-    """Entropy of the mean prediction in nats, and where it comes from; each `[B]`."""
+    """Entropy of the mean prediction in nats, and its two parts; each `[B]`."""
 
     total: Tensor  # of the mean probabilities; the sum of the two others
-    aleatoric: Tensor  # mean entropy of the members: what each of them is unsure about
-    epistemic: Tensor  # mutual information of label and member: what they are unsure about together only
+    aleatoric: Tensor  # mean entropy of the members
+    epistemic: Tensor  # mutual information of label and member: entropy due to their disagreement
 
 
 # --- accuracy and calibration -------------------------------------------------------------------------------
@@ -45,7 +44,7 @@ class EntropyParts(NamedTuple):
 
 @checked
 def accuracy(probs: Tensor, labels: Labels) -> float:
-    """Share of samples whose most probable class is the label, divided once, so that 9 of 10 is 0.9.
+    """Share of samples whose most probable class is the label; a single division, so that 9 of 10 is exactly 0.9.
 
     Args:
         probs: Class probabilities `[B, C]`.
@@ -152,7 +151,7 @@ def brier_per_sample(probs: Tensor, labels: Labels) -> Tensor:
 
 
 def squared_errors(probs: Tensor, labels: Tensor) -> Tensor:
-    """`brier_per_sample` of values known to be good."""
+    """`brier_per_sample` without checks."""
     error = at_least_float32(probs.clone())
     error[torch.arange(len(labels), device=probs.device), labels] -= 1
     return error.square().sum(dim=-1)
@@ -203,29 +202,29 @@ def reliability_bins(confidence: Tensor, correct: Tensor, *, bins: Whole = BINS)
 
 
 def log_mean_probs(member_logits: Tensor) -> Tensor:
-    """Logarithm of the mean over members of the probabilities that logits `[M, …, C]` give, `[…, C]`.
+    """Logarithm of the mean over members of the softmax of logits `[M, …, C]`: `[…, C]`.
 
-    It is finite also where a probability underflows to zero.
+    It is finite even if a probability underflows to zero.
     """
     return log_mean_exp(member_logits.log_softmax(dim=-1))
 
 
 def log_mean_exp(values: Tensor) -> Tensor:
-    """Logarithm of the mean over the first axis of what `values` `[M, …]` are the logarithms of."""
+    """Logarithm of the mean of `exp(values)` over the first axis of `values` `[M, …]`."""
     return values.logsumexp(dim=0) - math.log(len(values))
 
 
 def _equal_width_groups(confidence: Tensor, bins: int) -> Tensor:
-    """The bin of each sample, `bins` being that of a confidence of exactly one.
+    """The bin of each sample; a confidence of exactly one has its own, number `bins`.
 
-    Bins are found in float32, where torchmetrics finds them, so that a confidence on an edge lands alike.
+    Computed in float32, as in torchmetrics, so that a confidence on an edge lands in the same bin.
     """
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float32, device="cpu")
     return torch.bucketize(confidence.float(), edges, right=True) - 1
 
 
 def _weighted_gap(groups: Tensor, confidence: Tensor, correct: Tensor, bins: int) -> float:
-    """Sum over bins of |correct - confidence|, over the number of samples: an empty bin adds nothing."""
+    """Sum over bins of |Σ (correct - confidence)|, divided by the number of samples; an empty bin adds nothing."""
     gap = torch.bincount(groups, weights=correct.double() - confidence.double(), minlength=bins)
     return gap.abs().sum().item() / len(groups)
 
@@ -251,10 +250,10 @@ def entropy_parts(member_probs: Tensor) -> EntropyParts:
 
 
 def split_entropy(member_probs: Tensor) -> EntropyParts:
-    """`entropy_parts` of probabilities that nobody has to look at, which on a GPU would wait for them.
+    """`entropy_parts` without checks, which would synchronise with a GPU.
 
-    Entropy is concave, so the total is never below the mean of the members, except by rounding; taking the
-    larger of the two keeps every part non-negative and their sum exact.
+    Entropy is concave, so the total is below the mean of the members only by rounding; taking the larger of
+    the two keeps every part non-negative and their sum exact.
     """
     member_probs = at_least_float32(member_probs)
     aleatoric = torch.special.entr(member_probs).sum(dim=-1).mean(dim=0)  # [M, B, C] -> [B]
