@@ -1,4 +1,4 @@
-"""Fast inference: the same numbers from the plan that suits shape, dtype and device."""
+"""Fast inference: the same numbers from the fastest plan for shape, dtype and device."""
 
 from .runner import Choice, OptimizedEnsemble
 

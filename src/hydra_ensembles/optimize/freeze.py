@@ -1,4 +1,4 @@
-"""A frozen ensemble: equal copies merged, constants folded into the weights, laid out for one plan."""
+"""Freeze an ensemble: equal copies merged, constants folded into the weights, laid out for one plan."""
 
 import copy
 from collections import OrderedDict
@@ -18,7 +18,7 @@ from .frozen_layers import FrozenAttention, FrozenPatchStem, Plan, fixed, sees_k
 
 @torch.no_grad()
 def frozen(ensemble: Ensemble, dtype: torch.dtype) -> Ensemble:
-    """A copy of an ensemble rewritten for inference; it runs by the plan `"loop"` until `with_plan` says otherwise."""
+    """A copy of an ensemble rewritten for inference; it runs with the plan `"loop"` until `with_plan` changes it."""
     result = simplified(ensemble)
     pooling = result.readout.map
     few_are_read = pooling is not None or result.readout.tokens_read() is not None  # after the last attention
@@ -37,7 +37,7 @@ def frozen(ensemble: Ensemble, dtype: torch.dtype) -> Ensemble:
 
 @torch.no_grad()
 def with_plan(ensemble: Ensemble, plan: Plan) -> Ensemble:
-    """A frozen ensemble that runs by this plan, around the same weights; `"batched"` may pad some of them."""
+    """A frozen ensemble that runs with this plan and shares the weights; `"batched"` may pad some of them."""
     result = _twin(ensemble, share=True)
     for module in result.modules():
         if isinstance(module, FrozenAttention):
@@ -47,17 +47,17 @@ def with_plan(ensemble: Ensemble, plan: Plan) -> Ensemble:
     return result
 
 
-# --- rewriting the weights: equal copies merged, constants folded in --------------------------------------
+# --- rewriting weights: equal copies merged, constants folded in -------------------------------------------
 
 
 @torch.no_grad()
 def simplified(ensemble: Ensemble) -> Ensemble:
-    """A copy with the model's own modules in which equal copies are merged and constants folded into the weights.
+    """A copy, with the model's own modules, in which equal copies are merged and constants folded into the weights.
 
-    Weights of half precision come back in float32, where folding does not lose digits; the caller converts.
+    Half-precision weights are returned in float32, so that folding loses no digits; the caller converts them.
     """
     result = _twin(ensemble, share=False).eval()
-    result.leave_unwatched()  # its weights are written anew; what becomes of the ensemble's is not its concern
+    result.leave_unwatched()  # its weights are rewritten, and independent of the ensemble's
     _merge_equal_copies(result)
     if result.dtype in (torch.bfloat16, torch.float16):
         result.to(torch.float32)
@@ -77,7 +77,7 @@ def simplified(ensemble: Ensemble) -> Ensemble:
 def _twin(ensemble: Ensemble, share: bool) -> Ensemble:
     """The same modules around the same tensors, or around copies of them; settings and metadata are shared.
 
-    It has no hooks: they would run in the parts that are not rewritten, and may be of what cannot be copied.
+    Hooks are removed: they would only run in modules that are not rewritten, and may not be copyable.
     """
     tensors = (*ensemble.parameters(), *ensemble.buffers()) if share else ()
     twins: dict[int, object] = {id(part): part for part in (ensemble.metadata, *tensors)}
@@ -95,14 +95,14 @@ def blocks(ensemble: Ensemble) -> list[Block]:
 
 
 def branching_layer(ensemble: Ensemble) -> int:
-    """The first layer in which activations differ between members; the number of layers if none does."""
+    """The first layer in which activations differ between members; the number of layers if there is none."""
     inputs = attention_inputs(ensemble)
     branches = (index for index, block in enumerate(blocks(ensemble)) if max(inputs[index], _copies(block)) > 1)
     return next(branches, ensemble.num_layers)
 
 
 def attention_inputs(ensemble: Ensemble) -> list[int]:
-    """How many different inputs the attention of each layer sees, one that pools among them: 1, or one per member."""
+    """How many different inputs each attention has, including one that pools: 1, or one per member."""
     members = next(ensemble.stem.parameters()).shape[0]
     counts = []
     for block in blocks(ensemble):
@@ -119,13 +119,13 @@ def attention_inputs(ensemble: Ensemble) -> list[int]:
 
 
 def _copies(block: Block) -> int:
-    """The most copies of anything in a block."""
+    """The largest number of copies of any parameter in a block."""
     small = [parameter.shape[0] for name, parameter in block.named_parameters() if name not in HEAD_AXIS]
     return max([len(block.attention.sizes), *small])
 
 
 def _merge_equal_copies(ensemble: Ensemble) -> None:
-    """Keep one copy of every parameter that is equal in all members, in place; they then branch as late as possible."""
+    """Keep one copy of every parameter that is equal in all members, so that members branch as late as possible."""
     _merge(*((module, name) for module in ensemble.stem.modules() for name in module._parameters))
     for module in [*ensemble.encoder.modules(), *ensemble.readout.modules()]:
         if isinstance(module, Attention):
@@ -135,7 +135,7 @@ def _merge_equal_copies(ensemble: Ensemble) -> None:
 
 
 def _merge(*places: tuple[nn.Module, str]) -> None:
-    """Store these parameters once where all copies of all of them are equal."""
+    """Store these parameters once if all copies of all of them are equal."""
     present = [(module, name, getattr(module, name)) for module, name in places if getattr(module, name) is not None]
     if all(_equal_copies(parameter) for _, _, parameter in present):
         for module, name, parameter in present:
@@ -143,7 +143,7 @@ def _merge(*places: tuple[nn.Module, str]) -> None:
 
 
 def _merge_attention(attention: Attention) -> None:
-    """Store the whole sublayer once where all copies are equal; else what can be stored once by itself."""
+    """Store the whole sublayer once if all copies are equal; else those parameters that can be stored once."""
     _merge((attention, "scale"))
     _merge((attention, "out_bias"))
     if len(attention.sizes) == 1 or not attention.even:
@@ -162,7 +162,7 @@ def _equal_copies(parameter: Tensor) -> bool:
 
 
 def _compute_common_heads_once(ensemble: Ensemble) -> None:
-    """Where members see the same input for the last time, keep one of each set of equal heads, to be computed once."""
+    """In the last layer where members have the same input, keep one of each set of equal heads, to compute it once."""
     layer = branching_layer(ensemble)
     if layer == len(blocks(ensemble)) or attention_inputs(ensemble)[layer] > 1:
         return
@@ -173,7 +173,7 @@ def _compute_common_heads_once(ensemble: Ensemble) -> None:
     rows = attention.qkv.flatten(1)
     if attention.qkv_bias is not None:
         rows = torch.cat([rows, attention.qkv_bias.flatten(1)], dim=1)
-    alike = [  # a row that holds no numbers is equal to none but itself
+    alike = [  # a row with NaN only equals itself
         next(earlier for earlier, row in enumerate(rows) if earlier == index or torch.equal(row, head))
         for index, head in enumerate(rows)
     ]
@@ -185,12 +185,12 @@ def _compute_common_heads_once(ensemble: Ensemble) -> None:
 
 
 def _fold_norms(block: Block) -> None:
-    """Norms that members have of their own go into the projections after them, where members have these too."""
+    """Fold norms that are per member into the projections after them, if these are per member, too."""
     norm, attention = block.norm1, block.attention
     if isinstance(norm, GroupedNorm) and 1 < norm.weight.shape[0] == len(attention.sizes):
         owner = _member_of_each_head(attention)
         if norm.bias is not None:
-            constant = torch.einsum("kpid,kd->kpi", attention.qkv, norm.bias[owner])  # what β becomes, [K, 3, d_k]
+            constant = torch.einsum("kpid,kd->kpi", attention.qkv, norm.bias[owner])  # contribution of β, [K, 3, d_k]
             attention.qkv_bias = _added(constant, attention.qkv_bias)
         attention.qkv = fixed(attention.qkv * norm.weight[owner][:, None, None, :])
         replace_part(block, "norm1", _without_weights(norm))
@@ -203,13 +203,13 @@ def _fold_norms(block: Block) -> None:
 
 
 def _without_weights(norm: GroupedNorm) -> nn.Module:
-    """What is left of a norm whose weights are folded: the same for every member."""
+    """A norm without weights, the same for every member, after these were folded."""
     kind = nn.RMSNorm if norm.kind == "rms" else nn.LayerNorm
     return kind(norm.weight.shape[1], norm.eps, elementwise_affine=False)
 
 
 def _fold_scales(attention: Attention, mlp: MLP) -> None:
-    """LayerScale goes into the output projection before it."""
+    """Fold LayerScale into the output projection before it."""
     if (scale := attention.scale) is not None:  # [1 or G, d]
         of_heads = scale if scale.shape[0] == 1 else scale[_member_of_each_head(attention)]  # [1 or K, d]
         attention.out = fixed(attention.out * of_heads[:, None, :])
@@ -222,7 +222,7 @@ def _fold_scales(attention: Attention, mlp: MLP) -> None:
 
 
 def _fold_biases(attention: Attention) -> None:
-    """The bias of the value becomes one of the output, that of the key is dropped where softmax does not see it."""
+    """Fold the value bias into the output bias, and drop the key bias where softmax cancels it."""
     bias = attention.qkv_bias  # [K, 3, d_k]
     if bias is None or not sum(attention.sizes):
         return
@@ -236,7 +236,7 @@ def _fold_biases(attention: Attention) -> None:
 
 
 def _member_of_each_head(attention: Attention) -> Tensor:
-    """`[K]`: which copy each head belongs to."""
+    """`[K]`: the copy that each head belongs to."""
     sizes = torch.tensor(attention.sizes, device=attention.out.device)
     return torch.repeat_interleave(torch.arange(len(attention.sizes), device=sizes.device), sizes)
 
@@ -246,5 +246,5 @@ def _added(constant: Tensor, old: Tensor | None) -> nn.Parameter:
 
 
 def replace_part(module: nn.Module, name: str, part: nn.Module) -> None:
-    """Put another part in the place of one, of a class that the module does not declare."""
+    """Replace a submodule by one of a class that the module does not declare."""
     setattr(module, name, part)

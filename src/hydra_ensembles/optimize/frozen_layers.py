@@ -1,4 +1,4 @@
-"""The layers of a frozen ensemble: attention and patch stem, as each plan runs them."""
+"""Layers of a frozen ensemble: attention and patch stem, implemented for each plan."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,35 +12,35 @@ from ..model.layers import Attention, Context, Read, asked_by, head_ranges, into
 from ..model.stem_readout import PatchStem
 
 Plan = Literal["batched", "loop", "grouped"]
-"""How members with inputs of their own are run: in one batched product, for which they are padded to the widest; one
-after another; or in one grouped product whatever their sizes. The result is the same."""
+"""How to run members with their own inputs: in one batched product, padded to the widest member; one after another;
+or in one grouped product for any sizes. The result is the same."""
 
-Parts = tuple[Tensor, ...]  # those of query, key and value that were asked for, each [R, T, H, d_k]
+Parts = tuple[Tensor, ...]  # the requested ones of query, key and value, each [R, T, H, d_k]
 
 
 class FrozenAttention(Attention):
-    """Computes what an `Attention` with folded biases computes, by one of the plans, from weights laid out for it.
+    """Computes the same as an `Attention` with folded biases, with one of the plans and weights laid out for it.
 
-    Where all heads see one input (`one_input`), or there is one copy of them, a plain product with all of them does.
+    If all heads have the same input (`one_input`), or there is one copy of them, a plain product is enough.
     """
 
-    head_ends: Tensor | None  # [M] of int32, where each member's heads end on the axis of all; for the plan "grouped"
+    head_ends: Tensor | None  # [M] of int32, the end of each member's heads on the axis of all; for the plan "grouped"
 
     def __init__(self, source: Attention, one_input: bool, reads_few: bool) -> None:
-        nn.Module.__init__(self)  # its weights are those of the source, under other names
+        nn.Module.__init__(self)  # uses the source's weights under other names
         self.sizes, self.causal, self.one_input = source.sizes, source.causal, one_input
         self.window, self.turn, self.dropout = source.window, source.turn, 0.0
         self.plan: Plan = "loop"
         self.query_norm, self.key_norm = source.query_norm, source.key_norm
-        biased = {0, 1} if sees_key_bias(source) else {0}  # of query, key, value; the rest is folded away
-        split = ((0,), (1, 2)) if reads_few else ((0, 1, 2),)  # apart, each is contiguous
+        biased = {0, 1} if sees_key_bias(source) else {0}  # of query, key, value; the rest is folded
+        split = ((0,), (1, 2)) if reads_few else ((0, 1, 2),)  # split, each part is contiguous
         self.into = nn.ModuleList(IntoHeads(source.qkv, source.qkv_bias, parts, biased) for parts in split)
         self.out, self.out_bias = source.out, source.out_bias
         self.register_buffer("distinct", source.distinct, persistent=False)
         self.register_buffer("head_ends", None, persistent=False)
 
     def use_plan(self, plan: Plan) -> None:
-        """Choose how members with inputs of their own are run; `"batched"` pads them to the widest member."""
+        """Set how members with their own inputs are run; `"batched"` pads them to the widest member."""
         self.plan = plan
         if plan == "grouped":
             ends = [stop for _, stop in head_ranges(self.sizes)]
@@ -52,7 +52,7 @@ class FrozenAttention(Attention):
             self.sizes = (max(self.sizes),) * len(self.sizes)
 
     def forward(self, x: Tensor, context: Context, read: Read = None) -> Tensor:
-        """Attend within `[N, B, T, d]` as `Attention` does, to `[max(N, G), B, T', d]`."""
+        """Attend within `[N, B, T, d]` like `Attention`, to `[max(N, G), B, T', d]`."""
         if not sum(self.sizes):
             return self._with_bias(x.new_zeros(*asked_by(x, read).shape[:3], self.out.shape[2]))
         if self.one_input:
@@ -69,7 +69,7 @@ class FrozenAttention(Attention):
         return self._with_bias(out_of_heads(z, self.out, copies))
 
     def _all_at_once(self, x: Tensor, context: Context, read: Read) -> Tensor:
-        """One product with all heads."""
+        """All heads in one product."""
         parts = self._parts(x.flatten(0, 1), asked_by(x, read).flatten(0, 1), IntoHeads.plain)
         z = self.heads_mixed(parts, context, read, x.shape[0])  # [N·B, T', H, d_k]
         if len(self.sizes) == 1:
@@ -77,11 +77,11 @@ class FrozenAttention(Attention):
         return self._out_of_members(z if self.distinct is None else z.index_select(2, self.distinct))
 
     def _one_after_another(self, x: Tensor, context: Context, read: Read) -> Tensor:
-        """Member by member, from the input of the sublayer to its output."""
+        """One member after another, from the input of the sublayer to its output."""
         results = []
         asking = asked_by(x, read)
         for member, (start, stop) in enumerate(head_ranges(self.sizes)):
-            if start == stop:  # nothing to attend with
+            if start == stop:  # no heads
                 z = x.new_zeros(*asking.shape[1:3], 0, self.out.shape[1])
             else:
                 parts = self._parts(x[member], asking[member], partial(IntoHeads.plain, start=start, stop=stop))
@@ -90,14 +90,14 @@ class FrozenAttention(Attention):
         return torch.stack(results)  # [M, B, T', d]
 
     def _parts(self, x: Tensor, asking: Tensor, product: "Callable[[IntoHeads, Tensor], Parts]") -> Parts:
-        """Query, key and value, each `[R, T, H, d_k]`, the query for the tokens that ask alone."""
+        """Query, key and value, each `[R, T, H, d_k]`; the query only for the tokens in `asking`."""
         projections = [cast(IntoHeads, projection) for projection in self.into]
         if len(projections) == 1:
             return product(projections[0], x)
         return product(projections[0], asking) + product(projections[1], x)
 
     def _out_of_members(self, z: Tensor) -> Tensor:
-        """Output projections of heads side by side, `[B, T', K, d_k]` to `[M, B, T', d]`."""
+        """Output projections of concatenated heads, `[B, T', K, d_k]` to `[M, B, T', d]`."""
         copies = len(self.sizes)
         if self.head_ends is not None:
             ends = self.head_ends * self.out.shape[1]
@@ -121,15 +121,15 @@ class FrozenAttention(Attention):
         return F.linear(z.flatten(2).flatten(0, 1), weight.t(), bias).unflatten(0, z.shape[:2])
 
     def _with_bias(self, y: Tensor) -> Tensor:
-        """`[M, B, T', d]` with each member's bias."""
+        """Add each member's bias to `[M, B, T', d]`."""
         return y if self.out_bias is None else y + self.out_bias[:, None, None]
 
 
 class IntoHeads(nn.Module):
-    """Some of query, key and value of all heads: weights `[K, P, d_k, d]`.
+    """Projection to some of query, key and value for all heads: weights `[K, P, d_k, d]`.
 
-    A plain product takes its bias along for free. In a batched or grouped product the bias is a pass of its own
-    over the result, so it is added only to the parts (`biased`) in which it is not zero.
+    A plain product adds its bias for free. In a batched or grouped product the bias needs another pass over the result,
+    so it is only added to the parts (`biased`) in which it is not zero.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, parts: tuple[int, ...], biased: set[int]) -> None:
@@ -139,14 +139,14 @@ class IntoHeads(nn.Module):
         self.bias = fixed(bias[:, list(parts)].contiguous()) if bias is not None and self.biased else None
 
     def plain(self, x: Tensor, start: int = 0, stop: int | None = None) -> Parts:
-        """All heads, or `start:stop` of them, on `[R, T, d]` that each of them sees: one plain product."""
+        """All heads, or `start:stop` of them, on a common input `[R, T, d]`: one plain product."""
         weight = self.weight[start:stop]  # [H, P, d_k, d]
         bias = None if self.bias is None else self.bias[start:stop].flatten()
-        y = F.linear(x.flatten(0, 1), weight.flatten(0, 2), bias)  # two axes: one product, not one for each of R
+        y = F.linear(x.flatten(0, 1), weight.flatten(0, 2), bias)  # two axes: one product instead of R
         return y.reshape(*x.shape[:2], *weight.shape[:3]).unbind(3)
 
     def batched(self, x: Tensor, members: int) -> Parts:
-        """`[M, B, T, d]`, each member's part by its own K / M heads, members on the batch axis of the result."""
+        """Each member's part of `[M, B, T, d]` with its own K / M heads; the result has members on the batch axis."""
         parts = into_heads(x, self.weight, None, members).unbind(3)  # each [M·B, T, h, d_k]
         if self.bias is None:
             return parts
@@ -157,7 +157,7 @@ class IntoHeads(nn.Module):
         )
 
     def grouped(self, x: Tensor, head_ends: Tensor) -> Parts:
-        """`[M, B, T, d]`, each member's part by its own heads, all heads side by side in the result."""
+        """Each member's part of `[M, B, T, d]` with its own heads; the result has all heads concatenated."""
         heads, count, head_dim, width = self.weight.shape
         columns = self.weight.reshape(-1, width).t()  # [d, K·P·d_k]
         y = F.grouped_mm(x.flatten(1, 2).contiguous(), columns, offs=head_ends * (count * head_dim))  # [B·T, K·P·d_k]
@@ -167,22 +167,22 @@ class IntoHeads(nn.Module):
         return tuple(part + self.bias[:, index] if index in self.biased else part for index, part in enumerate(parts))
 
     def pad(self, sizes: tuple[int, ...]) -> None:
-        """Give every member as many heads as the widest; the new ones are zero."""
+        """Pad every member with zero heads to as many as the widest has."""
         self.weight = _padded_heads(self.weight, sizes)
         self.bias = None if self.bias is None else _padded_heads(self.bias, sizes)
 
 
 def _padded_heads(tensor: Tensor, sizes: tuple[int, ...]) -> nn.Parameter:
-    """A tensor `[K, …]` with zeros put after each member's heads, up to as many as the widest has."""
+    """A tensor `[K, …]` with each member's heads padded with zeros to as many as the widest has."""
     widest = max(sizes)
     parts = [torch.cat([part, part.new_zeros(widest - len(part), *part.shape[1:])]) for part in tensor.split(sizes)]
     return fixed(torch.cat(parts))
 
 
 class FrozenPatchStem(nn.Module):
-    """A patch stem for images of the size its position embedding was made for; others go the usual way."""
+    """A patch stem for images of the size its position embedding was trained for; others use the original stem."""
 
-    prefix: Tensor | None  # [G, P, d], the prefix tokens with their positions
+    prefix: Tensor | None  # [G, P, d], prefix tokens with positions added
 
     def __init__(self, source: PatchStem) -> None:
         super().__init__()
@@ -208,10 +208,10 @@ class FrozenPatchStem(nn.Module):
 
 
 def sees_key_bias(attention: Attention) -> bool:
-    """Whether the bias of the key matters: a norm sees it, a rotation makes it another one at every place."""
+    """Whether the key bias matters: with a norm, or with a rotation, which changes it at every position."""
     return attention.key_norm is not None or attention.turn is not None
 
 
 def fixed(tensor: Tensor) -> nn.Parameter:
-    """A parameter that is not trained."""
+    """A parameter that is not trainable."""
     return nn.Parameter(tensor, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Running a frozen ensemble: with the fastest plan, compiled or not, recorded or not."""
+"""Run a frozen ensemble with the fastest plan, optionally compiled and recorded as CUDA graphs."""
 
 import threading
 from collections import OrderedDict
@@ -24,15 +24,15 @@ from .freeze import frozen, with_plan
 from .frozen_layers import Plan
 
 PLANS: tuple[Plan, ...] = get_args(Plan)
-MEASURED_SHAPES = 32  # beyond so many different input shapes, a new one takes the plan of the nearest
-USUAL_SHAPES = 16  # input shapes that code is compiled and graphs are kept for
-REPEATS = 5  # how often each plan is run to choose between them
+MEASURED_SHAPES = 32  # beyond this number of input shapes, a new one uses the plan of the nearest
+USUAL_SHAPES = 16  # input shapes for which compiled code and graphs are kept
+REPEATS = 5  # timed runs of each plan
 
 _MADE_ANEW = ("choices", "_lock", "_stream", "_pool", "_plain", "_compiled")
 
-Run = Callable[..., tuple[Tensor, ...]]  # member logits, and scores of features where the ensemble gives some
-RunArguments = tuple[Tensor | None, ...]  # the first is always there
-Key = tuple[tuple[tuple[int, ...], torch.dtype | None], ...]  # of each argument; no shape and no type where it is None
+Run = Callable[..., tuple[Tensor, ...]]  # member logits, and feature scores if fitted
+RunArguments = tuple[Tensor | None, ...]  # the first is never None
+Key = tuple[tuple[tuple[int, ...], torch.dtype | None], ...]  # per argument; () and None if it is None
 
 
 class OptimizedEnsemble:
@@ -87,7 +87,7 @@ class OptimizedEnsemble:
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"dtype must be a floating type such as torch.bfloat16, got {dtype}")
         require_values(next(ensemble.parameters(), None))
-        ensemble.whole_state()  # what is frozen has no place for weights that are computed
+        ensemble.whole_state()  # frozen layers cannot hold computed weights
         ensemble = ensemble.lasting("optimized")
         self.device = ensemble.device
         self.dtype = dtype or ensemble.dtype
@@ -102,17 +102,17 @@ class OptimizedEnsemble:
         self._graphed = on_cuda if graphs is None else graphs
         base = frozen(ensemble, self.dtype)
         self._modules: dict[Plan, Ensemble] = {plan: with_plan(base, plan) for plan in chosen or _sensible_plans(base)}
-        self._model = next(iter(self._modules.values()))  # the ensemble as it was, to read inputs and name results
+        self._model = next(iter(self._modules.values()))  # reads inputs and makes predictions
         self._home = next(self._model.parameters())
         self._begin()
         if example_inputs is not None:
             self(example_inputs)
 
     def _begin(self) -> None:
-        """What this process makes itself: nothing is measured, compiled or recorded yet."""
+        """Set up the state of this process: nothing is measured, compiled or recorded yet."""
         self.choices: dict[Key, Choice] = {}
         self._lock = threading.Lock()
-        self._stream: Any = None  # the one that graphs were last replayed on
+        self._stream: Any = None  # on which graphs were last replayed
         self._pool: Any = torch.cuda.graph_pool_handle() if self._graphed else None
         self._plain: dict[Plan, Run] = {
             plan: self._with_graphs(self._run(module)) for plan, module in self._modules.items()
@@ -120,7 +120,7 @@ class OptimizedEnsemble:
         self._compiled: dict[Plan, Run] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Weights and settings; a copy, or a pickle in another process, measures, compiles and records anew."""
+        """Weights and settings; a copy, or a pickle in another process, measures, compiles and records again."""
         return {name: value for name, value in vars(self).items() if name not in _MADE_ANEW}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class OptimizedEnsemble:
             self._take_turns()
             choice = self._choice(arguments)
             run = self._compiled[choice.plan] if choice.compiled else self._plain[choice.plan]
-            exclusive = choice.compiled or self._graphed  # settings of the compiler and buffers of graphs: not for two
+            exclusive = choice.compiled or self._graphed  # compiler settings and graph buffers allow one at a time
             answers = run(*arguments) if exclusive else None
         answers = run(*arguments) if answers is None else answers
         return answers[0], answers[1] if len(answers) > 1 else None
@@ -157,26 +157,26 @@ class OptimizedEnsemble:
     @torch.inference_mode()
     @own_precision()
     def choice_for(self, inputs: Given) -> "Choice":
-        """How inputs of this shape are run; measured if need be."""
+        """The choice for inputs of this shape, measured if needed."""
         arguments = self._arguments(inputs)
         with self._lock:
             self._take_turns()
             return self._choice(arguments)
 
     def module(self, plan: Plan) -> Ensemble:
-        """The rewritten ensemble as it runs by a plan: uncompiled, without graphs."""
+        """The rewritten ensemble that runs a plan, uncompiled and without graphs."""
         if plan not in self._modules:
             raise ConfigError(f"there is no plan {plan!r} here; there are {list(self._modules)}")
         return self._modules[plan]
 
     @property
     def timings(self) -> "dict[Key, Mapping[Plan, float]]":
-        """Seconds of each plan, by input shape, where they were measured."""
+        """Measured seconds of each plan, by input shape."""
         return {key: choice.seconds for key, choice in self.choices.items() if choice.seconds}
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of all weights it computes with, those of all plans together; what plans share counts once."""
+        """Bytes of the weights of all plans; weights that plans share count once."""
         tensors = (tensor for module in self._modules.values() for tensor in [*module.parameters(), *module.buffers()])
         return sum({storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, tensors)}.values())
 
@@ -185,7 +185,7 @@ class OptimizedEnsemble:
         return self._description
 
     def describe_plans(self) -> str:
-        """Settings, memory, and for every input shape seen so far the plan and the times it was chosen by."""
+        """Settings, memory, and for every input shape so far the chosen plan and its timings."""
         lines = [repr(self)]
         for key, choice in self.choices.items():
             lines.append(f"  {' and '.join(str(list(shape)) for shape, _ in key if shape)}: {choice}")
@@ -202,14 +202,14 @@ class OptimizedEnsemble:
         return main, mask, segments
 
     def _choice(self, arguments: RunArguments) -> "Choice":
-        """How arguments of these shapes are run: as before, or by measuring where there are several plans."""
+        """The choice for arguments of these shapes: cached, or measured if there are several plans."""
         key = shape_key(arguments)
         if key in self.choices:
             return self.choices[key]
         if len(self._plain) == 1:
             choice = Choice(next(iter(self._plain)))
         elif len(self.choices) >= MEASURED_SHAPES:
-            nearest = min(self.choices, key=lambda other: abs(other[0][0][0] - key[0][0][0]))  # first axis of the first
+            nearest = min(self.choices, key=lambda other: abs(other[0][0][0] - key[0][0][0]))  # by batch size
             choice = Choice(self.choices[nearest].plan, note="plan of the nearest batch size")
         else:
             choice = fastest(self._plain, arguments, self.device)
@@ -222,7 +222,7 @@ class OptimizedEnsemble:
         return choice
 
     def _with_compilation(self, choice: "Choice", arguments: RunArguments) -> "Choice":
-        """The choice with code compiled for these arguments, or with the reason why not."""
+        """The choice with code compiled for these arguments, or with a note why not."""
         compiled = sum(other.compiled for other in self.choices.values())
         if compiled >= self._compiled_shapes and not self._dynamic:
             return replace(choice, note=f"code is compiled for {compiled} other shapes, the most allowed")
@@ -233,7 +233,7 @@ class OptimizedEnsemble:
         return replace(choice, compiled=True)
 
     def _take_turns(self) -> None:
-        """Let a stream wait for the one before it: their graphs read from the same buffers."""
+        """Make a stream wait for the previous one: their graphs read from the same buffers."""
         if self._graphed:
             stream = torch.cuda.current_stream(self.device)
             if self._stream not in (None, stream):
@@ -241,7 +241,7 @@ class OptimizedEnsemble:
             self._stream = stream
 
     def _run(self, module: Ensemble, compiled: bool = False) -> Run:
-        """A rewritten ensemble as it is run; scores of features follow what is compiled, and are recorded with it."""
+        """The function that runs a rewritten ensemble; feature scores are not compiled, but recorded with the rest."""
         familiarity = self.metadata.familiarity
         code: Any = module if familiarity is None else module.features_and_logits
         if compiled:
@@ -261,7 +261,7 @@ class OptimizedEnsemble:
 
 
 def _sensible_plans(ensemble: Ensemble) -> tuple[Plan, ...]:
-    """Plans that differ for this ensemble and can run where it is."""
+    """Plans that differ for this ensemble and can run on its device."""
     if ensemble.num_members == 1:
         return ("batched",)
     aligned = ensemble.dtype == torch.bfloat16 and ensemble.config.encoder.head_dim % 8 == 0
@@ -274,13 +274,13 @@ def _sensible_plans(ensemble: Ensemble) -> tuple[Plan, ...]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan for one shape of input.
+    """The plan for one input shape.
 
     Attributes:
         plan: The plan.
         seconds: Time of each plan, uncompiled; empty if there was nothing to choose or measure.
         compiled: Whether compiled code is used.
-        note: Plans that cannot run such inputs, or why there is no compiled code.
+        note: Plans that failed on such inputs, or why there is no compiled code.
     """
 
     plan: Plan
@@ -295,10 +295,10 @@ class Choice:
 
 
 def fastest(runs: Mapping[Plan, Run], arguments: RunArguments, device: torch.device) -> Choice:
-    """Run each plan and choose the fastest; one that cannot run such inputs drops out.
+    """Time each plan and choose the fastest; plans that cannot run these inputs are skipped.
 
     Raises:
-        RuntimeError: No plan can run these inputs; the error of the first.
+        RuntimeError: No plan can run these inputs; the first plan's error.
     """
     able: dict[Plan, Callable[[], tuple[Tensor, ...]]] = {}
     errors: dict[Plan, RuntimeError] = {}
@@ -306,7 +306,7 @@ def fastest(runs: Mapping[Plan, Run], arguments: RunArguments, device: torch.dev
         try:
             times_in_turn({plan: partial(run, *arguments)}, 1, device)
             able[plan] = partial(run, *arguments)
-        except RuntimeError as error:  # among them: out of memory, unsupported type or alignment
+        except RuntimeError as error:  # such as out of memory, unsupported dtype or alignment
             errors[plan] = error
     if not able:
         raise next(iter(errors.values()))
@@ -324,12 +324,12 @@ def shape_key(arguments: RunArguments) -> Key:
 
 
 class GraphCache:
-    """Recorded graphs of one function, one per shape of its arguments, the least recently used dropped first.
+    """CUDA graphs of one function, one per argument shapes; the least recently used is dropped first.
 
-    A graph reads from buffers of its own; arguments are copied in and the result is copied out, so callers may
-    keep what they get. Graphs of one pool share the memory of their intermediate results, which is safe as long as
-    they are replayed one at a time. Streams and recordings are those of the current device, whatever device the
-    tensors are on: elsewhere nothing would be recorded, without a word. So all of it happens with `device` current.
+    A graph reads from its own buffers; arguments are copied in and results are copied out, so callers may keep them.
+    Graphs of one pool share the memory of their intermediate results, which is safe as long as they are replayed one at
+    a time. Streams and recordings belong to the current device, whatever device the tensors are on: with another
+    current device nothing would be recorded, silently. So everything here runs with `device` current.
     """
 
     def __init__(self, function: Run, device: torch.device, pool: Any, limit: int) -> None:
@@ -337,7 +337,7 @@ class GraphCache:
         self._graphs: OrderedDict[Key, tuple[torch.cuda.CUDAGraph, RunArguments, tuple[Tensor, ...]]] = OrderedDict()
 
     def __call__(self, *arguments: Tensor | None) -> tuple[Tensor, ...]:
-        """Replay the graph for these shapes, recording it first where there is none."""
+        """Replay the graph for these shapes, recording it first if there is none."""
         key = shape_key(arguments)
         with torch.cuda.device(self._device):
             if key not in self._graphs:
@@ -353,7 +353,7 @@ class GraphCache:
             return tuple(tensor.clone() for tensor in result)
 
     def forget(self, key: Key) -> None:
-        """Drop the graph of a shape and the memory it holds, if there is one."""
+        """Drop the graph of a shape, if there is one, and free its memory."""
         self._graphs.pop(key, None)
 
     def _record(self, arguments: RunArguments) -> tuple[torch.cuda.CUDAGraph, RunArguments, tuple[Tensor, ...]]:
@@ -361,17 +361,17 @@ class GraphCache:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(3):  # let libraries pick kernels and allocate before anything is recorded
+            for _ in range(3):  # let libraries choose kernels and allocate before recording
                 self._function(*buffers)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         side = _recording_stream(self._device)
-        with torch.cuda.graph(graph, self._pool, side, capture_error_mode="thread_local"):  # others may go on
+        with torch.cuda.graph(graph, self._pool, side, capture_error_mode="thread_local"):  # other threads may continue
             result = self._function(*buffers)
         return graph, buffers, result
 
 
 @cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that graphs of a device are recorded on; torch has but one, of the device that recorded first."""
+    """The stream for recording graphs on a device; torch's default is that of the device that recorded first."""
     return torch.cuda.Stream(device)
