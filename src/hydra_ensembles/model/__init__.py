@@ -1,1 +1,1 @@
-"""The model: an `Ensemble` of M members, two-tower models, and what they cost."""
+"""The model: an `Ensemble` of M members, two-tower models, and their cost."""

@@ -1,4 +1,4 @@
-"""What a model is made of, as frozen settings that check themselves."""
+"""Frozen model configurations that validate themselves."""
 
 import math
 from dataclasses import dataclass, field, fields, replace
@@ -8,8 +8,8 @@ from ..arguments import Checked, InnerShare, Range, Rate
 from ..errors import ConfigError
 from ..schema import ADDED_LATER
 
-MAX_SIZE = 1 << 24  # no width, vocabulary or count of a real model is larger; guards against absurd files
-MAX_COPIES = 4096  # of layers, heads, members
+MAX_SIZE = 1 << 24  # larger than any width, vocabulary or count of a real model; guards against absurd files
+MAX_COPIES = 4096  # maximum number of layers, heads and members
 
 Size = Annotated[int, Range(1, MAX_SIZE)]
 SizeOrZero = Annotated[int, Range(0, MAX_SIZE)]
@@ -63,11 +63,11 @@ class EncoderConfig(Checked):
     """The stack of transformer blocks: sizes, norm placement, activation, biases, regularisation.
 
     Attributes:
-        first_norm: False where the attention of the first block sees the embedding as it is (ModernBERT).
-        key_bias: False where only queries and values have the biases that `qkv_bias` speaks of (EVA).
-        up_bias: False where an MLP has a bias at its end alone (GTE).
-        mlp_norm: Whether there is a norm inside each MLP, before its last linear layer (EVA-02).
-        local: For each layer, whether a token attends only to those at most `window` away; empty for none.
+        first_norm: False if the attention of the first block gets the embedding without a norm (ModernBERT).
+        key_bias: False if `qkv_bias` only applies to queries and values (EVA).
+        up_bias: False if only the last linear layer of an MLP has a bias (GTE).
+        mlp_norm: Whether each MLP has a norm before its last linear layer (EVA-02).
+        local: For each layer, whether a token attends only to tokens at most `window` away; empty for none.
     """
 
     width: Size
@@ -117,10 +117,10 @@ Resample = Literal["bicubic", "bicubic_antialias", "bicubic_align_corners", "bil
 
 @dataclass(frozen=True)
 class PatchStemConfig(Checked):
-    """Images into tokens: class, distillation, registers, patches.
+    """Turn images into tokens: class, distillation, registers, patches.
 
-    The first `position_prefix` of the tokens before the patches have a position embedding, the others get none.
-    Without `learned_positions` nothing has one.
+    Of the tokens before the patches, the first `position_prefix` have a position embedding, the others none. Without
+    `learned_positions` no token has one.
     """
 
     kind: ClassVar[str] = "patch"
@@ -153,7 +153,7 @@ class PatchStemConfig(Checked):
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Height and width of the images the position embedding was made for."""
+        """Height and width of the images that the position embedding was trained for."""
         return self.patch_size[0] * self.grid[0], self.patch_size[1] * self.grid[1]
 
     @property
@@ -164,10 +164,10 @@ class PatchStemConfig(Checked):
 
 @dataclass(frozen=True)
 class TextStemConfig(Checked):
-    """Token ids into embeddings: words, learned positions, optional segments, optional norm and projection.
+    """Turn token ids into embeddings: words, learned positions, optional segments, optional norm and projection.
 
-    `positions_after` is the padding id where positions count from it (RoBERTa); otherwise they are 0, 1, 2, …
-    Without `learned_positions`, `positions` only says how long a text may be.
+    `positions_after` is the padding id if positions count from it (RoBERTa); otherwise they are 0, 1, 2, …
+    Without `learned_positions`, `positions` is only the maximum length of a text.
     """
 
     kind: ClassVar[str] = "text"
@@ -186,7 +186,7 @@ class TextStemConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.positions_after is not None:  # a position is left for a token
+        if self.positions_after is not None:  # leave at least one position for a token
             Range(0, self.positions - 2).require("TextStemConfig.positions_after", self.positions_after)
 
     @property
@@ -202,9 +202,9 @@ HiddenActivation = Literal["tanh", "relu", "gelu"]
 
 @dataclass(frozen=True)
 class CosineConfig(Checked):
-    """Classes by their embeddings, which have the logit scale in them; features are projected and scaled to length one.
+    """Classify by class embeddings, which include the logit scale; features are projected and scaled to length one.
 
-    `width` is that of the embedding, None where the features are the embedding and there is no projection.
+    `width` is the width of the embedding; None if the features are the embedding and there is no projection.
     """
 
     width: Size | None = None
@@ -218,14 +218,13 @@ class CosineConfig(Checked):
 
 @dataclass(frozen=True)
 class ReadoutConfig(Checked):
-    """Tokens into logits: final norm, pooling, an optional hidden layer (a pooler), a classifier.
+    """Turn tokens into logits: final norm, pooling, an optional hidden layer (a pooler), a classifier.
 
-    Without classes the ensemble answers with its pooled features. `map` pooling (SigLIP) attends from one learned query
-    over all tokens; for whoever prunes, this attention is one more layer after those of the encoder. `last` is the last
-    token of a text, `final` the one at its last place, padding or not. With `pool_prefix`, mean and map take the tokens
-    before the patches in.
-    `hidden_norm` is a norm after the hidden layer. `cosine` makes the classifier one of class embeddings (zero-shot
-    classification).
+    Without classes the ensemble returns its pooled features. `map` pooling (SigLIP) attends from one learned query over
+    all tokens; for pruning, this attention is one more layer after those of the encoder. `last` is the last token of a
+    text, `final` the one at the last position, padding or not. With `pool_prefix`, mean and map pooling include the
+    tokens before the patches. `hidden_norm` is a norm after the hidden layer. `cosine` makes the classifier one of
+    class embeddings (zero-shot classification).
     """
 
     pool: Pool = "cls"
@@ -266,9 +265,9 @@ KeptHeads = tuple[tuple[tuple[int, ...], ...], ...]  # [member][layer] -> origin
 class Sharing:
     """Which parameter groups the members share (stored once) and which are per member (stored M times).
 
-    LayerScale and a norm inside a sublayer belong to the group of the sublayer, the final norm to *norms*, a pooler to
-    *readout*, the norm of an embedding to *stem*. So does an attention that pools to *readout*; each member has its own
-    where members keep different heads of it.
+    LayerScale and a norm inside a sublayer belong to the group of that sublayer, the final norm to *norms*, the norm of
+    an embedding to *stem*, a pooler and an attention that pools to *readout*. If members keep different heads of that
+    attention, each member has its own.
     """
 
     stem: bool = False
@@ -282,8 +281,8 @@ class Sharing:
 class EnsembleConfig:
     """One ensemble: its transformer, its members, what they share and which heads they keep.
 
-    The first `trunk` layers are stored once for all members, whatever `sharing` says. Where an attention pools the
-    tokens, its heads come last in `heads`, as those of one layer more; all of them, where only the encoder's are given.
+    The first `trunk` layers are stored once for all members, whatever `sharing` says. If an attention pools the tokens,
+    its heads are the last layer in `heads`; it keeps all of them if only the encoder's layers are given.
     """
 
     stem: PatchStemConfig | TextStemConfig
@@ -313,7 +312,7 @@ class EnsembleConfig:
         self._check_ends()
 
     def _check_ends(self) -> None:
-        """Refuse a readout that cannot read what such a stem gives, and widths that do not meet."""
+        """Refuse a readout that does not match the stem, and widths that do not match."""
         pool, stem = self.readout.pool, self.stem
         if isinstance(stem, TextStemConfig):
             allowed: tuple[str, ...] = ("cls", "mean", "eot", "last", "final")
@@ -339,18 +338,18 @@ class EnsembleConfig:
 
     @property
     def kind(self) -> Literal["image", "text"]:
-        """What goes in."""
+        """Type of the inputs."""
         return "text" if isinstance(self.stem, TextStemConfig) else "image"
 
     @property
     def head_counts(self) -> tuple[int, ...]:
-        """Heads of each layer before pruning; an attention that pools comes after the blocks, if there is one."""
+        """Heads of each layer before pruning; an attention that pools, if any, comes after the blocks."""
         pooling = (self.readout.map_heads,) if self.readout.pool == "map" else ()
         return (self.encoder.heads,) * self.encoder.layers + pooling
 
     @property
     def pooling(self) -> EncoderConfig | None:
-        """The attention that pools, with the MLP behind it, as what they are: a layer of their own sizes."""
+        """The pooling attention and the MLP after it, as a layer with its own sizes; None if there is none."""
         if self.readout.pool != "map":
             return None
         heads, width = self.readout.map_heads, self.encoder.width
@@ -358,19 +357,19 @@ class EnsembleConfig:
         return EncoderConfig(*sizes, activation=self.readout.map_activation, norm_eps=self.readout.norm_eps)
 
     def copies(self, group: Group, layer: int | None = None) -> int:
-        """How many times a group's parameters are stored: 1 when shared (or in the trunk), else M."""
+        """How many times a group's parameters are stored: 1 if shared (or in the trunk), else M."""
         in_trunk = layer is not None and layer < self.trunk
         return 1 if in_trunk or getattr(self.sharing, group) else self.members
 
     def attention_copies(self, layer: int) -> int:
-        """How many times the attention of a layer is stored, be it that of a block or the one that pools."""
+        """How many times the attention of a layer is stored, in a block or for pooling."""
         if layer < self.encoder.layers:
             return self.copies("attention", layer)
         return self.copies("readout") if len({heads[layer] for heads in self.heads}) == 1 else self.members
 
     @property
     def undropped(self) -> "EnsembleConfig":
-        """The same without dropout and stochastic depth: what answers depend on."""
+        """A copy without dropout and stochastic depth, which do not affect answers."""
 
         def without(part: Any) -> Any:
             return replace(part, **{rate.name: rate.default for rate in fields(part) if "drop" in rate.name})
@@ -378,7 +377,7 @@ class EnsembleConfig:
         return replace(self, stem=without(self.stem), encoder=without(self.encoder), readout=without(self.readout))
 
     def differences(self, other: "EnsembleConfig") -> list[str]:
-        """Architecture fields in which two ensembles differ, as readable lines; heads and dropout do not count."""
+        """Architecture fields in which two ensembles differ, as readable lines; heads and dropout are ignored."""
         if self.kind != other.kind:
             return [f"kind: {self.kind} and {other.kind}"]
         mine, theirs = self.undropped, other.undropped
@@ -401,10 +400,10 @@ class ProjectionConfig(Checked):
 
 @dataclass(frozen=True)
 class DualEncoderConfig:
-    """Two towers with one embedding space.
+    """Two towers with a common embedding space.
 
-    A projection is None where a tower's features are the embedding. `scale_copies` says how many logit scales (and
-    biases, where there are any) are stored: 1, or one per member.
+    A projection is None if a tower's features are the embedding. `scale_copies` is the number of stored logit scales
+    (and biases, if any): 1, or one per member.
     """
 
     image: EnsembleConfig
@@ -437,13 +436,13 @@ class DualEncoderConfig:
         return max(self.image.members, self.text.members)
 
     def embedding_of(self, tower: str) -> int:
-        """Width of the embedding that a tower ends in; both end in the same."""
+        """Width of a tower's embedding; the same for both towers."""
         projection: ProjectionConfig | None = getattr(self, f"{tower}_projection")
         return output_width(getattr(self, tower)) if projection is None else projection.outputs
 
 
 def output_width(config: EnsembleConfig) -> int:
-    """Width of what an ensemble answers with: its logits, or its pooled features where it does not classify."""
+    """Width of an ensemble's output: its logits, or its pooled features if it does not classify."""
     if config.readout.num_classes:
         return config.readout.num_classes
     if config.readout.pool == "distilled":

@@ -1,4 +1,4 @@
-"""What a saved model holds: configuration, metadata and tensors as plain data, checked against each other."""
+"""Contents of a saved model: configuration, metadata and tensors as plain data, checked against each other."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,18 +16,18 @@ from .layers import outlined
 from .metadata import Familiarity, FamiliaritySettings, Metadata, TextSettings, TextSide
 
 CONFIG, WEIGHTS, TOKENIZER, CARD = "config.json", "model.safetensors", "tokenizer.json", "README.md"
-FORMAT, FORMAT_VERSION = "hydra_ensembles", 2  # 1 had no digest of config.json itself, and promised no single dtype
+FORMAT, FORMAT_VERSION = "hydra_ensembles", 2  # version 1 had no digest of config.json, and might mix dtypes
 ENSEMBLE, DUAL_ENCODER = "ensemble", "dual_encoder"  # kinds of model
-TEXT_SIDE = "text_side"  # name of the text side in the metadata, and prefix of its tensors
-FAMILIARITY = "familiarity"  # the same of the statistics of features
-BESIDE = (TEXT_SIDE, FAMILIARITY)  # prefixes of tensors that are not the model's own and have a dtype of their own
+TEXT_SIDE = "text_side"  # key of the text side in the metadata, and prefix of its tensors
+FAMILIARITY = "familiarity"  # the same for feature statistics
+BESIDE = (TEXT_SIDE, FAMILIARITY)  # prefixes of tensors that do not belong to the model itself and have their own dtype
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ACCEPTED = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The fields of `config.json`; `files` has the SHA-256 of every other file that loading reads."""
+    """The fields of `config.json`; `files` has the SHA-256 of every other file that is read."""
 
     format: Literal["hydra_ensembles"] = "hydra_ensembles"
     format_version: Literal[1, 2] = 2
@@ -39,7 +39,7 @@ class Record:
 
     @property
     def complete(self) -> bool:
-        """Whether its fields are all there; those of the first format may be left out."""
+        """Whether all fields must be present; in the first format some may be missing."""
         return self.format_version > 1
 
 
@@ -55,7 +55,7 @@ class Contents:
 
 
 def ensemble_contents(name: str, config: EnsembleConfig, metadata: Metadata, state: Mapping[str, Tensor]) -> Contents:
-    """What `save_pretrained` writes of an ensemble; `name` is how the model card calls it."""
+    """What `save_pretrained` writes for an ensemble; `name` is its name in the model card."""
     plain = _plain_metadata(config, metadata)
     tensors = dict(state)
     side = metadata.text_side
@@ -71,14 +71,14 @@ def ensemble_contents(name: str, config: EnsembleConfig, metadata: Metadata, sta
 def dual_encoder_contents(
     name: str, config: DualEncoderConfig, image: Metadata, text: Metadata, state: Mapping[str, Tensor]
 ) -> Contents:
-    """What `save_pretrained` writes of a dual encoder; `name` is how the model card calls it."""
+    """What `save_pretrained` writes for a dual encoder; `name` is its name in the model card."""
     plain = {"image": _plain_metadata(config.image, image), "text": _plain_metadata(config.text, text)}
     card = dual_model_card(name, config, image, text, state)
     return Contents(DUAL_ENCODER, to_plain(config), plain, state, card)
 
 
 def read_ensemble(record: Record) -> tuple[EnsembleConfig, Metadata, TextSettings | None, FamiliaritySettings | None]:
-    """Configuration and metadata of a stored ensemble; settings of its text side and of its familiarity."""
+    """Configuration and metadata of a stored ensemble, and the settings of its text side and of its familiarity."""
     texts = None
     fitted = None
     data = dict(record.metadata)
@@ -92,7 +92,7 @@ def read_ensemble(record: Record) -> tuple[EnsembleConfig, Metadata, TextSetting
 
 
 def read_dual_encoder(record: Record) -> tuple[DualEncoderConfig, Metadata, Metadata]:
-    """Configuration, metadata of the image tower and metadata of the text tower of a stored dual encoder."""
+    """Configuration of a stored dual encoder, and the metadata of its image and text tower."""
     data = record.metadata
     config = from_plain(DualEncoderConfig, record.model, "config.model", complete=record.complete)
     if data.keys() != {"image", "text"}:
@@ -104,7 +104,7 @@ def read_dual_encoder(record: Record) -> tuple[DualEncoderConfig, Metadata, Meta
 def with_parts(
     tensors: Mapping[str, Tensor], metadata: Metadata, texts: TextSettings | None, fitted: FamiliaritySettings | None
 ) -> tuple[Mapping[str, Tensor], Metadata]:
-    """The tensors of an ensemble alone, and its metadata with those of its other parts, which stay on the CPU."""
+    """Split off the tensors of text side and familiarity, which stay on the CPU, and add them to the metadata."""
     remaining = dict(tensors)
 
     def take(prefix: str) -> dict[str, Tensor]:
@@ -119,14 +119,14 @@ def with_parts(
 
 
 def text_preprocessing(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Where tokenizers belong in plain metadata: of a model, its text side, or its towers."""
+    """The sections of plain metadata that may hold a tokenizer: of a model, its text side, or its towers."""
     sections = (section for section in (metadata, *metadata.values()) if isinstance(section, Mapping))
     settings = (section.get("preprocessing") for section in sections)
     return [setting for setting in settings if isinstance(setting, dict) and setting.get("kind") == "text"]
 
 
 def _plain_metadata(config: EnsembleConfig, metadata: Metadata) -> dict[str, Any]:
-    """Metadata as JSON data without what holds tensors; what could not be read back is not written."""
+    """Metadata as JSON data, without parts that hold tensors; raises if it could not be read back."""
     plain: dict[str, Any] = to_plain(metadata.plain)
     try:
         _read_metadata(config, plain, "metadata")
@@ -136,7 +136,7 @@ def _plain_metadata(config: EnsembleConfig, metadata: Metadata) -> dict[str, Any
 
 
 def _read_metadata(config: EnsembleConfig, data: Any, path: str, complete: bool = True) -> Metadata:
-    """Metadata that belong to this model: labels, temperatures and preprocessing are held against it."""
+    """Read metadata, and check labels, temperatures and preprocessing against the model."""
     strange = sorted({TEXT_SIDE, FAMILIARITY} & data.keys()) if isinstance(data, Mapping) else []
     if strange:
         raise CheckpointError(f"{path} has the unknown field {strange[0]!r}")
@@ -151,7 +151,7 @@ def _read_metadata(config: EnsembleConfig, data: Any, path: str, complete: bool 
 
 
 def _check_tokens(config: EnsembleConfig, preprocessing: TextPreprocessing, path: str) -> None:
-    """Refuse padding that the model has no embedding for, and a tokenizer that cannot be parsed."""
+    """Refuse a padding id without an embedding, and a tokenizer that cannot be parsed."""
     assert isinstance(config.stem, TextStemConfig)
     if preprocessing.pad_id >= config.stem.vocabulary:
         received = f"pad_id is {preprocessing.pad_id}, in a vocabulary of {config.stem.vocabulary} tokens"
@@ -163,7 +163,7 @@ def _check_tokens(config: EnsembleConfig, preprocessing: TextPreprocessing, path
 
 
 def _check_text_side(config: EnsembleConfig, texts: TextSettings) -> None:
-    """Refuse a text side made for another number of members, or for what does not compare with class embeddings."""
+    """Refuse a text side for another number of members, or for an ensemble without class embeddings."""
     if config.readout.cosine is None:
         raise CheckpointError("there is a text side, but the ensemble does not classify by class embeddings")
     if texts.members not in (1, config.members):
@@ -184,15 +184,15 @@ def _check_text_side(config: EnsembleConfig, texts: TextSettings) -> None:
 def require_fit(
     stored: Mapping[str, tuple[tuple[int, ...], str]], named: Callable[[], Mapping[str, Tensor]]
 ) -> dict[str, tuple[int, ...]]:
-    """Hold names, shapes and types of tensors against those that `named` makes, without allocating any of them.
+    """Check names, shapes and types of stored tensors against those that `named` makes, without allocating any.
 
     Returns:
-        The names and shapes that the model has. In a file of before, those of an attention that pools are other ones.
+        Names and shapes in the model. Older files store an attention that pools under other names and shapes.
     """
     try:
         with outlined():
             expected = {name: tuple(tensor.shape) for name, tensor in named().items()}
-    except (RuntimeError, OverflowError, TypeError) as error:  # sizes whose product no tensor can have
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes too large for any tensor
         raise CheckpointError(f"its configuration describes an impossible model: {first_line(error)}") from error
     shapes = expected
     for prefix in _old_poolings(stored):
@@ -212,7 +212,7 @@ def require_fit(
 
 
 def renewed(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Tensors by the names and in the shapes of today: an attention that pools was once stored as whole matrices."""
+    """Convert tensors to current names and shapes: an attention that pools used to be stored as full matrices."""
     current = dict(tensors)
     for prefix in _old_poolings(tensors):
         old = {name: current.pop(f"{prefix}{name}") for name in _OLD_POOLING}
@@ -231,16 +231,16 @@ _OLD_POOLING = tuple(f"{part}.{leaf}" for part in ("query", "key_value", "out") 
 
 
 def _old_poolings(names: Iterable[str]) -> list[str]:
-    """Where poolings lie that are stored in the way of before."""
+    """Prefixes of attention poolings stored in the old format."""
     return [name.removesuffix("query.weight") for name in names if name.endswith("readout.map.query.weight")]
 
 
 def _old_shapes(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes with those of before for the attention of a pooling."""
+    """Names and shapes, with the old ones for the attention of a pooling."""
     attention = f"{prefix}attention."
     heads, _, head_dim, width = shapes.get(f"{attention}qkv", (0, 0, 0, 0))
     copies = shapes.get(f"{attention}out_bias", (0, 0))[0]
-    if not width or heads * head_dim != copies * width:  # no pooling, or one that has lost heads: never stored so
+    if not width or heads * head_dim != copies * width:  # no pooling, or a pruned one, which was never stored this way
         return dict(shapes)
     rows = {"query": width, "key_value": 2 * width, "out": width}
     old: dict[str, tuple[int, ...]] = {f"{prefix}{part}.weight": (copies, size, width) for part, size in rows.items()}
@@ -249,14 +249,14 @@ def _old_shapes(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str,
 
 
 def part_of(name: str) -> str:
-    """The part that a tensor belongs to: what lies beside the model, or the model itself, which has no name."""
+    """The part that a tensor belongs to: one of `BESIDE`, or "" for the model itself."""
     part = name.partition(".")[0]
     return part if part in BESIDE else ""
 
 
 def require_one_dtype(dtypes: Mapping[str, str]) -> None:
-    """Refuse tensors of one model in several floating types; those beside it may have their own."""
-    parts: dict[str, dict[str, str]] = {}  # of each part, the first tensor of each type
+    """Refuse a model with several floating-point types; each part in `BESIDE` may have its own."""
+    parts: dict[str, dict[str, str]] = {}  # per part, the first tensor of each type
     for name, dtype in dtypes.items():
         parts.setdefault(part_of(name), {}).setdefault(dtype, name)
     for examples in parts.values():
@@ -266,6 +266,6 @@ def require_one_dtype(dtypes: Mapping[str, str]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Kind and first line of another library's error, for a message of ours."""
+    """Type and first line of another library's error, for our own message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no further details'}"

@@ -1,4 +1,4 @@
-"""What a model costs: parameters, multiply-adds, time."""
+"""Cost of a model: parameters, multiply-adds, time."""
 
 import statistics
 import time
@@ -30,7 +30,7 @@ class Description:
             convolution; biases, norms, softmax and activations are not counted.
         heads: Original indices of the heads kept, `[member][layer]`.
         heads_per_layer: Heads per layer before pruning.
-        pooling_heads: Those of the attention that pools the tokens, which is the last of `heads`; 0 without one.
+        pooling_heads: Heads of the attention that pools the tokens, which is last in `heads`; 0 without one.
     """
 
     parameters: int
@@ -55,7 +55,7 @@ class Description:
 
 
 def describe(config: EnsembleConfig, parameters: int) -> Description:
-    """Describe an ensemble of this configuration that stores `parameters` parameters."""
+    """Describe an ensemble with this configuration and `parameters` stored parameters."""
     tokens = config.stem.max_tokens
     counts, pooling = config.head_counts, config.pooling
     costs = parameters, multiply_adds(config, tokens), tokens
@@ -63,10 +63,10 @@ def describe(config: EnsembleConfig, parameters: int) -> Description:
 
 
 def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
-    """Multiply-adds of one forward pass of one input, all tokens computed in every block.
+    """Multiply-adds of one forward pass of one input, with all tokens computed in every block.
 
-    Layers that all members have in common are counted once. The shortcut of the last block (only the tokens
-    that the readout looks at) is left out, so that the figure compares with those of other libraries.
+    Layers that all members share count once. The shortcut of the last block (only the tokens that the readout uses) is
+    ignored, so that the number is comparable with those of other libraries.
     """
     encoder, stem = config.encoder, config.stem
     total = 0
@@ -91,12 +91,12 @@ def multiply_adds(config: EnsembleConfig, tokens: int) -> int:
 
 
 def attention_cost(encoder: EncoderConfig, heads: int, tokens: int, queries: int) -> int:
-    """Multiply-adds of attention with some heads over all tokens, for some queries."""
+    """Multiply-adds of attention with `heads` heads over all tokens, for `queries` queries."""
     return 2 * heads * encoder.head_dim * (encoder.width * (queries + tokens) + queries * tokens)
 
 
 def mlp_cost(encoder: EncoderConfig, tokens: int) -> int:
-    """Multiply-adds of the MLP on some tokens."""
+    """Multiply-adds of the MLP on `tokens` tokens."""
     return tokens * encoder.width * encoder.mlp_width * (3 if encoder.gated else 2)
 
 
@@ -113,15 +113,15 @@ def _readout(config: EnsembleConfig) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one model costs.
+    """Measured cost of one model.
 
     Attributes:
         parameters: Stored parameters; None for a function that is not a module.
-        multiply_adds: Of one input, as the model describes itself; None where it does not.
+        multiply_adds: For one input, as the model describes itself; None if it does not.
         latency_ms: Median time of a batch; `latency_low_ms` and `latency_high_ms` are the quartiles.
         latency_ratio: Median over that of the first model measured.
-        peak_memory_bytes: Weights and the most that a forward pass held beside them; None on a CPU.
-        batch: Inputs a batch.
+        peak_memory_bytes: Weights plus the peak allocation of a forward pass; None on a CPU.
+        batch: Inputs per batch.
         repeats: How often each model ran.
     """
 
@@ -145,7 +145,7 @@ def measure_costs(
     """Measure models on one batch of inputs, all of them on the device of the inputs.
 
     Args:
-        models: By name; the first one is what the ratios refer to. Modules run in evaluation mode.
+        models: By name; ratios are relative to the first. Modules run in evaluation mode.
         inputs: One batch: a tensor, or a mapping of tensors.
         repeats: Timed runs of each model.
         warmup: Runs of each model before the clock starts.
@@ -175,9 +175,9 @@ def measure_costs(
 def times_in_turn(
     runs: Mapping[Name, Callable[[], object]], repeats: int, device: torch.device
 ) -> dict[Name, list[float]]:
-    """Seconds of each run, `repeats` times.
+    """Time each run `repeats` times, in seconds.
 
-    They take turns, and in every round another one goes first: a machine that is busy for a while slows all of them.
+    Runs alternate, and each round starts with another one, so that a temporarily busy machine slows all of them.
     """
     names = list(runs)
     times: dict[Name, list[float]] = {name: [] for name in names}
@@ -193,7 +193,7 @@ def times_in_turn(
 
 
 def _wait(device: torch.device) -> None:
-    """Until the device has done what it was asked to."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -214,7 +214,7 @@ def _cost(
 
 
 def _peak_memory(model: Callable[[Any], Any], inputs: Given, device: torch.device) -> int | None:
-    """Bytes of the weights, plus the most that one run allocated; other models on the device do not count."""
+    """Bytes of the weights, plus the peak allocation of one run; other models on the device do not count."""
     if device.type != "cuda":
         return None
     run, inputs = _as_allocated(model, inputs)
@@ -227,10 +227,9 @@ def _peak_memory(model: Callable[[Any], Any], inputs: Given, device: torch.devic
 
 
 def _as_allocated(model: Any, inputs: Given) -> tuple[Callable[[Any], Any], Given]:
-    """A model as it allocates what it needs, with inputs as it takes them.
+    """The model that does the allocating, with inputs in its dtype.
 
-    An optimized one replays graphs, whose memory was allocated when they were recorded: by the module behind them, in
-    its dtype.
+    An optimized ensemble replays CUDA graphs, whose memory was allocated at recording: measure the module behind them.
     """
     if not hasattr(model, "choice_for"):
         return model, inputs

@@ -11,14 +11,14 @@ from torch.nn import functional as F
 
 from .._utils import evaluation_mode
 
-_THREAD = threading.local()  # `rule`: what `dropping` says in this thread; absent or None where it says nothing
+_THREAD = threading.local()  # `rule`: set by `dropping` in this thread; absent or None if unset
 
 
 @contextmanager
 def dropping(rule: bool | torch.Generator) -> Iterator[None]:
-    """Inside, in this thread alone, layers drop nothing (False), or by a generator, whatever mode they are in.
+    """Override dropout in this thread: off (False), or drawn from a generator, whatever mode layers are in.
 
-    No flag of a module is changed: other threads may run, or train, the same model meanwhile.
+    No module flag changes, so other threads may run or train the same model meanwhile.
     """
     before = getattr(_THREAD, "rule", None)
     _THREAD.rule = rule
@@ -29,13 +29,13 @@ def dropping(rule: bool | torch.Generator) -> Iterator[None]:
 
 
 def drops(module: nn.Module) -> bool | torch.Generator:
-    """Whether a layer drops: as `dropping` says, else in training mode; a generator where one is to be used."""
+    """Whether a layer drops: as set by `dropping`, else its training mode; a generator if one is to be used."""
     rule: bool | torch.Generator | None = getattr(_THREAD, "rule", None)
     return module.training if rule is None else rule
 
 
 class OurModel(nn.Module):
-    """A model of this library: it has members, a device and a dtype, and all of its layers do what `dropping` says."""
+    """A model of this library: it has members, a device and a dtype, and all its layers follow `dropping`."""
 
     num_members: int
 
@@ -53,20 +53,20 @@ class OurModel(nn.Module):
         return next(self.parameters()).dtype
 
     def to(self, *where: Any, memory_format: torch.memory_format | None = None, **more: Any) -> Self:
-        """As of any module; a memory format is that of images: weights, whose axes are others, stay as they are."""
+        """Like `nn.Module.to`, but ignores `memory_format`, which is meant for images: weights have other axes."""
         return super().to(*where, **more)
 
 
 @contextmanager
 def evaluating(*models: object) -> Iterator[None]:
-    """Evaluation mode inside: of ours in this thread alone, and no flag changes; of other modules by their flags."""
+    """Run in evaluation mode: our models in this thread only, without flag changes; other modules by their flags."""
     foreign = [model for model in models if isinstance(model, nn.Module) and not isinstance(model, OurModel)]
     with dropping(False), evaluation_mode(*foreign):
         yield
 
 
 class Dropout(nn.Dropout):
-    """Dropout that does what `dropping` says."""
+    """Dropout that follows `dropping`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Zero some of the activations and scale the others up."""
@@ -77,5 +77,5 @@ class Dropout(nn.Dropout):
 
 
 def dropped(x: Tensor, p: float, generator: torch.Generator) -> Tensor:
-    """What `F.dropout` gives, with random numbers from a generator of one's own."""
+    """`F.dropout` with random numbers from a given generator."""
     return x * torch.empty_like(x).bernoulli_(1.0 - p, generator=generator).div_(1.0 - p)

@@ -1,4 +1,4 @@
-"""Two towers with a common embedding."""
+"""Dual encoders: two towers with a common embedding."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from .stem_readout import Projections, projection_config, projection_from
 
 Tower = Literal["image", "text"]
 
-INITIAL_SCALE = math.log(1 / 0.07)  # where CLIP's training starts
+INITIAL_SCALE = math.log(1 / 0.07)  # initial value in CLIP's training
 
 
 class DualEncoder(OurModel, Saved):
@@ -63,7 +63,7 @@ class DualEncoder(OurModel, Saved):
         Args:
             image: The tower for images.
             text: The tower for texts.
-            projections: Linear maps into the embedding; None where the features are the embedding.
+            projections: Linear maps into the embedding; None if the features are the embedding.
             logit_scale: Logarithm of the scale, one number or one per member.
             logit_bias: Added to the scaled cosines, as many numbers as `logit_scale`; None for no bias.
         """
@@ -177,8 +177,8 @@ class DualEncoder(OurModel, Saved):
 def embed(
     tower: Ensemble, projection: GroupedLinear | None, inputs: Any, normalize: bool = True, **named: Any
 ) -> Tensor:
-    """Embeddings `[G, B, e]` of what a tower takes; G is 1 where neither tower nor projection has members."""
-    foreign = READ["text" if tower.kind == "image" else "image"]  # a processor gives the inputs of both towers in one
+    """Embeddings `[G, B, e]` of a tower's inputs; G is 1 if neither tower nor projection has several members."""
+    foreign = READ["text" if tower.kind == "image" else "image"]  # a processor returns inputs of both towers together
     named = {name: value for name, value in named.items() if name not in foreign}
     if isinstance(inputs, Mapping):
         inputs = {name: value for name, value in inputs.items() if name not in foreign}
@@ -191,6 +191,6 @@ def embed(
 
 
 def _numbers(values: float | Tensor, like: Ensemble) -> nn.Parameter:
-    """A parameter `[1]` or `[M]` with a copy of the given numbers; plain ones go where the towers are."""
+    """A parameter `[1]` or `[M]` with a copy of the given numbers; plain numbers go to the towers' device and dtype."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=like.dtype, device=like.device)
     return nn.Parameter(tensor.detach().clone().reshape(-1))

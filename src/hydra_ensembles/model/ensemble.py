@@ -45,7 +45,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Model:
-    """A model whose parameters are the given tensors, not copies of them; in evaluation mode."""
+    """Build a model whose parameters are the given tensors (not copies), in evaluation mode."""
     with outlined():
         model = build()
     modules = list(model.named_modules())
@@ -56,7 +56,7 @@ def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Mod
         if parameter is not None
     }
     require_shapes({name: shape for name, (_, _, shape) in outlines.items()}, state)
-    for name, (parameters, own_name, _) in outlines.items():  # what loading does, in a fifth of its time
+    for name, (parameters, own_name, _) in outlines.items():  # like load_state_dict, in a fifth of the time
         parameters[own_name] = nn.Parameter(state[name])
     for _, module in modules:
         module.training = False
@@ -66,7 +66,7 @@ def built_around(build: Callable[[], Model], state: Mapping[str, Tensor]) -> Mod
 
 
 def require_shapes(expected: Mapping[str, torch.Size], state: Mapping[str, Tensor]) -> None:
-    """Refuse weights of other names or shapes than a configuration has, naming the first, or spread over processes."""
+    """Refuse weights with other names or shapes than the configuration, naming the first, and sharded weights."""
     if any(hasattr(tensor, "full_tensor") for tensor in state.values()):
         raise ConfigError(
             "the weights are spread over processes (DTensor, as FSDP has them); gather them in each, by full_tensor() "
@@ -84,9 +84,9 @@ def require_shapes(expected: Mapping[str, torch.Size], state: Mapping[str, Tenso
         )
 
 
-@lru_cache(maxsize=1024)  # asked for whenever something is made of all weights
+@lru_cache(maxsize=1024)  # called whenever all weights are used
 def shapes_of(config: EnsembleConfig) -> Mapping[str, torch.Size]:
-    """Names and shapes of the parameters that an ensemble has by its configuration."""
+    """Names and shapes of the parameters of an ensemble with this configuration."""
     with outlined():
         parameters = Ensemble(config).named_parameters(remove_duplicate=False)
         return {name: parameter.shape for name, parameter in parameters}
@@ -95,23 +95,23 @@ def shapes_of(config: EnsembleConfig) -> Mapping[str, torch.Size]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors, each contiguous; also in inference mode they can be trained, and edits of them are counted."""
+    """Contiguous copies of tensors; even in inference mode they are trainable and their edits are counted."""
     return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
 
 
 class Saved(ABC):
-    """Saving, loading and publishing. What is stored and how it is read back, each kind of model says itself."""
+    """Saving, loading and publishing; subclasses define what is stored and how it is read back."""
 
     _kind: str  # of its checkpoints
 
     @abstractmethod
     def _contents(self, name: str) -> Contents:
-        """Everything that is written; `name` is how the model card calls the model."""
+        """Everything that is saved; `name` is the model's name in the model card."""
 
     @classmethod
     @abstractmethod
     def _restored(cls, stored: Stored, device: str | torch.device | None, dtype: torch.dtype | None) -> Self:
-        """The model that an opened checkpoint holds."""
+        """Build the model from an opened checkpoint."""
 
     @checked
     def save_pretrained(self, folder: str | Path) -> None:
@@ -144,12 +144,12 @@ class Saved(ABC):
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None, commit_message: str | None = None
     ) -> str:
-        """Publish on the hub as `owner/name`, in one commit; the address of that commit."""
+        """Publish on the hub as `owner/name`, in one commit; returns the URL of that commit."""
         contents = self._contents(repo_id)
         return push_checkpoint(repo_id, contents, private=private, token=token, commit_message=commit_message)
 
 
-class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the place of such a one
+class Ensemble(Watched, Saved):  # Module first: FSDP swaps the class of a module
     """A transformer classifier with M members: stem, encoder, readout; `forward` returns `[M, B, C]`.
 
     A single model is an ensemble with one member, a pruned model one with fewer heads, a Deep Ensemble one
@@ -204,8 +204,8 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fresh weights: norms and LayerScale are ones, biases zeros, all else a narrow normal distribution."""
-        if next(self.parameters()).is_meta:  # nothing to fill; drawing numbers for it would still take time
+        """Initialise weights: norms and LayerScale as ones, biases as zeros, the rest narrowly normal."""
+        if next(self.parameters()).is_meta:  # skip: drawing random numbers would still take time
             return
         norms = {id(m.weight) for m in self.modules() if isinstance(m, GroupedNorm)}
         with torch.no_grad():
@@ -219,14 +219,14 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
                     nn.init.trunc_normal_(parameter, std=0.02)
 
     def lasting(self, deed: str) -> "Ensemble":
-        """This ensemble; with heads masked, the same weights with the metadata that these can keep."""
+        """This ensemble; if heads are masked, one with the same weights and only the metadata that remain valid."""
         metadata = self.kept_metadata(deed)
         if metadata is self._metadata:
             return self
         return built_around(lambda: Ensemble(self.config, metadata), self.state_dict())
 
     def whole_state(self) -> dict[str, Tensor]:
-        """All weights by their names, refused where they are not those of the configuration."""
+        """All weights by name; raises if they do not match the configuration."""
         state = self.state_dict()
         require_shapes(shapes_of(self.config), state)
         return state
@@ -300,7 +300,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
         return logits, familiarity.scores(features, logits)
 
     def features_and_logits(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Pooled features `[M, B, d]`, those of two tokens one after the other, and member logits `[M, B, C]`."""
+        """Pooled features `[M, B, d]`, those of two tokens concatenated, and member logits `[M, B, C]`."""
         pooled = self.readout.pool(*self._encoded(*inputs, **named))
         logits = self.readout.classify(pooled)
         return self._per_member(pooled.flatten(2)), self._per_member(logits)
@@ -308,7 +308,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
     def prepare(
         self, inputs: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **named: Any
     ) -> Inputs:
-        """Inputs of `predict` as inputs for `forward`, on the device and in the dtype of the model.
+        """Turn inputs of `predict` into inputs of `forward`, on the device and in the dtype of the model.
 
         Inputs on the CPU are checked before they are sent to another device.
         """
@@ -337,7 +337,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
         return move(arguments[0] if self.kind == "image" else present, home.device, home.dtype)
 
     def prediction(self, logits: Tensor, unfamiliarity: Tensor | None = None, check_finite: bool = True) -> Prediction:
-        """What `answers` say, with the calibration and the class names of this ensemble."""
+        """Turn the results of `answers` into a prediction, with the calibration and class names of this ensemble."""
         if not self.num_classes:
             raise ConfigError("this ensemble has no classifier; convert the model with num_labels=, or use features()")
         metadata = self.metadata
@@ -347,7 +347,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
         return calibration.prediction(logits, metadata.labels or None, check_finite, about)
 
     def _encoded(self, *inputs: Any, **named: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What the readout takes: tokens after the last block `[N, B, T', d]`, key mask, main input."""
+        """The readout's inputs: tokens after the last block `[N, B, T', d]`, key mask, main input."""
         arguments = self.unpack(*inputs, **named)
         if not torch.compiler.is_compiling():
             require_at_home(arguments, next(self.parameters(), None))
@@ -362,7 +362,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
     def embed(
         self, inputs: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor, Context]:
-        """What enters the first block: embedded tokens `[G, B, T, d]`, and what attention has to know of them."""
+        """The input of the first block: embedded tokens `[G, B, T, d]`, and their attention context."""
         stem = self.config.stem
         if isinstance(stem, PatchStemConfig):
             x = self.stem(inputs)
@@ -375,7 +375,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
     def unpack(
         self, inputs: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **named: Any
     ) -> Arguments:
-        """The main input, mask and segments, however `forward` was given them, held against what the model takes."""
+        """Main input, mask and segments from any arguments of `forward`, checked against the configuration."""
         if inputs is not None and not isinstance(inputs, Tensor | Mapping) and is_raw(inputs):
             inputs = self.prepare(inputs)
         arguments = gathered(self.kind, inputs, attention_mask, token_type_ids, named)
@@ -396,7 +396,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
         Stacking three independently trained models gives their Deep Ensemble, in one forward pass. Models of other
         libraries are converted. A `HydraWarning` is given if two are equal.
         """
-        from ..convert.convert import as_ours  # a layer above
+        from ..convert.convert import as_ours  # imported here, since it is in a layer above
 
         ensembles = [as_ours(member) for member in listed(members, "Ensemble.stack")]
         strange = sorted({type(ensemble).__name__ for ensemble in ensembles if not isinstance(ensemble, Ensemble)})
@@ -433,7 +433,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
         current = self.verified_metadata()
         new = changes.get("preprocessing")
         if current.measured and None not in (new, current.preprocessing) and new != current.preprocessing:
-            if {"calibration", "familiarity", "metrics"} - changes.keys():  # those given are the caller's word
+            if {"calibration", "familiarity", "metrics"} - changes.keys():  # explicitly given values are trusted
                 warn(f"this ensemble was measured with another preprocessing: {DROPPED}")
             current = current.unmeasured
         metadata = replace(current, **changes)
@@ -451,7 +451,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
         config, metadata, texts, fitted = stored.read(read_ensemble)
 
         def expected() -> dict[str, Tensor]:
-            """The tensors of the ensemble, its text side and its statistics, as a checkpoint names them."""
+            """The tensors of ensemble, text side and statistics, by their names in a checkpoint."""
             state = cls(config).state_dict()
             if texts is not None:
                 projection = projection_from(texts.projection, output_width(texts.tower))
@@ -464,7 +464,7 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
         state, metadata = with_parts(tensors, metadata, texts, fitted)
         return cls.from_state(config, state, metadata)
 
-    # --- looking at it -----------------------------------------------------------------------------------
+    # --- description -------------------------------------------------------------------------------------
 
     def describe(self) -> Description:
         """Parameters, multiply-adds and heads kept; print it."""
@@ -483,10 +483,10 @@ class Ensemble(Watched, Saved):  # a module first: FSDP puts its class in the pl
 
 
 def singles(ensembles: Sequence[Ensemble]) -> tuple[list[dict[str, Tensor]], KeptHeads, Metadata]:
-    """The members of all these ensembles one by one: their states and heads, and the metadata they have in common.
+    """Split ensembles into single members: their states and heads, and the metadata they have in common.
 
     Raises:
-        ConfigError: They differ in architecture, dtype, device or class names, so they cannot become one ensemble.
+        ConfigError: They differ in architecture, dtype, device or class names, so they cannot form one ensemble.
     """
     require_same_architecture([model.config for model in ensembles])
     members = [(model, index) for model in ensembles for index in range(model.num_members)]

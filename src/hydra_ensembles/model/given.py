@@ -1,7 +1,7 @@
 """Inputs of a model: names, shapes and ranges, checked before anything is computed.
 
-Nothing that could change an answer is passed over in silence. Values are looked at while they lie on the CPU, where
-data come from: a tensor on a GPU is not read back, and compiled code does not look either.
+Nothing that could change an answer is ignored silently. Values are only checked on the CPU, where data come from:
+tensors on a GPU are not read back, and compiled code does not check values either.
 """
 
 import inspect
@@ -26,17 +26,17 @@ PASSED_OVER = (
     *("labels", "label", "label_ids", "idx", "length"),
     *("special_tokens_mask", "offset_mapping", "overflow_to_sample_mapping", "num_truncated_tokens"),
 )
-"""What processors and data sets put beside inputs, and what changes no answer. In a mapping there may also be what no
+"""Entries that processors and data sets add to inputs and that do not affect answers. A mapping may also hold what no
 model could take for an input: texts, file names, objects, and one number for each sample."""
 
 
 def gathered(
     kind: Literal["image", "text"], inputs: Any, attention_mask: Any, token_type_ids: Any, named: Mapping[str, Any]
 ) -> Arguments:
-    """The tensors that a model of this kind reads, out of what `forward` was called with; not yet held against it.
+    """Collect the tensors that a model of this kind reads from the arguments of `forward`; not yet checked against it.
 
     Raises:
-        DataError: The main input is missing, something was given twice, or something would be left unread.
+        DataError: The main input is missing, something was given twice, or something would be ignored.
     """
     main, *beside = READ[kind]
     if isinstance(inputs, Tensor) and not named and attention_mask is None and token_type_ids is None:
@@ -65,9 +65,9 @@ def gathered(
 
 
 def asked(model: Callable[..., Any], inputs: Given) -> Callable[[], Any]:
-    """A call of a model of any library; with keywords where a module takes them, as those of transformers do.
+    """A call of a model of any library, with keywords if a module takes them, as those of transformers do.
 
-    Segments that it does not know, and what data sets put beside inputs, are left out then, as ensembles do.
+    Segments that it does not take, and entries that are not inputs, are then dropped, as in ensembles.
     """
     if not isinstance(inputs, Mapping) or not isinstance(model, nn.Module):
         return partial(model, inputs)
@@ -79,7 +79,7 @@ def asked(model: Callable[..., Any], inputs: Given) -> Callable[[], Any]:
 
 
 def _is_passed_over(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor of this name may be in a mapping though no model reads it: it is no input."""
+    """Whether a mapping may contain this tensor although no model reads it, because it is not an input."""
     return name in PASSED_OVER or (tensor.dim() <= 1 and not looks_like_input(name))
 
 
@@ -90,7 +90,7 @@ def _not_read(name: str, kind: Literal["image", "text"]) -> str:
 
 
 def fitting(config: EnsembleConfig, arguments: Arguments, preprocessing: object) -> Arguments:
-    """What was given, held against what a model of this configuration takes; `preprocessing` is its own, if any."""
+    """Check the arguments against the configuration of a model; `preprocessing` is the model's own, if any."""
     for tensor in arguments:
         if tensor is not None and tensor.layout is not torch.strided:
             raise DataError(f"the inputs hold a tensor of layout {tensor.layout}; give dense ones: tensor.to_dense()")
@@ -105,7 +105,7 @@ def fitting(config: EnsembleConfig, arguments: Arguments, preprocessing: object)
 
 
 def require_images(config: PatchStemConfig, images: Tensor) -> None:
-    """Refuse images that a stem of this configuration cannot cut into patches."""
+    """Refuse images that this stem cannot cut into patches."""
     channels, patch = config.channels, config.patch_size
     if not images.is_floating_point():
         raise DataError(f"images are {images.dtype}; give normalised floats, or PIL images to `predict`")
@@ -118,11 +118,11 @@ def require_images(config: PatchStemConfig, images: Tensor) -> None:
 
 
 def warn_of_raw_pixels(images: Tensor, preprocessing: object) -> None:
-    """Warn, where it can be seen, of images that are not normalised: from 0 to 255, or to 1 where the model differs.
+    """Warn, if values are visible, of images that are not normalised: from 0 to 255, or from 0 to 1 by mistake.
 
-    A few pixels of the first images tell; `preprocessing` is that of the model, if there is any. Normalised bright
-    pictures lie between 0 and 1, too: there it takes the steps of 8 bits in the values as they are, or (resized as
-    floats, they have none) most of the range and nothing beyond it, and no such steps before the normalisation.
+    A few pixels of the first images are checked; `preprocessing` is the model's, if any. Normalised bright images may
+    also lie between 0 and 1. So that range only counts as raw if the values are multiples of 1/255, or (images resized
+    as floats have none) if they span most of it, and if undoing the normalisation does not give multiples of 1/255.
     """
     pixels = images[:8, :, :: max(1, images.shape[2] // 32), :: max(1, images.shape[3] // 32)]
     if not _visible(images) or not pixels.numel():
@@ -144,15 +144,15 @@ def warn_of_raw_pixels(images: Tensor, preprocessing: object) -> None:
 
 
 def _in_steps(pixels: Tensor) -> bool:
-    """Whether all values are those of 8 bits, divided by 255."""
+    """Whether all values are multiples of 1/255."""
     steps = 255 * pixels.float()
     return bool(((steps - steps.round()).abs() < 0.01).all())
 
 
 def warn_of_odd_images(config: EnsembleConfig, images: Tensor, preprocessing: object) -> None:
-    """Warn of raw pixels, and of another size than the model or its preprocessing has: positions are fitted.
+    """Warn of raw pixels, and of an image size for which position embeddings have to be resampled.
 
-    Rotary positions are those of any size.
+    Rotary positions work for any size.
     """
     warn_of_raw_pixels(images, preprocessing)
     if not isinstance(config.stem, PatchStemConfig) or config.encoder.rotary is not None:
@@ -167,7 +167,7 @@ def warn_of_odd_images(config: EnsembleConfig, images: Tensor, preprocessing: ob
 
 
 def fitting_tokens(config: TextStemConfig, ids: Tensor, mask: Tensor | None, segments: Tensor | None) -> Arguments:
-    """Token ids and segments as int32 or int64 and a mask of 0 and 1, provided they fit each other and the stem."""
+    """Token ids and segments as int32 or int64, and a mask of 0 and 1, checked against each other and the stem."""
     if ids.dim() != 2 or not _is_integer_or_bool(ids) or ids.dtype == torch.bool:
         raise DataError(f"expected token ids [batch, tokens] as integers, got {ids.dtype} {list(ids.shape)}")
     if not 0 < ids.shape[1] <= config.max_tokens:
@@ -184,7 +184,7 @@ def fitting_tokens(config: TextStemConfig, ids: Tensor, mask: Tensor | None, seg
 
 
 def _fitting_mask(mask: Tensor) -> Tensor:
-    """A mask of 1 (read) and 0 (padding); what is added to attention scores (0 and -inf) would read as its opposite."""
+    """Check a mask of 1 (token) and 0 (padding); an additive mask (0 and -inf) would mean the opposite."""
     advice = "give 1 for tokens and 0 for padding, at least one token each; of an additive mask that is `mask == 0`"
     if _visible(mask):
         ones = mask == 1
@@ -198,9 +198,9 @@ def _fitting_mask(mask: Tensor) -> Tensor:
 
 
 def warn_of_untold_padding(config: TextStemConfig, ids: Tensor, mask: Tensor | None, preprocessing: object) -> None:
-    """Warn, where it can be seen, of texts with padding at an end and no mask, though the tokenizer gives one.
+    """Warn, if values are visible, of texts padded at an end that have no mask, though the tokenizer gives one.
 
-    Of a model without its tokenizer padding is known where positions count from it (RoBERTa).
+    Without a tokenizer, the padding id is only known if positions count from it (RoBERTa).
     """
     padding = config.positions_after
     if isinstance(preprocessing, TextPreprocessing):
@@ -213,9 +213,9 @@ def warn_of_untold_padding(config: TextStemConfig, ids: Tensor, mask: Tensor | N
 
 
 def require_first_tokens(mask: Tensor | None, window: int | None) -> None:
-    """Warn, where it can be seen, of texts whose first token is padding, for models that read the first one alone.
+    """Warn, if values are visible, of texts whose first token is padding, for models that read only that token.
 
-    With local attention (`window`) such a token may see no other, and what is read off it is nobody's answer: refused.
+    With local attention (`window`) such a token may see no other token, so its answer would be meaningless: refused.
     """
     if mask is None or not mask.shape[1] or not _visible(mask) or bool(mask[:, 0].all()):
         return
@@ -227,7 +227,7 @@ def require_first_tokens(mask: Tensor | None, window: int | None) -> None:
 
 
 def _in_range(numbers: Tensor, end: int, name: str, of: str) -> Tensor:
-    """Numbers as int32 or int64; refused, where they can be seen, if one is negative or at least `end`."""
+    """Numbers as int32 or int64; refused, if visible, when one is negative or at least `end`."""
     numbers = numbers if numbers.dtype in (torch.int32, torch.int64) else numbers.long()
     if _visible(numbers) and numbers.numel():
         low, high = (int(bound) for bound in numbers.aminmax())
@@ -241,20 +241,20 @@ def _is_integer_or_bool(tensor: Tensor) -> bool:
 
 
 def _visible(tensor: Tensor) -> bool:
-    """Whether the values of a tensor can be read without waiting for anything."""
+    """Whether the values of a tensor can be read without synchronisation."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def require_values(parameter: Tensor | None) -> None:
-    """Refuse a model that has no values: `parameter`, any of its parameters, is on the device `meta`."""
+    """Refuse a model without values: `parameter`, any of its parameters, is on the `meta` device."""
     if parameter is not None and parameter.is_meta:
         advice = "load some first: he.load(...), or load_state_dict(state, assign=True)"
         raise ConfigError(f"the model is on the device 'meta', where its weights have no values; {advice}")
 
 
 def require_at_home(tensors: Arguments, parameter: Tensor | None) -> None:
-    """Refuse inputs on another device than the model, or of a dtype that does not go with its; `parameter` is any."""
-    if parameter is None:  # a replica of `nn.DataParallel` has none of its own
+    """Refuse inputs on another device than the model, or of an incompatible dtype; `parameter` is any of its."""
+    if parameter is None:  # replicas of `nn.DataParallel` have no parameters
         return
     for tensor in tensors:
         if tensor is not None and tensor.device != parameter.device:

@@ -60,7 +60,7 @@ def load(
 
 
 def require_model(model: object, caller: str, *kinds: type) -> Any:
-    """The model, refused where it is of none of these kinds (none given: of ours); `caller` is what takes one."""
+    """Return the model, or raise if it is of none of these kinds (default: ours); `caller` is the function's name."""
     kinds = kinds or (Ensemble, DualEncoder)
     if isinstance(model, kinds):
         return model
@@ -76,7 +76,7 @@ def require_model(model: object, caller: str, *kinds: type) -> Any:
 
 
 def require_ensemble(model: object, caller: str, classifies: bool = False) -> Ensemble:
-    """The model, refused where it is not an `Ensemble` with weights, or, where it has to classify, has no classes."""
+    """Return the model, or raise if it is not an `Ensemble` with weights or, with `classifies`, has no classes."""
     ensemble: Ensemble = require_model(model, caller, Ensemble)
     require_values(next(ensemble.parameters(), None))
     if classifies and not ensemble.num_classes:
@@ -85,7 +85,7 @@ def require_ensemble(model: object, caller: str, classifies: bool = False) -> En
 
 
 def require_single(model: object, caller: str, classifies: bool = True) -> None:
-    """Refuse what is not an `Ensemble` with one member, or, where it has to classify, has no classes."""
+    """Refuse anything but an `Ensemble` with one member that, with `classifies`, has classes."""
     members = require_ensemble(model, caller, classifies).num_members
     if members != 1:
         raise ConfigError(f"{caller} takes a single model, got {members} members; give ensemble.member(i)")

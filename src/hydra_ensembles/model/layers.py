@@ -1,8 +1,8 @@
-"""The encoder: the whole forward pass of all members, from embedded tokens to features, to be read from the top.
+"""The encoder: the forward pass of all members, from embedded tokens to features, to be read from the top.
 
-Activations are `[N, B, T, d]`, where N is 1 while the members still agree and M from where they differ. Parameters
-are stored in G copies: one that all members share, or one for each of them. The heads of all copies lie side by side
-on one axis of length K; members may keep different numbers of them.
+Activations are `[N, B, T, d]`, where N is 1 while members are identical and M once they differ. Parameters are stored
+in G copies: one shared by all members, or one per member. The heads of all copies are concatenated on one axis of
+length K; members may keep different numbers of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,17 +23,17 @@ from .rotary import Rotary, Turn, turned
 
 
 class Context(NamedTuple):
-    """What attention knows of tokens beside their values."""
+    """What attention knows about tokens besides their values."""
 
-    key_mask: Tensor | None = None  # [B, T], true where a token may be attended to; None when all may
-    turns: tuple[Turn, ...] = ()  # rotations by the places of the tokens, one for each base of rotary positions
-    near: Tensor | None = None  # [T, T], true where tokens see each other in local attention; None without, or for all
-    local: Tensor | None = None  # what tokens see in local attention, padding left out: [T, T] or [B, T, T]
+    key_mask: Tensor | None = None  # [B, T], True where a token may be attended to; None if all may
+    turns: tuple[Turn, ...] = ()  # rotations by token position, one for each rotary base
+    near: Tensor | None = None  # [T, T], True within the window of local attention; None without one, or if it covers T
+    local: Tensor | None = None  # mask of local attention with padding removed: [T, T] or [B, T, T]
 
     def of(self, key_mask: Tensor | None) -> "Context":
         """The context for samples with this key mask.
 
-        A token always sees itself, also one of padding that is far from all others: its attention stays a number.
+        A token always attends to itself, even padding that is far from all tokens, so that its attention is not NaN.
         """
         if key_mask is None or self.near is None:
             return self._replace(key_mask=key_mask, local=self.near)
@@ -47,18 +47,18 @@ class Context(NamedTuple):
         return self._replace(key_mask=self.key_mask[:count], local=None if self.local is None else self.local[:count])
 
     def seen(self, local: bool, read: "Read") -> Tensor | None:
-        """Which keys are seen: `[B, 1, T]` by all that ask, `[T', T]` or `[B, T', T]` locally; None where all are."""
+        """Mask of visible keys: `[B, 1, T]`, or for local attention `[T', T]` or `[B, T', T]`; None if all are."""
         if not local or self.local is None:
             return None if self.key_mask is None else self.key_mask[:, None]
         return self.local[..., read, :] if isinstance(read, slice) else self.local
 
 
 Read = slice | Tensor | None
-"""Which tokens ask in an attention: all, those at some places, or others `[N, B, T', d]` that are no keys."""
+"""Which tokens are queries: all, those at some positions, or other tokens `[N, B, T', d]` that are not keys."""
 
 
 class Encoder(nn.Module):
-    """All blocks, first to last. Members that agree in the first layers run them once."""
+    """All blocks, first to last. Layers that all members share run once."""
 
     def __init__(self, config: EnsembleConfig) -> None:
         super().__init__()
@@ -67,15 +67,15 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.encoder.layers))
 
     def context(self, key_mask: Tensor | None, size: tuple[int, ...], like: Tensor) -> Context:
-        """What attention has to know of texts of `(tokens,)`, or of images of `(rows, columns)` patches."""
+        """The attention context of texts with `(tokens,)`, or of images with `(rows, columns)` patches."""
         near = near_tokens(like.shape[2], self.window, like.device)
-        turns = () if self.rotary is None else self.rotary(size, like, drops(self) is True)  # a generator moves nothing
+        turns = () if self.rotary is None else self.rotary(size, like, drops(self) is True)  # no jitter by generators
         return Context(None, turns, near).of(key_mask)
 
     def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
         """Map embedded tokens `[N, B, T, d]` (N = 1 when the stem is shared) to `[N', B, T', d]`.
 
-        The last block computes nothing but the positions that the readout looks at, `read`.
+        The last block only computes the positions that the readout uses, `read`.
         """
         last = len(self.layers) - 1
         for index, block in enumerate(self.layers):
@@ -100,16 +100,16 @@ class Block(nn.Module):
         self.mlp = MLP(encoder, config.copies("mlp", layer))
 
     def forward(self, x: Tensor, context: Context, read: slice | None = None) -> Tensor:
-        """Map `[N, B, T, d]` to `[N', B, T', d]`; with `read`, only those positions are computed."""
+        """Map `[N, B, T, d]` to `[N', B, T', d]`; with `read`, only these positions are computed."""
         attended = self.attention(self.attention_input(x), context, read)
         return self.finish(x if read is None else x[:, :, read], attended)
 
     def attention_input(self, x: Tensor) -> Tensor:
-        """What the attention sublayer sees of the residual stream."""
+        """The input of the attention sublayer."""
         return self.norm1(x) if self.norm_first else x
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Everything after the attention sublayer: its residual, and the MLP with its own."""
+        """Everything after the attention sublayer: its residual, and the MLP with its residual."""
         x = x + self._drop(attended)
         if self.norm_first:
             return x + self._drop(self.mlp(self.norm2(x)))
@@ -117,7 +117,7 @@ class Block(nn.Module):
         return self.norm2(x + self._drop(self.mlp(x)))
 
     def _drop(self, branch: Tensor) -> Tensor:
-        """Stochastic depth: drop the branch of a sample (of a member), scale the others up."""
+        """Stochastic depth: drop the branch for some samples (of each member), and scale up the others."""
         if self.drop_path == 0.0 or (rule := drops(self)) is False:
             return branch
         keep = 1.0 - self.drop_path
@@ -128,10 +128,10 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """The attention sublayer for G copies (1 when shared by all members, else one per member).
+    """The attention sublayer for G copies (1 if shared by all members, else one per member).
 
-    Where members that see the same input have heads in common, `qkv` may hold each different head once; `distinct`
-    then says which one each of the K heads is.
+    If members with the same input have heads in common, `qkv` may store each distinct head once; `distinct` then maps
+    each of the K heads to its row.
     """
 
     distinct: Tensor | None  # [K]
@@ -141,39 +141,39 @@ class Attention(nn.Module):
         self.sizes = sizes  # heads of each copy; K is their sum
         self.causal = config.causal
         local = bool(config.local) and config.local[layer]
-        self.window = config.window if local else None  # how far a token sees to each side; None where it sees all
-        rotary = config.rotary  # `turn`: which of the turns of the context are those of this layer
+        self.window = config.window if local else None  # how far a token sees to each side; None for no limit
+        rotary = config.rotary  # `turn`: index of this layer's rotation in the context
         self.turn = None if rotary is None else int(self.window is not None and rotary.local_base is not None)
         self.dropout = config.attention_dropout
         copies = len(sizes)
         total = sum(sizes)
         width = config.width
         head_dim = config.head_dim
-        self.qkv = empty(total, 3, head_dim, width)  # a head's query, key and value together
+        self.qkv = empty(total, 3, head_dim, width)  # query, key and value of each head
         self.qkv_bias = empty(total, 3 if config.key_bias else 2, head_dim) if config.qkv_bias else None
         self.query_norm = GroupedNorm(copies, head_dim, config.norm_eps, config.norm) if config.qk_norm else None
         self.key_norm = GroupedNorm(copies, head_dim, config.norm_eps, config.norm) if config.qk_norm else None
-        self.out = empty(total, head_dim, width)  # a head's part of the output projection
-        self.out_bias = empty(copies, width) if config.out_bias else None  # it counts even where no head is left
+        self.out = empty(total, head_dim, width)  # each head's part of the output projection
+        self.out_bias = empty(copies, width) if config.out_bias else None  # also applies if no head is left
         self.scale = empty(copies, width) if config.layer_scale else None
         self.out_dropout = Dropout(config.projection_dropout)
         self.register_buffer("distinct", None, persistent=False)
 
     @property
     def even(self) -> bool:
-        """Whether all copies have the same number of heads, so that one batched product serves them."""
+        """Whether all copies have the same number of heads, so that one batched product suffices."""
         return len(set(self.sizes)) == 1
 
     @property
     def biases(self) -> Tensor | None:
-        """`[K, 3, d_k]`, zero where keys have none, or None."""
+        """`[K, 3, d_k]`, with zeros for keys without a bias; None without biases."""
         bias = self.qkv_bias
         if bias is None or bias.shape[1] == 3:
             return bias
         return torch.stack([bias[:, 0], torch.zeros_like(bias[:, 0]), bias[:, 1]], dim=1)
 
     def forward(self, x: Tensor, context: Context, read: Read = None) -> Tensor:
-        """Attend within normalised activations `[N, B, T, d]`; `read` says which tokens ask.
+        """Attend within normalised activations `[N, B, T, d]`; `read` selects the queries.
 
         Returns:
             `[max(N, G), B, T', d]`, LayerScale and dropout applied, residual not added.
@@ -184,13 +184,13 @@ class Attention(nn.Module):
         return self.out_dropout(y)
 
     def mix(self, x: Tensor, context: Context, read: Read = None) -> Tensor:
-        """Outputs of the single heads, before the output projection.
+        """Outputs of the individual heads, before the output projection.
 
         Returns:
-            `[B, T', K, d_k]`, all heads of all members side by side; except that members which run in one
-            batch, or share one copy while their inputs differ, stay apart: `[N·B, T', heads, d_k]`.
+            `[B, T', K, d_k]`, all heads of all members concatenated; but `[N·B, T', heads, d_k]` if members run in one
+            batch, or share one copy while their inputs differ.
         """
-        if x.shape[0] > 1 and not self.even:  # inputs of their own, different numbers of heads: one after another
+        if x.shape[0] > 1 and not self.even:  # own inputs, different numbers of heads: one member after another
             asking = [read[copy][None] if isinstance(read, Tensor) else read for copy in range(len(x))]
             inputs = enumerate(zip(x, asking, strict=True))
             return torch.cat([self._attend(tokens[None], context, ask, copy) for copy, (tokens, ask) in inputs], dim=2)
@@ -198,7 +198,7 @@ class Attention(nn.Module):
         return z if self.distinct is None else z.index_select(2, self.distinct)
 
     def project(self, z: Tensor, members: int) -> Tensor:
-        """Output projection of head outputs as `mix` gives them for an input with `members` as first axis."""
+        """Output projection of head outputs from `mix`, for an input with `members` on its first axis."""
         copies = len(self.sizes)
         if not sum(self.sizes):
             y = z.new_zeros(members, z.shape[0] // members, z.shape[1], self.out.shape[2])
@@ -207,15 +207,15 @@ class Attention(nn.Module):
         elif self.even and members > 1:
             y = out_of_heads(z, self.out, copies)  # [M, B, T', d]
         else:
-            nothing = z.new_zeros(*z.shape[:2], self.out.shape[2])  # of a copy without a head
+            nothing = z.new_zeros(*z.shape[:2], self.out.shape[2])  # for a copy without heads
             pairs = zip(z.split(self.sizes, dim=2), self.out.split(self.sizes), strict=True)
             y = torch.stack([part.flatten(2) @ out.flatten(0, 1) if len(out) else nothing for part, out in pairs])
         return y if self.out_bias is None else y + self.out_bias[:, None, None, :]
 
     def _attend(self, x: Tensor, context: Context, read: Read, copy: int | None = None) -> Tensor:
-        """Attention of all heads, or of those of one copy, each of which sees `x`, or its copy's part of `x`."""
+        """Attention of all heads, or of one copy's heads, on `x`, or on the copy's part of `x`."""
         start, stop = (0, self.qkv.shape[0]) if copy is None else head_ranges(self.sizes)[copy]
-        if start == stop:  # no head is left: nothing to attend with
+        if start == stop:  # no head is left
             return x.new_zeros(x.shape[0] * x.shape[1], read_tokens(x.shape[2], read), 0, self.out.shape[1])
         if read is None:
             parts = self._into_heads(x, start, stop, slice(0, 3)).unbind(3)
@@ -243,14 +243,14 @@ class Attention(nn.Module):
         weight = self.qkv[start:stop, parts]  # [H, P, d_k, d]
         biases = self.biases
         bias = None if biases is None else biases[start:stop, parts]
-        if len(self.sizes) == 1 or x.shape[0] == 1:  # one input for all these heads: a single product
+        if len(self.sizes) == 1 or x.shape[0] == 1:  # all these heads have the same input: a single product
             y = F.linear(x.flatten(0, 1), weight.flatten(0, 2), None if bias is None else bias.flatten())
             return y.unflatten(2, (-1, *weight.shape[1:3]))
         return into_heads(x, weight, bias, len(self.sizes))
 
 
 def into_heads(x: Tensor, weight: Tensor, bias: Tensor | None, members: int) -> Tensor:
-    """Input projections of members with inputs of their own and K / M heads each, in one batched product.
+    """Input projections of members with their own inputs and K / M heads each, in one batched product.
 
     `x` is `[M, B, T, d]`, the weight `[K, P, d_k, d]` with P of query, key and value, the bias `[K, P, d_k]` or None;
     the result is `[M·B, T, K / M, P, d_k]`.
@@ -264,7 +264,7 @@ def into_heads(x: Tensor, weight: Tensor, bias: Tensor | None, members: int) -> 
 
 
 def near_tokens(tokens: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which of so many tokens lie at most a window apart, `[T, T]`; None where all do."""
+    """Which tokens are at most a window apart, `[T, T]`; None if all are."""
     if window is None or not (torch.compiler.is_exporting() or tokens > window + 1):  # exported code serves any length
         return None
     positions = torch.arange(tokens, device=device)
@@ -281,20 +281,20 @@ def attend(
     dropout: float = 0.0,
     rule: bool | torch.Generator = False,
 ) -> Tensor:
-    """Attention of every head; the one place where it is computed, and where a backend is chosen.
+    """Attention of every head: the only place where it is computed and where a backend is chosen.
 
-    Query `[R, T', H, d_k]`, key and value `[R, T, H, d_k]` give `[R, T', H, d_k]`, where R = repeats · B. The mask, as
-    `Context.seen` gives it, is true where a key is seen; `dropout` is the rate at which attention weights are dropped,
-    and `rule` is as `drops` gives it.
+    Query `[R, T', H, d_k]`, key and value `[R, T, H, d_k]` give `[R, T', H, d_k]`, where R = repeats · B. The mask,
+    from `Context.seen`, is True for visible keys; `dropout` is the dropout rate of attention weights, and `rule` is
+    from `drops`.
     """
     if mask is not None and mask.dim() == 3:
         mask = (mask.repeat(repeats, 1, 1) if repeats > 1 else mask)[:, None]  # [R, 1, 1 or T', T]
     if causal and (mask is not None or isinstance(rule, torch.Generator)):
         earlier = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
         mask = earlier if mask is None else mask & earlier
-    if isinstance(rule, torch.Generator):  # written out: the kernels take no generator
+    if isinstance(rule, torch.Generator):  # written out, because the kernels take no generator
         weights = torch.einsum("rqhd,rkhd->rhqk", q, k) * q.shape[3] ** -0.5  # [R, H, T', T]
-        least = torch.finfo(weights.dtype).min  # not -inf: padding before a text sees no key, and must not be NaN
+        least = torch.finfo(weights.dtype).min  # not -inf: left padding sees no key, and must not become NaN
         weights = (weights if mask is None else weights.masked_fill(~mask, least)).softmax(-1)
         return torch.einsum("rhqk,rkhd->rqhd", dropped(weights, dropout, rule), v)
     with _right_gradients(q, k, v):
@@ -313,10 +313,10 @@ _DIFFERENTIABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, S
 
 
 def _right_gradients(*inputs: Tensor) -> AbstractContextManager[None]:
-    """Leave out cuDNN where a backward pass may follow on a GPU: for some layouts and masks its gradients are wrong."""
+    """Exclude cuDNN if a backward pass may follow on a GPU: for some layouts and masks its gradients are wrong."""
     if not (inputs[0].is_cuda and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
         return nullcontext()
-    if torch.compiler.is_compiling():  # traced code cannot ask for the flags
+    if torch.compiler.is_compiling():  # the flags cannot be read while tracing
         return sdpa_kernel(_DIFFERENTIABLE)
     cuda = torch.backends.cuda
     flags = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
@@ -324,36 +324,36 @@ def _right_gradients(*inputs: Tensor) -> AbstractContextManager[None]:
 
 
 def out_of_heads(z: Tensor, weight: Tensor, members: int) -> Tensor:
-    """Output projections in one batched product, `[M·B, T, K / M, d_k]` through `[K, d_k, d]` to `[M, B, T, d]`."""
+    """Output projections in one batched product: `[M·B, T, K / M, d_k]` times `[K, d_k, d]` is `[M, B, T, d]`."""
     rows = z.flatten(2).unflatten(0, (members, -1))  # [M, B, T, h·d_k]
     y = torch.bmm(rows.flatten(1, 2), weight.reshape(members, -1, weight.shape[2]))
     return y.unflatten(1, rows.shape[1:3])
 
 
 def head_ranges(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """First and last head (exclusive) of each copy."""
+    """Index range (end exclusive) of the heads of each copy."""
     ends = list(accumulate(sizes))
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def read_tokens(tokens: int, read: Read) -> int:
-    """How many tokens ask, from the first on or others; in a traced graph they may be any number."""
+    """Number of queries; in a traced graph it may be symbolic."""
     if isinstance(read, Tensor):
         return read.shape[2]
     return tokens if read is None else min(read.stop, tokens)
 
 
 def asked_by(x: Tensor, read: Read) -> Tensor:
-    """The tokens that ask, `[N, B, T', d]`, where `x` has all that answer."""
+    """The queries `[N, B, T', d]`, where `x` has all keys."""
     if isinstance(read, Tensor):
         return read
     return x if read is None else x[:, :, read]
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation; gated (SwiGLU), the first gives the gate and the value, in this order.
+    """Two linear layers with an activation; if gated (SwiGLU), the first gives gate and value, in this order.
 
-    `norm`, where there is one, lies before the second.
+    `norm`, if any, comes before the second layer.
     """
 
     def __init__(self, config: EncoderConfig, copies: int) -> None:
@@ -388,7 +388,7 @@ class GroupedLinear(nn.Module):
 
     def __init__(self, copies: int, inputs: int, outputs: int, bias: bool = True) -> None:
         super().__init__()
-        self.one_by_one = False  # run the copies one after another instead of in one batched product
+        self.one_by_one = False  # run the copies one by one instead of in one batched product
         self.weight = empty(copies, outputs, inputs)
         self.bias = empty(copies, outputs) if bias else None
 
@@ -432,18 +432,18 @@ class GroupedNorm(nn.Module):
         return normed * weight if self.bias is None else torch.addcmul(self.bias.view(axes), normed, weight)
 
     def of_copy(self, copy: int, x: Tensor) -> Tensor:
-        """Normalise the last axis of `x`, whatever its other axes mean, with the weights of one copy."""
+        """Normalise the last axis of `x` with the weights of one copy."""
         shape = (x.shape[-1],)
         if self.kind == "rms":
             return F.rms_norm(x, shape, self.weight[copy], self.eps)
         return F.layer_norm(x, shape, self.weight[copy], None if self.bias is None else self.bias[copy], self.eps)
 
     def of_heads(self, x: Tensor, sizes: tuple[int, ...], copy: int | None = None) -> Tensor:
-        """Normalise each head of `[R, T, H, d_k]` by its copy, which all belong to or which has so many heads."""
+        """Normalise each head of `[R, T, H, d_k]` with its copy's weights: all with those of `copy`, or by `sizes`."""
         copies = self.weight.shape[0]
         if copies == 1 or copy is not None:
             return self.of_copy(0 if copies == 1 or copy is None else copy, x)
-        if x.shape[2] == sum(sizes):  # all copies side by side
+        if x.shape[2] == sum(sizes):  # all copies concatenated
             return torch.cat([self.of_copy(index, heads) for index, heads in enumerate(x.split(sizes, dim=2))], dim=2)
         return self(x.unflatten(0, (copies, -1))).flatten(0, 1)  # copies on the batch axis
 
@@ -452,7 +452,7 @@ class GroupedNorm(nn.Module):
 
 
 def empty(*shape: int) -> nn.Parameter:
-    """A parameter whose values are still to be filled in, by loading or by `Ensemble.reset_parameters`."""
+    """A parameter without values, to be set by loading or by `Ensemble.reset_parameters`."""
     return _outline(*shape) if _OUTLINED.get() else nn.Parameter(torch.empty(*shape))
 
 
@@ -461,7 +461,7 @@ _OUTLINED: ContextVar[bool] = ContextVar("outlined", default=False)
 
 @contextmanager
 def outlined() -> Iterator[None]:
-    """Models that are made inside have shapes and no values, quickly: parameters of one shape are one object."""
+    """Make models created inside mere outlines, quickly: shapes without values, one parameter object per shape."""
     token = _OUTLINED.set(True)
     try:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What is saved with a model besides its weights."""
+"""Metadata saved with a model besides its weights."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ from ..schema import ADDED_LATER
 from .config import EnsembleConfig, ProjectionConfig
 from .states import join_equal, member_config, member_state, unequal
 
-ACCEPTS_ALL = torch.finfo(torch.float32).max  # a threshold, where samples were too few for another; files can hold it
-Copied = TypeVar("Copied", Tensor, tuple[float, ...])  # something with one entry for all members, or one for each
+ACCEPTS_ALL = torch.finfo(torch.float32).max  # threshold if samples are too few for another; finite, for JSON
+Copied = TypeVar("Copied", Tensor, tuple[float, ...])  # one entry for all members, or one for each
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Calibration(Checked):
 
     @property
     def fitted_set(self) -> FittedSet:
-        """What is kept of the samples it was fitted on."""
+        """What is stored about the samples it was fitted on."""
         return FittedSet(self.marks, self._samples(self.marks))
 
     @property
     def fitted_logits(self) -> FittedSet:
-        """What is kept of the logits it was fitted on, where they were all there was."""
+        """What is stored about the logits it was fitted on, if only logits were given."""
         return FittedSet(self.logit_marks, self._samples(self.logit_marks))
 
     def _samples(self, marks: tuple[str, ...]) -> int:
@@ -65,7 +65,7 @@ class Calibration(Checked):
 
     @property
     def brief(self) -> "Calibration":
-        """The same without reference and marks, to be shown."""
+        """A copy without reference and marks, for display."""
         return replace(self, reference=None, marks=(), logit_marks=())
 
     def prediction(
@@ -75,7 +75,7 @@ class Calibration(Checked):
         check_finite: bool = True,
         unfamiliarity: Unfamiliarity | None = None,
     ) -> Prediction:
-        """What member logits `[M, B, C]` say, with this calibration applied."""
+        """Turn member logits `[M, B, C]` into a prediction, with this calibration applied."""
         temperature = self.temperature if len(self.temperature) > 1 else self.temperature[0]
         logits, of_probs = Prediction.divided(member_logits, temperature, self.calibrates, check_finite)
         names = None if class_names is None else tuple(class_names)
@@ -84,25 +84,25 @@ class Calibration(Checked):
 
 @dataclass(frozen=True)
 class FamiliaritySettings(Checked):
-    """What was fitted to say how familiar an input is, without the tensors.
+    """Settings of fitted familiarity scores, without their tensors.
 
     Attributes:
         scores: The scores; threshold and p-values are for the first.
         width: Length of the features.
-        samples: How many samples the statistics are from.
+        samples: Number of samples that fitted the statistics.
         stored: For `knn`: features stored.
         neighbours: For `knn`: which neighbour counts.
         principal: For `vim`: directions of the principal subspace.
         threshold: Inputs whose score is above it are unfamiliar; None before calibration.
         accepted_share: The share of familiar inputs that the threshold accepts.
-        reference: Scores of other samples, which the statistics are not from.
-        marks: Digests of some samples they are from, drawn evenly: these must not set a threshold, and `evaluate`
-            warns if it is given them.
+        reference: Scores of other samples, which did not fit the statistics.
+        marks: Digests of some of the samples that fitted them, drawn evenly: these must not set a threshold, and
+            `evaluate` warns if it is given them.
         embedding: For `vilu` and `neglabel`: width of the common embedding of images and texts.
         hidden: For `vilu`: widths of all layers of its network except the last.
         words: For `neglabel`: groups of words, and words in a group.
         projected: For `vilu`: whether its attention over classes has its own projections.
-        halved: Whether they are from one half of the data of `calibrate`: given these again, it fits them again.
+        halved: Whether one half of the data of `calibrate` fitted them: given the same data again, it fits them again.
     """
 
     scores: tuple[FittedName, ...]
@@ -133,11 +133,11 @@ class FamiliaritySettings(Checked):
 
     @property
     def fitted_set(self) -> FittedSet:
-        """What is kept of the samples that the statistics are from."""
+        """What is stored about the samples that fitted the statistics."""
         return FittedSet(self.marks, self.samples)
 
     def shapes(self, members: int, classes: int) -> dict[str, tuple[int, ...]]:
-        """The tensors of all scores, `score.name`, and their shapes."""
+        """Shapes of the tensors of all scores, by name (`score.name`)."""
         square = (members, self.width, self.width)
         shapes = dict[str, tuple[int, ...]]()
         for score in self.scores:
@@ -167,7 +167,7 @@ class FamiliaritySettings(Checked):
 
 @dataclass(frozen=True, eq=False)
 class _WithTensors:
-    """Settings and the tensors they speak of; never changed once made."""
+    """Settings and the tensors they describe; immutable."""
 
     settings: Any
     state: Mapping[str, Tensor] = field(repr=False)
@@ -178,45 +178,45 @@ class _WithTensors:
         return self.state.keys() == other.state.keys() and not unequal([self.state, other.state])
 
     def part(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose names begin so, by what follows."""
+        """The tensors whose names start with `prefix`, without the prefix."""
         return {name.removeprefix(prefix): tensor for name, tensor in self.state.items() if name.startswith(prefix)}
 
 
 @dataclass(frozen=True, eq=False)
 class Familiarity(_WithTensors):
-    """Fitted statistics, in float32 on the CPU, by the names that the settings say."""
+    """Fitted statistics, in float32 on the CPU, with the names given by the settings."""
 
     settings: FamiliaritySettings
     _placed: dict[torch.device, dict[str, Statistics]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        with torch.inference_mode(False):  # what is made there has no gradients elsewhere
+        with torch.inference_mode(False):  # inference tensors cannot be used in autograd
             plain = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in self.state.items()}
         object.__setattr__(self, "state", plain)
 
     def scores(self, features: Tensor, logits: Tensor) -> Tensor:
         """Every score of every member, `[S, M, B]`, from features `[M, B, d]` and logits `[M, B, C]`."""
         names, neighbours, statistics = self.settings.scores, self.settings.neighbours, self._on(features.device)
-        kind = features.device.type  # distances need all digits, whatever the layers are computed in
+        kind = features.device.type  # distances need full precision, whatever the layers use
         exact = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
         with exact:
             scores = [unfamiliarity(name, statistics[name], features, logits, neighbours) for name in names]
         return torch.stack(scores)
 
     def nearest_class(self, features: Tensor) -> Tensor | None:
-        """The class whose mean is nearest to features `[M, B, d]`, `[B]`; None where no fitted score has such means."""
+        """`[B]`, the class with the nearest mean to features `[M, B, d]`; None if no fitted score has class means."""
         name = next((score for score in self.settings.scores if score in BY_CLASS), None)
         return None if name is None else nearest_class(name, self._on(features.device)[name], features)
 
     def about(self, scores: Tensor) -> Unfamiliarity:
-        """Scores `[S, M, B]` of new samples, with the threshold and the held-out scores they are held against."""
+        """Scores `[S, M, B]` of new samples, together with the threshold and the held-out scores."""
         return Unfamiliarity(self.settings.scores, scores, self.settings.threshold, self.settings.reference)
 
     def _on(self, device: torch.device) -> dict[str, Statistics]:
-        """The statistics of each score on a device; they stay there."""
+        """The statistics of each score on a device, cached."""
         if device not in self._placed:
             parts = {score: self.part(f"{score}.") for score in self.settings.scores}
-            with torch.inference_mode(False):  # gradients may be asked for later
+            with torch.inference_mode(False):  # gradients may be needed later
                 placed = {score: {name: one.to(device) for name, one in part.items()} for score, part in parts.items()}
                 self._placed[device] = {score: ready(tensors) for score, tensors in placed.items()}
         return self._placed[device]
@@ -254,26 +254,26 @@ class Metadata(Checked):
 
     @property
     def trained_set(self) -> FittedSet:
-        """What is kept of the samples that trained it."""
+        """What is stored about the samples that trained it."""
         return FittedSet(self.train_marks, self.train_samples)
 
     @property
     def plain(self) -> "Metadata":
-        """The same without what holds tensors: text side and familiarity."""
+        """A copy without the parts that hold tensors: text side and familiarity."""
         return replace(self, text_side=None, familiarity=None)
 
     @property
     def measured(self) -> bool:
-        """Whether something here was found with the weights as they are, and says nothing of others."""
+        """Whether it contains anything measured with the current weights, which is invalid for others."""
         return self.calibration is not None or self.familiarity is not None or bool(self.metrics)
 
     @property
     def unmeasured(self) -> "Metadata":
-        """The same without what was found with the weights as they were."""
+        """A copy without anything measured with earlier weights."""
         return replace(self, calibration=None, familiarity=None, metrics={})
 
     def check(self, config: EnsembleConfig) -> None:
-        """Refuse labels, temperatures, scores, statistics and preprocessing that do not belong to such a model."""
+        """Refuse labels, temperatures, scores, statistics and preprocessing that do not match the model."""
         classes = config.readout.num_classes
         labels = len(self.labels)
         if classes and labels not in (0, classes):
@@ -292,23 +292,22 @@ class Metadata(Checked):
             raise ConfigError(f"preprocessing is {type(preprocessing).__name__} for a model of {config.kind}s")
 
     def after(self, line: str, **changes: Any) -> "Metadata":
-        """Metadata once the model was changed: one more line of history; what was measured does not carry over."""
+        """Metadata after a change to the model: one more line of history, and nothing measured."""
         return replace(self.unmeasured, history=(*self.history, line), **changes)
 
 
 def member_metadata(metadata: Metadata, index: int, members: int) -> Metadata:
-    """Metadata of one of so many members on its own; calibration and metrics of several together are not its own."""
+    """Metadata of one member alone; calibration and metrics of several members are dropped."""
     if members > 1:
         metadata = metadata.unmeasured
     return metadata if metadata.text_side is None else replace(metadata, text_side=metadata.text_side.member(index))
 
 
 def common_metadata(members: Sequence[Metadata]) -> Metadata:
-    """Metadata of an ensemble put together from members: what they agree on, without calibration, text sides joined.
+    """Metadata of an ensemble made from members: what they agree on, without calibration, with joined text sides.
 
     Raises:
-        ConfigError: Two members have different class names, or the same ones in another order, or look at inputs in
-            different ways.
+        ConfigError: Two members have different class names, or the same in another order, or different preprocessing.
     """
     named = [(index, member.labels) for index, member in enumerate(members) if member.labels]
     for index, labels in named[1:]:
@@ -319,7 +318,7 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
             raise ConfigError(f"members {start} and {index} have different class names, {names}; {advice}")
     prepared = [(index, member) for index, member in enumerate(members) if member.preprocessing is not None]
     for index, member in prepared[1:]:
-        if member.preprocessing != prepared[0][1].preprocessing:  # all members are given the same tensors
+        if member.preprocessing != prepared[0][1].preprocessing:  # all members get the same tensors
             advice = "retrain one of them, or give both the same with .with_metadata(preprocessing=...)"
             raise ConfigError(f"members {prepared[0][0]} and {index} have different preprocessing; {advice}")
     history = tuple(dict.fromkeys(line for member in members for line in member.history))
@@ -336,7 +335,7 @@ def common_metadata(members: Sequence[Metadata]) -> Metadata:
 
 
 def odd_names(names: Sequence[object]) -> tuple[int | None, list[str]]:
-    """What is wrong with class names: where the first one is that is none, and those that occur more than once."""
+    """Problems of class names: the index of the first that is blank or no string, and all duplicates."""
     blank = next((index for index, name in enumerate(names) if not isinstance(name, str) or not name.strip()), None)
     counts = Counter(name for name in names if isinstance(name, str))
     return blank, sorted(name for name, count in counts.items() if count > 1)
@@ -349,7 +348,7 @@ TOWER, PROJECTION = "tower.", "projection."
 
 @dataclass(frozen=True)
 class TextSettings:
-    """What a text side is made of, without its weights; `logit_scale` and `logit_bias` as in a dual encoder."""
+    """Settings of a text side, without its weights; `logit_scale` and `logit_bias` as in a dual encoder."""
 
     tower: EnsembleConfig
     projection: ProjectionConfig | None
@@ -364,11 +363,11 @@ class TextSettings:
 
     @property
     def members(self) -> int:
-        """Number of members that differ in anything; 1 when one text side serves all."""
+        """Number of members that differ in any part; 1 if one text side serves all."""
         return max(self._copies())
 
     def _copies(self) -> tuple[int, ...]:
-        """How often tower, projection, scale and bias are there."""
+        """Number of copies of tower, projection, scale and bias."""
         projection = 1 if self.projection is None else self.projection.copies
         biases = 1 if self.logit_bias is None else len(self.logit_bias)
         return self.tower.members, projection, len(self.logit_scale), biases
@@ -399,9 +398,9 @@ class TextSide(_WithTensors):
 
 
 def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
-    """One text side for several members, each given by itself; what is equal in all of them is stored once.
+    """Join the text sides of single members into one; parts that are equal in all are stored once.
 
-    None where a member has none, or where they do not belong together (other templates, another model).
+    None if a member has none, or if they do not match (other templates, another model).
     """
     present = [side for side in sides if side is not None]
     if not present or len(present) < len(sides):
@@ -427,17 +426,17 @@ def join_text_sides(sides: Sequence[TextSide | None]) -> TextSide | None:
 
 
 def text_state(tower: Mapping[str, Tensor], projection: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of both parts under the names they have in a text side."""
+    """The weights of both parts, with their names in a text side."""
     parts = ((TOWER, tower), (PROJECTION, projection))
     return {prefix + name: tensor for prefix, part in parts for name, tensor in part.items()}
 
 
 def _of_member(copies: Copied, index: int) -> Copied:
-    """The value for one member, where there is one for each member; else the only value."""
+    """The value of one member if there is one per member, else the only value."""
     start = min(index, len(copies) - 1)
     return copies[start : start + 1]
 
 
 def _once_if_equal(values: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """The numbers of single members, one after another; once where they are equal."""
+    """Concatenate the numbers of single members, or keep one if all are equal."""
     return values[0] if len(set(values)) == 1 else tuple(number for numbers in values for number in numbers)

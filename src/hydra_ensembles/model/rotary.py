@@ -1,4 +1,4 @@
-"""Rotary positions: the angles of all tokens, computed once per pass, and the rotation of heads."""
+"""Rotary positions: the angles of all tokens, computed once per pass, and the rotation of queries and keys."""
 
 import math
 
@@ -11,7 +11,7 @@ Turn = tuple[Tensor, Tensor]  # cosines and sines of the angles of all tokens, e
 
 
 class Rotary(nn.Module):
-    """Gives the turns of inputs of any size: one for each base."""
+    """Computes the rotations for inputs of any size: one for each base."""
 
     def __init__(self, config: EnsembleConfig) -> None:
         super().__init__()
@@ -20,18 +20,18 @@ class Rotary(nn.Module):
         self.config, self.head_dim = rotary, config.encoder.head_dim
         self.prefix = config.stem.prefix_tokens if isinstance(config.stem, PatchStemConfig) else 0
         self.bases = (rotary.base,) if rotary.local_base is None else (rotary.base, rotary.local_base)
-        self.precision = torch.float32  # of the angles, in every model, as in the libraries that models come from
+        self.precision = torch.float32  # of the angles, always, as in the original libraries
 
     def forward(self, size: tuple[int, ...], like: Tensor, moved: bool = False) -> tuple[Turn, ...]:
-        """Turns of texts of `(tokens,)`, or of images of `(rows, columns)`, on the device and in the dtype of `like`.
+        """Rotations for texts of `(tokens,)` or images of `(rows, columns)`, on the device and in the dtype of `like`.
 
-        With `moved`, positions are moved at random, as far as the configuration says.
+        With `moved`, positions are jittered at random as configured.
         """
         axes = [self._positions(axis, count, like.device) for axis, count in enumerate(size)]
         grid = torch.stack(torch.meshgrid(axes, indexing="ij"), dim=-1).flatten(0, -2)  # [T, 1 or 2]
         if moved:
             grid = self._moved(grid)
-        pairs = self.head_dim // (2 * len(size))  # that turn by one axis
+        pairs = self.head_dim // (2 * len(size))  # rotated by one axis
         exponents = torch.arange(pairs, device=like.device).to(self.precision) / pairs
         turns = []
         for base in self.bases:
@@ -43,7 +43,7 @@ class Rotary(nn.Module):
         return tuple(turns)
 
     def _positions(self, axis: int, count: int, device: torch.device) -> Tensor:
-        """Where the tokens lie along an axis, `[count]`."""
+        """Positions of the tokens along an axis, `[count]`."""
         config = self.config
         positions = torch.arange(count, device=device).to(self.precision)
         if config.centred:
@@ -66,7 +66,7 @@ class Rotary(nn.Module):
 
 
 class FrozenRotary(nn.Module):
-    """The same from tables, for images of one size or for texts; images of other sizes go the usual way."""
+    """`Rotary` with precomputed tables, for images of one size or for texts; computed for other image sizes."""
 
     def __init__(self, source: Rotary, size: tuple[int, ...], like: Tensor) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class FrozenRotary(nn.Module):
         self.register_buffer("tables", tables, persistent=False)
 
     def forward(self, size: tuple[int, ...], like: Tensor, moved: bool = False) -> tuple[Turn, ...]:
-        """As `Rotary.forward`, in evaluation."""
+        """Like `Rotary.forward`, in evaluation mode."""
         tables: Tensor = self.get_buffer("tables")
         if len(size) == 1:
             tables = tables[:, :, : size[0]]
@@ -85,9 +85,9 @@ class FrozenRotary(nn.Module):
 
 
 def turned(heads: Tensor, turn: Turn, read: slice | None = None) -> Tensor:
-    """Heads `[R, T, H, d_k]` turned by the places of their tokens, of which `heads` may be those that are read alone.
+    """Rotate heads `[R, T, H, d_k]` by the positions of their tokens; with `read`, `heads` only has these positions.
 
-    The first half of the numbers of a head pairs with the second.
+    The first half of each head is paired with the second half.
     """
     cosines, sines = turn if read is None else (turn[0][read], turn[1][read])
     first, second = heads.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Splitting and joining members: configs and states, without a model."""
+"""Split and join members: configurations and states, without a model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ def place_of(parameter: str) -> tuple[Group, int | None]:
 
 
 def head_axis(config: EnsembleConfig, parameter: str) -> int | None:
-    """The layer whose heads the first axis of a parameter counts; None where it counts copies."""
+    """The layer whose heads are on the first axis of a parameter; None if that axis holds copies."""
     if not parameter.endswith(HEAD_AXIS):
         return None
     layer = place_of(parameter)[1]
@@ -36,19 +36,19 @@ def head_axis(config: EnsembleConfig, parameter: str) -> int | None:
 
 
 def copies_of(config: EnsembleConfig, parameter: str) -> int:
-    """How many times a parameter is stored: once, or once for each member."""
+    """How many times a parameter is stored: once, or once per member."""
     if parameter.startswith("readout.map.attention."):
         return config.attention_copies(config.encoder.layers)
     return config.copies(*place_of(parameter))
 
 
 def member_config(config: EnsembleConfig, member: int) -> EnsembleConfig:
-    """The configuration of one member on its own."""
+    """The configuration of one member alone."""
     return EnsembleConfig(config.stem, config.encoder, config.readout, (config.heads[member],))
 
 
 def member_state(config: EnsembleConfig, state: Mapping[str, Tensor], member: int) -> dict[str, Tensor]:
-    """Views of the parameters that one member uses, shaped as in an ensemble with one member."""
+    """Views of one member's parameters, shaped as in an ensemble with one member."""
     single: dict[str, Tensor] = {}
     for name, tensor in state.items():
         layer = head_axis(config, name)
@@ -63,7 +63,7 @@ def member_state(config: EnsembleConfig, state: Mapping[str, Tensor], member: in
 
 
 def join_states(config: EnsembleConfig, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Parameters of an ensemble whose members have the given states; the first one's where they are stored once."""
+    """Join the parameters of members; those that are stored once are taken from the first member."""
     return {
         name: tensor if copies_of(config, name) == 1 else torch.cat([state[name] for state in states])
         for name, tensor in states[0].items()
@@ -71,7 +71,7 @@ def join_states(config: EnsembleConfig, states: Sequence[Mapping[str, Tensor]]) 
 
 
 def common_layers(heads: KeptHeads, differing: Sequence[str], layers: int) -> int:
-    """How many of the blocks come before any in which members, with these heads, differ by these parameters."""
+    """Number of first blocks in which members do not differ, neither in heads nor in these parameters."""
     apart = [layer for layer, kept in enumerate(zip(*heads, strict=True)) if len(set(kept)) > 1]
     apart += [layer for name in differing if (layer := place_of(name)[1]) is not None]
     return min([*apart, layers])
@@ -80,7 +80,7 @@ def common_layers(heads: KeptHeads, differing: Sequence[str], layers: int) -> in
 def join_equal(
     configs: Sequence[EnsembleConfig], states: Sequence[Mapping[str, Tensor]]
 ) -> tuple[EnsembleConfig, dict[str, Tensor]]:
-    """Members, each given by itself, in one configuration that stores once whatever is equal; all equal become one."""
+    """Join single members into one configuration that stores equal parts once; if all are equal, into one member."""
     heads = tuple(config.heads[0] for config in configs)
     differing = unequal(states)
     layers = configs[0].encoder.layers
@@ -94,7 +94,7 @@ def join_equal(
 
 
 def unequal(states: Sequence[Mapping[str, Tensor]]) -> list[str]:
-    """Names of the parameters that are not the same, to the last bit, in all states, wherever they lie."""
+    """Names of the parameters that are not bitwise equal in all states, on any device."""
 
     def differs(tensor: Tensor, other: Tensor) -> bool:
         return tensor.shape != other.shape or not torch.equal(tensor, other.to(tensor.device))
@@ -103,30 +103,30 @@ def unequal(states: Sequence[Mapping[str, Tensor]]) -> list[str]:
 
 
 def equal_pair(members: Sequence[tuple[object, Mapping[str, Tensor]]]) -> tuple[int, int] | None:
-    """Positions of two members, each a configuration and a state, that are the same to the last bit; None for none."""
+    """Indices of two bitwise equal members, each given by configuration and state; None if there are none."""
     for (i, (config, state)), (j, (other_config, other)) in combinations(enumerate(members), 2):
         if config != other_config or any(state[n].device != other[n].device or state[n].is_meta for n in state):
             continue
-        if all(torch.equal(state[name], other[name]) for name in reversed(list(state))):  # classifiers part first
+        if all(torch.equal(state[name], other[name]) for name in reversed(list(state))):  # classifiers differ first
             return i, j
     return None
 
 
 def warn_if_equal(members: Sequence[tuple[object, Mapping[str, Tensor]]], caller: str) -> None:
-    """Warn of members, as of `equal_pair`, of which two are the same; `caller` is the function that takes them."""
+    """Warn if two members, given as for `equal_pair`, are equal; `caller` is the function that takes them."""
     if equal := equal_pair(members):
         warn(f"members {equal[0]} and {equal[1]} given to {caller} are equal: they will never disagree")
 
 
 def member_index(index: object, members: int) -> int:
-    """A member's number, counted from 0; negative ones count from the end."""
+    """A member's index, counted from 0; negative ones count from the end."""
     if isinstance(index, bool) or not isinstance(index, Integral) or not -members <= int(index) < members:
         raise ConfigError(f"member {index} does not exist: there are {members}, counted from 0")
     return int(index) % members
 
 
 def listed(members: Iterable[Any], caller: str) -> list[Any]:
-    """Members from any iterable, at least one; modules, paths and mappings are none, though some have items."""
+    """Members from any iterable, at least one; modules, paths and mappings are refused, though some are iterable."""
     scalar = getattr(members, "ndim", 1) == 0
     several = isinstance(members, Iterable) and not scalar and not isinstance(members, str | nn.Module | Mapping)
     models = list(members) if several else []
@@ -137,7 +137,7 @@ def listed(members: Iterable[Any], caller: str) -> list[Any]:
 
 
 def require_same_dtype_and_device(states: Sequence[Mapping[str, Tensor]]) -> None:
-    """Refuse members whose parameters have another dtype or lie elsewhere than those of the first, naming one."""
+    """Refuse members whose parameters differ in dtype or device from the first member's, naming one."""
     for index, state in enumerate(states[1:], start=1):
         for name, first in states[0].items():
             other = state.get(name, first)
@@ -148,7 +148,7 @@ def require_same_dtype_and_device(states: Sequence[Mapping[str, Tensor]]) -> Non
 
 
 def require_same_architecture(configs: Sequence[EnsembleConfig]) -> None:
-    """Refuse members that do not descend from one architecture, naming the first fields that differ."""
+    """Refuse members with different architectures, naming the first fields that differ."""
     for index, config in enumerate(configs[1:], start=1):
         differences = configs[0].differences(config)
         if differences:

@@ -1,4 +1,4 @@
-"""Both ends of a model: pixels or tokens to features, features to logits or embeddings."""
+"""Both ends of a model: from pixels or tokens to embeddings, and from features to logits."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from .layers import ACTIVATIONS, Attention, Context, GroupedLinear, GroupedNorm,
 
 
 class PatchStem(nn.Module):
-    """Cut an image into patches, project them, put prefix tokens in front and add positions."""
+    """Cut images into patches, project them, prepend the prefix tokens and add positions."""
 
     def __init__(self, config: PatchStemConfig, width: int, copies: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class PatchStem(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Embed images `[B, channels, H, W]` as `[G, B, T, d]`; any size that is a multiple of the patch."""
+        """Embed images `[B, channels, H, W]` as `[G, B, T, d]`; any size that is a multiple of the patch size."""
         grid = images.shape[2] // self.config.patch_size[0], images.shape[3] // self.config.patch_size[1]
         copies, width = self.patch.shape[:2]
         bias = None if self.patch_bias is None else self.patch_bias.flatten()
@@ -45,7 +45,7 @@ class PatchStem(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def prefix(self, position: Tensor | None) -> Tensor | None:
-        """Prefix tokens `[G, P, d]`, those that have a position with it added; None where there are none."""
+        """Prefix tokens `[G, P, d]`, with positions added to those that have one; None if there are none."""
         tokens = (self.class_token, self.distillation_token, self.register_tokens)
         present: list[Tensor] = [token for token in tokens if token is not None]
         if not present:
@@ -60,7 +60,7 @@ class PatchStem(nn.Module):
 def resample_position(
     position: Tensor, prefix: int, old: tuple[int, int], new: tuple[int, int], method: Resample
 ) -> Tensor:
-    """Fit a position embedding `[G, prefix + h·w, d]` to another grid; the prefix part stays as it is."""
+    """Resample a position embedding `[G, prefix + h·w, d]` to another grid; the prefix part is unchanged."""
     if old == new:
         return position
     grid = position[:, prefix:].unflatten(1, old).permute(0, 3, 1, 2).float()  # [G, d, h, w]
@@ -96,7 +96,7 @@ class TextStem(nn.Module):
             places = torch.arange(ids.shape[1], device=ids.device)[None]  # [1, T]
             if (padding := self.config.positions_after) is not None:
                 real = ids.ne(padding).long()
-                places = real.cumsum(1) * real + padding  # padding keeps its own id
+                places = real.cumsum(1) * real + padding  # padding tokens get the padding position
             x = x + lookup(self.positions, places)
         if self.segments is not None:
             x = x + lookup(self.segments, torch.zeros_like(ids) if segments is None else segments)
@@ -114,7 +114,7 @@ def lookup(table: Tensor, ids: Tensor) -> Tensor:
 
 
 class Readout(nn.Module):
-    """Pool the tokens of each member and classify; without a classifier, give the pooled features."""
+    """Pool the tokens of each member and classify; without a classifier, return the pooled features."""
 
     def __init__(self, config: EnsembleConfig) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Readout(nn.Module):
         kind = config.encoder.norm
         self.config = readout
         before = config.stem.prefix_tokens if isinstance(config.stem, PatchStemConfig) else 0
-        self.prefix = 0 if readout.pool_prefix else before  # tokens that pooling leaves out
+        self.prefix = 0 if readout.pool_prefix else before  # tokens excluded from pooling
         self.norm = None if readout.norm == "none" else GroupedNorm(norms, width, readout.norm_eps, kind)
         self.map = None if config.pooling is None else MapPool(config, config.pooling)
         self.features = features = 2 * width if readout.pool == "cls_mean" else width
@@ -145,7 +145,7 @@ class Readout(nn.Module):
         self.hidden_dropout = Dropout(readout.hidden_dropout)
 
     def tokens_read(self) -> slice | None:
-        """Positions this readout looks at, or None when it may need any of them."""
+        """Positions that this readout uses, or None if it may need any of them."""
         return {"cls": slice(0, 1), "distilled": slice(0, 2)}.get(self.config.pool)
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
@@ -153,16 +153,16 @@ class Readout(nn.Module):
         return self.classify(self.pool(x, key_mask, ids))
 
     def pool(self, x: Tensor, key_mask: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
-        """Pooled features `[N, B, d]`; `[N, B, 2, d]` where class and distillation token are read apart."""
+        """Pooled features `[N, B, d]`; `[N, B, 2, d]` if class and distillation token are read separately."""
         return self.after_pool(self._pool_tokens(self.before_pool(x), key_mask, ids))
 
     def before_pool(self, x: Tensor) -> Tensor:
-        """The tokens `[N, B, T, d]` normed, where that is done before; for an attention, those that it pools alone."""
+        """Tokens `[N, B, T, d]` after the norm that precedes pooling, if any; for an attention, only those it pools."""
         x = self.norm(x) if self.norm is not None and self.config.norm == "tokens" else x
         return x if self.map is None else x[:, :, self.prefix :]
 
     def after_pool(self, pooled: Tensor) -> Tensor:
-        """Pooled tokens, normed where that is done after."""
+        """Apply the norm that follows pooling, if any."""
         return self.norm(pooled) if self.norm is not None and self.config.norm == "pooled" else pooled
 
     def classify(self, pooled: Tensor) -> Tensor:
@@ -175,12 +175,12 @@ class Readout(nn.Module):
         return x if self.classifier is None else self.classifier(x)
 
     def embedding(self, pooled: Tensor) -> Tensor:
-        """What is compared with class embeddings: pooled features `[N, B, d]` projected, of length one `[N', B, e]`."""
+        """Input of the class embeddings: pooled features `[N, B, d]` projected, of unit length, `[N', B, e]`."""
         x = self.penultimate(pooled)
         return F.normalize(x if self.projection is None else self.projection(x), dim=-1)
 
     def penultimate(self, pooled: Tensor) -> Tensor:
-        """What the classifier or the projection sees: pooled features `[N, B, d]` after the hidden layer, if any."""
+        """Input of classifier or projection: pooled features `[N, B, d]` after the hidden layer, if any."""
         x = self.dropout(pooled)
         if self.hidden is not None and self.config.hidden is not None:
             x = ACTIVATIONS[self.config.hidden](self.hidden(x))
@@ -197,7 +197,7 @@ class Readout(nn.Module):
             return self.map(x)[:, :, 0]
         if pool == "mean" and key_mask is not None:
             weight = key_mask[None, :, :, None].to(x.dtype)  # [1, B, T, 1]
-            wide = torch.promote_types(x.dtype, torch.float32)  # in half precision sums overflow, and counts round
+            wide = torch.promote_types(x.dtype, torch.float32)  # in half precision sums overflow and counts round
             return ((x * weight).sum(2, dtype=wide) / weight.sum(2, dtype=wide)).to(x.dtype)
         if pool == "mean":
             return x[:, :, self.prefix :].mean(2)
@@ -206,7 +206,7 @@ class Readout(nn.Module):
         return x[:, torch.arange(x.shape[1], device=x.device), self._end_of_text(x, key_mask, ids)]
 
     def _end_of_text(self, x: Tensor, key_mask: Tensor | None, ids: Tensor | None) -> Tensor:
-        """Position `[B]` of the token that stands for the whole text."""
+        """Position `[B]` of the token that represents the whole text."""
         if self.config.pool in ("last", "final") or ids is None:
             if key_mask is None or self.config.pool == "final":
                 return torch.full((x.shape[1],), x.shape[2] - 1, device=x.device)
@@ -238,7 +238,7 @@ class MapPool(nn.Module):
         return self.finish(self.attention(x, Context(), self.query(x)))
 
     def query(self, x: Tensor) -> Tensor:
-        """What asks, for each member and sample of `[N, B, T, d]`: `[N, B, 1, d]`."""
+        """The query, expanded to each member and sample of `[N, B, T, d]`: `[N, B, 1, d]`."""
         return self.query_token[:, None].expand(*x.shape[:2], -1, -1)
 
     def finish(self, attended: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class MapPool(nn.Module):
 
 
 class Projections(nn.Module):
-    """One linear map per tower; None where a tower's features are the embedding already.
+    """One linear map per tower; None if a tower's features already are the embedding.
 
     Examples:
         A `dual` encoder, taken apart and put together again:
@@ -265,8 +265,8 @@ class Projections(nn.Module):
 
     @classmethod
     def fresh(cls, image_width: int, text_width: int, outputs: int, bias: bool = False) -> "Projections":
-        """New maps for both towers, from their feature widths to an embedding of `outputs` numbers."""
-        ProjectionConfig(outputs, bias)  # refuses what is no width
+        """Create maps for both towers, from their feature widths to an embedding of width `outputs`."""
+        ProjectionConfig(outputs, bias)  # validates the width
         zeros = torch.zeros(1, outputs) if bias else None
         widths = (image_width, text_width)
         return cls(*(linear(torch.randn(1, outputs, width) * width**-0.5, zeros) for width in widths))
@@ -277,14 +277,14 @@ class Projections(nn.Module):
         def of_member(projection: GroupedLinear | None) -> GroupedLinear | None:
             if projection is None:
                 return None
-            copy = [min(index, projection.weight.shape[0] - 1)]  # the only one, where all share it
+            copy = [min(index, projection.weight.shape[0] - 1)]  # the only one if shared by all
             return linear(projection.weight[copy], None if projection.bias is None else projection.bias[copy])
 
         return Projections(of_member(self.image), of_member(self.text))
 
 
 def projection_from(config: ProjectionConfig | None, inputs: int) -> GroupedLinear | None:
-    """An empty map of the given configuration."""
+    """A map of the given configuration, without values."""
     return None if config is None else GroupedLinear(config.copies, inputs, config.outputs, config.bias)
 
 
@@ -308,7 +308,7 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> GroupedLinear:
 
 
 def compose(inner: GroupedLinear | None, outer: GroupedLinear | None) -> GroupedLinear | None:
-    """The one map that does what two do, one after the other; None stands for a map that changes nothing."""
+    """A single map equivalent to two maps in sequence; None stands for the identity."""
     if inner is None or outer is None:
         return inner if outer is None else outer
     bias: Tensor | None = outer.bias  # [G, out]

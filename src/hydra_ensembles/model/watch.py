@@ -1,4 +1,4 @@
-"""Whether a model still has the weights it was measured with: edits are counted, values compared on demand."""
+"""Detect whether a model still has the weights it was measured with: edits are counted, values compared on demand."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,33 +13,33 @@ from .dropping import OurModel
 from .metadata import Metadata
 
 EDITED = "weights edited", "the weights of this ensemble were edited after it was measured"  # history, warning
-_WITHOUT_HOOKS = ("calibrated", "fitted", "joined", "optimized", "pruned", "saved", "taken apart")  # copies keep them
-_PLACING_HOOKS = ("torch.", "accelerate.")  # whose hooks move weights and inputs
+_WITHOUT_HOOKS = ("calibrated", "fitted", "joined", "optimized", "pruned", "saved", "taken apart")  # unlike "copied"
+_PLACING_HOOKS = ("torch.", "accelerate.")  # their hooks move weights and inputs
 DROPPED = "its calibration, familiarity and metrics are dropped; calibrate again"
 
 
 class Watched(OurModel):
-    """A model whose metadata were measured with its weights, and are dropped once the weights are others.
+    """A model whose metadata were measured with its weights, and are dropped when the weights change.
 
-    Edits in place are counted by torch: looking at the counters is cheap, so that every answer can be preceded by it.
-    No counter shows edits through `.data` and steps of fused optimizers: `verified_metadata` reads all weights.
+    torch counts in-place edits: checking the counters is cheap enough to do before every answer. Edits through `.data`
+    and steps of fused optimizers are not counted: `verified_metadata` reads all weights.
 
     Attributes:
-        metadata: Labels, preprocessing, calibration, history; of the weights as they are.
+        metadata: Labels, preprocessing, calibration, history; for the current weights.
     """
 
     def __init__(self, metadata: Metadata) -> None:
         super().__init__()
         self._metadata = metadata
-        self._parts: list[nn.Module] = []  # where weights and further parts lie
-        self._counted: list[tuple[int, int]] | None = None  # as they were last seen; None: not watched, as while random
-        self._digest: int | None = None  # of the values that were measured; None where nothing was
-        self._masks = 0  # how many are on: other weights than were measured, as is meant
+        self._parts: list[nn.Module] = []  # modules that hold weights and other modules
+        self._counted: list[tuple[int, int]] | None = None  # counters when last checked; None: not watched
+        self._digest: int | None = None  # of the measured values; None if nothing was measured
+        self._masks = 0  # active masks: these change weights on purpose
         self.register_load_state_dict_post_hook(Watched._loaded)  # type: ignore[no-untyped-call]
 
     @property
     def metadata(self) -> Metadata:
-        """What is known beside the weights. What was measured with weights that have been edited since is dropped."""
+        """Everything known besides the weights; anything measured before the weights were edited is dropped."""
         if not torch.compiler.is_compiling() and self._metadata.measured and self._edited():
             self._forget(*EDITED)
         return self._metadata
@@ -50,9 +50,9 @@ class Watched(OurModel):
         self.take_as_measured()
 
     def verified_metadata(self) -> Metadata:
-        """The metadata, once the values of the weights were held against those that were measured; masks are none.
+        """The metadata, after comparing the weights with those that were measured, unless heads are masked.
 
-        Where a model is saved, copied, evaluated or prepared for something, not where it answers.
+        For saving, copying, evaluating or preparing a model, not for every answer.
         """
         compared = self.metadata.measured and self._digest is not None and not self._masks
         if compared and weights_digest(self.parameters()) not in (None, self._digest):
@@ -60,9 +60,9 @@ class Watched(OurModel):
         return self._metadata
 
     def kept_metadata(self, deed: str) -> Metadata:
-        """The metadata for weights that are saved or copied as they are now; `deed` is the word for it.
+        """The metadata for weights that are saved or copied as they are now; `deed` names the operation.
 
-        With heads masked they are not those that were measured, and stay so when the mask comes off here.
+        With heads masked, the weights are not those that were measured, and the copy keeps the mask.
         """
         if deed in _WITHOUT_HOOKS:
             _warn_of_hooks(self, deed)
@@ -74,42 +74,42 @@ class Watched(OurModel):
         return metadata.after(f"{deed} with heads masked")
 
     def take_as_measured(self) -> None:
-        """Mark the current weights as the ones the metadata was measured with."""
+        """Record the current weights as those that the metadata were measured with."""
         self._count()
         self._digest = weights_digest(self.parameters()) if self._metadata.measured else None
 
     def leave_unwatched(self) -> None:
-        """Watch the weights no more: the metadata stay, whatever is edited."""
+        """Stop watching the weights: the metadata stay, whatever is edited."""
         self._parts, self._counted, self._digest = [], None, None
 
     def _count(self) -> None:
-        """Count edits of the weights from now on; the digest of what was measured stays."""
+        """Count edits of the weights from now on; the digest of the measured values stays."""
         self._parts = list(self.modules())
         self._counted = self._counters()
 
     def _counters(self) -> list[tuple[int, int]]:
-        """Which parts and parameters there are, and how often each was edited in place: without a look at values."""
+        """Identities of submodules and parameters, with the number of in-place edits; values are not read."""
         parts = [(id(child), 0) for part in self._parts for child in part._modules.values()]
         weights = (weight for part in self._parts for weight in part._parameters.values() if weight is not None)
-        # nobody counts edits of inference tensors: -1
+        # inference tensors have no version counter: -1
         return parts + [(id(weight), -1 if weight.is_inference() else weight._version) for weight in weights]
 
     def _edited(self) -> bool:
-        """Whether a weight was edited in place, or it or a part replaced, since counting began; no value is read."""
+        """Whether a weight was edited in place, or a weight or submodule replaced, since counting began."""
         before = self._counted
         if before is None:
             return False
         counters = self._counters()
-        meant = self._counted is not before  # meanwhile, by a mask of another thread
+        meant = self._counted is not before  # another thread applied a mask meanwhile
         return counters != before and not meant and -1 not in (count for _, count in counters)
 
     def _forget(self, line: str, problem: str) -> None:
         self._metadata = self._metadata.after(line)
-        self._digest = None  # nothing measured is left to compare values with
+        self._digest = None  # nothing measured is left to compare with
         warn(f"{problem}: {DROPPED}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Called by `to`, `half` and the like. A new device keeps the bits of weights; a new dtype rounds them."""
+        """Called by `to`, `half` and the like. A new device keeps the values of weights; a new dtype rounds them."""
         home = next(self.parameters(), None)
         rounded = home is not None and self._digest is not None and fn(home.detach()[:0]).dtype != home.dtype
         if rounded:
@@ -120,7 +120,7 @@ class Watched(OurModel):
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *arguments: Any) -> None:
-        """Called by `load_state_dict`, also by that of a model around this one: other weights drop the calibration."""
+        """Called by `load_state_dict`, also from an enclosing model: other weights drop the calibration."""
         weights = ((old, state_dict.get(prefix + name)) for name, old in self.named_parameters() if not old.is_meta)
         changed = (isinstance(new, Tensor) and not torch.equal(old, new.to(old)) for old, new in weights)
         if self._counted is not None and self.verified_metadata().measured and any(changed):
@@ -131,7 +131,7 @@ class Watched(OurModel):
         self.take_as_measured()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy takes along: it counts anew, and weights with masks on were not measured."""
+        """State of a copy: it counts edits from scratch, and masked weights were not measured."""
         metadata = self.kept_metadata("copied")
         digest = None if self._masks else self._digest
         return {**self.__dict__, "_metadata": metadata, "_parts": [], "_masks": 0, "_digest": digest}
@@ -143,7 +143,7 @@ class Watched(OurModel):
 
 
 def _warn_of_hooks(model: nn.Module, deed: str) -> None:
-    """Warn where parts of a model have forward hooks: what is made of its weights does not run them."""
+    """Warn if modules have forward hooks, which do not run in anything made from the weights."""
     for name, module in model.named_modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not str(getattr(hook, "__module__", "")).startswith(_PLACING_HOOKS):
@@ -156,12 +156,12 @@ def _warn_of_hooks(model: nn.Module, deed: str) -> None:
 
 @contextmanager
 def masking(*models: Watched, on: bool) -> Iterator[None]:
-    """A mask is put on, or taken off, inside: unlike edits of before, this drops no calibration."""
+    """Apply or remove a mask inside: unlike earlier edits, this does not drop the calibration."""
     for model in models:
         _ = model.metadata
     watched = [model for model in models if model._counted is not None]
     for model in watched:
-        model._counted = None  # no edits until they are counted anew: another thread that answers must find none
+        model._counted = None  # stop counting: other threads must not see these edits
     try:
         yield
     finally:

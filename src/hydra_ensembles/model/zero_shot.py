@@ -1,4 +1,4 @@
-"""Zero-shot classifiers: an image tower, and the names of classes that the text tower embeds once."""
+"""Zero-shot classifiers: an image tower, and class names that the text tower embeds once."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ _PROMPTS_AT_ONCE = 256
 
 
 def text_side_of(ensemble: Ensemble) -> TextSide:
-    """The text towers that a zero-shot ensemble has kept, to embed other words."""
+    """The text towers kept by a zero-shot ensemble, for embedding other words."""
     side = ensemble.metadata.text_side
     if side is None:
         raise ConfigError("this ensemble kept no text towers; make it again with zero_shot(..., keep_text=True)")
@@ -38,7 +38,7 @@ def text_side_of(ensemble: Ensemble) -> TextSide:
 
 
 def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
-    """Class names, at least two and all different."""
+    """Class names, checked: at least two, all different."""
     names = tuple(class_names)
     blank, twice = odd_names(names)
     if blank is not None:
@@ -49,7 +49,7 @@ def checked_names(class_names: Sequence[str]) -> tuple[str, ...]:
 
 
 def checked_templates(templates: Templates) -> tuple[str, ...]:
-    """Templates, at least one; each has a place for the name, `{}` as CLIP's own lists have it becomes ours."""
+    """Templates, checked: at least one, each with a placeholder; CLIP's `{}` becomes `{label}`."""
     given = (templates,) if isinstance(templates, str) else tuple(templates)
     if not given:
         raise DataError("templates is empty; give at least one sentence such as 'A photo of a {label}.'")
@@ -63,7 +63,7 @@ def checked_templates(templates: Templates) -> tuple[str, ...]:
 
 
 def prompts_of(names: Sequence[str], templates: Sequence[str]) -> list[str]:
-    """Every class in every template, one class after another."""
+    """Every class in every template, grouped by class."""
     return [template.replace(LABEL, name) for name in names for template in templates]
 
 
@@ -71,7 +71,7 @@ def prompts_of(names: Sequence[str], templates: Sequence[str]) -> list[str]:
 def class_embeddings(
     tower: Ensemble, projection: GroupedLinear | None, names: Sequence[str], templates: Sequence[str]
 ) -> Tensor:
-    """Embeddings `[G, C, e]` of length one; G is 1, or the number of members that differ in tower or projection."""
+    """Normalised embeddings `[G, C, e]`; G is 1, or the number of members that differ in tower or projection."""
     prompts = prompts_of(names, templates)
     with dropping(False):
         batches = (prompts[start : start + _PROMPTS_AT_ONCE] for start in range(0, len(prompts), _PROMPTS_AT_ONCE))
@@ -80,7 +80,7 @@ def class_embeddings(
 
 
 def require_distinct(tower: Ensemble, names: Sequence[str], templates: Sequence[str]) -> None:
-    """Refuse class names that become the same tokens, naming two: no member can tell them apart."""
+    """Refuse class names with the same tokens, naming two: no member can distinguish them."""
     ids = tower.unpack(tower.prepare(prompts_of(names, templates)))[0]  # [C·templates, T]
     by_tokens: dict[bytes, str] = {}
     for name, tokens in zip(names, ids.cpu().unflatten(0, (len(names), -1)), strict=True):
@@ -93,7 +93,7 @@ def require_distinct(tower: Ensemble, names: Sequence[str], templates: Sequence[
 
 
 def average_templates(embedded: Tensor, templates: int) -> Tensor:
-    """One embedding per class, `[G, C, e]`, out of those of its prompts, `[G, C·templates, e]`, of length one."""
+    """One normalised embedding per class, `[G, C, e]`, from those of its prompts, `[G, C·templates, e]`."""
     return embedded if templates == 1 else F.normalize(embedded.unflatten(1, (-1, templates)).mean(2), dim=-1)
 
 
@@ -195,7 +195,7 @@ def retarget(ensemble: Ensemble, class_names: Sequence[str], templates: Template
 
 
 def text_tower(side: TextSide, device: torch.device) -> tuple[Ensemble, GroupedLinear | None]:
-    """The tower and the projection of a text side, on a device."""
+    """Tower and projection of a text side, on a device."""
     settings, parts = side.settings, (side.part(TOWER), side.part(PROJECTION))
     weights, maps = ({name: tensor.to(device) for name, tensor in part.items()} for part in parts)
     tower = built_around(lambda: Ensemble(settings.tower, Metadata(preprocessing=settings.preprocessing)), weights)
@@ -203,7 +203,7 @@ def text_tower(side: TextSide, device: torch.device) -> tuple[Ensemble, GroupedL
 
 
 def _class_state(side: TextSide, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-    """The readout's weights: class embeddings times the logit scale `[G, C, e]`, and a bias for each class `[G, C]`."""
+    """Weights of the readout: class embeddings times the logit scale `[G, C, e]`, and a bias per class `[G, C]`."""
     settings, (tower, projection) = side.settings, text_tower(side, device)
     require_distinct(tower, names, settings.templates)
     classes = class_embeddings(tower, projection, names, settings.templates)
