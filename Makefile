@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-DEMO   := $(or $(wildcard $(STAMP)),$(VENV)/.demo)  # what is there, else no more than the demo and its server need
+DEMO   := $(or $(wildcard $(STAMP)),$(VENV)/.demo)  # the full environment if it exists, else what the demo and its server need
 
 .PHONY: demo serve-demo test slow attack notebooks docs commands lint release format clean
 
@@ -20,25 +20,25 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 demo: $(DEMO)
 	$(BIN)/hydra-ensembles demo
 
-# The page is at http://127.0.0.1:8000; the demo is run first where it has not been.
+# The page is at http://127.0.0.1:8000; the demo runs first if it has not yet.
 serve-demo: $(DEMO)
 	test -f hydra-demo/model/config.json || $(BIN)/hydra-ensembles demo
 	$(BIN)/hydra-ensembles serve hydra-demo/model --name eurosat-hydra
 
 # One worker per core, one thread each; a test file stays on one worker, and so do files that share long fixtures.
-# Bytecode is kept, also where the environment says otherwise: processes that tests start would compile all of it again.
-# Files that tests read are UTF-8 in every locale.
+# Bytecode is cached even if the environment says otherwise: subprocesses of tests would compile everything again.
+# Tests read files as UTF-8 in every locale.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONUTF8=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
-# Damaged files, bad inputs, kills, counted; writes results/attack.json and fails where a single case ends as none may.
+# Damaged files, bad inputs, killed processes; counts outcomes in results/attack.json, and fails on any forbidden one.
 attack: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m attack
 
-# Runs the notebooks and keeps their outputs in them.
+# Runs the notebooks and saves their outputs in them.
 notebooks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/execute.py
 
@@ -46,7 +46,7 @@ notebooks: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# What `hydra-ensembles --help` and completion know of the commands; after a change of a command or its settings.
+# Writes the table behind `hydra-ensembles --help` and completion; run it after changing a command or its settings.
 commands: $(STAMP)
 	$(BIN)/python -c "from hydra_ensembles.cli.main import write_table; write_table()"
 

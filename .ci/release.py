@@ -1,10 +1,10 @@
-"""`make release`: build sdist and wheel of the last commit, look at them, and try the wheel in empty environments.
+"""`make release`: build sdist and wheel of the last commit, check them, and try the wheel in empty environments.
 
-    python .ci/release.py                 # all of it: dist/ has the files once everything holds
-    python .ci/release.py none cli onnx   # try these extras only; `none` is the wheel alone
+    python .ci/release.py                 # everything; writes the files to dist/ if all checks pass
+    python .ci/release.py none cli onnx   # try only these extras; `none` is the wheel alone
 
-The wheel is built from the sdist, so the sdist is known to be whole. The environment of an extra has what the extra
-brings on top of that of the wheel alone, and nothing else; versions are those of constraints.txt.
+The wheel is built from the sdist, which shows that the sdist is complete. The environment of an extra adds only that
+extra's packages to the environment of the wheel alone; versions are those of constraints.txt.
 """
 
 import email
@@ -22,13 +22,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CODE, WHOLE = 3_000_000, 15_000_000  # bytes, compressed: the wheel without the demo's data, and with it
 DEMO = "hydra_ensembles/demo/"
-UNTRIED = {"dev", "docs"}  # what works on this repository itself
+UNTRIED = {"dev", "docs"}  # extras for developing this repository
 IN_SDIST = ("CHANGELOG.md", "CITATION.cff", "LICENSE", "Makefile", "README.md", "constraints.txt")
 IN_WHEEL = ("hydra_ensembles_cli.py", *(f"hydra_ensembles/{name}" for name in ("py.typed", "cli/commands.json")))
 
 
 def run(*words: str | Path, at: Path) -> str:
-    """Run a command in a folder, with nothing of this checkout on Python's path; its output, or the end of it all."""
+    """Run a command in a folder without this checkout on Python's path; return its output, or exit if it fails."""
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run([str(word) for word in words], cwd=at, env=clean, capture_output=True, text=True)
     if done.returncode:
@@ -37,7 +37,7 @@ def run(*words: str | Path, at: Path) -> str:
 
 
 def environment(folder: Path, below: Path | None = None) -> Path:
-    """A new environment, on top of another one if that is given; its Python."""
+    """Create an environment, on top of another one if given; return its Python."""
     venv.create(folder, with_pip=True)
     if below is not None:
         own, its = (next(one.glob("lib/python*/site-packages")) for one in (folder, below))
@@ -46,7 +46,7 @@ def environment(folder: Path, below: Path | None = None) -> Path:
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """Sdist and wheel of the last commit, in a folder."""
+    """Build sdist and wheel of the last commit in a folder."""
     source, made, python = folder / "source", folder / "made", environment(folder / "building")
     made.mkdir()
     archive = folder / "source.tar"
@@ -67,12 +67,12 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def unreleased(changelog: str) -> str:
-    """What the changelog has under Unreleased, which a release would ship without a version of its own."""
+    """The changelog's text under Unreleased, which a release would ship without a version."""
     return changelog.partition("\n## [Unreleased]\n")[2].partition("\n## [")[0].strip()
 
 
 def look_at(sdist: Path, wheel: Path) -> tuple[str, list[str]]:
-    """Check names, metadata and sizes, and that the version is one that was closed; the version and the extras."""
+    """Check names, metadata, sizes and that the changelog has the version; return the version and the extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with zipfile.ZipFile(wheel) as files:
         sizes = {one.filename: one.compress_size for one in files.infolist()}
@@ -127,7 +127,7 @@ def look_at(sdist: Path, wheel: Path) -> tuple[str, list[str]]:
 
 
 def main() -> None:
-    """Build, look, try; only then put the files into dist/."""
+    """Build, check and try the files; copy them to dist/ only if all succeeds."""
     if left := unreleased((ROOT / "CHANGELOG.md").read_text()):
         sys.exit(f"CHANGELOG.md has changes under [Unreleased]; put them under the version to release:\n{left}")
     with tempfile.TemporaryDirectory(prefix="release-") as place:
@@ -142,7 +142,7 @@ def main() -> None:
             below, what = (None, str(wheel)) if extra == "none" else (folder / "none", f"{wheel}[{extra}]")
             python = environment(folder / extra, below)
             pip = (python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt")
-            run(*pip, "--no-deps", "--ignore-installed", wheel, at=empty)  # its command is for this Python
+            run(*pip, "--no-deps", "--ignore-installed", wheel, at=empty)  # so that its command uses this Python
             run(*pip, what, at=empty)
             said = run(python, "-W", "ignore", smoke, extra.replace("-", "_"), version, at=empty)
             print(f"{extra:<14}{said.strip()}", flush=True)

@@ -19,7 +19,7 @@ FOLDER = Path(tempfile.mkdtemp())
 
 
 class Own(torch.nn.Module):
-    """A classifier of one's own: images `[B, 3, 16, 16]`, three classes."""
+    """A user's own classifier: images `[B, 3, 16, 16]`, three classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def hydra() -> he.Ensemble:
 
 
 def none() -> str:
-    """Built, saved, loaded, answered; every public name is there; whatever needs an extra names it."""
+    """Build, save, load and predict; every public name exists; features that need an extra name it."""
     images, made = torch.randn(5, 3, 16, 16), hydra()
     made.save_pretrained(FOLDER / "model")
     assert torch.equal(made(images), he.load(FOLDER / "model")(images))
@@ -60,14 +60,14 @@ def none() -> str:
 
 
 def timm() -> str:
-    """A model of timm."""
+    """Convert a timm model."""
     import timm
 
     return str(he.convert(timm.create_model("test_vit", num_classes=3).eval()).num_layers) + " layers"
 
 
 def transformers() -> str:
-    """A model of transformers."""
+    """Convert a transformers model."""
     from transformers import BertConfig, BertForSequenceClassification
 
     small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
@@ -76,7 +76,7 @@ def transformers() -> str:
 
 
 def open_clip() -> str:
-    """A dual encoder of open_clip."""
+    """Convert an open_clip dual encoder."""
     import open_clip
 
     text = open_clip.CLIPTextCfg(width=32, heads=4, layers=2)
@@ -85,7 +85,7 @@ def open_clip() -> str:
 
 
 def text() -> str:
-    """A tokenizer, saved with the model."""
+    """Use a tokenizer that can be saved with the model."""
     import tokenizers
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[PAD]": 0, "[UNK]": 1, "good": 2}, unk_token="[UNK]"))
@@ -94,7 +94,7 @@ def text() -> str:
 
 
 def train() -> str:
-    """A training, which `accelerate launch` may share between processes."""
+    """Train, with accelerate installed, which can distribute a training."""
     import accelerate
 
     data = [(torch.randn(8, 3, 16, 16), torch.arange(8) % 3) for _ in range(2)]
@@ -103,7 +103,7 @@ def train() -> str:
 
 
 def data() -> str:
-    """A folder of pictures, and the images inside the package."""
+    """Load a folder of pictures, and the images inside the package."""
     from PIL import Image
 
     from hydra_ensembles.data import load
@@ -118,26 +118,26 @@ def data() -> str:
 
 
 def hub() -> str:
-    """Data sets of the hub are read by its own library."""
+    """The library that reads data sets of the hub is installed."""
     import datasets
 
     return f"datasets {datasets.__version__}"
 
 
 def onnx() -> str:
-    """A file that ONNX Runtime answers from, compared with the model before it gets its name."""
+    """Export to ONNX; the exporter compares the file with the model before naming it."""
     return he.export(hydra(), FOLDER / "model.onnx").name
 
 
 def report() -> str:
-    """A page of an evaluation."""
+    """Write an evaluation's report."""
     sets = [[(torch.randn(9, 3, 16, 16) + shift, torch.arange(9) % 3)] for shift in (0, 1)]
     found = he.evaluate(hydra(), sets[0], {"other": sets[1]}, progress=False)
     return f"{he.write_report(FOLDER / 'report.html', [found]).stat().st_size // 1000} kB"
 
 
 def cli() -> str:
-    """The command: help without PyTorch, and a model described."""
+    """Run the command: version, help, and the description of a model."""
     hydra().save_pretrained(FOLDER / "model")
     assert f"hydra-ensembles {VERSION}" in subprocess.check_output([COMMAND, "--version"], text=True)
     module = [sys.executable, "-m", "hydra_ensembles", "--version"]
@@ -148,7 +148,7 @@ def cli() -> str:
 
 
 def serve() -> str:
-    """A server that answers over HTTP."""
+    """Start a server that answers over HTTP."""
     hydra().save_pretrained(FOLDER / "model")
     words = [COMMAND, "serve", FOLDER / "model", "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
@@ -162,7 +162,7 @@ def serve() -> str:
 
 
 def ray() -> str:
-    """The application for Ray Serve can be made."""
+    """Create the application for Ray Serve."""
     from hydra_ensembles.serve import ray_app
 
     hydra().save_pretrained(FOLDER / "model")
@@ -170,7 +170,7 @@ def ray() -> str:
 
 
 def everything() -> str:
-    """What `all` promises."""
+    """Everything that `all` promises."""
     return "; ".join(part() for part in (timm, transformers, open_clip, text, train, data, report, cli, serve))
 
 

@@ -1,4 +1,4 @@
-"""Circuit extraction: naive, exact and screened side by side, in seconds and in model forwards.
+"""Circuit extraction: compare the naive, exact and screened methods in seconds and in model forwards.
 
     python benchmarks/circuit.py --tiny
     python benchmarks/circuit.py --model FOLDER --id id.safetensors --ood ood.safetensors --budget 24
@@ -6,9 +6,9 @@
     python benchmarks/circuit.py --random vit-b16 --samples 128 --budget 8 --against FOLDER      # and another checkout
 
 A data file holds the tensors `inputs`, preprocessed, and `labels`. A model forward is one pass of the whole model over
-all samples. The naive method may be measured on its first steps only (`--naive-steps`), and on some heads only
+all samples. The naive method may be measured only on its first steps (`--naive-steps`) and on some heads
 (`--naive-heads`), and extrapolated by the number of heads evaluated; such numbers are marked. `--scaling` does both.
-With `--against`, processes of both checkouts extract the same circuits in turn; they must be equal.
+With `--against`, processes of both checkouts extract the same circuits in turn; these must be equal.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Case:
 
 
 def random_case(name: str, shape: str, pixels: int, samples: int, options: argparse.Namespace) -> Case:
-    """A ViT with random weights and, as labels, its own predictions; OOD pictures have more contrast."""
+    """A ViT with random weights, labelled by its own predictions; OOD images have more contrast."""
     import timm
 
     torch.manual_seed(options.seed)
@@ -98,7 +98,7 @@ def scaling_cases(options: argparse.Namespace) -> list[Case]:
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """What is to be measured."""
+    """The cases to measure."""
     if options.scaling:
         return scaling_cases(options)
     if options.random:
@@ -114,17 +114,17 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 
 def measure(case: Case, score: str, method: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A row: one extraction, or a part of a naive one (its first steps, or some of its heads), scaled up."""
+    """Measure one extraction, or a part of a naive one (its first steps, or some of its heads), extrapolated."""
     naive = method == "naive"
     heads = len(case.candidates)
     steps = min(options.naive_steps or options.budget, options.budget) if naive else options.budget
     tried = min(options.naive_heads or heads, heads) if naive else heads
-    removed = case.candidates[: heads - tried]  # heads that are off cost the naive method as much as others
+    removed = case.candidates[: heads - tried]  # removed heads cost the naive method as much as others
     seconds, ranking = timed(case, score, method, steps, options, removed=removed)
     provenance = ranking.provenance
     remaining = evaluations(heads, options.budget) - evaluations(tried, steps)
     forwards, blocks = provenance["model_forwards"], provenance["layer_evaluations"]
-    if naive and remaining:  # every head costs the same; what is done once for all steps must not be scaled up
+    if naive and remaining:  # every head costs the same; work done once for all steps must not be scaled up
         first_seconds, first_ranking = timed(case, score, method, 1, options, removed=removed)
         evaluated = evaluations(tried, steps) - tried
         seconds += (seconds - first_seconds) / evaluated * remaining
@@ -149,18 +149,18 @@ def measure(case: Case, score: str, method: str, options: argparse.Namespace) ->
 
 
 def evaluations(heads: int, steps: int) -> int:
-    """Heads that the naive method evaluates in so many steps."""
+    """The number of heads that the naive method evaluates in so many steps."""
     return sum(heads - step for step in range(steps))
 
 
 def timed(
     case: Case, score: str, method: str, budget: int, options: argparse.Namespace, **more: Any
 ) -> tuple[float, he.HeadRanking]:
-    """Seconds of an extraction, from the call to its result, reading of the batches included."""
+    """Seconds of an extraction, including reading the batches."""
     settings: dict[str, Any] = {"score": score, "method": method, "budget": budget, "seed": options.seed}
     settings |= {"layers": case.layers, "progress": False}
     if method == "screened":
-        settings["audit_steps"] = 0  # an audit is work of the exact method
+        settings["audit_steps"] = 0  # an audit would run the exact method
     if options.ties:
         settings["ties"] = options.ties
     synchronize(options.device)
@@ -171,7 +171,7 @@ def timed(
 
 
 def lines_of(rows: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
-    """A line of a table for each row, beside the naive one of its case and score."""
+    """A table line for each row, compared with the naive one of its case and score."""
     lines: list[tuple[object, ...]] = []
     for row in rows:
         same = [other for other in rows if (other["case"], other["score"]) == (row["case"], row["score"])]
@@ -186,7 +186,7 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
 
 
 def circuit_table(name: str) -> str:
-    """A table of the documents: naive, exact and screened for each case and score of a results file."""
+    """A table for the documents: naive, exact and screened for each case and score of a results file."""
     result = load(name)
     rows = result["results"]
     about = (
@@ -197,15 +197,15 @@ def circuit_table(name: str) -> str:
     return markdown(HEADER, lines_of(rows), about, "lll")
 
 
-# --- another checkout ------------------------------------------------------------------------------------------------
+# --- comparison with another checkout --------------------------------------------------------------------------------
 
 
 def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Extract the same circuits with this checkout and with another, which take turns; a line for each circuit."""
+    """Extract the same circuits with this checkout and another one, in turn; print a line for each circuit."""
     stored = by_turns(__file__, options.against, arguments, options.turns, "results")
     rows = []
     print(f"{'score':6}{'method':10}{'new s':>9}{'old s':>9}{'new/old':>9}  same heads")
-    for circuits in zip(*stored[0], *stored[1], strict=True):  # of all turns
+    for circuits in zip(*stored[0], *stored[1], strict=True):  # all turns of one circuit
         times = [[one["seconds"] for one in turns] for turns in (circuits[: options.turns], circuits[options.turns :])]
         new, old = map(statistics.median, times)
         score, method = circuits[0]["score"], circuits[0]["method"]
@@ -269,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     rows: list[dict[str, Any]] = []
     for case in cases_of(options):
-        timed(case, options.scores[0], "exact", 1, options)  # libraries load and kernels are chosen here
+        timed(case, options.scores[0], "exact", 1, options)  # warm-up: loads libraries and selects kernels
         for score, method in product(options.scores, options.methods):
             rows.append(measure(case, score, method, options))
             print(*lines_of(rows)[-1], sep="  ", flush=True)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the folder they lie in, and a second checkout to compare with."""
+"""Shared by the benchmarks: the import path of `studies`, and comparison with a second checkout."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # `studies` lies beside the benchmarks, which import it after this file
+sys.path.append(str(ROOT))  # `studies` is next to the benchmarks, which import it after this file
 
 
 def synchronize(device: str | torch.device) -> None:
@@ -23,9 +23,9 @@ def synchronize(device: str | torch.device) -> None:
 
 
 def by_turns(script: str, other: Path, arguments: Sequence[str], turns: int, key: str) -> list[list[list[Any]]]:
-    """Rows that a script stores with the package of this checkout and with that of another, by checkout and turn.
+    """Rows that a script stores with this checkout's package and with another's, by checkout and turn.
 
-    A turn is a process, called with the arguments but for `--against`; every time another checkout goes first.
+    Each turn runs a process with the arguments except `--against`; the checkouts alternate in going first.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--against")

@@ -1,10 +1,10 @@
-"""How often 95 % intervals of `hydra_ensembles.metrics.bootstrap` hold the true value, of samples by known laws.
+"""How often 95 % intervals of `hydra_ensembles.metrics.bootstrap` contain the true value, for known distributions.
 
     python benchmarks/coverage.py --output results/interval_coverage.json     # minutes on a CPU
 
-Answers are those of a model that is often in doubt, or mostly sure, and right less often than it says by a known share,
-which is then the true ECE. Scores are normal, those of foreign samples higher. What is true of other metrics is taken
-from a million samples.
+Predictions are those of a model that is often unsure, or mostly sure, and overconfident by a known margin, which is
+then the true ECE. Scores are normal, and higher for OOD samples. True values of the other metrics are computed from a
+million samples.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from common import ROOT as ROOT  # so that `studies` is found
+from common import ROOT as ROOT  # makes `studies` importable
 from torch import Tensor
 
 from hydra_ensembles.metrics.bootstrap import (
@@ -30,29 +30,29 @@ from hydra_ensembles.metrics.ood import OodMetric, aurc, flagged, of_counts, ris
 from hydra_ensembles.metrics.probabilities import ece_of_confidence
 from studies.results import fixed, load, markdown, store, versions
 
-LAWS = {"in doubt": (4.0, 2.0), "sure": (20.0, 1.0)}  # Beta, of confidences: means of 0.67 and 0.95
-APART = 1.5  # standard deviations between the scores of familiar and of foreign samples
+LAWS = {"in doubt": (4.0, 2.0), "sure": (20.0, 1.0)}  # Beta distributions of confidence: means of 0.67 and 0.95
+APART = 1.5  # standard deviations between the scores of ID and OOD samples
 SAMPLES, OF_CALIBRATION = (50, 200, 1000), (300, 2000)
 ERRORS = (0.0, 0.01, 0.05)  # of calibration
-ALL = 1_000_000  # samples that stand for all there are
+ALL = 1_000_000  # samples used as the whole population
 
 Draw = Callable[[np.random.Generator, int], Sequence[Tensor]]
 
 
 def answers(law: str, error: float, draws: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
-    """Confidences `[count]`, and which answers are right."""
+    """Confidences `[count]`, and which predictions are right."""
     sure = draws.beta(*LAWS[law], size=count)
     return torch.from_numpy(sure), torch.from_numpy(draws.random(count) < sure - error)
 
 
 def scores(draws: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
-    """Scores of familiar and of foreign samples, `[count]` each."""
+    """Scores of ID and OOD samples, `[count]` each."""
     familiar, foreign = draws.normal(size=(2, count))
     return torch.from_numpy(familiar), torch.from_numpy(foreign + APART)
 
 
 def cases(samples: Sequence[int], of_calibration: Sequence[int]) -> Iterator[tuple[dict[str, Any], Draw, float, Any]]:
-    """What is asked, how samples are drawn, what is true, and the interval of a draw, given how many resamples."""
+    """Each case: its description, how to draw samples, the true value, and the interval function of a draw."""
     large = np.random.default_rng(0)
     for law in LAWS:
         calibrated = partial(answers, law, 0.0)
@@ -87,7 +87,7 @@ def _ece(resamples: int, sure: Tensor, right: Tensor) -> Interval:
 
 
 def coverage_table() -> str:
-    """A table of the documents: of each metric and law, the intervals that hold what is true, by samples."""
+    """A table for the documents: the share of intervals that contain the true value, by metric, law and samples."""
     found = load("interval_coverage.json")
     lines: dict[tuple[str, str, float], list[str]] = {}
     for row in found["rows"]:
@@ -104,7 +104,7 @@ def coverage_table() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw every case so many times, and store how often its interval holds what is true."""
+    """Draw every case repeatedly, and store how often its interval contains the true value."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=200, help="of samples, of each case")
     parser.add_argument("--resamples", type=int, default=100, help="of each interval")

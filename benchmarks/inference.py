@@ -1,4 +1,4 @@
-"""What inference costs: single models, Deep Ensembles, other baselines and Hydra Ensembles, all treated alike.
+"""The cost of inference: single models, Deep Ensembles, other baselines and Hydra Ensembles, all measured alike.
 
     python benchmarks/inference.py --output results/inference.json
     python benchmarks/inference.py --batches 1 4 32 128 512 --modes graphed compiled eager graphed-eager
@@ -6,17 +6,17 @@
     python benchmarks/inference.py --members 1 2 3 5 8 --modes graphed-eager --batches 4 128
     python benchmarks/inference.py --shape clip-b32 --modes graphed-eager --batches 4 128   # zero-shot classifiers
     python benchmarks/inference.py --methods --modes graphed-eager --batches 4 128 --seconds 0.5 \\
-        --output results/inference_methods.json   # every baseline, of docs/tables_methods.md
+        --output results/inference_methods.json   # every baseline, for docs/tables_methods.md
     python benchmarks/inference.py --against FOLDER --contenders hydra-k0 hydra-k8 hydra-k10   # and another checkout
     python benchmarks/inference.py --methods --counts --device cpu --output results/inference_counts.json
     python benchmarks/inference.py --conversion --device cpu --threads 1 --output results/conversion.json
 
 Every contender is timed in turn with the user's own model, in the same mode. Modes: `eager`; `compiled`
 (`torch.compile` for that batch size); `graphed` (compiled, then recorded as a CUDA graph: the best the user's model
-can get); `graphed-eager` (recorded, not compiled). Rows that the output file has already are skipped, unless `--again`.
-With `--against`, processes of both checkouts measure the same contenders in turn.
-`--conversion` times `convert` instead, with and without its comparison of answers. `--counts` times nothing: parameters
-and arithmetic follow from shapes.
+can get); `graphed-eager` (recorded, not compiled). Rows that are already in the output file are skipped, unless
+`--again`. With `--against`, processes of both checkouts measure the same contenders in turn. `--conversion` times
+`convert` instead, with and without its comparison of outputs. `--counts` times nothing: parameters and arithmetic
+follow from shapes.
 """
 
 import argparse
@@ -55,10 +55,10 @@ MODES = ("graphed", "compiled", "graphed-eager", "eager")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 GROWTH_CONTENDERS = ("single", "hydra-k0", "hydra-k8", "hydra-joint", "deep-in-turn", "deep-stacked")
 TEST_SET = 50_000  # images of ImageNet's validation set, as in the paper's whole-test times
-TOLERANCE = 0.1  # relative; answers in bfloat16 differ by about a hundredth, wrong ones by about one
+TOLERANCE = 0.1  # relative; outputs in bfloat16 differ by about a hundredth, wrong ones by about one
 
 Row = dict[str, Any]
-KEY = ("hardware", "shape", "dtype", "mode", "batch", "contender", "members")  # what tells rows apart
+KEY = ("hardware", "shape", "dtype", "mode", "batch", "contender", "members")  # identifies a row
 EXPECTED_ERRORS = (RuntimeError, NotImplementedError, ValueError, TypeError, ImportError)
 
 
@@ -66,7 +66,7 @@ EXPECTED_ERRORS = (RuntimeError, NotImplementedError, ValueError, TypeError, Imp
 
 
 class Modes:
-    """One contender on one batch, in every mode; what modes have in common is made once."""
+    """One contender on one batch, in every mode; work that modes share is done once."""
 
     def __init__(self, contender: Contender, inputs: Inputs) -> None:
         self.contender = contender
@@ -86,7 +86,7 @@ class Modes:
         return self._calls[mode]
 
     def error(self, mode: str) -> float | None:
-        """How far a mode's answer is from what is expected; a contender that draws numbers has none."""
+        """Relative error of a mode's output; raises if it is too large. None for random contenders."""
         if self.contender.random:
             return None
         with torch.no_grad():
@@ -98,7 +98,7 @@ class Modes:
         return difference
 
     def peak_memory(self, mode: str) -> int:
-        """Bytes of the weights, and the most that a forward pass allocates; a graph keeps what its function needs."""
+        """Bytes of the weights, plus the peak allocation of a forward pass; a graph needs as much as its function."""
         run = self.run({"graphed": "compiled", "graphed-eager": "eager"}.get(mode, mode))
         with torch.no_grad():
             if self.inputs[0].device.type != "cuda":
@@ -117,7 +117,7 @@ def recorded(function: Call, inputs: Sequence[Tensor]) -> Call:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
-        for _ in range(3):  # let libraries pick kernels and allocate before anything is recorded
+        for _ in range(3):  # let libraries pick kernels and allocate before recording
             function(*buffers)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -134,7 +134,7 @@ def recorded(function: Call, inputs: Sequence[Tensor]) -> Call:
 
 
 def allocated_on_cpu(run: Call, arguments: list[Tensor]) -> int:
-    """The most bytes of tensors that a call holds at a time."""
+    """The peak bytes of tensors that a call holds."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         run(*arguments)
@@ -147,7 +147,7 @@ def allocated_on_cpu(run: Call, arguments: list[Tensor]) -> int:
 
 
 def times(runs: Sequence[Call], inputs: Sequence[Tensor], rounds: int) -> list[list[float]]:
-    """Milliseconds of each function, a list each; in every round another one goes first."""
+    """Milliseconds of each function in every round; the functions take turns in going first."""
     clock = cuda_time if inputs[0].device.type == "cuda" else wall_time
     spent: list[list[float]] = [[] for _ in runs]
     with torch.no_grad():
@@ -175,7 +175,7 @@ def cuda_time(run: Call, inputs: Sequence[Tensor]) -> float:
 
 
 def rounds_for(runs: Sequence[Call], inputs: Sequence[Tensor], seconds: float) -> int:
-    """How many rounds fit into so many seconds, within reason; also warms up."""
+    """Warm up, and return the number of rounds, 7 to 100, that fit into so many seconds."""
     times(runs, inputs, 2)
     start = time.perf_counter()
     times(runs, inputs, 1)
@@ -190,9 +190,9 @@ def key_of(row: Row) -> tuple[Any, ...]:
 
 
 def completed(rows: Iterable[Row]) -> list[Row]:
-    """The rows, sorted, with all that follows from what was measured. A ratio compares times: below 1 is faster.
+    """The rows, sorted, with all derived numbers. A ratio compares times: below 1 is faster.
 
-    Rows are compared by way of the user's model, with which each was measured in turn.
+    Rows are compared through the user's model, with which each was measured in turn.
     """
     rows = sorted(rows, key=key_of)
     relative = {key_of(row): row["latency_ms"] / row["single_ms"] for row in rows}
@@ -208,7 +208,7 @@ def completed(rows: Iterable[Row]) -> list[Row]:
             "ratio_to_ours": to(row, "ours", 1),
             "ratio_to_pruned": to(row, "pruned", 1),
             "ratio_to_deep": to(row, "deep-in-turn", row["members"]) if row["members"] > 1 else None,
-            "ratio_to_limit": relative[key_of(row)] / row["limit"],  # 1: as fast as arithmetic alone would be
+            "ratio_to_limit": relative[key_of(row)] / row["limit"],  # 1: as fast as arithmetic alone
             "inputs_per_second": 1e3 * row["batch"] / row["latency_ms"],
             "test_set_s": math.ceil(TEST_SET / row["batch"]) * row["latency_ms"] / 1e3,
         }
@@ -217,7 +217,7 @@ def completed(rows: Iterable[Row]) -> list[Row]:
 
 
 class Benchmark:
-    """One shape in one dtype on one device, and a file of rows that several runs may fill together.
+    """One shape in one dtype on one device, and a file of rows that several runs may fill.
 
     A row is written as soon as it is measured, so a stopped run loses nothing.
     """
@@ -233,7 +233,7 @@ class Benchmark:
         self.failures: dict[str, str] = stored.get("failures", {})
 
     def run(self) -> None:
-        """Measure what is asked for and not there yet."""
+        """Measure the requested rows that are not in the file yet."""
         print(f"{'contender':<20}{'M':>2} {'mode':<13}{'batch':>5} {'plan':<8}{'ms':>9}{'x single':>9}{'limit':>7}")
         for cell in cells(self.options):
             pair = None
@@ -263,7 +263,7 @@ class Benchmark:
             release()
 
     def pair(self, batch: int, name: str, members: int) -> tuple[Modes, Modes]:
-        """The user's own model, kept for the next contender, and a contender, ready for a batch."""
+        """The user's own model, cached for the next contender, and a contender, both ready for a batch."""
         drawn = self.workshop.shape.inputs(batch, torch.Generator().manual_seed(self.options.seed))
         moved = {key: tensor.to(self.options.device) for key, tensor in drawn.items()}
         dtype = self.workshop.dtype
@@ -288,21 +288,21 @@ class Benchmark:
             "latency_low_ms": low,  # the quartiles
             "latency_high_ms": high,
             "single_ms": statistics.median(spent[0]),  # the user's own model, in turn with this one
-            "multiply_adds": madds,  # of one input, those really done
+            "multiply_adds": madds,  # per input, those actually computed
             "limit": madds / self.workshop.single_multiply_adds(),
             "parameters": contender.parameters,
             "weight_bytes": contender.weight_bytes,
-            "peak_memory_bytes": mine.peak_memory(mode),  # weights, and what a forward pass needs beside them
+            "peak_memory_bytes": mine.peak_memory(mode),  # weights, and what a forward pass allocates
             "repeats": repeats,
             "seed": self.options.seed,
-            "error": error,  # relative, to the model before it was rewritten, compiled or recorded
+            "error": error,  # relative to the model before it was optimized, compiled or recorded
             "preparation_s": preparation,
             "settings": settings(self.options.device),
         }
 
 
 def cells(options: argparse.Namespace) -> list[tuple[int, str, int]]:
-    """All work: batch, contender and number of members."""
+    """All cells to measure: batch, contender and number of members."""
     return [
         (batch, name, members)
         for batch in options.batches
@@ -312,24 +312,24 @@ def cells(options: argparse.Namespace) -> list[tuple[int, str, int]]:
 
 
 def settings(device: str) -> dict[str, str]:
-    """What else the times may depend on."""
+    """Versions and settings that the times may depend on."""
     cuda = {"cuda": str(torch.version.cuda)} if torch.device(device).type == "cuda" else {}
     precision = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
     return {**versions("timm", "transformers", "triton"), **cuda, "python": platform.python_version(), **precision}
 
 
 def release() -> None:
-    """Give back the memory of models that are done with."""
+    """Free the memory of deleted models."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-# --- another checkout ------------------------------------------------------------------------------------------------
+# --- comparison with another checkout --------------------------------------------------------------------------------
 
 
 def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Time the same contenders with this checkout and with another, which take turns; a line for each cell."""
+    """Time the same contenders with this checkout and another one, in turn; print a line for each cell."""
     stored = by_turns(__file__, options.against, arguments, options.turns, "rows")
     sides = [[{key_of(row): row for row in rows} for rows in turns] for turns in stored]
     header = ("new ms", "x single", "old ms", "x single", "new/old")
@@ -351,7 +351,7 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 def conversion(options: argparse.Namespace) -> None:
-    """Time `convert` in float32 with and without its comparison of answers, in turn; in seconds of computing."""
+    """Time `convert` in float32 with and without its comparison of outputs, in turn; in CPU seconds."""
     model = SHAPES[options.shape].build().to(options.device).eval()
     spent: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(1 + (options.repeats or 5)):  # the first warms up
@@ -369,7 +369,7 @@ def conversion(options: argparse.Namespace) -> None:
 
 
 def counts(options: argparse.Namespace) -> None:
-    """What contenders store and compute, by their shapes."""
+    """Count what contenders store and compute, from their shapes."""
     workshop = Workshop(SHAPES[options.shape], DTYPES[options.dtype], options.device, options.seed)
     single = workshop.single_multiply_adds()
     rows = list[Row]()
@@ -427,7 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = read_options(argv)
     if options.threads:
         torch.set_num_threads(options.threads)
-    limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # many models, each for its shapes
+    limits = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # many models, each with its shapes
     with torch._dynamo.config.patch(limits):
         if options.conversion:
             conversion(options)

@@ -1,8 +1,8 @@
-"""The models that `inference.py` measures: a user's own model, and what can be made of it to get an ensemble.
+"""The models that `inference.py` measures: a user's own model, and the ensembles that can be made from it.
 
-All weights are random: time does not depend on them. Members are made to differ wherever fine-tuning would make them
-differ, so that nothing can be shared by accident. Only public names of the library are used (but to count arithmetic,
-and for what baselines leave after training), so that the same script can run another checkout of it.
+All weights are random: time does not depend on them. Members differ wherever fine-tuning would make them differ, so
+that nothing is shared by accident. Only public names of the library are used (except to count arithmetic, and for what
+baselines leave after training), so that the same script can run another checkout.
 """
 
 import copy
@@ -53,16 +53,16 @@ LABELS = {
 ZERO_SHOT = ("single", "ours", "deep-in-turn", "hydra-joint")
 NAMES = tuple(name for name in LABELS if name != "hydra-joint")
 OF_IMAGES = ("mimo",)
-MEMBERS = {"single": 1, "ours": 1, "pruned": 1, "oba": 1, "laplace": 20}  # of contenders that have so many always
-APART = {  # of a baseline, what its members have apart; each has its classifier
+MEMBERS = {"single": 1, "ours": 1, "pruned": 1, "oba": 1, "laplace": 20}  # of contenders with a fixed number of members
+APART = {  # parameter groups that a baseline's members do not share; each has its own classifier
     "lora": ("attention",),
     "batch-ensemble": ("attention", "mlp"),
     "batch-ensemble-inputs": ("norms",),
     "deep": ("attention", "mlp", "norms"),
 }
-LAST = "-last"  # of a name: members differ in the last quarter of the layers alone
+LAST = "-last"  # suffix of names: members differ only in the last quarter of the layers
 _RANKED = "data to rank heads; fine-tuning optional"
-METHODS = {  # what docs/tables_methods.md compares: their names there, and what they need
+METHODS = {  # contenders of docs/tables_methods.md: their names there, and what they need
     "single": ("Single", "–"),
     "hydra-k0": ("Pruned members, 8 of 12 heads, no trunk", _RANKED),
     "hydra-k8": ("Pruned members, 8 of 12 heads above a trunk of 8 layers", _RANKED),
@@ -85,9 +85,9 @@ METHODS = {  # what docs/tables_methods.md compares: their names there, and what
     "swag": ("SWAG, `swag`; Snapshot", "a trained model, and to train on for a while; or one training in three cycles"),
     "mc-dropout": ("MC Dropout, `mc_dropout`", "nothing; better trained with dropout"),
 }
-NOISE = 0.02  # what fine-tuning does, coarse enough to survive bfloat16
+NOISE = 0.02  # imitates fine-tuning, coarse enough to survive bfloat16
 DROPOUT = 0.1
-PRUNED_SHARE = 10  # of a zero-shot classifier one head in so many: 24 of the 144 + 96 of ViT-B/32
+PRUNED_SHARE = 10  # one head in so many is pruned from a zero-shot classifier: 24 of the 144 + 96 of ViT-B/32
 TEMPLATE = "A photo of a {label}."
 
 Inputs = dict[str, Tensor]
@@ -104,11 +104,11 @@ class Shape:
     build: Callable[[], nn.Module]  # with random weights, dropout off
     tokens: int  # of an input
     pixels: int = 0  # side of the images; 0 for texts
-    classes: int = 0  # of a dual encoder, names to choose from; 0 for a classifier
-    words: int = 0  # of a text model, its vocabulary
+    classes: int = 0  # class names of a dual encoder; 0 for a classifier
+    words: int = 0  # vocabulary size of a text model
 
     def inputs(self, batch: int, generator: torch.Generator) -> Inputs:
-        """A batch; texts are of mixed lengths, one of them full, the rest is padding."""
+        """A batch; texts have mixed lengths with padding, one of them has full length."""
         if self.pixels:
             return {"pixel_values": torch.randn(batch, 3, self.pixels, self.pixels, generator=generator)}
         ids = torch.randint(1000 % self.words, self.words, (batch, self.tokens), generator=generator)
@@ -172,22 +172,22 @@ class Contender:
     """A model ready to be measured."""
 
     run: Call  # takes the tensors of a batch one by one
-    modules: Sequence[nn.Module]  # what holds its weights
-    parameters: int  # numbers it stores
-    multiply_adds: Callable[[], int]  # those that are really done for one input
+    modules: Sequence[nn.Module]  # hold its weights
+    parameters: int  # stored
+    multiply_adds: Callable[[], int]  # actually computed for one input
     plan: str = ""  # how members run, for an ensemble of ours
-    expected: Tensor | None = None  # what an ensemble of ours answered before it was rewritten for speed
-    random: bool = False  # whether it answers differently each time
+    expected: Tensor | None = None  # outputs of an ensemble of ours before it was optimized
+    random: bool = False  # whether its outputs differ each time
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, shared ones once."""
+        """Bytes of all weights, shared ones counted once."""
         tensors = [t for module in self.modules for t in [*module.parameters(), *module.buffers()]]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 class Workshop:
-    """Makes the contenders of one shape, in one dtype, on one device; what can be reused is kept."""
+    """Makes the contenders of one shape, in one dtype, on one device; caches what can be reused."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: str, seed: int) -> None:
         self.shape = shape
@@ -208,11 +208,11 @@ class Workshop:
         return cast(he.Ensemble, he.convert(self.model))
 
     def single_multiply_adds(self) -> int:
-        """Of one input through the user's model, which computes every token of every layer."""
+        """Multiply-adds per input of the user's model, which computes every token of every layer."""
         return arithmetic(self.base, self.shape.tokens, shortcut=False)
 
     def make(self, name: str, members: int, inputs: Inputs) -> Contender:
-        """A contender, with the plan that suits these inputs."""
+        """A contender, with the fastest plan for these inputs."""
         if name == "single":
             return self._foreign([self._deployed(self.model)])
         if name in ("deep-in-turn", "deep-vmap"):
@@ -230,7 +230,7 @@ class Workshop:
         return Contender(module, [module], count, lambda: self._madds(ensemble), plan, expected)
 
     def counts(self, name: str, members: int) -> tuple[int, int]:
-        """Numbers that a contender stores, and multiply-adds that are really done for one input."""
+        """Parameters that a contender stores, and multiply-adds actually computed per input."""
         if name in ("single", "deep-in-turn", "deep-vmap"):
             return members * sum(p.numel() for p in self.model.parameters()), members * self.single_multiply_adds()
         if name == "mc-dropout":
@@ -247,14 +247,14 @@ class Workshop:
     def _madds(self, ensemble: he.Ensemble) -> int:
         return arithmetic(ensemble, self.shape.tokens)
 
-    # --- models of others ----------------------------------------------------------------------------------------
+    # --- models of other libraries -------------------------------------------------------------------------------
 
     def _deployed(self, model: nn.Module) -> nn.Module:
-        """What a user runs of a model of this shape."""
+        """The form in which a user runs a model of this shape."""
         return model
 
     def _foreign(self, models: list[nn.Module], stacked: bool = False) -> Contender:
-        """Models of others: alone, one after another, or stacked as PyTorch's tutorial on ensembles does it."""
+        """Models of other libraries: alone, one after another, or stacked as in PyTorch's tutorial on ensembles."""
         models = [copy.deepcopy(model).to(self.dtype).eval() for model in models]
         count = sum(p.numel() for model in models for p in model.parameters())
         members = len(models)
@@ -285,7 +285,7 @@ class Workshop:
             modules = [weights]
         return Contender(run, modules, count, lambda: members * self.single_multiply_adds())
 
-    # --- models of ours ------------------------------------------------------------------------------------------
+    # --- ensembles of ours ---------------------------------------------------------------------------------------
 
     def _fused(self, name: str, members: int) -> he.Ensemble:
         if name in ("ours", "oba"):  # zeros are stored and multiplied like other numbers
@@ -302,7 +302,7 @@ class Workshop:
         return he.fuse([self._tuned(model, trunk, member) for member, model in enumerate(pruned)])
 
     def _baseline(self, name: str, members: int) -> he.Ensemble:
-        """What the training of a baseline leaves: members share what it does not train apart."""
+        """The result of training a baseline: members share what it does not train separately."""
         from hydra_ensembles import baselines
         from hydra_ensembles.baselines.start import fresh, joined
         from hydra_ensembles.model.config import Sharing
@@ -327,7 +327,7 @@ class Workshop:
         return Contender(run, [model], count, lambda: passes * self._madds(self.base), random=True)
 
     def _tuned(self, ensemble: he.Ensemble, trunk: int, member: int) -> he.Ensemble:
-        """What fine-tuning with the stem and the first layers frozen leaves: everything else is a member's own."""
+        """Imitates fine-tuning with the stem and the first layers frozen: everything else is a member's own."""
 
         def frozen(name: str) -> bool:
             layer = re.match(r"encoder\.layers\.(\d+)\.", name)
@@ -345,7 +345,7 @@ class Workshop:
         return model
 
     def _heads(self, kind: str, trunk: int, member: int) -> list[tuple[int, int]]:
-        """A third of the heads: of every layer above the trunk, or (uneven) wherever they are, as a circuit does."""
+        """A third of the heads: of every layer above the trunk, or (uneven) anywhere, like a circuit's."""
         generator = self._generator(kind, member)
         layers = self.base.num_layers
         heads = self.base.num_heads
@@ -360,7 +360,7 @@ class Workshop:
 
 
 def arithmetic(ensemble: he.Ensemble, tokens: int, shortcut: bool = True) -> int:
-    """Multiply-adds of one input; the shortcut: the last block computes only the tokens that the readout reads."""
+    """Multiply-adds per input; with `shortcut`, the last block computes only the tokens that the readout reads."""
     from hydra_ensembles.model.cost import multiply_adds
 
     config, encoder = ensemble.config, ensemble.config.encoder
@@ -382,23 +382,23 @@ def arithmetic(ensemble: he.Ensemble, tokens: int, shortcut: bool = True) -> int
 class ZeroShotWorkshop(Workshop):
     """Makes the contenders of a dual encoder: CLIP as its user runs it, and ensembles of its circuits.
 
-    Class embeddings are made once, before anything is timed.
+    Class embeddings are computed once, before anything is timed.
     """
 
     @cached_property
     def names(self) -> list[str]:
-        """The classes."""
+        """The class names."""
         return [f"class{number}" for number in range(self.shape.classes)]
 
     @cached_property
     def tokenizer(self) -> he.TextPreprocessing:
-        """A tokenizer that knows the words of the prompts."""
+        """A tokenizer with the words of the prompts."""
         config = cast(Any, self.model).config.text_config
         return word_tokenizer(self.prompts, config.max_position_embeddings, config.bos_token_id, config.eos_token_id)
 
     @property
     def prompts(self) -> list[str]:
-        """What text towers read."""
+        """The inputs of text towers."""
         return [TEMPLATE.replace("{label}", name) for name in self.names]
 
     @cached_property
@@ -412,11 +412,11 @@ class ZeroShotWorkshop(Workshop):
         return he.zero_shot(self.dual, self.names, TEMPLATE, keep_text=False)
 
     def _madds(self, ensemble: he.Ensemble) -> int:
-        """Untrained members share the heads that they have in common where they first differ: those run once."""
+        """In the layer where untrained members first differ, the heads that they have in common run once."""
         config = ensemble.config
         tokens = self.shape.tokens
         madds = super()._madds(ensemble)
-        if config.members == 1 or config.trunk >= config.encoder.layers - 1:  # the last block leaves most tokens out
+        if config.members == 1 or config.trunk >= config.encoder.layers - 1:  # the last block skips most tokens
             return madds
         kept = [layers[config.trunk] for layers in config.heads]
         spared = sum(len(heads) for heads in kept) - len({head for heads in kept for head in heads})
@@ -428,7 +428,7 @@ class ZeroShotWorkshop(Workshop):
         return UsersClip(model, self.tokenizer(self.prompts)["input_ids"].to(self.device))
 
     def _fused(self, name: str, members: int) -> he.Ensemble:
-        """Members of different heads and otherwise equal weights, since nothing is trained."""
+        """Members with different heads and otherwise equal weights, because nothing is trained."""
         if name == "ours":
             return self.base.member(0)
         heads: list[he.Head] = []
@@ -436,14 +436,14 @@ class ZeroShotWorkshop(Workshop):
             indices = product(range(tower.num_layers), range(tower.num_heads))
             heads += [he.Head(layer, head, cast(Any, side)) for layer, head in indices]
         pruned = []
-        for member in range(members):  # a tenth of both towers, as uneven as a circuit over both takes them
+        for member in range(members):  # a tenth of both towers, unevenly distributed, like a circuit over both
             drawn = torch.randperm(len(heads), generator=self._generator("joint", member))[: len(heads) // PRUNED_SHARE]
             pruned.append(he.prune(self.dual, [heads[index] for index in drawn.tolist()]))
         return he.zero_shot(he.fuse(pruned), self.names, TEMPLATE, keep_text=False)
 
 
 class UsersClip(nn.Module):
-    """A `CLIPModel` of transformers that classifies: image features, and their cosines with embedded prompts."""
+    """A `CLIPModel` of transformers as a classifier: image features, and their cosines with embedded prompts."""
 
     def __init__(self, clip: Any, ids: Tensor) -> None:  # [C, T]
         super().__init__()
@@ -460,7 +460,7 @@ class UsersClip(nn.Module):
 
 
 def word_tokenizer(prompts: Sequence[str], tokens: int, start: int, end: int) -> he.TextPreprocessing:
-    """A tokenizer for given prompts: a word or mark is a token, between a start and an end token, padded."""
+    """A tokenizer for given prompts: every word or mark is a token, between a start and an end token, padded."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     words = sorted({word for prompt in prompts for word in prompt.replace(".", " . ").split()})

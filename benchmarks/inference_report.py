@@ -15,7 +15,7 @@ from inference_models import LABELS, MEMBERS, METHODS
 from studies.results import FIGURES, RESULTS, load, markdown, pyplot, save_figure
 
 ORDER = list(LABELS)
-CLIP, CLIP_CPU = "clip-b32", "clip-b32-100"  # on a CPU fewer class names: their embeddings take minutes there
+CLIP, CLIP_CPU = "clip-b32", "clip-b32-100"  # fewer class names on a CPU, where embedding them takes minutes
 GPU_TARGETS = {
     ("hydra-k0", 1): 1.2,
     ("hydra-k0", 4): 1.6,
@@ -25,7 +25,7 @@ GPU_TARGETS = {
     ("hydra-k10", 128): 1.2,
 }
 CPU_TARGETS = {("hydra-k0", 8): 0.9, ("hydra-k8", 8): 0.55}
-PAPER = ("single", "deep-in-turn", "hydra-k0", "hydra-k8")  # what the paper's figure compares, and the trunk
+PAPER = ("single", "deep-in-turn", "hydra-k0", "hydra-k8")  # contenders of the paper's figure, and one with a trunk
 COLOURS = {
     "single": "#4d4d4d",
     "ours": "#8c8c8c",
@@ -41,17 +41,17 @@ Row = SimpleNamespace  # of `inference.py`, see there
 Rows = Sequence[Row]
 
 
-# --- which rows ------------------------------------------------------------------------------------------------------
+# --- selecting rows --------------------------------------------------------------------------------------------------
 
 
 def measured(name: str = "inference.json") -> list[Row]:
-    """All rows of contenders that there still are."""
+    """All rows whose contenders still exist."""
     rows = [row for row in load(name)["rows"] if row["contender"] in LABELS]
     return [Row(**row, label=LABELS[row["contender"]], position=ORDER.index(row["contender"])) for row in rows]
 
 
 def chosen(rows: Rows, gpu: bool = True, usual: bool = True, **fields: Any) -> list[Row]:
-    """Rows with these values; the usual ones have three members, or the one that a single model has."""
+    """Rows with these values; the usual ones have three members, or the fixed number of their contender."""
     return [
         row
         for row in rows
@@ -67,7 +67,7 @@ def vit(rows: Rows, usual: bool = True, **fields: Any) -> list[Row]:
 
 
 def others(rows: Rows, mode: str) -> list[Row]:
-    """Rows of other shapes and types than the main grid's; zero-shot classifiers have a table of their own."""
+    """Rows of other shapes and dtypes than the main grid's; zero-shot classifiers have their own table."""
     apart = [row for row in chosen(rows, mode=mode) if (row.shape, row.dtype) != ("vit-b16", "bfloat16")]
     return [row for row in apart if row.shape != CLIP]
 
@@ -86,7 +86,7 @@ def times(ratio: float | None) -> str:
 
 
 def targets_table(rows: Rows) -> str:
-    """Each target beside what was measured."""
+    """Each target with the measured value."""
     lines = []
     gpu = vit(rows, mode="graphed")
     cpu = chosen(rows, gpu=False, shape="vit-s16", dtype="float32", mode="eager")
@@ -104,10 +104,9 @@ def targets_table(rows: Rows) -> str:
 
 
 def grid(rows: Rows, column: Callable[[Row], Any], heading: Callable[[Any], str], more: str = "") -> str:
-    """Latency and ratio: a line for each contender, a column for each of the values that `column` gives.
+    """Latency and ratio: a line for each contender, a column for each value of `column`.
 
-    `more` adds what arithmetic alone would give: once (`"limit"`), or beside each cell, with the parameters
-    (`"limits"`).
+    `more` adds the limit by arithmetic alone: once (`"limit"`), or next to each cell, with the parameters (`"limits"`).
     """
     columns = sorted({column(row) for row in rows})
     lines = []
@@ -141,7 +140,7 @@ def details_table(rows: Rows) -> str:
 
 
 def cpu_table(rows: Rows) -> str:
-    """Times on a CPU, beside three models in turn."""
+    """Times on a CPU, compared with three models in turn."""
     header = ("hardware", "batch", "contender", "latency", "to three in turn", "arithmetic alone", "to single",
               "weights", "peak memory")  # fmt: skip
     lines = []
@@ -153,7 +152,7 @@ def cpu_table(rows: Rows) -> str:
 
 
 def methods_table(counts: Rows, rows: Rows) -> str:
-    """Every baseline beside a single model and Hydra Ensembles: what is stored and computed, times where measured."""
+    """Every baseline, a single model and Hydra Ensembles: stored parameters and work, and times if measured."""
     batches = sorted({row.batch for row in rows})
     lines = []
     for count in counts:
@@ -173,7 +172,7 @@ def methods_table(counts: Rows, rows: Rows) -> str:
 
 
 def growth(rows: Rows) -> dict[tuple[int, str], list[Row]]:
-    """Rows of one contender at one batch size by number of members, where there are three or more."""
+    """Rows by contender and batch size, in order of their number of members, if there are three or more."""
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row.batch, row.position, row.members)):
         groups.setdefault((row.batch, row.contender), []).append(row)
@@ -181,7 +180,7 @@ def growth(rows: Rows) -> dict[tuple[int, str], list[Row]]:
 
 
 def members_table(rows: Rows) -> str:
-    """The ratio to the user's model by number of members, and what each member adds."""
+    """The ratio to the user's model by number of members, and the cost per member."""
     counts = sorted({row.members for row in rows})
     lines = []
     for (batch, _), group in growth(rows).items():
@@ -200,7 +199,7 @@ def fitted_line(rows: Rows) -> tuple[float, float]:
 
 
 def source(rows: Rows, file: str = "inference.json") -> str:
-    """Where numbers come from."""
+    """Hardware, versions and file of the numbers."""
     machines, torches = sorted({row.hardware for row in rows}), sorted({row.settings["torch"] for row in rows})
     repeats, seeds = sorted(row.repeats for row in rows), sorted({row.seed for row in rows})
     return (
@@ -253,7 +252,7 @@ def tables() -> dict[str, str]:
         "members": members_table(vit(rows, usual=False, mode="graphed-eager")),
         "others_graphed": of_shape(others(rows, "graphed")),
         "others": of_shape(others(rows, "graphed-eager")),
-        "zero_shot": of_batch(clip, "limits"),  # text towers cost the less the larger the batch is
+        "zero_shot": of_batch(clip, "limits"),  # text towers cost relatively less at larger batches
         "zero_shot_cpu": of_batch(chosen(rows, gpu=False, shape=CLIP_CPU, mode="eager"), "limits"),
         "cpu": cpu_table(chosen(rows, gpu=False, shape="vit-s16", mode="eager")),
     }

@@ -1,33 +1,33 @@
-"""Numbers in the sentences of documents, each from a file under `results/`, and what the words about them claim.
+"""Numbers in sentences of the documents, each from a file under `results/`, and checks of the words about them.
 
-Below a paragraph, or several, a comment names where their numbers come from, one line for a number, in order:
+Below one or more paragraphs, a comment names the sources of their numbers, one line per number, in order:
 
-    Hydra is 0.65 points more accurate, at 1.33 times the work; the soup is not told from it.
+    Hydra is 0.65 points more accurate, at 1.33 times the work; the soup is as good within chance.
     <!-- numbers:
     vision-cifar100 | Hydra - Single | accuracy | better
     vision-cifar100 | Hydra / Single | work
     ! vision-cifar100 | Soup - Hydra | accuracy | chance
     -->
 
-`tables.py` writes the numbers anew, with as many decimals as they have. What it cannot write is words: it fails where a
-number without a sign is negative, and where a claim is wrong: significantly `better` or `worse`, not significant
-(`chance`), on average `higher` or `lower`. A line that begins with `!` is a claim without a number.
+`tables.py` rewrites the numbers, with as many decimals as they have. It cannot rewrite words, so it fails if a number
+without a sign is negative, or if a claim is wrong: significantly `better` or `worse`, not significant (`chance`), on
+average `higher` or `lower`. A line that begins with `!` is a claim without a number.
 
-Lines, their parts with ` | ` between (several on a line have ` ; ` between them):
+Lines, with their parts separated by ` | ` (several on a line are separated by ` ; `):
 
 - `STUDY | ROW | KEY`, `STUDY | ROW - ROW | KEY`: a mean, a paired difference (`± KEY`: half its interval), of a stored
   study; `cost`, `work`, `parameters`, `trainings`, `seeds` of `ROW`, or of `ROW / ROW`. `most`, `least` in place of
-  a row: of all rows; `KEY & KEY` of a row: their mean. `ROW @ 0`: of that seed alone; `ROW @ all`: of all its seeds as
-  they are, without regard to Single's.
+  a row: of all rows; `KEY & KEY` of a row: their mean. `ROW @ 0`: of that seed alone; `ROW @ all`: the plain mean over
+  all its seeds, not relative to Single's.
 - `STUDY | claims | VERDICT`: how many of the paper's claims have it; `STUDY | claims of all.auroc | VERDICT`: of those
-  that this number is higher.
-- `intervals | TABLE`: how many intervals a table of all studies has (`gains`, `methods`); `| certain`: that leave out
-  zero; `| by chance`: that would where nothing differs.
-- `STUDY | foretold | KEY`: rank correlation of what held-out data said of chosen settings with what the test said.
-- `FILE | PATH`: of a JSON file, in per cent with ` | %`; `*` in the path is each entry there, and the number is their
+  that say that this metric is higher.
+- `intervals | TABLE`: the number of intervals in a table of all studies (`gains`, `methods`); `| certain`: that exclude
+  zero; `| by chance`: that would if nothing differed.
+- `STUDY | foretold | KEY`: rank correlation of a metric of chosen settings between held-out and test data.
+- `FILE | PATH`: from a JSON file, in per cent with ` | %`; `*` in the path is each entry there, and the number is their
   mean, or `most`, `least` (`~1` is a `/` in a name). A step `batch=4,mode=graphed` is each entry of a list with these
-  values. `PATH - PATH` and `PATH / PATH` are what they say.
-- `given 3 0.5`: numbers, just these, that are no results: settings, definitions, sizes of sets.
+  values. `PATH - PATH` and `PATH / PATH` are the difference and the ratio.
+- `given 3 0.5`: exactly these numbers, which are not results: settings, definitions, sizes of sets.
 """
 
 import json
@@ -54,7 +54,7 @@ NO_PROSE = re.compile(  # code, targets of links, generated parts, tables, headi
     r"|(?:Tables?|Figures?|Appendix|section|Python|Part) \d+(?:(?:, | and | to )\d+)*|<!--.*?-->|^\d+\. ",
     re.DOTALL | re.MULTILINE,
 )
-A_NUMBER = next(NUMBER.finditer("+0.0"))  # a place that takes any
+A_NUMBER = next(NUMBER.finditer("+0.0"))  # stands for a number of any form
 GIVEN, AT, ALL = "given", " @ ", "all"
 OF_ALL: Mapping[str, Callable[[Sequence[float]], float]] = {"most": max, "least": min}
 BETWEEN: Mapping[str, Callable[[float, float], float]] = {" - ": operator.sub, " / ": operator.truediv}
@@ -64,7 +64,7 @@ CLAIMED, CLAIMED_OF = "claims", "claims of "
 CLAIMS = ("better", "worse", "chance", "higher", "lower")
 
 
-UNCHECKED: Mapping[str, str] = {  # pages, below the root, whose sentences have numbers without a source, and why
+UNCHECKED: Mapping[str, str] = {  # pages, below the root, with numbers in sentences that need no source, and why
     "docs/architecture.md": "axes and numbers of layers, no results",
     "docs/cli.md": "settings, and an exit status",
     "docs/concepts/abstaining.md": "levels of an example",
@@ -89,11 +89,11 @@ UNCHECKED: Mapping[str, str] = {  # pages, below the root, whose sentences have 
 
 
 class UnbackedError(Exception):
-    """A sentence that results do not bear out."""
+    """A sentence that the results do not support."""
 
 
 def written(text: str, studies: Mapping[str, Study], results: Path) -> tuple[str, list[str]]:
-    """A document with the numbers of its sentences as the files have them, and what these do not bear out."""
+    """A document with the numbers of its sentences as in the files, and the sentences that these do not support."""
     parts, wrong, start = list[str](), list[str](), 0
 
     def new(source: str, match: re.Match[str]) -> str:
@@ -123,7 +123,7 @@ def written(text: str, studies: Mapping[str, Study], results: Path) -> tuple[str
 
 
 def listed(line: str) -> list[str]:
-    """A source for each number of a line."""
+    """One source for each number of a line."""
     word, *rest = line.split(" ")
     return [f"{GIVEN} | {number}" for number in rest] if word == GIVEN else [line]
 
@@ -135,13 +135,13 @@ def numbers_in(text: str) -> list[re.Match[str]]:
 
 
 def without_source(text: str) -> list[str]:
-    """Numbers of a document below the last comment, which none speaks of."""
+    """Numbers of a document after the last comment, which therefore have no source."""
     *_, end = [0, *(comment.end() for comment in COMMENT.finditer(text))]
     return [match[0] for match in numbers_in(text[end:])]
 
 
 def formatted(value: float | str, match: re.Match[str], source: str) -> str:
-    """A number in the form of the one that stands there; one that is given is just that."""
+    """A number in the form of the one in the text; a given number must equal it."""
     if isinstance(value, str):
         if value != match[0]:
             raise UnbackedError(f"{value} is given")
@@ -156,7 +156,7 @@ def formatted(value: float | str, match: re.Match[str], source: str) -> str:
 
 
 def number_of(source: str, studies: Mapping[str, Study], results: Path) -> float | str:
-    """What a line names, as documents write it."""
+    """The number that a line names, as documents write it."""
     origin, *rest = (part.strip() for part in source.split(" | "))
     if origin == GIVEN:
         return rest[0]
@@ -181,13 +181,13 @@ def number_of(source: str, studies: Mapping[str, Study], results: Path) -> float
 
 
 def scaled(value: float, key: str) -> float:
-    """In per cent, but for what is no share."""
+    """In per cent, except what is not a share."""
     last = key.removeprefix("± ").rpartition(".")[2]
     return value if last in (*PLAIN, *PRICES, *VERDICTS) else 100 * value
 
 
 def holds(gap: Difference, key: str, claim: str) -> bool:
-    """Whether a claim about a difference is borne out."""
+    """Whether a claim about a difference holds."""
     if claim in ("higher", "lower"):
         return (gap.value > 0) == (claim == "higher")
     if claim == "chance":
@@ -197,7 +197,7 @@ def holds(gap: Difference, key: str, claim: str) -> bool:
 
 
 def of_study(study: Study, rows: str, key: str) -> float | Difference:
-    """A number of one row, of two, or the most or least of all."""
+    """A number of one row, of two rows, or the largest or smallest of all rows."""
     if rows == CLAIMED or rows.startswith(CLAIMED_OF):
         tested = claims(study)
         if rows != CLAIMED:
@@ -230,7 +230,7 @@ def of_study(study: Study, rows: str, key: str) -> float | Difference:
 
 
 def counted(studies: Sequence[Study], table: str, kind: str = "") -> float:
-    """How many intervals a table of all studies has, or how many of them leave out zero, found or by chance alone."""
+    """The number of intervals in a table of all studies, or how many exclude zero, found or expected by chance."""
     gaps = list(intervals(studies, table))
     return {
         "": float(len(gaps)),
@@ -240,7 +240,7 @@ def counted(studies: Sequence[Study], table: str, kind: str = "") -> float:
 
 
 def price(study: Study, row: str, key: str) -> float:
-    """What a row takes."""
+    """A cost of a row."""
     report = study.facts["runs"][str(study.seeds(row)[0])]["report"][row]
     match key:
         case "cost":
@@ -288,5 +288,5 @@ def at(content: Any, steps: Sequence[str]) -> list[float]:
 
 @cache
 def read(path: Path) -> Any:
-    """A file, read once."""
+    """A JSON file, read once."""
     return json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Tables and sentences of the documents from single files under `results/` whose makers have no tables of their own."""
+"""Tables and sentences of the documents from single files under `results/` whose scripts make no tables."""
 
 import re
 
@@ -20,7 +20,7 @@ PRICES = {  # of price.json
 
 
 def fusion_table() -> str:
-    """A table of the documents: every way to fuse the same three members."""
+    """A table for the documents: every way to fuse the same three members."""
     result = load("fusion_dinov2_cifar10.json")
     lines = []
     for row in result["rows"]:
@@ -37,7 +37,7 @@ def fusion_table() -> str:
 
 
 def price_table() -> str:
-    """What an ensemble brings for its price, by the code of a138193: tasks and methods, means over seeds."""
+    """What an ensemble gains for its price, by the code of a138193: tasks and methods, means over seeds."""
     result = load("price.json")
     costs, settings = result["costs"], result["recipe"]
     lines = []
@@ -61,13 +61,13 @@ def price_table() -> str:
 
 
 def demo_table() -> str:
-    """Of the quickstart: the table of one run of the demo."""
+    """The quickstart's table: one run of the demo."""
     gains = from_plain(Gains, load("demo.json")["gains"], "gains")
     return "\n".join([to_markdown(gains.table).rstrip(), "From `results/demo.json`."])
 
 
 def demo_line() -> str:
-    """Of the README: what the demo's ensemble catches, beside the model that it is from."""
+    """The README's sentence: what the demo's ensemble declines, compared with the model that it is made from."""
     result = load("demo.json")["gains"]
     ours, single = (result["methods"][name] for name in ("Pruned branches", "Single"))
     keys = {"mistakes.both": "of its own mistakes", "near.both": "of near OOD images", "far.both": "of far ones"}
@@ -83,7 +83,7 @@ def demo_line() -> str:
 
 
 def attack_table() -> str:
-    """What became of every case of the attack, and of all together."""
+    """The outcomes of every attack case, and their totals."""
     parts = load("attack.json")["parts"]
     columns = ["cases", "refused", "same", "other", "raw", "crash", "slow", "apart"]
     rows = [[row["what"], *(row[column] for column in columns)] for part in parts.values() for row in part["rows"]]
@@ -104,7 +104,7 @@ def attack_table() -> str:
 
 
 def conversion_line() -> str:
-    """What the comparison of answers at the end of a conversion costs."""
+    """The cost of comparing outputs at the end of a conversion."""
     run = load("conversion.json")
     return (
         f"The comparison takes {run['comparison_seconds']:.2f} s of computing for ViT-B/16 at 224 pixels (float32, "
@@ -113,7 +113,7 @@ def conversion_line() -> str:
 
 
 def takes_table() -> str:
-    """Of the README: what is converted without a declaration, with the versions that the tests run with."""
+    """The README's table: models that convert without a declaration, with the versions that the tests use."""
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     rows = [
         [library, pinned[{"open_clip": "open_clip_torch"}.get(library, library)], ", ".join(models)]
@@ -123,7 +123,7 @@ def takes_table() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Each by its name in the documents."""
+    """Every table by its name in the documents."""
     return {
         "fusion": fusion_table(),
         "price": price_table(),

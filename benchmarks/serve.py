@@ -1,16 +1,16 @@
-"""What the server costs beside the model, how it answers at half load, and whether it stands 10,000 requests.
+"""What the server costs in addition to the model, its latency at half load, and whether it survives 10,000 requests.
 
-    python benchmarks/serve.py                        # an ensemble made of the demo's backbone
+    python benchmarks/serve.py                        # an ensemble made from the demo's backbone
     python benchmarks/serve.py --model hydra-demo/model
 
-Three parts, each against `hydra-ensembles serve` in a process of its own, all on the loopback. Client, server and model
-share the cores of one machine, so the client is a lean one: requests are bytes made beforehand.
+Three parts, each against `hydra-ensembles serve` in its own process, all on the loopback. Client, server and model
+share the cores of one machine, so the client is lean: requests are bytes made in advance.
 
-* throughput: uploads per second at saturation, beside a plain loop that decodes the same uploads and runs the same
-  batches with one model thread; they take turns.
-* latency: uploads at half that rate, evenly spaced and, beside it, at random; beside one call in a plain loop.
+* throughput: uploads per second at saturation, compared with a plain loop that decodes the same uploads and runs the
+  same batches with one model thread; they take turns.
+* latency: uploads at half that rate, evenly spaced and at random times; compared with one call in a plain loop.
 * endurance: many requests, one in twenty of them broken: every good one must get the answer of `predict`, every bad
-  one a 4xx that says why; memory of the server after each tenth.
+  one a 4xx that says why; server memory after each tenth.
 """
 
 import argparse
@@ -42,12 +42,12 @@ from studies.results import RESULTS, hardware, load, markdown, store, versions
 
 RESULT = "serve.json"
 SIDE, WAIT_MS, BATCH = 256, 5.0, 16  # pixels of an upload; the server's settings
-NEAR = 1e-3  # how much a confidence may differ from that of `predict`: batches of other sizes round differently
+NEAR = 1e-3  # tolerance of a confidence against `predict`: batches of other sizes round differently
 TARGETS = {"throughput_ratio": 0.9, "p99_bound": 2.5, "growth": 0.05}
 Answer = tuple[int, bytes]
 
 
-# --- the model and what is sent to it --------------------------------------------------------------------------------
+# --- model and requests ----------------------------------------------------------------------------------------------
 
 
 def make_model() -> he.Ensemble:
@@ -81,7 +81,7 @@ def as_request(body: bytes, kind: str = "image/jpeg", path: str = "/v1/predict")
 
 
 def broken_requests(good: bytes) -> list[bytes]:
-    """Requests that must be refused, each in another way."""
+    """Requests that must be rejected, each for a different reason."""
     header = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + (50_000).to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00"
     return [
         as_request(good[: len(good) // 2]),
@@ -98,12 +98,12 @@ def broken_requests(good: bytes) -> list[bytes]:
     ]
 
 
-# --- the server and its client ---------------------------------------------------------------------------------------
+# --- server and client -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def server(model: Path) -> Iterator[tuple[int, int]]:
-    """The command in a process of its own, with one model thread: its port and its process."""
+    """Run the command in its own process with one model thread; yields its port and process id."""
     command = [sys.executable, "-m", "hydra_ensembles", "serve", str(model), "--port", "0", "--device", "cpu"]
     command += ["--max-batch", str(BATCH), "--max-wait", str(WAIT_MS), "--max-queue", "1024"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -123,14 +123,14 @@ def server(model: Path) -> Iterator[tuple[int, int]]:
 
 
 class Connection:
-    """One connection that is kept open."""
+    """One keep-alive connection."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, request: bytes) -> Answer:
-        if self._streams is None or self._streams[0].at_eof():  # the server has ended it meanwhile
+        if self._streams is None or self._streams[0].at_eof():  # the server has closed it meanwhile
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
         writer.write(request)
@@ -148,7 +148,7 @@ class Connection:
 
 
 async def saturate(port: int, requests: Sequence[bytes], clients: int) -> tuple[list[Answer], float]:
-    """All requests, by so many clients that never pause: their answers, and the seconds it took."""
+    """Send all requests with so many clients that never pause; return the answers and the seconds it took."""
     answers: list[Answer] = [(0, b"")] * len(requests)
     order = iter(range(len(requests)))
 
@@ -164,7 +164,7 @@ async def saturate(port: int, requests: Sequence[bytes], clients: int) -> tuple[
 
 
 async def paced(port: int, requests: Sequence[bytes], moments: Sequence[float]) -> list[float]:
-    """Requests sent at given moments, whatever has become of those before: seconds from that moment to the answer."""
+    """Send requests at given times, regardless of earlier ones; return the seconds from each time to its answer."""
     free: list[Connection] = []
     began = time.perf_counter()
 
@@ -183,11 +183,11 @@ async def paced(port: int, requests: Sequence[bytes], moments: Sequence[float]) 
     return list(seconds)
 
 
-# --- the three parts -------------------------------------------------------------------------------------------------
+# --- the three measurements ------------------------------------------------------------------------------------------
 
 
 def plain_loop(plan: Any, uploads: Sequence[bytes], size: int) -> float:
-    """Uploads per second: decoded, preprocessed and run in batches by one thread, one after another."""
+    """Uploads per second: decoded, preprocessed and run in batches by one thread, sequentially."""
     began = time.perf_counter()
     for start in range(0, len(uploads), size):
         images = [Image.open(io.BytesIO(upload)) for upload in uploads[start : start + size]]
@@ -232,7 +232,7 @@ def latency(port: int, plan: Any, uploads: Sequence[bytes], rate: float, seed: i
 def endurance(
     port: int, process: int, model: he.Ensemble, uploads: Sequence[bytes], count: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Good and broken requests in random order; what went wrong, and the memory after each tenth."""
+    """Send good and broken requests in random order; count wrong answers, and record memory after each tenth."""
     expected = [model.predict([Image.open(io.BytesIO(upload))]) for upload in uploads]
     bad = broken_requests(uploads[0])
     generator = random.Random(1)
@@ -276,13 +276,13 @@ def refused(status: int, body: bytes) -> bool:
 
 
 def resident(process: int) -> float:
-    """Megabytes of a process in memory."""
+    """Resident memory of a process in megabytes."""
     match = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
     return int(match[1]) / 1e3 if match else float("nan")
 
 
 def serve_table() -> str:
-    """Of docs/production.md: what was measured, and what was asked for."""
+    """The table of docs/production.md: measured values and targets."""
     run = load(RESULT)
     fast, late, long = run["throughput"], run["latency"], run["endurance"]
     served, looped = (statistics.median(fast[name]) for name in ("server_per_second", "loop_per_second"))
@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             model.save_pretrained(path)
         uploads = make_uploads(options.uploads)
         plan = model.optimize()
-        plain_loop(plan, uploads[:BATCH], BATCH)  # the plans are measured now
+        plain_loop(plan, uploads[:BATCH], BATCH)  # measures the plans
         plain_loop(plan, uploads[:1], 1)
         with server(path) as (port, process):
             print(f"throughput: {options.turns} turns of {len(uploads)} uploads")
@@ -329,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             long = endurance(port, process, model, uploads, options.requests, print)
     result = {
         "hardware": f"{hardware('cpu')}, {os.cpu_count()} cores",
-        "load_before": load_before,  # of the last five minutes: what else the cores were busy with
+        "load_before": load_before,  # of the last five minutes: other work on the cores
         "versions": versions("fastapi", "uvicorn", "httptools", "uvloop", "pillow"),
         "model": repr(model),
         "settings": {"max_batch": BATCH, "max_wait_ms": WAIT_MS, "upload": f"JPEG {SIDE} x {SIDE}", "model_threads": 1},

@@ -1,14 +1,14 @@
 """Write what the documentation takes from elsewhere: tables and numbers from `results/`, code from `examples/`.
 
     python benchmarks/tables.py           # rewrite
-    python benchmarks/tables.py --check   # fail when marked parts or figures are not what results and examples say
+    python benchmarks/tables.py --check   # fail if marked parts or figures differ from results and examples
 
-It fails, too, where a number of a sentence has no source, but for pages that `quoted.UNCHECKED` names, with why. What
-no check reads is words ("twice", "half"), tables without a mark, and numbers in names and powers (ViT-B/16, 1e-5).
+It also fails if a number in a sentence has no source, except on pages that `quoted.UNCHECKED` lists with a reason. Not
+checked: words ("twice", "half"), tables without a mark, and numbers in names and powers (ViT-B/16, 1e-5).
 
-A document marks the place with `<!-- table: NAME -->` or `<!-- code: FILE PART -->`, and `<!-- end -->`; of sentences,
-numbers are written whose sources a comment below names (`quoted.py`). Nothing else is touched. What is written is in
-the document itself, so that a git host and the site show the same. Analyses without a figure of theirs get it drawn.
+A document marks a place with `<!-- table: NAME -->` or `<!-- code: FILE PART -->`, and `<!-- end -->`; numbers in
+sentences are rewritten if a comment below names their sources (`quoted.py`). Nothing else is changed. The content is
+written into the document itself, so that a git host and the site show the same. Missing figures of analyses are drawn.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def studies() -> dict[str, Study]:
 
 
 def tables(stored: Mapping[str, Study]) -> dict[str, str]:
-    """Every table by name; of the studies, those that a document shows."""
+    """Every table by name; of the studies' tables, only those that a document shows."""
     shown = {name for path in documents() for name in re.findall(r"<!-- table: ([^\n]+) -->", path.read_text())}
     return {
         "circuits": circuit_table("circuit_dinov2_cifar10.json"),
@@ -72,7 +72,7 @@ def code(file: str, part: str) -> str:
 
 
 def rendered(text: str, by_name: Mapping[str, str], stored: Mapping[str, Study]) -> tuple[str, list[str]]:
-    """A document with all marked parts and the numbers of its sentences written anew, and what is wrong with it."""
+    """Rewrite all marked parts of a document and the numbers of its sentences; also return what is wrong with it."""
 
     def write(match: re.Match[str]) -> str:
         kind, name = match.groups()

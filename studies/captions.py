@@ -125,7 +125,7 @@ class Pairs:
         return features[views.to(device), rows.to(device)], images.texts(rows), self.labels[index][rows]
 
 
-# --- names that choose how a dual encoder learns ---------------------------------------------------------------------
+# --- held-out names that choose training settings --------------------------------------------------------------------
 
 
 def cut_by_names(

@@ -81,7 +81,7 @@ class DualRow:
         return ensembles[0] if len(ensembles) == 1 else he.fuse(ensembles)
 
 
-# --- what others propose ---------------------------------------------------------------------------------------------
+# --- methods by other authors ----------------------------------------------------------------------------------------
 
 
 def chosen(seed: DualSeed, row: str, names: Sequence[str], measured: Mapping[Setting, float]) -> Setting:

@@ -58,7 +58,7 @@ class ZeroSet:
     domain: str | None = None  # of test sets: `seen` or `unseen`
 
 
-# --- what is made of members -----------------------------------------------------------------------------------------
+# --- families of members ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

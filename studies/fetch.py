@@ -99,7 +99,7 @@ def small(path: Path) -> bytes:
     return content.getvalue()
 
 
-# --- folders with one folder a class ---------------------------------------------------------------------------------
+# --- sets with one folder per class ----------------------------------------------------------------------------------
 
 
 def of_folders(split: str, count: int, *folders: str) -> Callable[[Path, Path], Splits]:
@@ -136,7 +136,7 @@ def flower_names(source: Path) -> list[str]:
     return [listed[name] for name in class_folders(source / "flowers" / "test")]
 
 
-# --- the others ------------------------------------------------------------------------------------------------------
+# --- other sets ------------------------------------------------------------------------------------------------------
 
 
 def flickr8k(source: Path, _: Path) -> Splits:

@@ -114,7 +114,7 @@ def mimo_settings(task: Task) -> list[Setting]:
     return [{"rho": 0.5, "repeat": 4, "faster": faster}, {"rho": 0.9, "repeat": 2, "faster": faster}]
 
 
-# --- models of fine-tunings, and the paper's -------------------------------------------------------------------------
+# --- fine-tunings, and the paper's members ---------------------------------------------------------------------------
 
 
 def single(seed: Seed, setting: Setting) -> he.Ensemble:
@@ -164,7 +164,7 @@ def fused(kind: Heads, mlp: Fusion = "mean", whole: bool = False) -> Making:
     return make
 
 
-# --- models that others propose --------------------------------------------------------------------------------------
+# --- methods by other authors ----------------------------------------------------------------------------------------
 
 
 def learned(

@@ -229,7 +229,7 @@ def _readable(data: str, name: str) -> str:
     return f"{words} {kind}" if kind else words
 
 
-# --- the images of a zero-shot study ----------------------------------------------------------------------------------
+# --- images of a zero-shot study --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

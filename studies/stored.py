@@ -215,7 +215,7 @@ class Study(Once):
         return (self.facts["costs"] or {"rows": {}})["rows"].get(row, {})
 
 
-# --- zero-shot ------------------------------------------------------------------------------------------------------
+# --- zero-shot studies ----------------------------------------------------------------------------------------------
 
 
 def by_own_score(by_key: Mapping[str, Value]) -> dict[str, Value]:

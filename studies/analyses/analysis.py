@@ -64,7 +64,7 @@ def marked(task: Task, name: str) -> str:
     return f"{name}-{hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:8]}"
 
 
-# --- models and numbers ----------------------------------------------------------------------------------------------
+# --- models and metrics ----------------------------------------------------------------------------------------------
 
 
 def measured(seed: Seed, model: he.Ensemble, familiar: bool = False) -> dict[str, float]:

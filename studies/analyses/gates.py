@@ -93,7 +93,7 @@ def gates_after(model: he.Ensemble, step: Tensor, share: float = 1.0) -> Tensor:
     return gates.to(model.device, model.dtype)
 
 
-# --- in weights ------------------------------------------------------------------------------------------------------
+# --- expansion in weights --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

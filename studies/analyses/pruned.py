@@ -114,7 +114,7 @@ def distance_figure(result: Result) -> Any:
     return rows_figure([panel(result, key, title, rows) for key, title in columns.items()], names, "not trained after")
 
 
-# --- by shares -------------------------------------------------------------------------------------------------------
+# --- by share of heads -----------------------------------------------------------------------------------------------
 
 
 def run_shares(seed: Seed) -> dict[str, Any]:
