@@ -3,8 +3,8 @@
     python examples/abstain.py                            # the embedded model and images
     python examples/abstain.py --share 0.9 --output service-model
 
-The threshold is set on held-out in-distribution images alone: it accepts a given share of them. The table then shows
-what it does on test images and on images unlike the training data, which had no say in it.
+The threshold is set only on held-out in-distribution images: it accepts a given share of them. The table then shows
+its effect on test images and on OOD images, which were not used to set it.
 """
 
 import argparse

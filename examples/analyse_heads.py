@@ -30,7 +30,7 @@ def main() -> None:
     sample, prune = load_sample().sets, given.prune
 
     def drawn(name: str, draw: int, count: int = given.images) -> list[Any]:
-        """Batches of a set; another draw has other images."""
+        """Batches of a set; each draw has different images."""
         some = data.subset(sample[name], min(count, len(sample[name])), seed=draw)
         return list(data.batches(some, model.metadata.preprocessing, batch_size=16))
 

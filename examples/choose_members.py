@@ -3,9 +3,9 @@
     python examples/choose_members.py                                  # the embedded model and images
     python examples/choose_members.py --members 1 3 5 --prune 6 9 12 --images 128 --ranking circuit
 
-One ranking serves all rows: members lose heads drawn from its start. Accuracy and NLL are those of held-out ID images,
-AUROC is that of telling them from images of a class the model was not trained on; cost is multiply-adds (and stored
-parameters) against the single model. None of the images here are those that results are reported on.
+All rows use one ranking: members lose heads drawn from its start. Accuracy and NLL are on held-out ID images, AUROC is
+for telling them from images of a class the model was not trained on; cost is multiply-adds (and stored parameters)
+relative to the single model. None of the images here are those that results are reported on.
 """
 
 import argparse

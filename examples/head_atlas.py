@@ -1,7 +1,7 @@
-"""What the heads of an ensemble do: a map of them, with the images whose answers each one changes.
+"""What the heads of an ensemble do: a map of them, with the images whose predictions each one changes.
 
-python examples/head_atlas.py                            # three members made of the embedded model, in minutes
-python examples/head_atlas.py --model hydra-demo/model   # the ensemble that `hydra-ensembles demo` leaves
+python examples/head_atlas.py                            # three members made from the embedded model, in minutes
+python examples/head_atlas.py --model hydra-demo/model   # the ensemble that `hydra-ensembles demo` saves
 """
 
 import argparse

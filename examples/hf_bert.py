@@ -1,4 +1,4 @@
-"""A BERT classifier of transformers that reads strings and says when not to answer: alone, or with pruned members.
+"""A transformers BERT classifier that reads strings and knows when to abstain: alone, or with pruned members.
 
     python examples/hf_bert.py              # offline: a small BERT, trained here in seconds; --prune 2 makes members
     python examples/hf_bert.py --model textattack/bert-base-uncased-SST-2 --reviews reviews.csv
@@ -42,7 +42,7 @@ def prune_and_train(base: he.Ensemble, sets: dict[str, Any], prune: int, output:
 
 
 def made_up_reviews() -> Labelled:
-    """Sentences from a few words, for a model that is trained in seconds; on the last words opinions differ."""
+    """Sentences from a few words, for a model that is trained in seconds; the last words are ambiguous."""
     kinds = {1: "wonderful moving clever honest bright", 0: "dull clumsy boring hollow stale", -1: "long quiet strange"}
     words = [(word, label) for label, group in kinds.items() for word in group.split()]
     nouns, frames = "film plot cast score ending", ("the {} was {}", "i found the {} {}", "a {} that is {}")
@@ -54,7 +54,7 @@ def made_up_reviews() -> Labelled:
 
 
 def made_up_questions() -> Labelled:
-    """Sentences of another kind, for circuits."""
+    """OOD sentences, for circuits."""
     things, places = "river bridge station tower market", "london cairo lima oslo kyoto"
     frames = ("how old is the {} of {}", "which {} is nearest to {}", "where in {1} is the {0}")
     combinations = itertools.product(frames, things.split(), places.split())

@@ -1,8 +1,8 @@
-"""A vision transformer that you wrote yourself, and that says when not to answer.
+"""A vision transformer that you wrote yourself, and that knows when to abstain.
 
     python examples/own_model.py      # offline: trains the model below on embedded images, in seconds
 
-What this library has to know of a model is where its parts are: a table of names, `OUTSIDE` and `INSIDE` its blocks.
+This library only needs to know where the parts of a model are: a table of names, `OUTSIDE` and `INSIDE` its blocks.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def make_ensemble(model: nn.Module, images: data.ImageDataset, output: Path) -> 
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> nn.Module:
-    """Plain training, in your own way."""
+    """Plain training; yours may differ."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for rows in (torch.randint(len(labels), (32,)) for _ in range(steps)):
         optimizer.zero_grad()

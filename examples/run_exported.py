@@ -1,7 +1,7 @@
-"""An exported ensemble, run without this library: ONNX Runtime, NumPy and Pillow are enough.
+"""Run an exported ensemble without this library: ONNX Runtime, NumPy and Pillow are enough.
 
-python examples/run_exported.py                              # exports the embedded model first, for want of another
-python examples/run_exported.py model.onnx photo.jpg         # your file, as `hydra-ensembles export` wrote it
+python examples/run_exported.py                              # exports the embedded model first
+python examples/run_exported.py model.onnx photo.jpg         # your file, written by `hydra-ensembles export`
 python examples/run_exported.py text-model.onnx --text "a fine film"
 """
 
@@ -20,14 +20,14 @@ def prepare_images(images: list[Any], settings: dict[str, Any]) -> dict[str, np.
 
     rows = []
     for image in images:
-        if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # has 16 bits
+        if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # 16 bits
             image = Image.fromarray((np.asarray(image, np.uint16) >> 8).astype(np.uint8))
         if image.mode in ("I", "F"):
             raise ValueError(f"an image has the mode {image.mode}: which number is white? Give 8-bit or 16-bit images")
         image = image.convert("RGB" if len(settings["mean"]) == 3 else "L")
         (height, width), share = settings["size"], settings["crop_fraction"]
         tall, wide = int(height / share + 1e-6), int(width / share + 1e-6)
-        if settings["resize_mode"] == "shortest":  # the side that has to grow more decides, the other one follows
+        if settings["resize_mode"] == "shortest":  # the side that has to grow more decides; the other one follows
             grows = tall * image.width >= wide * image.height
             tall, wide = (
                 (tall, tall * image.width // image.height) if grows else (wide * image.height // image.width, wide)

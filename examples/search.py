@@ -1,11 +1,11 @@
-"""The best ensemble for a price: candidates built, judged on held-out images, and one chosen.
+"""Find the best ensemble for a price: build candidates, evaluate them on held-out images, and choose one.
 
     python examples/search.py                                   # the embedded model and images, minutes on a CPU
     python examples/search.py --cost 2 --steps 60 --output my-search --figure front.svg
 
-A second call with the same settings reads the finished search back, and one that was stopped goes on. The images are
-those that the demo's settings were chosen on: 256 to train on, 256 to rank heads, calibrate and judge, and as many of a
-class that the model does not know. They are few: with your own data expect clearer differences.
+A second call with the same settings loads the finished search, and a stopped one resumes. The images are those that
+the demo's settings were chosen on: 256 for training, 256 to rank heads, calibrate and evaluate, and as many of a class
+that the model does not know. They are few: with your own data expect clearer differences.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from hydra_ensembles.report import to_markdown
 
 # start: search
 def best_ensemble(model: Any, sets: dict[str, Any], options: argparse.Namespace) -> he.SearchResult:
-    """Search trunks of some depths: heads pruned without training, and members trained together, pruned or not."""
+    """Search trunks of several depths: heads pruned without training, and members trained together, pruned or not."""
     recipe = he.Recipe(learning_rate=2e-5, classifier_rate=20, steps=options.steps, warmup=0.1, clip_norm=1.0)
     candidates = [
         {"shared_layers": depth, **kind}
@@ -35,10 +35,10 @@ def best_ensemble(model: Any, sets: dict[str, Any], options: argparse.Namespace)
         model,
         **sets,  # train, id, ood
         cost=options.cost,
-        candidates=candidates,  # leave them out for the usual ones
+        candidates=candidates,  # leave out for the default ones
         recipe=recipe,
-        batch_size=8,  # whose time is measured
-        familiarity="knn",  # of 64 images; with 20 a class and more leave it out: mahalanobis
+        batch_size=8,  # of the measured time
+        familiarity="knn",  # for 64 images; from 20 per class, leave it out: mahalanobis
         output=options.output,
     )
 

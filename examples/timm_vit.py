@@ -1,12 +1,12 @@
-"""A vision transformer of timm that says when not to answer: alone, fused from several fine-tunings, or pruned.
+"""A timm vision transformer that knows when to abstain: alone, fused from several fine-tunings, or pruned.
 
     python examples/timm_vit.py                                      # offline: the embedded ViT and images
     python examples/timm_vit.py --model vit_small_patch16_224 --weights mine.safetensors --images mine/
     python examples/timm_vit.py --model vit_small_patch16_224 --weights a.safetensors b.safetensors --images mine/
-    python examples/timm_vit.py --prune 2                            # pruned members, trained on
+    python examples/timm_vit.py --prune 2                            # pruned members, trained further
 
-`--images` has a folder for each class, as the model counts them. `--prune` chooses heads by circuits with `--others`,
-pictures unlike the training data, and by Taylor scores without.
+`--images` has a folder for each class, in the model's class order. `--prune` chooses heads by circuits with `--others`,
+images unlike the training data, and by Taylor scores without.
 """
 
 import argparse
@@ -60,7 +60,7 @@ NAMES = {  # ours: timm's
 
 
 def embedded_vit() -> Any:
-    """The trained model of the package as a timm model, in place of yours, without a download."""
+    """The package's trained model as a timm model, used instead of yours, without a download."""
     stored = load_backbone()
     sizes = {"img_size": 64, "patch_size": 8, "embed_dim": stored.config.encoder.width, "depth": stored.num_layers}
     heads, classes = stored.num_heads, stored.num_classes

@@ -1,17 +1,17 @@
 """How the model and the images of the embedded demo were made.
 
-Three steps, so that the machine that trains needs no data sets:
+Three steps, so that the training machine needs no data sets:
 
     python examples/train_demo_backbone.py pack --shared FOLDER --output carry/demo
     python examples/train_demo_backbone.py train --bundle carry/demo --output carry/demo_trained
     python examples/train_demo_backbone.py store --trained carry/demo_trained
 
-`pack` reads EuroSAT and Fashion-MNIST (`data/images/` below FOLDER) and draws the demo's sample into the package.
-`train` trains the same small vision transformer several times from different seeds: on 7 of EuroSAT's 10 classes,
-from scratch, with the last epoch's weights, so that no held-out image chooses anything. `store` puts the copy of seed 0
-into the package; of the others, whose weights stay outside, what they and the pruned branches made from them say of the
-sample (built as the demo builds its own, on a CPU in minutes). To leave the backbone as it is: `train --seeds 1 2`.
-On a CPU, `train --epochs 1 --limit 256 --seeds 1` shows that it runs.
+`pack` reads EuroSAT and Fashion-MNIST (`data/images/` below FOLDER) and writes the demo's sample into the package.
+`train` trains the same small vision transformer from several seeds: on 7 of EuroSAT's 10 classes, from scratch, keeping
+the last epoch's weights, so that no held-out image chooses anything. `store` copies the model of seed 0 into the
+package; of the others, whose weights stay outside, only their outputs on the sample and those of the pruned branches
+made from them (built like the demo's own, on a CPU in minutes). To keep the backbone unchanged: `train --seeds 1 2`.
+To check on a CPU that it runs: `train --epochs 1 --limit 256 --seeds 1`.
 """
 
 import argparse
@@ -45,7 +45,7 @@ SIZE = 64
 PREPROCESSING = he.ImagePreprocessing(size=(SIZE, SIZE), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 CIRCUIT_OOD, NEAR = "PermanentCrop", ("AnnualCrop", "River")
 SEED = 0
-TRAIN, CIRCUIT, CALIBRATION, FAR = 700, 256, 256, 300  # images; all to test on, of the near sets all but training ones
+TRAIN, CIRCUIT, CALIBRATION, FAR = 700, 256, 256, 300  # images; test sets are whole, near ones without training images
 BATCH, LEARNING_RATE, WEIGHT_DECAY, WARMUP, DROP_PATH = 256, 1e-3, 0.05, 0.08, 0.1
 
 
@@ -53,7 +53,7 @@ BATCH, LEARNING_RATE, WEIGHT_DECAY, WARMUP, DROP_PATH = 256, 1e-3, 0.05, 0.08, 0
 
 
 def pack(shared: Path, output: Path) -> None:
-    """Write the images to train on into `output`, and the demo's sample into `output` and the package."""
+    """Write the training images to `output`, and the demo's sample to `output` and the package."""
     output.mkdir(parents=True, exist_ok=True)
     source = shared / "data" / "images"
     train, validation, test = (
@@ -89,7 +89,7 @@ def pack(shared: Path, output: Path) -> None:
 
 
 class _Packer:
-    """Reads the stored bytes of the images that a data set shows."""
+    """Reads the stored bytes of a data set's images."""
 
     def __init__(self, source: Path) -> None:
         self.source = source
@@ -125,7 +125,7 @@ def _without_ood(dataset: data.Dataset[Any]) -> Any:
 
 
 def train(bundle: Path, output: Path, seeds: list[int], epochs: int, limit: int | None, device: str) -> None:
-    """Train a copy from each seed, and write their weights (float16) and the log."""
+    """Train a copy from each seed, and write the weights (float16) and the log."""
     output.mkdir(parents=True, exist_ok=True)
     sets = read_images(bundle / "training.npz")
     images, labels = _pixels(sets["train"], limit)
@@ -165,7 +165,7 @@ def _copy(
     started = time.perf_counter()
     model, epochs_log = _train_copy(seed, images.to(device), labels.to(device), held_out, epochs)
     state = {name: tensor.half().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    model.load_state_dict({name: tensor.float() for name, tensor in state.items()})  # as it will be used
+    model.load_state_dict({name: tensor.float() for name, tensor in state.items()})  # evaluate the rounded weights
     accuracy = {name: _accuracy(model, *pair) for name, pair in held_out.items()}
     facts = {
         "seed": seed,
@@ -224,14 +224,14 @@ def _vision_transformer(classes: int) -> torch.nn.Module:
 
 
 def _augmented(images: Tensor) -> Tensor:
-    """Inputs from images `[B, 3, h, w]` in 0-255: turned, mirrored, moved, scaled and coloured, each by itself."""
+    """Inputs from images `[B, 3, h, w]` in 0-255: independently rotated, mirrored, shifted, scaled, recoloured."""
     count, device = len(images), images.device
     pixels = images.float() / 255
     zoomed = torch.rand(count, device=device) < 0.5
     scale = torch.where(zoomed, torch.empty(count, device=device).uniform_(0.8, 1.0), 1.0)
     turn = torch.randint(4, (count,), device=device) * (math.pi / 2)
     mirror = torch.randint(2, (count,), device=device) * 2.0 - 1.0
-    shift = torch.randint(-8, 9, (count, 2), device=device) * (2 / SIZE)  # whole pixels: no blur where not zoomed
+    shift = torch.randint(-8, 9, (count, 2), device=device) * (2 / SIZE)  # whole pixels: no blur unless zoomed
     rotation = torch.stack([turn.cos() * mirror, -turn.sin(), turn.sin() * mirror, turn.cos()], 1).view(-1, 2, 2)
     transform = torch.cat([rotation * scale[:, None, None], shift[:, :, None]], 2)  # [B, 2, 3]
     grid = F.affine_grid(transform, list(pixels.shape), align_corners=False)
@@ -256,7 +256,7 @@ def _accuracy(model: torch.nn.Module, inputs: Tensor, labels: Tensor) -> float:
 
 
 def _inputs(images: ImageDataset, limit: int | None) -> Tensor:
-    """Preprocessed as the shipped model does it, `[N, 3, 64, 64]`."""
+    """Inputs `[N, 3, 64, 64]`, preprocessed as for the shipped model."""
     return PREPROCESSING([images[row][0] for row in range(len(images))[:limit]])
 
 
@@ -265,7 +265,7 @@ def _labels(images: ImageDataset, limit: int | None) -> Tensor:
 
 
 def _pixels(images: ImageDataset, limit: int | None) -> tuple[Tensor, Tensor]:
-    """Images `[N, 3, 64, 64]` in 0-255 as uint8, and labels `[N]`; a limited number is drawn evenly over the set."""
+    """Images `[N, 3, 64, 64]` in 0-255 as uint8, and labels `[N]`; `limit` draws evenly over the set."""
     rows = range(len(images))[:: 1 if limit is None else max(1, len(images) // limit)]
     pixels = torch.stack([(PREPROCESSING(images[row][0])[0] * 0.5 + 0.5).mul(255).round().byte() for row in rows])
     return pixels, torch.tensor(images.labels[list(rows)])
@@ -281,7 +281,7 @@ def _timm_version() -> str:
 
 
 def store(trained: Path, results: Path) -> None:
-    """Put the copy of seed 0, what the others and their Hydra Ensembles say, and the logs in their places."""
+    """Store the copy of seed 0, the outputs of the others and their Hydra Ensembles, and the logs."""
     sample, settings = load_sample(), DemoSettings()
     classes = sample.test.class_names
     answers: dict[str, Tensor] = {}

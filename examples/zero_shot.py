@@ -1,11 +1,11 @@
 """From the name of an open_clip model and a list of labels to a zero-shot classifier that knows when to abstain.
 
-    python examples/zero_shot.py                     # offline: a small CLIP with random weights, embedded pictures
+    python examples/zero_shot.py                     # offline: a small CLIP with random weights, embedded images
     python examples/zero_shot.py --model ViT-B-32 --pretrained laion2b_s34b_b79k --images held-out --others odd \\
         --template "A photo of a {label}."
 
-`held-out` has a folder of pictures for each class, which set temperature and thresholds, `odd` pictures unlike them.
-Nothing is pruned unless `--prune` says so. Answers of the random weights mean nothing: the offline run shows the steps.
+`held-out` has a folder of images for each class, for temperature and thresholds, `odd` images unlike them. Nothing is
+pruned without `--prune`. Predictions of random weights mean nothing: the offline run shows the steps.
 """
 
 import argparse
@@ -26,7 +26,7 @@ with warnings.catch_warnings():
 
 def small_clip() -> Any:
     """A CLIP of open_clip with random weights, small enough for any machine."""
-    warnings.filterwarnings("ignore", message="the temperature")  # answers by chance have none that fits
+    warnings.filterwarnings("ignore", message="the temperature")  # no temperature fits random predictions
     torch.manual_seed(0)
     image = {"layers": 3, "width": 64, "head_width": 16, "patch_size": 16, "image_size": 64}
     text = {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 4, "layers": 2}

@@ -1,9 +1,9 @@
-"""Inference Endpoints of the Hugging Face hub: a `handler.py` that lies beside a saved ensemble in its repository.
+"""Inference Endpoints of the Hugging Face hub: a `handler.py` next to a saved ensemble in its repository.
 
-Its `requirements.txt` needs one line, `hydra-ensembles[serve] @ ADDRESS`, with that of a wheel (`make release` builds
-one): no index has this library yet. `inputs` is a text, an image (bytes, base64, or decoded by the endpoint), or a
-list of them, in which a list of two texts is a pair; an abstention is an answer, with `accept` false and the `reason`,
-and `notes` say what was done with an input, as where a text is cut.
+Its `requirements.txt` needs one line, `hydra-ensembles[serve] @ ADDRESS`, with the address of a wheel (`make release`
+builds one): no index has this library yet. `inputs` is a text, an image (bytes, base64, or decoded by the endpoint), or
+a list of them, in which a list of two texts is a pair. An abstention is an answer with `accept` false and a `reason`;
+`notes` say what was done with an input, for example that a text was truncated.
 """
 
 import io
@@ -16,7 +16,7 @@ from hydra_ensembles.serve.service import Service, image_of, text_of
 
 
 class EndpointHandler:
-    """What the endpoint makes once, and calls for every request."""
+    """Created once by the endpoint, and called for every request."""
 
     def __init__(self, path: str = "") -> None:
         """Load the ensemble and warm its plans."""
@@ -34,7 +34,7 @@ class EndpointHandler:
 
 
 def encoded(image: Any) -> bytes:
-    """The bytes of an image file, whatever the endpoint has made of them."""
+    """The bytes of an image file, in whatever form the endpoint passes it."""
     if not hasattr(image, "save"):
         return image_of(image)
     target = io.BytesIO()
